@@ -1,0 +1,145 @@
+"""A case as data: a structure and a seed, from which every tensor follows.
+
+A value is a function of (seed, tensor name, index) alone: a counter-based integer hash, evaluated on the CPU, on a
+dyadic grid. Lowering a shape keeps every other value, so a finding survives while Hypothesis shrinks it, and no
+version of any library changes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from parity.errors import UsageError
+
+SCHEMA = 1
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A case of a loss family: seed, dtype of the parameters under test, and the settings away from their default.
+
+    `settings` holds shapes, mask layout and options alike, under the names of the family's table. `tensors` names a
+    safetensors file beside the case file that replaces generated inputs (a recording).
+    """
+
+    family: str
+    seed: int
+    dtype: str
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tensors: str | None = None
+
+    @property
+    def id(self) -> str:
+        """`family-xxxxxxxx`: a digest of the canonical JSON, stable across processes and versions."""
+        digest = hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+        return f"{self.family}-{digest[:10]}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The case as a JSON object; `Case.from_json` is its inverse."""
+        data: dict[str, Any] = {
+            "schema": SCHEMA,
+            "family": self.family,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "settings": dict(sorted(self.settings.items())),
+        }
+        return data | ({"tensors": self.tensors} if self.tensors else {})
+
+    @classmethod
+    def from_json(cls, data: Any, source: str = "case") -> Case:
+        """Read a case from a JSON object.
+
+        Raises:
+            UsageError: naming `source`, the field and its value, when the object is not a case.
+        """
+        if not isinstance(data, dict):
+            raise UsageError(f"{source}: a case is a JSON object, got {type(data).__name__}")
+        if data.get("schema") != SCHEMA:
+            raise UsageError(f"{source}: schema {data.get('schema')!r} is not readable here, expected {SCHEMA}")
+        expected = {"family": str, "seed": int, "dtype": str, "settings": dict}
+        for name, kind in expected.items():
+            if not isinstance(data.get(name), kind) or isinstance(data.get(name), bool):
+                raise UsageError(f"{source}: {name} must be a {kind.__name__}, got {data.get(name)!r}")
+        if data["dtype"] not in DTYPES:
+            raise UsageError(f"{source}: dtype {data['dtype']!r} is unknown, choose from {', '.join(DTYPES)}")
+        return cls(data["family"], data["seed"], data["dtype"], data["settings"], data.get("tensors"))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Case:
+        """Read a case file; files may wrap the case under the key "case" beside remarks of their own."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise UsageError(f"{path}: no such case file") from None
+        except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+            raise UsageError(f"{path}: not a readable JSON case: {error}") from None
+        if isinstance(data, dict) and isinstance(data.get("case"), dict):
+            data = data["case"]
+        return cls.from_json(data, str(path))
+
+
+def _mix(h: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): a bijection of 64-bit integers."""
+    h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return h ^ (h >> np.uint64(31))
+
+
+def hashes(seed: int, name: str, shape: Sequence[int]) -> np.ndarray:
+    """uint64 array of `shape`; element (i, j, …) depends on seed, name and (i, j, …) only."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    out = np.full((), int.from_bytes(digest, "little"), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for size in shape:
+            index = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+            out = _mix(out[..., None] + index)
+    return out
+
+
+def uniform(seed: int, name: str, shape: Sequence[int]) -> torch.Tensor:
+    """float64 in [0, 1) on the grid 2⁻²⁴."""
+    return torch.as_tensor((hashes(seed, name, shape) >> np.uint64(40)).astype(np.float64) * 2.0**-24)
+
+
+def normal(seed: int, name: str, shape: Sequence[int]) -> torch.Tensor:
+    """float64, bell-shaped with mean 0 and standard deviation 1.03 in ±3.6, on the grid 2⁻¹³ (a sum of four uniforms)."""
+    h = hashes(seed, name, shape)
+    total = np.zeros(h.shape, dtype=np.int64)
+    for field in range(4):
+        total += ((h >> np.uint64(16 * field)) & np.uint64(0x3FFF)).astype(np.int64)
+    return torch.as_tensor((total - 2 * 0x3FFF).astype(np.float64) * 2.0**-13 * 0.8984375)
+
+
+def integers(seed: int, name: str, shape: Sequence[int], bound: int) -> torch.Tensor:
+    """int64 in [0, bound). Lowering `bound` keeps every value that stays below it.
+
+    Candidates are read from the high bits downwards with the smallest sufficient number of bits and rejected while too
+    large; `bound` of the same bit length therefore share their candidates.
+    """
+    if bound < 1:
+        raise UsageError(f"integers {name!r}: bound {bound} must be at least 1")
+    bits = max(1, math.ceil(math.log2(bound))) if bound > 1 else 1
+    mask = np.uint64((1 << bits) - 1)
+    out = np.full(tuple(shape), -1, dtype=np.int64)
+    for attempt in range(12):
+        candidate = (hashes(seed, f"{name}#{attempt}", shape) & mask).astype(np.int64)
+        out = np.where((out < 0) & (candidate < bound), candidate, out)
+    return torch.as_tensor(np.where(out < 0, 0, out))
+
+
+def rounded(x: torch.Tensor, bits: int = 10) -> torch.Tensor:
+    """x rounded to the grid 2⁻ᵇⁱᵗˢ: what is derived from an oracle must not depend on the last bits of a library."""
+    return torch.round(x * 2.0**bits) * 2.0**-bits

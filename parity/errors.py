@@ -1,0 +1,9 @@
+"""The errors that cross module boundaries; each names the thing, the value and the remedy."""
+
+
+class UsageError(Exception):
+    """The user asked for something that does not exist or cannot be read: one line, exit code 2."""
+
+
+class Unsupported(Exception):
+    """Raised by an adapter for a case that its implementation does not claim to handle; the message says what and why."""

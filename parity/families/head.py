@@ -1,0 +1,188 @@
+"""Hidden states x LM head: the inputs, settings and definition that every family with an LM head shares."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from parity.case import DTYPES, Case, integers, normal, uniform
+from parity.errors import UsageError
+from parity.families import Inputs, Setting
+from parity.rounding import Mark
+
+PEAKS = (0.05, 1.0, 4.0, 12.0, 50.0)
+
+SETTINGS = {
+    "B": Setting(2, "sequences, at least 1"),
+    "T": Setting(3, "positions, at least 1"),
+    "V": Setting(7, "vocabulary, at least 1"),
+    "H": Setting(4, "hidden size, at least 1"),
+    "peak": Setting(1.0, "standard deviation of the raw logits"),
+    "targets": Setting("random", "selected token ids", ("random", "likely", "edge")),
+    "temperature": Setting(1.0, "τ, divides the logits last"),
+    "softcap": Setting(None, "c in c·tanh(z/c), or none"),
+    "logit_scale": Setting(1.0, "multiplies the logits before the softcap"),
+    "bias": Setting("none", "LM-head bias; 'banned' has -inf entries", ("none", "random", "banned")),
+    "head_dtype": Setting("same", "dtype of weight and bias", ("same", "fp32")),
+    "ids_dtype": Setting("int64", "dtype of the token ids", ("int64", "int32")),
+    "layout": Setting("contiguous", "memory layout of the hidden states", ("contiguous", "strided", "transposed")),
+    "grad": Setting("hidden weight bias", "which tensors require a gradient"),
+    "cotangent": Setting("random", "upstream gradient", ("random", "ones", "zero", "scaled", "sparse")),
+    "context": Setting("plain", "how the implementation is called", ("plain", "autocast", "checkpoint", "compile")),
+}
+
+
+def check(settings: SimpleNamespace, case: Case) -> None:
+    """Refuse shapes and numbers for which the definition has no value.
+
+    Raises:
+        UsageError: naming the setting, its value and the bound.
+    """
+    for name in ("B", "T", "V", "H"):
+        value = getattr(settings, name)
+        if not isinstance(value, int) or value < 1:
+            raise UsageError(f"case {case.id}: {name}={value!r} must be an integer of at least 1")
+    if not settings.temperature > 0:
+        raise UsageError(f"case {case.id}: temperature={settings.temperature!r} must be positive")
+    if settings.softcap is not None and not settings.softcap > 0:
+        raise UsageError(f"case {case.id}: softcap={settings.softcap!r} must be positive, or null for none")
+    unknown = set(settings.grad.split()) - {"hidden", "weight", "bias"}
+    if unknown:
+        raise UsageError(f"case {case.id}: grad names {', '.join(sorted(unknown))}, choose from hidden, weight, bias")
+
+
+def build(case: Case, s: SimpleNamespace) -> dict[str, torch.Tensor | None]:
+    """Tensors `hidden` (B, T, H), `weight` (V, H), `bias` (V,) or None, `ids` (B, T), and `previous_ids` (B, T)."""
+    dtype = DTYPES[case.dtype]
+    head_dtype = dtype if s.head_dtype == "same" else torch.float32
+    hidden = normal(case.seed, "hidden", (s.B, s.T, s.H)).to(dtype)
+    weight = (normal(case.seed, "weight", (s.V, s.H)) * (s.peak / s.H**0.5)).to(head_dtype)
+    bias = None
+    if s.bias != "none":
+        bias = normal(case.seed, "bias", (s.V,)).to(head_dtype)
+    ids = _targets(case, s, hidden, weight, bias)
+    if s.bias == "banned":
+        assert bias is not None
+        banned = uniform(case.seed, "banned", (s.V,)) < 0.3
+        banned[ids.unique()] = False
+        bias = bias.masked_fill(banned, -torch.inf)
+    return {
+        "hidden": _laid_out(hidden, s.layout),
+        "weight": weight,
+        "bias": bias,
+        "ids": ids.to(torch.int32 if s.ids_dtype == "int32" else torch.int64),
+    }
+
+
+def _targets(case: Case, s: SimpleNamespace, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    ids = integers(case.seed, "ids", (s.B, s.T), s.V)
+    if s.targets == "likely":
+        logits = hidden.double() @ weight.double().T
+        return (logits if bias is None else logits + bias.double()).argmax(-1)
+    if s.targets == "edge":
+        return torch.where(uniform(case.seed, "edge", (s.B, s.T)) < 0.5, 0, s.V - 1)
+    return ids
+
+
+def _laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "strided":
+        return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+    if layout == "transposed":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    return x
+
+
+def leaves(s: SimpleNamespace) -> tuple[str, ...]:
+    """The names of the tensors that require a gradient."""
+    present = {"hidden", "weight"} | ({"bias"} if s.bias != "none" else set())
+    return tuple(name for name in ("hidden", "weight", "bias") if name in present and name in s.grad.split())
+
+
+def cotangent(case: Case, kind: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """An upstream gradient of `shape`, float64 with values that bf16 holds; "ones" has stride 0, as `.sum()` hands out."""
+    if kind == "ones":
+        return torch.ones((), dtype=torch.float64).expand(shape)
+    g = normal(case.seed, f"cotangent/{name}", shape).to(torch.bfloat16).double()
+    if kind == "zero":
+        return torch.zeros_like(g)
+    if kind == "scaled":
+        return g * 65536
+    if kind == "sparse":
+        keep = torch.zeros(max(g.numel(), 1), dtype=torch.bool)
+        keep[int(integers(case.seed, f"sparse/{name}", (), max(g.numel(), 1)))] = True
+        return torch.where(keep[: g.numel()].view(shape), g, 0.0)
+    return g
+
+
+def logits(x: Inputs, mark: Mark) -> torch.Tensor:
+    """z = softcap(scale·(h Wᵀ + b))/τ, shape (…, B·T, V), float64; every leaf may carry leading replica dimensions.
+
+    softcap(z) = c·tanh(z/c). The order scale, softcap, temperature is that of transformers' Gemma-2 and Cohere models
+    followed by TRL's sampling temperature.
+    """
+    s = x.settings
+    hidden, weight = x.hidden.flatten(-3, -2), x.weight
+    if s.__dict__.get("head") == "tied":  # the embedding of the previous token comes from the same matrix
+        hidden = mark("states", hidden + weight[..., x.previous_ids.flatten(), :])
+    hidden, weight = mark("parameter", hidden), mark("parameter", weight)
+    z = mark("logits", hidden @ weight.mT)
+    if s.__dict__.get("head") == "lora":
+        low_rank = mark("states", hidden @ x.lora_a.mT)
+        z = mark("logits", z + mark("logits", low_rank @ x.lora_b.mT))
+    if x.bias is not None:
+        z = mark("logits", z + mark("parameter", x.bias).unsqueeze(-2))
+    if s.logit_scale != 1.0:
+        z = z * s.logit_scale
+    if s.softcap is not None:
+        z = s.softcap * torch.tanh(z / s.softcap)
+    return z / s.temperature
+
+
+def selected(all_logps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """all_logps[…, i, ids[i]] reshaped to (…, B, T)."""
+    index = ids.long().clamp(min=0).reshape(-1, 1).expand(*all_logps.shape[:-1], 1)
+    return all_logps.gather(-1, index).squeeze(-1).unflatten(-1, ids.shape)
+
+
+def entropy(all_logps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """-Σ p log p over the vocabulary, (…, B, T); a token of probability 0 contributes 0."""
+    finite = all_logps.masked_fill(all_logps == -torch.inf, 0.0)
+    return -(all_logps.exp() * finite).sum(-1).unflatten(-1, ids.shape)
+
+
+def draw_head(draw: Any, st: Any, dtype: str, *, large: bool, contexts: tuple[str, ...]) -> dict[str, Any]:
+    """Draw the shared settings; `st` is hypothesis.strategies. Every dimension is drawn independently of the others."""
+    vocabulary = draw(
+        st.one_of(st.integers(1, 40), st.integers(1, 40), st.integers(41, 300), st.sampled_from([128, 255, 256, 257, 1025]))
+        if not large
+        else st.sampled_from([4095, 4096, 4097, 8200, 32769, 131073])
+    )
+    small = large and vocabulary > 9000
+    odd = st.sampled_from([2, 3, 4, 7, 8, 13, 16, 31, 33, 64, 100])
+    out = {
+        "B": draw(st.just(1) if small else st.integers(1, 2 if large else 5)),
+        "T": draw(st.just(2) if small else st.integers(1, 3 if large else 12)),
+        "V": vocabulary,
+        "H": draw(st.sampled_from([4, 7, 16]) if large else st.one_of(st.integers(1, 16), odd)),
+        "peak": draw(st.sampled_from((1.0, 0.05, 4.0, 12.0, 50.0))),
+        "targets": draw(st.sampled_from(["random", "random", "likely", "edge"])),
+        "temperature": draw(temperatures(st)),
+        "softcap": draw(st.one_of(st.none(), st.none(), st.sampled_from([30.0, 1.0, 3.0, 50.0]), st.integers(2, 99).map(lambda k: k / 2))),
+        "logit_scale": draw(st.sampled_from([1.0, 1.0, 1.0, 0.0625, 0.3, 2.5])),
+        "bias": draw(st.sampled_from(["none", "none", "none", "random", "random", "banned"])),
+        "head_dtype": draw(st.sampled_from(["same", "same", "same", "fp32"])) if dtype != "fp32" else "same",
+        "ids_dtype": draw(st.sampled_from(["int64", "int64", "int64", "int32"])),
+        "layout": draw(st.sampled_from(["contiguous", "contiguous", "contiguous", "strided", "transposed"])),
+        "grad": draw(st.sampled_from(["hidden weight bias"] * 4 + ["hidden", "weight", "bias", "hidden bias", "weight bias", "hidden weight"])),
+        "context": draw(st.sampled_from(contexts)),
+    }
+    if out["bias"] == "none" and out["grad"] == "bias":
+        out["grad"] = "weight"
+    return out
+
+
+def temperatures(st: Any) -> Any:
+    """1, a usual one, or log-uniform from 1e-3 to 2."""
+    return st.one_of(st.just(1.0), st.sampled_from([0.7, 0.9, 0.5, 2.0]), st.integers(0, 64).map(lambda k: float(f"{2 * 0.0005 ** (k / 64):.4g}")))

@@ -1,0 +1,125 @@
+"""Family `logprobs`: selected log-probabilities and entropy from hidden states x LM head.
+
+Definition: logp = z[id] - logsumexp(z), entropy = -Σ p log p, with z of `head.logits`. Positions whose id is -100 are
+ignored: their value is 0 and they have no gradient (torch.nn.functional.cross_entropy, `ignore_index`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from parity.case import Case, uniform
+from parity.families import Family, Inputs, Relation, Setting, head
+from parity.rounding import Mark
+
+IGNORE_INDEX = -100
+
+SETTINGS = head.SETTINGS | {
+    "ignored": Setting("none", "positions with id -100", ("none", "some", "row", "all")),
+    "chunk_size": Setting(None, "vocabulary entries a chunk, for implementations that chunk; none: their default"),
+    "entropy": Setting("none", "entropy asked for: its value, or its gradient too", ("none", "value", "gradient")),
+}
+
+
+def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
+    """Settings of one case; about one in 25 has a vocabulary beyond a kernel's block or chunk."""
+    large = draw(st.integers(0, 24)) == 24
+    out = head.draw_head(draw, st, dtype, large=large, contexts=contexts)
+    out["ignored"] = draw(st.sampled_from(["none"] * 5 + ["some", "some", "row", "all"]))
+    out["chunk_size"] = draw(st.sampled_from([None, None, 5, 64, 1000]))
+    out["entropy"] = draw(st.sampled_from(["none", "none", "value", "gradient"]))
+    out["cotangent"] = draw(st.sampled_from(["random"] * 5 + ["ones", "zero", "scaled", "sparse"]))
+    return out
+
+
+def build(case: Case) -> Inputs:
+    """The inputs of a case, on the CPU.
+
+    Raises:
+        UsageError: for settings outside their range.
+    """
+    s = FAMILY.full_settings(case)
+    head.check(s, case)
+    tensors = head.build(case, s)
+    ids = tensors["ids"]
+    assert ids is not None
+    ignored = torch.zeros(ids.shape, dtype=torch.bool)
+    if s.ignored == "some":
+        ignored = uniform(case.seed, "ignored", ids.shape) < 0.4
+    elif s.ignored == "row":
+        ignored[0] = True
+    elif s.ignored == "all":
+        ignored[:] = True
+    tensors["ids"] = ids.masked_fill(ignored, IGNORE_INDEX)
+    shape = (s.B, s.T)
+    cotangents = {"logps": head.cotangent(case, s.cotangent, "logps", shape)}
+    if s.entropy == "gradient":
+        cotangents["entropy"] = head.cotangent(case, s.cotangent, "entropy", shape)
+    return Inputs(case, s, tensors, head.leaves(s), cotangents)
+
+
+def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
+    """logps and entropy, (…, B, T)."""
+    all_logps = torch.log_softmax(head.logits(x, mark), -1)
+    ignored = x.ids == IGNORE_INDEX
+    out = {"logps": head.selected(all_logps, x.ids).masked_fill(ignored, 0.0)}
+    if x.settings.entropy != "none":
+        out["entropy"] = head.entropy(all_logps, x.ids).masked_fill(ignored, 0.0)
+    return out
+
+
+def zeros(x: Inputs) -> dict[str, torch.Tensor]:
+    """Ignored positions: exactly zero value and exactly zero gradient of their hidden states."""
+    ignored = x.ids == IGNORE_INDEX
+    return {"logps": ignored, "entropy": ignored, "grad_hidden": ignored}
+
+
+def features(case: Case) -> dict[str, Any]:
+    """Facts for coverage and ledger scopes besides the settings themselves."""
+    s = FAMILY.full_settings(case)
+    return {
+        "one token": s.B * s.T == 1,
+        "V = 1": s.V == 1,
+        "V beyond a chunk": s.V > 4096,
+        "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
+        "logit_std": s.peak * s.logit_scale / s.temperature,
+        "tokens": s.B * s.T,
+    }
+
+
+def _double_cotangents(x: Inputs) -> Inputs | None:
+    if x.settings.cotangent in ("zero", "scaled"):
+        return None
+    return _with_cotangents(x, {k: g * 2 for k, g in x.cotangents.items()})
+
+
+def _zero_cotangents(x: Inputs) -> Inputs | None:
+    return _with_cotangents(x, {k: torch.zeros_like(g) for k, g in x.cotangents.items()})
+
+
+def _with_cotangents(x: Inputs, cotangents: dict[str, torch.Tensor]) -> Inputs:
+    import dataclasses
+
+    return dataclasses.replace(x, cotangents=cotangents)
+
+
+GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
+
+FAMILY = Family(
+    name="logprobs",
+    settings=SETTINGS,
+    draw=draw,
+    build=build,
+    oracle=oracle,
+    outputs=("logps", "entropy"),
+    optional=frozenset({"entropy"}),
+    zeros=zeros,
+    features=features,
+    required=("hidden", "weight", "ids"),
+    relations={
+        "cotangent x2": Relation(_double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in the upstream gradient"),
+        "cotangent 0": Relation(_zero_cotangents, dict.fromkeys(GRADIENTS, 0.0), "no upstream gradient, no gradient"),
+    },
+)

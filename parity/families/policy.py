@@ -1,0 +1,244 @@
+"""Family `policy`: the GRPO losses, from hidden states x LM head to one scalar.
+
+Definitions: grpo (arXiv 2402.03300), bnpo, dr_grpo (2503.20783), dapo (2503.14476), cispo (2506.13585), sapo
+(2511.20347), luspo (2602.05261), vespo (2602.10693), sequence-level ratios (GSPO, 2507.18071), delta (INTELLECT-2,
+2505.07291), bias-corrected KL and off-policy sequence mask (DeepSeek-V3.2, 2512.02556), entropy mask (2506.01939); where
+no paper fixes a combination, the documentation of TRL 1.16. Their inputs are built in `policy_inputs`.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from parity.case import Case
+from parity.families import Family, Inputs, Relation, head
+from parity.families import policy_inputs as inputs_of
+from parity.rounding import Mark
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+WINDOW_NORMALISED = ("dapo", "cispo", "vespo")
+
+
+def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
+    """The loss of one micro-batch, (…), and its metrics; `_logps` and `_terms` are (…, B, T)."""
+    s = x.settings
+    all_logps = torch.log_softmax(head.logits(x, mark), -1)
+    lp = head.selected(all_logps, x.ids)
+    entropy = head.entropy(all_logps, x.ids)
+    mask = x.mask.to(torch.float64)
+    advantages = x.advantages if x.advantages.dim() == 2 else x.advantages.unsqueeze(-1)
+    d = lp - (lp.detach() if x.old_logps is None else x.old_logps)
+    log_w = d if s.importance_sampling_level == "token" else _mean(d, mask, keepdim=True)
+    w = log_w.exp()
+
+    keep = mask
+    l = surrogate(s, lp, d, w, advantages, mask, x.importance_sampling_ratio)
+    if s.off_policy_mask_threshold is not None:
+        l = l * off_policy_mask(s, lp, advantages, x.sampling_logps if x.sampling_logps is not None else x.old_logps, mask)
+    if x.top_entropy_quantile is not None:
+        keep = mask * entropy_mask(entropy, mask, 1 - float(x.top_entropy_quantile))
+        l = l * (keep + (1 - mask))  # the mask itself is applied once, by `aggregate`
+    if x.importance_sampling_ratio is not None and s.loss_type != "vespo":
+        l = l * x.importance_sampling_ratio
+    kl = None
+    if s.beta != 0.0:
+        log_r = x.ref_logps - lp
+        kl = log_r.exp() - log_r - 1
+        if s.use_bias_correction_kl:
+            kl = kl * w
+        l = l + s.beta * kl
+    l = l.expand(lp.shape)
+    loss, terms = aggregate(s, l, mask, float(x.num_items_in_batch))
+    if s.entropy_coef != 0.0:
+        accumulation = s.accumulation if s.mode == "train" else 1
+        share = keep / keep.sum((-2, -1), keepdim=True).clamp(min=1) / accumulation
+        terms = terms - s.entropy_coef * entropy * share
+        loss = loss - s.entropy_coef * (entropy * share).sum((-2, -1))
+    return {"loss": loss, "_logps": lp, "_terms": terms} | metrics(s, w, advantages, mask, kl, entropy)
+
+
+def _mean(values: torch.Tensor, mask: torch.Tensor, keepdim: bool = False) -> torch.Tensor:
+    """Σ_t m·v / max(Σ_t m, 1) of each sequence."""
+    return (values * mask).sum(-1, keepdim=keepdim) / mask.sum(-1, keepdim=keepdim).clamp(min=1)
+
+
+def surrogate(
+    s: SimpleNamespace,
+    lp: torch.Tensor,
+    d: torch.Tensor,
+    w: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    ratio: torch.Tensor | None,
+) -> torch.Tensor:
+    """The policy term of each token, (…, B, T) or (…, B, 1), before masks, sampler ratio and KL."""
+    if s.loss_type in CLIPPED:
+        capped = w if s.delta is None else w.clamp(max=s.delta)
+        clipped = w.clamp(1 - s.epsilon, 1 + _epsilon_high(s))
+        return -torch.minimum(capped * advantages, clipped * advantages)
+    if s.loss_type == "cispo":
+        return -w.clamp(max=_epsilon_high(s)).detach() * advantages * lp
+    if s.loss_type == "sapo":
+        tau = torch.where(advantages > 0, s.sapo_temperature_pos, s.sapo_temperature_neg)
+        return -torch.sigmoid(tau * (w - 1)) * 4 / tau * advantages
+    return -vespo_phi(s, d.detach(), advantages, mask, ratio) * advantages * lp
+
+
+def _epsilon_high(s: SimpleNamespace) -> float:
+    return s.epsilon if s.epsilon_high is None else s.epsilon_high
+
+
+def vespo_phi(
+    s: SimpleNamespace, d: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor | None
+) -> torch.Tensor:
+    """φ = exp(λ + k·log W - λ·W), (…, B, 1), with log W the clamped sum of log-ratios and log sampler ratios."""
+    low, high = math.log(1e-8), 20.0
+    log_w = (d.clamp(-20.0, 20.0) * mask).sum(-1, keepdim=True)
+    if ratio is not None:
+        log_w = log_w + ratio.log().clamp(low, high).sum(-1, keepdim=True)
+    log_w = log_w.clamp(low, high)
+    k = torch.where(advantages >= 0, s.vespo_k_pos, s.vespo_k_neg)
+    lam = torch.where(advantages >= 0, s.vespo_lambda_pos, s.vespo_lambda_neg)
+    return torch.exp(lam + k * log_w - lam * log_w.exp())
+
+
+def off_policy_mask(
+    s: SimpleNamespace, lp: torch.Tensor, advantages: torch.Tensor, sampling: torch.Tensor | None, mask: torch.Tensor
+) -> torch.Tensor:
+    """1 where A ≥ 0 or the sequence mean of (lp_samp - lp) ≤ threshold; tokens the sampler could not score count 0."""
+    gap = torch.zeros_like(lp) if sampling is None else (sampling - lp.detach()).nan_to_num(nan=0.0)
+    near = _mean(gap, mask, keepdim=True) <= s.off_policy_mask_threshold
+    return ((advantages >= 0) | near).to(lp.dtype)
+
+
+def entropy_mask(entropy: torch.Tensor, mask: torch.Tensor, quantile: float) -> torch.Tensor:
+    """1 where the entropy reaches the quantile (linear interpolation) of the entropies of all loss tokens."""
+    values = entropy.detach().flatten(-2)[..., mask.flatten().bool()]
+    if values.shape[-1] == 0:
+        return torch.zeros_like(mask)
+    threshold = torch.quantile(values, quantile, dim=-1)[..., None, None]
+    return (entropy.detach() * mask >= threshold).to(mask.dtype)
+
+
+def aggregate(s: SimpleNamespace, l: torch.Tensor, mask: torch.Tensor, num_items: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of the micro-batch and the weighted per-token terms it sums.
+
+    grpo, sapo: mean_i Σ_t m·l/max(|o_i|, 1) · bnpo: Σ m·l/max(Σ m, 1) · dr_grpo: Σ m·l/(B·L) · luspo: mean_i Σ_t m·l ·
+    dapo, cispo, vespo: Σ m·l/N. In training all but the last group are divided by the accumulation steps, and N is the
+    window's share of the generation batch's tokens; in evaluation there is one micro-batch.
+    """
+    count, tokens = l.shape[-2], mask.sum(-1, keepdim=True)
+    training = s.mode == "train"
+    accumulation = s.accumulation if training else 1
+    if s.loss_type in ("grpo", "sapo"):
+        weight = mask / tokens.clamp(min=1) / count / accumulation
+    elif s.loss_type == "bnpo":
+        weight = mask / mask.sum().clamp(min=1) / accumulation
+    elif s.loss_type == "dr_grpo":
+        weight = mask / (count * s.max_completion_length) / accumulation
+    elif s.loss_type == "luspo":
+        weight = mask / count / accumulation
+    else:
+        window = s.accumulation / s.steps_per_generation if training else 1.0
+        weight = mask / (max(num_items, 1.0) * window)
+    terms = l * weight
+    return terms.sum((-2, -1)), terms
+
+
+def metrics(
+    s: SimpleNamespace,
+    w: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    kl: torch.Tensor | None,
+    entropy: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Means over loss tokens; clip fractions at sequence level: one value a sequence."""
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        if values.shape[-1] == 1 and mask.shape[-1] != 1:
+            return values.to(torch.float64).mean((-2, -1))
+        return (values * mask).sum((-2, -1)) / mask.sum().clamp(min=1)
+
+    out = {"entropy": mean(entropy.detach())}
+    if kl is not None:
+        out["kl"] = mean(kl.detach())
+    high = w > 1 + _epsilon_high(s)
+    if s.loss_type in CLIPPED:
+        low_clip, high_clip = (w < 1 - s.epsilon) & (advantages < 0), high & (advantages > 0)
+        out["clip_low"], out["clip_high"] = mean(low_clip), mean(high_clip)
+        out["clip_ratio"] = mean(low_clip | high_clip)
+    elif s.loss_type == "cispo":
+        out["clip_ratio"] = mean((w > _epsilon_high(s)) & (advantages > 0))
+    return out
+
+
+def zeros(x: Inputs) -> dict[str, torch.Tensor]:
+    """Masked tokens: exactly zero gradient of their hidden states."""
+    return {"grad_hidden": ~x.mask.bool()}
+
+
+def features(case: Case) -> dict[str, Any]:
+    """Facts for coverage and ledger scopes besides the settings themselves."""
+    s = FAMILY.full_settings(case)
+    lengths = s.lengths or [s.T] * s.B
+    return {
+        "one sequence": s.B == 1,
+        "ragged": len(set(lengths)) > 1,
+        "padding": any(n < s.T for n in lengths),
+        "empty row": 0 in lengths,
+        "all masked": not any(lengths),
+        "V = 1": s.V == 1,
+        "V beyond a chunk": s.V > 4096,
+        "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
+        "logit_std": s.peak * s.logit_scale / s.temperature,
+        "tokens": s.B * s.T,
+        "delta active": s.delta is not None,
+        "kl": s.beta != 0.0,
+        "old": s.old != "absent",
+    }
+
+
+def _double_advantages(x: Inputs) -> Inputs | None:
+    s = x.settings
+    if s.beta != 0.0 or s.entropy_coef != 0.0:
+        return None  # the KL and the bonus do not scale with the advantages
+    return x.replace(advantages=x.advantages * 2)
+
+
+def _garbage(x: Inputs) -> Inputs | None:
+    """Finite garbage wherever the mask is zero, except in the sampler ratio, which is 1 at padding by contract."""
+    masked = ~x.mask.bool()
+    if not masked.any() or x.settings.targets == "edge":
+        return None
+    tensors = {"ids": torch.where(masked, (x.ids + 1) % x.settings.V, x.ids).to(x.ids.dtype)}
+    for name in ("old_logps", "ref_logps", "sampling_logps"):
+        if x.tensors.get(name) is not None:
+            tensors[name] = torch.where(masked, x.tensors[name] - 3.5, x.tensors[name])
+    return x.replace(**tensors)
+
+
+QUANTITIES = ("loss", "grad_hidden", "grad_weight", "grad_bias")
+
+FAMILY = Family(
+    name="policy",
+    settings=inputs_of.SETTINGS,
+    draw=inputs_of.draw,
+    build=lambda case: inputs_of.build(case, FAMILY.full_settings(case)),
+    oracle=oracle,
+    outputs=("loss", "kl", "entropy", "clip_ratio", "clip_low", "clip_high"),
+    optional=frozenset({"kl", "entropy", "clip_ratio", "clip_low", "clip_high"}),
+    scalars=frozenset({"loss", "kl", "entropy", "clip_ratio", "clip_low", "clip_high"}),
+    exact=frozenset({"clip_ratio", "clip_low", "clip_high"}),
+    zeros=zeros,
+    features=features,
+    required=("hidden", "weight", "ids", "mask", "advantages"),
+    relations={
+        "advantages x2": Relation(_double_advantages, dict.fromkeys(QUANTITIES, 2.0), "the loss is linear in the advantages"),
+        "masked garbage": Relation(_garbage, {}, "what the mask hides changes nothing"),
+    },
+)

@@ -1,0 +1,305 @@
+"""What family `policy` is given: settings, how they are drawn, and the tensors that follow from a case.
+
+Clipping, caps and thresholds are constructed, not hoped for: old, reference and sampling log-probs are the oracle's own
+minus a target that keeps every log-ratio at least a margin away from each threshold, the margin being the error that
+rounding alone may cause. Where no target keeps the margin the token is masked out for all parties and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from parity.case import Case, integers, normal, rounded, uniform
+from parity.errors import UsageError
+from parity.families import Inputs, Setting, head
+from parity.rounding import UNIT_ROUNDOFF, exact_mark
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+SETTINGS = head.SETTINGS | {
+    "lengths": Setting(None, "completion length of each row, 0 to T; none: all T"),
+    "holes": Setting(False, "tool mask: tokens inside a completion that carry no loss", (False, True)),
+    "mask_dtype": Setting("int64", "dtype of the completion mask", ("int64", "bool", "fp32")),
+    "loss_type": Setting("grpo", "loss type", LOSS_TYPES),
+    "importance_sampling_level": Setting("token", "ratio per token or per sequence", ("token", "sequence")),
+    "epsilon": Setting(0.2, "lower clip ε"),
+    "epsilon_high": Setting(None, "upper clip ε; for cispo the bound itself; none: ε"),
+    "delta": Setting(None, "cap of the unclipped ratio, or none"),
+    "beta": Setting(0.0, "weight of the KL term"),
+    "use_bias_correction_kl": Setting(False, "KL times importance weight", (False, True)),
+    "ref": Setting("near", "reference log-probs beside the policy's", ("near", "apart", "far")),
+    "old": Setting("mixed", "regions of the ratio to the old policy", ("absent", "inside", "mixed", "extreme")),
+    "ratio": Setting("none", "sampler's importance ratio", ("none", "token", "sequence")),
+    "ratio_range": Setting("unit", "its size: about 1, 1e-3 to 1e2, or with zeros", ("unit", "wide", "zeros")),
+    "off_policy_mask_threshold": Setting(None, "threshold of the off-policy sequence mask, or none"),
+    "sampler": Setting("none", "sampling log-probs given, and with NaN tokens", ("none", "given", "nan")),
+    "entropy_quantile": Setting(False, "keep only the tokens of highest entropy", (False, True)),
+    "entropy_coef": Setting(0.0, "weight of the entropy bonus"),
+    "advantages": Setting("mixed", "signs and shape", ("mixed", "positive", "negative", "zero", "equal", "token")),
+    "accumulation": Setting(1, "micro-batches in an optimizer step"),
+    "steps_per_generation": Setting(1, "micro-batches in a generation batch"),
+    "other_tokens": Setting(0, "loss tokens in the other micro-batches of the generation batch"),
+    "max_completion_length": Setting(16, "L of dr_grpo"),
+    "sapo_temperature_pos": Setting(1.0, "τ of sapo for A > 0"),
+    "sapo_temperature_neg": Setting(1.05, "τ of sapo for A ≤ 0"),
+    "vespo_k_pos": Setting(2.0, "k of vespo for A ≥ 0"),
+    "vespo_lambda_pos": Setting(3.0, "λ of vespo for A ≥ 0"),
+    "vespo_k_neg": Setting(3.0, "k of vespo for A < 0"),
+    "vespo_lambda_neg": Setting(2.0, "λ of vespo for A < 0"),
+    "mode": Setting("train", "training or evaluation", ("train", "eval")),
+    "head": Setting("plain", "LM head: plain, tied to the embeddings, or carrying a LoRA adapter", ("plain", "tied", "lora")),
+    "chunk_size": Setting(1, "sequences a chunk, for implementations that chunk"),
+}
+
+
+def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
+    """Settings of one case; every dimension independently, so that they combine."""
+
+    def pick(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    out = head.draw_head(draw, st, dtype, large=draw(st.integers(0, 39)) == 39, contexts=contexts)
+    out["cotangent"] = pick("ones", "ones", "ones", "random", "random", "zero", "scaled")
+    rows, width = out["B"], out["T"]
+    lengths = draw(st.one_of(st.none(), st.lists(st.integers(0, width), min_size=rows, max_size=rows)))
+    out |= {
+        "lengths": lengths,
+        "holes": pick(False, False, True),
+        "mask_dtype": pick("int64", "int64", "bool", "fp32"),
+        "loss_type": pick(*LOSS_TYPES),
+        "importance_sampling_level": pick("token", "token", "sequence"),
+        "epsilon": pick(0.2, 0.2, 0.05, 0.3),
+        "epsilon_high": pick(None, None, 0.28, 0.5),
+        "delta": pick(None, None, 1.8, 4.0),
+        "beta": pick(0.0, 0.0, 0.04, 0.5),
+        "use_bias_correction_kl": pick(False, True),
+        "ref": pick("near", "apart", "far"),
+        "old": pick("mixed", "mixed", "inside", "absent", "extreme"),
+        "ratio": pick("none", "none", "token", "sequence"),
+        "ratio_range": pick("unit", "wide", "zeros"),
+        "off_policy_mask_threshold": pick(None, None, None, 0.1, 1.0),
+        "sampler": pick("none", "given", "nan"),
+        "entropy_quantile": pick(False, False, False, True),
+        "entropy_coef": pick(0.0, 0.0, 0.0, 0.01, 0.3),
+        "advantages": pick("mixed", "mixed", "positive", "negative", "zero", "equal", "token"),
+        "accumulation": pick(1, 1, 2, 5),
+        "other_tokens": draw(st.sampled_from([0, 0, 7, 100])),
+        "max_completion_length": pick(16, width, 512),
+        "sapo_temperature_pos": pick(1.0, 0.6),
+        "sapo_temperature_neg": pick(1.05, 2.0),
+        "vespo_k_pos": pick(2.0, 1.0),
+        "vespo_lambda_pos": pick(3.0, 1.5),
+        "vespo_k_neg": pick(3.0, 1.5),
+        "vespo_lambda_neg": pick(2.0, 1.0),
+        "mode": pick("train", "train", "train", "eval"),
+        "head": pick("plain", "plain", "plain", "plain", "tied", "lora"),
+        "chunk_size": pick(1, 2, rows),
+    }
+    out["steps_per_generation"] = out["accumulation"] * pick(1, 1, 2)
+    if out["loss_type"] == "cispo":
+        out["epsilon_high"] = pick(5.0, 2.0, 1.3)
+    if out["loss_type"] in ("cispo", "sapo", "vespo") or out["delta"] is not None and out["epsilon_high"] == 0.5:
+        out["delta"] = None if out["loss_type"] in ("cispo", "sapo", "vespo") else out["delta"]
+    if out["ratio"] == "none":
+        out["ratio_range"] = "unit"
+    if out["head"] != "plain":  # the adapter and the embeddings have the dtype of the model
+        out["head_dtype"] = "same"
+    return out
+
+
+def build(case: Case, s: SimpleNamespace) -> Inputs:
+    """The inputs of a case, on the CPU.
+
+    Tensors besides those of `head.build`: mask (B, T), completion_mask and tool_mask whose product it is, advantages
+    (B,) or (B, T), old_logps, ref_logps, sampling_logps (B, T) or None, importance_sampling_ratio (B, T), (B, 1) or
+    None, num_items_in_batch (0-dim), top_entropy_quantile (0-dim or None), previous_ids (B, T), lora_a (r, H) and
+    lora_b (V, r) or None.
+
+    Raises:
+        UsageError: for settings outside their range.
+    """
+    head.check(s, case)
+    if s.loss_type == "dr_grpo" and s.max_completion_length < 1:
+        raise UsageError(f"case {case.id}: max_completion_length={s.max_completion_length} must be at least 1")
+    tensors = head.build(case, s)
+    tensors |= _masks(case, s)
+    tensors["previous_ids"] = integers(case.seed, "previous", (s.B, s.T), s.V)
+    tensors["lora_a"] = tensors["lora_b"] = None
+    if s.head == "lora":
+        assert tensors["hidden"] is not None and tensors["weight"] is not None
+        tensors["lora_a"] = (normal(case.seed, "lora_a", (2, s.H)) / s.H**0.5).to(tensors["weight"].dtype)
+        tensors["lora_b"] = (normal(case.seed, "lora_b", (s.V, 2)) * s.peak / 2).to(tensors["weight"].dtype)
+    tensors["advantages"] = _advantages(case, s)
+    leaves = head.leaves(s)
+    if s.head == "lora":
+        leaves = tuple(n for n in leaves if n == "hidden") + ("lora_a", "lora_b")
+    inputs = Inputs(case, s, tensors, leaves, {"loss": _cotangent(case, s)})
+    return _with_logps(case, s, inputs)
+
+
+def _cotangent(case: Case, s: SimpleNamespace) -> torch.Tensor:
+    g = head.cotangent(case, s.cotangent, "loss", ())
+    return torch.where(g == 0, 0.5, g) if s.cotangent == "random" else g
+
+
+def _masks(case: Case, s: SimpleNamespace) -> dict[str, torch.Tensor | None]:
+    lengths = [s.T] * s.B if s.lengths is None else s.lengths
+    if len(lengths) != s.B or any(not 0 <= n <= s.T for n in lengths):
+        raise UsageError(f"case {case.id}: lengths={s.lengths} must hold B={s.B} integers from 0 to T={s.T}")
+    completion = (torch.arange(s.T) < torch.tensor(lengths)[:, None]).long()
+    tool = None
+    if s.holes:
+        tool = (uniform(case.seed, "holes", (s.B, s.T)) < 0.7).long()
+    return {"completion_mask": completion, "tool_mask": tool, "mask": completion if tool is None else completion * tool}
+
+
+def _advantages(case: Case, s: SimpleNamespace) -> torch.Tensor:
+    a = normal(case.seed, "advantages", (s.B, s.T) if s.advantages == "token" else (s.B,)).to(torch.bfloat16).float()
+    if s.advantages in ("positive", "negative"):
+        return a.abs() * (1 if s.advantages == "positive" else -1)
+    if s.advantages == "zero":
+        return torch.where(torch.arange(s.B) % 2 == 0, 0.0, a)
+    if s.advantages == "equal":
+        return torch.full_like(a, 0.75)
+    return a
+
+
+def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
+    """Add what derives from the oracle's own log-probs, computed here in float64 and rounded to 2⁻¹⁰."""
+    double = {k: v.double() if v is not None and v.is_floating_point() else v for k, v in x.tensors.items()}
+    exact = x.replace(**double)
+    z = head.logits(exact, exact_mark)
+    all_logps = torch.log_softmax(z, -1)
+    lp, entropy = head.selected(all_logps, x.ids), head.entropy(all_logps, x.ids)
+    margin = error_bound(case, s, exact)
+    mask = x.mask.bool()
+    tensors: dict[str, torch.Tensor | None] = dict.fromkeys(("old_logps", "ref_logps", "sampling_logps"))
+    undecided = torch.zeros_like(mask)
+    if s.old != "absent":
+        target, undecided = target_log_ratios(case, s, mask, margin)
+        tensors["old_logps"] = rounded(lp - target)
+    mask = mask & ~undecided
+    if s.beta != 0.0:
+        shift = {"near": 0.0, "apart": 0.5, "far": 4.0}[s.ref] * normal(case.seed, "ref", lp.shape)
+        tensors["ref_logps"] = rounded(lp + shift)
+    if s.off_policy_mask_threshold is not None or s.sampler != "none":
+        tensors["sampling_logps"], drop = _sampling(case, s, lp, mask, margin)
+        mask = mask & ~drop
+    tensors["top_entropy_quantile"] = None
+    if s.entropy_quantile:
+        tensors["top_entropy_quantile"] = _quantile(entropy, mask, float(margin.max()) if margin.numel() else 0.0)
+    tensors["importance_sampling_ratio"] = _ratio(case, s, mask)
+    count = int((x.mask.bool() & ~mask).sum())
+    kept = mask.long()
+    tensors["completion_mask"] = x.completion_mask * kept if x.tool_mask is None else x.completion_mask
+    tensors["tool_mask"] = None if x.tool_mask is None else x.tool_mask * kept
+    tensors["mask"] = kept.to({"int64": torch.int64, "bool": torch.bool, "fp32": torch.float32}[s.mask_dtype])
+    tensors["num_items_in_batch"] = torch.tensor(int(kept.sum()) + s.other_tokens)
+    for name in ("old_logps", "ref_logps", "sampling_logps", "importance_sampling_ratio"):
+        value = tensors[name]
+        tensors[name] = None if value is None else value.float()
+    out = x.replace(**tensors)
+    return Inputs(out.case, out.settings, out.tensors, out.leaves, out.cotangents, undecided=count)
+
+
+def error_bound(case: Case, s: SimpleNamespace, exact: Inputs) -> torch.Tensor:
+    """How far rounding may move a log-prob, (B, T): logits stored in the dtype of the case, then float32 arithmetic."""
+    hidden = exact.hidden.flatten(0, 1).abs()
+    if s.head == "tied":
+        hidden = hidden + exact.weight[exact.previous_ids.flatten()].abs()
+    weight = exact.weight.abs()
+    if s.head == "lora":
+        weight = weight + (exact.lora_b.abs() @ exact.lora_a.abs())
+    size = (hidden @ weight.T).amax(-1)
+    if exact.bias is not None:
+        size = size + exact.bias.masked_fill(exact.bias.isinf(), 0.0).abs().amax()
+    narrow = UNIT_ROUNDOFF["bf16" if s.context == "autocast" else case.dtype]
+    u = 4 * narrow + 64 * UNIT_ROUNDOFF["fp32"]
+    return (u * size * s.logit_scale / s.temperature).view(s.B, s.T) + 2.0**-9
+
+
+def thresholds(s: SimpleNamespace) -> list[float]:
+    """The log-ratios at which the loss changes its formula, ascending."""
+    high = s.epsilon if s.epsilon_high is None else s.epsilon_high
+    if s.loss_type == "cispo":
+        return [math.log(high)]
+    if s.loss_type in ("sapo", "vespo"):
+        return []
+    return sorted([math.log(1 - s.epsilon), math.log(1 + high)] + ([math.log(s.delta)] if s.delta is not None else []))
+
+
+def target_log_ratios(case: Case, s: SimpleNamespace, mask: torch.Tensor, margin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-ratios (B, T) that keep `margin` from every threshold, and the tokens for which none can."""
+    sequence = s.importance_sampling_level == "sequence"
+    shape = (s.B, 1) if sequence else (s.B, s.T)
+    margin = margin.amax(-1, keepdim=True) if sequence else margin
+    reach = 25.0 if s.old == "extreme" else 1.5
+    cuts = [-math.inf, *thresholds(s), math.inf]
+    regions = list(zip(cuts, cuts[1:], strict=False))
+    inside = [i for i, (low, high) in enumerate(regions) if low < 0 < high or low == 0]
+    count = len(regions)
+    choice = integers(case.seed, "region", shape, count)
+    if s.old == "inside":
+        choice = torch.full(shape, inside[0] if inside else 0)
+    u = uniform(case.seed, "log-ratio", shape)
+    target = torch.zeros(shape, dtype=torch.float64)
+    done = torch.zeros(shape, dtype=torch.bool)
+    for offset in range(count):  # the chosen region, else the next one that leaves room for the margin
+        for i, (low, high) in enumerate(regions):
+            lower = torch.full(shape, -reach, dtype=torch.float64) - margin if low == -math.inf and high == math.inf else low + margin
+            lower = high - margin - reach if low == -math.inf and high != math.inf else lower
+            upper = low + margin + reach if high == math.inf and low != -math.inf else high - margin
+            upper = lower + 2 * reach if low == -math.inf and high == math.inf else upper
+            fits = (upper >= lower) & ((choice + offset) % count == i) & ~done & (lower.abs() < 60) & (upper.abs() < 60)
+            target = torch.where(fits, lower + u * (upper - lower), target)
+            done |= fits
+    undecided = ~done.expand(s.B, s.T) & mask
+    if not sequence:
+        return target, undecided
+    spread = normal(case.seed, "spread", (s.B, s.T)) * min(1.0, reach / 4) * mask
+    mean = spread.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return target + spread - mean, undecided
+
+
+def _sampling(case: Case, s: SimpleNamespace, lp: torch.Tensor, mask: torch.Tensor, margin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sampling log-probs whose sequence mean of (lp_samp - lp) keeps away from the threshold, and sequences that cannot."""
+    threshold = s.off_policy_mask_threshold or 0.0
+    room = margin.amax(-1, keepdim=True)
+    above = integers(case.seed, "off-policy", (s.B, 1), 2).bool()
+    offset = threshold + torch.where(above, 1, -1) * (room + uniform(case.seed, "gap", (s.B, 1)))
+    samp = lp + offset + torch.zeros_like(lp)
+    if s.sampler == "nan":
+        nan = (uniform(case.seed, "unscorable", (s.B, s.T)) < 0.2) & mask
+        kept = (mask & ~nan).sum(-1, keepdim=True)
+        # an unscorable token counts as 0 in the mean, so the others carry its share
+        samp = lp + offset * mask.sum(-1, keepdim=True) / kept.clamp(min=1)
+        samp = torch.where(nan & (kept > 0), torch.nan, rounded(samp))
+        return samp, torch.zeros_like(mask)
+    return rounded(samp), (room > 40).expand_as(mask) & mask
+
+
+def _quantile(entropy: torch.Tensor, mask: torch.Tensor, margin: float) -> torch.Tensor | None:
+    """`top_entropy_quantile` whose threshold lies in the middle of the widest gap between entropies, or None without one."""
+    values = entropy[mask].sort().values
+    if values.numel() < 2:
+        return None
+    gaps = values.diff()
+    k = int(gaps.argmax())
+    if float(gaps[k]) < 8 * margin:
+        return None
+    return torch.tensor(1 - (k + 0.5) / (values.numel() - 1), dtype=torch.float64)
+
+
+def _ratio(case: Case, s: SimpleNamespace, mask: torch.Tensor) -> torch.Tensor | None:
+    if s.ratio == "none":
+        return None
+    shape = (s.B, s.T) if s.ratio == "token" else (s.B, 1)
+    u = uniform(case.seed, "ratio", shape)
+    rho = 0.5 + 1.5 * u if s.ratio_range == "unit" else 10.0 ** (-3 + 5 * u)
+    if s.ratio_range == "zeros":
+        rho = torch.where(uniform(case.seed, "zero", shape) < 0.3, 0.0, rho)
+    return torch.where(mask, rho, 1.0) if s.ratio == "token" else rho

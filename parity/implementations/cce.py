@@ -1,0 +1,139 @@
+"""cut-cross-entropy: log-probs as minus the unreduced linear cross entropy.
+
+The released signature has no temperature, logit scale or bias. Temperature and scale multiply the logits, so a caller
+folds them into the hidden states, as people do; under a softcap that is another function (the temperature divides after
+the cap), and so unsupported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from parity.families import Inputs
+from parity.implementations import Outputs, implementation, require
+from parity.rounding import Recipe
+
+SOURCES = ("cut_cross_entropy.linear_cross_entropy.linear_cross_entropy", "cut_cross_entropy.cce_backward._cce_backward_kernel")
+BLOCK = 128
+"""Widest block of the backward kernel's tuning table: a gradient is the sum of that many partial sums in its own dtype."""
+
+
+def _call(x: Inputs, **options: Any) -> Outputs:
+    from cut_cross_entropy import linear_cross_entropy
+
+    s = x.settings
+    known = inspect.signature(linear_cross_entropy).parameters
+    require(x.bias is None or "bias" in known, "linear_cross_entropy has no bias in the installed version")
+    require(s.softcap is None or s.temperature == 1.0, "temperature under a softcap: scaling the hidden states is another function")
+    if x.bias is not None:
+        options["bias"] = x.bias
+    factor = s.logit_scale / s.temperature
+    hidden = x.hidden if factor == 1.0 else x.hidden * factor
+    nll = linear_cross_entropy(hidden, x.weight, x.ids.long(), softcap=s.softcap, reduction="none", **options)
+    return {"logps": -nll}
+
+
+def _kernel(x: Inputs) -> Recipe:
+    """float32 logits in blocks (an fp16 dot is as coarse as fp16 logits in the interpreter), gradients summed in place."""
+    s = x.settings
+    blocks = max(math.ceil(s.V / BLOCK), math.ceil(s.B * s.T / BLOCK))
+    return Recipe(
+        logits="fp32" if x.hidden.is_cuda else "input",
+        dlogits="input",
+        accumulate="input",
+        partials=4 * blocks,
+        inputs=None if s.logit_scale / s.temperature == 1.0 and x.weight.dtype == x.hidden.dtype else "input",
+    )
+
+
+def _compiled(x: Inputs) -> Recipe:
+    s = x.settings
+    folded = s.logit_scale / s.temperature != 1.0 or x.weight.dtype != x.hidden.dtype
+    return Recipe(logits="input", dlogits="input", elementwise="input", inputs="input" if folded else None)
+
+
+@contextlib.contextmanager
+def _interpretable() -> Iterator[None]:
+    """Where Triton interprets, give the kernels a tanh and a log1p: libdevice has none there."""
+    import triton
+
+    if not triton.knobs.runtime.interpret:
+        yield
+        return
+    from cut_cross_entropy import tl_utils
+
+    from parity.implementations import interpreter
+
+    original = tl_utils.tl_tanh, tl_utils.tl_log1p
+    tl_utils.tl_tanh, tl_utils.tl_log1p = interpreter.tanh, interpreter.log1p
+    try:
+        yield
+    finally:
+        tl_utils.tl_tanh, tl_utils.tl_log1p = original
+
+
+KERNEL: dict[str, Any] = {
+    "family": "logprobs",
+    "role": "candidate",
+    "library": "cut-cross-entropy",
+    "recipe": _kernel,
+    "contexts": frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    "around": _interpretable,
+    "interpreted": True,
+    "every": 6,
+    "sources": SOURCES,
+}
+
+
+def _runs_here(x: Inputs) -> None:
+    require(x.hidden.is_cuda or x.hidden.dtype != torch.bfloat16, "bf16 tl.dot gives NaN in Triton's interpreter")
+    require(x.hidden.dtype != torch.float32, "its backward refuses float32 hidden states (fp16 and bf16 only)")
+
+
+@implementation("cce.default", **KERNEL)
+def default(x: Inputs) -> Outputs:
+    """`linear_cross_entropy(…, impl="cce")` as it comes: gradient filtering at "high"."""
+    _runs_here(x)
+    return _call(x, impl="cce")
+
+
+@implementation("cce.auto", **KERNEL | {"every": 12})
+def auto(x: Inputs) -> Outputs:
+    """The same with `filter_eps="auto"`."""
+    _runs_here(x)
+    return _call(x, impl="cce", filter_eps="auto")
+
+
+@implementation("cce.unfiltered", **KERNEL)
+def unfiltered(x: Inputs) -> Outputs:
+    """The same with `filter_eps=None`: every block of the gradient."""
+    _runs_here(x)
+    return _call(x, impl="cce", filter_eps=None)
+
+
+@implementation("cce.minus_inf", **KERNEL | {"every": 12})
+def minus_inf(x: Inputs) -> Outputs:
+    """The same with `filter_eps=-inf`, which filters nothing either."""
+    _runs_here(x)
+    return _call(x, impl="cce", filter_eps=-math.inf)
+
+
+@implementation(
+    "cce.torch_compile",
+    family="logprobs",
+    role="candidate",
+    library="cut-cross-entropy",
+    recipe=_compiled,
+    contexts=frozenset({"plain", "autocast", "checkpoint"}),
+    every=4,
+    sources=("cut_cross_entropy.torch_compile.torch_compile_linear_cross_entropy",),
+)
+def torch_compile(x: Inputs) -> Outputs:
+    """`linear_cross_entropy(…, impl="torch_compile")`."""
+    return _call(x, impl="torch_compile")

@@ -1,0 +1,1 @@
+"""Our own corrected implementations, judged like any other."""

@@ -1,0 +1,109 @@
+"""Liger's log-probs: chunked selective log-prob, fused linear cross entropy, cross entropy. Its GRPO losses: liger_grpo.py."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from parity.families import Inputs
+from parity.families.logprobs import IGNORE_INDEX
+from parity.implementations import Outputs, accepted, implementation, plain, require
+from parity.rounding import Recipe
+
+
+def _chunked(x: Inputs) -> Recipe:
+    """Tiles of logits in the dtype of the hidden states, to which the head is cast; float32 from there."""
+    return Recipe(logits="input", inputs=None if x.weight.dtype == x.hidden.dtype else "input")
+
+
+def _fused(x: Inputs) -> Recipe:
+    """Chunks of logits overwritten by their gradient, partial head gradients summed in the dtype of the head."""
+    s = x.settings
+    chunks = math.ceil(s.V / s.H) if s.H else 1
+    return Recipe(
+        logits="input",
+        dlogits="input",
+        accumulate="input",
+        partials=2 * min(chunks, s.B * s.T) + 2,
+        inputs=None if s.logit_scale / s.temperature == 1.0 and x.weight.dtype == x.hidden.dtype else "input",
+    )
+
+
+def _kernel(x: Inputs) -> Recipe:
+    dtype = plain.head_dtype(x)
+    return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, output=dtype)
+
+
+def _folded(x: Inputs) -> torch.Tensor:
+    """Hidden states times scale over temperature: neither is a parameter of Liger's cross entropies."""
+    s = x.settings
+    require(s.softcap is None or s.temperature == 1.0, "temperature under a softcap: scaling the hidden states is another function")
+    factor = s.logit_scale / s.temperature
+    return x.hidden if factor == 1.0 else x.hidden * factor
+
+
+@implementation(
+    "liger.chunked_selective_logprob",
+    family="logprobs",
+    role="candidate",
+    library="liger-kernel",
+    recipe=_chunked,
+    contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    sources=("liger_kernel.chunked_loss.fused_linear_ppo._ChunkedSelectiveLogProbFunction",),
+)
+def chunked_selective_logprob(x: Inputs) -> Outputs:
+    """`_ChunkedSelectiveLogProbFunction`, the log-probs inside Liger's fused GRPO loss."""
+    import liger_kernel.chunked_loss.fused_linear_ppo as module
+
+    s = x.settings
+    require(s.softcap is None, "no softcap parameter")
+    require(s.logit_scale == 1.0, "no logit-scale parameter")
+    require(s.ignored == "none", "no ignore_index")
+    function = accepted(module, "_ChunkedSelectiveLogProbFunction")
+    logps = function.apply(x.hidden.flatten(0, 1), x.weight, x.ids.flatten().long(), x.bias, s.temperature, s.chunk_size or 4096)
+    return {"logps": logps.view(s.B, s.T)}
+
+
+@implementation(
+    "liger.fused_linear_cross_entropy",
+    family="logprobs",
+    role="candidate",
+    library="liger-kernel",
+    recipe=_fused,
+    contexts=frozenset({"plain", "checkpoint"}),
+    interpreted=True,
+    every=6,
+    sources=("liger_kernel.ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction",),
+)
+def fused_linear_cross_entropy(x: Inputs) -> Outputs:
+    """Minus `LigerFusedLinearCrossEntropyLoss(reduction="none")`."""
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    s = x.settings
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="none", softcap=s.softcap, ignore_index=IGNORE_INDEX)
+    nll = loss(x.weight, _folded(x).flatten(0, 1), x.ids.flatten().long(), x.bias)
+    return {"logps": -nll.view(s.B, s.T)}
+
+
+@implementation(
+    "liger.cross_entropy",
+    family="logprobs",
+    role="candidate",
+    library="liger-kernel",
+    recipe=_kernel,
+    contexts=frozenset({"plain", "checkpoint"}),
+    interpreted=True,
+    every=6,
+    sources=("liger_kernel.ops.cross_entropy.LigerCrossEntropyFunction",),
+)
+def cross_entropy(x: Inputs) -> Outputs:
+    """Minus `LigerCrossEntropyLoss(reduction="none")` on materialised logits; the temperature divides them."""
+    from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
+
+    s = x.settings
+    z = plain.logits(x).flatten(0, 1)
+    if s.temperature != 1.0:
+        z = z / s.temperature
+    loss = LigerCrossEntropyLoss(reduction="none", ignore_index=IGNORE_INDEX)
+    return {"logps": -loss(z, x.ids.flatten().long()).view(s.B, s.T)}

@@ -1,0 +1,35 @@
+"""Logits as a model makes them: the plain torch lines that surround every loss which takes logits or full hidden states."""
+
+from __future__ import annotations
+
+import torch
+
+from parity.families import Inputs
+
+
+def states(x: Inputs) -> torch.Tensor:
+    """Hidden states (B, T, H) as the LM head receives them; a tied head adds the embedding of the previous token."""
+    if getattr(x.settings, "head", "plain") == "tied":
+        return x.hidden + torch.nn.functional.embedding(x.previous_ids, x.weight)
+    return x.hidden
+
+
+def logits(x: Inputs) -> torch.Tensor:
+    """softcap(scale·(h Wᵀ + b)), (B, T, V), in the dtype of the head, as transformers' Gemma-2 and Cohere models do."""
+    s = x.settings
+    z = torch.nn.functional.linear(cast(x, states(x)), x.weight, x.bias)
+    if s.logit_scale != 1.0:
+        z = z * s.logit_scale
+    if s.softcap is not None:
+        z = torch.tanh(z / s.softcap) * s.softcap
+    return z
+
+
+def cast(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
+    """Hidden states in the dtype of the head, as a model with a float32 head casts them; autocast does it by itself."""
+    return hidden if x.settings.context == "autocast" else hidden.to(x.weight.dtype)
+
+
+def head_dtype(x: Inputs) -> str:
+    """The dtype in which the head leaves logits, as a recipe names it."""
+    return "fp32" if x.weight.dtype == torch.float32 else "input"

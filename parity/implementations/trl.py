@@ -1,0 +1,178 @@
+"""TRL's log-probs: the plain functions, the chunked torch path, and its Triton kernels. Its trainers: trl_trainer.py."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from parity.families import Inputs
+from parity.families.logprobs import IGNORE_INDEX
+from parity.implementations import Outputs, accepted, implementation, require
+from parity.implementations import plain
+from parity.rounding import Recipe
+
+DEFAULT_CHUNK = 32768
+
+
+def _stored(x: Inputs) -> Recipe:
+    """Everything in the dtype of the head: the plain path."""
+    dtype = plain.head_dtype(x)
+    if x.settings.context == "autocast":  # log_softmax and logsumexp autocast to float32
+        return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16")
+    return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output=dtype)
+
+
+def _tiles(x: Inputs) -> Recipe:
+    """A tile of logits and of their gradient in the dtype of the hidden states, to which the head is cast."""
+    return Recipe(logits="input", dlogits="input", inputs=None if x.weight.dtype == x.hidden.dtype else "input")
+
+
+def _kernel(x: Inputs) -> Recipe:
+    """Materialised logits in the dtype of the head, float32 inside the kernel, dlogits as the logits."""
+    dtype = plain.head_dtype(x)
+    return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype)
+
+
+def _unignored(x: Inputs) -> None:
+    require(x.settings.ignored == "none", "no ignore_index: the caller masks")
+
+
+@implementation(
+    "trl.selective_log_softmax",
+    family="logprobs",
+    role="reference",
+    library="trl",
+    recipe=_stored,
+    outputs=frozenset({"entropy"}),
+    contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    sources=("trl.trainer.utils.selective_log_softmax", "trl.trainer.utils.entropy_from_logits"),
+)
+def selective_log_softmax(x: Inputs) -> Outputs:
+    """`selective_log_softmax(logits, ids)` on materialised logits, as the trainer does without a fused head."""
+    from trl.trainer import utils
+
+    _unignored(x)
+    z = plain.logits(x)
+    if x.settings.temperature != 1.0:
+        z = z / x.settings.temperature
+    out = {"logps": utils.selective_log_softmax(z, x.ids.long())}
+    if x.settings.entropy != "none":
+        out["entropy"] = utils.entropy_from_logits(z)
+    return out
+
+
+@implementation(
+    "trl.selective_log_softmax_and_entropy",
+    family="logprobs",
+    role="candidate",
+    library="trl",
+    recipe=_stored,
+    outputs=frozenset({"entropy"}),
+    contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    sources=("trl.trainer.utils.selective_log_softmax_and_entropy",),
+)
+def selective_log_softmax_and_entropy(x: Inputs) -> Outputs:
+    """`selective_log_softmax_and_entropy(logits, ids, temperature=…, row_mask=…)`: torch path on the CPU, Triton on CUDA."""
+    from trl.trainer import utils
+
+    function = accepted(utils, "selective_log_softmax_and_entropy")
+    mask = None if x.settings.ignored == "none" else x.ids != IGNORE_INDEX
+    logps, entropy = function(
+        plain.logits(x), x.ids.long().clamp(min=0), temperature=x.settings.temperature, row_mask=mask
+    )
+    return {"logps": logps} | ({"entropy": entropy} if x.settings.entropy != "none" else {})
+
+
+@implementation(
+    "trl.logprob_entropy_kernel",
+    family="logprobs",
+    role="candidate",
+    library="trl",
+    recipe=_kernel,
+    outputs=frozenset({"entropy"}),
+    contexts=frozenset({"plain", "checkpoint"}),
+    interpreted=True,
+    every=6,
+    sources=("trl.kernels.logprob_entropy.selective_log_softmax_and_entropy",),
+)
+def logprob_entropy_kernel(x: Inputs) -> Outputs:
+    """TRL's fused log-prob and entropy Triton kernel, called directly."""
+    import trl.kernels
+
+    function = accepted(trl.kernels, "selective_log_softmax_and_entropy")
+    mask = None if x.settings.ignored == "none" else x.ids != IGNORE_INDEX
+    logps, entropy = function(plain.logits(x), x.ids.clamp(min=0), x.settings.temperature, mask)
+    return {"logps": logps} | ({"entropy": entropy} if x.settings.entropy != "none" else {})
+
+
+def _chunked(x: Inputs) -> Outputs:
+    import trl.kernels.chunked_logprob as module
+
+    _unignored(x)
+    s = x.settings
+    outputs = ("entropy",) if s.entropy != "none" else ()
+    out = module.ChunkedLogProbFunction.apply(
+        x.hidden.flatten(0, 1),
+        x.weight,
+        x.bias,
+        x.ids.flatten(),
+        s.temperature,
+        s.chunk_size or DEFAULT_CHUNK,
+        s.softcap,
+        s.logit_scale,
+        outputs,
+    )
+    return {"logps": out[0].view(s.B, s.T)} | ({"entropy": out[1].view(s.B, s.T)} if outputs else {})
+
+
+@implementation(
+    "trl.ChunkedLogProbFunction",
+    family="logprobs",
+    role="candidate",
+    library="trl",
+    recipe=_tiles,
+    outputs=frozenset({"entropy"}),
+    contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    sources=("trl.kernels.chunked_logprob.ChunkedLogProbFunction",),
+)
+def chunked(x: Inputs) -> Outputs:
+    """`ChunkedLogProbFunction`, what GRPOTrainer's fused LM head calls: torch on the CPU, Triton on CUDA."""
+    return _chunked(x)
+
+
+@contextlib.contextmanager
+def _forced() -> Iterator[None]:
+    """Forward and backward take the Triton path, whatever the device."""
+    import trl.kernels.chunked_logprob as module
+
+    original = module._use_triton
+    module._use_triton = lambda device: True
+    try:
+        yield
+    finally:
+        module._use_triton = original
+
+
+def _kernel_tiles(x: Inputs) -> Recipe:
+    return dataclasses.replace(_tiles(x), tanh="sigmoid")
+
+
+@implementation(
+    "trl.chunked_logprob_kernel",
+    family="logprobs",
+    role="candidate",
+    library="trl",
+    recipe=_kernel_tiles,
+    outputs=frozenset({"entropy"}),
+    contexts=frozenset({"plain", "checkpoint"}),
+    around=_forced,
+    interpreted=True,
+    every=6,
+    sources=("trl.kernels.chunked_logprob._forward_kernel", "trl.kernels.chunked_logprob._backward_kernel"),
+)
+def chunked_kernel(x: Inputs) -> Outputs:
+    """The Triton kernels of `ChunkedLogProbFunction`, also where the device would take its torch path."""
+    return _chunked(x)

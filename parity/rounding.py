@@ -1,0 +1,241 @@
+"""What honest rounding costs on these very inputs: recipes, and replicas of any oracle under Monte Carlo arithmetic.
+
+An implementation declares a `Recipe`: in which precision it multiplies, stores and accumulates. A *replica* is the
+float64 oracle run again with every rounded operation, forward and backward, perturbed by the unit roundoff of that
+recipe (Monte Carlo arithmetic, Parker 1997; Denis et al. 2016, doi:10.1109/ARITH.2016.31). The spread of the replicas
+is the unit in which the judge measures an error. A family's author writes the definition and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parity.case import DTYPES
+
+UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+HALF_SUBNORMAL = {name: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 for name, dtype in DTYPES.items()}
+LARGEST = {name: torch.finfo(dtype).max for name, dtype in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The precision in which an implementation computes; "input" stands for the dtype of the case.
+
+    Attributes:
+        matmul: precision in which forward products are multiplied, "ieee" or "tf32".
+        matmul_backward: the same for the backward products.
+        logits: dtype in which logits (or a tile of them) are stored.
+        dlogits: dtype in which the gradient of the logits is stored.
+        elementwise: dtype in which every elementwise operation rounds its result.
+        softmax: dtype of the log-softmax over the vocabulary, as stored and as read again by its backward.
+        accumulate: dtype in which partial gradients are summed across chunks.
+        partials: how many partial gradients are summed so (the roundings grow with its square root).
+        inputs: dtype to which the parameters are cast before use (autocast), or None.
+        tanh: "ieee", or "sigmoid" for 2σ(2x) - 1, whose error is absolute near zero.
+        output: dtype of values handed out, "fp32" or "input"; gradients have the dtype of their tensor.
+    """
+
+    matmul: str = "ieee"
+    matmul_backward: str = "ieee"
+    logits: str = "fp32"
+    dlogits: str = "fp32"
+    elementwise: str = "fp32"
+    softmax: str = "fp32"
+    accumulate: str = "fp32"
+    partials: int = 1
+    inputs: str | None = None
+    tanh: str = "ieee"
+    output: str = "fp32"
+
+    def resolve(self, dtype: str) -> Recipe:
+        """The recipe with "input" replaced by `dtype`: recipes that coincide for a dtype share their replicas."""
+        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        out = dataclasses.replace(self, **{k: dtype for k, v in named.items() if v == "input"})
+        return out if out.accumulate != "fp32" else dataclasses.replace(out, partials=1)
+
+    def describe(self) -> str:
+        """The fields away from their default, for a result row: "logits=bf16 dlogits=bf16", or "fp32"."""
+        parts = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default and f.name != "partials"
+        ]
+        return " ".join(parts) or "fp32"
+
+
+IEEE_FP32 = Recipe()
+
+aten = torch.ops.aten
+_MATMULS = {aten.mm.default, aten.bmm.default}
+_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.cumsum.default}
+_EXACT = frozenset(
+    """view _unsafe_view t transpose permute expand unsqueeze squeeze slice slice_backward select select_backward gather
+    index_select index scatter scatter_add where masked_fill minimum maximum clamp clamp_min
+    clamp_max neg abs sign clone detach alias _to_copy lift_fresh zeros_like ones_like new_zeros new_ones
+    new_empty ones zeros full full_like scalar_tensor empty_like empty amax amin max min cat stack split
+    split_with_sizes unbind as_strided index_put embedding embedding_dense_backward sort topk
+    nan_to_num flip roll round floor ceil heaviside unfold constant_pad_nd value_selecting_reduction_backward repeat
+    expand_copy arange rand tril triu diagonal""".split()
+)
+
+
+class _Noise:
+    """Uniform noise in ±1, read at random offsets from one pool drawn per process (drawing it anew dominates the run)."""
+
+    _pool: torch.Tensor | None = None
+    SIZE = 1 << 22
+
+    def __init__(self, seed: int):
+        self._random = random.Random(seed)
+        if _Noise._pool is None:
+            generator = torch.Generator().manual_seed(20261120)
+            _Noise._pool = torch.rand(self.SIZE, generator=generator, dtype=torch.float64) * 2 - 1
+
+    def like(self, x: torch.Tensor) -> torch.Tensor:
+        pool = _Noise._pool
+        assert pool is not None
+        n = x.numel()
+        if n <= self.SIZE // 2:
+            start = self._random.randrange(self.SIZE - n)
+            out = pool[start : start + n]
+        else:  # tile the pool, each copy rolled by a random offset
+            pieces, left = [], n
+            while left > 0:
+                start = self._random.randrange(self.SIZE // 2)
+                pieces.append(pool[start : start + min(left, self.SIZE // 2)])
+                left -= self.SIZE // 2
+            out = torch.cat(pieces)
+        return out.view(x.shape).to(x.device)
+
+
+class MonteCarlo(TorchDispatchMode):
+    """Perturb every rounded operation of a float64 computation, forward and backward, as a `Recipe` would round it.
+
+    Matrix products get 2·u·(|A|·|B|)·ξ (tf32: 2·u·√(A²·B²)·ξ besides), sums 2·u·Σ|x|·ξ, a log-softmax its row's
+    u·(2|logsumexp| + 1)·ξ, any other rounded operation x·(1 + u·ξ) + η·ξ with η the smallest normal of float32;
+    results that no rounding touches are left alone. ξ is uniform in ±1 per element.
+    """
+
+    def __init__(self, recipe: Recipe, dtype: str, seed: int):
+        super().__init__()
+        self.recipe = recipe.resolve(dtype)
+        self.dtype = dtype
+        self.noise = _Noise(seed)
+        self.backward = False
+        self.quiet = False
+        self.u_sum = UNIT_ROUNDOFF["fp32"]
+        self.u = UNIT_ROUNDOFF[self.recipe.elementwise]
+        self.u_softmax = UNIT_ROUNDOFF[self.recipe.softmax]
+        self.eta = torch.finfo(torch.float32).smallest_normal
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._schema.name.split("::")[1]
+        if self.quiet or not torch.is_tensor(out) or not out.is_floating_point() or name in _EXACT or name[-1] == "_":
+            return out
+        if func in _MATMULS:
+            return self._matmul(out, args[0], args[1])
+        if func in _SUMS:
+            scale = func(args[0].abs(), *args[1:], **kwargs).mul_(2 * self.u_sum)
+            return self._round(out + self._spread(scale, out))
+        if name == "_log_softmax":
+            lse = (args[0] - out).nan_to_num_(0.0, 0.0, 0.0).abs_().amax(args[1], keepdim=True)
+            return self._round(out + self._spread((2 * self.u_sum) * lse + self.u_sum, out), self.u_softmax)
+        if name == "_log_softmax_backward_data":
+            scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum)
+            return self._round(out + self._spread(scale, out), self.u_softmax)
+        if name == "tanh" and self.recipe.tanh == "sigmoid":
+            return self._round(out + 2 * self.u * self.noise.like(out))
+        return self._round(out)
+
+    def _spread(self, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return torch.where(torch.isfinite(scale), scale, 0.0) * self.noise.like(scale)
+
+    def _round(self, out: torch.Tensor, u: float | None = None) -> torch.Tensor:
+        scale = out.abs().mul_(self.u if u is None else u).add_(self.eta)
+        noisy = out + scale.mul_(self.noise.like(out))
+        return torch.where(torch.isfinite(out), noisy, out)
+
+    def _matmul(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        matmul = torch.bmm if a.dim() == 3 else torch.mm
+        out = out + matmul(a.abs(), b.abs()).mul_(2 * self.u_sum).mul_(self.noise.like(out))
+        precision = self.recipe.matmul_backward if self.backward else self.recipe.matmul
+        partial = self.u_partial() if self.backward else 0.0
+        if precision != "ieee" or partial:
+            u = (2 * UNIT_ROUNDOFF[precision] if precision != "ieee" else 0.0) + partial
+            out = out + matmul(a * a, b * b).sqrt_().mul_(u).mul_(self.noise.like(out))
+        return out
+
+    def u_partial(self) -> float:
+        """Relative spread from summing `partials` partial gradients in a narrow dtype."""
+        if self.recipe.accumulate == "fp32" or self.recipe.partials <= 1:
+            return 0.0
+        return UNIT_ROUNDOFF[self.recipe.accumulate] * self.recipe.partials**0.5
+
+    def stored(self, x: torch.Tensor, forward: str | None, backward: str | None) -> torch.Tensor:
+        """x as if its value had been stored in dtype `forward` and its gradient in dtype `backward`; None: not stored."""
+        if forward in (None, "fp32") and backward in (None, "fp32"):
+            return x
+        return _Stored.apply(x, self, forward, backward)
+
+    def store(self, x: torch.Tensor, dtype: str | None) -> torch.Tensor:
+        """x perturbed by the unit roundoff of `dtype`, infinite beyond its range."""
+        if dtype in (None, "fp32", "fp64"):
+            return x
+        assert dtype is not None
+        self.quiet = True
+        try:
+            y = x + (x.abs() * UNIT_ROUNDOFF[dtype] + HALF_SUBNORMAL[dtype]) * self.noise.like(x)
+            y = torch.where(y.abs() > LARGEST[dtype], torch.copysign(torch.full_like(y, torch.inf), y), y)
+            return torch.where(torch.isfinite(x), y, x)
+        finally:
+            self.quiet = False
+
+
+class _Stored(torch.autograd.Function):
+    """Identity where a recipe keeps a narrower dtype: perturbs the value forward and its gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mode: MonteCarlo, forward: str | None, backward: str | None) -> torch.Tensor:
+        ctx.mode, ctx.dtype = mode, backward
+        return mode.store(x, forward).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.mode.store(grad, ctx.dtype), None, None, None
+
+
+Mark = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def exact_mark(name: str, x: torch.Tensor) -> torch.Tensor:
+    """The mark of an exact run: nothing is stored narrower than float64."""
+    return x
+
+
+def recipe_mark(mode: MonteCarlo) -> Mark:
+    """The marks at which an oracle tells where a recipe may store a narrower dtype.
+
+    An oracle calls `mark("parameter", x)` on hidden states, weight and bias before use, `mark("states", x)` on what a
+    model stores in its own dtype whatever the implementation, and `mark("logits", z)` on logits as a matrix product or
+    a bias addition leaves them.
+    """
+    recipe = mode.recipe
+    table = {
+        "parameter": (recipe.inputs, recipe.inputs),
+        "states": (mode.dtype, mode.dtype),
+        "logits": (recipe.logits, recipe.dlogits),
+    }
+
+    def mark(name: str, x: torch.Tensor) -> torch.Tensor:
+        forward, backward = table[name]
+        return mode.stored(x, forward, backward)
+
+    return mark
