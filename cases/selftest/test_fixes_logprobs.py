@@ -1,0 +1,448 @@
+"""`selective_log_probs` against the definition in float64, written out here."""
+
+import importlib
+import math
+import os
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from parity.fixes import chunked, selective_log_probs
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+TINY = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+LOW = (torch.float16, torch.bfloat16)
+
+
+def definition(hidden, weight, ids, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, ignore_index=-100):
+    """Log-probs and entropies in float64; zeros where ids are ignored."""
+    kept = ids != ignore_index
+    z = torch.where(kept.unsqueeze(-1), hidden, 0.0) @ weight.mT
+    if bias is not None:
+        z = z + bias
+    z = z * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    z = z / temperature
+    lse = torch.logsumexp(z, -1)
+    picked = z.gather(-1, torch.where(kept, ids, 0).long().unsqueeze(-1)).squeeze(-1)
+    p = torch.softmax(z, -1)
+    surprise = torch.where(p > 0, (lse.unsqueeze(-1) - z).masked_fill(p == 0, 0.0), 0.0)
+    return torch.where(kept, picked - lse, 0.0), torch.where(kept, (p * surprise).sum(-1), 0.0)
+
+
+def draw(shape, size, vocab, dtype, *, seed=0, spread=2.0, bias=True, head_dtype=None):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = (torch.randn(*shape, size, generator=generator) * spread).to(dtype)
+    weight = (torch.randn(vocab, size, generator=generator) / math.sqrt(size)).to(head_dtype or dtype)
+    head_bias = torch.randn(vocab, generator=generator).to(head_dtype or dtype) if bias else None
+    ids = torch.randint(vocab, shape, generator=generator)
+    return hidden, weight, head_bias, ids
+
+
+def gradients(outputs, cotangents, inputs):
+    pairs = [(o, c.to(o.dtype)) for o, c in zip(outputs, cotangents, strict=True) if c is not None]
+    return torch.autograd.grad([o for o, _ in pairs], inputs, [c for _, c in pairs])
+
+
+def compare(hidden, weight, bias, ids, settings, *, tolerance=None, entropy=True, **chunks):
+    """Values and all gradients, each within a few roundings of the float64 definition."""
+    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(ids.shape, generator=generator, dtype=torch.float64) for _ in range(2)]
+    if not entropy:
+        cotangents[1] = None
+    with_bias = bias is not None
+    got = selective_log_probs(
+        leaves[0], leaves[1], ids, bias=leaves[2] if with_bias else None, entropy=True, **settings, **chunks
+    )
+    want = definition(wide[0], wide[1], ids, wide[2] if with_bias else None, **settings)
+    result = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    unit = TINY[result]
+    largest = float((wide[0].detach().abs() @ wide[1].detach().abs().mT).max()) * settings.get("logit_scale", 1.0)
+    noise = unit * (8 + largest) / settings.get("temperature", 1.0)
+    for name, g, w in zip(("logps", "entropy"), got, want, strict=True):
+        assert g.dtype == result
+        assert torch.equal(g == 0, w == 0) or w.numel() == 0 or weight.shape[0] == 1, name
+        assert (g.double() - w).abs().max() <= (tolerance or 4 * noise), name
+    for name, leaf, g, w in zip(
+        ("hidden", "weight", "bias"), leaves, gradients(got, cotangents, leaves), gradients(want, cotangents, wide)
+    ):
+        assert g.dtype == leaf.dtype and g.shape == leaf.shape
+        error, scale = (g.double() - w).norm(), w.norm()
+        assert error <= (TINY[leaf.dtype] + 8 * noise) * scale + 1e-12 * (leaf.dtype == torch.float64), name
+
+
+SETTINGS = {
+    "plain": {},
+    "temperature": {"temperature": 0.37},
+    "hot": {"temperature": 2.0},
+    "scale": {"logit_scale": 0.3},
+    "softcap": {"softcap": 3.0},
+    "all": {"softcap": 2.0, "temperature": 0.7, "logit_scale": 1.7},
+}
+
+
+@pytest.mark.parametrize("dtype", TINY, ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_agrees_with_the_definition(dtype, name, bias):
+    hidden, weight, head_bias, ids = draw((3, 7), 20, 131, dtype, bias=bias)
+    compare(hidden, weight, head_bias, ids, SETTINGS[name], chunk_size=50, token_chunk_size=8)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 64, 65, 1500])
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 5), (2, 3, 4)])
+def test_every_shape(vocab, shape):
+    compare(*draw(shape, 5, vocab, torch.float32), {"temperature": 0.7, "softcap": 5.0})
+
+
+@pytest.mark.parametrize("chunks", [(1, 1), (1, 100), (7, 3), (131, 21), (1000, 1000)])
+def test_every_chunk_size(chunks):
+    arguments = draw((3, 7), 20, 131, torch.float64)
+    compare(*arguments, SETTINGS["all"], chunk_size=chunks[0], token_chunk_size=chunks[1], tolerance=1e-13)
+
+
+@pytest.mark.parametrize("head_dtype", TINY, ids=str)
+def test_head_in_another_dtype(head_dtype):
+    arguments = draw((2, 5), 12, 40, torch.bfloat16, head_dtype=head_dtype)
+    if head_dtype == torch.float64:
+        hidden, weight, bias, ids = arguments
+        assert selective_log_probs(hidden, weight, ids, bias=bias).dtype == torch.float64
+    else:
+        compare(*arguments, SETTINGS["all"])
+
+
+def test_gradcheck():
+    for settings in SETTINGS.values():
+        hidden, weight, bias, ids = draw((2, 3), 4, 9, torch.float64)
+        ids[0, 1] = -100
+
+        def function(h, w, b, ids=ids, settings=settings):
+            return selective_log_probs(h, w, ids, bias=b, entropy=True, chunk_size=4, token_chunk_size=2, **settings)
+
+        leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+        assert torch.autograd.gradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("margin", [5.0, 20.0, 40.0, 70.0])
+def test_confident_tokens_keep_value_and_gradient(dtype, margin):
+    """A token of probability 1 - e^-margin: each row to its own scale, where the plain form gives zeros."""
+    hidden, weight = torch.tensor([[1.0, 0.0]], dtype=dtype), torch.tensor([[margin, 0.5], [0.0, 1.0], [0.0, -1.0]])
+    weight, ids = weight.to(dtype), torch.tensor([0])
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    z = wide[0] @ wide[1].T
+    delta = torch.logsumexp(z[:, 1:], 1) - z[:, 0]
+    p, q = torch.sigmoid(-delta), torch.sigmoid(delta)
+    want = (-torch.logaddexp(torch.zeros(()), delta), q * (math.log(2) - delta) - torch.log1p(-q) + 0 * p)
+    got = selective_log_probs(*leaves, ids, entropy=True, chunk_size=2)
+    exact_entropy = (
+        p * torch.logaddexp(torch.zeros(()), delta) + q * (torch.logaddexp(torch.zeros(()), -delta)) + q * math.log(2)
+    )
+    for g, w in zip(got, (want[0], exact_entropy), strict=True):
+        assert g.item() != 0 and abs(g.item() / w.item() - 1) < 1e-5
+    for kind in (0, 1):
+        mine = torch.autograd.grad(got[kind].sum(), leaves, retain_graph=True)
+        true = torch.autograd.grad((want[0], exact_entropy)[kind].sum(), wide, retain_graph=True)
+        for g, w in zip(mine, true, strict=True):
+            assert (g.double() - w).norm() <= 3 * max(TINY[dtype], 1e-5) * w.norm() and g.abs().sum() > 0
+
+
+def test_saturated_cap_keeps_its_gradient():
+    hidden, weight, ids = torch.tensor([[7.0]]), torch.tensor([[1.0], [-1.0]]), torch.tensor([0])
+    arguments = hidden.requires_grad_(), weight.requires_grad_()
+    wide = [x.detach().double().requires_grad_() for x in arguments]
+    got = torch.autograd.grad(selective_log_probs(*arguments, ids, softcap=1.0).sum(), arguments)
+    x = wide[0] @ wide[1].T
+    slope = (1 / torch.cosh(x)).square().detach()
+    z = torch.tanh(x)
+    surrogate = (z + slope * (x - x.detach()) - (z - z.detach())).log_softmax(1)[:, 0]
+    for g, w in zip(got, torch.autograd.grad(surrogate.sum(), wide), strict=True):
+        assert (g.double() / w - 1).abs().max() < 1e-5
+
+
+def test_ignored_positions_are_exact_zeros_whatever_they_hold():
+    hidden, weight, bias, ids = draw((3, 4), 6, 11, torch.float32)
+    ids[0], ids[2, 1] = -100, -100
+    clean = selective_log_probs(hidden, weight, ids, bias=bias, entropy=True)
+    hidden[0], hidden[2, 1] = math.nan, math.inf
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    logps, entropy = selective_log_probs(leaves[0], leaves[1], ids, bias=leaves[2], entropy=True)
+    assert torch.equal(logps, clean[0]) and torch.equal(entropy, clean[1])
+    assert (logps[ids == -100] == 0).all() and (entropy[ids == -100] == 0).all()
+    (logps.sum() + entropy.sum()).backward()
+    assert (leaves[0].grad[ids == -100] == 0).all()
+    assert all(x.grad.isfinite().all() for x in leaves)
+    compare(torch.nan_to_num(hidden, 0.0, 0.0), weight, bias, ids, SETTINGS["all"])
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (0,), (2, 0)])
+def test_nothing_to_score(shape):
+    hidden, weight, bias, ids = draw(shape, 6, 11, torch.float32)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    logps, entropy = selective_log_probs(hidden, weight, torch.full_like(ids, -100), bias=bias, entropy=True)
+    assert logps.shape == shape and (logps == 0).all() and (entropy == 0).all()
+    for grad in torch.autograd.grad(logps.sum() + entropy.sum(), leaves):
+        assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("wanted", range(1, 8))
+def test_every_subset_of_gradients(wanted):
+    hidden, weight, bias, ids = draw((2, 5), 6, 30, torch.float32)
+    leaves = [x.clone().requires_grad_(bool(wanted >> i & 1)) for i, x in enumerate((hidden, weight, bias))]
+    full = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    ids[0, 0] = -100
+    for chosen in (leaves, full):
+        logps, entropy = selective_log_probs(chosen[0], chosen[1], ids, bias=chosen[2], entropy=True, chunk_size=7)
+        (logps.sum() - 2 * entropy.sum()).backward()
+    for some, all_ in zip(leaves, full, strict=True):
+        if some.requires_grad:
+            torch.testing.assert_close(some.grad, all_.grad, rtol=1e-5, atol=1e-6)
+        else:
+            assert some.grad is None
+
+
+def test_frozen_head_allocates_nothing_of_its_size(monkeypatch):
+    hidden, weight, _, ids = draw((4,), 8, 5000, torch.float32, bias=False)
+    sizes = []
+    for name in ("zeros", "empty_like", "zeros_like"):
+        original = getattr(torch, name)
+
+        def spy(*args, original=original, **kwargs):
+            out = original(*args, **kwargs)
+            sizes.append(out.numel())
+            return out
+
+        monkeypatch.setattr(chunked.torch, name, spy)
+    logps = selective_log_probs(hidden.requires_grad_(), weight, ids, chunk_size=100)
+    logps.sum().backward()
+    assert hidden.grad is not None and max(sizes) < weight.numel() / 10
+
+
+@pytest.mark.parametrize("cotangent", ["expanded", "zero", "huge", "strided"])
+def test_cotangents(cotangent):
+    hidden, weight, bias, ids = draw((4, 6), 6, 30, torch.float32)
+    made = {
+        "expanded": torch.tensor(1.5).expand(4, 6),
+        "zero": torch.zeros(4, 6),
+        "huge": torch.full((4, 6), 65536.0),
+        "strided": torch.randn(6, 4).t(),
+    }[cotangent]
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    got = gradients(selective_log_probs(hidden, weight, ids, bias=bias, entropy=True), [made, made], leaves)
+    want = gradients(definition(wide[0], wide[1], ids, wide[2]), [made, made], wide)
+    for g, w in zip(got, want, strict=True):
+        assert (g.double() - w).norm() <= 1e-5 * w.norm()
+
+
+def test_non_contiguous_and_narrow_ids():
+    hidden, weight, bias, ids = draw((5, 4), 6, 30, torch.float32)
+    strided = [
+        hidden.transpose(0, 1).contiguous().transpose(0, 1),
+        weight.t().contiguous().t(),
+        torch.stack([bias, bias], 1)[:, 0],
+    ]
+    assert not strided[0].is_contiguous() and not strided[1].is_contiguous() and not strided[2].is_contiguous()
+    leaves = [x.detach().requires_grad_() for x in strided]
+    plain = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    a = selective_log_probs(leaves[0], leaves[1], ids.int().t().contiguous().t(), bias=leaves[2])
+    b = selective_log_probs(plain[0], plain[1], ids, bias=plain[2])
+    torch.testing.assert_close(a, b)
+    for g, w in zip(torch.autograd.grad(a.sum(), leaves), torch.autograd.grad(b.sum(), plain), strict=True):
+        torch.testing.assert_close(g, w)
+
+
+def test_forbidden_tokens():
+    """A bias of -inf removes a token: it contributes nothing, and choosing it costs infinitely much."""
+    hidden, weight, bias, ids = draw((6,), 6, 30, torch.float32)
+    bias[3:20] = -math.inf
+    ids[0], ids[1:] = 5, 25
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    kept = [*range(3), *range(20, 30)]
+    want = definition(hidden.double(), weight.double()[kept], torch.full((6,), 8), bias.double()[kept])
+    logps, entropy = selective_log_probs(hidden, weight, ids, bias=bias, entropy=True, chunk_size=6)
+    assert logps[0] == -math.inf
+    torch.testing.assert_close(logps[1:].double(), want[0][1:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), want[1], rtol=1e-5, atol=1e-5)
+    for grad in torch.autograd.grad(logps[1:].sum() + entropy.sum(), leaves):
+        assert grad.isfinite().all()
+
+
+def test_only_one_token_allowed():
+    hidden, weight, bias, ids = draw((2,), 6, 5, torch.float32)
+    bias[:], bias[2], ids[:] = -math.inf, 1.0, 2
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    logps, entropy = selective_log_probs(hidden, weight, ids, bias=bias, entropy=True)
+    assert (logps == 0).all() and (entropy == 0).all()
+    for grad in torch.autograd.grad(logps.sum() + entropy.sum(), leaves):
+        assert (grad == 0).all()
+
+
+def test_autocast_rounds_the_operands_only():
+    hidden, weight, bias, ids = draw((4, 3), 16, 50, torch.float32)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logps, entropy = selective_log_probs(hidden, weight, ids, bias=bias, entropy=True)
+        got = torch.autograd.grad(logps.sum() + entropy.sum(), leaves)
+    rounded = [hidden.detach().bfloat16().double(), weight.detach().bfloat16().double(), bias.detach().double()]
+    wide = [x.requires_grad_() for x in rounded]
+    want = definition(wide[0], wide[1], ids, wide[2])
+    assert logps.dtype == torch.float32 and (logps.double() - want[0]).abs().max() < 1e-5
+    for g, w in zip(got, torch.autograd.grad(want[0].sum() + want[1].sum(), wide), strict=True):
+        assert g.dtype == torch.float32 and (g.double() - w).norm() < 1e-5 * w.norm()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_checkpointing(reentrant):
+    hidden, weight, bias, ids = draw((4, 3), 6, 50, torch.float32)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+
+    def function(h, w, b):
+        return selective_log_probs(h * 1.0, w, ids, bias=b)
+
+    torch.autograd.backward(checkpoint(function, *leaves, use_reentrant=reentrant).sum())
+    plain = torch.autograd.grad(function(*leaves).sum(), leaves)
+    for leaf, g in zip(leaves, plain, strict=True):
+        assert torch.equal(leaf.grad, g)
+
+
+def test_inside_compile():
+    hidden, weight, bias, ids = draw((4, 3), 6, 50, torch.float32)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+
+    def function(h, w, b):
+        return (selective_log_probs(h * 2.0, w, ids, bias=b) * 3.0).sum()
+
+    compiled = torch.compile(function, backend="eager")
+    assert torch.equal(compiled(*leaves), function(*leaves))
+    for g, w in zip(torch.autograd.grad(compiled(*leaves), leaves), torch.autograd.grad(function(*leaves), leaves)):
+        assert torch.equal(g, w)
+
+
+def test_leaves_everything_as_it_was():
+    hidden, weight, bias, ids = draw((4, 3), 6, 50, torch.float32)
+    ids[0, 0] = -100
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    before = [x.detach().clone() for x in (*leaves, ids)]
+    first = selective_log_probs(hidden, weight, ids, bias=bias)
+    first.sum().backward(retain_graph=True)
+    grads = [x.grad.clone() for x in leaves]
+    first.sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip((*leaves, ids), before, strict=True))
+    for leaf, g in zip(leaves, grads, strict=True):
+        assert torch.equal(leaf.grad, 2 * g)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_narrow_dlogits_neither_bias_nor_underflow(dtype, monkeypatch):
+    """What CUDA does with 16-bit operands, on the CPU: a large vocabulary and a tiny cotangent."""
+    monkeypatch.setattr(chunked, "_rounds_dlogits", lambda settings, device: True)
+    rounding = chunked._operand
+    monkeypatch.setattr(chunked, "_operand", lambda x, s: rounding(x.to(s.operand), s))
+    hidden, weight, bias, ids = draw((16,), 8, 3000, dtype, spread=0.1)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    cotangents = [torch.full((16,), 1e-10), torch.full((16,), 1e-10)]
+    got = gradients(selective_log_probs(hidden, weight, ids, bias=bias, entropy=True), cotangents, leaves)
+    want = gradients(definition(wide[0], wide[1], ids, wide[2]), cotangents, wide)
+    for g, w in zip(got, want, strict=True):
+        assert (g.double() - w).norm() <= 2 * TINY[dtype] * w.norm() + 2.0**-25 * math.sqrt(w.numel())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": math.nan}, "temperature=nan"),
+        ({"softcap": 0.0}, "softcap=0.0"),
+        ({"logit_scale": math.inf}, "logit_scale=inf"),
+        ({"chunk_size": 0}, "chunk_size=0"),
+        ({"backend": "triton"}, "backend='triton'"),
+        ({"ids": torch.tensor([0, 5])}, r"ids: 5 is outside \[0, 5\)"),
+        ({"ids": torch.tensor([-1, 0])}, "ids: -1 is outside"),
+        ({"ids": torch.tensor([0])}, r"ids of shape \(1,\)"),
+        ({"ids": torch.tensor([0.0, 1.0])}, "ids of dtype torch.float32"),
+        ({"weight": torch.zeros(5, 4)}, r"hidden of shape \(2, 3\)"),
+        ({"weight": torch.zeros(0, 3)}, r"weight of shape \(0, 3\)"),
+        ({"bias": torch.zeros(4)}, r"bias of shape \(4,\)"),
+        ({"hidden": torch.zeros(2, 3, dtype=torch.int64)}, "hidden of dtype torch.int64"),
+        ({"backend": "cce"}, "backend=.cce."),
+        ({"backend": "cce", "entropy": True}, "entropy needs backend='chunked'"),
+        ({"backend": "cce", "bias": torch.zeros(5)}, "bias needs backend='chunked'"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    arguments = {"hidden": torch.zeros(2, 3), "weight": torch.zeros(5, 3), "ids": torch.tensor([0, 1])} | change
+    with pytest.raises(ValueError, match=message):
+        selective_log_probs(**arguments)
+
+
+def interpreted_tanh(a):
+    return 2 * tl.sigmoid(2 * a) - 1
+
+
+def interpreted_log1p(a):
+    return tl.log(1 + a)
+
+
+@pytest.fixture
+def interpreted_cce(monkeypatch):
+    """cut-cross-entropy in Triton's interpreter, with the two libdevice calls it cannot make spelled out."""
+    if triton is None or os.environ.get("TRITON_INTERPRET") != "1" or torch.cuda.is_available():
+        pytest.skip("needs TRITON_INTERPRET=1, set before triton is imported")
+    tl_utils = pytest.importorskip("cut_cross_entropy.tl_utils")
+    monkeypatch.setattr(tl_utils, "tl_tanh", triton.jit(interpreted_tanh))
+    monkeypatch.setattr(tl_utils, "tl_log1p", triton.jit(interpreted_log1p))
+    # The package compiles this one-liner; eager it is the same and does not take half a minute.
+    indexed_dot = importlib.import_module("cut_cross_entropy.indexed_dot")
+    monkeypatch.setattr(indexed_dot, "softcapping", lambda x, cap: torch.tanh(x / cap) * cap)
+
+
+CCE = {"plain": {}, "exact": {"temperature": 0.5, "softcap": 2.0}, "rounded": SETTINGS["all"]}
+
+
+@pytest.mark.parametrize(("name", "vocab"), [("plain", 1), ("plain", 131), ("exact", 256), ("rounded", 256)])
+def test_cce_honours_temperature_with_softcap(interpreted_cce, name, vocab):
+    hidden, weight, _, ids = draw((2, 4), 32, vocab, torch.float16, bias=False, spread=1.0)
+    ids[0, 1] = -100
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    got = selective_log_probs(hidden, weight, ids, backend="cce", **CCE[name])
+    want, _ = definition(wide[0], wide[1], ids, **CCE[name])
+    assert got.dtype == torch.float32 and (got[ids == -100] == 0).all()
+    assert (got.double() - want).abs().max() < 5e-3
+    cotangent = torch.tensor([1.0, -2.0]).reshape(2, 1).expand(2, 4)
+    for g, w in zip(gradients([got], [cotangent], leaves), gradients([want], [cotangent], wide), strict=True):
+        assert (g.double() - w).norm() <= 5e-3 * w.norm() + 1e-6
+
+
+def test_cce_refuses_a_cap_it_would_get_wrong():
+    hidden, weight, _, ids = draw((2, 4), 32, 131, torch.float16, bias=False)
+    with pytest.raises(ValueError, match="a vocabulary of 131, not a multiple of 256"):
+        selective_log_probs(hidden, weight, ids, backend="cce", softcap=2.0)
+
+
+def test_cce_refuses_to_overflow():
+    hidden, weight, _, ids = draw((2, 4), 32, 131, torch.float16, bias=False)
+    with pytest.raises(ValueError, match="overflows torch.float16"):
+        selective_log_probs(hidden * 1000, weight, ids, backend="cce", temperature=0.001)
+
+
+def test_cce_needs_triton(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("Triton runs here")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    hidden, weight, _, ids = draw((2, 4), 32, 131, torch.float16, bias=False)
+    with pytest.raises(ValueError, match="backend='cce' on cpu: Triton"):
+        selective_log_probs(hidden, weight, ids, backend="cce")

@@ -1,0 +1,5 @@
+"""Corrected implementations that a training script can import today; docs/fixes.md says what each one repairs."""
+
+from parity.fixes.logprobs import selective_log_probs
+
+__all__ = ["selective_log_probs"]

@@ -1,0 +1,290 @@
+"""The autograd function behind `selective_log_probs`: one tile of logits at a time, recomputed in the backward.
+
+With `delta = logsumexp(z without id) - z[id]`, p = sigmoid(-delta) the probability of the chosen token, q = 1 - p, and r
+the distribution of the others given that the chosen token is not drawn,
+
+    logp = -softplus(delta)                   d logp / d z[id] = q        d logp / d z[j] = -q r[j]
+    entropy = H(p, q) + q H(r)                d entropy / d z[j] = -p[j] (log p[j] + entropy)
+
+where every term of the entropy is non-negative and, for the chosen token, `log p + entropy = q (H(r) - delta)`: nothing
+cancels, however confident the model is. So the tiles collect statistics of the others only.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Below this the exponential is 0 in every dtype; clamping to it keeps 0 * inf out of sums over masked entries.
+_NEGLIGIBLE = -1e4
+_DOT_BLOCK = 256
+_MM_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
+@dataclass(frozen=True)
+class Settings:
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+    entropy: bool
+    vocab_block: int
+    token_block: int
+    operand: torch.dtype  # what hidden states and head are rounded to before they are multiplied
+    tile: torch.dtype  # logits, softmax and accumulation
+
+
+def precision(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
+    operand = torch.promote_types(hidden.dtype, weight.dtype)
+    if bias is not None and bias.dtype == torch.float64:
+        operand = torch.float64
+    device = hidden.device.type
+    if operand != torch.float64 and torch.is_autocast_enabled(device):
+        operand = torch.get_autocast_dtype(device)
+    return operand, torch.float64 if operand == torch.float64 else torch.float32
+
+
+def _rounds_dlogits(settings: Settings, device: torch.device) -> bool:
+    # Tensor cores take both factors in 16 bits; elsewhere the product is done in the tile's dtype anyway.
+    return settings.operand != settings.tile and device.type == "cuda" and _MM_OUT_DTYPE
+
+
+def _operand(x: Tensor, settings: Settings) -> Tensor:
+    x = x.to(settings.operand)
+    return x if x.is_cuda and _MM_OUT_DTYPE else x.to(settings.tile)
+
+
+def _product(a: Tensor, b: Tensor, settings: Settings) -> Tensor:
+    if a.dtype == settings.tile:
+        return a @ b
+    return torch.mm(a, b, out_dtype=settings.tile)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def _blocks(size: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
+
+
+def _logits_tile(h: Tensor, w: Tensor, bias: Tensor | None, s: Settings, slope: bool) -> tuple[Tensor, Tensor | None]:
+    """One tile of logits, and with a softcap its derivative `sech^2` (1 - tanh^2 would cancel near the cap)."""
+    tile = _product(h, w.t(), s)
+    if bias is not None:
+        tile.add_(bias.to(s.tile))
+    if s.softcap is None:
+        if s.logit_scale != s.temperature:
+            tile.mul_(s.logit_scale / s.temperature)
+        return tile, None
+    tile.mul_(s.logit_scale / s.softcap)
+    sech2 = None
+    if slope:
+        decay = tile.abs().mul_(-2).exp_()
+        sech2 = decay.mul(4).div_(decay.add_(1).square_())
+    return tile.tanh_().mul_(s.softcap / s.temperature), sech2
+
+
+def _chosen_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, s: Settings, out: Tensor) -> None:
+    """Writes the chosen tokens' logits into `out`, in its dtype: one dot product a token, so precision is cheap."""
+    z = (hidden.to(s.operand).to(out.dtype) * weight[ids].to(s.operand).to(out.dtype)).sum(1)
+    if bias is not None:
+        z += bias[ids].to(out.dtype)
+    z *= s.logit_scale
+    if s.softcap is not None:
+        z = s.softcap * torch.tanh(z / s.softcap)
+    out.copy_(z / s.temperature)
+
+
+def _without_target(tile: Tensor, ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Sets the chosen token of each row to -inf; returns its column, clamped, and whether it is in this tile."""
+    local = ids - start
+    inside = ((local >= 0) & (local < tile.shape[1])).unsqueeze(1)
+    column = local.clamp(0, tile.shape[1] - 1).unsqueeze(1)
+    tile.scatter_(1, column, tile.gather(1, column).masked_fill_(inside, -math.inf))
+    return column, inside
+
+
+class ChunkedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        rows: Tensor | None,
+        settings: Settings,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        count = ids.shape[0]
+        # Per-token statistics are small, so they are float64 where the device has it.
+        wide = torch.float32 if hidden.device.type == "mps" else torch.float64
+        total = torch.zeros(count, dtype=wide, device=hidden.device)  # sum over the others of e^x, x = z - top
+        weighted, target = torch.zeros_like(total), torch.zeros_like(total)  # sum of e^x * x; z[id]
+        top = torch.full_like(total, -math.inf)  # largest logit among the others
+        with torch.autocast(hidden.device.type, enabled=False):
+            for block in _blocks(count, _DOT_BLOCK):
+                picked = hidden[block if rows is None else rows[block]]
+                _chosen_logits(picked, weight, bias, ids[block], settings, target[block])
+            for columns in _blocks(weight.shape[0], settings.vocab_block):
+                w = _operand(weight[columns], settings)
+                b = None if bias is None else bias[columns]
+                for block in _blocks(count, settings.token_block):
+                    h = _operand(hidden[block if rows is None else rows[block]], settings)
+                    tile, _ = _logits_tile(h, w, b, settings, slope=False)
+                    _without_target(tile, ids[block], columns.start)
+                    before = top[block].clone()
+                    top[block] = now = torch.maximum(before, tile.amax(1).to(before.dtype))
+                    shift = _finite_or_zero(now)
+                    tile.sub_(shift.to(tile.dtype).unsqueeze(1))
+                    moved = torch.where(before == -math.inf, 0.0, before - shift)
+                    decay = torch.where(before == -math.inf, 0.0, moved.exp())
+                    if settings.entropy:
+                        tile.clamp_(min=_NEGLIGIBLE)
+                        exps = tile.exp()
+                        weighted[block] = decay * (weighted[block] + moved * total[block]) + tile.mul_(exps).sum(1)
+                    else:
+                        exps = tile.exp_()
+                    total[block] = decay * total[block] + exps.sum(1)
+
+        shift = _finite_or_zero(top)
+        total = torch.where(top == -math.inf, 1.0, total)  # no other token at all: any finite stand-in will do
+        delta = torch.where(top == -math.inf, top, shift) - target + total.log()
+        zero = delta.new_zeros(())
+        result = torch.float64 if settings.tile == torch.float64 else torch.float32
+        logps = _spread(-torch.logaddexp(zero, delta) + 0.0, rows, hidden.shape[0], result)
+        entropy = others = None
+        if settings.entropy:
+            bounded = delta.clamp(_NEGLIGIBLE, -_NEGLIGIBLE)
+            others = total.log() - weighted / total  # entropy given that the chosen token is not drawn
+            p, q = torch.sigmoid(-bounded), torch.sigmoid(bounded)
+            entropy = p * torch.logaddexp(zero, bounded) + q * (torch.logaddexp(zero, -bounded) + others)
+        ctx.settings, ctx.frozen_rows = settings, rows
+        ctx.save_for_backward(hidden, weight, bias, ids, shift, total, delta, entropy, others)
+        return logps, None if entropy is None else _spread(entropy, rows, hidden.shape[0], result)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, bias, ids, shift, total, delta, entropy, others = ctx.saved_tensors
+        settings, rows = ctx.settings, ctx.frozen_rows
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if grad_logps is None and grad_entropy is None:
+            return (None,) * 6
+
+        # Chain-rule factors of a row: dlogits[j] = e^x_j * (constant + linear * x_j) for the others, `at_target` for
+        # the chosen token; see the module docstring.
+        slope = settings.logit_scale / settings.temperature
+        q = torch.sigmoid(delta)
+        at_target, constant, linear = torch.zeros_like(delta), torch.zeros_like(delta), None
+        if grad_logps is not None:
+            g = _rows(grad_logps.reshape(-1), rows).to(delta.dtype) * slope
+            at_target, constant = g * q, -g * q / total
+        if grad_entropy is not None:
+            g = _rows(grad_entropy.reshape(-1), rows).to(delta.dtype) * slope
+            bounded = delta.clamp(_NEGLIGIBLE, -_NEGLIGIBLE)
+            linear = -g * q / total
+            log_q = -torch.logaddexp(delta.new_zeros(()), -bounded)
+            at_target = at_target - g * q * torch.sigmoid(-bounded) * (others - bounded)
+            constant = constant + linear * (entropy - total.log() + log_q)
+
+        unit = None
+        if _rounds_dlogits(settings, hidden.device):
+            largest = torch.cat([at_target, constant * total, total.new_zeros(1)]).abs().amax()
+            unit = torch.ldexp(torch.ones_like(largest), (10 - torch.frexp(largest).exponent).clamp(-100, 100))
+            at_target, constant = at_target * unit, constant * unit
+            linear = None if linear is None else linear * unit
+        factors = [
+            None if x is None else x.to(settings.tile).unsqueeze(1) for x in (at_target, constant, linear, shift)
+        ]
+
+        with torch.autocast(hidden.device.type, enabled=False):
+            grads = _backward_tiles(
+                hidden, weight, bias, ids, rows, factors, unit, settings, needs_hidden, needs_weight, needs_bias
+            )
+        return *grads, None, None, None
+
+
+def _backward_tiles(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    rows: Tensor | None,
+    factors: list[Tensor | None],
+    unit: Tensor | None,
+    settings: Settings,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    at_target, constant, linear, shift = factors
+    assert at_target is not None and constant is not None and shift is not None
+    count, wide = ids.shape[0], settings.tile
+    every_row = rows is None
+    new = torch.empty_like if every_row else torch.zeros_like
+    grad_hidden = new(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
+    grad_weight = torch.empty_like(weight) if needs_weight else None
+    grad_bias = torch.empty_like(bias) if bias is not None and needs_bias else None
+
+    # The head's gradient is finished one vocabulary block at a time, over all tokens, so it never exists in float32
+    # as a whole. With a frozen head the same holds for the hidden states, one token block at a time.
+    group_size = count if needs_weight or needs_bias else settings.token_block
+    for group in _blocks(count, max(group_size, 1)) if count else [slice(0, 0)]:
+        size = group.stop - group.start
+        for_hidden = torch.zeros(size, hidden.shape[1], dtype=wide, device=hidden.device) if needs_hidden else None
+        for columns in _blocks(weight.shape[0], settings.vocab_block):
+            w = _operand(weight[columns], settings)
+            b = None if bias is None else bias[columns]
+            for_weight = torch.zeros(w.shape, dtype=wide, device=w.device) if needs_weight else None
+            for_bias = torch.zeros(w.shape[0], dtype=wide, device=w.device) if needs_bias else None
+            for inner in _blocks(size, settings.token_block):
+                block = slice(group.start + inner.start, group.start + inner.stop)
+                h = _operand(hidden[block if rows is None else rows[block]], settings)
+                tile, sech2 = _logits_tile(h, w, b, settings, slope=True)
+                column, inside = _without_target(tile, ids[block], columns.start)
+                tile.sub_(shift[block])
+                if linear is None:
+                    tile.exp_().mul_(constant[block])
+                else:
+                    line = (tile.clamp_(min=_NEGLIGIBLE) * linear[block]).add_(constant[block])
+                    tile.exp_().mul_(line)
+                picked = torch.where(inside, at_target[block], tile.gather(1, column))
+                tile.scatter_(1, column, picked)
+                if sech2 is not None:
+                    tile.mul_(sech2)
+                if for_bias is not None:
+                    for_bias += tile.sum(0)
+                dlogits = tile if unit is None else _operand(tile, settings)
+                if for_hidden is not None:
+                    _add_product(for_hidden[inner], dlogits, w)
+                if for_weight is not None:
+                    _add_product(for_weight, dlogits.t(), h)
+            for total, out in ((for_weight, grad_weight), (for_bias, grad_bias)):
+                if total is not None and out is not None:
+                    out[columns] = total if unit is None else total / unit
+        if for_hidden is not None and grad_hidden is not None:
+            for_hidden = for_hidden if unit is None else for_hidden / unit
+            grad_hidden[group if rows is None else rows[group]] = for_hidden.to(grad_hidden.dtype)
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _finite_or_zero(top: Tensor) -> Tensor:
+    return torch.where(top == -math.inf, 0.0, top)
+
+
+def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x[rows]
+
+
+def _spread(x: Tensor, rows: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
+    if rows is None:
+        return x.to(dtype)
+    return torch.zeros(count, dtype=dtype, device=x.device).index_copy_(0, rows, x.to(dtype))

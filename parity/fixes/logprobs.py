@@ -1,0 +1,199 @@
+"""Log-probs and entropies of chosen tokens from hidden states and an LM head, without the (N, V) logits.
+
+Definition, with `z = logit_scale * (hidden @ weight.T + bias)`, then `z = softcap * tanh(z / softcap)`, then
+`z = z / temperature`:
+
+    logp = z[id] - logsumexp(z)          entropy = -sum(p * log p)
+
+Both are computed from the *other* tokens. With `delta = logsumexp(z without id) - z[id]`,
+
+    logp = -softplus(delta)              d logp / d z[id] = 1 - p = sigmoid(delta)
+
+keep a relative precision where the plain forms round to 0: a token of probability 1 - 1e-9 has a log-prob of -1e-9 and
+a gradient of 1e-9, not 0. The entropy is a sum of non-negative terms for the same reason.
+
+The head is walked in tiles of `chunk_size` vocabulary entries times a block of tokens; the backward recomputes each
+tile. Besides gradients and one tile, memory is a few numbers per token.
+"""
+
+import math
+import os
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from parity.fixes.chunked import ChunkedLogProbs, Settings, precision
+
+
+@torch.compiler.disable  # reads values (ids) and runs Python loops: one graph break, nothing for Dynamo to trace
+def selective_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    entropy: bool = False,
+    backend: str = "auto",
+    chunk_size: int | None = None,
+    token_chunk_size: int | None = None,
+    ignore_index: int = -100,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`logp = z[id] - logsumexp(z)` with `z = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature`.
+
+    Shapes: hidden (..., H), weight (V, H), bias (V,), ids (...) of an integer dtype; the result is (...). With
+    `entropy=True` it is `(logps, entropies)`, both differentiable. Gradients flow to hidden, weight and bias, each in
+    its own dtype, and only where asked for: a frozen head costs no buffer. Positions with `ids == ignore_index` get
+    exact zeros, cost nothing, and whatever their hidden states hold (NaN too) reaches no result.
+
+    Dtypes: hidden, weight and bias may be float16, bfloat16, float32 or float64, mixed (they are promoted; under
+    autocast rounded to its dtype first). Results are float32, or float64 if an input is.
+
+    Rounding (backend "chunked"): products of the rounded operands are accumulated in float32; logits, softmax and
+    dlogits are float32, never stored in less, except that on CUDA with 16-bit operands dlogits are rounded to the
+    operand dtype (float16 after scaling by a power of two, so that they do not underflow); sums over tiles float32;
+    per-token statistics float64. Gradients are rounded to the input's dtype once, at the end. Everything is float64
+    for float64 inputs.
+
+    backend:
+        "chunked": the torch path described above, on every device.
+        "cce": `cut_cross_entropy.linear_cross_entropy` with gradient filtering off, for float16 and bfloat16 where
+            Triton runs. See `_cce_log_probs` for what it rounds. It has no bias, no entropy, and loses the gradient
+            of tokens of probability above 1 - 6e-8.
+        "auto": "chunked". The kernel is never picked unasked: it sums gradients in the input dtype in an order that
+            differs from run to run, and old and new log-probs from different backends give importance ratios that
+            are not 1 where they must be.
+
+    `chunk_size` is the number of vocabulary entries in a tile and `token_chunk_size` the number of tokens; the
+    defaults suit the device. They change rounding order only. Not differentiable twice; opaque to torch.compile (a
+    graph break). Under ZeRO-3 gather the head around the call.
+
+    Raises ValueError for shapes that do not fit, ids outside [0, V), a temperature, softcap, or logit_scale that is
+    not positive and finite, an empty vocabulary, and a backend that cannot honour the settings.
+
+    Source: the softmax identities above; interface after TRL 1.16.0 `selective_log_softmax` and
+    `ChunkedLogProbFunction`.
+    """
+    _check_shapes(hidden, weight, ids, bias)
+    for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("softcap", softcap)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name}={value}: must be positive and finite")
+    for name, size in (("chunk_size", chunk_size), ("token_chunk_size", token_chunk_size)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name}={size}: must be at least 1")
+    if backend not in ("auto", "cce", "chunked"):
+        raise ValueError(f"backend={backend!r}: choose 'auto', 'cce' or 'chunked'")
+
+    flat_ids = ids.reshape(-1).long()
+    valid = flat_ids != ignore_index
+    rows = None if bool(valid.all()) else valid.nonzero().squeeze(1)
+    scored_ids = flat_ids if rows is None else flat_ids[rows]
+    _check_range(scored_ids, weight.shape[0])
+
+    if backend == "cce" and scored_ids.numel():
+        if bias is not None or entropy:
+            raise ValueError(f"backend='cce': {'bias' if bias is not None else 'entropy'} needs backend='chunked'")
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return _cce_log_probs(flat, weight, flat_ids, valid, temperature, softcap, logit_scale).reshape(ids.shape)
+
+    operand, tile = precision(hidden, weight, bias)
+    on_cpu = hidden.device.type == "cpu"
+    settings = Settings(
+        temperature=float(temperature),
+        softcap=None if softcap is None else float(softcap),
+        logit_scale=float(logit_scale),
+        entropy=entropy,
+        vocab_block=min(chunk_size or (1024 if on_cpu else 8192), weight.shape[0]),
+        token_block=token_chunk_size or (1024 if on_cpu else 4096),
+        operand=operand,
+        tile=tile,
+    )
+    logps, entropies = ChunkedLogProbs.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, scored_ids, rows, settings
+    )
+    if entropy:
+        return logps.reshape(ids.shape), entropies.reshape(ids.shape)
+    return cast(Tensor, logps.reshape(ids.shape))
+
+
+# The widest vocabulary block among the kernel's autotuning configurations.
+_CCE_VOCAB_BLOCK = 256
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2 or weight.shape[0] < 1:
+        raise ValueError(f"weight of shape {tuple(weight.shape)}: expected (V, H) with V at least 1")
+    if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"hidden of shape {tuple(hidden.shape)}: expected (..., {weight.shape[1]}) to fit weight")
+    if ids.shape != hidden.shape[:-1]:
+        raise ValueError(f"ids of shape {tuple(ids.shape)}: expected {tuple(hidden.shape[:-1])} to fit hidden")
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise ValueError(f"ids of dtype {ids.dtype}: expected an integer dtype")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias of shape {tuple(bias.shape)}: expected ({weight.shape[0]},) to fit weight")
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(f"{name} of dtype {tensor.dtype}: expected a floating dtype")
+
+
+def _check_range(ids: Tensor, vocab: int) -> None:
+    outside = (ids < 0) | (ids >= vocab)
+    if bool(outside.any()):
+        raise ValueError(f"ids: {int(ids[outside][0])} is outside [0, {vocab}); mask it with ignore_index")
+
+
+def _cce_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    valid: Tensor,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> Tensor:
+    """Log-probs by cut-cross-entropy's kernel, with temperature, logit scale and softcap all honoured.
+
+    The kernel knows a softcap but neither temperature nor scale, so they are folded into the hidden states and the
+    cap: with `e' = e * logit_scale / temperature` and `cap' = softcap / temperature`,
+    `cap' * tanh((e' @ c) / cap') = softcap * tanh(logit_scale * (e @ c) / softcap) / temperature` exactly. (Scaling
+    the hidden states alone, as is done for models without a cap, moves the knee of the cap.)
+
+    Rounding: `e'` is rounded to the input dtype, which is exact where `logit_scale / temperature` is a power of two
+    and otherwise one more rounding of the hidden states, and of their gradient; the chosen token's logit is a float32
+    sum of products rounded to the input dtype, the other logits and the softmax are float32; dlogits and every partial
+    sum of the gradients are in the input dtype.
+    """
+    if not hidden.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"backend='cce' on {hidden.device}: Triton does not run there; use backend='chunked'")
+    from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-untyped]
+
+    if hidden.dtype not in (torch.float16, torch.bfloat16) or weight.dtype != hidden.dtype:
+        raise ValueError(
+            f"backend='cce': hidden {hidden.dtype} and weight {weight.dtype} must both be float16 or both bfloat16; "
+            "use backend='chunked'"
+        )
+    if softcap is not None and weight.shape[0] % _CCE_VOCAB_BLOCK:
+        raise ValueError(
+            f"backend='cce': softcap={softcap} with a vocabulary of {weight.shape[0]}, not a multiple of "
+            f"{_CCE_VOCAB_BLOCK}: the kernel adds exp(-softcap) for every entry that fills its last block; use 'chunked'"
+        )
+    factor = logit_scale / temperature
+    scaled = hidden if factor == 1.0 else (hidden.float() * factor).to(hidden.dtype)
+    if factor > 1.0 and not bool(scaled.isfinite().all()) and bool(hidden.isfinite().all()):
+        raise ValueError(
+            f"backend='cce': hidden * {factor} (logit_scale / temperature) overflows {hidden.dtype}; use 'chunked'"
+        )
+    # The kernel takes -100 for "ignore" and leaves 0 there.
+    nll = linear_cross_entropy(
+        scaled,
+        weight.contiguous(),
+        torch.where(valid, ids, -100),
+        softcap=None if softcap is None else softcap / temperature,
+        reduction="none",
+        filter_eps=None,
+        impl="cce",
+    )
+    return torch.where(valid, -nll.float(), 0.0)
