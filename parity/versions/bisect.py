@@ -1,0 +1,167 @@
+"""The search for the release that changed an answer: pure, it knows no index, no environment and no file.
+
+`narrow` is the search proper, over yes, no and unknown. `bisect` turns measurements into such answers: by verdict
+where the ends differ in it, by headroom where they do not.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+T = TypeVar("T")
+Find = Literal["broken", "fixed"]
+Outcome = Literal["found", "alike", "swapped", "unjudged", "unstable"]
+By = Literal["verdict", "headroom"]
+# From worst to best; a release with any other verdict cannot be judged and is passed over.
+RANKS = ("disagree", "refused", "agree")
+# Below a thousandth of a gate is rounding noise, and two values within a factor of two are alike.
+FLOOR, FACTOR = 1e-3, 2.0
+
+
+class Answer(enum.Enum):
+    """What a candidate says: like the first end (NO), like the last (YES), or nothing (UNKNOWN)."""
+
+    NO, YES, UNKNOWN = "no", "yes", "unknown"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a check found in one environment; `verdict` and `headroom` as in a result row, None if not finite."""
+
+    verdict: str
+    headroom: float | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Found(Generic[T]):
+    """Outcome of a search.
+
+    found: `low` answers like the first end, `high` like the last, everything in `between` could not be judged.
+    alike, swapped, unjudged: the ends do not allow a search; `low` and `high` are the ends.
+    unstable: `low` or `high` answered otherwise when it was measured again.
+    `by`: what decided, "verdict" or "headroom"; `measured`: every measurement, in the order made.
+    """
+
+    outcome: Outcome
+    low: T
+    high: T
+    between: tuple[T, ...]
+    by: By
+    measured: tuple[tuple[T, Measurement], ...]
+
+
+def narrow(count: int, ask: Callable[[int, int], Answer]) -> tuple[int, int]:
+    """Neighbours low < high of which low says NO, high says YES, and all between UNKNOWN.
+
+    Candidate 0 is known to say NO, candidate count-1 YES. `ask(index, left)` is called at most once an index; `left`
+    is how many further questions are expected. Among answers that change more than once, one change is found.
+    """
+    low, high, asked = 0, count - 1, set[int]()
+    while True:
+        gaps: list[list[int]] = [[]]
+        for index in range(low + 1, high):
+            if index in asked:
+                gaps.append([])
+            else:
+                gaps[-1].append(index)
+        # The middle of the longest stretch nobody asked: it leaves a block of unknowns behind in a few jumps.
+        longest = max(gaps, key=len)
+        if not longest:
+            return low, high
+        middle = longest[(len(longest) - 1) // 2]
+        asked.add(middle)
+        answer = ask(middle, math.ceil(math.log2(sum(map(len, gaps)) + 1)) - 1)
+        if answer is Answer.YES:
+            high = middle
+        elif answer is Answer.NO:
+            low = middle
+
+
+def bisect(
+    candidates: Sequence[T],
+    measure: Callable[[T, int], Measurement],
+    *,
+    find: Find = "broken",
+    confirm: int = 2,
+    tell: Callable[[T, int], None] = lambda candidate, left: None,
+) -> Found[T]:
+    """Finds two neighbours among `candidates` (oldest first) between which the answer of `measure` changed.
+
+    find="broken": the first is good and the last bad; "fixed": the other way round. Both ends are measured first.
+    `measure(candidate, repeat)`: repeat counts from 0; a pair is measured `confirm` times more before it is believed.
+    `tell(candidate, left)` is called before each new candidate with the number of steps expected after it.
+    ValueError for fewer than two candidates.
+    """
+    if len(candidates) < 2:
+        raise ValueError(f"bisect over {len(candidates)} releases: a search needs two different ends")
+    measured: list[tuple[T, Measurement]] = []
+
+    def look(candidate: T, repeat: int = 0) -> Measurement:
+        measured.append((candidate, measure(candidate, repeat)))
+        return measured[-1][1]
+
+    expected = math.ceil(math.log2(len(candidates) - 1))
+    tell(candidates[0], expected + 1)
+    first = look(candidates[0])
+    tell(candidates[-1], expected)
+    last = look(candidates[-1])
+    outcome, by, answer = reading(first, last, find)
+    if answer is None:
+        return Found(outcome, candidates[0], candidates[-1], (), by, tuple(measured))
+
+    def ask(index: int, left: int) -> Answer:
+        tell(candidates[index], left)
+        return answer(look(candidates[index]))
+
+    low, high = narrow(len(candidates), ask)
+    for repeat in range(1, confirm + 1):
+        for index, said in ((low, Answer.NO), (high, Answer.YES)):
+            if outcome == "found" and answer(look(candidates[index], repeat)) is not said:
+                outcome = "unstable"
+    between = tuple(candidates[low + 1 : high])
+    return Found(outcome, candidates[low], candidates[high], between, by, tuple(measured))
+
+
+def reading(
+    first: Measurement, last: Measurement, find: Find
+) -> tuple[Outcome, By, Callable[[Measurement], Answer] | None]:
+    """How measurements are to be read, given the ends; no reading where the ends do not allow a search."""
+    if first.verdict not in RANKS or last.verdict not in RANKS:
+        return "unjudged", "verdict", None
+    if first.verdict != last.verdict:
+        worsened = RANKS.index(first.verdict) > RANKS.index(last.verdict)
+        if worsened != (find == "broken"):
+            return "swapped", "verdict", None
+        sides = {first.verdict: Answer.NO, last.verdict: Answer.YES}
+        return "found", "verdict", lambda one: sides.get(one.verdict, Answer.UNKNOWN)
+
+    start, end = _level(first), _level(last)
+    if start is None or end is None or start == end or abs(start - end) < math.log(FACTOR):
+        return "alike", "headroom", None
+
+    def nearer(one: Measurement) -> Answer:
+        level = _level(one)
+        if level is None:
+            return Answer.UNKNOWN
+        if math.isinf(level):
+            # Beyond every finite value: with an end that is infinite too if there is one, else with the greater end.
+            return Answer.YES if end > start else Answer.NO
+        # Of an infinite end every finite value is equally far: it belongs to the other.
+        return Answer.YES if abs(level - end) < abs(level - start) else Answer.NO
+
+    return "found", "headroom", nearer
+
+
+def _level(one: Measurement) -> float | None:
+    """Logarithm of the headroom; a disagreement without a finite one is infinite, anything else unknown."""
+    if one.verdict not in RANKS:
+        return None
+    if one.headroom is None:
+        return math.inf if one.verdict == "disagree" else None
+    return math.log(max(one.headroom, FLOOR))
