@@ -132,7 +132,8 @@ class MonteCarlo(TorchDispatchMode):
         self.u_sum = UNIT_ROUNDOFF["fp32"]
         self.u = UNIT_ROUNDOFF[self.recipe.elementwise]
         self.u_softmax = UNIT_ROUNDOFF[self.recipe.softmax]
-        self.eta = torch.finfo(torch.float32).smallest_normal
+        self.eta = max(torch.finfo(torch.float32).smallest_normal, HALF_SUBNORMAL[self.recipe.elementwise])
+        self.largest = LARGEST[self.recipe.elementwise] if self.recipe.elementwise == "fp16" else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -147,7 +148,8 @@ class MonteCarlo(TorchDispatchMode):
             return self._round(out + self._spread(scale, out))
         if name == "_log_softmax":
             lse = (args[0] - out).nan_to_num_(0.0, 0.0, 0.0).abs_().amax(args[1], keepdim=True)
-            return self._round(out + self._spread((2 * self.u_sum) * lse + self.u_sum, out), self.u_softmax)
+            scale = 2 * self.u_sum * lse + self.u_softmax  # torch's CPU kernel rounds Σ exp to the dtype of the logits
+            return self._round(out + self._spread(scale, out), self.u_softmax)
         if name == "_log_softmax_backward_data":
             scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum)
             return self._round(out + self._spread(scale, out), self.u_softmax)
@@ -160,8 +162,10 @@ class MonteCarlo(TorchDispatchMode):
 
     def _round(self, out: torch.Tensor, u: float | None = None) -> torch.Tensor:
         scale = out.abs().mul_(self.u if u is None else u).add_(self.eta)
-        noisy = out + scale.mul_(self.noise.like(out))
-        return torch.where(torch.isfinite(out), noisy, out)
+        noisy = torch.where(torch.isfinite(out), out + scale.mul_(self.noise.like(out)), out)
+        if self.largest is not None:
+            noisy = torch.where(noisy.abs() > self.largest, torch.copysign(torch.full_like(noisy, torch.inf), noisy), noisy)
+        return noisy
 
     def _matmul(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         matmul = torch.bmm if a.dim() == 3 else torch.mm

@@ -87,6 +87,7 @@ class Family:
         exact: the outputs that must match to the last bit of float32 (counts, clip fractions).
         zeros: inputs -> quantity -> boolean mask of rows that the loss mask makes exactly zero.
         features: case -> the facts that coverage counts and that ledger scopes can name, besides settings.
+        variants: name -> an oracle that follows another definition (an older release's, say), tried where a party disagrees.
         required: parameter names by which a user's function is recognised as belonging to the family.
         relations: name -> `Relation`, the exact relations.
     """
@@ -102,6 +103,7 @@ class Family:
     exact: frozenset[str] = frozenset()
     zeros: Callable[[Inputs], dict[str, torch.Tensor]] = lambda inputs: {}
     features: Callable[[Case], dict[str, Any]] = lambda case: {}
+    variants: Mapping[str, Oracle] = dataclasses.field(default_factory=dict)
     required: tuple[str, ...] = ()
     relations: Mapping[str, Relation] = dataclasses.field(default_factory=dict)
 

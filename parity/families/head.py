@@ -107,8 +107,8 @@ def cotangent(case: Case, kind: str, name: str, shape: tuple[int, ...]) -> torch
     g = normal(case.seed, f"cotangent/{name}", shape).to(torch.bfloat16).double()
     if kind == "zero":
         return torch.zeros_like(g)
-    if kind == "scaled":
-        return g * 65536
+    if kind == "scaled":  # as a loss scaler does; log-probs in fp16 could not carry 65,536
+        return g * (1024 if case.dtype == "fp16" and shape else 65536)
     if kind == "sparse":
         keep = torch.zeros(max(g.numel(), 1), dtype=torch.bool)
         keep[int(integers(case.seed, f"sparse/{name}", (), max(g.numel(), 1)))] = True

@@ -27,7 +27,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     """Settings of one case; about one in 25 has a vocabulary beyond a kernel's block or chunk."""
     large = draw(st.integers(0, 24)) == 24
     out = head.draw_head(draw, st, dtype, large=large, contexts=contexts)
-    out["ignored"] = draw(st.sampled_from(["none"] * 5 + ["some", "some", "row", "all"]))
+    out["ignored"] = draw(st.sampled_from(["none"] * 9 + ["some", "row", "all"]))
     out["chunk_size"] = draw(st.sampled_from([None, None, 5, 64, 1000]))
     out["entropy"] = draw(st.sampled_from(["none", "none", "value", "gradient"]))
     out["cotangent"] = draw(st.sampled_from(["random"] * 5 + ["ones", "zero", "scaled", "sparse"]))

@@ -215,7 +215,9 @@ def _garbage(x: Inputs) -> Inputs | None:
     masked = ~x.mask.bool()
     if not masked.any() or x.settings.targets == "edge":
         return None
-    tensors = {"ids": torch.where(masked, (x.ids + 1) % x.settings.V, x.ids).to(x.ids.dtype)}
+    tensors = {}
+    if x.settings.beta == 0.0:  # exp(lp_ref - lp) of an unlikely token would overflow, mask or not
+        tensors["ids"] = torch.where(masked, (x.ids + 1) % x.settings.V, x.ids).to(x.ids.dtype)
     for name in ("old_logps", "ref_logps", "sampling_logps"):
         if x.tensors.get(name) is not None:
             tensors[name] = torch.where(masked, x.tensors[name] - 3.5, x.tensors[name])

@@ -194,16 +194,30 @@ def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
         tensors["top_entropy_quantile"] = _quantile(entropy, mask, float(margin.max()) if margin.numel() else 0.0)
     tensors["importance_sampling_ratio"] = _ratio(case, s, mask)
     count = int((x.mask.bool() & ~mask).sum())
-    kept = mask.long()
-    tensors["completion_mask"] = x.completion_mask * kept if x.tool_mask is None else x.completion_mask
-    tensors["tool_mask"] = None if x.tool_mask is None else x.tool_mask * kept
+    dropped = x.mask.bool() & ~mask
+    completion = (x.completion_mask.bool() & ~dropped).long()
+    kept = completion if x.tool_mask is None else completion * x.tool_mask
+    tensors["completion_mask"] = completion
     tensors["mask"] = kept.to({"int64": torch.int64, "bool": torch.bool, "fp32": torch.float32}[s.mask_dtype])
+    _pad(tensors, x.ids, z.argmax(-1).view(s.B, s.T), ~completion.bool())
     tensors["num_items_in_batch"] = torch.tensor(int(kept.sum()) + s.other_tokens)
     for name in ("old_logps", "ref_logps", "sampling_logps", "importance_sampling_ratio"):
         value = tensors[name]
         tensors[name] = None if value is None else value.float()
     out = x.replace(**tensors)
     return Inputs(out.case, out.settings, out.tensors, out.leaves, out.cotangents, undecided=count)
+
+
+def _pad(tensors: dict[str, torch.Tensor | None], ids: torch.Tensor, likely: torch.Tensor, padding: torch.Tensor) -> None:
+    """What stands at padding: the likeliest token and log-probs of 0, as TRL since 1.15 has them.
+
+    Implementations that score the padding see a log-prob near 0 there, those that do not put 0, and both find a finite
+    ratio: under the mask anything finite is allowed, and no more.
+    """
+    tensors["ids"] = torch.where(padding, likely, ids).to(ids.dtype)
+    for name in ("old_logps", "ref_logps", "sampling_logps"):
+        value = tensors[name]
+        tensors[name] = None if value is None else torch.where(padding, 0.0, value)
 
 
 def error_bound(case: Case, s: SimpleNamespace, exact: Inputs) -> torch.Tensor:

@@ -1,0 +1,177 @@
+"""Liger's GRPO losses as bare kernels: the chunked fused linear loss and the Triton loss on logits."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from parity.families import Inputs
+from parity.families.policy import CLIPPED, WINDOW_NORMALISED
+from parity.implementations import Outputs, implementation, plain, require
+from parity.rounding import Recipe
+
+
+def _fused(x: Inputs) -> Recipe:
+    """Tiles of logits in the dtype of the hidden states, float32 from there; head gradients of the chunks of sequences
+    are summed in the dtype of the head."""
+    return Recipe(
+        logits="input",
+        accumulate="fp32" if x.weight.dtype == torch.float32 else "input",
+        partials=x.settings.B,
+        inputs=None if x.weight.dtype == x.hidden.dtype else "input",
+    )
+
+
+def _kernel(x: Inputs) -> Recipe:
+    dtype = plain.head_dtype(x)
+    return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype)
+
+
+def _common(x: Inputs) -> None:
+    """What neither loss has a parameter for: the trainer around it would have to do it."""
+    s = x.settings
+    require(s.off_policy_mask_threshold is None, "no off-policy mask parameter")
+    require(x.top_entropy_quantile is None, "no entropy-quantile parameter")
+    require(s.entropy_coef == 0.0, "no entropy bonus")
+    require(x.advantages.dim() == 1, "advantages of shape (B,) only")
+    require(s.head != "lora", "the head's adapter is wiring: a bare kernel takes one weight")
+    window = s.loss_type in WINDOW_NORMALISED
+    require(s.accumulation == 1 or window, "the division by the accumulation steps is the caller's")
+    require(not window or s.mode == "train" and s.accumulation == s.steps_per_generation, "a window other than the generation batch is the caller's")
+
+
+def _epsilons(x: Inputs) -> tuple[float, float]:
+    s = x.settings
+    return s.epsilon, s.epsilon if s.epsilon_high is None else s.epsilon_high
+
+
+def _options(x: Inputs, function: Any) -> dict[str, Any]:
+    """The numeric settings, under Liger's names; one that the installed version lacks must be at its default."""
+    s = x.settings
+    known = inspect.signature(function).parameters
+    moved: dict[str, Any] = {"beta": s.beta, "loss_type": s.loss_type, "max_completion_length": s.max_completion_length}
+    moved |= {"importance_sampling_level": s.importance_sampling_level, "delta": s.delta}
+    moved["use_bias_correction_kl"] = s.use_bias_correction_kl and s.beta != 0.0
+    if s.loss_type == "sapo":
+        moved |= {n: getattr(s, n) for n in ("sapo_temperature_pos", "sapo_temperature_neg")}
+    if s.loss_type == "vespo":
+        moved |= {n: getattr(s, n) for n in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")}
+    for name, off in (("delta", None), ("use_bias_correction_kl", False), ("importance_sampling_level", "token")):
+        if name not in known:
+            require(moved.pop(name) == off, f"no {name} parameter in the installed version")
+    for name in list(moved):
+        require(name in known, f"no {name} parameter in the installed version")
+    return moved
+
+
+def _tensor_options(x: Inputs, function: Any) -> dict[str, Any]:
+    known = inspect.signature(function).parameters
+    out: dict[str, Any] = {}
+    if x.importance_sampling_ratio is not None:
+        require("vllm_is_ratio" in known, "no vllm_is_ratio parameter in the installed version")
+        out["vllm_is_ratio"] = x.importance_sampling_ratio
+    if x.settings.loss_type in WINDOW_NORMALISED:
+        require("num_items_in_batch" in known, "no num_items_in_batch parameter in the installed version")
+        out["num_items_in_batch"] = x.num_items_in_batch
+    return out
+
+
+def _metrics(x: Inputs, metrics: Any) -> Outputs:
+    """[kl, clip ratio] where there is a KL, else [clip ratio]."""
+    found = list(metrics)
+    out = {"kl": found.pop(0)} if x.settings.beta != 0.0 else {}
+    if x.settings.loss_type in (*CLIPPED, "cispo"):
+        out["clip_ratio"] = found[0]
+    return out
+
+
+def _fused_loss(x: Inputs, compiled: bool) -> Outputs:
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    s = x.settings
+    _common(x)
+    require(s.softcap is None, "no softcap parameter")
+    require(s.logit_scale == 1.0, "no logit-scale parameter")
+    low, high = _epsilons(x)
+    loss = LigerFusedLinearGRPOLoss(
+        compiled=compiled,
+        use_ref_model=s.beta != 0.0,
+        chunk_size=s.chunk_size,
+        epsilon_low=low,
+        epsilon_high=high,
+        temperature=s.temperature,
+        **_options(x, LigerFusedLinearGRPOLoss.__init__),
+    )
+    out, metrics = loss(
+        plain.states(x),
+        x.weight,
+        x.ids.long(),
+        x.mask,
+        x.advantages,
+        x.bias,
+        ref_per_token_logps=x.ref_logps,
+        old_per_token_logps=x.old_logps,
+        **_tensor_options(x, LigerFusedLinearGRPOLoss.forward),
+    )
+    return {"loss": out} | _metrics(x, metrics)
+
+
+FUSED: dict[str, Any] = {
+    "family": "policy",
+    "role": "candidate",
+    "library": "liger-kernel",
+    "recipe": _fused,
+    "outputs": frozenset({"kl", "clip_ratio"}),
+    "sources": ("liger_kernel.chunked_loss.grpo_loss.LigerFusedLinearGRPOFunction.ppo_loss_fn",),
+}
+
+
+@implementation("liger.FusedLinearGRPOLoss", contexts=frozenset({"plain", "autocast"}), **FUSED)
+def fused(x: Inputs) -> Outputs:
+    """`LigerFusedLinearGRPOLoss(compiled=False)`."""
+    return _fused_loss(x, compiled=False)
+
+
+@implementation("liger.FusedLinearGRPOLoss.compiled", opt_in=True, every=20, **FUSED)
+def fused_compiled(x: Inputs) -> Outputs:
+    """`LigerFusedLinearGRPOLoss(compiled=True)`, its default; the first call of a shape compiles for seconds."""
+    return _fused_loss(x, compiled=True)
+
+
+@implementation(
+    "liger.triton_grpo_loss",
+    family="policy",
+    role="candidate",
+    library="liger-kernel",
+    recipe=_kernel,
+    outputs=frozenset({"kl", "clip_ratio"}),
+    interpreted=True,
+    every=8,
+    sources=("liger_kernel.ops.grpo_loss.GrpoLossFunction",),
+)
+def triton_grpo_loss(x: Inputs) -> Outputs:
+    """`triton_grpo_loss(reduce=True, inplace=False)` on materialised logits, which have one position more."""
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss as function
+
+    _common(x)
+    low, high = _epsilons(x)
+    z = plain.logits(x)
+    z = torch.cat([z, torch.zeros_like(z[:, :1])], 1)
+    options = _options(x, function) | _tensor_options(x, function)
+    out, metrics = function(
+        z,
+        x.old_logps,
+        x.ref_logps,
+        x.ids.long(),
+        x.advantages,
+        x.mask,
+        temperature=x.settings.temperature,
+        eps_low=low,
+        eps_high=high,
+        inplace=False,
+        reduce=True,
+        **options,
+    )
+    return {"loss": out} | _metrics(x, metrics)

@@ -1,0 +1,374 @@
+"""One case through every implementation: oracle and replicas once, then each party judged, as result rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from parity import hints, protocol
+from parity.case import DTYPES, Case
+from parity.evaluate import Quantities, exact, gradient_name, replicas
+from parity.execute import Outcome, execute
+from parity.families import Family, Inputs, family
+from parity.implementations import Implementation
+from parity.judge import Judgement, Unit, failed, judge
+from parity.rounding import UNIT_ROUNDOFF, Recipe
+
+REPLICAS = 12
+CONFIRMATION = 60
+"""A disagreement is confirmed with this many replicas: twelve underestimate the spread of some entry now and then."""
+COARSE = Recipe(matmul="tf32", matmul_backward="tf32")
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Bench:
+    """A case with what is computed for it once: exact quantities, and replicas by recipe."""
+
+    family: Family
+    inputs: Inputs
+    exact: Quantities
+    _replicas: dict[tuple[Recipe, int], Quantities] = dataclasses.field(default_factory=dict)
+    _narrowed: dict[frozenset[str], Bench] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, case: Case, device: str = "cpu") -> Bench:
+        """Build the inputs and run the oracle."""
+        fam = family(case.family)
+        inputs = fam.build(case)
+        bench = cls(fam, inputs, exact(fam, inputs))
+        if device != "cpu":
+            bench.inputs = _on(inputs, device)
+        return bench
+
+    def offered(self, implementation: Implementation) -> Bench:
+        """This bench without upstream gradients on optional outputs that the implementation does not offer."""
+        absent = frozenset(n for n in self.inputs.cotangents if n in self.family.optional and n not in implementation.outputs)
+        if not absent:
+            return self
+        if absent not in self._narrowed:
+            kept = {n: g for n, g in self.inputs.cotangents.items() if n not in absent}
+            inputs = dataclasses.replace(self.inputs, cotangents=kept)
+            self._narrowed[absent] = Bench(self.family, inputs, exact(self.family, _on_cpu(inputs)))
+        return self._narrowed[absent]
+
+    def replicas(self, recipe: Recipe, count: int) -> Quantities:
+        """Replicas under a resolved recipe, computed once."""
+        key = (recipe, count)
+        if key not in self._replicas:
+            seed = zlib.crc32(self.inputs.case.id.encode())
+            self._replicas[key] = replicas(self.family, _on_cpu(self.inputs), recipe, count, seed)
+        return self._replicas[key]
+
+    def unit(self, name: str, recipe: Recipe, count: int = REPLICAS) -> Unit:
+        """What quantity `name` is measured with under a recipe."""
+        found = self.replicas(recipe, count)
+        value = self.exact[name]
+        stack = found[name]
+        if stack.dim() == value.dim():  # no leaf reaches it: one value for all replicas
+            stack = stack.expand(count, *value.shape)
+        scalar = name in self.family.scalars
+        gradient = name.startswith("grad_")
+        first_order, terms = 0.0, 0.0
+        if scalar and name == "loss" and "_slope" in self.exact:
+            spread = (found["_logps"] - self.exact["_logps"]).square().mean(0)
+            first_order = float((self.exact["_slope"].square() * spread).nan_to_num().sum().sqrt())
+        if scalar and name == "loss" and "_terms" in self.exact:
+            terms = float(self.exact["_terms"].norm()) * self.exact["_terms"].numel() ** 0.5
+        return Unit(
+            exact=value,
+            replicas=stack,
+            compute=recipe.elementwise,
+            zero=self.family.zeros(self.inputs).get(name),
+            entrywise=not gradient or value.dim() == 1,
+            scalar=scalar,
+            counted=name in self.family.exact,
+            first_order=first_order,
+            terms=terms,
+        )
+
+    def in_float32(self) -> Bench:
+        """The same values with every parameter in float32, to tell logic from precision."""
+        case = dataclasses.replace(self.inputs.case, dtype="fp32")
+        tensors = {
+            k: v.float() if v is not None and v.dtype in (torch.float16, torch.bfloat16) else v
+            for k, v in self.inputs.tensors.items()
+        }
+        return Bench(self.family, dataclasses.replace(self.inputs, case=case, tensors=tensors), self.exact)
+
+
+def _on(inputs: Inputs, device: str) -> Inputs:
+    return inputs.replace(**{k: None if v is None else v.to(device) for k, v in inputs.tensors.items()})
+
+
+def _on_cpu(inputs: Inputs) -> Inputs:
+    return _on(inputs, "cpu")
+
+
+def _kept(other: Inputs, like: Inputs) -> dict[str, torch.Tensor]:
+    return {n: g for n, g in other.cotangents.items() if n in like.cotangents}
+
+
+def expected(bench: Bench, implementation: Implementation, recipe: Recipe) -> dict[str, torch.dtype | None]:
+    """Quantity -> dtype that it should have (None: any), for everything the implementation should hand out."""
+    fam, inputs = bench.family, bench.inputs
+    out: dict[str, torch.dtype | None] = {}
+    for name in fam.outputs:
+        if name in bench.exact and (name not in fam.optional or name in implementation.outputs):
+            out[name] = None if inputs.settings.context == "autocast" else DTYPES[recipe.output]
+    for leaf in inputs.leaves:
+        out[gradient_name(leaf)] = inputs.tensors[leaf].dtype  # type: ignore[union-attr]
+    return out
+
+
+def judge_all(
+    bench: Bench, implementation: Implementation, outcome: Outcome, recipe: Recipe, count: int = REPLICAS
+) -> dict[str, Judgement]:
+    """Every quantity the implementation should hand out, judged; and each that it should not."""
+    wanted = expected(bench, implementation, recipe)
+    judged = {}
+    for name, dtype in wanted.items():
+        value = outcome.quantities.get(name)
+        if value is None:
+            judged[name] = failed("no gradient" if name.startswith("grad_") else "missing")
+            continue
+        judged[name] = judge(value, bench.unit(name, recipe, count), dtype or value.dtype)
+    for name in outcome.quantities:
+        if name.startswith("grad_") and name not in wanted:
+            judged[name] = failed("a gradient where none was asked for")
+    return judged
+
+
+def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
+    """Judge; where something disagrees, judge once more with more replicas."""
+    recipe = implementation.recipe_for(bench.inputs)
+    judged = judge_all(bench, implementation, outcome, recipe)
+    if any(1.0 < j.headroom < math.inf for j in judged.values()):
+        judged = judge_all(bench, implementation, outcome, recipe, CONFIRMATION)
+    return judged
+
+
+def classify(bench: Bench, implementation: Implementation, name: str) -> str:
+    """"logic" where float32 does not agree either and tf32 would not explain it, else "precision"."""
+    if bench.inputs.case.dtype == "fp32":
+        precise, outcome = bench, execute(implementation, bench.inputs)
+    else:
+        precise = bench.in_float32()
+        outcome = execute(implementation, precise.inputs)
+    if outcome.verdict != "ran":  # it has no float32: would the coarsest recipe of its dtype explain it?
+        coarse = Recipe(logits="input", dlogits="input", elementwise="input", softmax="input", inputs="input", output="input")
+        again = judge_all(bench, implementation, execute(implementation, bench.inputs), coarse.resolve(bench.inputs.case.dtype))
+        return "precision" if name in again and again[name].agrees else "logic"
+    recipe = dataclasses.replace(COARSE, tanh="sigmoid") if bench.inputs.case.dtype == "fp32" else implementation.recipe_for(precise.inputs)
+    judged = judge_all(precise, implementation, outcome, recipe)
+    return "precision" if name in judged and judged[name].agrees else "logic"
+
+
+def followed_variant(bench: Bench, implementation: Implementation, outcome: Outcome, failing: Iterable[str]) -> str | None:
+    """The named variant of the definition that explains every failing quantity, or None."""
+    recipe = implementation.recipe_for(bench.inputs)
+    for name, oracle in bench.family.variants.items():
+        fam = dataclasses.replace(bench.family, oracle=oracle)
+        cpu = _on_cpu(bench.inputs)
+        other = Bench(fam, cpu, exact(fam, cpu))
+        judged = judge_all(other, implementation, outcome, recipe, CONFIRMATION)
+        if all(q in judged and judged[q].agrees for q in failing):
+            return name
+    return None
+
+
+def run_case(
+    case: Case,
+    implementations: Iterable[Implementation],
+    device: str = "cpu",
+    thorough: bool = True,
+) -> Iterator[Row]:
+    """Rows of a case for each implementation, the reference first. `thorough` adds protocol and exact relations."""
+    bench = Bench.of(case, device)
+    reference: dict[str, bool] = {}
+    against: str | None = None
+    for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
+        rows = list(_rows(bench.offered(implementation), implementation, thorough))
+        for row in rows:
+            if implementation.role == "reference":
+                if row["verdict"] == "disagree":
+                    row["blame"] = row["blame"] or "reference"
+                if row["verdict"] in ("agree", "disagree"):
+                    reference[row["quantity"]] = row["verdict"] == "agree"
+                    against = implementation.id
+            else:
+                row["against"] = against
+                if row["verdict"] == "disagree" and row["variant"] is None:
+                    row["blame"] = "candidate" if reference.get(row["quantity"], True) else "both"
+            yield row
+
+
+def skip_reason(implementation: Implementation, case: Case, settings: Any, device: str) -> str | None:
+    """Why an implementation does not claim this case, before it is called."""
+    missing = implementation.missing()
+    if missing:
+        return missing
+    if case.dtype not in implementation.dtypes:
+        return f"dtype {case.dtype} is not among {', '.join(sorted(implementation.dtypes))}"
+    if settings.context not in implementation.contexts:
+        return f"context {settings.context} is not claimed"
+    return None
+
+
+def _rows(bench: Bench, implementation: Implementation, thorough: bool) -> Iterator[Row]:
+    inputs = bench.inputs
+    base = _base(bench, implementation)
+    reason = skip_reason(implementation, inputs.case, inputs.settings, inputs.hidden.device.type)
+    if reason:
+        yield base | {"verdict": "unsupported", "message": reason}
+        return
+    outcome, leaks = protocol.watched(implementation, inputs)
+    if leaks:  # a first call imports and caches; what an implementation leaves behind it leaves again
+        leaks = [leak for leak in protocol.watched(implementation, inputs)[1] if leak in leaks]
+    if outcome.verdict != "ran":
+        yield base | {"verdict": outcome.verdict, "message": outcome.message, "blame": outcome.blame}
+        return
+    judged = confirmed(bench, implementation, outcome)
+    failing = [name for name, j in judged.items() if not j.agrees]
+    variant = followed_variant(bench, implementation, outcome, failing) if failing else None
+    again = None
+    if failing:
+        second = execute(implementation, inputs)
+        again = confirmed(bench, implementation, second) if second.verdict == "ran" else {}
+    for name, j in judged.items():
+        row = base | _judged_row(bench, implementation, name, j, outcome)
+        if not j.agrees:
+            assert again is not None
+            flaky = name not in again or again[name].agrees
+            row["verdict"] = "nondeterministic" if flaky else "disagree"
+            row["class"] = classify(bench, implementation, name)
+            row["variant"] = variant
+            row["message"] = "; ".join(filter(None, [j.message, *hints.hints(bench, name, outcome)]))
+        yield row
+    if thorough:
+        other = bench.family.build(dataclasses.replace(inputs.case, seed=inputs.case.seed + 1))
+        other = dataclasses.replace(_on(other, inputs.hidden.device.type), cotangents=_kept(other, inputs))
+        leaks += protocol.repeated(implementation, inputs, other, outcome)
+        leaks += protocol.accumulation(implementation, inputs)
+        for name, (holds, message) in protocol.relations(bench.family, implementation, inputs, outcome).items():
+            yield base | _logic_row(f"relation: {name}", "relation", holds, message)
+    yield base | _logic_row("protocol", "protocol", not leaks, "; ".join(leaks))
+
+
+def _base(bench: Bench, implementation: Implementation) -> Row:
+    inputs = bench.inputs
+    recipe = implementation.recipe_for(inputs)
+    shapes = {k: getattr(inputs.settings, k) for k in ("B", "T", "V", "H")}
+    return {
+        "case": inputs.case.id,
+        "family": inputs.case.family,
+        "implementation": implementation.id,
+        "role": implementation.role,
+        "against": None,
+        "quantity": None,
+        "dtype": inputs.case.dtype,
+        "device": inputs.hidden.device.type,
+        "verdict": None,
+        "class": None,
+        "blame": None,
+        "gate": None,
+        "headroom": None,
+        "gates": {},
+        "recipe": recipe.describe(),
+        "recipe_measured": None,
+        "variant": None,
+        "undecided": inputs.undecided,
+        "value": None,
+        "value_oracle": None,
+        "value_reference": None,
+        "max_abs": None,
+        "max_rel": None,
+        "dist": None,
+        "allclose": None,
+        "atol": None,
+        "rtol": None,
+        "worst": [],
+        "known": None,
+        "settings": dict(inputs.case.settings) | shapes,
+        "message": "",
+        "replay": f"parity replay {inputs.case.id} --implementation {implementation.id}",
+    }
+
+
+def _judged_row(bench: Bench, implementation: Implementation, name: str, j: Judgement, outcome: Outcome) -> Row:
+    value = outcome.quantities.get(name)
+    truth = bench.exact.get(name)
+    return {
+        "quantity": name,
+        "verdict": "agree" if j.agrees else "disagree",
+        "gate": j.gate,
+        "headroom": _finite(j.headroom),
+        "gates": {k: _finite(v) for k, v in j.gates.items()},
+        "undecided": bench.inputs.undecided + j.undecided,
+        "value": _size(value),
+        "value_oracle": _size(truth),
+        "max_abs": _finite(j.max_abs),
+        "max_rel": _finite(j.max_rel),
+        "dist": _finite(j.dist),
+        "allclose": j.allclose,
+        "atol": _finite(j.atol),
+        "rtol": _finite(j.rtol),
+        "worst": [] if j.agrees else [_entry(bench, name, *w) for w in j.worst],
+        "slope": _finite(j.slope),
+        "message": j.message,
+    }
+
+
+def _logic_row(quantity: str, gate: str, holds: bool, message: str) -> Row:
+    return {
+        "quantity": quantity,
+        "verdict": "agree" if holds else "disagree",
+        "class": None if holds else "logic",
+        "gate": gate,
+        "headroom": 0.0 if holds else None,
+        "gates": {gate: 0.0 if holds else None},
+        "message": message,
+    }
+
+
+def _size(value: torch.Tensor | None) -> float | None:
+    """A scalar's value, a tensor's norm."""
+    if value is None:
+        return None
+    value = value.detach().double()
+    return _finite(float(value) if value.dim() == 0 else float(value.norm()))
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _entry(bench: Bench, name: str, index: tuple[int, ...], value: float, truth: float, error: float) -> Row:
+    """One of the worst entries, decoded to sequence, position, token id and mask where it belongs to a token."""
+    inputs = bench.inputs
+    out: Row = {"index": list(index), "value": _finite(value), "oracle": _finite(truth), "error": _finite(error)}
+    if name in ("logps", "entropy", "grad_hidden") and len(index) >= 2:
+        b, t = index[0], index[1]
+        token = int(inputs.ids[b, t])
+        mask = inputs.tensors.get("mask")
+        masked = token < 0 if mask is None else not bool(mask[b, t])
+        out |= {"sequence": b, "position": t, "token": token, "masked": masked}
+    elif name in ("grad_weight", "grad_bias") and index:
+        out |= {"token": index[0]}
+    return out
+
+
+def compared(row: Row) -> bool:
+    """Whether a row is a judged comparison."""
+    return row["verdict"] in ("agree", "disagree", "nondeterministic")
+
+
+def unit_roundoff(dtype: str) -> float:
+    """Unit roundoff of a dtype by name."""
+    return UNIT_ROUNDOFF[dtype]
