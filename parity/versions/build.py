@@ -29,6 +29,9 @@ BUILDING, TRASH = ".building-", ".trash-"
 PROBES = {
     "torch": "import torch",
     "transformers": "from transformers import PreTrainedModel",
+    "accelerate": "import accelerate",
+    "datasets": "import datasets",
+    "peft": "import peft",
     "trl": "import trl; from trl import GRPOConfig, GRPOTrainer",
     "liger-kernel": "import liger_kernel",
     "cut-cross-entropy": "import cut_cross_entropy",
@@ -109,7 +112,8 @@ def probe(root: Path, lock: Lock, settings: Mapping[str, str]) -> dict[str, str 
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=quiet, check=False)
     try:
         answers = json.loads(done.stdout.rstrip().rpartition("\n")[2])
-        return {name: error and one_line(error) for name, error in answers.items()}
+        inside = f"{site_packages(root)}{os.sep}"
+        return {name: error and one_line(error.replace(inside, "")) for name, error in answers.items()}
     except (ValueError, AttributeError):
         reason = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
         return dict.fromkeys(wanted, reason)

@@ -29,6 +29,8 @@ from parity.versions.spec import Spec, checkout
 
 GRACE = timedelta(days=14)
 PARTNERS = ("trl", "liger-kernel", "transformers", "accelerate", "datasets", "peft", "cut-cross-entropy")
+# Whose date is the era: what stands on the others declares the lower bounds that it needs of them, none an upper one.
+LEADERS = ("unsloth-zoo", "trl", "transformers", "liger-kernel")
 # TRL 0.2x to 1.x imports requests without declaring it.
 UNDECLARED = ("requests",)
 HARNESS = ("rich", "click", "jinja2", "safetensors", "numpy", "packaging")
@@ -84,9 +86,9 @@ class Lock:
 def lock(specs: Sequence[Spec], hold: Sequence[Spec] = ()) -> Lock:
     """The lock of `specs` and their partners of the era; `hold` pins partners without a say in the era.
 
-    The oldest asked release sets the era: new code declares the lower bounds that it needs, old code no upper ones.
-    If something asked or held cannot live with that era, the rest moves, as little as it must, up to the newest of
-    them. Kept on disk by request, so that a second call needs no index; EnvironmentUnusable says why there is none.
+    The first of `LEADERS` that is asked for sets the era, else the oldest release asked for. If something asked or
+    held cannot live with that era, the rest moves, as little as it must, up to the newest of them. Kept on disk by
+    request, so that a second call needs no index; EnvironmentUnusable says why there is none.
     """
     states = {spec.name: str(checkout(spec.path)) for spec in (*specs, *hold) if spec.path}
     request = [[str(spec) for spec in specs], [str(spec) for spec in hold], states, _surroundings()]
@@ -135,8 +137,9 @@ def save_json(path: Path, content: object) -> None:
 def _resolve(specs: Sequence[Spec], hold: Sequence[Spec], states: dict[str, str]) -> Lock:
     asked = {spec.name: spec for spec in (*specs, *hold)}
     dates = {spec.name: _date(spec) for spec in asked.values()}
-    known = [(date, spec) for spec in specs if (date := dates[spec.name])]
-    start = min((date for date, _ in known), default=None)
+    leader = next((asked[name] for name in LEADERS for spec in specs if spec.name == name), None)
+    dated = [date for spec in specs if (date := dates[spec.name]) is not None]
+    start = dates[leader.name] if leader else min(dated, default=None)
     end = max((date for date in dates.values() if date), default=None)
 
     plain = [spec for spec in asked.values() if spec.name not in RECIPES]
@@ -165,8 +168,8 @@ def _resolve(specs: Sequence[Spec], hold: Sequence[Spec], states: dict[str, str]
     except UvFailed:
         if start is None or end is None or end <= start:
             raise
-        oldest = [spec for date, spec in known if date == start and spec in plain]
-        before, text = end, era(plain, end, prefer=era(oldest, start))
+        alone = [spec for spec in plain if spec is leader]
+        before, text = end, era(plain, end, prefer=era(alone, start))
     for name, recipe in ((name, RECIPES[name]) for name in asked if name in RECIPES):
         text += _compile([asked[name].requirement, *recipe.beside], before, exempt, no_deps=True)
     return Lock(text, (before + GRACE).isoformat() if before else None, linked, states)
@@ -266,7 +269,7 @@ def _installed(name: str) -> str | None:
 
 def _surroundings() -> list[object]:
     """What besides the request decides the resolution; a change of any of it is a new lock."""
-    rules = [GRACE.days, PARTNERS, UNDECLARED, HARNESS, sorted(RECIPES)]
+    rules = [GRACE.days, PARTNERS, LEADERS, UNDECLARED, HARNESS, sorted(RECIPES)]
     return [sys.version_info[:2], platform.machine(), _installed("torch"), _installed("triton"), _tools(), rules]
 
 
