@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +38,9 @@ class Recipe:
         partials: how many partial gradients are summed so (the roundings grow with its square root).
         inputs: dtype to which the parameters are cast before use (autocast), or None.
         tanh: "ieee", or "sigmoid" for 2σ(2x) - 1, whose error is absolute near zero.
-        output: dtype of values handed out, "fp32" or "input"; gradients have the dtype of their tensor.
+        selected: dtype to which the products h·W[id] of the selected logit are rounded one by one, where an
+            implementation computes it apart from the logits of the log-sum-exp.
+        output: dtype of values handed out, "fp32" or "input", or "any"; gradients have the dtype of their tensor.
     """
 
     matmul: str = "ieee"
@@ -51,6 +53,7 @@ class Recipe:
     partials: int = 1
     inputs: str | None = None
     tanh: str = "ieee"
+    selected: str = "fp32"
     output: str = "fp32"
 
     def resolve(self, dtype: str) -> Recipe:
@@ -189,6 +192,14 @@ class MonteCarlo(TorchDispatchMode):
             return x
         return _Stored.apply(x, self, forward, backward)
 
+    def spread(self, x: torch.Tensor, size: Callable[[], torch.Tensor], dtype: str) -> torch.Tensor:
+        """x + 2·u·size·ξ, a rounding that its gradient does not see."""
+        self.quiet = True
+        try:
+            return x + 2 * UNIT_ROUNDOFF[dtype] * size() * self.noise.like(x)
+        finally:
+            self.quiet = False
+
     def store(self, x: torch.Tensor, dtype: str | None) -> torch.Tensor:
         """x perturbed by the unit roundoff of `dtype`, infinite beyond its range."""
         if dtype in (None, "fp32", "fp64"):
@@ -216,10 +227,13 @@ class _Stored(torch.autograd.Function):
         return ctx.mode.store(grad, ctx.dtype), None, None, None
 
 
-Mark = Callable[[str, torch.Tensor], torch.Tensor]
+class Mark(Protocol):
+    """What an oracle calls where a recipe may store or round; see `recipe_mark`."""
+
+    def __call__(self, name: str, x: torch.Tensor, size: Callable[[], torch.Tensor] | None = None) -> torch.Tensor: ...
 
 
-def exact_mark(name: str, x: torch.Tensor) -> torch.Tensor:
+def exact_mark(name: str, x: torch.Tensor, size: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
     """The mark of an exact run: nothing is stored narrower than float64."""
     return x
 
@@ -228,8 +242,9 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
     """The marks at which an oracle tells where a recipe may store a narrower dtype.
 
     An oracle calls `mark("parameter", x)` on hidden states, weight and bias before use, `mark("states", x)` on what a
-    model stores in its own dtype whatever the implementation, and `mark("logits", z)` on logits as a matrix product or
-    a bias addition leaves them.
+    model stores in its own dtype whatever the implementation, `mark("logits", z)` on logits as a matrix product or
+    a bias addition leaves them, and `mark("selected", logps, size)` on the selected log-probs, with `size()` the root of
+    the sum of squares of the products that make the selected logit.
     """
     recipe = mode.recipe
     table = {
@@ -238,7 +253,9 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
         "logits": (recipe.logits, recipe.dlogits),
     }
 
-    def mark(name: str, x: torch.Tensor) -> torch.Tensor:
+    def mark(name: str, x: torch.Tensor, size: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
+        if name == "selected":
+            return x if recipe.selected == "fp32" or size is None else mode.spread(x, size, recipe.selected)
         forward, backward = table[name]
         return mode.stored(x, forward, backward)
 

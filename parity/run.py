@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ from parity.execute import Outcome, execute
 from parity.families import Family, Inputs, family
 from parity.implementations import Implementation
 from parity.judge import Judgement, Unit, failed, judge
-from parity.rounding import UNIT_ROUNDOFF, Recipe
+from parity.rounding import IEEE_FP32, Recipe
 
 REPLICAS = 12
 CONFIRMATION = 60
 """A disagreement is confirmed with this many replicas: twelve underestimate the spread of some entry now and then."""
-COARSE = Recipe(matmul="tf32", matmul_backward="tf32")
+COARSEST = Recipe(logits="input", dlogits="input", elementwise="input", softmax="input", inputs="input", output="input")
 
 Row = dict[str, Any]
 
@@ -121,7 +121,7 @@ def expected(bench: Bench, implementation: Implementation, recipe: Recipe) -> di
     out: dict[str, torch.dtype | None] = {}
     for name in fam.outputs:
         if name in bench.exact and (name not in fam.optional or name in implementation.outputs):
-            out[name] = None if inputs.settings.context == "autocast" else DTYPES[recipe.output]
+            out[name] = None if inputs.settings.context == "autocast" else DTYPES.get(recipe.output)
     for leaf in inputs.leaves:
         out[gradient_name(leaf)] = inputs.tensors[leaf].dtype  # type: ignore[union-attr]
     return out
@@ -154,20 +154,19 @@ def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) ->
     return judged
 
 
-def classify(bench: Bench, implementation: Implementation, name: str) -> str:
-    """"logic" where float32 does not agree either and tf32 would not explain it, else "precision"."""
-    if bench.inputs.case.dtype == "fp32":
-        precise, outcome = bench, execute(implementation, bench.inputs)
-    else:
-        precise = bench.in_float32()
-        outcome = execute(implementation, precise.inputs)
-    if outcome.verdict != "ran":  # it has no float32: would the coarsest recipe of its dtype explain it?
-        coarse = Recipe(logits="input", dlogits="input", elementwise="input", softmax="input", inputs="input", output="input")
-        again = judge_all(bench, implementation, execute(implementation, bench.inputs), coarse.resolve(bench.inputs.case.dtype))
-        return "precision" if name in again and again[name].agrees else "logic"
-    recipe = dataclasses.replace(COARSE, tanh="sigmoid") if bench.inputs.case.dtype == "fp32" else implementation.recipe_for(precise.inputs)
-    judged = judge_all(precise, implementation, outcome, recipe)
-    return "precision" if name in judged and judged[name].agrees else "logic"
+def classify(bench: Bench, implementation: Implementation, failing: Sequence[str]) -> dict[str, str]:
+    """"logic" for each quantity that float32 does not mend and tf32 would not explain, else "precision"."""
+    narrow = bench.inputs.case.dtype != "fp32"
+    precise = bench.in_float32() if narrow else bench
+    outcome = execute(implementation, precise.inputs)
+    if outcome.verdict == "ran":
+        recipe = implementation.recipe_for(precise.inputs)
+        if not narrow:
+            recipe = dataclasses.replace(recipe, matmul="tf32", matmul_backward="tf32", tanh="sigmoid")
+        judged = judge_all(precise, implementation, outcome, recipe)
+    else:  # it has no float32: would the coarsest recipe of its dtype explain it?
+        judged = judge_all(bench, implementation, execute(implementation, bench.inputs), COARSEST.resolve(bench.inputs.case.dtype))
+    return {name: "precision" if name in judged and judged[name].agrees else "logic" for name in failing}
 
 
 def followed_variant(bench: Bench, implementation: Implementation, outcome: Outcome, failing: Iterable[str]) -> str | None:
@@ -188,12 +187,18 @@ def run_case(
     implementations: Iterable[Implementation],
     device: str = "cpu",
     thorough: bool = True,
+    announce: Callable[[Implementation], None] = lambda implementation: None,
 ) -> Iterator[Row]:
-    """Rows of a case for each implementation, the reference first. `thorough` adds protocol and exact relations."""
+    """Rows of a case for each implementation, the reference first.
+
+    `thorough` adds the repeated calls of the protocol gate and the exact relations; `announce` is told of each
+    implementation before it runs, so that a watcher knows whom to blame if the process does not come back.
+    """
     bench = Bench.of(case, device)
     reference: dict[str, bool] = {}
     against: str | None = None
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
+        announce(implementation)
         rows = list(_rows(bench.offered(implementation), implementation, thorough))
         for row in rows:
             if implementation.role == "reference":
@@ -224,6 +229,7 @@ def skip_reason(implementation: Implementation, case: Case, settings: Any, devic
 def _rows(bench: Bench, implementation: Implementation, thorough: bool) -> Iterator[Row]:
     inputs = bench.inputs
     base = _base(bench, implementation)
+    recipe = implementation.recipe_for(inputs)
     reason = skip_reason(implementation, inputs.case, inputs.settings, inputs.hidden.device.type)
     if reason:
         yield base | {"verdict": "unsupported", "message": reason}
@@ -241,13 +247,17 @@ def _rows(bench: Bench, implementation: Implementation, thorough: bool) -> Itera
     if failing:
         second = execute(implementation, inputs)
         again = confirmed(bench, implementation, second) if second.verdict == "ran" else {}
+    if thorough and not failing and recipe.describe() != "fp32":
+        finer = judge_all(bench, implementation, outcome, dataclasses.replace(IEEE_FP32, output=recipe.output))
+        base["recipe_measured"] = "fp32" if all(j.agrees for j in finer.values()) else recipe.describe()
+    classes = classify(bench, implementation, failing) if failing else {}
     for name, j in judged.items():
         row = base | _judged_row(bench, implementation, name, j, outcome)
         if not j.agrees:
             assert again is not None
             flaky = name not in again or again[name].agrees
             row["verdict"] = "nondeterministic" if flaky else "disagree"
-            row["class"] = classify(bench, implementation, name)
+            row["class"] = classes[name]
             row["variant"] = variant
             row["message"] = "; ".join(filter(None, [j.message, *hints.hints(bench, name, outcome)]))
         yield row
@@ -263,27 +273,36 @@ def _rows(bench: Bench, implementation: Implementation, thorough: bool) -> Itera
 
 def _base(bench: Bench, implementation: Implementation) -> Row:
     inputs = bench.inputs
-    recipe = implementation.recipe_for(inputs)
-    shapes = {k: getattr(inputs.settings, k) for k in ("B", "T", "V", "H")}
-    return {
-        "case": inputs.case.id,
-        "family": inputs.case.family,
-        "implementation": implementation.id,
+    return empty_row(inputs.case, implementation.id, inputs.hidden.device.type) | {
         "role": implementation.role,
+        "recipe": implementation.recipe_for(inputs).describe(),
+        "undecided": inputs.undecided,
+    }
+
+
+def empty_row(case: Case, implementation: str, device: str) -> Row:
+    """A row of the results contract in which nothing has been judged yet."""
+    s = family(case.family).full_settings(case)
+    shapes = {k: getattr(s, k) for k in ("B", "T", "V", "H")}
+    return {
+        "case": case.id,
+        "family": case.family,
+        "implementation": implementation,
+        "role": "candidate",
         "against": None,
         "quantity": None,
-        "dtype": inputs.case.dtype,
-        "device": inputs.hidden.device.type,
+        "dtype": case.dtype,
+        "device": device,
         "verdict": None,
         "class": None,
         "blame": None,
         "gate": None,
         "headroom": None,
         "gates": {},
-        "recipe": recipe.describe(),
+        "recipe": None,
         "recipe_measured": None,
         "variant": None,
-        "undecided": inputs.undecided,
+        "undecided": 0,
         "value": None,
         "value_oracle": None,
         "value_reference": None,
@@ -293,11 +312,13 @@ def _base(bench: Bench, implementation: Implementation) -> Row:
         "allclose": None,
         "atol": None,
         "rtol": None,
+        "slope": None,
         "worst": [],
         "known": None,
-        "settings": dict(inputs.case.settings) | shapes,
+        "seed": case.seed,
+        "settings": dict(case.settings) | shapes,
         "message": "",
-        "replay": f"parity replay {inputs.case.id} --implementation {implementation.id}",
+        "replay": f"parity replay {case.id} --implementation {implementation}",
     }
 
 
@@ -367,8 +388,3 @@ def _entry(bench: Bench, name: str, index: tuple[int, ...], value: float, truth:
 def compared(row: Row) -> bool:
     """Whether a row is a judged comparison."""
     return row["verdict"] in ("agree", "disagree", "nondeterministic")
-
-
-def unit_roundoff(dtype: str) -> float:
-    """Unit roundoff of a dtype by name."""
-    return UNIT_ROUNDOFF[dtype]

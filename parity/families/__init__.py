@@ -77,7 +77,8 @@ class Family:
     Attributes:
         name: as in cases and on the command line.
         settings: every dimension with its default; shapes included.
-        draw: `draw(draw, dtype, profile) -> settings away from default`, drawn with Hypothesis.
+        draw: `draw(draw, strategies, dtype, profile, contexts) -> settings`, drawn with Hypothesis.
+        contexts: call contexts that make sense for the family.
         build: case -> `Inputs` on the CPU, in the dtypes under test.
         oracle: the definition, float64, plain torch, on inputs that may carry a leading replica dimension in every
             leaf. Returns the outputs; names with a leading underscore are internal: `_logps` (per-token log-probs) and
@@ -88,6 +89,7 @@ class Family:
         zeros: inputs -> quantity -> boolean mask of rows that the loss mask makes exactly zero.
         features: case -> the facts that coverage counts and that ledger scopes can name, besides settings.
         variants: name -> an oracle that follows another definition (an older release's, say), tried where a party disagrees.
+        demands: inputs -> names of the settings and tensors that a function must have parameters for to handle them.
         required: parameter names by which a user's function is recognised as belonging to the family.
         relations: name -> `Relation`, the exact relations.
     """
@@ -98,12 +100,14 @@ class Family:
     build: Callable[[Case], Inputs]
     oracle: Oracle
     outputs: tuple[str, ...]
+    contexts: tuple[str, ...] = ("plain", "checkpoint", "compile")
     optional: frozenset[str] = frozenset()
     scalars: frozenset[str] = frozenset()
     exact: frozenset[str] = frozenset()
     zeros: Callable[[Inputs], dict[str, torch.Tensor]] = lambda inputs: {}
     features: Callable[[Case], dict[str, Any]] = lambda case: {}
     variants: Mapping[str, Oracle] = dataclasses.field(default_factory=dict)
+    demands: Callable[[Inputs], set[str]] = lambda inputs: set()
     required: tuple[str, ...] = ()
     relations: Mapping[str, Relation] = dataclasses.field(default_factory=dict)
 

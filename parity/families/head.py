@@ -140,10 +140,18 @@ def logits(x: Inputs, mark: Mark) -> torch.Tensor:
     return z / s.temperature
 
 
-def selected(all_logps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def selected(x: Inputs, all_logps: torch.Tensor, mark: Mark) -> torch.Tensor:
     """all_logps[…, i, ids[i]] reshaped to (…, B, T)."""
-    index = ids.long().clamp(min=0).reshape(-1, 1).expand(*all_logps.shape[:-1], 1)
-    return all_logps.gather(-1, index).squeeze(-1).unflatten(-1, ids.shape)
+    ids = x.ids.long().clamp(min=0)
+    index = ids.reshape(-1, 1).expand(*all_logps.shape[:-1], 1)
+    logps = all_logps.gather(-1, index).squeeze(-1).unflatten(-1, ids.shape)
+
+    def size() -> torch.Tensor:
+        hidden = x.hidden[(0,) * (x.hidden.dim() - 3)].detach()
+        weight = x.weight[(0,) * (x.weight.dim() - 2)].detach()
+        return (hidden * weight[ids]).norm(dim=-1) * abs(x.settings.logit_scale) / x.settings.temperature
+
+    return mark("selected", logps, size)
 
 
 def entropy(all_logps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ ignored: their value is 0 and they have no gradient (torch.nn.functional.cross_e
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def build(case: Case) -> Inputs:
     cotangents = {"logps": head.cotangent(case, s.cotangent, "logps", shape)}
     if s.entropy == "gradient":
         cotangents["entropy"] = head.cotangent(case, s.cotangent, "entropy", shape)
+    tensors["ignore_index"] = None  # offered by name to functions that take it; a constant, not a tensor
     return Inputs(case, s, tensors, head.leaves(s), cotangents)
 
 
@@ -64,7 +66,7 @@ def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
     """logps and entropy, (…, B, T)."""
     all_logps = torch.log_softmax(head.logits(x, mark), -1)
     ignored = x.ids == IGNORE_INDEX
-    out = {"logps": head.selected(all_logps, x.ids).masked_fill(ignored, 0.0)}
+    out = {"logps": head.selected(x, all_logps, mark).masked_fill(ignored, 0.0)}
     if x.settings.entropy != "none":
         out["entropy"] = head.entropy(all_logps, x.ids).masked_fill(ignored, 0.0)
     return out
@@ -89,6 +91,14 @@ def features(case: Case) -> dict[str, Any]:
     }
 
 
+def demands(x: Inputs) -> set[str]:
+    """What moves the value: temperature, softcap, scale, bias, ignored labels."""
+    s = x.settings
+    moved = {n for n in ("temperature", "softcap", "logit_scale") if getattr(s, n) != SETTINGS[n].default}
+    moved |= {"bias"} if x.bias is not None else set()
+    return moved | ({"ignore_index"} if s.ignored != "none" else set())
+
+
 def _double_cotangents(x: Inputs) -> Inputs | None:
     if x.settings.cotangent in ("zero", "scaled"):
         return None
@@ -100,8 +110,6 @@ def _zero_cotangents(x: Inputs) -> Inputs | None:
 
 
 def _with_cotangents(x: Inputs, cotangents: dict[str, torch.Tensor]) -> Inputs:
-    import dataclasses
-
     return dataclasses.replace(x, cotangents=cotangents)
 
 
@@ -117,6 +125,7 @@ FAMILY = Family(
     optional=frozenset({"entropy"}),
     zeros=zeros,
     features=features,
+    demands=demands,
     required=("hidden", "weight", "ids"),
     relations={
         "cotangent x2": Relation(_double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in the upstream gradient"),

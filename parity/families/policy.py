@@ -27,7 +27,7 @@ def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
     """The loss of one micro-batch, (…), and its metrics; `_logps` and `_terms` are (…, B, T)."""
     s = x.settings
     all_logps = torch.log_softmax(head.logits(x, mark), -1)
-    lp = head.selected(all_logps, x.ids)
+    lp = head.selected(x, all_logps, mark)
     entropy = head.entropy(all_logps, x.ids)
     mask = x.mask.to(torch.float64)
     advantages = x.advantages if x.advantages.dim() == 2 else x.advantages.unsqueeze(-1)
@@ -203,6 +203,38 @@ def features(case: Case) -> dict[str, Any]:
     }
 
 
+def demands(x: Inputs) -> set[str]:
+    """What moves the loss of this case; a parameter of another loss type, or of an absent term, demands nothing."""
+    s = x.settings
+    table = inputs_of.SETTINGS
+    out = {n for n in ("temperature", "softcap", "logit_scale", "loss_type", "importance_sampling_level") if getattr(s, n) != table[n].default}
+    out |= {n for n in ("off_policy_mask_threshold", "entropy_coef", "beta") if getattr(s, n) != table[n].default}
+    if s.loss_type in CLIPPED:
+        out |= {n for n in ("epsilon", "epsilon_high", "delta") if getattr(s, n) != table[n].default}
+    if s.loss_type == "cispo":
+        out |= {"epsilon_high"}
+    if s.loss_type in ("sapo", "vespo"):
+        out |= {n for n in table if n.startswith(s.loss_type) and getattr(s, n) != table[n].default}
+    if s.loss_type == "dr_grpo":
+        out |= {"max_completion_length"}
+    if s.beta != 0.0 and s.use_bias_correction_kl:
+        out |= {"use_bias_correction_kl"}
+    if s.loss_type in WINDOW_NORMALISED:
+        out |= {"num_items_in_batch"}
+        if s.mode == "eval" or s.accumulation != s.steps_per_generation:
+            out |= {"accumulation", "steps_per_generation", "mode"}
+    elif s.accumulation != 1:
+        out |= {"accumulation"} | ({"mode"} if s.mode == "eval" else set())
+    elif s.entropy_coef != 0.0 and s.accumulation != 1:
+        out |= {"accumulation"}
+    optional = ("bias", "old_logps", "importance_sampling_ratio", "top_entropy_quantile", "lora_a")
+    out |= {n for n in optional if x.tensors.get(n) is not None}
+    out |= {"ref_logps"} if s.beta != 0.0 else set()
+    if s.off_policy_mask_threshold is not None and x.sampling_logps is not None:
+        out |= {"sampling_logps"}
+    return out | ({"previous_ids"} if s.head == "tied" else set())
+
+
 def _double_advantages(x: Inputs) -> Inputs | None:
     s = x.settings
     if s.beta != 0.0 or s.entropy_coef != 0.0:
@@ -233,11 +265,13 @@ FAMILY = Family(
     build=lambda case: inputs_of.build(case, FAMILY.full_settings(case)),
     oracle=oracle,
     outputs=("loss", "kl", "entropy", "clip_ratio", "clip_low", "clip_high"),
+    contexts=("plain",),
     optional=frozenset({"kl", "entropy", "clip_ratio", "clip_low", "clip_high"}),
     scalars=frozenset({"loss", "kl", "entropy", "clip_ratio", "clip_low", "clip_high"}),
     exact=frozenset({"clip_ratio", "clip_low", "clip_high"}),
     zeros=zeros,
     features=features,
+    demands=demands,
     required=("hidden", "weight", "ids", "mask", "advantages"),
     relations={
         "advantages x2": Relation(_double_advantages, dict.fromkeys(QUANTITIES, 2.0), "the loss is linear in the advantages"),

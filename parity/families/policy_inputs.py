@@ -56,6 +56,12 @@ SETTINGS = head.SETTINGS | {
 }
 
 
+WIRING = (
+    "softcap logit_scale off_policy_mask_threshold entropy_quantile entropy_coef accumulation steps_per_generation mode head"
+).split()
+"""Settings that bare fused losses have no parameter for."""
+
+
 def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
     """Settings of one case; every dimension independently, so that they combine."""
 
@@ -100,6 +106,11 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         "chunk_size": pick(1, 2, rows),
     }
     out["steps_per_generation"] = out["accumulation"] * pick(1, 1, 2)
+    if out["advantages"] == "token" and draw(st.booleans()):
+        out["advantages"] = "mixed"
+    if draw(st.booleans()):  # half of the cases leave what only a trainer honours at its default, so that fused losses meet the rest
+        for name in WIRING:
+            out[name] = SETTINGS[name].default
     if out["loss_type"] == "cispo":
         out["epsilon_high"] = pick(5.0, 2.0, 1.3)
     if out["loss_type"] in ("cispo", "sapo", "vespo") or out["delta"] is not None and out["epsilon_high"] == 0.5:
@@ -174,7 +185,7 @@ def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
     exact = x.replace(**double)
     z = head.logits(exact, exact_mark)
     all_logps = torch.log_softmax(z, -1)
-    lp, entropy = head.selected(all_logps, x.ids), head.entropy(all_logps, x.ids)
+    lp, entropy = head.selected(exact, all_logps, exact_mark), head.entropy(all_logps, x.ids)
     margin = error_bound(case, s, exact)
     mask = x.mask.bool()
     tensors: dict[str, torch.Tensor | None] = dict.fromkeys(("old_logps", "ref_logps", "sampling_logps"))

@@ -40,12 +40,16 @@ def _call(x: Inputs, **options: Any) -> Outputs:
 
 
 def _kernel(x: Inputs) -> Recipe:
-    """float32 logits in blocks (an fp16 dot is as coarse as fp16 logits in the interpreter), gradients summed in place."""
+    """float32 logits in blocks (an fp16 dot is as coarse as fp16 logits in the interpreter), gradients summed in place.
+
+    The selected logit comes from a kernel of its own (indexed_dot.py), which rounds each product e·c to the input dtype.
+    """
     s = x.settings
     blocks = max(math.ceil(s.V / BLOCK), math.ceil(s.B * s.T / BLOCK))
     return Recipe(
         logits="fp32" if x.hidden.is_cuda else "input",
         dlogits="input",
+        selected="input",
         accumulate="input",
         partials=4 * blocks,
         inputs=None if s.logit_scale / s.temperature == 1.0 and x.weight.dtype == x.hidden.dtype else "input",

@@ -81,6 +81,7 @@ def fused_linear_cross_entropy(x: Inputs) -> Outputs:
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
     s = x.settings
+    require(x.weight.dtype == x.hidden.dtype, "hidden states and head of one dtype only")
     loss = LigerFusedLinearCrossEntropyLoss(reduction="none", softcap=s.softcap, ignore_index=IGNORE_INDEX)
     nll = loss(x.weight, _folded(x).flatten(0, 1), x.ids.flatten().long(), x.bias)
     return {"logps": -nll.view(s.B, s.T)}

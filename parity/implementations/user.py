@@ -1,9 +1,126 @@
-"""A user's own function, judged without touching the package: FILE.py:NAME, called by the names of its parameters."""
+"""A user's own function, judged without touching the package: FILE.py:NAME, called by the names of its parameters.
+
+The function takes what it needs of a family's tensors and settings, by name; a case that moves anything it has no
+parameter for is unsupported. It may carry attributes `recipe` (a `parity.rounding.Recipe`), `outputs` (optional outputs
+it returns) and `contexts`.
+"""
 
 from __future__ import annotations
 
-from parity.implementations import Implementation
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parity.errors import UsageError
+from parity.families import NAMES, Family, Inputs, family
+from parity.implementations import Implementation, Outputs, require
+from parity.rounding import Recipe
+
+ALIASES = {
+    "input_ids": "ids",
+    "targets": "ids",
+    "labels": "ids",
+    "hidden_states": "hidden",
+    "lm_head_weight": "weight",
+    "old_per_token_logps": "old_logps",
+    "ref_per_token_logps": "ref_logps",
+    "sampling_per_token_logps": "sampling_logps",
+    "final_logit_softcapping": "softcap",
+    "epsilon_low": "epsilon",
+}
+"""Other spellings of a parameter, TRL's and transformers' among them."""
+
+DEFAULT_RECIPE = Recipe(output="any")
 
 
 def from_file(spec: str) -> Implementation:
-    raise NotImplementedError(spec)
+    """Load FILE.py:NAME as a candidate; its family is the one whose required parameters it has.
+
+    Raises:
+        UsageError: when the file, the name or the family cannot be found.
+    """
+    path, _, name = spec.rpartition(":")
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise UsageError(f"implementation {spec!r}: {path} is not a file")
+    module_spec = importlib.util.spec_from_file_location(f"parity_user_{file.stem}", file)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"implementation {spec!r}: importing {path} fails: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if isinstance(function, Implementation):
+        return function
+    if not callable(function):
+        public = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
+        raise UsageError(f"implementation {spec!r}: no function {name!r} in {path}, it has {', '.join(public) or 'none'}")
+    return from_function(function, f"{file.name}:{name}")
+
+
+def from_function(function: Callable[..., Any], id: str) -> Implementation:
+    """Wrap a function as a candidate of the family that its parameter names fit."""
+    parameters = inspect.signature(function).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    names = {n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    canonical = {ALIASES.get(n, n) for n in names}
+    fits = [f for f in map(family, NAMES) if set(f.required) <= canonical]
+    if not fits:
+        wanted = "; ".join(f"{f.name}: {', '.join(f.required)}" for f in map(family, NAMES))
+        raise UsageError(f"implementation {id!r}: its parameters {', '.join(sorted(names))} fit no family ({wanted})")
+    chosen = max(fits, key=lambda f: len(f.required))
+
+    def call(x: Inputs) -> Outputs:
+        return _call(function, chosen, names, open_ended, x)
+
+    return Implementation(
+        id=id,
+        family=chosen.name,
+        role="candidate",
+        call=call,
+        recipe=getattr(function, "recipe", DEFAULT_RECIPE),
+        outputs=frozenset(getattr(function, "outputs", ())),
+        contexts=frozenset(getattr(function, "contexts", ("plain", "autocast", "checkpoint", "compile"))),
+        sources=(f"{function.__module__}.{function.__qualname__}",),
+    )
+
+
+def _call(function: Callable[..., Any], fam: Family, names: set[str], open_ended: bool, x: Inputs) -> Outputs:
+    offered = vars(x.settings) | dict(x.tensors)
+    canonical = {ALIASES.get(n, n): n for n in names}
+    label = getattr(function, "__name__", "the function")
+    for needed in sorted(fam.demands(x)):
+        require(open_ended or needed in canonical, f"{label} has no parameter {needed}")
+    kwargs = {canonical[n]: v for n, v in offered.items() if n in canonical}
+    unknown = {
+        n
+        for n, p in inspect.signature(function).parameters.items()
+        if n in names and ALIASES.get(n, n) not in offered and p.default is p.empty
+    }
+    require(not unknown, f"{label} wants {', '.join(sorted(unknown))}, which family {fam.name} does not have")
+    if open_ended:
+        kwargs |= {n: v for n, v in offered.items() if n not in canonical}
+    return _named(function(**kwargs), fam)
+
+
+def _named(result: Any, fam: Family) -> Outputs:
+    """A tensor is the first output; a pair adds the second, or a dict of metrics; a dict names its outputs."""
+    if isinstance(result, torch.Tensor):
+        return {fam.outputs[0]: result}
+    if isinstance(result, Mapping):
+        return dict(result)
+    first, *rest = result
+    out = {fam.outputs[0]: first}
+    for name, value in zip(fam.outputs[1:], rest, strict=False):
+        if isinstance(value, Mapping):
+            out |= {k: v for k, v in value.items() if k in fam.outputs}
+        elif isinstance(value, torch.Tensor):
+            out[name] = value
+    return out

@@ -1,0 +1,55 @@
+# make parity: build .venv once, run the comparison, print the summary, write reports/.
+# VENV=.venv (default): an environment of its own · VENV=system: a venv over this interpreter's packages, which never
+# touches torch or triton · VENV=0: installs nothing and says what is missing.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+WORKERS ?= 2
+
+ifeq ($(VENV),0)
+PY := $(PYTHON)
+READY := check-only
+else ifeq ($(VENV),system)
+PY := .venv-system/bin/python
+READY := .venv-system/.ready
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+.PHONY: help parity nightly test check bench doctor clean check-only
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "make parity ARGS='--implementation my_kernel.py:my_loss' passes options through (parity run --help)"
+
+parity: $(READY)  ## compare every installed loss with its float64 definition (profile pr)
+	$(PY) -m parity.cli run $(ARGS)
+
+nightly: $(READY)  ## the same with fresh, many more cases
+	$(PY) -m parity.cli run --profile nightly $(ARGS)
+
+test: $(READY)  ## everything the project tests
+	$(PY) -m pytest cases -n $(WORKERS) --dist loadfile $(ARGS)
+
+check: $(READY)  ## ruff and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(READY)  ## time and memory, side by side (pytest-benchmark)
+	$(PY) -m pytest cases/bench --benchmark-only $(ARGS)
+
+doctor: $(READY)  ## what is installed, what can run here, what is missing
+	$(PY) -m parity.cli doctor
+
+clean:  ## remove reports and caches, keep .venv
+	rm -rf reports/* .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+check-only:
+	@$(PYTHON) parity/bootstrap.py --check
+
+$(VENV)/.ready .venv-system/.ready: pyproject.toml constraints.txt parity/bootstrap.py
+	$(PYTHON) parity/bootstrap.py $(if $(filter system,$(VENV)),--system .venv-system,--venv $(VENV))
+	@touch $@

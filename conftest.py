@@ -1,0 +1,3 @@
+"""Loads the plugin; everything else is in parity/plugin.py."""
+
+pytest_plugins = ["parity.plugin"]

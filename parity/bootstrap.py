@@ -1,0 +1,111 @@
+"""Make the environment that `make parity` runs in. Runs on a bare interpreter: standard library only.
+
+Three ways, chosen and announced before anything is downloaded: an environment of its own with the pinned stack
+(`--venv DIR`); a venv over this interpreter's packages that never installs, upgrades or removes torch or triton
+(`--system DIR`); nothing at all, only what is missing (`--check`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MINIMUM = (3, 11)
+KEPT = ("torch", "triton")
+NEEDED = "torch transformers trl accelerate datasets peft numpy hypothesis click rich jinja2 safetensors pytest".split()
+WISHED = "triton liger-kernel cut-cross-entropy pytest-benchmark pytest-timeout pytest-xdist mpmath uv".split()
+
+
+def main() -> int:
+    """Parse the arguments and do one of the three."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--venv", type=Path)
+    way.add_argument("--system", type=Path)
+    way.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    if sys.version_info < MINIMUM:
+        print(f"Python {sys.version.split()[0]} is too old: {'.'.join(map(str, MINIMUM))} or newer, e.g. make PYTHON=python3.12")
+        return 3
+    if args.check:
+        return check()
+    if args.system:
+        return install(args.system, system=True)
+    return install(args.venv, system=False)
+
+
+def version(name: str) -> str | None:
+    """Installed version of a distribution for this interpreter, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check() -> int:
+    """Say what is missing for this interpreter; 3 when the harness cannot run at all."""
+    print(f"VENV=0: {sys.executable} as it is, nothing is installed", file=sys.stderr)
+    missing = [n for n in NEEDED if version(n) is None]
+    absent = [n for n in WISHED if version(n) is None]
+    if absent:
+        print(f"missing, reported as unsupported: {', '.join(absent)} (pip install {' '.join(absent)})", file=sys.stderr)
+    if missing:
+        print(f"missing, nothing runs without: {', '.join(missing)} (pip install {' '.join(missing)})", file=sys.stderr)
+        return 3
+    return 0
+
+
+def install(folder: Path, system: bool) -> int:
+    """Create the venv and install the project with its pins, announcing what will be downloaded."""
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    if system:
+        held = {name: version(name) for name in KEPT}
+        if held["torch"] is None:
+            print(f"VENV=system: {sys.executable} has no torch; use plain `make parity`, which brings one")
+            return 3
+        constraints = [f"{n}=={v}" for n, v in held.items() if v] + [c for c in constraints if not c.startswith("torch==")]
+        installed = ", ".join(f"{n} {v}" for n, v in held.items() if v)
+        print(f"VENV=system: {folder}, over the packages of {sys.executable}; {installed} stay as they are")
+        print("downloads what else is missing (trl, transformers, liger-kernel, cut-cross-entropy, …): about 0.2 GB")
+    else:
+        print(f"building {folder}: the pinned stack of constraints.txt, torch 2.13.0 among it")
+        print("downloads about 0.5 GB with a CPU build of torch, 3 GB with a CUDA build; some minutes, once")
+    sys.stdout.flush()
+    venv.EnvBuilder(with_pip=True, system_site_packages=system, clear=folder.exists()).create(folder)
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    with tempfile.TemporaryDirectory() as temporary:
+        pins = Path(temporary) / "constraints.txt"
+        pins.write_text("\n".join(constraints) + "\n")
+        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", str(pins)]
+        # torch first and by its exact version: a resolver that meets it as a range may take another build
+        first = [c for c in constraints if c.startswith("torch==")]
+        for step in ([first] if not system else []) + [["--editable", f"{ROOT}[dev]"]]:
+            done = subprocess.run(command + step)
+            if done.returncode:
+                print(f"pip failed ({done.returncode}); nothing is left half-made: remove {folder} and run make again")
+                return 3
+    if system:
+        after = subprocess.run([str(python), "-c", VERSIONS], capture_output=True, text=True).stdout.split()
+        if after != [version(n) or "-" for n in KEPT]:
+            print(f"VENV=system: {' and '.join(KEPT)} changed to {' '.join(after)}; this must not happen, remove {folder}")
+            return 3
+    return 0
+
+
+VERSIONS = (
+    "import importlib.metadata as m\n"
+    "def v(n):\n"
+    "    try: return m.version(n)\n"
+    "    except m.PackageNotFoundError: return '-'\n"
+    f"print(*[v(n) for n in {KEPT!r}])"
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""Where the frozen cases and the ledger lie: in the checkout, or in the installed wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+_CHECKOUT = _PACKAGE.parent / "cases"
+
+
+def cases_dir() -> Path:
+    """The folder that holds ledger.toml, regressions/ and history/."""
+    return _CHECKOUT if (_CHECKOUT / "ledger.toml").exists() else _PACKAGE / "_cases"
+
+
+def ledger_file() -> Path:
+    """The ledger of known findings."""
+    return cases_dir() / "ledger.toml"
+
+
+def frozen_cases() -> list[Path]:
+    """Every frozen case, by name."""
+    return sorted((cases_dir() / "regressions").glob("*.json"))

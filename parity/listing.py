@@ -1,0 +1,41 @@
+"""`parity list`: families, implementations and settings, from the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from parity.families import NAMES, family
+from parity.implementations import load
+
+
+def show(console: Console, families: Iterable[str] = ()) -> None:
+    """Print each family with its implementations and settings.
+
+    Raises:
+        UsageError: for a family that does not exist.
+    """
+    chosen = tuple(families) or NAMES
+    registry = load()
+    for name in chosen:
+        fam = family(name)
+        console.print(f"\n[bold]family {name}[/bold]: {', '.join(fam.outputs)} and gradients")
+        table = Table(box=None, pad_edge=False)
+        for column in ("implementation", "role", "version", "contexts", "why not / how"):
+            table.add_column(column, overflow="fold")
+        for item in sorted(registry.values(), key=lambda i: (i.role != "reference", i.id)):
+            if item.family != name:
+                continue
+            note = item.missing() or ("Triton" if item.interpreted else "") + (" opt-in" if item.opt_in else "")
+            version = f"{item.library} {item.version() or '-'}" if item.library else "parity"
+            table.add_row(item.id, item.role, version, " ".join(sorted(item.contexts)), note.strip())
+        console.print(table)
+        settings = Table(box=None, pad_edge=False, show_header=True)
+        for column in ("setting", "default", "values", "meaning"):
+            settings.add_column(column, overflow="fold")
+        for key, setting in fam.settings.items():
+            values = "" if setting.choices is None else " ".join(map(str, setting.choices))
+            settings.add_row(key, str(setting.default), values, setting.doc)
+        console.print(settings)

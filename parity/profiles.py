@@ -1,0 +1,36 @@
+"""How much a run does: cases per family, dtypes, shares of the costly parts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """A run's size.
+
+    Attributes:
+        cases: drawn cases of each family, over all shards.
+        derandomised: whether the seed is fixed, so that a green tree stays green.
+        cost: multiplies `Implementation.every`: a larger number gives costly implementations a smaller share of cases.
+        thorough: one case in this many gets the repeated calls and exact relations.
+        shrink_seconds: time given to minimising one new finding.
+        findings: new findings minimised in one shard; further ones are reported as drawn.
+    """
+
+    cases: dict[str, int]
+    derandomised: bool = True
+    cost: int = 1
+    thorough: int = 4
+    shrink_seconds: float = 20.0
+    findings: int = 6
+
+
+PROFILES = {
+    "quick": Profile({"logprobs": 80, "policy": 60}, cost=4, shrink_seconds=8.0, findings=3),
+    "pr": Profile({"logprobs": 700, "policy": 600}),
+    "nightly": Profile({"logprobs": 6000, "policy": 6000}, derandomised=False, shrink_seconds=60.0, findings=20),
+    "soak": Profile({"logprobs": 60000, "policy": 60000}, derandomised=False, shrink_seconds=60.0, findings=20),
+}
+SHARDS = 2
+"""Parts into which each family's draws are split, whatever the number of cores, so that results do not depend on it."""

@@ -1,0 +1,249 @@
+"""A whole run: plan the shards, watch the workers, write rows and reports, and say in the exit code what came out."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from parity import data, pool
+from parity.case import Case
+from parity.errors import UsageError
+from parity.families import NAMES, family
+from parity.header import header, resolve_device
+from parity.implementations import load, select
+from parity.ledger import Ledger
+from parity.profiles import PROFILES, SHARDS
+from parity.run import Row
+from parity.session import FAILING
+
+FIXED_SEED = 20261120
+MINIMUM_REQUIRED = 20
+TIMEOUT, FIRST_TIMEOUT = 180.0, 300.0
+DTYPES = ("fp32", "fp16", "bf16")
+
+AGREE, NEW, USAGE, NOTHING, STALE = 0, 1, 2, 3, 4
+"""Exit codes of the contract; where several hold the order of precedence is usage, nothing, new, stale."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line asked for."""
+
+    profile: str = "pr"
+    families: tuple[str, ...] = ()
+    implementations: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    device: str = "auto"
+    seed: int | None = None
+    require: tuple[str, ...] = ()
+    ledger: Path | None = None
+    results: Path | None = None
+    reports: Path = Path("reports")
+    workers: int | None = None
+
+
+@dataclasses.dataclass
+class Result:
+    """What a run came to."""
+
+    header: dict[str, Any]
+    rows: list[Row]
+    stale: list[str]
+    lost: list[str]
+    exit_code: int
+    reasons: list[str]
+
+
+def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[dict[str, Any]]:
+    """One plan per worker: the shards of every family dealt out, frozen cases first."""
+    profile = PROFILES[options.profile]
+    chosen = select(options.implementations)
+    families = [f for f in options.families or NAMES if any(i.family == f for i in chosen)]
+    frozen = frozen_cases(ledger_path)
+    count = options.workers or max(1, min(os.cpu_count() or 1, SHARDS))
+    out: list[dict[str, Any]] = []
+    for k in range(count):
+        out.append(
+            {
+                "device": device,
+                "threads": 1,
+                "profile": options.profile,
+                "dtypes": list(options.dtypes or DTYPES),
+                "implementations": list(options.implementations),
+                "ledger": str(ledger_path),
+                "findings": str(options.reports / "findings"),
+                "frozen": frozen,
+                "shards": [],
+            }
+        )
+    for number, name in enumerate(families):
+        out[number % count]["shards"].append({"family": name, "index": -1, "count": 0, "seed": seed})
+    for number, name in enumerate(families):
+        total = profile.cases.get(name, 0)
+        for index in range(SHARDS):
+            part = total // SHARDS + (index < total % SHARDS)
+            if part:
+                shard = {"family": name, "index": index, "count": part, "seed": seed}
+                out[(number + index) % count]["shards"].append(shard)
+    return [p for p in out if p["shards"]]
+
+
+def frozen_cases(ledger_path: Path) -> list[tuple[str, Any, dict[str, Any]]]:
+    """(name, case JSON, remarks) of the shipped frozen cases and of the cases that the ledger names."""
+    paths = {p.name: p for p in data.frozen_cases()}
+    for entry, _ in Ledger.load(ledger_path).frozen():
+        paths.setdefault(Path(entry.case).name, ledger_path.parent / entry.case)
+    out = []
+    for name, path in sorted(paths.items()):
+        raw = json.loads(path.read_text())
+        extra = {k: v for k, v in raw.items() if k in ("implementations", "fast")} if "case" in raw else {}
+        out.append((name, Case.load(path).to_json(), extra))
+    return out
+
+
+def check(options: Options) -> None:
+    """Refuse what does not exist before anything runs.
+
+    Raises:
+        UsageError: naming the value and the choices.
+    """
+    if options.profile not in PROFILES:
+        raise UsageError(f"profile {options.profile!r} is unknown, choose from {', '.join(PROFILES)}")
+    for name in options.families:
+        family(name)
+    for dtype in options.dtypes:
+        if dtype not in DTYPES:
+            raise UsageError(f"dtype {dtype!r} is unknown, choose from {', '.join(DTYPES)}")
+    select(options.implementations)
+    for item in options.require:
+        name, _, device = item.partition(":")
+        select([name])
+        if device not in ("", "cpu", "cuda"):
+            raise UsageError(f"--require {item!r}: device must be cpu or cuda")
+    if options.device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device {options.device!r} is unknown, choose from auto, cpu, cuda")
+    if options.device == "cuda" and resolve_device("auto") != "cuda":
+        raise UsageError("device 'cuda': torch sees no CUDA device here (parity doctor says why), choose cpu or auto")
+
+
+def execute(options: Options, progress: Any) -> Result:
+    """Run, writing rows as they come; `progress(event, rows)` is told of every event."""
+    from parity.report.rows import writer
+
+    check(options)
+    device = resolve_device(options.device)
+    profile = PROFILES[options.profile]
+    seed = options.seed if options.seed is not None else FIXED_SEED if profile.derandomised else secrets.randbits(31)
+    ledger_path = options.ledger or data.ledger_file()
+    plan = plans(options, device, seed, ledger_path)
+    run_id = secrets.token_hex(4)
+    head = header(run_id, device, options.profile, seed)
+    head["header"]["dimensions"] = {n: {k: s.default for k, s in family(n).settings.items()} for n in NAMES}
+    rows: list[Row] = []
+    verdicts: dict[str, bool | None] = {}
+    lost: list[str] = []
+    begun = time.monotonic()
+    path = options.results or options.reports / "results.ndjson"
+    roles = {i.id: i.role for i in load().values()}
+    with writer(path) as write:
+        write(head)
+
+        def keep(row: Row) -> None:
+            row = {"schema": 1, "run": run_id} | row
+            row["role"] = roles.get(row["implementation"], row["role"])
+            write(row)
+            rows.append(row)
+
+        for event in pool.run(plan, TIMEOUT, FIRST_TIMEOUT):
+            if "row" in event:
+                keep(event["row"])
+            elif "entry" in event:
+                verdicts[event["entry"]] = event["stale"]
+            elif "lost" in event:
+                lost.append(event["lost"])
+            progress(event, rows)
+        for row in pooled(rows, device):
+            keep(row)
+    head["header"]["seconds"] = round(time.monotonic() - begun, 1)
+    stale = sorted(i for i, s in verdicts.items() if s)
+    code, reasons = judge_run(options, rows, stale, lost, device)
+    return Result(head, rows, stale, lost, code, reasons)
+
+
+def judge_run(
+    options: Options, rows: Sequence[Row], stale: Sequence[str], lost: Sequence[str], device: str
+) -> tuple[int, list[str]]:
+    """The exit code and, a line each, why it is not 0."""
+    nothing = [f"a worker was lost: {message}" for message in lost]
+    comparisons = cases_compared(rows)
+    if not sum(comparisons.values()):
+        nothing.append("nothing was compared")
+    for item in options.require:
+        name, _, wanted = item.partition(":")
+        count = sum(n for i, n in comparisons.items() if i == name or i.startswith(f"{name}."))
+        if wanted and wanted != device:
+            count = 0
+        if count < MINIMUM_REQUIRED:
+            nothing.append(f"required {item}: {count} judged comparisons, at least {MINIMUM_REQUIRED} expected")
+    new = collections.Counter(r["implementation"] for r in rows if r["verdict"] in FAILING and not r["known"])
+    found = [f"{count} new failing rows of {name}" for name, count in new.most_common()]
+    rotten = [f"ledger entry {name} no longer reproduces: its case agrees" for name in stale]
+    code = NOTHING if nothing else NEW if found else STALE if rotten else AGREE
+    return code, nothing + found + rotten
+
+
+def cases_compared(rows: Iterable[Row]) -> collections.Counter[str]:
+    """Implementation -> cases through it in which something was judged."""
+    seen = {(r["implementation"], r["case"]) for r in rows if r["verdict"] in ("agree", "disagree", "nondeterministic")}
+    return collections.Counter(name for name, _ in seen)
+
+
+POOL_MINIMUM = 30
+POOL_SIGMAS = 8.0
+POOL_FLOOR = {"fp32": 2.0**-20, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""Systematic slope that rounding itself may leave (truncation, a constant's rounding), in the dtype of the case."""
+
+
+def pooled(rows: Sequence[Row], device: str) -> list[Row]:
+    """The slope gate over the whole run: a scale error too small for one case shows in the mean of many.
+
+    |mean s| ≤ max(8·standard error, floor) over the cases of an implementation, quantity and dtype that agree.
+    """
+    groups: dict[tuple[str, str, str, str], list[tuple[float, Row]]] = collections.defaultdict(list)
+    for row in rows:
+        if row["verdict"] == "agree" and row.get("slope") is not None and "slope" in row["gates"]:
+            groups[row["implementation"], row["family"], row["quantity"], row["dtype"]].append((row["slope"], row))
+    out = []
+    for key, found in sorted(groups.items()):
+        slopes = [s for s, _ in found]
+        if len(slopes) < POOL_MINIMUM:
+            continue
+        mean = sum(slopes) / len(slopes)
+        error = (sum((s - mean) ** 2 for s in slopes) / (len(slopes) - 1) / len(slopes)) ** 0.5
+        allowed = max(POOL_SIGMAS * error, POOL_FLOOR[key[3]])
+        headroom = abs(mean) / allowed
+        agrees = headroom <= 1.0
+        row = dict(found[0][1]) | {
+            "case": f"pooled over {len(slopes)} cases",
+            "quantity": f"pooled slope: {key[2]}",
+            "verdict": "agree" if agrees else "disagree",
+            "class": None if agrees else "precision",
+            "blame": None if agrees else "candidate",
+            "gate": "pooled slope",
+            "gates": {"pooled slope": headroom},
+            "headroom": headroom,
+            "slope": mean,
+            "worst": [],
+            "settings": {},
+            "replay": "",
+            "message": "" if agrees else f"mean slope {mean:.3g} over {len(slopes)} cases, standard error {error:.2g}",
+        }
+        out.append(row)
+    return out

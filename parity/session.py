@@ -1,0 +1,212 @@
+"""One shard of a run: draw cases of a family, run each, minimise what is new. Happens inside a worker process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from parity.case import Case
+from parity.families import family
+from parity.implementations import Implementation
+from parity.ledger import Ledger, stale
+from parity.profiles import Profile
+from parity.run import Row, run_case
+from parity.space import cases
+
+FAILING = ("disagree", "nondeterministic", "crashed", "timed-out", "out-of-memory")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A part of a run: `count` drawn cases of a family, or the frozen cases when `count` is 0.
+
+    `resume` cases at the start were done before the worker died; `skip` names (case, implementation) pairs that killed it.
+    """
+
+    family: str
+    index: int
+    count: int
+    seed: int
+    resume: int = 0
+    skip: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass
+class Session:
+    """What a worker needs for its shards."""
+
+    implementations: Sequence[Implementation]
+    profile_name: str
+    profile: Profile
+    dtypes: Sequence[str]
+    device: str
+    ledger: Ledger
+    findings_dir: Path
+    emit: Callable[[dict[str, Any]], None]
+    signatures: set[tuple[str, str, str | None]] = dataclasses.field(default_factory=set)
+
+    def frozen(self, shard: Shard, found: Sequence[tuple[str, Case, Mapping[str, Any]]]) -> None:
+        """Run frozen cases, every implementation of their family on each (or those that the file names)."""
+        for number, (name, case, extra) in enumerate(found):
+            if number < shard.resume or case.family != shard.family:
+                continue
+            self.emit({"at": number})
+            only = extra.get("implementations")
+            chosen = [i for i in self._of(case) if only is None or i.id in only]
+            thorough = not extra.get("fast", False)
+            rows = []
+            for row in self._run(case, chosen, shard, thorough):
+                rows.append(row)
+                self.emit({"row": row | {"frozen": name}})
+            for entry, own in self.ledger.frozen():
+                if own == case and entry.in_force() and (not entry.devices or self.device in entry.devices):
+                    verdict = stale(entry, rows)
+                    if verdict:  # it must agree twice before the ledger is called stale
+                        concerned = [i for i in chosen if entry.covers_implementation(i.id)]
+                        verdict = stale(entry, list(self._run(case, concerned, shard, thorough)))
+                    self.emit({"entry": entry.id, "stale": verdict})
+
+    def drawn(self, shard: Shard) -> None:
+        """Draw and run the shard's cases; a new finding interrupts the stream, is minimised, and the stream goes on."""
+        done, attempt = 0, 0
+        while done < shard.count:
+            done, finding = self._stream(shard, done, attempt)
+            attempt += 1
+            if finding is None:
+                return
+
+    def _stream(self, shard: Shard, done: int, attempt: int) -> tuple[int, Finding | None]:
+        fam = family(shard.family)
+        state = _Stream(number=done)
+        remaining = shard.count - done
+
+        @seed(zlib.crc32(f"{shard.seed}/{shard.family}/{shard.index}/{attempt}".encode()))
+        @settings(
+            max_examples=remaining,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate, Phase.shrink],
+            print_blob=False,
+            report_multiple_bugs=False,
+        )
+        @given(cases(fam, self.dtypes, self.profile_name))
+        def stream(case: Case) -> None:
+            if state.finding is not None:
+                self._shrink_step(state, case, shard)
+                return
+            number, state.number = state.number, state.number + 1
+            if number < shard.resume:
+                return
+            self.emit({"at": number})
+            finding = self._one(case, shard)
+            if finding is not None:
+                state.finding, state.deadline = finding, time.monotonic() + self.profile.shrink_seconds
+                _report(finding)
+
+        try:
+            stream()
+        except Finding as smallest:
+            self._freeze(smallest)
+            return state.number, smallest
+        return shard.count, None
+
+    def _one(self, case: Case, shard: Shard) -> Finding | None:
+        """Run and emit one drawn case; the first new finding in it that is worth minimising, if any."""
+        chosen = [i for i in self._of(case) if selected(i, case, self.profile.cost, self.device)]
+        thorough = zlib.crc32(f"thorough/{case.id}".encode()) % self.profile.thorough == 0
+        new: Finding | None = None
+        for row in self._run(case, chosen, shard, thorough):
+            self.emit({"row": row})
+            signature = signature_of(row)
+            if signature is not None and signature not in self.signatures and row["verdict"] != "timed-out":
+                if new is None and len(self.signatures) < self.profile.findings:
+                    new = Finding(case, row)
+                self.signatures.add(signature)
+        return new
+
+    def _shrink_step(self, state: _Stream, case: Case, shard: Shard) -> None:
+        """Hypothesis asks whether a smaller case still shows the finding; past the deadline nothing does."""
+        assert state.finding is not None
+        if time.monotonic() > state.deadline and case != state.smallest:
+            return
+        wanted = state.finding.row
+        chosen = [i for i in self._of(case) if i.id == wanted["implementation"]]
+        self.emit({"shrinking": case.id})
+        for row in self._run(case, chosen, shard, thorough=wanted["gate"] in ("protocol", "relation")):
+            if signature_of(row) == signature_of(wanted):
+                state.smallest = case
+                _report(Finding(case, row))
+
+    def _freeze(self, finding: Finding) -> None:
+        self.findings_dir.mkdir(parents=True, exist_ok=True)
+        row = finding.row
+        path = self.findings_dir / f"{finding.case.id}.json"
+        path.write_text(json.dumps({"case": finding.case.to_json(), "implementation": row["implementation"]}, indent=1) + "\n")
+        replay = f"parity replay {_shown(path)} --implementation {row['implementation']}"
+        chosen = [i for i in self._of(finding.case) if i.id == row["implementation"] or i.role == "reference"]
+        for again in self._run(finding.case, chosen, None, thorough=True):
+            if again["implementation"] == row["implementation"]:
+                self.emit({"row": again | {"minimised": True, "replay": replay}})
+
+    def _of(self, case: Case) -> list[Implementation]:
+        return [i for i in self.implementations if i.family == case.family]
+
+    def _run(self, case: Case, chosen: Sequence[Implementation], shard: Shard | None, thorough: bool) -> Iterator[Row]:
+        """Rows of a case, the known ones marked; pairs that killed a worker before are left out."""
+        skip = {i for c, i in shard.skip if c == case.id} if shard else set()
+        usable = [i for i in chosen if i.id not in skip]
+        for row in run_case(case, usable, self.device, thorough, lambda i: self.emit({"start": [case.id, i.id, case.to_json()]})):
+            if row["verdict"] in FAILING:
+                row["known"] = self.ledger.match(row, case)
+            yield row
+
+
+@dataclasses.dataclass
+class _Stream:
+    number: int
+    finding: Finding | None = None
+    smallest: Case | None = None
+    deadline: float = 0.0
+
+
+class Finding(Exception):
+    """A new disagreement, raised so that Hypothesis minimises the case that shows it."""
+
+    def __init__(self, case: Case, row: Row):
+        super().__init__(f"{row['implementation']} {row['quantity']}")
+        self.case, self.row = case, row
+
+
+def _report(finding: Finding) -> NoReturn:
+    """The one place that raises: Hypothesis tells findings apart by where they are raised."""
+    raise finding
+
+
+def signature_of(row: Row) -> tuple[str, str, str | None] | None:
+    """What makes two failing rows the same finding while shrinking; None for a row that is not a new failure."""
+    if row["verdict"] not in FAILING or row["known"]:
+        return None
+    return row["implementation"], row["quantity"] or row["verdict"], row["class"]
+
+
+def selected(implementation: Implementation, case: Case, cost: int, device: str) -> bool:
+    """Whether a drawn case is among those that a costly implementation gets: by the case's id, the same on every run."""
+    every = implementation.every * cost if implementation.every > 1 else 1
+    if device != "cpu" and implementation.interpreted:
+        every = 1
+    return zlib.crc32(f"{implementation.id}/{case.id}".encode()) % every == 0
+
+
+def _shown(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
