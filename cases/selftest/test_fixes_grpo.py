@@ -189,7 +189,8 @@ def assert_same(got, want, dtype):
     loss, metrics, grads = got
     true, true_metrics, true_grads = want
     slack = 3e-6 if dtype != torch.float64 else 1e-12
-    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and loss.shape == ()
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert loss.shape == ()
     assert abs(loss.item() - true.item()) <= slack * (1 + abs(true.item()))
     for g, w in zip(grads, true_grads, strict=True):
         assert g.dtype == dtype
@@ -198,7 +199,8 @@ def assert_same(got, want, dtype):
     assert set(metrics) - set(true_metrics) <= {"vespo/phi_seq_mean"}
     for name, value in true_metrics.items():
         assert metrics[name].item() == pytest.approx(value, rel=2e-5, abs=2e-6, nan_ok=True), name
-        assert not metrics[name].requires_grad and metrics[name].shape == ()
+        assert not metrics[name].requires_grad
+        assert metrics[name].shape == ()
 
 
 def settings_for(seed):
@@ -299,7 +301,8 @@ def test_the_ratio_never_touches_the_kl():
     case["ratio"] = torch.zeros_like(case["ratio"])
     case["advantages"][:] = 1.0
     (loss, metrics, _), _ = both(case, {"loss_type": "bnpo", "beta": 0.5})
-    assert loss.item() == pytest.approx(0.5 * metrics["kl"].item()) and metrics["kl"] > 0
+    assert loss.item() == pytest.approx(0.5 * metrics["kl"].item())
+    assert metrics["kl"] > 0
 
 
 @pytest.mark.parametrize("kind", LOSS_TYPES)
@@ -311,7 +314,8 @@ def test_all_masked_is_zero_with_zero_gradients(kind, extra):
     case["mask"][:] = 0
     settings = {"loss_type": kind, "max_completion_length": 8} | extra
     (loss, metrics, grads), _ = both(case, settings)
-    assert loss.item() == 0 and all((g == 0).all() for g in grads)
+    assert loss.item() == 0
+    assert all((g == 0).all() for g in grads)
     assert all(v.isfinite() for k, v in metrics.items() if k not in ("clip_ratio/low_min", "clip_ratio/high_max"))
 
 
@@ -349,7 +353,8 @@ def test_what_stands_under_the_mask_never_matters():
             vllm_is_ratio=case["ratio"],
             sampling_per_token_logps=case["samp"],
         )
-        assert torch.equal(loss, again) and all(torch.equal(metrics[k], other[k]) for k in metrics)
+        assert torch.equal(loss, again)
+        assert all(torch.equal(metrics[k], other[k]) for k in metrics)
         for g, w in zip(torch.autograd.grad(again, leaves), grads, strict=True):
             assert torch.equal(g, w)
 
@@ -439,7 +444,9 @@ def test_flat_hidden_states_and_frozen_head():
     want, _ = fused(
         case["hidden"], case["weight"], case["ids"], case["mask"], case["advantages"], old_per_token_logps=case["old"]
     )
-    assert torch.equal(loss, want) and hidden.grad.shape == (18, 5) and case["weight"].grad is None
+    assert torch.equal(loss, want)
+    assert hidden.grad.shape == (18, 5)
+    assert case["weight"].grad is None
 
 
 def test_inside_compile_and_autocast():
@@ -457,7 +464,8 @@ def test_inside_compile_and_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         low = step(*leaves)
         grads = torch.autograd.grad(low, leaves)
-    assert low.dtype == torch.float32 and low.item() == pytest.approx(plain.item(), rel=0.1, abs=0.05)
+    assert low.dtype == torch.float32
+    assert low.item() == pytest.approx(plain.item(), rel=0.1, abs=0.05)
     assert all(g.dtype == torch.float32 for g in grads)
 
 

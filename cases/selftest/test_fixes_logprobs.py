@@ -73,9 +73,14 @@ def compare(hidden, weight, bias, ids, settings, *, tolerance=None, entropy=True
         assert torch.equal(g == 0, w == 0) or w.numel() == 0 or weight.shape[0] == 1, name
         assert (g.double() - w).abs().max() <= (tolerance or 4 * noise), name
     for name, leaf, g, w in zip(
-        ("hidden", "weight", "bias"), leaves, gradients(got, cotangents, leaves), gradients(want, cotangents, wide)
+        ("hidden", "weight", "bias")[: len(leaves)],
+        leaves,
+        gradients(got, cotangents, leaves),
+        gradients(want, cotangents, wide),
+        strict=True,
     ):
-        assert g.dtype == leaf.dtype and g.shape == leaf.shape
+        assert g.dtype == leaf.dtype
+        assert g.shape == leaf.shape
         error, scale = (g.double() - w).norm(), w.norm()
         assert error <= (TINY[leaf.dtype] + 8 * noise) * scale + 1e-12 * (leaf.dtype == torch.float64), name
 
@@ -149,12 +154,14 @@ def test_confident_tokens_keep_value_and_gradient(dtype, margin):
         p * torch.logaddexp(torch.zeros(()), delta) + q * (torch.logaddexp(torch.zeros(()), -delta)) + q * math.log(2)
     )
     for g, w in zip(got, (want[0], exact_entropy), strict=True):
-        assert g.item() != 0 and abs(g.item() / w.item() - 1) < 1e-5
+        assert g.item() != 0
+        assert abs(g.item() / w.item() - 1) < 1e-5
     for kind in (0, 1):
         mine = torch.autograd.grad(got[kind].sum(), leaves, retain_graph=True)
         true = torch.autograd.grad((want[0], exact_entropy)[kind].sum(), wide, retain_graph=True)
         for g, w in zip(mine, true, strict=True):
-            assert (g.double() - w).norm() <= 3 * max(TINY[dtype], 1e-5) * w.norm() and g.abs().sum() > 0
+            assert (g.double() - w).norm() <= 3 * max(TINY[dtype], 1e-5) * w.norm()
+            assert g.abs().sum() > 0
 
 
 def test_saturated_cap_keeps_its_gradient():
@@ -177,8 +184,10 @@ def test_ignored_positions_are_exact_zeros_whatever_they_hold():
     hidden[0], hidden[2, 1] = math.nan, math.inf
     leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     logps, entropy = selective_log_probs(leaves[0], leaves[1], ids, bias=leaves[2], entropy=True)
-    assert torch.equal(logps, clean[0]) and torch.equal(entropy, clean[1])
-    assert (logps[ids == -100] == 0).all() and (entropy[ids == -100] == 0).all()
+    assert torch.equal(logps, clean[0])
+    assert torch.equal(entropy, clean[1])
+    assert (logps[ids == -100] == 0).all()
+    assert (entropy[ids == -100] == 0).all()
     (logps.sum() + entropy.sum()).backward()
     assert (leaves[0].grad[ids == -100] == 0).all()
     assert all(x.grad.isfinite().all() for x in leaves)
@@ -190,7 +199,9 @@ def test_nothing_to_score(shape):
     hidden, weight, bias, ids = draw(shape, 6, 11, torch.float32)
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
     logps, entropy = selective_log_probs(hidden, weight, torch.full_like(ids, -100), bias=bias, entropy=True)
-    assert logps.shape == shape and (logps == 0).all() and (entropy == 0).all()
+    assert logps.shape == shape
+    assert (logps == 0).all()
+    assert (entropy == 0).all()
     for grad in torch.autograd.grad(logps.sum() + entropy.sum(), leaves):
         assert (grad == 0).all()
 
@@ -225,7 +236,8 @@ def test_frozen_head_allocates_nothing_of_its_size(monkeypatch):
         monkeypatch.setattr(chunked.torch, name, spy)
     logps = selective_log_probs(hidden.requires_grad_(), weight, ids, chunk_size=100)
     logps.sum().backward()
-    assert hidden.grad is not None and max(sizes) < weight.numel() / 10
+    assert hidden.grad is not None
+    assert max(sizes) < weight.numel() / 10
 
 
 @pytest.mark.parametrize("cotangent", ["expanded", "zero", "huge", "strided"])
@@ -252,7 +264,9 @@ def test_non_contiguous_and_narrow_ids():
         weight.t().contiguous().t(),
         torch.stack([bias, bias], 1)[:, 0],
     ]
-    assert not strided[0].is_contiguous() and not strided[1].is_contiguous() and not strided[2].is_contiguous()
+    assert not strided[0].is_contiguous()
+    assert not strided[1].is_contiguous()
+    assert not strided[2].is_contiguous()
     leaves = [x.detach().requires_grad_() for x in strided]
     plain = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     a = selective_log_probs(leaves[0], leaves[1], ids.int().t().contiguous().t(), bias=leaves[2])
@@ -283,7 +297,8 @@ def test_only_one_token_allowed():
     bias[:], bias[2], ids[:] = -math.inf, 1.0, 2
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
     logps, entropy = selective_log_probs(hidden, weight, ids, bias=bias, entropy=True)
-    assert (logps == 0).all() and (entropy == 0).all()
+    assert (logps == 0).all()
+    assert (entropy == 0).all()
     for grad in torch.autograd.grad(logps.sum() + entropy.sum(), leaves):
         assert (grad == 0).all()
 
@@ -297,9 +312,11 @@ def test_autocast_rounds_the_operands_only():
     rounded = [hidden.detach().bfloat16().double(), weight.detach().bfloat16().double(), bias.detach().double()]
     wide = [x.requires_grad_() for x in rounded]
     want = definition(wide[0], wide[1], ids, wide[2])
-    assert logps.dtype == torch.float32 and (logps.double() - want[0]).abs().max() < 1e-5
+    assert logps.dtype == torch.float32
+    assert (logps.double() - want[0]).abs().max() < 1e-5
     for g, w in zip(got, torch.autograd.grad(want[0].sum() + want[1].sum(), wide), strict=True):
-        assert g.dtype == torch.float32 and (g.double() - w).norm() < 1e-5 * w.norm()
+        assert g.dtype == torch.float32
+        assert (g.double() - w).norm() < 1e-5 * w.norm()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -325,7 +342,9 @@ def test_inside_compile():
 
     compiled = torch.compile(function, backend="eager")
     assert torch.equal(compiled(*leaves), function(*leaves))
-    for g, w in zip(torch.autograd.grad(compiled(*leaves), leaves), torch.autograd.grad(function(*leaves), leaves)):
+    for g, w in zip(
+        torch.autograd.grad(compiled(*leaves), leaves), torch.autograd.grad(function(*leaves), leaves), strict=True
+    ):
         assert torch.equal(g, w)
 
 
@@ -420,7 +439,8 @@ def test_cce_honours_temperature_with_softcap(interpreted_cce, name, vocab):
     wide = [x.detach().double().requires_grad_() for x in leaves]
     got = selective_log_probs(hidden, weight, ids, backend="cce", **CCE[name])
     want, _ = definition(wide[0], wide[1], ids, **CCE[name])
-    assert got.dtype == torch.float32 and (got[ids == -100] == 0).all()
+    assert got.dtype == torch.float32
+    assert (got[ids == -100] == 0).all()
     assert (got.double() - want).abs().max() < 5e-3
     cotangent = torch.tensor([1.0, -2.0]).reshape(2, 1).expand(2, 4)
     for g, w in zip(gradients([got], [cotangent], leaves), gradients([want], [cotangent], wide), strict=True):
@@ -435,7 +455,7 @@ def test_cce_refuses_a_cap_it_would_get_wrong():
 
 def test_cce_refuses_to_overflow():
     hidden, weight, _, ids = draw((2, 4), 32, 131, torch.float16, bias=False)
-    with pytest.raises(ValueError, match="overflows torch.float16"):
+    with pytest.raises(ValueError, match="overflows torch"):
         selective_log_probs(hidden * 1000, weight, ids, backend="cce", temperature=0.001)
 
 
@@ -444,5 +464,5 @@ def test_cce_needs_triton(monkeypatch):
         pytest.skip("Triton runs here")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     hidden, weight, _, ids = draw((2, 4), 32, 131, torch.float16, bias=False)
-    with pytest.raises(ValueError, match="backend='cce' on cpu: Triton"):
+    with pytest.raises(ValueError, match="on cpu: Triton does not run"):
         selective_log_probs(hidden, weight, ids, backend="cce")

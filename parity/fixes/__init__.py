@@ -1,6 +1,7 @@
 """Corrected implementations that a training script can import today; docs/fixes.md says what each one repairs."""
 
+from parity.fixes import patches
 from parity.fixes.grpo import FusedLinearGRPOLoss
 from parity.fixes.logprobs import selective_log_probs
 
-__all__ = ["FusedLinearGRPOLoss", "selective_log_probs"]
+__all__ = ["FusedLinearGRPOLoss", "patches", "selective_log_probs"]

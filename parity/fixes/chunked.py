@@ -1,7 +1,7 @@
 """The autograd function behind `selective_log_probs`: one tile of logits at a time, recomputed in the backward.
 
-With `delta = logsumexp(z without id) - z[id]`, p = sigmoid(-delta) the probability of the chosen token, q = 1 - p, and r
-the distribution of the others given that the chosen token is not drawn,
+With `delta = logsumexp(z without id) - z[id]`, p = sigmoid(-delta) the probability of the chosen token, q = 1 - p, and
+r the distribution of the others given that the chosen token is not drawn,
 
     logp = -softplus(delta)                   d logp / d z[id] = q        d logp / d z[j] = -q r[j]
     entropy = H(p, q) + q H(r)                d entropy / d z[j] = -p[j] (log p[j] + entropy)
@@ -113,7 +113,7 @@ def _without_target(tile: Tensor, ids: Tensor, start: int) -> tuple[Tensor, Tens
 
 class ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -171,8 +171,8 @@ class ChunkedLogProbs(torch.autograd.Function):
         return logps, None if entropy is None else _spread(entropy, rows, hidden.shape[0], result)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, shift, total, delta, entropy, others = ctx.saved_tensors
         settings, rows = ctx.settings, ctx.frozen_rows
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -226,7 +226,9 @@ def _backward_tiles(
     needs_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     at_target, constant, linear, shift = factors
-    assert at_target is not None and constant is not None and shift is not None
+    assert at_target is not None
+    assert constant is not None
+    assert shift is not None
     count, wide = ids.shape[0], settings.tile
     every_row = rows is None
     new = torch.empty_like if every_row else torch.zeros_like

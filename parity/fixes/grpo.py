@@ -41,7 +41,8 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         bnpo:        sum m l / max(sum m, 1) / accumulation
         dr_grpo:     sum m l / (B * max_completion_length) / accumulation
         luspo:       mean_i( sum_t m l ) / accumulation
-        dapo, cispo, vespo: sum m l / N, N = max(num_items_in_batch, 1) / processes * accumulation / steps_per_generation
+        dapo, cispo, vespo:  sum m l / N,
+                     N = max(num_items_in_batch, 1) / processes * accumulation / steps_per_generation
         loss = loss - entropy_coef * mean entropy over the kept tokens / accumulation
 
     Settings beyond Liger's: `softcap`, `logit_scale`, `off_policy_mask_threshold`, `top_entropy_quantile`,
@@ -53,8 +54,8 @@ class FusedLinearGRPOLoss(torch.nn.Module):
 
     Metrics, detached float32 scalars over all ranks, by TRL's names: `kl`, `entropy`, `clip_ratio/low_mean`,
     `high_mean`, `region_mean`, `low_min`, `high_max`, `cispo_clip_ratio`, `vespo/phi_seq_mean`, `policy_loss`. Means
-    run over loss tokens, or over sequences where there is one value per sequence. Clip fractions are of w itself, before
-    delta. `low_min` and `high_max` are NaN when no sequence has a token, as in TRL.
+    run over loss tokens, or over sequences where there is one value per sequence. Clip fractions are of w itself,
+    before delta. `low_min` and `high_max` are NaN when no sequence has a token, as in TRL.
 
     Rounding: log-probs and entropies as in `selective_log_probs` ("chunked"), rounded once to float32; loss and
     metrics in float64, rounded once to float32; gradients in the dtype of their inputs, rounded once.
@@ -148,8 +149,8 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         latter 0 or 1 in any dtype: the loss mask, that is completion mask times tool mask; advantages (B,), (B, 1) or
         (B, T); old, reference and sampling log-probs (B, T), old defaulting to the policy's own without gradient;
         vllm_is_ratio, the sampler's importance ratio, (B,), (B, 1) or (B, T); num_items_in_batch, the loss tokens of
-        the generation batch over all processes, defaulting to this micro-batch's times the accumulation steps. Reference
-        log-probs are computed from ref_input, ref_weight and ref_bias where they are not given.
+        the generation batch over all processes, defaulting to this micro-batch's times the accumulation steps.
+        Reference log-probs are computed from ref_input, ref_weight and ref_bias where they are not given.
         """
         mask = attention_mask != 0
         if mask.dim() != 2 or selected_token_ids.shape != mask.shape:
@@ -171,7 +172,8 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         ids = torch.where(mask, selected_token_ids, IGNORED)
         logps, entropies = self._log_probs(_input, lin_weight, ids, bias)
         if needs_ref and ref_per_token_logps is None:
-            assert ref_input is not None and ref_weight is not None
+            assert ref_input is not None
+            assert ref_weight is not None
             with torch.no_grad():
                 ref_per_token_logps, _ = self._log_probs(ref_input, ref_weight, ids, ref_bias)
         result = logps.dtype
@@ -261,7 +263,7 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         accumulation: float,
         per_generation: float,
     ) -> Tensor:
-        """The loss type's mean of the per-token loss (B, T) or (B, 1); only N of dapo, cispo, vespo spans the window."""
+        """The loss type's mean of the per-token loss, (B, T) or (B, 1)."""
         summed = (loss * mask).sum(1)
         lengths = mask.sum(1)
         if self.loss_type in ("grpo", "sapo"):

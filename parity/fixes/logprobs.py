@@ -166,10 +166,6 @@ def _cce_log_probs(
     sum of products rounded to the input dtype, the other logits and the softmax are float32; dlogits and every partial
     sum of the gradients are in the input dtype.
     """
-    if not hidden.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"backend='cce' on {hidden.device}: Triton does not run there; use backend='chunked'")
-    from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-untyped]
-
     if hidden.dtype not in (torch.float16, torch.bfloat16) or weight.dtype != hidden.dtype:
         raise ValueError(
             f"backend='cce': hidden {hidden.dtype} and weight {weight.dtype} must both be float16 or both bfloat16; "
@@ -178,7 +174,7 @@ def _cce_log_probs(
     if softcap is not None and weight.shape[0] % _CCE_VOCAB_BLOCK:
         raise ValueError(
             f"backend='cce': softcap={softcap} with a vocabulary of {weight.shape[0]}, not a multiple of "
-            f"{_CCE_VOCAB_BLOCK}: the kernel adds exp(-softcap) for every entry that fills its last block; use 'chunked'"
+            f"{_CCE_VOCAB_BLOCK}: the kernel adds exp(-softcap) for each entry that fills its last block; use 'chunked'"
         )
     factor = logit_scale / temperature
     scaled = hidden if factor == 1.0 else (hidden.float() * factor).to(hidden.dtype)
@@ -186,6 +182,10 @@ def _cce_log_probs(
         raise ValueError(
             f"backend='cce': hidden * {factor} (logit_scale / temperature) overflows {hidden.dtype}; use 'chunked'"
         )
+    if not hidden.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"backend='cce' on {hidden.device}: Triton does not run there; use backend='chunked'")
+    from cut_cross_entropy import linear_cross_entropy
+
     # The kernel takes -100 for "ignore" and leaves 0 there.
     nll = linear_cross_entropy(
         scaled,
