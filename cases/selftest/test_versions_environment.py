@@ -23,11 +23,11 @@ PROBES = dict(build.PROBES)
 
 @pytest.fixture(scope="module")
 def cache():
-    """A cache of its own on the filesystem of the usual one, where uv's files can be linked, with the index in reach."""
+    """A cache of its own, on the filesystem of the usual one, where uv's files can be linked; skips without an index."""
     folder = client.cache_root() / "selftest" / uuid.uuid4().hex[:8]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARITY_CACHE", str(folder))
-        # Importing trl costs 15 s of the first test that needs it; the others look at files.
+        # Importing a trainer for the first time takes 15 s; docs/environments.md lists the tuples for which it was done.
         patch.setattr(build, "PROBES", {"liger-kernel": PROBES["liger-kernel"], "no-such": "import no_such"})
         try:
             release("trl", "0.27.2")
@@ -59,7 +59,7 @@ def test_it_holds_the_version_and_partners_of_its_era(made):
 def test_the_harness_runs_in_it_and_trl_comes_from_it(made):
     program = (
         "import json, sys, os, importlib.metadata as m, parity.versions.spec as s, hypothesis, pytest, rich, click;"
-        "from trl import GRPOConfig, GRPOTrainer; import trl, jinja2, safetensors, numpy;"
+        "import torch, trl, jinja2, safetensors, numpy;"
         "print(json.dumps([sys.prefix, trl.__file__, m.version('trl'), s.__file__, os.environ.get('EXTRA')]))"
     )
     done = made.run(["python", "-c", program], capture=True, settings={"EXTRA": "1"})
@@ -160,6 +160,14 @@ def test_what_cannot_be_resolved_is_the_resolvers_message_on_one_line(cache, spe
     assert says in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+def test_the_leading_package_sets_the_era_and_what_is_held_has_no_say(cache):
+    asked = environment.parse_all(["cut-cross-entropy==24.12.1", ASKED])
+    locked = resolve.lock(asked, environment.parse_all(["transformers==5.1.0"]))
+    assert locked.before == "2026-02-17T18:07:04+00:00"
+    pins = locked.pins
+    assert (pins["cut-cross-entropy"], pins["transformers"], pins["liger-kernel"]) == ("24.12.1", "5.1.0", "0.7.0")
+
+
 def test_asked_and_held_is_a_usage_error(cache):
     with pytest.raises(SpecError, match="trl is both asked for and held"):
         Environment.of(["trl==1.0.0"], ["trl==1.1.0"])
@@ -179,7 +187,12 @@ def test_a_checkout_that_does_not_import_is_the_imports_own_message(cache, tmp_p
     package = tmp_path / "checkout" / "brokenthing"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('cannot import name Missing from transformers')")
-    (package.parent / "pyproject.toml").write_text('[project]\nname = "brokenthing"\nversion = "1.0"\n')
+    # A version that only a build can tell, as TRL's.
+    (package.parent / "VERSION").write_text("1.0")
+    (package.parent / "pyproject.toml").write_text(
+        '[project]\nname = "brokenthing"\ndynamic = ["version"]\n[tool.setuptools]\npackages = ["brokenthing"]\n'
+        '[tool.setuptools.dynamic]\nversion = {file = "VERSION"}\n'
+    )
     monkeypatch.setattr(build, "PROBES", {"brokenthing": "import brokenthing"})
     spec = f"brokenthing @ {package.parent}"
     with pytest.raises(EnvironmentUnusable, match="does not import with .*: ImportError: cannot import name Missing"):

@@ -200,7 +200,8 @@ def _sweep() -> None:
 
 
 def _name(locked: Lock) -> str:
-    shown = [f"{name.removesuffix('-kernel')}-{locked.pins[name]}" for name in _NAMED if name in locked.pins]
+    versions = {**locked.pins, **dict.fromkeys(locked.checkouts, "checkout")}
+    shown = [f"{name.removesuffix('-kernel')}-{versions[name]}" for name in _NAMED if name in versions]
     return "-".join([*shown, locked.digest])
 
 

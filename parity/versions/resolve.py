@@ -189,7 +189,9 @@ def _compile(
         wanted.write_text("\n".join(lines) + "\n")
         left_out.write_text("\n".join(excludes) + "\n")
         locked.write_text(prefer)
-        arguments = ["pip", "compile", str(wanted), "--python", sys.executable, "--only-binary", ":all:"]
+        arguments = ["pip", "compile", str(wanted), "--python", sys.executable]
+        # A checkout has to be built; everything else is taken as a wheel, so that no compiler decides the outcome.
+        arguments += [] if "-e " in wanted.read_text() else ["--only-binary", ":all:"]
         arguments += ["--no-header", "--no-annotate", "--excludes", str(left_out), "--output-file", str(locked)]
         arguments += ["--no-deps"] if no_deps else []
         if last is not None:

@@ -215,13 +215,16 @@ def _text(
         return f"{about}: not the same answer twice, so no release is to blame: {', '.join(told)}. {ends}"
 
     change = {"broken": "broke in", "fixed": "became right in"}[find] if found.by == "verdict" else "changed in"
+    named = (package, "torch", "triton", *PARTNERS)
     rows = [("", found.low, found.high), ("verdict", low.verdict, high.verdict)]
     levels = ["not finite" if one.headroom is None else f"{one.headroom:.3g}" for one in (low, high)]
     rows += [("headroom", levels[0], levels[1])]
-    rows += [(name, *pair) for name, pair in moved.items()]
+    rows += [(name, *pair) for name, pair in moved.items() if name in named]
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{about} {change} {package} {found.high}", ""]
     lines += [f"  {row[0]:{wide[0]}}  {row[1]:{wide[1]}}  {row[2]}" for row in rows] + [""]
+    if others := [name for name in moved if name not in named]:
+        lines.append(f"moved too: {', '.join(others)}")
     for version in found.between:
         lines.append(f"not judged: {package} {version}: {_told(answers[version])}")
     lines.append(f"measured: {len(answers)} releases, decided by {found.by}, the pair confirmed twice")
