@@ -27,7 +27,7 @@ def snapshot() -> dict[str, Any]:
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
-        "module bindings": {(m.__name__, k): id(v) for m in WATCHED for k, v in vars(m).items() if callable(v)},
+        "module bindings": [(m.__name__, dict(vars(m)), list(map(id, vars(m).values()))) for m in WATCHED],
     }
 
 
@@ -37,8 +37,10 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     for name, old in before.items():
         new = after[name]
         if name == "module bindings":
-            moved = [f"{m}.{k}" for (m, k), v in old.items() if new.get((m, k)) != v]
-            out += [f"rebound {m}" for m in moved[:3]]
+            for (module, then, ids), (_, now, now_ids) in zip(old, new, strict=True):
+                if ids != now_ids:
+                    moved = [k for k, v in then.items() if callable(v) and now.get(k) is not v]
+                    out += [f"rebound {module}.{k}" for k in moved[:3]]
         elif name == "environment variables":
             keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
             out += [f"environment variable {k}" for k in keys[:3]]

@@ -21,6 +21,8 @@ from parity.case import DTYPES
 UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 HALF_SUBNORMAL = {name: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 for name, dtype in DTYPES.items()}
 LARGEST = {name: torch.finfo(dtype).max for name, dtype in DTYPES.items()}
+NARROW = 2.0**-20
+"""Unit roundoffs above it round on a grid (`MonteCarlo._grid`), those below by independent noise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Recipe:
 
 
 IEEE_FP32 = Recipe()
+SHORT_SUM = 16
 
 aten = torch.ops.aten
 _MATMULS = {aten.mm.default, aten.bmm.default}
@@ -120,9 +123,10 @@ class _Noise:
 class MonteCarlo(TorchDispatchMode):
     """Perturb every rounded operation of a float64 computation, forward and backward, as a `Recipe` would round it.
 
-    Matrix products get 2·u·(|A|·|B|)·ξ (tf32: 2·u·√(A²·B²)·ξ besides), sums 2·u·Σ|x|·ξ, a log-softmax its row's
+    Matrix products over K terms get max(2, √K/2)·u·(|A|·|B|)·ξ (tf32: 2·u·√(A²·B²)·ξ besides), sums 2·u·Σ|x|·ξ, a log-softmax its row's
     u·(2|logsumexp| + 1)·ξ, any other rounded operation x·(1 + u·ξ) + η·ξ with η the smallest normal of float32;
-    results that no rounding touches are left alone. ξ is uniform in ±1 per element.
+    results that no rounding touches are left alone. ξ is uniform in ±1 per element. In float16 and bfloat16 the result
+    is rounded to their bits instead, on a grid stretched at random.
     """
 
     def __init__(self, recipe: Recipe, dtype: str, seed: int):
@@ -164,15 +168,32 @@ class MonteCarlo(TorchDispatchMode):
         return torch.where(torch.isfinite(scale), scale, 0.0) * self.noise.like(scale)
 
     def _round(self, out: torch.Tensor, u: float | None = None) -> torch.Tensor:
-        scale = out.abs().mul_(self.u if u is None else u).add_(self.eta)
-        noisy = torch.where(torch.isfinite(out), out + scale.mul_(self.noise.like(out)), out)
+        u = self.u if u is None else u
+        if u > NARROW:
+            noisy = self._grid(out, u) + self.eta * self.noise.like(out)
+        else:
+            noisy = out + out.abs().mul_(u).add_(self.eta).mul_(self.noise.like(out))
+        noisy = torch.where(torch.isfinite(out), noisy, out)
         if self.largest is not None:
             noisy = torch.where(noisy.abs() > self.largest, torch.copysign(torch.full_like(noisy, torch.inf), noisy), noisy)
         return noisy
 
+    def _grid(self, x: torch.Tensor, u: float) -> torch.Tensor:
+        """x rounded to the bits of unit roundoff `u` on a grid stretched at random, one stretch a replica.
+
+        In a narrow dtype equal values round equally and close ones alike: logits saturated by a softcap tie exactly, and
+        a nearly flat distribution moves as one. Independent noise never does that.
+        """
+        stretch = 1.5 + 0.5 * self.noise.like(x.new_empty(x.shape[:1] + (1,) * (x.dim() - 1)))
+        scaled = x * stretch
+        carry = scaled * (u * 2.0**53 + 1)  # Veltkamp's splitting: carry - (carry - x) keeps the leading bits of x
+        return (carry - (carry - scaled)) / stretch
+
     def _matmul(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         matmul = torch.bmm if a.dim() == 3 else torch.mm
-        out = out + matmul(a.abs(), b.abs()).mul_(2 * self.u_sum).mul_(self.noise.like(out))
+        # products of few rows are summed one after another: the random walk of Higham and Mary (2019), √K·u, halved
+        walk = max(2.0, a.shape[-1] ** 0.5 / 2)
+        out = out + matmul(a.abs(), b.abs()).mul_(walk * self.u_sum).mul_(self.noise.like(out))
         precision = self.recipe.matmul_backward if self.backward else self.recipe.matmul
         partial = self.u_partial() if self.backward else 0.0
         if precision != "ieee" or partial:
@@ -207,7 +228,7 @@ class MonteCarlo(TorchDispatchMode):
         assert dtype is not None
         self.quiet = True
         try:
-            y = x + (x.abs() * UNIT_ROUNDOFF[dtype] + HALF_SUBNORMAL[dtype]) * self.noise.like(x)
+            y = self._grid(x, UNIT_ROUNDOFF[dtype]) + HALF_SUBNORMAL[dtype] * self.noise.like(x)
             y = torch.where(y.abs() > LARGEST[dtype], torch.copysign(torch.full_like(y, torch.inf), y), y)
             return torch.where(torch.isfinite(x), y, x)
         finally:

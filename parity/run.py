@@ -186,12 +186,13 @@ def run_case(
     case: Case,
     implementations: Iterable[Implementation],
     device: str = "cpu",
-    thorough: bool = True,
+    thorough: bool | Callable[[Implementation], bool] = True,
     announce: Callable[[Implementation], None] = lambda implementation: None,
 ) -> Iterator[Row]:
     """Rows of a case for each implementation, the reference first.
 
-    `thorough` adds the repeated calls of the protocol gate and the exact relations; `announce` is told of each
+    `thorough` (or what it says of an implementation) adds the repeated calls of the protocol gate and the exact
+    relations; `announce` is told of each
     implementation before it runs, so that a watcher knows whom to blame if the process does not come back.
     """
     bench = Bench.of(case, device)
@@ -199,7 +200,8 @@ def run_case(
     against: str | None = None
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
         announce(implementation)
-        rows = list(_rows(bench.offered(implementation), implementation, thorough))
+        deep = thorough if isinstance(thorough, bool) else thorough(implementation)
+        rows = list(_rows(bench.offered(implementation), implementation, deep))
         for row in rows:
             if implementation.role == "reference":
                 if row["verdict"] == "disagree":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 import zlib
@@ -121,7 +122,7 @@ class Session:
     def _one(self, case: Case, shard: Shard) -> Finding | None:
         """Run and emit one drawn case; the first new finding in it that is worth minimising, if any."""
         chosen = [i for i in self._of(case) if selected(i, case, self.profile.cost, self.device)]
-        thorough = zlib.crc32(f"thorough/{case.id}".encode()) % self.profile.thorough == 0
+        thorough = functools.partial(repeated, case=case, one_in=self.profile.thorough)
         new: Finding | None = None
         for row in self._run(case, chosen, shard, thorough):
             self.emit({"row": row})
@@ -159,7 +160,13 @@ class Session:
     def _of(self, case: Case) -> list[Implementation]:
         return [i for i in self.implementations if i.family == case.family]
 
-    def _run(self, case: Case, chosen: Sequence[Implementation], shard: Shard | None, thorough: bool) -> Iterator[Row]:
+    def _run(
+        self,
+        case: Case,
+        chosen: Sequence[Implementation],
+        shard: Shard | None,
+        thorough: bool | Callable[[Implementation], bool],
+    ) -> Iterator[Row]:
         """Rows of a case, the known ones marked; pairs that killed a worker before are left out."""
         skip = {i for c, i in shard.skip if c == case.id} if shard else set()
         usable = [i for i in chosen if i.id not in skip]
@@ -200,9 +207,16 @@ def signature_of(row: Row) -> tuple[str, str, str | None] | None:
 def selected(implementation: Implementation, case: Case, cost: int, device: str) -> bool:
     """Whether a drawn case is among those that a costly implementation gets: by the case's id, the same on every run."""
     every = implementation.every * cost if implementation.every > 1 else 1
-    if device != "cpu" and implementation.interpreted:
-        every = 1
+    if implementation.interpreted:
+        tokens = case.settings.get("B", 2) * case.settings.get("T", 3)
+        every = every + every * tokens // 16 if device == "cpu" else 1  # interpreted, each token costs
     return zlib.crc32(f"{implementation.id}/{case.id}".encode()) % every == 0
+
+
+def repeated(implementation: Implementation, case: Case, one_in: int) -> bool:
+    """Whether an implementation gets the repeated calls on a drawn case; costly ones four times as rarely."""
+    one_in = one_in * 4 if implementation.every > 1 else one_in
+    return zlib.crc32(f"thorough/{implementation.id}/{case.id}".encode()) % one_in == 0
 
 
 def _shown(path: Path) -> str:

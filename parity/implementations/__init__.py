@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -73,17 +73,22 @@ class Implementation:
 
     def version(self) -> str | None:
         """Installed version of its library, or None."""
-        try:
-            return importlib.metadata.version(self.library)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return _installed(self.library)
 
     def missing(self) -> str | None:
         """Why it cannot run here, with the remedy; None where it can."""
         if self.library and self.version() is None:
             return f"{self.library} is not installed: pip install {self.library}"
-        if self.interpreted and importlib.util.find_spec("triton") is None:
+        if self.interpreted and _installed("triton") is None:
             return "triton is not installed: pip install triton (Linux only)"
+        return None
+
+
+@functools.cache
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
         return None
 
 

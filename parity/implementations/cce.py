@@ -90,12 +90,12 @@ KERNEL: dict[str, Any] = {
     "contexts": frozenset({"plain", "autocast", "checkpoint", "compile"}),
     "around": _interpretable,
     "interpreted": True,
-    "every": 6,
+    "every": 8,
     "sources": SOURCES,
 }
 
 
-def _runs_here(x: Inputs) -> None:
+def runs_here(x: Inputs) -> None:
     require(x.hidden.is_cuda or x.hidden.dtype != torch.bfloat16, "bf16 tl.dot gives NaN in Triton's interpreter")
     require(x.hidden.dtype != torch.float32, "its backward refuses float32 hidden states (fp16 and bf16 only)")
 
@@ -103,28 +103,28 @@ def _runs_here(x: Inputs) -> None:
 @implementation("cce.default", **KERNEL)
 def default(x: Inputs) -> Outputs:
     """`linear_cross_entropy(…, impl="cce")` as it comes: gradient filtering at "high"."""
-    _runs_here(x)
+    runs_here(x)
     return _call(x, impl="cce")
 
 
-@implementation("cce.auto", **KERNEL | {"every": 12})
+@implementation("cce.auto", **KERNEL | {"every": 16})
 def auto(x: Inputs) -> Outputs:
     """The same with `filter_eps="auto"`."""
-    _runs_here(x)
+    runs_here(x)
     return _call(x, impl="cce", filter_eps="auto")
 
 
 @implementation("cce.unfiltered", **KERNEL)
 def unfiltered(x: Inputs) -> Outputs:
     """The same with `filter_eps=None`: every block of the gradient."""
-    _runs_here(x)
+    runs_here(x)
     return _call(x, impl="cce", filter_eps=None)
 
 
-@implementation("cce.minus_inf", **KERNEL | {"every": 12})
+@implementation("cce.minus_inf", **KERNEL | {"every": 16})
 def minus_inf(x: Inputs) -> Outputs:
     """The same with `filter_eps=-inf`, which filters nothing either."""
-    _runs_here(x)
+    runs_here(x)
     return _call(x, impl="cce", filter_eps=-math.inf)
 
 
@@ -135,7 +135,7 @@ def minus_inf(x: Inputs) -> Outputs:
     library="cut-cross-entropy",
     recipe=_compiled,
     contexts=frozenset({"plain", "autocast", "checkpoint"}),
-    every=4,
+    every=10,
     sources=("cut_cross_entropy.torch_compile.torch_compile_linear_cross_entropy",),
 )
 def torch_compile(x: Inputs) -> Outputs:

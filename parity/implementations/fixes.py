@@ -1,1 +1,129 @@
-"""Our own corrected implementations, judged like any other."""
+"""Our own corrected implementations, judged like any other and with no ledger entry of their own."""
+
+from __future__ import annotations
+
+from parity.families import Inputs
+from parity.families.logprobs import IGNORE_INDEX
+from parity.implementations import Outputs, cce, implementation, plain, require
+from parity.rounding import Recipe
+
+
+def _chunked(x: Inputs) -> Recipe:
+    """float32 throughout; on CUDA the gradient of 16-bit logits is rounded to their dtype for its products."""
+    return Recipe(dlogits="input" if x.hidden.is_cuda else "fp32")
+
+
+@implementation(
+    "fixes.selective_log_probs",
+    family="logprobs",
+    role="candidate",
+    recipe=_chunked,
+    outputs=frozenset({"entropy"}),
+    contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    sources=("parity.fixes.selective_log_probs",),
+)
+def selective_log_probs(x: Inputs) -> Outputs:
+    """`parity.fixes.selective_log_probs(backend="chunked")`."""
+    return _log_probs(x, "chunked")
+
+
+@implementation("fixes.selective_log_probs.cce", **cce.KERNEL | {"library": "cut-cross-entropy", "every": 24})
+def selective_log_probs_cce(x: Inputs) -> Outputs:
+    """`parity.fixes.selective_log_probs(backend="cce")`: the unfiltered kernel, temperature and softcap together."""
+    cce.runs_here(x)
+    require(x.bias is None, "the cce backend has no bias")
+    require(x.settings.entropy == "none", "the cce backend has no entropy")
+    return _log_probs(x, "cce")
+
+
+def _log_probs(x: Inputs, backend: str) -> Outputs:
+    from parity.fixes import selective_log_probs as function
+
+    s = x.settings
+    found = function(
+        x.hidden,
+        x.weight,
+        x.ids,
+        bias=x.bias,
+        temperature=s.temperature,
+        softcap=s.softcap,
+        logit_scale=s.logit_scale,
+        entropy=s.entropy != "none",
+        backend=backend,
+        chunk_size=s.chunk_size,
+        ignore_index=IGNORE_INDEX,
+    )
+    return {"logps": found[0], "entropy": found[1]} if isinstance(found, tuple) else {"logps": found}
+
+
+METRICS = {
+    "kl": ("kl",),
+    "entropy": ("entropy",),
+    "clip_ratio": ("clip_ratio/region_mean", "cispo_clip_ratio"),
+    "clip_low": ("clip_ratio/low_mean",),
+    "clip_high": ("clip_ratio/high_mean",),
+}
+
+
+@implementation(
+    "fixes.FusedLinearGRPOLoss",
+    family="policy",
+    role="candidate",
+    recipe=_chunked,
+    outputs=frozenset(METRICS),
+    contexts=frozenset({"plain", "autocast"}),
+    sources=("parity.fixes.grpo.FusedLinearGRPOLoss.forward",),
+)
+def fused_linear_grpo_loss(x: Inputs) -> Outputs:
+    """`parity.fixes.FusedLinearGRPOLoss`."""
+    from parity.fixes import FusedLinearGRPOLoss
+
+    s = x.settings
+    require(s.head != "lora", "the head's adapter is wiring: a bare loss takes one weight")
+    loss = FusedLinearGRPOLoss(
+        beta=s.beta,
+        compiled=False,
+        use_ref_model=s.beta != 0.0,
+        chunk_size=None,
+        epsilon_low=s.epsilon,
+        epsilon_high=s.epsilon if s.epsilon_high is None else s.epsilon_high,
+        loss_type=s.loss_type,
+        max_completion_length=s.max_completion_length,
+        importance_sampling_level=s.importance_sampling_level,
+        sapo_temperature_pos=s.sapo_temperature_pos,
+        sapo_temperature_neg=s.sapo_temperature_neg,
+        temperature=s.temperature,
+        delta=s.delta,
+        use_bias_correction_kl=s.use_bias_correction_kl,
+        vespo_k_pos=s.vespo_k_pos,
+        vespo_lambda_pos=s.vespo_lambda_pos,
+        vespo_k_neg=s.vespo_k_neg,
+        vespo_lambda_neg=s.vespo_lambda_neg,
+        softcap=s.softcap,
+        logit_scale=s.logit_scale,
+        off_policy_mask_threshold=s.off_policy_mask_threshold,
+        top_entropy_quantile=1.0 if x.top_entropy_quantile is None else float(x.top_entropy_quantile),
+        entropy_coef=s.entropy_coef,
+        current_gradient_accumulation_steps=s.accumulation,
+        steps_per_generation=s.steps_per_generation,
+    )
+    loss.train(s.mode == "train")
+    out, metrics = loss(
+        plain.states(x),
+        x.weight,
+        x.ids,
+        x.mask,
+        x.advantages,
+        x.bias,
+        ref_per_token_logps=x.ref_logps,
+        old_per_token_logps=x.old_logps,
+        vllm_is_ratio=x.importance_sampling_ratio,
+        num_items_in_batch=x.num_items_in_batch,
+        sampling_per_token_logps=x.sampling_logps,
+    )
+    found = {"loss": out}
+    for name, keys in METRICS.items():
+        value = next((metrics[k] for k in keys if k in metrics), None)
+        if value is not None:
+            found[name] = value.detach().float()
+    return found

@@ -73,7 +73,7 @@ def chunked_selective_logprob(x: Inputs) -> Outputs:
     recipe=_fused,
     contexts=frozenset({"plain", "checkpoint"}),
     interpreted=True,
-    every=6,
+    every=8,
     sources=("liger_kernel.ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction",),
 )
 def fused_linear_cross_entropy(x: Inputs) -> Outputs:
@@ -95,7 +95,7 @@ def fused_linear_cross_entropy(x: Inputs) -> Outputs:
     recipe=_kernel,
     contexts=frozenset({"plain", "checkpoint"}),
     interpreted=True,
-    every=6,
+    every=8,
     sources=("liger_kernel.ops.cross_entropy.LigerCrossEntropyFunction",),
 )
 def cross_entropy(x: Inputs) -> Outputs:

@@ -95,7 +95,7 @@ def selective_log_softmax_and_entropy(x: Inputs) -> Outputs:
     outputs=frozenset({"entropy"}),
     contexts=frozenset({"plain", "checkpoint"}),
     interpreted=True,
-    every=6,
+    every=8,
     sources=("trl.kernels.logprob_entropy.selective_log_softmax_and_entropy",),
 )
 def logprob_entropy_kernel(x: Inputs) -> Outputs:
@@ -170,7 +170,7 @@ def _kernel_tiles(x: Inputs) -> Recipe:
     contexts=frozenset({"plain", "checkpoint"}),
     around=_forced,
     interpreted=True,
-    every=6,
+    every=8,
     sources=("trl.kernels.chunked_logprob._forward_kernel", "trl.kernels.chunked_logprob._backward_kernel"),
 )
 def chunked_kernel(x: Inputs) -> Outputs:
