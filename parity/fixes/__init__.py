@@ -1,4 +1,4 @@
-"""Corrected implementations that a training script can import today; docs/fixes.md says what each one repairs."""
+"""Corrected implementations that a training script can import today, each saying what it repairs and where."""
 
 from parity.fixes import patches
 from parity.fixes.grpo import FusedLinearGRPOLoss

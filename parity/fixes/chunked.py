@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 # Below this the exponential is 0 in every dtype; clamping to it keeps 0 * inf out of sums over masked entries.
 _NEGLIGIBLE = -1e4
 _DOT_BLOCK = 256
-_MM_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,12 @@ def precision(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torc
 
 def _rounds_dlogits(settings: Settings, device: torch.device) -> bool:
     # Tensor cores take both factors in 16 bits; elsewhere the product is done in the tile's dtype anyway.
-    return settings.operand != settings.tile and device.type == "cuda" and _MM_OUT_DTYPE
+    return settings.operand != settings.tile and device.type == "cuda"
 
 
 def _operand(x: Tensor, settings: Settings) -> Tensor:
     x = x.to(settings.operand)
-    return x if x.is_cuda and _MM_OUT_DTYPE else x.to(settings.tile)
+    return x if x.is_cuda else x.to(settings.tile)
 
 
 def _product(a: Tensor, b: Tensor, settings: Settings) -> Tensor:
@@ -166,7 +165,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             others = total.log() - weighted / total  # entropy given that the chosen token is not drawn
             p, q = torch.sigmoid(-bounded), torch.sigmoid(bounded)
             entropy = p * torch.logaddexp(zero, bounded) + q * (torch.logaddexp(zero, -bounded) + others)
-        ctx.settings, ctx.frozen_rows = settings, rows
+        ctx.settings, ctx.rows = settings, rows
         ctx.save_for_backward(hidden, weight, bias, ids, shift, total, delta, entropy, others)
         return logps, None if entropy is None else _spread(entropy, rows, hidden.shape[0], result)
 
@@ -174,7 +173,7 @@ class ChunkedLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, shift, total, delta, entropy, others = ctx.saved_tensors
-        settings, rows = ctx.settings, ctx.frozen_rows
+        settings, rows = ctx.settings, ctx.rows
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if grad_logps is None and grad_entropy is None:
             return (None,) * 6
@@ -197,7 +196,8 @@ class ChunkedLogProbs(torch.autograd.Function):
 
         unit = None
         if _rounds_dlogits(settings, hidden.device):
-            largest = torch.cat([at_target, constant * total, total.new_zeros(1)]).abs().amax()
+            bounds = [at_target, constant * total, total.new_zeros(1)] + ([] if linear is None else [linear * total])
+            largest = torch.cat(bounds).abs().amax()
             unit = torch.ldexp(torch.ones_like(largest), (10 - torch.frexp(largest).exponent).clamp(-100, 100))
             at_target, constant = at_target * unit, constant * unit
             linear = None if linear is None else linear * unit

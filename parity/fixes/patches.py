@@ -225,7 +225,7 @@ def require_input_grads(
         embeddings = model.get_input_embeddings()
         handle = embeddings.register_forward_hook(_require_grad)
         return Patch(name, (*changed, "hook on the input embeddings"), model=model, _undo=[handle.remove])
-    return Patch(name, tuple(changed), reason=reason, model=model)
+    return Patch(name, tuple(changed), reason=None if changed else reason, model=model)
 
 
 def _require_grad(module: nn.Module, inputs: object, output: Tensor) -> None:
