@@ -1,0 +1,155 @@
+"""The results file: one strict JSON object a line, written as the run goes, so that a killed run keeps what it had."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from parity.errors import UsageError
+
+Row = dict[str, Any]
+
+SCHEMA = 1
+VERDICTS = (
+    "agree",
+    "disagree",
+    "refused",
+    "unsupported",
+    "crashed",
+    "timed-out",
+    "out-of-memory",
+    "nondeterministic",
+)
+TEXT = ("case", "family", "implementation", "dtype", "device")
+"""Fields without which a row cannot be attributed to anything."""
+
+
+@contextlib.contextmanager
+def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Open a results file; the function it hands out writes one row, the header first, and flushes it.
+
+    Folders are made. An existing file is replaced, or with `append` continued, less a last line that was left half
+    written.
+
+    Raises:
+        UsageError: when the file cannot be written.
+        ValueError: from the function, for a row that holds NaN or an infinity (rows hold null there).
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _opened(path, append)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+
+    def write(row: Mapping[str, Any]) -> None:
+        try:
+            line = json.dumps(row, allow_nan=False)
+        except ValueError as error:
+            bad = ", ".join(k for k, v in row.items() if not _strict(v))
+            who = " ".join(str(row[k]) for k in ("case", "implementation", "quantity") if k in row)
+            raise ValueError(
+                f"row {who}: {bad} is not strict JSON ({error}); write null for what is not finite"
+            ) from None
+        # One system call a line: a kill leaves at most one line cut, and two writers never mix within one.
+        file.write(line.encode() + b"\n")
+
+    with file:
+        yield write
+
+
+def read(path: str | Path) -> tuple[Row, list[Row]]:
+    """The header row and all others. A last line that was left half written is dropped, and the header then carries
+    `"interrupted": true`.
+
+    Raises:
+        UsageError: one line that names the file, the line number and what is wrong there.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such results file (parity run writes one)") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    *lines, rest = content.split(b"\n")
+    header: Row | None = None
+    rows: list[Row] = []
+    for number, line in enumerate(lines, 1):
+        if header is None:
+            header = _header(_parsed(line, f"{path} line {number}"), f"{path} line {number}")
+        elif line.strip():
+            rows.append(_row(_parsed(line, f"{path} line {number}"), f"{path} line {number}"))
+    if rest.strip():
+        where = f"{path} line {len(lines) + 1}"
+        try:
+            last = _parsed(rest, where)
+        except UsageError:
+            if header is not None:
+                header["interrupted"] = True
+        else:  # complete but for its line break
+            if header is None:
+                header = _header(last, where)
+            else:
+                rows.append(_row(last, where))
+    if header is None:
+        raise UsageError(f"{path}: no header row; the run that wrote it ended before it began")
+    return header, rows
+
+
+def _parsed(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode(), parse_constant=_not_strict)
+    except UnicodeDecodeError:
+        raise UsageError(f"{where}: not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where}: not a JSON object: {error.msg} at column {error.colno}") from None
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def _not_strict(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not strict JSON")
+
+
+def _header(row: Any, where: str) -> Row:
+    if not isinstance(row, dict) or not isinstance(row.get("header"), dict):
+        raise UsageError(f"{where}: expected the header row {{schema, run, header}} of a results file")
+    if row.get("schema") != SCHEMA:
+        raise UsageError(f"{where}: schema {row.get('schema')!r} is not readable here, expected {SCHEMA}")
+    return row
+
+
+def _row(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise UsageError(f"{where}: a row is a JSON object, got {type(row).__name__}")
+    for name in TEXT:
+        if not isinstance(row.get(name), str):
+            raise UsageError(f"{where}: {name} must be a text, got {row.get(name)!r}")
+    if row.get("verdict") not in VERDICTS:
+        raise UsageError(f"{where}: verdict {row.get('verdict')!r} is unknown, choose from {', '.join(VERDICTS)}")
+    for name, kind in (("settings", dict), ("gates", dict), ("worst", list)):
+        if not isinstance(row.setdefault(name, kind()), kind):
+            raise UsageError(f"{where}: {name} must be a {kind.__name__}, got {row[name]!r}")
+    return row
+
+
+def _opened(path: Path, append: bool) -> BinaryIO:
+    if append:
+        with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
+            content = file.read()
+            file.truncate(content.rfind(b"\n") + 1)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC)
+    return os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0)
+
+
+def _strict(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
