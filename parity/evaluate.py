@@ -12,6 +12,9 @@ from parity.rounding import Mark, MonteCarlo, Recipe, exact_mark, recipe_mark
 STACK_LIMIT = 1 << 22
 """Largest number of logits in one stack of replicas; beyond it a stack is split."""
 
+REPEATED = frozenset({"hidden", "weight", "bias", "lora_a", "lora_b"})
+"""Inputs of which every replica has its own copy: every tensor that may be a leaf."""
+
 Quantities = dict[str, torch.Tensor]
 
 
@@ -21,14 +24,18 @@ def gradient_name(leaf: str) -> str:
 
 
 def to_double(inputs: Inputs, stack: int | None = None) -> Inputs:
-    """The same inputs in float64, leaves fresh and, with `stack`, repeated along a new leading dimension."""
+    """The same inputs in float64, leaves fresh and, with `stack`, repeated along a new leading dimension.
+
+    What the oracle rounds is repeated whether its gradient is asked for or not: a frozen head that all replicas shared
+    would be rounded once for all of them, and the spread would be one sample.
+    """
     tensors: dict[str, torch.Tensor | None] = {}
     for name, tensor in inputs.tensors.items():
         if tensor is not None and tensor.is_floating_point():
             tensor = tensor.detach().double()
+            if stack is not None and name in REPEATED:
+                tensor = tensor.expand(stack, *tensor.shape)
             if name in inputs.leaves:
-                if stack is not None:
-                    tensor = tensor.expand(stack, *tensor.shape)
                 tensor = tensor.detach().requires_grad_()
         tensors[name] = tensor
     return inputs.replace(**tensors)

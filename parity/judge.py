@@ -179,7 +179,7 @@ def _tensor_gates(
         unit = torch.maximum(size(spread).square().mean(0).sqrt(), u * size(o)).clamp(min=eta * width**0.5)
         gates["row"] = float((size(e) / (ROW * unit)).amax())
     top = float(o.abs().amax())
-    if top > 0:
+    if top > eta:  # below, the quantity is zero in its dtype and has no direction
         p, q = o / top, e / top
         energy = float(p.square().sum())
         s_r = (flat / top) @ p.reshape(-1) / energy

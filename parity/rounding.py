@@ -123,8 +123,8 @@ class _Noise:
 class MonteCarlo(TorchDispatchMode):
     """Perturb every rounded operation of a float64 computation, forward and backward, as a `Recipe` would round it.
 
-    Matrix products over K terms get max(2, √K/2)·u·(|A|·|B|)·ξ (tf32: 2·u·√(A²·B²)·ξ besides), sums 2·u·Σ|x|·ξ, a log-softmax its row's
-    u·(2|logsumexp| + 1)·ξ, any other rounded operation x·(1 + u·ξ) + η·ξ with η the smallest normal of float32;
+    Matrix products over K terms get max(2, √K/2)·u·(|A|·|B|)·ξ (tf32: 2·u·√(A²·B²)·ξ besides), sums 2·u·Σ|x|·ξ, a
+    log-softmax its row's u·(2|logsumexp| + 1)·ξ, any other rounded operation x·(1 + u·ξ) + η·ξ with η the smallest normal of float32;
     results that no rounding touches are left alone. ξ is uniform in ±1 per element. In float16 and bfloat16 the result
     is rounded to their bits instead, on a grid stretched at random.
     """
@@ -194,6 +194,10 @@ class MonteCarlo(TorchDispatchMode):
         # products of few rows are summed one after another: the random walk of Higham and Mary (2019), √K·u, halved
         walk = max(2.0, a.shape[-1] ** 0.5 / 2)
         out = out + matmul(a.abs(), b.abs()).mul_(walk * self.u_sum).mul_(self.noise.like(out))
+        if a.shape[-1] == 1 and not self.backward and self.recipe.logits in ("fp16", "bf16"):
+            # products of two short mantissas, summed with nothing, round alike along a row: h = 2 - 2⁻⁷ always rounds up
+            row = self.noise.like(out[..., :1])
+            out = out + out * row * UNIT_ROUNDOFF[self.recipe.logits]
         precision = self.recipe.matmul_backward if self.backward else self.recipe.matmul
         partial = self.u_partial() if self.backward else 0.0
         if precision != "ieee" or partial:

@@ -22,6 +22,9 @@ from parity.rounding import IEEE_FP32, Recipe
 REPLICAS = 12
 CONFIRMATION = 60
 """A disagreement is confirmed with this many replicas: twelve underestimate the spread of some entry now and then."""
+LAST_WORD, LAST_WORD_LOGITS = 480, 1 << 23
+"""And then with this many, as far as that many logits go: where rounding decides which token wins (bf16 logits over a
+temperature of 1e-3) an entry is near 0 in nearly every replica and large in a few."""
 COARSEST = Recipe(logits="input", dlogits="input", elementwise="input", softmax="input", inputs="input", output="input")
 
 Row = dict[str, Any]
@@ -146,11 +149,13 @@ def judge_all(
 
 
 def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
-    """Judge; where something disagrees, judge once more with more replicas."""
+    """Judge; while something disagrees by a finite amount, judge again with more replicas."""
     recipe = implementation.recipe_for(bench.inputs)
     judged = judge_all(bench, implementation, outcome, recipe)
-    if any(1.0 < j.headroom < math.inf for j in judged.values()):
-        judged = judge_all(bench, implementation, outcome, recipe, CONFIRMATION)
+    s = bench.inputs.settings
+    for count in (CONFIRMATION, max(CONFIRMATION, min(LAST_WORD, LAST_WORD_LOGITS // (s.B * s.T * s.V)))):
+        if any(1.0 < j.headroom < math.inf for j in judged.values()):
+            judged = judge_all(bench, implementation, outcome, recipe, count)
     return judged
 
 

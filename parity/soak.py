@@ -1,0 +1,194 @@
+"""False alarms: honest implementations on drawn cases, which the judge must never call wrong.
+
+    python -m parity.soak --cases 1500 --seed 0
+
+prints how many disagree and the worst headroom by (family, quantity, gate, dtype). Oracle and replicas of a case are
+shared by the implementations, so that twenty thousand implementation-cases take minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import collections
+import dataclasses
+import itertools
+import json
+import math
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+
+import hypothesis
+import torch
+
+from parity.case import Case
+from parity.execute import execute
+from parity.families import family
+from parity.honest import CONTROLS
+from parity.implementations import Implementation
+from parity.judge import Judgement
+from parity.run import Bench, confirmed, judge_all, skip_reason
+from parity.space import cases
+
+BATCH = 12
+EDGES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+
+Key = tuple[str, str, str, str]
+
+
+@dataclasses.dataclass
+class Spread:
+    """Headroom of one gate on one quantity: how often in each interval of `EDGES`, the worst, and where."""
+
+    counts: list[int] = dataclasses.field(default_factory=lambda: [0] * (len(EDGES) + 1))
+    worst: float = 0.0
+    where: str = ""
+
+    def add(self, headroom: float, where: str) -> None:
+        """Count one headroom; NaN counts as beyond every edge."""
+        headroom = math.inf if math.isnan(headroom) else headroom
+        self.counts[bisect.bisect_left(EDGES, headroom)] += 1
+        if headroom > self.worst:
+            self.worst, self.where = headroom, where
+
+
+@dataclasses.dataclass
+class Soak:
+    """What a soak found.
+
+    Attributes:
+        judged: implementation-cases judged, by (family, dtype).
+        spreads: headroom by (family, quantity, gate, dtype), of the first judgement with its few replicas.
+        first: implementation-cases whose first judgement disagreed.
+        alarms: those that the confirmation upheld: (implementation, quantity, gate, headroom, case).
+        silent: implementation-cases that did not run, by (implementation, verdict, message).
+    """
+
+    judged: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
+    spreads: dict[Key, Spread] = dataclasses.field(default_factory=lambda: collections.defaultdict(Spread))
+    first: list[tuple[str, str, str, float, str]] = dataclasses.field(default_factory=list)
+    alarms: list[tuple[str, str, str, float, str]] = dataclasses.field(default_factory=list)
+    silent: collections.Counter[tuple[str, str, str]] = dataclasses.field(default_factory=collections.Counter)
+
+    @property
+    def total(self) -> int:
+        """Implementation-cases judged."""
+        return sum(self.judged.values())
+
+
+def drawn(name: str, count: int, seed: int, dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")) -> Iterator[Case]:
+    """`count` different cases of a family, from the strategy that a run draws them from.
+
+    Hypothesis follows each fresh example by five mutated copies, once its health checks are done; short runs with a
+    seed each keep the draws apart.
+    """
+    seen: set[str] = set()
+    for batch in itertools.count():
+        for case in _batch(name, 1_000_003 * seed + batch, dtypes):
+            if case.id not in seen:
+                seen.add(case.id)
+                yield case
+            if len(seen) == count:
+                return
+
+
+def _batch(name: str, seed: int, dtypes: tuple[str, ...]) -> list[Case]:
+    found: list[Case] = []
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=BATCH,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate],
+    )
+    @hypothesis.given(cases(family(name), dtypes, "pr"))
+    def collect(case: Case) -> None:
+        found.append(case)
+
+    collect()
+    return found[1:]  # the first is the simplest case every time
+
+
+def judged(bench: Bench, implementation: Implementation) -> tuple[dict[str, Judgement], dict[str, Judgement]] | str:
+    """The first judgement and the one that counts, or why there is none."""
+    bench = bench.offered(implementation)
+    reason = skip_reason(implementation, bench.inputs.case, bench.inputs.settings, "cpu")
+    if reason:
+        return f"unsupported: {reason}"
+    outcome = execute(implementation, bench.inputs)
+    if outcome.verdict != "ran":
+        return f"{outcome.verdict}: {outcome.message}"
+    first = judge_all(bench, implementation, outcome, implementation.recipe_for(bench.inputs))
+    if all(j.agrees for j in first.values()):
+        return first, first
+    return first, confirmed(bench, implementation, outcome)
+
+
+def soak(chosen_cases: Iterable[Case], implementations: Iterable[Implementation] | None = None) -> Soak:
+    """Judge implementations, or else the honest ones of each family, on cases."""
+    out, chosen = Soak(), None if implementations is None else list(implementations)
+    for case in chosen_cases:
+        bench = Bench.of(case)
+        text = json.dumps(case.to_json())
+        for implementation in chosen or CONTROLS[case.family]:
+            result = judged(bench, implementation)
+            if isinstance(result, str):
+                out.silent[(implementation.id, *result.split(": ", 1))] += 1  # type: ignore[index]
+                continue
+            first, final = result
+            out.judged[(case.family, case.dtype)] += 1
+            for quantity, j in first.items():
+                for gate, headroom in j.gates.items():
+                    out.spreads[(case.family, quantity, gate, case.dtype)].add(headroom, f"{implementation.id} {text}")
+                if not j.agrees:
+                    out.first.append((implementation.id, quantity, j.gate, j.headroom, text))
+            out.alarms += [(implementation.id, q, j.gate, j.headroom, text) for q, j in final.items() if not j.agrees]
+    return out
+
+
+def table(found: Soak) -> str:
+    """The distribution as a Markdown table: share of judgements below each edge, and the worst."""
+    head = "| family | quantity | gate | dtype | judged | " + " | ".join(f"≤ {e:g}" for e in EDGES) + " | worst |"
+    lines = [head, "|" + "---|" * (6 + len(EDGES))]
+    for key, spread in sorted(found.spreads.items()):
+        if key[2] == "structure" or not any(spread.counts):
+            continue
+        total, seen = sum(spread.counts), 0
+        shares = []
+        for count in spread.counts[:-1]:
+            seen += count
+            shares.append(f"{100 * seen / total:.4g} %")
+        lines.append(f"| {' | '.join(key)} | {total} | {' | '.join(shares)} | {spread.worst:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Command line: 0 when nothing disagreed, 1 otherwise."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--cases", type=int, default=1500, help="cases of each family")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", choices=tuple(CONTROLS), action="append")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    failed = False
+    for name in options.family or CONTROLS:
+        start = time.monotonic()
+        found = soak(drawn(name, options.cases, options.seed))
+        seconds = time.monotonic() - start
+        print(f"{name}: {found.total} implementation-cases in {seconds:.0f} s; {dict(found.judged)}")
+        print(f"{name}: {len(found.first)} quantities beyond a gate at first, {len(found.alarms)} after confirmation")
+        for alarm in found.alarms or found.first[:20]:
+            print("  ", *alarm)
+        for key, count in found.silent.most_common(10):
+            print("  ", count, *key)
+        print(table(found), flush=True)
+        failed |= bool(found.alarms)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
