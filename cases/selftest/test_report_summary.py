@@ -109,6 +109,12 @@ def test_a_wrong_value_is_the_root_of_its_gradients():
     assert ("fp32", "cpu", "grad_hidden") in finding.cells
 
 
+def test_the_table_names_the_root():
+    relation = row("a", "relation: x2", "disagree", headroom=None, gate="relation", gates={"relation": None})
+    (line,) = summary(relation, row("a", "loss", "disagree")).lines
+    assert wording.at(line.worst) == "loss norm"
+
+
 def test_a_protocol_leak_is_a_finding_of_its_own():
     s = summary(row("a", "loss", "disagree"), row("a", "protocol", "disagree", gate="protocol"))
     assert {f.roots for f in s.findings} == {("loss",), ("protocol",)}

@@ -127,11 +127,12 @@ def roots_of(failing: Iterable[Row]) -> frozenset[str]:
     """
     tiers: dict[int, set[str]] = collections.defaultdict(set)
     for row in failing:
-        tiers[_tier(row)].add(row["quantity"])
+        tiers[tier(row)].add(row["quantity"])
     return frozenset(tiers[min(tiers)]) if tiers else frozenset()
 
 
-def _tier(row: Row) -> int:
+def tier(row: Row) -> int:
+    """0 for an output, 1 for a gradient, 2 for a relation or the protocol, 3 for a row about the whole run."""
     quantity = row["quantity"] or ""
     if about_run(row):
         return 3

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from parity.report.coverage import Coverage, Reason, coverage, reasons
-from parity.report.findings import Finding, findings
+from parity.report.findings import Finding, findings, tier
 from parity.report.outcomes import FAILING, STOPPED, ImplementationCase, about_run, grouped, headroom
 from parity.report.rows import Row
 
@@ -48,7 +48,8 @@ class Line:
         device: it ran on.
         role: reference or candidate.
         counts: of its implementation-cases.
-        worst: the judged row of largest headroom, known findings left out where anything else was judged; or None.
+        worst: the judged row of largest headroom, or None; where something fails anew, the worst of its root
+            quantities; known findings left out where anything else was judged.
         known: ledger ids of what it fails.
         verdict: disagree, crashed, timed-out, out-of-memory, nondeterministic, known, agree, or the commoner of refused
             and unsupported where nothing was compared.
@@ -160,8 +161,11 @@ def _known(failing: Iterable[Row]) -> tuple[str, ...]:
 
 
 def _worst(rows: Sequence[Row]) -> Row | None:
-    open_rows = [r for r in rows if not r.get("known")]
-    return max(open_rows or rows, key=headroom, default=None)
+    """The row to name: of what fails anew the worst among the roots, else the largest headroom outside the ledger."""
+    new = [r for r in rows if r["verdict"] in FAILING and not r.get("known")]
+    if new:
+        return max(new, key=lambda r: (-tier(r), headroom(r)))
+    return max([r for r in rows if not r.get("known")] or rows, key=headroom, default=None)
 
 
 def _where(case: ImplementationCase) -> tuple[str, str, int, str, str]:

@@ -72,22 +72,23 @@ def _table(family: str, lines: Sequence[Line], console: Console) -> None:
     console.print(Text(f"{family} · {', '.join(devices)}", style="bold"))
     table = _numbers(shown, longest if beside else 0)
     for name, found in groups.items():
-        told = ""
         for k, line in enumerate(found):
-            reason = line.reason if not line.counts.compared and line.reason != told else ""
-            told = reason or told
             cells = [f"{f(line.counts):,}" for f in shown.values()]
-            verdict = Text(wording.line_verdict(line) + (f": {reason}" if reason else ""))
-            verdict.stylize(COLOURS.get(line.verdict, "bold red"))
-            first = "" if k else name
+            verdict = Text(wording.line_verdict(line), style=COLOURS.get(line.verdict, "bold red"))
+            first = name if beside and k == 0 else ""
             at = Text(wording.at(line.worst))
-            table.add_row(Text(first if beside else ""), line.dtype, *cells, wording.line_headroom(line), at, verdict)
+            table.add_row(Text(first), line.dtype, *cells, wording.line_headroom(line), at, verdict)
         if not beside:
             say(console, name)
             console.print(table)
             table = _numbers(shown, 0, header=False)
     if beside:
         console.print(table)
+    idle = dict.fromkeys(
+        (n, x.reason) for n, found in groups.items() for x in found if not x.counts.compared and x.reason
+    )
+    for name, reason in idle:
+        say(console, f"  {name}: {reason}", "dim")
 
 
 def _numbers(counters: Iterable[str], longest: int, header: bool = True) -> Table:
