@@ -3,6 +3,8 @@
 import importlib
 import math
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -356,6 +358,14 @@ def test_inside_compile():
         torch.autograd.grad(compiled(*leaves), leaves), torch.autograd.grad(function(*leaves), leaves), strict=True
     ):
         assert torch.equal(g, w)
+
+
+def test_importing_is_light():
+    """Triton reads TRITON_INTERPRET when it is imported, so importing the fixes must not do that behind one's back."""
+    heavy = "{'triton', 'transformers', 'trl', 'liger_kernel', 'cut_cross_entropy', 'peft'}"
+    program = f"import sys, parity.fixes; raise SystemExit(str(found) if (found := {heavy} & set(sys.modules)) else 0)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_leaves_everything_as_it_was():

@@ -371,7 +371,7 @@ def _check_settings(s: FusedLinearGRPOLoss) -> None:
             raise ValueError(f"{name}={value}: out of range")
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # as in logprobs.py
 def _check_values(
     attention_mask: Tensor,
     mask: Tensor,

@@ -26,7 +26,7 @@ from torch import Tensor
 from parity.fixes.chunked import ChunkedLogProbs, Settings, precision
 
 
-@torch.compiler.disable  # reads values (ids) and runs Python loops: one graph break, nothing for Dynamo to trace
+@torch._disable_dynamo  # reads values (ids) and loops: nothing to trace. The public spelling imports Triton at once
 def selective_log_probs(
     hidden: Tensor,
     weight: Tensor,
