@@ -23,11 +23,11 @@ PROBES = dict(build.PROBES)
 
 @pytest.fixture(scope="module")
 def cache():
-    """A cache of its own, on the filesystem of the usual one, where uv's files can be linked; skips without an index."""
+    """A cache of its own on the filesystem of the usual one, so that uv can link; skips without an index."""
     folder = client.cache_root() / "selftest" / uuid.uuid4().hex[:8]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARITY_CACHE", str(folder))
-        # Importing a trainer for the first time takes 15 s; docs/environments.md lists the tuples for which it was done.
+        # Importing a trainer for the first time takes 15 s: docs/environments.md lists what was imported.
         patch.setattr(build, "PROBES", {"liger-kernel": PROBES["liger-kernel"], "no-such": "import no_such"})
         try:
             release("trl", "0.27.2")
@@ -58,9 +58,9 @@ def test_it_holds_the_version_and_partners_of_its_era(made):
 
 def test_the_harness_runs_in_it_and_trl_comes_from_it(made):
     program = (
-        "import json, sys, os, importlib.metadata as m, parity.versions.spec as s, hypothesis, pytest, rich, click;"
-        "import torch, trl, jinja2, safetensors, numpy;"
-        "print(json.dumps([sys.prefix, trl.__file__, m.version('trl'), s.__file__, os.environ.get('EXTRA')]))"
+        "import json, sys, os, importlib.metadata as m, importlib.util as u, parity.versions.spec as s;"
+        "import hypothesis, pytest, rich, click, jinja2, safetensors, numpy; trl = u.find_spec('trl').origin;"
+        "print(json.dumps([sys.prefix, trl, m.version('trl'), s.__file__, os.environ.get('EXTRA')]))"
     )
     done = made.run(["python", "-c", program], capture=True, settings={"EXTRA": "1"})
     assert done.returncode == 0, done.stderr
@@ -79,27 +79,36 @@ def test_asking_again_returns_it_at_once(made):
         environment.show("trl-9")
 
 
-@pytest.mark.parametrize("harm", ["truncated", "removed", "package", "manifest", "python"])
-def test_a_damaged_one_is_made_again(made, cache, harm):
-    site = build.site_packages(made.root)
-    victim = site / "trl" / "trainer" / "grpo_trainer.py"
-    if harm == "truncated":
-        # Unlinked first: the file is a hard link into uv's cache.
-        victim.unlink()
-        victim.write_text("half")
-    elif harm == "removed":
-        victim.unlink()
-    elif harm == "package":
-        shutil.rmtree(next(site.glob("peft-*.dist-info")))
-    elif harm == "manifest":
-        (made.root / "parity-environment.json").write_text('{"lock":')
-    else:
-        (made.root / "bin" / "python").unlink()
-    locked = resolve.lock(environment.parse_all([ASKED]))
-    assert harm == "manifest" or build.damage(made.root, locked)
-    assert Environment.of([ASKED]) == made
-    assert build.damage(made.root, locked) is None and victim.stat().st_size > 1000
+@pytest.mark.parametrize(
+    "harmed, content, says",
+    [
+        ("{site}/trl/trainer/grpo_trainer.py", None, "trl/trainer/grpo_trainer.py is gone"),
+        ("{site}/trl/trainer/grpo_trainer.py", "half", "has 4 bytes instead of"),
+        ("{site}/peft-{peft}.dist-info", None, "peft is missing instead of {peft}"),
+        ("{root}/bin/python", None, "its python is gone"),
+    ],
+)
+def test_damage_is_seen_and_named(made, harmed, content, says):
+    locked, names = resolve.lock(environment.parse_all([ASKED])), {"root": made.root, "peft": made.versions["peft"]}
+    victim = build.Path(harmed.format(site=build.site_packages(made.root), **names))
+    # Moved aside, never written to: the file is a hard link into uv's cache.
+    aside = victim.rename(made.root / "aside")
+    try:
+        if content:
+            victim.write_text(content)
+        assert says.format(**names) in str(build.damage(made.root, locked))
+    finally:
+        aside.replace(victim)
+    assert build.damage(made.root, locked) is None
+
+
+def test_a_damaged_one_is_made_again(made, cache):
+    victim = build.site_packages(made.root) / "trl" / "trainer" / "grpo_trainer.py"
+    victim.unlink()
+    assert Environment.of([ASKED]) == made and victim.stat().st_size > 1000
     assert left_over(cache) == []
+    (made.root / "parity-environment.json").write_text('{"lock":')
+    assert environment.listing() == [] and Environment.of([ASKED]) == made
 
 
 def test_a_lost_one_comes_back_without_a_network(made, monkeypatch):
