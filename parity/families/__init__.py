@@ -123,6 +123,10 @@ class Family:
             choices = self.settings[name].choices
             if choices is not None and value not in choices:
                 raise UsageError(f"case {case.id}: {name}={value!r} is not among {', '.join(map(repr, choices))}")
+            default = self.settings[name].default
+            if choices is None and not _fits(value, default):
+                kind = "an integer" if type(default) is int else "text" if isinstance(default, str) else "a number"
+                raise UsageError(f"case {case.id}: {name}={value!r} must be {kind}")
         return SimpleNamespace(**{n: case.settings.get(n, s.default) for n, s in self.settings.items()})
 
     def case(self, seed: int, dtype: str, settings: Mapping[str, Any]) -> Case:
@@ -144,6 +148,15 @@ class Relation:
     change: Callable[[Inputs], Inputs | None]
     factor: Mapping[str, float]
     why: str
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Whether a setting's value is of its default's kind; None stands for a number or a list that may be absent."""
+    if isinstance(value, bool):
+        return isinstance(default, bool)
+    if default is None:
+        return value is None or isinstance(value, int | float | list)
+    return isinstance(value, int | float) if type(default) is float else isinstance(value, type(default))
 
 
 def family(name: str) -> Family:

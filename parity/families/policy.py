@@ -83,9 +83,14 @@ def surrogate(
     if s.loss_type == "cispo":
         return -w.clamp(max=_epsilon_high(s)).detach() * advantages * lp
     if s.loss_type == "sapo":
-        tau = torch.where(advantages > 0, s.sapo_temperature_pos, s.sapo_temperature_neg)
+        tau = _by_sign(advantages > 0, s.sapo_temperature_pos, s.sapo_temperature_neg)
         return -torch.sigmoid(tau * (w - 1)) * 4 / tau * advantages
     return -vespo_phi(s, d.detach(), advantages, mask, ratio) * advantages * lp
+
+
+def _by_sign(condition: torch.Tensor, yes: float, no: float) -> torch.Tensor:
+    """`torch.where` of two numbers, which would otherwise be rounded to float32."""
+    return torch.where(condition, yes, torch.tensor(no, dtype=torch.float64))
 
 
 def _epsilon_high(s: SimpleNamespace) -> float:
@@ -101,8 +106,8 @@ def vespo_phi(
     if ratio is not None:
         log_w = log_w + ratio.log().clamp(low, high).sum(-1, keepdim=True)
     log_w = log_w.clamp(low, high)
-    k = torch.where(advantages >= 0, s.vespo_k_pos, s.vespo_k_neg)
-    lam = torch.where(advantages >= 0, s.vespo_lambda_pos, s.vespo_lambda_neg)
+    k = _by_sign(advantages >= 0, s.vespo_k_pos, s.vespo_k_neg)
+    lam = _by_sign(advantages >= 0, s.vespo_lambda_pos, s.vespo_lambda_neg)
     return torch.exp(lam + k * log_w - lam * log_w.exp())
 
 

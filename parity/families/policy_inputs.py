@@ -134,8 +134,14 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
         UsageError: for settings outside their range.
     """
     head.check(s, case)
-    if s.loss_type == "dr_grpo" and s.max_completion_length < 1:
-        raise UsageError(f"case {case.id}: max_completion_length={s.max_completion_length} must be at least 1")
+    for name in ("accumulation", "steps_per_generation", "max_completion_length", "chunk_size"):
+        if getattr(s, name) < 1:
+            raise UsageError(f"case {case.id}: {name}={getattr(s, name)} must be at least 1")
+    for name in ("epsilon_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"):
+        if getattr(s, name) is not None and not getattr(s, name) > 0:
+            raise UsageError(f"case {case.id}: {name}={getattr(s, name)} must be positive")
+    if not 0 <= s.epsilon < 1:
+        raise UsageError(f"case {case.id}: epsilon={s.epsilon} must be at least 0 and below 1")
     tensors = head.build(case, s)
     tensors |= _masks(case, s)
     tensors["previous_ids"] = integers(case.seed, "previous", (s.B, s.T), s.V)

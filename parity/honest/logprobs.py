@@ -168,7 +168,7 @@ def chunked(x: Inputs) -> Pair:
 
 
 def tiles(x: Inputs) -> Pair:
-    """A few tokens at a time: logits in the dtype of the head, partial gradients of the head summed in it by autograd."""
+    """A few tokens at a time: logits in the dtype of the head, in which autograd sums its partial gradients."""
     hidden, ids = plain.states(x).flatten(0, 1), x.ids.flatten()
     pairs = [
         by_softmax(i, finished(x, stored_logits(x, h)))

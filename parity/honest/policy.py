@@ -13,7 +13,7 @@ from parity.implementations import Outputs
 
 
 def policy(x: Inputs, head: Head, reordered: bool) -> Outputs:
-    """Loss and metrics of one micro-batch; `reordered` masks and weighs first, and writes every formula the other way."""
+    """Loss and metrics of one micro-batch; `reordered` weighs first and writes every formula the other way."""
     s = x.settings
     logps, entropy = (value.float() for value in head.call(x))
     mask = x.mask.float()
