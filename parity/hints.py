@@ -58,6 +58,6 @@ def _named_factor(bench: Bench, factor: float) -> str:
         named["1 ÷ mean importance ratio"] = 1 / max(float(ratio.mean()), 1e-30)
     for label, value in named.items():
         for power, text in ((1, label), (-1, f"1 ÷ ({label})"), (2, f"({label})²")):
-            if value not in (0.0, 1.0) and abs(factor / value**power - 1) < 2e-3:
+            if value not in (0.0, 1.0) and not (value == -1.0 and power != 1) and abs(factor / value**power - 1) < 2e-3:
                 return f", which is {text}"
     return ""

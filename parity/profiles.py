@@ -28,7 +28,7 @@ class Profile:
 
 PROFILES = {
     "quick": Profile({"logprobs": 80, "policy": 60}, cost=4, shrink_seconds=8.0, findings=3),
-    "pr": Profile({"logprobs": 700, "policy": 600}),
+    "pr": Profile({"logprobs": 850, "policy": 850}),
     "nightly": Profile({"logprobs": 6000, "policy": 6000}, derandomised=False, shrink_seconds=60.0, findings=20),
     "soak": Profile({"logprobs": 60000, "policy": 60000}, derandomised=False, shrink_seconds=60.0, findings=20),
 }

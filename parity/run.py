@@ -201,7 +201,7 @@ def run_case(
     implementation before it runs, so that a watcher knows whom to blame if the process does not come back.
     """
     bench = Bench.of(case, device)
-    reference: dict[str, bool] = {}
+    reference: dict[str, Row] = {}
     against: str | None = None
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
         announce(implementation)
@@ -212,12 +212,14 @@ def run_case(
                 if row["verdict"] == "disagree":
                     row["blame"] = row["blame"] or "reference"
                 if row["verdict"] in ("agree", "disagree"):
-                    reference[row["quantity"]] = row["verdict"] == "agree"
+                    reference[row["quantity"]] = row
                     against = implementation.id
             else:
                 row["against"] = against
+                beside = reference.get(row["quantity"])
+                row["value_reference"] = beside["value"] if beside else None
                 if row["verdict"] == "disagree" and row["variant"] is None:
-                    row["blame"] = "candidate" if reference.get(row["quantity"], True) else "both"
+                    row["blame"] = "both" if beside and beside["verdict"] == "disagree" else "candidate"
             yield row
 
 
@@ -289,7 +291,8 @@ def _base(bench: Bench, implementation: Implementation) -> Row:
 
 def empty_row(case: Case, implementation: str, device: str) -> Row:
     """A row of the results contract in which nothing has been judged yet."""
-    s = family(case.family).full_settings(case)
+    fam = family(case.family)
+    s = fam.full_settings(case)
     shapes = {k: getattr(s, k) for k in ("B", "T", "V", "H")}
     return {
         "case": case.id,
@@ -324,6 +327,7 @@ def empty_row(case: Case, implementation: str, device: str) -> Row:
         "known": None,
         "seed": case.seed,
         "settings": dict(case.settings) | shapes,
+        "features": dict(fam.features(case)),
         "message": "",
         "replay": f"parity replay {case.id} --implementation {implementation}",
     }

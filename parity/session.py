@@ -209,7 +209,8 @@ def selected(implementation: Implementation, case: Case, cost: int, device: str)
     every = implementation.every * cost if implementation.every > 1 else 1
     if implementation.interpreted:
         tokens = case.settings.get("B", 2) * case.settings.get("T", 3)
-        every = every + every * tokens // 16 if device == "cpu" else 1  # interpreted, each token costs
+        blocks = 1 + case.settings.get("V", 7) // 256
+        every = every + every * tokens * blocks // 16 if device == "cpu" else 1  # interpreted, every block costs
     return zlib.crc32(f"{implementation.id}/{case.id}".encode()) % every == 0
 
 

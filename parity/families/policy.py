@@ -200,6 +200,8 @@ def features(case: Case) -> dict[str, Any]:
         "V = 1": s.V == 1,
         "V beyond a chunk": s.V > 4096,
         "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
+        "one position": s.T == 1,
+        "fp16 overflow": case.dtype == "fp16" and 5 * s.peak * s.logit_scale / s.temperature > 65504,
         "logit_std": s.peak * s.logit_scale / s.temperature,
         "tokens": s.B * s.T,
         "delta active": s.delta is not None,

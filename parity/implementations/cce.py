@@ -135,7 +135,7 @@ def minus_inf(x: Inputs) -> Outputs:
     library="cut-cross-entropy",
     recipe=_compiled,
     contexts=frozenset({"plain", "autocast", "checkpoint"}),
-    every=10,
+    every=24,
     sources=("cut_cross_entropy.torch_compile.torch_compile_linear_cross_entropy",),
 )
 def torch_compile(x: Inputs) -> Outputs:
