@@ -104,14 +104,18 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     name = _NAMES[value.dtype]
     u, eta, largest = UNIT_ROUNDOFF[name], HALF_SUBNORMAL[name], LARGEST[name]
     o, v = unit.exact.detach().cpu().double(), value.detach().cpu().double()
-    spread = unit.replicas.detach().cpu().double() - o
-    if spread.shape[1:] != o.shape:
-        raise ValueError(f"replicas {tuple(unit.replicas.shape)} do not stack the oracle's {tuple(o.shape)}")
+    stack = unit.replicas.detach().cpu().double()
+    if stack.shape[1:] != o.shape:
+        raise ValueError(f"replicas {tuple(stack.shape)} do not stack the oracle's {tuple(o.shape)}")
+    spread = stack - o
     if o.numel() == 0:
         return Judgement({"structure": 0.0})
+    infinite = torch.isinf(o) & (stack == o).all(0)  # by definition, not because something overflowed
     skip = ~torch.isfinite(spread).all(0) | (o.abs() > largest / 2) | ((spread + o).abs() > largest).any(0)
+    skip = skip & ~infinite
     finite = torch.isfinite(v)
-    same = (finite == torch.isfinite(o)) & (torch.isnan(v) == torch.isnan(o)) | skip
+    same = (finite == torch.isfinite(o)) & (torch.isnan(v) == torch.isnan(o))
+    same = torch.where(infinite, v == o, same | skip)
     gates = {"structure": 0.0}
     message = ""
     if not bool(same.all()):

@@ -1,5 +1,6 @@
 """The log-prob oracle against the definition in 50 digits, gradcheck, and a stored fp16 that overflows."""
 
+import itertools
 import random
 
 import mpmath as mp
@@ -44,7 +45,7 @@ def test_values(seed):
     logps, entropy = Values(x).tokens()
     found = exact(FAMILY, x)
     for name, wanted in (("logps", logps), ("entropy", entropy)):
-        for value, truth in zip(found[name].flatten().tolist(), sum(wanted, []), strict=True):
+        for value, truth in zip(found[name].flatten().tolist(), itertools.chain(*wanted), strict=True):
             assert abs(value - truth) <= mp.mpf("1e-10") * (1 + abs(truth)), name
 
 
@@ -58,7 +59,7 @@ def test_gradient(seed):
     ]
 
     def total():
-        outputs = [sum(o, []) for o in values.tokens()]
+        outputs = [itertools.chain(*o) for o in values.tokens()]
         return mp.fsum(g * v for g, o in zip(upstream, outputs, strict=False) for g, v in zip(g, o, strict=True))
 
     choose = random.Random(seed)

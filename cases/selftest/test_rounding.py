@@ -1,0 +1,223 @@
+"""Replicas have the spread of real low-precision runs, and none where nothing is rounded."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from parity.evaluate import exact, replicas
+from parity.execute import execute
+from parity.families import family
+from parity.honest import control
+from parity.implementations import Implementation
+from parity.judge import Unit, judge
+from parity.rounding import MonteCarlo, Recipe, recipe_mark
+
+FAMILY = family("logprobs")
+SETTINGS = {"B": 3, "T": 5, "V": 61, "H": 16, "entropy": "gradient", "bias": "random"}
+
+
+def to_tf32(x):
+    """x with 11 significant bits, as tensor cores read it."""
+    carry = x.double() * (2.0**42 + 1)
+    return (carry - (carry - x.double())).float()
+
+
+def tf32_logprobs(x):
+    """Forward products of inputs rounded to tf32, the rest float32."""
+    logits = to_tf32(x.hidden.detach()) @ to_tf32(x.weight.detach()).T + x.bias
+    return {"logps": logits.log_softmax(-1).gather(-1, x.ids[..., None])[..., 0]}
+
+
+TF32 = Implementation("tf32", "logprobs", "candidate", tf32_logprobs, Recipe(matmul="tf32"))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "context", "quantities"),
+    [
+        ("reordered", "fp32", "plain", "logps entropy grad_hidden grad_weight grad_bias"),
+        ("online", "fp32", "plain", "logps entropy grad_hidden grad_weight grad_bias"),
+        ("plain", "bf16", "plain", "logps entropy grad_hidden grad_weight"),
+        ("plain", "fp16", "plain", "logps entropy grad_hidden grad_weight"),
+        ("narrow", "bf16", "plain", "logps entropy grad_hidden grad_weight"),
+        ("narrow", "fp16", "plain", "logps entropy grad_hidden grad_weight"),
+        ("tiles", "bf16", "plain", "grad_weight"),
+        ("plain", "fp32", "autocast", "logps entropy grad_hidden grad_weight"),
+        ("narrow", "fp32", "autocast", "logps entropy grad_hidden grad_weight"),
+        ("tf32", "fp32", "plain", "logps"),
+    ],
+)
+@pytest.mark.parametrize("peak", [0.05, 1.0, 4.0])
+def test_spread_is_that_of_real_runs(name, dtype, context, quantities, peak):
+    """Norm of a real run's error over that of the replicas, geometric mean over ten cases: at most 2, at least 0.08."""
+    implementation = TF32 if name == "tf32" else control(f"honest.logprobs.{name}")
+    ratios = {q: [] for q in quantities.split()}
+    for seed in range(10):
+        case = FAMILY.case(seed, dtype, SETTINGS | {"peak": peak, "context": context})
+        inputs = FAMILY.build(case)
+        truth, outcome = exact(FAMILY, inputs), execute(implementation, inputs)
+        spread = replicas(FAMILY, inputs, implementation.recipe_for(inputs), 12, seed)
+        for q, found in ratios.items():
+            e = outcome.quantities[q].double() - truth[q]
+            u = torch.finfo(outcome.quantities[q].dtype).eps / 2
+            unit = (spread[q] - truth[q]).flatten(1).norm(dim=1).square().mean().sqrt()
+            found.append(float(e.norm() / max(unit, u * truth[q].norm() / 2)))
+    for q, found in ratios.items():
+        ratio = math.exp(sum(math.log(max(r, 1e-3)) for r in found) / len(found))
+        assert 0.08 < ratio < 2.0, f"{q}: {ratio:.2f}"
+        assert max(found) < 4.0, q
+
+
+def under(recipe, dtype, function, *tensors):
+    """function(*tensors) under Monte Carlo arithmetic."""
+    with MonteCarlo(recipe, dtype, 1):
+        return function(*tensors)
+
+
+X = torch.linspace(-3, 5, 24, dtype=torch.float64).view(4, 6) / 3
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x.view(6, 4).T[1:3, ::2],
+        lambda x: x.transpose(0, 1).reshape(-1),
+        lambda x: x.gather(1, torch.tensor([[0, 1], [5, 4], [2, 2], [3, 0]])),
+        lambda x: x.index_select(0, torch.tensor([3, 1])),
+        lambda x: torch.where(x > 0, x, 0.0),
+        lambda x: x.masked_fill(x < 0, 1.5),
+        lambda x: x.clamp(-0.5, 0.5),
+        lambda x: torch.minimum(x, x.flip(0)),
+        lambda x: -x.abs(),
+        lambda x: x.amax(1),
+        lambda x: torch.cat([x, x]),
+        lambda x: torch.stack([x, x])[0].unsqueeze(1).expand(4, 3, 6),
+        lambda x: x.sign(),
+        lambda x: x.detach().clone(),
+        lambda x: x.nan_to_num(),
+        lambda x: x[torch.tensor([0, 2])],
+        lambda x: x.topk(2).values,
+    ],
+)
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(elementwise="bf16", softmax="bf16")])
+def test_exact_operations_are_left_alone(operation, recipe):
+    assert torch.equal(under(recipe, "bf16", operation, X), operation(X))
+
+
+@pytest.mark.parametrize(
+    ("operation", "size"),
+    [
+        (lambda x: x * x, lambda x: (x * x).abs()),
+        (lambda x: x.exp(), lambda x: x.exp()),
+        (lambda x: x / 3, lambda x: x.abs() / 3),
+        (lambda x: x.tanh(), lambda x: x.tanh().abs()),
+        (lambda x: x.sum(1), lambda x: 3 * x.abs().sum(1)),
+    ],
+)
+@pytest.mark.parametrize(("elementwise", "u"), [("fp32", 2.0**-24), ("bf16", 2.0**-8), ("fp16", 2.0**-11)])
+def test_rounded_operations_move_by_their_unit_and_no_more(operation, size, elementwise, u):
+    """Sums and products are accumulated in float32; only their result is narrow."""
+    found = under(Recipe(elementwise=elementwise), "bf16", operation, X)
+    error = (found - operation(X)).abs()
+    assert bool((error <= 1.001 * u * size(X) + 2.0**-24).all())
+    assert float(error.max()) > 0.05 * u * float(size(X).abs().max()) / 3
+
+
+def test_ieee_and_tf32_products():
+    a, b = torch.randn(40, 64, dtype=torch.float64), torch.randn(64, 40, dtype=torch.float64)
+    ieee = (under(Recipe(), "fp32", torch.mm, a, b) - a @ b).norm()
+    tf32 = (under(Recipe(matmul="tf32"), "fp32", torch.mm, a, b) - a @ b).norm()
+    real = (to_tf32(a.float()).double() @ to_tf32(b.float()).double() - a @ b).norm()
+    assert 0.5 < float(tf32 / real) < 4
+    assert float(tf32) > 100 * float(ieee)
+
+
+def test_equal_values_round_equally_in_a_narrow_dtype():
+    """Logits that a softcap saturates tie in bf16; a replica in which they never tie knows nothing of it."""
+    x = torch.full((2, 50), 3.0, dtype=torch.float64) * (1 + 1e-9 * torch.arange(50))
+    mode = MonteCarlo(Recipe(), "bf16", 3)
+    with mode:
+        stored = mode.store(x, "bf16")
+    assert int(stored.unique(dim=1).shape[1]) < 50
+    assert float((stored - stored[:, :1]).abs().max()) < 1e-6
+    product = under(Recipe(elementwise="bf16"), "bf16", lambda v: v * 1.1, x)
+    assert float((product - product[:, :1]).abs().max()) < 1e-6
+
+
+def test_products_summed_one_after_another_stay_within_the_gate():
+    """One row times a long column: real sgemv adds its terms in order, and the error grows with √K."""
+    generator = torch.Generator().manual_seed(0)
+    worst = []
+    for k in (4095, 32769):
+        a = torch.rand(1, k, generator=generator) / k
+        a[0, 5] -= 1
+        w = torch.randn(k, 7, generator=generator)
+        truth = a.double() @ w.double()
+        spread = (
+            torch.stack([under_seed(s, torch.mm, a.double(), w.double()) - truth for s in range(40)])
+            .square()
+            .sum((1, 2))
+            .mean()
+            .sqrt()
+        )
+        worst.append(float(((a @ w).double() - truth).norm() / spread))
+    assert max(worst) < 3.0
+
+
+def under_seed(seed, function, *tensors):
+    """As `under`, in float32 with a seed."""
+    with MonteCarlo(Recipe(), "fp32", seed):
+        return function(*tensors)
+
+
+def test_a_stored_float16_overflows():
+    x = torch.tensor([1.0, 7e4, -7e4, torch.inf, torch.nan], dtype=torch.float64)
+    mode = MonteCarlo(Recipe(logits="fp16"), "fp16", 0)
+    with mode:
+        stored = recipe_mark(mode)("logits", x)
+    assert torch.isfinite(stored[0])
+    assert stored[1] == torch.inf
+    assert stored[2] == -torch.inf
+    assert stored[3] == torch.inf
+    assert torch.isnan(stored[4])
+    product = under(Recipe(elementwise="fp16"), "fp16", lambda v: v * 2, torch.tensor([4e4], dtype=torch.float64))
+    assert product[0] == torch.inf
+    wide = under(Recipe(elementwise="bf16"), "bf16", lambda v: v * 2, torch.tensor([4e4], dtype=torch.float64))
+    assert torch.isfinite(wide[0])
+
+
+def test_what_overflows_in_a_replica_is_skipped_and_counted():
+    truth = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    spread = torch.tensor([[1.0, 2.0], [1.0, torch.inf]], dtype=torch.float64)
+    found = judge(torch.tensor([1.0, torch.inf]), Unit(truth, spread, entrywise=True), torch.float32)
+    assert found.agrees
+    assert found.undecided == 1
+
+
+@pytest.mark.parametrize("grad", ["bias", "hidden", "weight", "weight bias"])
+def test_every_replica_rounds_a_frozen_tensor_anew(grad):
+    """A frozen head that all replicas share would be rounded once for all of them."""
+    case = FAMILY.case(1, "fp32", SETTINGS | {"grad": grad, "context": "autocast"})
+    inputs = FAMILY.build(case)
+    recipe = control("honest.logprobs.plain").recipe_for(inputs)
+    found = replicas(FAMILY, inputs, recipe, 12, 0)
+    frozen = dataclasses.replace(recipe, logits="fp32", dlogits="fp32")
+    only_inputs = replicas(FAMILY, inputs, frozen, 12, 0)["logps"]
+    assert found["logps"].shape == (12, 3, 5)
+    assert float(only_inputs.std(0).min()) > 1e-5
+
+
+def test_replicas_repeat_themselves():
+    inputs = FAMILY.build(FAMILY.case(1, "bf16", SETTINGS))
+    a, b = (replicas(FAMILY, inputs, Recipe(logits="bf16"), 12, 5) for _ in range(2))
+    c = replicas(FAMILY, inputs, Recipe(logits="bf16"), 12, 6)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["logps"], c["logps"])
+
+
+def test_a_recipe_names_what_it_moves():
+    recipe = Recipe(logits="input", accumulate="input", partials=8)
+    assert recipe.resolve("bf16").describe() == "logits=bf16 accumulate=bf16"
+    assert recipe.resolve("fp32") == Recipe()
+    assert Recipe().describe() == "fp32"
