@@ -1,0 +1,216 @@
+"""The protocol gate and the exact relations: every leak is seen, named and undone; honest code passes."""
+
+import os
+import random
+
+import pytest
+import torch
+
+from parity import protocol
+from parity.execute import execute
+from parity.families import family
+from parity.honest import CONTROLS, control
+from parity.implementations import Implementation
+from parity.run import run_case
+
+LOGPROBS, POLICY = family("logprobs"), family("policy")
+PLAIN = control("honest.logprobs.plain")
+LOSS = control("honest.policy.plain")
+
+
+def inputs(fam=LOGPROBS, dtype="fp32", seed=3, **settings):
+    return fam.build(fam.case(seed, dtype, {"V": 11, "H": 5, "bias": "random"} | settings))
+
+
+def wrong(call, base=PLAIN, **fields):
+    """An implementation that does something before or after an honest one."""
+    return Implementation("wrong", base.family, "candidate", call, base.recipe, outputs=base.outputs, **fields)
+
+
+def leaving(effect, base=PLAIN):
+    """The honest one, and an effect on the process that outlives the call."""
+
+    def call(x):
+        out = base.call(x)
+        effect(x)
+        return out
+
+    return wrong(call, base)
+
+
+def damage(name):
+    def effect(x):
+        with torch.no_grad():
+            x.tensors[name].view(-1)[0] += 1
+
+    return effect
+
+
+def rebind(x):
+    torch.nn.functional.softmax = lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize(
+    ("effect", "says"),
+    [
+        (damage("hidden"), "input hidden was changed in place"),
+        (damage("weight"), "input weight was changed in place"),
+        (damage("ids"), "input ids was changed in place"),
+        (lambda x: os.environ.update(UNSLOTH_RETURN_HIDDEN_STATES="1"), "environment variable UNSLOTH_RETURN_HIDDEN"),
+        (lambda x: torch.rand(1), "torch RNG changed"),
+        (lambda x: random.random(), "python RNG changed"),
+        (lambda x: torch.set_grad_enabled(False), "grad mode changed"),
+        (lambda x: torch.set_default_dtype(torch.bfloat16), "default dtype changed"),
+        (lambda x: torch.set_float32_matmul_precision("high"), "float32_matmul_precision changed"),
+        (rebind, "rebound torch.nn.functional.softmax"),
+        (lambda x: torch.use_deterministic_algorithms(True), "deterministic algorithms changed"),
+    ],
+)
+def test_a_leak_is_seen_named_and_undone(effect, says):
+    softmax = torch.nn.functional.softmax
+    try:
+        x = inputs()
+        kept = protocol.copies(x)
+        _, leaks = protocol.watched(leaving(effect), x)
+        assert any(says in leak for leak in leaks), leaks
+        assert torch.is_grad_enabled()
+        assert torch.get_default_dtype() == torch.float32
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert "UNSLOTH_RETURN_HIDDEN_STATES" not in os.environ
+        assert all(torch.equal(x.tensors[name], value) for name, value in kept.items())
+    finally:
+        torch.nn.functional.softmax = softmax
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("base", [i.id for group in CONTROLS.values() for i in group])
+def test_honest_code_leaks_nothing_and_holds_every_relation(base, dtype):
+    implementation = control(base)
+    fam = family(implementation.family)
+    for seed, extra in ((1, {}), (2, {"lengths": [3, 1], "beta": 0.04} if fam is POLICY else {"ignored": "some"})):
+        x, other = inputs(fam, dtype, seed, **extra), inputs(fam, dtype, seed + 10, **extra)
+        outcome, leaks = protocol.watched(implementation, x)
+        assert outcome.verdict == "ran", outcome.message
+        leaks += protocol.repeated(implementation, x, other, outcome) + protocol.accumulation(implementation, x)
+        assert not leaks
+        found = protocol.relations(fam, implementation, x, outcome)
+        assert found or dtype == "fp16"  # a subnormal float16 does not double exactly
+        assert all(holds for holds, _ in found.values()), found
+
+
+def test_state_that_a_call_leaves_to_the_next():
+    seen = []
+
+    def call(x):
+        seen.append(1)
+        out = PLAIN.call(x)
+        return {"logps": out["logps"] + (0.0 if len(seen) == 1 else 1e-3)}
+
+    implementation = wrong(call)
+    x, other = inputs(), inputs(seed=4)
+    first = execute(implementation, x)
+    found = protocol.repeated(implementation, x, other, first)
+    assert found == ["logps differs when called again after another case"]
+
+
+class Once(torch.autograd.Function):
+    """Halves its saved gradient each time it is asked."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.times = 0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.times += 1
+        return g / ctx.times
+
+
+class Freed(torch.autograd.Function):
+    """Cannot be asked twice."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = x
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        if ctx.kept is None:
+            raise RuntimeError("the buffer was freed")
+        ctx.kept = None
+        return g
+
+
+@pytest.mark.parametrize(("function", "says"), [(Once, "does not add the same gradient"), (Freed, "freed")])
+def test_a_second_backward(function, says):
+    implementation = wrong(lambda x: PLAIN.call(x.replace(hidden=function.apply(x.hidden))))
+    found = protocol.accumulation(implementation, inputs())
+    assert any(says in leak for leak in found), found
+
+
+class Skewed(torch.autograd.Function):
+    """A backward that is not linear in what comes from above."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g + 0.01 * g * g.abs() + 1e-4
+
+
+@pytest.mark.parametrize("relation", ["cotangent x2", "cotangent 0"])
+def test_a_backward_that_is_not_linear(relation):
+    implementation = wrong(lambda x: PLAIN.call(x.replace(hidden=Skewed.apply(x.hidden))))
+    x = inputs()
+    found = protocol.relations(LOGPROBS, implementation, x, execute(implementation, x))
+    assert not found[relation][0]
+    assert "grad_hidden" in found[relation][1]
+
+
+def test_garbage_that_reaches_the_loss_through_the_mask():
+    def leaky(x):
+        mask = x.mask.clone()
+        mask.view(-1)[-1] = 1
+        return LOSS.call(x.replace(mask=mask))
+
+    x = inputs(POLICY, lengths=[2, 1])
+    implementation = wrong(leaky, LOSS)
+    holds, message = protocol.relations(POLICY, implementation, x, execute(implementation, x))["masked garbage"]
+    assert not holds
+    assert "what the mask hides" in message
+
+
+def test_a_loss_that_does_not_scale_with_its_advantages():
+    implementation = wrong(lambda x: LOSS.call(x.replace(advantages=x.advantages.clamp(-0.5, 0.5))), LOSS)
+    x = inputs(POLICY)
+    holds, message = protocol.relations(POLICY, implementation, x, execute(implementation, x))["advantages x2"]
+    assert not holds
+    assert "linear in the advantages" in message
+
+
+def raising(x):
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("call", "quantity", "verdict"),
+    [
+        (PLAIN.call, "protocol", "agree"),
+        (leaving(damage("ids")).call, "protocol", "disagree"),
+        (lambda x: PLAIN.call(x.replace(hidden=x.hidden.detach())), "grad_hidden", "disagree"),
+        (raising, None, "crashed"),
+    ],
+)
+def test_rows_say_so(call, quantity, verdict):
+    case = LOGPROBS.case(3, "fp32", {"V": 11, "H": 5})
+    rows = {r["quantity"]: r for r in run_case(case, [wrong(call)])}
+    assert rows[quantity]["verdict"] == verdict
+    if verdict == "disagree":
+        assert rows[quantity]["class"] == "logic"
+        assert rows[quantity]["blame"] == "candidate"
