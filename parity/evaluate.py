@@ -12,8 +12,9 @@ from parity.rounding import Mark, MonteCarlo, Recipe, exact_mark, recipe_mark
 STACK_LIMIT = 1 << 22
 """Largest number of logits in one stack of replicas; beyond it a stack is split."""
 
-REPEATED = frozenset({"hidden", "weight", "bias", "lora_a", "lora_b"})
-"""Inputs of which every replica has its own copy: every tensor that may be a leaf."""
+TEACHER = frozenset({"teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits", "support_logps"})
+REPEATED = frozenset({"hidden", "weight", "bias", "lora_a", "lora_b"}) | TEACHER
+"""Inputs of which every replica has its own copy: every tensor that may be a leaf, and whatever else the oracle rounds."""
 
 Quantities = dict[str, torch.Tensor]
 

@@ -1,0 +1,225 @@
+"""Family `divergence`: distillation losses, from the student's hidden states x LM head and a teacher to one scalar.
+
+Definition (generalised Jensen-Shannon divergence, GKD, arXiv 2306.13649, eq. 1), p student, q teacher, each after its
+own scale, softcap and the common temperature:
+
+    beta = 0: KL(q‖p)    beta = 1: KL(p‖q)    between: beta·KL(q‖M) + (1 - beta)·KL(p‖M),  M = (1 - beta)·p + beta·q
+
+so beta is the teacher's weight, in TRL 1.16's GKD, GOLD, distillation and server distillation trainers and in
+Liger-Kernel 0.8's chunked and Triton JSD alike. 0·log 0 = 0: a token that both exclude (logit -inf) contributes
+nothing. Summed over the vocabulary; the sum over label positions ≠ -100 is divided by their number, or by
+num_items_in_batch. A sparse teacher gives log-probs of a few tokens (the others -inf): both distributions are then
+completed by a tail bucket log(1 - Σ exp), or renormalised (TRL's server distillation). Inputs: `divergence_inputs`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from parity.case import Case
+from parity.families import Family, Inputs, Relation, head
+from parity.families import divergence_inputs as inputs_of
+from parity.families.logprobs import IGNORE_INDEX
+from parity.rounding import Mark
+
+LARGEST_LOG_MASS = -1e-7
+"""Ceiling of log Σ exp before the tail is taken, so that the tail stays a probability (TRL's `_add_tail_bucket`)."""
+
+
+def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
+    """The loss, (…); `_logps` (…, B·T, V) and `_terms` (…, n, V or K) are what it sums over the n label positions."""
+    return _loss(x, mark, divergence)
+
+
+def _loss(x: Inputs, mark: Mark, measure: Any, zero_padded: bool = False) -> dict[str, torch.Tensor]:
+    s = x.settings
+    rows = (x.ids != IGNORE_INDEX).flatten().nonzero().squeeze(-1)
+    z = head.logits(x, mark)
+    if zero_padded:
+        z = torch.cat([z, torch.zeros_like(z[..., :1]).expand(*z.shape[:-1], s.extra_vocabulary)], -1)
+    logps = torch.log_softmax(z, -1)
+    lp = logps[..., rows, :]
+    if s.sparse != "none":
+        lp, lq, gone = sparse(x, lp, rows)
+        terms = measure(lp, lq, gone, gone, s.beta)
+    else:
+        lq = torch.log_softmax(teacher_logits(x, mark, s.V + (s.extra_vocabulary if zero_padded else 0)), -1)[..., rows, :]
+        gone_p, gone_q = _pad(inputs_of.excluded(x.bias, s.softcap, lp), lp), inputs_of.excluded_by_teacher(x, rows, lq)
+        terms = measure(lp, lq, gone_p, gone_q, s.beta)
+    terms = terms / normaliser(x)
+    return {"loss": terms.sum((-2, -1)), "_logps": logps, "_terms": terms}
+
+
+def _pad(gone: torch.Tensor, lp: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(gone, (0, lp.shape[-1] - gone.shape[-1]))
+
+
+def normaliser(x: Inputs) -> float:
+    """Label positions ≠ -100, at least 1, or num_items_in_batch."""
+    if x.num_items_in_batch is not None:
+        return float(x.num_items_in_batch)
+    return float((x.ids != IGNORE_INDEX).sum().clamp(min=1))
+
+
+def teacher_logits(x: Inputs, mark: Mark, vocabulary: int) -> torch.Tensor:
+    """The teacher's z, (…, B·T, vocabulary); rows of its head beyond the vocabulary are padding and left out.
+
+    That is what TRL's GKD trainer makes of a larger teacher head (`resize_token_embeddings` to the student's size).
+    """
+    s = x.settings
+    if x.teacher_logits is not None:
+        return x.teacher_logits.flatten(-3, -2)[..., :vocabulary] / s.temperature
+    settings = SimpleNamespace(logit_scale=s.teacher_logit_scale, softcap=s.teacher_softcap, temperature=s.temperature)
+    bias = None if x.teacher_bias is None else x.teacher_bias[..., :vocabulary]
+    weight = x.teacher_weight[..., :vocabulary, :]
+    teacher: Any = SimpleNamespace(hidden=x.teacher_hidden, weight=weight, bias=bias, settings=settings)
+    return head.logits(teacher, mark)
+
+
+def sparse(x: Inputs, lp: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Student's and teacher's completed log-probs on the support, (…, n, K or K+1), and where neither has an entry."""
+    ids = x.support_ids.flatten(0, 1)[rows]
+    lq = x.support_logps.flatten(-3, -2)[..., rows, :]
+    gone = lq == -torch.inf
+    lp = lp.gather(-1, ids.expand(*lp.shape[:-1], ids.shape[-1]))
+    tail = x.settings.tail
+    lp, lq = completed(lp, gone, tail), completed(lq, gone, tail)
+    if tail:
+        gone = torch.cat([gone, torch.zeros_like(gone[..., :1])], -1)
+    return lp, lq, gone
+
+
+def completed(logps: torch.Tensor, gone: torch.Tensor, tail: bool) -> torch.Tensor:
+    """logps followed by log(1 - Σ exp) over the entries that are not gone, or minus log Σ exp."""
+    kept = logps.masked_fill(gone, -torch.inf)
+    top = kept.amax(-1, keepdim=True).detach()
+    mass = top + (kept - top).exp().sum(-1, keepdim=True).log()
+    if not tail:
+        return kept - mass
+    return torch.cat([kept, torch.log(-torch.expm1(mass.clamp(max=LARGEST_LOG_MASS)))], -1)
+
+
+def divergence(
+    lp: torch.Tensor, lq: torch.Tensor, gone_p: torch.Tensor, gone_q: torch.Tensor, beta: float, exchanged: bool = False
+) -> torch.Tensor:
+    """Terms of the divergence between student log-probs `lp` and teacher log-probs `lq`, summed over nothing.
+
+    `gone_p` and `gone_q` mark what a distribution excludes by definition; a log-prob that overflowed is not among it.
+    `exchanged` gives the mixture the other weights, M = beta·p + (1 - beta)·q.
+    """
+    p, q = lp.exp(), lq.exp()
+    log_p, log_q = lp.masked_fill(gone_p, 0.0), lq.masked_fill(gone_q, 0.0)
+    if beta == 0.0:
+        return (q * (log_q - log_p)).masked_fill(gone_q, 0.0)
+    if beta == 1.0:
+        return (p * (log_p - log_q)).masked_fill(gone_p, 0.0)
+    weight_q = 1 - beta if exchanged else beta
+    nothing = gone_p & gone_q
+    a = (lp + math.log(1 - weight_q)).masked_fill(nothing, 0.0)
+    b = (lq + math.log(weight_q)).masked_fill(nothing, 0.0)
+    top = torch.maximum(a, b).detach()
+    log_m = top + ((a - top).exp() + (b - top).exp()).log()
+    teacher = (q * (log_q - log_m)).masked_fill(gone_q, 0.0)
+    student = (p * (log_p - log_m)).masked_fill(gone_p, 0.0)
+    return beta * teacher + (1 - beta) * student
+
+
+def exchanged_mixture(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
+    """M = beta·p + (1 - beta)·q under the same weights of the two divergences."""
+    return _loss(x, mark, lambda lp, lq, gone_p, gone_q, beta: divergence(lp, lq, gone_p, gone_q, beta, exchanged=True))
+
+
+def exchanged_beta(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
+    """beta as the student's weight: 1 - beta takes its place."""
+    return _loss(x, mark, lambda lp, lq, gone_p, gone_q, beta: divergence(lp, lq, gone_p, gone_q, 1 - beta))
+
+
+def zero_padded(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
+    """A smaller student gets logits of 0 for the tokens that only the teacher's head has, as Liger's chunked loss does."""
+    if x.settings.sparse != "none" or not x.settings.extra_vocabulary:
+        return oracle(x, mark)
+    return _loss(x, mark, divergence, zero_padded=True)
+
+
+def zeros(x: Inputs) -> dict[str, torch.Tensor]:
+    """Ignored positions: exactly zero gradient of their hidden states."""
+    return {"grad_hidden": x.ids == IGNORE_INDEX}
+
+
+def features(case: Case) -> dict[str, Any]:
+    """Facts for coverage and ledger scopes besides the settings themselves."""
+    s = FAMILY.full_settings(case)
+    student, teacher = inputs_of.bans(s)
+    dense = s.sparse == "none"
+    return {
+        "one token": s.B * s.T == 1,
+        "V = 1": s.V == 1,
+        "V beyond a chunk": s.V > 4096,
+        "divergence": "forward" if s.beta == 0.0 else "reverse" if s.beta == 1.0 else "jsd",
+        "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
+        "student excludes": dense and student,
+        "teacher excludes": dense and teacher,
+        "both exclude": dense and student and teacher,
+        "anything excluded": dense and (student or teacher),
+        "fp16 overflow": case.dtype == "fp16" and 5 * s.peak * s.logit_scale / s.temperature > 65504,
+        "logit_std": s.peak * s.logit_scale / s.temperature,
+        "tokens": s.B * s.T,
+    }
+
+
+def demands(x: Inputs) -> set[str]:
+    """What moves the value: beta, temperature, softcaps, scales, biases, labels, normaliser, the kind of teacher."""
+    s = x.settings
+    names = {"beta", "temperature", "softcap", "logit_scale"}
+    names |= {"teacher_softcap", "teacher_logit_scale"} if x.teacher_hidden is not None else set()
+    moved = {n for n in names if getattr(s, n) != inputs_of.SETTINGS[n].default}
+    optional = ("bias", "teacher_hidden", "teacher_bias", "teacher_logits", "support_logps", "num_items_in_batch")
+    moved |= {n for n in optional if x.tensors.get(n) is not None}
+    return moved | ({"ignore_index"} if s.ignored != "none" else set())
+
+
+def _double_cotangents(x: Inputs) -> Inputs | None:
+    if x.settings.cotangent in ("zero", "scaled"):
+        return None
+    return dataclasses.replace(x, cotangents={k: g * 2 for k, g in x.cotangents.items()})
+
+
+def _double_items(x: Inputs) -> Inputs | None:
+    return None if x.num_items_in_batch is None else x.replace(num_items_in_batch=x.num_items_in_batch * 2)
+
+
+def _garbage(x: Inputs) -> Inputs | None:
+    """Other hidden states of student and teacher wherever the label is -100."""
+    ignored = (x.ids == IGNORE_INDEX).unsqueeze(-1)
+    if not ignored.any() or x.settings.layout != "contiguous":
+        return None
+    names = [n for n in ("hidden", "teacher_hidden", "teacher_logits") if x.tensors.get(n) is not None]
+    return x.replace(**{n: torch.where(ignored, x.tensors[n].roll(1, -1) + 0.5, x.tensors[n]) for n in names})  # type: ignore[union-attr]
+
+
+GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
+
+FAMILY = Family(
+    name="divergence",
+    settings=inputs_of.SETTINGS,
+    draw=inputs_of.draw,
+    build=lambda case: inputs_of.build(case, FAMILY.full_settings(case)),
+    oracle=oracle,
+    outputs=("loss",),
+    scalars=frozenset({"loss"}),
+    zeros=zeros,
+    features=features,
+    variants={"exchanged mixture": exchanged_mixture, "exchanged beta": exchanged_beta, "zero-padded student": zero_padded},
+    demands=demands,
+    required=("hidden", "weight", "beta"),
+    relations={
+        "cotangent x2": Relation(_double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in the upstream gradient"),
+        "items x2": Relation(_double_items, dict.fromkeys(("loss", *GRADIENTS), 0.5), "num_items_in_batch divides the loss"),
+        "ignored garbage": Relation(_garbage, {}, "what stands at label -100 changes nothing"),
+    },
+)

@@ -1,0 +1,252 @@
+"""Inputs of the divergence family: settings, how they are drawn, and the tensors of a case."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from parity.case import DTYPES, Case, normal, rounded, uniform
+from parity.errors import UsageError
+from parity.families import Inputs, Setting, head
+from parity.families.logprobs import IGNORE_INDEX
+from parity.rounding import exact_mark
+
+SETTINGS = head.SETTINGS | {
+    "beta": Setting(0.5, "0 forward KL(q‖p), 1 reverse KL(p‖q), between generalised JSD; the teacher's weight in the mixture"),
+    "teacher": Setting("head", "the teacher's hidden states and head, or its logits as data", ("head", "logits")),
+    "teacher_H": Setting(5, "hidden size of the teacher, at least 1; the student's unless gap is 'apart'"),
+    "gap": Setting("apart", "teacher beside student: independent, close, the same tensors", ("apart", "near", "equal")),
+    "teacher_peak": Setting(1.0, "standard deviation of the teacher's raw logits, where the gap is 'apart'"),
+    "teacher_softcap": Setting(None, "the teacher's softcap, or none"),
+    "teacher_logit_scale": Setting(1.0, "the teacher's logit scale"),
+    "teacher_bias": Setting("none", "bias of the teacher's head; 'banned' has -inf entries", ("none", "random", "banned")),
+    "extra_vocabulary": Setting(0, "rows of the teacher's head beyond the student's vocabulary"),
+    "sparse": Setting(
+        "none", "teacher's support: all, its top k, or its top 1 and the label (at beta 1 the label alone)", ("none", "topk", "mixed")
+    ),
+    "k": Setting(2, "tokens that the teacher names at a position, at least 1"),
+    "ragged": Setting(False, "some positions have fewer tokens, the rest is padded with -inf", (False, True)),
+    "tail": Setting(True, "complete a sparse support by a tail bucket, else renormalise it", (False, True)),
+    "ignored": Setting("none", "positions with label -100", ("none", "some", "row", "all")),
+    "num_items": Setting("none", "divide by the label positions of this batch, or by num_items_in_batch", ("none", "given")),
+    "other_tokens": Setting(0, "label positions in the other micro-batches of the window"),
+    "chunk_size": Setting(None, "tokens a chunk, for implementations that chunk; none: their default"),
+}
+
+WIRING = "softcap logit_scale teacher_softcap teacher_logit_scale num_items extra_vocabulary".split()
+"""Settings that bare losses have no parameter for."""
+
+
+def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
+    """Settings of one case; every dimension independently, so that they combine."""
+
+    def pick(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    out = head.draw_head(draw, st, dtype, large=draw(st.integers(0, 39)) == 39, contexts=contexts)
+    out["cotangent"] = pick("ones", "ones", "ones", "random", "random", "zero", "scaled")
+    out |= {
+        "beta": pick(0.5, 0.0, 1.0, 0.0, 1.0, 0.1, 0.75, 0.999),
+        "teacher": pick("head", "head", "logits"),
+        "teacher_H": draw(st.one_of(st.integers(1, 16), st.sampled_from([31, 64, 100]))),
+        "gap": pick("apart", "apart", "near", "near", "equal"),
+        "teacher_peak": pick(1.0, 0.05, 4.0, 12.0),
+        "teacher_softcap": pick(None, None, 30.0, 3.0),
+        "teacher_logit_scale": pick(1.0, 1.0, 0.3, 2.5),
+        "teacher_bias": pick("none", "none", "none", "random", "random", "banned"),
+        "extra_vocabulary": pick(0, 0, 0, 0, 0, 0, 1, 9),
+        "sparse": pick("none", "none", "none", "topk", "topk", "mixed"),
+        "k": draw(st.sampled_from([1, 2, 3, 8])),
+        "ragged": pick(False, True),
+        "tail": pick(True, True, False),
+        "ignored": pick("none", "none", "none", "some", "some", "row", "all"),
+        "num_items": pick("none", "given"),
+        "other_tokens": pick(0, 7, 100),
+        "chunk_size": pick(None, 1, 3),
+    }
+    if draw(st.booleans()):  # half of the cases leave what bare losses cannot say at its default
+        for name in WIRING:
+            out[name] = SETTINGS[name].default
+    if out["sparse"] != "none":
+        out |= {"extra_vocabulary": 0, "teacher": "head", "num_items": "none"}
+        out["sparse"] = "topk" if out["beta"] == 0.0 else out["sparse"]
+    return out
+
+
+def bans(s: SimpleNamespace) -> tuple[bool, bool]:
+    """Whether the student and the teacher exclude tokens (-inf logits).
+
+    Bans that would make the divergence infinite are lifted: KL(q‖p) needs a student that allows what the teacher
+    allows, KL(p‖q) the reverse. A softcap makes -inf finite. A sparse teacher names tokens that the student must allow.
+    """
+    student = s.bias == "banned" and s.softcap is None and s.sparse == "none" and not (s.beta == 0.0 and _capped(s))
+    teacher = (s.teacher_bias == "banned" or s.beta == 0.0 and student) and not _capped(s) and (s.beta != 1.0 or student)
+    return student, teacher
+
+
+def _capped(s: SimpleNamespace) -> bool:
+    return s.teacher_softcap is not None
+
+
+def build(case: Case, s: SimpleNamespace) -> Inputs:
+    """The inputs of a case, on the CPU.
+
+    Tensors besides those of `head.build`: teacher_hidden (B, T, H_t), teacher_weight (V + extra, H_t), teacher_bias
+    (V + extra,) or None, or teacher_logits (B, T, V + extra), after scale and softcap; support_ids int64 and
+    support_logps (B, T, K) float32, -inf where a position names fewer tokens and where the label is -100; top1_ids,
+    top1_logps, label_logps (B, T) for the mixed support; num_items_in_batch (0-dim); beta and ignore_index are settings.
+    A sparse case hands out no dense teacher.
+
+    Raises:
+        UsageError: for settings outside their range.
+    """
+    head.check(s, case)
+    for name, least in (("teacher_H", 1), ("k", 1), ("extra_vocabulary", 0), ("other_tokens", 0)):
+        if getattr(s, name) < least:
+            raise UsageError(f"case {case.id}: {name}={getattr(s, name)} must be at least {least}")
+    if not 0 <= s.beta <= 1:
+        raise UsageError(f"case {case.id}: beta={s.beta} must lie in [0, 1]")
+    if s.sparse == "mixed" and s.beta == 0.0:
+        raise UsageError(f"case {case.id}: sparse='mixed' needs beta above 0")
+    if s.sparse != "none" and (s.extra_vocabulary or s.teacher != "head"):
+        raise UsageError(f"case {case.id}: sparse={s.sparse!r} needs teacher='head' and extra_vocabulary=0")
+    tensors = head.build(case, s)
+    _student_bias(s, tensors)
+    tensors |= _teacher(case, s, tensors)
+    ignored = _ignored(case, s)
+    tensors |= dict.fromkeys(("support_ids", "support_logps", "top1_ids", "top1_logps", "label_logps", "num_items_in_batch"))
+    if s.sparse != "none":
+        tensors |= _support(case, s, tensors, ignored)
+        tensors |= dict.fromkeys(("teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits"))
+    assert tensors["ids"] is not None
+    tensors["ids"] = tensors["ids"].masked_fill(ignored, IGNORE_INDEX)
+    if s.num_items == "given":
+        tensors["num_items_in_batch"] = torch.tensor(max(int((~ignored).sum()) + s.other_tokens, 1))
+    g = head.cotangent(case, s.cotangent, "loss", ())
+    g = torch.where(g == 0, 0.5, g) if s.cotangent == "random" else g
+    return Inputs(case, s, tensors, head.leaves(s), {"loss": g})
+
+
+def _student_bias(s: SimpleNamespace, tensors: dict[str, torch.Tensor | None]) -> None:
+    bias = tensors["bias"]
+    if bias is not None and s.softcap is None and not bans(s)[0]:
+        tensors["bias"] = bias.masked_fill(bias == -torch.inf, 0.0)
+
+
+def _ignored(case: Case, s: SimpleNamespace) -> torch.Tensor:
+    ignored = torch.zeros(s.B, s.T, dtype=torch.bool)
+    if s.ignored == "some":
+        ignored = uniform(case.seed, "ignored", (s.B, s.T)) < 0.4
+    elif s.ignored == "row":
+        ignored[0] = True
+    elif s.ignored == "all":
+        ignored[:] = True
+    return ignored
+
+
+def _teacher(case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    dtype, total = DTYPES[case.dtype], s.V + s.extra_vocabulary
+    hidden, weight = tensors["hidden"], tensors["weight"]
+    assert hidden is not None and weight is not None
+    width = s.teacher_H if s.gap == "apart" else s.H
+    own = normal(case.seed, "teacher_hidden", (s.B, s.T, width))
+    t_hidden = own
+    t_weight = normal(case.seed, "teacher_weight", (total, width)) * (s.teacher_peak / width**0.5)
+    if s.gap != "apart":
+        t_hidden = hidden.double() + (own / 16 if s.gap == "near" else 0.0)
+        t_weight = torch.cat([weight.double(), t_weight[s.V :]])
+    banned = _banned(case, s, tensors, total)
+    bias = normal(case.seed, "teacher_bias", (total,)) if s.teacher_bias != "none" else None
+    if banned is not None:
+        bias = (torch.zeros(total, dtype=torch.float64) if bias is None else bias).masked_fill(banned, -torch.inf)
+    teacher = {
+        "teacher_hidden": t_hidden.to(dtype),
+        "teacher_weight": t_weight.to(dtype),
+        "teacher_bias": None if bias is None else bias.to(dtype),
+        "teacher_logits": None,
+    }
+    if s.teacher == "logits":
+        z = raw_logits(s, teacher)
+        return dict.fromkeys(teacher) | {"teacher_logits": rounded(z).to(dtype).view(s.B, s.T, total)}
+    return teacher
+
+
+def _banned(case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | None], total: int) -> torch.Tensor | None:
+    """The tokens that the teacher excludes, at least one left, or None."""
+    by_student, by_teacher = bans(s)
+    if not by_teacher:
+        return None
+    banned = uniform(case.seed, "teacher_banned", (total,)) < 0.3
+    if s.teacher_bias != "banned":
+        banned[:] = False
+    banned[int(uniform(case.seed, "allowed", ()) * s.V)] = False
+    bias = tensors["bias"]
+    if by_student:
+        assert bias is not None
+        banned[: s.V] = (banned[: s.V] | (bias == -torch.inf)) if s.beta == 0.0 else banned[: s.V]
+        banned[: s.V] = (banned[: s.V] & (bias == -torch.inf)) if s.beta == 1.0 else banned[: s.V]
+    allowed = tensors["ids"]
+    assert allowed is not None
+    banned[allowed.long().unique()] = False  # the student allows its labels too, so one token is always common
+    return banned
+
+
+def raw_logits(s: SimpleNamespace, teacher: dict[str, torch.Tensor | None]) -> torch.Tensor:
+    """The teacher's logits before the temperature, (B·T, V + extra), float64."""
+    x: Any = SimpleNamespace(
+        hidden=teacher["teacher_hidden"].double(),  # type: ignore[union-attr]
+        weight=teacher["teacher_weight"].double(),  # type: ignore[union-attr]
+        bias=None if teacher["teacher_bias"] is None else teacher["teacher_bias"].double(),
+        settings=SimpleNamespace(logit_scale=s.teacher_logit_scale, softcap=s.teacher_softcap, temperature=1.0),
+    )
+    return head.logits(x, exact_mark)
+
+
+def _support(
+    case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | None], ignored: torch.Tensor
+) -> dict[str, torch.Tensor | None]:
+    """Log-probs of a few tokens, as a server sends them: float32, -inf for padding."""
+    lq = torch.log_softmax(raw_logits(s, tensors) / s.temperature, -1).view(s.B, s.T, s.V)
+    labels = tensors["ids"]
+    assert labels is not None
+    label_logps = rounded(lq.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1))
+    top, ids = lq.topk(min(s.k if s.sparse == "topk" else 1, max(s.V - 1, 1)), dim=-1)
+    top = rounded(top).clamp(max=-(2.0**-10))  # a server's rounded log-probs; a certain token is the tail's business
+    extra: dict[str, torch.Tensor | None] = {}
+    if s.sparse == "mixed":
+        out = {"top1_ids": ids[..., 0], "top1_logps": top[..., 0], "label_logps": label_logps.clamp(max=-(2.0**-10))}
+        extra = {k: v.masked_fill(ignored, 0 if k == "top1_ids" else -torch.inf) for k, v in out.items()}
+        label = labels.long().unsqueeze(-1)
+        of_label = out["label_logps"].unsqueeze(-1)
+        if s.beta == 1.0:
+            top, ids = of_label, label
+        else:
+            same = label == ids
+            top = torch.cat([top, of_label.masked_fill(same, -torch.inf)], -1)
+            ids = torch.cat([ids, label.masked_fill(same, 0)], -1)
+    elif s.ragged:
+        drop = uniform(case.seed, "ragged", top.shape) < 0.4
+        drop[..., 0] = False
+        top = top.masked_fill(drop, -torch.inf)
+    top = top.masked_fill(ignored.unsqueeze(-1), -torch.inf)
+    found = extra | {"support_ids": ids.masked_fill(top == -torch.inf, 0), "support_logps": top}
+    return {k: v.float() if v is not None and v.is_floating_point() else v for k, v in found.items()}
+
+
+def excluded(bias: torch.Tensor | None, softcap: float | None, like: torch.Tensor) -> torch.Tensor:
+    """(V,) boolean: tokens whose logit is -inf by their bias; a softcap leaves none."""
+    if bias is None or softcap is not None:
+        return torch.zeros(like.shape[-1], dtype=torch.bool)
+    return bias[(0,) * (bias.dim() - 1)].detach() == -torch.inf
+
+
+def excluded_by_teacher(x: Inputs, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Tokens whose teacher logit is -inf, (V,) or (n, V)."""
+    size = like.shape[-1]
+    if x.teacher_logits is not None:
+        data = x.teacher_logits[(0,) * (x.teacher_logits.dim() - 3)]
+        return data.flatten(0, 1)[rows, :size] == -torch.inf
+    bias = None if x.teacher_bias is None else x.teacher_bias[..., :size]
+    return excluded(bias, x.settings.teacher_softcap, like)

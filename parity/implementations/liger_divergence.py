@@ -1,0 +1,180 @@
+"""Liger's distillation losses: the chunked fused linear JSD in torch, and the Triton JSD and KL kernels."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from parity.families import Inputs
+from parity.families.logprobs import IGNORE_INDEX
+from parity.implementations import Outputs, accepted, implementation, plain, require
+from parity.implementations.trl_divergence import heads, teacher_logits
+from parity.rounding import Recipe
+
+
+def _bare(x: Inputs) -> None:
+    """What none of Liger's fused losses has a parameter for."""
+    s = x.settings
+    require(s.softcap is None and s.teacher_softcap is None, "no softcap parameter")
+    require(s.logit_scale == 1.0 and s.teacher_logit_scale == 1.0, "no logit-scale parameter")
+    require(x.num_items_in_batch is None, "no normaliser parameter: divides by its own label positions")
+
+
+def _labels(x: Inputs) -> torch.Tensor:
+    return x.ids.flatten().long()
+
+
+def _chunks(x: Inputs) -> Recipe:
+    """Chunks of logits, log-probs and divergence in the dtype of the inputs, partial gradients summed in it."""
+    s = x.settings
+    dtype = plain.head_dtype(x)
+    chunks = max(1, s.B * s.T // (s.chunk_size or 1024))
+    return Recipe(
+        logits="input", dlogits=dtype, elementwise=dtype, softmax="input", accumulate=dtype, partials=chunks, output="fp32"
+    )
+
+
+@implementation(
+    "liger.LigerFusedLinearJSDLoss",
+    family="divergence",
+    role="candidate",
+    library="liger-kernel",
+    recipe=_chunks,
+    contexts=frozenset({"plain", "autocast", "checkpoint"}),
+    sources=("liger_kernel.chunked_loss.jsd_loss.LigerFusedLinearJSDLoss",),
+)
+def fused_linear_jsd_loss(x: Inputs) -> Outputs:
+    """`LigerFusedLinearJSDLoss(weight_hard_loss=0, weight_soft_loss=1, compiled=False)`, plain torch in chunks of tokens."""
+    import liger_kernel.chunked_loss.jsd_loss as module
+
+    heads(x)
+    _bare(x)
+    s = x.settings
+    require(x.weight.dtype == x.hidden.dtype, "hidden states and head of one dtype only")
+    loss = accepted(module, "LigerFusedLinearJSDLoss")(
+        weight_hard_loss=0.0,
+        weight_soft_loss=1.0,
+        beta=s.beta,
+        ignore_index=IGNORE_INDEX,
+        temperature=s.temperature,
+        compiled=False,
+        chunk_size=s.chunk_size or 1024,
+    )
+    student, teacher = x.hidden.flatten(0, 1), x.teacher_hidden.flatten(0, 1)
+    return {"loss": loss(student, x.weight, teacher, x.teacher_weight, _labels(x), x.bias, x.teacher_bias)}
+
+
+def _tiles(x: Inputs) -> Recipe:
+    """float32 from the projection's output on; the gradient of the logits and its sums in the dtype of the inputs."""
+    s = x.settings
+    chunks = math.ceil(s.V / s.H)
+    return Recipe(logits="input", dlogits="input", accumulate="input", partials=min(chunks, s.B * s.T) + 1)
+
+
+@implementation(
+    "liger.fused_linear_jsd",
+    family="divergence",
+    role="candidate",
+    library="liger-kernel",
+    recipe=_tiles,
+    contexts=frozenset({"plain", "checkpoint"}),
+    interpreted=True,
+    every=8,
+    sources=("liger_kernel.ops.fused_linear_jsd.LigerFusedLinearJSDFunction", "liger_kernel.ops.jsd._jsd_kernel"),
+)
+def fused_linear_jsd(x: Inputs) -> Outputs:
+    """`LigerFusedLinearJSD`, chunks of logits and the Triton JSD kernel."""
+    import liger_kernel.transformers.fused_linear_jsd as module
+
+    heads(x)
+    _bare(x)
+    s = x.settings
+    require(x.weight.dtype == x.hidden.dtype, "hidden states and head of one dtype only")
+    require(x.bias is None and x.teacher_bias is None, "no bias parameter")
+    loss = accepted(module, "LigerFusedLinearJSD")(jsd_beta=s.beta, ignore_index=IGNORE_INDEX, temperature=s.temperature)
+    student, teacher = x.hidden.flatten(0, 1), x.teacher_hidden.flatten(0, 1)
+    return {"loss": loss(student, x.weight, teacher, x.teacher_weight, _labels(x))}
+
+
+def _log_probs(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Student's and teacher's log-probs (B·T, V), as the caller of a kernel on log-probs makes them."""
+    s = x.settings
+    teacher = torch.log_softmax(teacher_logits(x) / s.temperature, -1).flatten(0, 1)
+    return torch.log_softmax(plain.logits(x) / s.temperature, -1).flatten(0, 1), teacher
+
+
+def _kernel(x: Inputs) -> Recipe:
+    """Log-probs in the dtype of the head, float32 inside the kernel, which stores their gradient as they are."""
+    dtype = plain.head_dtype(x)
+    return Recipe(logits="input", dlogits=dtype, elementwise=dtype, softmax="input", output="any")
+
+
+@implementation(
+    "liger.jsd",
+    family="divergence",
+    role="candidate",
+    library="liger-kernel",
+    recipe=_kernel,
+    contexts=frozenset({"plain", "checkpoint"}),
+    interpreted=True,
+    every=8,
+    sources=("liger_kernel.ops.jsd.LigerJSDFunction", "liger_kernel.ops.jsd._jsd_kernel"),
+)
+def jsd(x: Inputs) -> Outputs:
+    """`LigerJSD` on log-probs of materialised logits."""
+    import liger_kernel.transformers.jsd as module
+
+    require(x.num_items_in_batch is None, "no normaliser parameter: divides by its own label positions")
+    student, teacher = _log_probs(x)
+    return {"loss": accepted(module, "LigerJSD")(beta=x.settings.beta, ignore_index=IGNORE_INDEX)(student, teacher, _labels(x))}
+
+
+@implementation(
+    "liger.kl_div",
+    family="divergence",
+    role="candidate",
+    library="liger-kernel",
+    recipe=_kernel,
+    contexts=frozenset({"plain", "checkpoint"}),
+    interpreted=True,
+    every=8,
+    sources=("liger_kernel.ops.kl_div.LigerKLDivLossFunction",),
+)
+def kl_div(x: Inputs) -> Outputs:
+    """`LigerKLDIVLoss(reduction="batchmean", log_target=True)` on the label positions' log-probs."""
+    import liger_kernel.transformers.kl_div as module
+
+    require(x.settings.beta == 0.0, "forward KL only")
+    require(x.num_items_in_batch is None, "no normaliser parameter: divides by its own rows")
+    require(x.settings.ignored != "all", "no labels: a batch without any row")
+    student, teacher = _log_probs(x)
+    rows = _labels(x) != IGNORE_INDEX
+    return {"loss": accepted(module, "LigerKLDIVLoss")(reduction="batchmean", log_target=True)(student[rows], teacher[rows])}
+
+
+@implementation(
+    "liger.fused_linear_kl_div",
+    family="divergence",
+    role="candidate",
+    library="liger-kernel",
+    recipe=_tiles,
+    contexts=frozenset({"plain", "checkpoint"}),
+    interpreted=True,
+    every=8,
+    sources=("liger_kernel.ops.fused_linear_kl_div.LigerFusedLinearKLDivFunction",),
+)
+def fused_linear_kl_div(x: Inputs) -> Outputs:
+    """`LigerFusedLinearKLDivLoss` against the teacher's probabilities in float32."""
+    import liger_kernel.transformers.fused_linear_kl_div as module
+
+    s = x.settings
+    require(s.beta == 0.0, "forward KL only")
+    require(s.softcap is None, "no softcap parameter")
+    require(s.logit_scale == 1.0, "no logit-scale parameter")
+    require(x.num_items_in_batch is None, "no normaliser parameter: divides by its own label positions")
+    require(x.weight.dtype == x.hidden.dtype, "hidden states and head of one dtype only")
+    require(x.bias is None, "no bias parameter")
+    target = torch.softmax(teacher_logits(x).float() / s.temperature, -1).flatten(0, 1)
+    loss = accepted(module, "LigerFusedLinearKLDivLoss")(ignore_index=IGNORE_INDEX, temperature=s.temperature)
+    return {"loss": loss(x.hidden.flatten(0, 1), x.weight, target, _labels(x))}

@@ -1,0 +1,320 @@
+"""TRL's distillation losses: the plain divergence, the chunked kernel, its trainer's wiring, and the sparse server paths."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from parity.families import Inputs
+from parity.families.logprobs import IGNORE_INDEX
+from parity.implementations import Outputs, accepted, implementation, plain, require
+from parity.rounding import Recipe
+
+CONTEXTS = frozenset({"plain", "autocast", "checkpoint", "compile"})
+
+
+def teacher_logits(x: Inputs) -> torch.Tensor:
+    """The teacher's logits (B, T, V) as its model makes them, in its own dtype and without gradient."""
+    require(x.settings.sparse == "none", "takes a dense teacher")
+    require(x.settings.extra_vocabulary == 0, "one vocabulary only: the trainer resizes the teacher (resize_token_embeddings)")
+    if x.teacher_logits is not None:
+        return x.teacher_logits
+    s = x.settings
+    settings = SimpleNamespace(logit_scale=s.teacher_logit_scale, softcap=s.teacher_softcap, context=s.context)
+    teacher: Any = SimpleNamespace(hidden=x.teacher_hidden, weight=x.teacher_weight, bias=x.teacher_bias, settings=settings)
+    with torch.no_grad():
+        return plain.logits(teacher)
+
+
+def materialised(x: Inputs) -> Recipe:
+    """Everything in the dtype of the logits, the log-softmax included."""
+    dtype = plain.head_dtype(x)
+    if x.settings.context == "autocast":
+        return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax="fp32" if x.hidden.is_cuda else "bf16", output="any")
+    return Recipe(logits=teacher_coarser(x, dtype), dlogits=dtype, elementwise=dtype, softmax=teacher_coarser(x, dtype), output="any")
+
+
+def teacher_coarser(x: Inputs, dtype: str) -> str:
+    """`dtype`, unless the teacher keeps its logits in the narrower dtype of the case."""
+    return dtype if x.settings.sparse != "none" else "input"
+
+
+def _generalized_jsd(function: Any, x: Inputs) -> Outputs:
+    s = x.settings
+    teacher = teacher_logits(x)
+    return {
+        "loss": function(
+            student_logits=plain.logits(x),
+            teacher_logits=teacher,
+            labels=x.ids,
+            beta=s.beta,
+            temperature=s.temperature,
+            num_items_in_batch=x.num_items_in_batch,
+        )
+    }
+
+
+@implementation(
+    "trl.generalized_jsd_loss",
+    family="divergence",
+    role="reference",
+    library="trl",
+    recipe=materialised,
+    contexts=CONTEXTS,
+    sources=("trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss",),
+)
+def generalized_jsd_loss(x: Inputs) -> Outputs:
+    """`GKDTrainer.generalized_jsd_loss` on materialised logits."""
+    from trl.experimental.gkd import gkd_trainer
+
+    return _generalized_jsd(accepted(gkd_trainer, "GKDTrainer").generalized_jsd_loss, x)
+
+
+@implementation(
+    "trl.gold_jsd_loss",
+    family="divergence",
+    role="candidate",
+    library="trl",
+    recipe=materialised,
+    contexts=CONTEXTS,
+    every=4,
+    sources=("trl.experimental.gold.gold_trainer.GOLDTrainer.generalized_jsd_loss",),
+)
+def gold_jsd_loss(x: Inputs) -> Outputs:
+    """`GOLDTrainer.generalized_jsd_loss`, GKD's with a path for probabilities."""
+    from trl.experimental.gold import gold_trainer
+
+    return _generalized_jsd(accepted(gold_trainer, "GOLDTrainer").generalized_jsd_loss, x)
+
+
+def heads(x: Inputs) -> None:
+    """Unsupported unless the teacher comes as hidden states and a head."""
+    require(x.settings.sparse == "none", "takes a dense teacher")
+    require(x.teacher_hidden is not None, "takes the teacher's hidden states and head, not its logits")
+
+
+def _tiles(x: Inputs) -> Recipe:
+    """float32 tiles of logits, the gradient stored in the dtype of the hidden states, to which the head is cast."""
+    return Recipe(dlogits="input", inputs=None if x.weight.dtype == x.hidden.dtype else "input")
+
+
+def _chunked(x: Inputs) -> Outputs:
+    import trl.kernels.chunked_divergence as module
+
+    heads(x)
+    s = x.settings
+    function = accepted(module, "ChunkedDivergenceFunction")
+    per_token, _ = function.apply(
+        x.hidden.flatten(0, 1),
+        x.weight,
+        x.bias,
+        x.teacher_hidden.flatten(0, 1),
+        x.teacher_weight,
+        x.teacher_bias,
+        s.beta,
+        s.temperature,
+        s.logit_scale,
+        s.softcap,
+        s.teacher_logit_scale,
+        s.teacher_softcap,
+    )
+    labelled = (x.ids != IGNORE_INDEX).flatten()
+    count = labelled.sum().clamp(min=1) if x.num_items_in_batch is None else x.num_items_in_batch
+    return {"loss": per_token.masked_fill(~labelled, 0).sum() / count}
+
+
+def _wired(x: Inputs) -> Outputs:
+    import trl.trainer.distillation_trainer as module
+
+    heads(x)
+    s = x.settings
+    function = accepted(module, "_chunked_divergence_loss")
+    loss, _, _ = function(
+        x.hidden,
+        x.teacher_hidden,
+        x.weight,
+        x.teacher_weight,
+        (x.ids != IGNORE_INDEX).long(),
+        s.beta,
+        num_items_in_batch=x.num_items_in_batch,
+        student_lm_head_bias=x.bias,
+        teacher_lm_head_bias=x.teacher_bias,
+        student_logit_scale=s.logit_scale,
+        teacher_logit_scale=s.teacher_logit_scale,
+        student_final_logit_softcapping=s.softcap,
+        teacher_final_logit_softcapping=s.teacher_softcap,
+        temperature=s.temperature,
+    )
+    return {"loss": loss}
+
+
+@implementation(
+    "trl.ChunkedDivergenceFunction",
+    family="divergence",
+    role="candidate",
+    library="trl",
+    recipe=_tiles,
+    contexts=CONTEXTS,
+    sources=("trl.kernels.chunked_divergence.ChunkedDivergenceFunction",),
+)
+def chunked_divergence(x: Inputs) -> Outputs:
+    """`ChunkedDivergenceFunction`, masked and averaged here: torch on the CPU, Triton on CUDA."""
+    return _chunked(x)
+
+
+@implementation(
+    "trl.distillation_loss",
+    family="divergence",
+    role="candidate",
+    library="trl",
+    recipe=_tiles,
+    contexts=CONTEXTS,
+    sources=("trl.trainer.distillation_trainer._chunked_divergence_loss",),
+)
+def distillation_loss(x: Inputs) -> Outputs:
+    """`_chunked_divergence_loss`, the same as DistillationTrainer wires it: mask, normaliser, scales, softcaps."""
+    return _wired(x)
+
+
+@contextlib.contextmanager
+def _forced() -> Iterator[None]:
+    """The Triton path, whatever the device; the trainer's wiring then projects the label positions alone."""
+    import trl.kernels.chunked_divergence as kernels
+    import trl.trainer.distillation_trainer as trainer
+
+    originals = [(module, module._use_triton) for module in (kernels, trainer)]
+    for module, _ in originals:
+        module._use_triton = lambda device: True
+    try:
+        yield
+    finally:
+        for module, original in originals:
+            module._use_triton = original
+
+
+def _kernel_tiles(x: Inputs) -> Recipe:
+    return dataclasses.replace(_tiles(x), tanh="sigmoid")
+
+
+@implementation(
+    "trl.distillation_loss_kernel",
+    family="divergence",
+    role="candidate",
+    library="trl",
+    recipe=_kernel_tiles,
+    contexts=frozenset({"plain", "checkpoint"}),
+    around=_forced,
+    interpreted=True,
+    every=8,
+    sources=("trl.kernels.chunked_divergence._stats_kernel", "trl.kernels.chunked_divergence._backward_kernel"),
+)
+def distillation_loss_kernel(x: Inputs) -> Outputs:
+    """The Triton kernels of `_chunked_divergence_loss`, also where the device would take its torch path."""
+    return _wired(x)
+
+
+def _student_logps(x: Inputs) -> torch.Tensor:
+    return torch.log_softmax(plain.logits(x) / x.settings.temperature, dim=-1)
+
+
+def _server(x: Inputs) -> tuple[Any, Any]:
+    import trl.experimental.server_distillation.server_distillation_trainer as module
+
+    trainer = accepted(module, "ServerDistillationTrainer")
+    s = x.settings
+    holder = SimpleNamespace(
+        beta=s.beta,
+        loss_add_tail=s.tail,
+        reverse_kl_top_1_mode="sampled",
+        _reduce_divergence_loss=trainer._reduce_divergence_loss,
+    )
+    for name in ("_get_reverse_kl_top_1_tokens", "_compute_sparse_top_1_divergence_loss"):
+        setattr(holder, name, getattr(trainer, name).__get__(holder))
+    return trainer, holder
+
+
+def _sparse(x: Inputs) -> Recipe:
+    dtype = plain.head_dtype(x)
+    if x.settings.context == "autocast":
+        dtype = "bf16"
+    return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output="any")
+
+
+@implementation(
+    "trl.server_forward_kl",
+    family="divergence",
+    role="candidate",
+    library="trl",
+    recipe=_sparse,
+    contexts=CONTEXTS,
+    sources=("trl.experimental.server_distillation.server_distillation_trainer.ServerDistillationTrainer._compute_server_forward_kl_loss",),
+)
+def server_forward_kl(x: Inputs) -> Outputs:
+    """`ServerDistillationTrainer._compute_server_forward_kl_loss` on the teacher's top k."""
+    s = x.settings
+    require(s.sparse == "topk" and s.beta == 0.0, "takes a sparse teacher at beta 0")
+    require(x.num_items_in_batch is None, "no num_items_in_batch: the server path averages over its own label positions")
+    trainer, holder = _server(x)
+    result = {"topk_logprobs": x.support_logps, "topk_token_ids": x.support_ids}
+    return {"loss": trainer._compute_server_forward_kl_loss(holder, result, _student_logps(x), x.ids)}
+
+
+@implementation(
+    "trl.server_sparse_top_1",
+    family="divergence",
+    role="candidate",
+    library="trl",
+    recipe=_sparse,
+    contexts=CONTEXTS,
+    sources=(
+        "trl.experimental.server_distillation.server_distillation_trainer.ServerDistillationTrainer._compute_server_sparse_top_1_divergence_loss",
+    ),
+)
+def server_sparse_top_1(x: Inputs) -> Outputs:
+    """`ServerDistillationTrainer._compute_server_sparse_top_1_divergence_loss` on the teacher's top 1 and the label."""
+    require(x.settings.sparse == "mixed", "takes the mixed support of a sparse teacher, at beta above 0")
+    require(x.num_items_in_batch is None, "no num_items_in_batch: the server path averages over its own label positions")
+    trainer, holder = _server(x)
+    result = {
+        "topk_logprobs": x.top1_logps.unsqueeze(-1),
+        "topk_token_ids": x.top1_ids.unsqueeze(-1),
+        "actual_logprobs": x.label_logps,
+    }
+    tokens = x.ids.long().clamp(min=0)  # the collator hands the tokens themselves, -100 stands in the labels alone
+    function = trainer._compute_server_sparse_top_1_divergence_loss
+    return {"loss": function(holder, result, _student_logps(x), tokens, x.ids)}
+
+
+@implementation(
+    "trl.self_distillation",
+    family="divergence",
+    role="candidate",
+    library="trl",
+    recipe=materialised,
+    contexts=CONTEXTS,
+    every=4,
+    sources=("trl.experimental.sdft.loss_utils.compute_divergence", "trl.experimental.sdft.loss_utils.add_tail_bucket"),
+)
+def self_distillation(x: Inputs) -> Outputs:
+    """SDFT's `compute_full_logit_self_distillation_loss`, or its divergence on a completed top k, averaged here."""
+    import trl.experimental.sdft.loss_utils as module
+
+    s = x.settings
+    labelled = x.ids != IGNORE_INDEX
+    if s.sparse == "none":
+        teacher = teacher_logits(x) / s.temperature
+        function = accepted(module, "compute_full_logit_self_distillation_loss")
+        per_token = function(plain.logits(x) / s.temperature, teacher, distillation_alpha=s.beta)[labelled]
+    else:
+        require(not s.ragged and s.sparse == "topk", "no padding inside a support")
+        add_tail = accepted(module, "add_tail_bucket")
+        complete = add_tail if s.tail else lambda logps: logps - torch.logsumexp(logps, dim=-1, keepdim=True)
+        student = complete(_student_logps(x)[labelled].gather(-1, x.support_ids[labelled]))
+        per_token = module.compute_divergence(student, complete(x.support_logps[labelled]), s.beta)
+    count = labelled.sum().clamp(min=1) if x.num_items_in_batch is None else x.num_items_in_batch
+    return {"loss": per_token.sum() / count}
