@@ -269,7 +269,8 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
     An oracle calls `mark("parameter", x)` on hidden states, weight and bias before use, `mark("states", x)` on what a
     model stores in its own dtype whatever the implementation, `mark("logits", z)` on logits as a matrix product or
     a bias addition leaves them, and `mark("selected", logps, size)` on the selected log-probs, with `size()` the root of
-    the sum of squares of the products that make the selected logit.
+    the sum of squares of the products that make the selected logit, and `mark("entropy", h, size)` on an entropy, with
+    `size()` the terms of logsumexp(z) - E[z], as which it may be computed.
     """
     recipe = mode.recipe
     table = {
@@ -279,6 +280,8 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
     }
 
     def mark(name: str, x: torch.Tensor, size: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
+        if name == "entropy":
+            return x if size is None else mode.spread(x, size, "fp32")
         if name == "selected":
             return x if recipe.selected == "fp32" or size is None else mode.spread(x, size, recipe.selected)
         forward, backward = table[name]

@@ -154,10 +154,15 @@ def selected(x: Inputs, all_logps: torch.Tensor, mark: Mark) -> torch.Tensor:
     return mark("selected", logps, size)
 
 
-def entropy(all_logps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def entropy(x: Inputs, z: torch.Tensor, all_logps: torch.Tensor, mark: Mark) -> torch.Tensor:
     """-Σ p log p over the vocabulary, (…, B, T); a token of probability 0 contributes 0."""
     finite = all_logps.masked_fill(all_logps == -torch.inf, 0.0)
-    return -(all_logps.exp() * finite).sum(-1).unflatten(-1, ids.shape)
+    value = -(all_logps.exp() * finite).sum(-1).unflatten(-1, x.ids.shape)
+
+    def size() -> torch.Tensor:
+        return 2 * torch.logsumexp(z.detach(), -1).abs().unflatten(-1, x.ids.shape)
+
+    return mark("entropy", value, size)
 
 
 def draw_head(draw: Any, st: Any, dtype: str, *, large: bool, contexts: tuple[str, ...]) -> dict[str, Any]:

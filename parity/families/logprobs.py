@@ -64,11 +64,12 @@ def build(case: Case) -> Inputs:
 
 def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
     """logps and entropy, (…, B, T)."""
-    all_logps = torch.log_softmax(head.logits(x, mark), -1)
+    z = head.logits(x, mark)
+    all_logps = torch.log_softmax(z, -1)
     ignored = x.ids == IGNORE_INDEX
     out = {"logps": head.selected(x, all_logps, mark).masked_fill(ignored, 0.0)}
     if x.settings.entropy != "none":
-        out["entropy"] = head.entropy(all_logps, x.ids).masked_fill(ignored, 0.0)
+        out["entropy"] = head.entropy(x, z, all_logps, mark).masked_fill(ignored, 0.0)
     return out
 
 

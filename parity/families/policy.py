@@ -26,9 +26,10 @@ WINDOW_NORMALISED = ("dapo", "cispo", "vespo")
 def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
     """The loss of one micro-batch, (…), and its metrics; `_logps` and `_terms` are (…, B, T)."""
     s = x.settings
-    all_logps = torch.log_softmax(head.logits(x, mark), -1)
+    z = head.logits(x, mark)
+    all_logps = torch.log_softmax(z, -1)
     lp = head.selected(x, all_logps, mark)
-    entropy = head.entropy(all_logps, x.ids)
+    entropy = head.entropy(x, z, all_logps, mark)
     mask = x.mask.to(torch.float64)
     advantages = x.advantages if x.advantages.dim() == 2 else x.advantages.unsqueeze(-1)
     d = lp - (lp.detach() if x.old_logps is None else x.old_logps)

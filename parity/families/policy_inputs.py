@@ -191,7 +191,7 @@ def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
     exact = x.replace(**double)
     z = head.logits(exact, exact_mark)
     all_logps = torch.log_softmax(z, -1)
-    lp, entropy = head.selected(exact, all_logps, exact_mark), head.entropy(all_logps, x.ids)
+    lp, entropy = head.selected(exact, all_logps, exact_mark), head.entropy(exact, z, all_logps, exact_mark)
     margin = error_bound(case, s, exact)
     mask = x.mask.bool()
     tensors: dict[str, torch.Tensor | None] = dict.fromkeys(("old_logps", "ref_logps", "sampling_logps"))
