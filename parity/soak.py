@@ -26,6 +26,7 @@ from parity.case import Case
 from parity.execute import execute
 from parity.families import family
 from parity.honest import CONTROLS
+from parity.honest.wrong import WRONG, Wrong
 from parity.implementations import Implementation
 from parity.judge import Judgement
 from parity.run import Bench, confirmed, judge_all, skip_reason
@@ -149,6 +150,29 @@ def soak(chosen_cases: Iterable[Case], implementations: Iterable[Implementation]
     return out
 
 
+def sensitivity(wrong: Wrong, drawn_cases: Iterable[Case]) -> tuple[int, int, int, collections.Counter[str]]:
+    """Cases in which a wrong implementation is caught, in which its edit changes anything, all; and the catching gates."""
+    caught = effective = total = 0
+    gates: collections.Counter[str] = collections.Counter()
+    for case in drawn_cases:
+        bench = Bench.of(case).offered(wrong.implementation)
+        if skip_reason(wrong.implementation, case, bench.inputs.settings, "cpu"):
+            continue
+        total += 1
+        honest, outcome = (execute(i, bench.inputs) for i in (wrong.base, wrong.implementation))
+        if all(_same(honest.quantities[n], v) for n, v in outcome.quantities.items()) and outcome.verdict == "ran":
+            continue
+        effective += 1
+        failing = [j for j in confirmed(bench, wrong.implementation, outcome).values() if not j.agrees]
+        caught += bool(failing) or outcome.verdict != "ran"
+        gates.update({j.gate for j in failing})
+    return caught, effective, total, gates
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
 def table(found: Soak) -> str:
     """The distribution as a Markdown table: share of judgements below each edge, and the worst."""
     head = "| family | quantity | gate | dtype | judged | " + " | ".join(f"≤ {e:g}" for e in EDGES) + " | worst |"
@@ -165,15 +189,32 @@ def table(found: Soak) -> str:
     return "\n".join(lines)
 
 
+def _print_sensitivity(count: int, seed: int) -> int:
+    print("| wrong | dtypes | cases | edit has an effect | caught of those | gates |")
+    print("|---|---|---|---|---|---|")
+    missed = False
+    for name, wrong in WRONG.items():
+        found = sensitivity(wrong, drawn(wrong.implementation.family, count, seed, wrong.dtypes))
+        caught, effective, total, gates = found
+        share = f"{caught} ({100 * caught / max(effective, 1):.0f} %)"
+        by_gate = ", ".join(f"{g} {n}" for g, n in gates.most_common(4))
+        print(f"| {name} | {' '.join(wrong.dtypes)} | {total} | {effective} | {share} | {by_gate} |", flush=True)
+        missed |= caught == 0
+    return int(missed)
+
+
 def main() -> int:
     """Command line: 0 when nothing disagreed, 1 otherwise."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", type=int, default=1500, help="cases of each family")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", choices=tuple(CONTROLS), action="append")
+    parser.add_argument("--wrong", action="store_true", help="how often the wrong implementations are caught instead")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if options.wrong:
+        return _print_sensitivity(options.cases, options.seed)
     failed = False
     for name in options.family or CONTROLS:
         start = time.monotonic()
