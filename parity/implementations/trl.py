@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from parity.errors import Unsupported
 from parity.families import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import Outputs, accepted, implementation, require
@@ -100,6 +103,7 @@ def selective_log_softmax_and_entropy(x: Inputs) -> Outputs:
 )
 def logprob_entropy_kernel(x: Inputs) -> Outputs:
     """TRL's fused log-prob and entropy Triton kernel, called directly."""
+    require(importlib.util.find_spec("trl.kernels") is not None, "no trl.kernels in the installed version")
     import trl.kernels
 
     function = accepted(trl.kernels, "selective_log_softmax_and_entropy")
@@ -108,13 +112,23 @@ def logprob_entropy_kernel(x: Inputs) -> Outputs:
     return {"logps": logps} | ({"entropy": entropy} if x.settings.entropy != "none" else {})
 
 
-def _chunked(x: Inputs) -> Outputs:
-    import trl.kernels.chunked_logprob as module
+def _chunked_function() -> tuple[Any, bool]:
+    """The autograd function (private in 1.13 and 1.14), and whether it is told which outputs are wanted."""
+    try:
+        from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+    except ImportError:
+        from trl.trainer import utils
 
+        return accepted(utils, "_ChunkedLogProbFunction"), False
+    return ChunkedLogProbFunction, True
+
+
+def _chunked(x: Inputs) -> Outputs:
     _unignored(x)
     s = x.settings
+    function, takes_outputs = _chunked_function()
     outputs = ("entropy",) if s.entropy != "none" else ()
-    out = module.ChunkedLogProbFunction.apply(
+    out = function.apply(
         x.hidden.flatten(0, 1),
         x.weight,
         x.bias,
@@ -123,7 +137,7 @@ def _chunked(x: Inputs) -> Outputs:
         s.chunk_size or DEFAULT_CHUNK,
         s.softcap,
         s.logit_scale,
-        outputs,
+        *([outputs] if takes_outputs else []),
     )
     return {"logps": out[0].view(s.B, s.T)} | ({"entropy": out[1].view(s.B, s.T)} if outputs else {})
 
@@ -146,8 +160,10 @@ def chunked(x: Inputs) -> Outputs:
 @contextlib.contextmanager
 def _forced() -> Iterator[None]:
     """Forward and backward take the Triton path, whatever the device."""
-    import trl.kernels.chunked_logprob as module
-
+    try:
+        import trl.kernels.chunked_logprob as module
+    except ImportError:
+        raise Unsupported("no trl.kernels.chunked_logprob in the installed version") from None
     original = module._use_triton
     module._use_triton = lambda device: True
     try:

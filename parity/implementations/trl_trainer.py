@@ -1,8 +1,7 @@
 """TRL's GRPOTrainer itself, on a case's own tensors: the trainer's code makes logits, log-probs and loss.
 
-The model's backbone hands back the case's hidden states, a leaf, at the positions that predict the completion; its LM
-head is a real Linear, tied, biased or under a LoRA adapter as the case says. Works for TRL 0.17 to 1.16: settings that a
-version does not have are unsupported when the case moves them.
+Works for TRL 0.17 to 1.16. What a version does not have is unsupported when the case moves it; what its loss reads from
+the trainer rather than from its inputs (tools, num_iterations, the vLLM switch) is set as a training run would have it.
 """
 
 from __future__ import annotations
@@ -10,103 +9,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
+import importlib.util
 import inspect
 import io
 import logging
+import os
 import tempfile
 import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from packaging.version import Version
 
 from parity.families import Inputs
+from parity.families.policy import WINDOW_NORMALISED
 from parity.implementations import Outputs, implementation, plain, require
+from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.rounding import Recipe
-
-PROMPT = 2
-"""Prompt length: a left-padded pair, so that the first completion token is predicted from a real position."""
 
 SETTINGS = (
     "loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl temperature "
     "off_policy_mask_threshold top_entropy_quantile entropy_coef sapo_temperature_pos sapo_temperature_neg vespo_k_pos "
     "vespo_lambda_pos vespo_k_neg vespo_lambda_neg max_completion_length steps_per_generation"
 ).split()
-
-
-@functools.cache
-def classes() -> tuple[type, type]:
-    """A configuration and a causal LM whose backbone returns stored hidden states; made on first use, transformers is slow."""
-    from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-    from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-
-    class ReplayConfig(PretrainedConfig):
-        model_type = "parity_replay"
-
-        def __init__(self, vocab_size: int = 8, hidden_size: int = 8, **kwargs: Any):
-            self.vocab_size, self.hidden_size = vocab_size, hidden_size
-            super().__init__(**{"num_hidden_layers": 1, "num_attention_heads": 1, **kwargs})
-
-    class ReplayBackbone(PreTrainedModel):
-        config_class = ReplayConfig
-
-        def __init__(self, config: Any):
-            super().__init__(config)
-            self.hidden: torch.Tensor | None = None
-            self.embed_tokens: nn.Module = nn.Embedding(1, 1)
-            self.tied = False
-            self.post_init()
-
-        def get_input_embeddings(self) -> nn.Module:
-            return self.embed_tokens
-
-        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
-            assert self.hidden is not None
-            hidden = self.hidden
-            if self.tied:
-                hidden = hidden + self.embed_tokens(self.previous_ids)
-            return BaseModelOutputWithPast(last_hidden_state=hidden)
-
-    class ReplayForCausalLM(PreTrainedModel, GenerationMixin):
-        config_class = ReplayConfig
-        base_model_prefix = "model"
-
-        def __init__(self, config: Any):
-            super().__init__(config)
-            self.model = ReplayBackbone(config)
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
-            self.post_init()
-
-        def get_input_embeddings(self) -> nn.Module:
-            return self.model.embed_tokens
-
-        def get_output_embeddings(self) -> nn.Module:
-            return self.lm_head
-
-        def forward(self, input_ids: Any = None, logits_to_keep: int = 0, **kwargs: Any) -> Any:
-            hidden = self.model(input_ids).last_hidden_state
-            if logits_to_keep:
-                hidden = hidden[:, -logits_to_keep:]
-            z = self.lm_head(hidden.to(self.lm_head.weight.dtype))
-            if self.config.logit_scale is not None:
-                z = z * self.config.logit_scale
-            if self.config.final_logit_softcapping is not None:
-                z = torch.tanh(z / self.config.final_logit_softcapping) * self.config.final_logit_softcapping
-            return CausalLMOutputWithPast(logits=z)
-
-    return ReplayConfig, ReplayForCausalLM
-
-
-@functools.cache
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "w": 2}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", model_input_names=["input_ids", "attention_mask"]
-    )
 
 
 @functools.cache
@@ -140,32 +66,16 @@ def quiet() -> Any:
             logging.getLogger(name).setLevel(level)
 
 
-def model(x: Inputs) -> Any:
-    """The replay model of a case: the case's leaves are its parameters, so that the harness reads their gradients."""
-    configuration, model_class = classes()
-    s = x.settings
-    config = configuration(
-        vocab_size=s.V,
-        hidden_size=s.H,
-        head_bias=x.bias is not None,
-        final_logit_softcapping=s.softcap,
-        logit_scale=None if s.logit_scale == 1.0 else s.logit_scale,
-        tie_word_embeddings=False,
-    )
-    out = model_class(config)
-    out.lm_head.weight = x.weight
-    if x.bias is not None:
-        out.lm_head.bias = x.bias
-    place = torch.zeros(s.B, PROMPT - 1, s.H, dtype=x.hidden.dtype, device=x.hidden.device)
-    tail = torch.zeros(s.B, 1, s.H, dtype=x.hidden.dtype, device=x.hidden.device)
-    out.model.hidden = torch.cat([place, x.hidden, tail], 1)
-    if s.head == "tied":
-        edge = torch.zeros(s.B, 1, dtype=torch.long, device=x.hidden.device)
-        out.model.tied = True
-        out.model.previous_ids = torch.cat([edge.expand(s.B, PROMPT - 1), x.previous_ids, edge], 1)
-        out.model.embed_tokens = nn.Embedding(s.V, s.H)
-        out.model.embed_tokens.weight = out.lm_head.weight
-    return out
+@contextlib.contextmanager
+def _environment_kept() -> Any:
+    """Older accelerate leaves its settings in environment variables when a trainer is made, which is not the loss's doing."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def config_class() -> Any:
@@ -192,9 +102,8 @@ def arguments(x: Inputs, liger: bool = False) -> Any:
     s = x.settings
     wanted = {name: getattr(s, name) for name in SETTINGS if name != "top_entropy_quantile"}
     wanted["top_entropy_quantile"] = 1.0 if x.top_entropy_quantile is None else float(x.top_entropy_quantile)
-    relevant = {n for n in wanted if not (n.startswith("sapo") and s.loss_type != "sapo") and not (n.startswith("vespo") and s.loss_type != "vespo")}
     known = fields()
-    for name in relevant - set(known):
+    for name in sorted(_relevant(s) - set(known)):
         default = 1.0 if name == "top_entropy_quantile" else defaults[name].default
         require(wanted[name] == default, f"GRPOConfig has no {name} in the installed version")
     kwargs = {n: v for n, v in wanted.items() if n in known}
@@ -221,6 +130,13 @@ def arguments(x: Inputs, liger: bool = False) -> Any:
     return config_class()(**kwargs)
 
 
+def _relevant(s: Any) -> set[str]:
+    """The settings that this case's loss depends on."""
+    out = {n for n in SETTINGS if not n.startswith(("sapo", "vespo")) or n.startswith(s.loss_type)}
+    out -= set() if s.loss_type in WINDOW_NORMALISED else {"steps_per_generation"}
+    return out - (set() if s.beta else {"use_bias_correction_kl"})
+
+
 def _liger_flags(known: dict[str, Any]) -> dict[str, Any]:
     """The loss path alone: since 0.25 `use_liger_kernel` would patch the model's layers as well."""
     if known.get("use_liger_loss") is False:
@@ -239,15 +155,15 @@ def trainer(x: Inputs, liger: bool = False) -> Any:
     if s.head == "lora":
         extra["peft_config"] = _lora_config(x)
     built = model(x)
-    args = arguments(x, liger)
-    with quiet():
+    with quiet(), _environment_kept():
+        args = arguments(x, liger)
         beta, args.beta = args.beta, 0.0  # reference log-probs are given: no reference model has to be loaded
         out = GRPOTrainer(
             model=built,
             reward_funcs=_zero_reward,
             args=args,
             train_dataset=_dataset(),
-            processing_class=_tokenizer(),
+            processing_class=tokenizer(),
             **extra,
         )
         args.beta = out.beta = beta
@@ -258,20 +174,27 @@ def trainer(x: Inputs, liger: bool = False) -> Any:
                     holder.compiled = False
     out.model.train(s.mode == "train")
     out.current_gradient_accumulation_steps = s.accumulation
+    if _mentions("control.should_evaluate"):  # 0.17 asks the control, not the model, which of the two it is
+        out.control.should_evaluate = s.mode == "eval"
     return out
 
 
 def _lora_config(x: Inputs) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=2, lora_alpha=2, lora_dropout=0.0, target_modules=["lm_head"], bias="none", task_type="CAUSAL_LM")
+    options = {"lora_dropout": 0.0, "bias": "none", "task_type": "CAUSAL_LM"}
+    return LoraConfig(r=2, lora_alpha=2, target_modules=["lm_head"], **options)
 
 
 def batch(x: Inputs, out: Any) -> dict[str, Any]:
     """The inputs dict of `compute_loss`: prompts padded left, completions right, and what the case adds."""
     s = x.settings
     device = x.hidden.device
-    require(x.tool_mask is None or _reads("tool_mask"), "the installed version reads no tool_mask")
+    require(x.tool_mask is None or _mentions("tool_mask"), "the installed version reads no tool_mask")
+    given = s.beta == 0.0 or _mentions('"ref_per_token_logps"')
+    require(given, "the installed version takes reference log-probs from its own reference model")
+    divides = _mentions("current_gradient_accumulation_steps") or s.accumulation == 1 or s.mode == "eval"
+    require(divides, "the installed version leaves the division by the accumulation steps to training_step")
     inputs: dict[str, Any] = {
         "prompt_ids": torch.zeros(s.B, PROMPT, dtype=torch.long, device=device),
         "prompt_mask": torch.ones(s.B, PROMPT, dtype=torch.long, device=device),
@@ -284,21 +207,26 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
     }
     if x.tool_mask is not None:
         inputs["tool_mask"] = x.tool_mask
+        if _mentions("self.tools"):  # 0.26 and 0.27 look at it for trainers with tools only
+            out.tools = [_zero_reward]
+    if x.old_logps is not None and _mentions("self.num_iterations"):  # 0.17 looks at them from the second iteration on
+        out.num_iterations = 2
     if x.sampling_logps is not None:
         inputs["sampling_per_token_logps"] = x.sampling_logps
     if x.importance_sampling_ratio is not None:
-        require(_reads("importance_sampling_ratio"), "the installed version reads no importance_sampling_ratio")
+        require(_mentions("importance_sampling_ratio"), "the installed version reads no importance_sampling_ratio")
         inputs["importance_sampling_ratio"] = x.importance_sampling_ratio
         out.use_vllm, out.vllm_importance_sampling_correction = True, True
     return inputs
 
 
 @functools.cache
-def _reads(key: str) -> bool:
-    """Whether the installed trainer's loss mentions an inputs key."""
+def _mentions(text: str) -> bool:
+    """Whether the source of the installed trainer's losses has this text: what a version reads, it can be given."""
     from trl import GRPOTrainer
 
-    return any(key in inspect.getsource(getattr(GRPOTrainer, n)) for n in ("_compute_loss", "compute_liger_loss") if hasattr(GRPOTrainer, n))
+    methods = [getattr(GRPOTrainer, name, None) for name in ("_compute_loss", "compute_liger_loss")]
+    return any(text in inspect.getsource(method) for method in methods if method is not None)
 
 
 def outputs(x: Inputs, liger: bool) -> Outputs:
@@ -335,20 +263,30 @@ def _install_adapter(x: Inputs, out: Any) -> None:
         linear.weight = tensor
 
 
+def _since(version: str) -> bool:
+    installed = importlib.metadata.version("trl") if importlib.util.find_spec("trl") else "0"
+    return Version(installed) >= Version(version)
+
+
+def _tiles(x: Inputs) -> Recipe:
+    """Tiles of logits and their gradient in the dtype of the hidden states."""
+    return Recipe(logits="input", dlogits="input", inputs=None if x.weight.dtype == x.hidden.dtype else "input")
+
+
 def _recipe(x: Inputs) -> Recipe:
-    """TRL since 1.14 tiles logits and their gradient in the dtype of the hidden states; before, the plain path's dtype."""
-    from importlib.metadata import version
-
-    from packaging.version import Version
-
-    tied = Recipe(logits="input", dlogits="input", inputs=None if x.weight.dtype == x.hidden.dtype else "input")
-    if Version(version("trl")) >= Version("1.14"):
-        return tied
+    """TRL since 1.15 takes the chunked head for everyone; before, logits and log-softmax have the dtype of the head."""
+    if _since("1.15"):
+        return _tiles(x)
     dtype = plain.head_dtype(x)
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype)
 
 
-METRIC_NAMES = frozenset(METRICS)
+def _liger_recipe(x: Inputs) -> Recipe:
+    """Liger's chunks, head gradients summed in its dtype; in 1.14 the flag stands for TRL's chunked log-probs."""
+    return _tiles(x) if _since("1.14") else Recipe(logits="input", accumulate="input", partials=8)
+
+
+METRIC_NAMES = frozenset(METRICS) - (frozenset() if _since("0.20") else {"entropy"})
 
 
 @implementation(
@@ -369,7 +307,7 @@ def grpo_trainer(x: Inputs) -> Outputs:
 def _has_liger_path() -> bool:
     from trl import GRPOTrainer
 
-    return hasattr(GRPOTrainer, "compute_liger_loss")
+    return hasattr(GRPOTrainer, "compute_liger_loss") or hasattr(GRPOTrainer, "_chunked_logps")
 
 
 @implementation(
@@ -377,12 +315,12 @@ def _has_liger_path() -> bool:
     family="policy",
     role="candidate",
     library="trl",
-    recipe=Recipe(logits="input", accumulate="input", partials=8),
-    outputs=METRIC_NAMES - {"entropy"},
+    recipe=_liger_recipe,
+    outputs=frozenset({"kl", "clip_ratio"}),
     contexts=frozenset({"plain"}),
     sources=("trl.trainer.grpo_trainer.GRPOTrainer.compute_liger_loss",),
 )
 def grpo_trainer_liger(x: Inputs) -> Outputs:
-    """`GRPOTrainer.compute_loss` through the installed version's own Liger path (TRL 0.17 to 1.13)."""
-    require(_has_liger_path(), "this version of TRL has no Liger loss path (removed in 1.14)")
+    """`GRPOTrainer.compute_loss`, the version's own Liger path: Liger's loss up to 1.13, chunked log-probs in 1.14."""
+    require(_has_liger_path(), "this version of TRL has no Liger path (removed in 1.15)")
     return outputs(x, liger=True)

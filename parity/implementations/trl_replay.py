@@ -1,0 +1,121 @@
+"""A causal LM that hands back a case's own hidden states, and a tokenizer to go with it: what TRL's trainer is given.
+
+The backbone returns stored hidden states, a leaf, at the positions that predict the completion; the LM head is a real
+Linear, tied or biased as the case says. transformers is imported on first use.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from parity.families import Inputs
+
+PROMPT = 2
+"""Prompt length: a left-padded pair, so that the first completion token is predicted from a real position."""
+
+
+@functools.cache
+def classes() -> tuple[type, type]:
+    """A configuration and a causal LM whose backbone returns stored hidden states; made on first use."""
+    from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+    class ReplayConfig(PretrainedConfig):
+        model_type = "parity_replay"
+
+        def __init__(self, vocab_size: int = 8, hidden_size: int = 8, **kwargs: Any):
+            self.vocab_size, self.hidden_size = vocab_size, hidden_size
+            super().__init__(**{"num_hidden_layers": 1, "num_attention_heads": 1, **kwargs})
+
+    class ReplayBackbone(PreTrainedModel):
+        config_class = ReplayConfig
+
+        def __init__(self, config: Any):
+            super().__init__(config)
+            self.hidden: torch.Tensor | None = None
+            self.embed_tokens: nn.Module = nn.Embedding(1, 1)
+            self.tied = False
+            self.post_init()
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embed_tokens
+
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            assert self.hidden is not None
+            hidden = self.hidden
+            if self.tied:
+                hidden = hidden + self.embed_tokens(self.previous_ids)
+            return BaseModelOutputWithPast(last_hidden_state=hidden)
+
+    class ReplayForCausalLM(PreTrainedModel, GenerationMixin):
+        config_class = ReplayConfig
+        base_model_prefix = "model"
+
+        def __init__(self, config: Any):
+            super().__init__(config)
+            self.model = ReplayBackbone(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
+            self.post_init()
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.model.embed_tokens
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.lm_head
+
+        def forward(self, input_ids: Any = None, logits_to_keep: int = 0, **kwargs: Any) -> Any:
+            hidden = self.model(input_ids).last_hidden_state
+            if logits_to_keep:
+                hidden = hidden[:, -logits_to_keep:]
+            z = self.lm_head(hidden.to(self.lm_head.weight.dtype))
+            if self.config.logit_scale is not None:
+                z = z * self.config.logit_scale
+            if self.config.final_logit_softcapping is not None:
+                z = torch.tanh(z / self.config.final_logit_softcapping) * self.config.final_logit_softcapping
+            return CausalLMOutputWithPast(logits=z)
+
+    return ReplayConfig, ReplayForCausalLM
+
+
+@functools.cache
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "w": 2}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", model_input_names=["input_ids", "attention_mask"]
+    )
+
+
+def model(x: Inputs) -> Any:
+    """The replay model of a case: the case's leaves are its parameters, so that the harness reads their gradients."""
+    configuration, model_class = classes()
+    s = x.settings
+    config = configuration(
+        vocab_size=s.V,
+        hidden_size=s.H,
+        head_bias=x.bias is not None,
+        final_logit_softcapping=s.softcap,
+        logit_scale=None if s.logit_scale == 1.0 else s.logit_scale,
+        tie_word_embeddings=False,
+    )
+    out = model_class(config)
+    out.lm_head.weight = x.weight
+    if x.bias is not None:
+        out.lm_head.bias = x.bias
+    place = torch.zeros(s.B, PROMPT - 1, s.H, dtype=x.hidden.dtype, device=x.hidden.device)
+    tail = torch.zeros(s.B, 1, s.H, dtype=x.hidden.dtype, device=x.hidden.device)
+    out.model.hidden = torch.cat([place, x.hidden, tail], 1)
+    if s.head == "tied":
+        edge = torch.zeros(s.B, 1, dtype=torch.long, device=x.hidden.device)
+        out.model.tied = True
+        out.model.previous_ids = torch.cat([edge.expand(s.B, PROMPT - 1), x.previous_ids, edge], 1)
+        out.model.embed_tokens = nn.Embedding(s.V, s.H)
+        out.model.embed_tokens.weight = out.lm_head.weight
+    return out
