@@ -1,6 +1,6 @@
 """What one pastes upstream: a Markdown issue with numbers, code paths, a stand-alone script and versions."""
 
-from parity.issue.script import script
+from parity.issue.standalone import script
 from parity.issue.text import issue_text
 
 __all__ = ["issue_text", "script"]

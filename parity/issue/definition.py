@@ -116,6 +116,11 @@ def _high(x: Inputs) -> float:
     return s.epsilon if s.epsilon_high is None else s.epsilon_high
 
 
+def _by_sign(above: str, positive: float, negative: float) -> str:
+    """A number by the sign of the advantages, in float64: `torch.where` of two Python numbers would be float32."""
+    return f"{negative} + {positive - negative!r} * (A {above} 0).double()"
+
+
 def _surrogate(x: Inputs) -> Lines:
     """The policy term of each token, in `loss`."""
     s = x.settings
@@ -125,16 +130,16 @@ def _surrogate(x: Inputs) -> Lines:
     if s.loss_type == "cispo":
         return [f"loss = -w.clamp(max={_high(x)}).detach() * A * logps"]
     if s.loss_type == "sapo":
-        tau = f"tau = torch.where(A > 0, {s.sapo_temperature_pos}, {s.sapo_temperature_neg})"
+        tau = f"tau = {_by_sign('>', s.sapo_temperature_pos, s.sapo_temperature_neg)}"
         return [tau, "loss = -torch.sigmoid(tau * (w - 1)) * 4 / tau * A"]
     low = math.log(1e-8)
     out = ["W = (d.detach().clamp(-20, 20) * m).sum(-1, keepdim=True)"]
     if x.importance_sampling_ratio is not None:
-        out.append(f"W = W + importance_sampling_ratio.log().clamp({low}, 20).sum(-1, keepdim=True)")
+        out.append(f"W = W + importance_sampling_ratio.double().log().clamp({low}, 20).sum(-1, keepdim=True)")
     return [
         *out,
-        f"W, shape = W.clamp({low}, 20), torch.where(A >= 0, {s.vespo_k_pos}, {s.vespo_k_neg})",
-        f"rate = torch.where(A >= 0, {s.vespo_lambda_pos}, {s.vespo_lambda_neg})",
+        f"W, shape = W.clamp({low}, 20), {_by_sign('>=', s.vespo_k_pos, s.vespo_k_neg)}",
+        f"rate = {_by_sign('>=', s.vespo_lambda_pos, s.vespo_lambda_neg)}",
         "loss = -torch.exp(rate + shape * W - rate * W.exp()) * A * logps",
     ]
 

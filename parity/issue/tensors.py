@@ -158,7 +158,7 @@ def _banned(bias: torch.Tensor, inputs: Inputs) -> list[str] | None:
     return [
         f"bias = normal({_key(seed, 'bias')}, {size}).to({bias.dtype})",
         f"banned = (bits({_key(seed, 'banned')}, {size}) >> 40 & 0xFFFFFF) * 2**-24 < 0.3",
-        *wrapped(f"banned[{kept}] = False"),
+        *(wrapped(f"banned[{kept}] = False") if kept else []),
         "bias[banned] = -inf",
     ]
 

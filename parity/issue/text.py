@@ -13,8 +13,8 @@ from parity.case import Case
 from parity.families import family
 from parity.implementations import Implementation, load
 from parity.issue.definition import described
-from parity.issue.script import outputs, script
 from parity.issue.sources import located
+from parity.issue.standalone import outputs, script
 
 Row = dict[str, Any]
 
@@ -144,9 +144,7 @@ def _paths(implementations: Sequence[Implementation]) -> str:
 def _note(text: str, theirs: Sequence[Row]) -> str:
     """What the script leaves out of the table."""
     if theirs and "def reference(" not in text and "parity replay" not in text and "def candidate(" in text:
-        return (
-            f"The script leaves `{theirs[0]['implementation']}` out: it needs another library, or more than 40 lines."
-        )
+        return f"The script leaves `{theirs[0]['implementation']}` out: it needs another library or more lines."
     return ""
 
 

@@ -77,7 +77,7 @@ def _model(x: Inputs) -> list[str]:
         lines.append("model.lm_head.weight = weight")
     if extra and s.head != "lora":
         # releases with a fused LM head (since 1.15) read the config; before, the model's own head makes the logits
-        lines.append(f"model.lm_head.forward = lambda h: {z}")
+        lines.append(f"model.lm_head.forward = lambda h: ({z})")
     padded = f"torch.nn.functional.pad({states(x)}, (0, 0, {s.T - 1}, 1))"  # the prompt is as long as the completion
     lines.append(f"states = transformers.modeling_outputs.BaseModelOutputWithPast({padded})")
     lines.append("model.model.forward = lambda *_, **__: states")

@@ -115,7 +115,9 @@ def _assembled(
         "def measure(call, dtype=None):",
         *wrapped(f"    inputs = [torch.nn.Parameter(t.to(dtype or t.dtype), grad) for t, grad in {leaves}]"),
         "    out = call(*inputs)",
-        f"    pairs = [(o, g.to(o).expand_as(o)) for o, g in zip(out, [{', '.join(upstream)}]) if o.requires_grad]",
+        *wrapped(
+            f"    pairs = [(o, g.to(o).expand_as(o)) for o, g in zip(out, [{', '.join(upstream)}]) if o.requires_grad]"
+        ),
         "    torch.autograd.backward(*zip(*pairs))",
         "    values = [*out, *(t.grad for t in inputs if t.requires_grad)]",
         '    return ["none" if v is None else f"{v.double().norm() if v.dim() else v:.6g}" for v in values]',
