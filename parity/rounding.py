@@ -152,10 +152,16 @@ class MonteCarlo(TorchDispatchMode):
             return self._matmul(out, args[0], args[1])
         if func in _SUMS:
             scale = func(args[0].abs(), *args[1:], **kwargs).mul_(2 * self.u_sum)
+            partial = self.u_partial() if self.backward else 0.0
+            if partial:  # a bias gradient is summed across chunks as the head's is
+                scale = scale + func(args[0].square(), *args[1:], **kwargs).sqrt_().mul_(partial)
             return self._round(out + self._spread(scale, out))
         if name == "_log_softmax":
             lse = (args[0] - out).nan_to_num_(0.0, 0.0, 0.0).abs_().amax(args[1], keepdim=True)
-            scale = 2 * self.u_sum * lse + self.u_softmax  # torch's CPU kernel rounds Σ exp to the dtype of the logits
+            # torch's CPU kernel rounds Σ exp and its logarithm to the dtype of the logits
+            top = out.amax(args[1], keepdim=True).nan_to_num_(0.0, 0.0, 0.0).abs_()
+            walk = out.shape[args[1]] ** 0.5 / 4  # lanes or blocks of it are summed in order
+            scale = self.u_sum * (2 * lse + walk) + self.u_softmax * (1 + top)
             return self._round(out + self._spread(scale, out), self.u_softmax)
         if name == "_log_softmax_backward_data":
             scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum)

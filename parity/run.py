@@ -153,7 +153,8 @@ def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) ->
     recipe = implementation.recipe_for(bench.inputs)
     judged = judge_all(bench, implementation, outcome, recipe)
     s = bench.inputs.settings
-    for count in (CONFIRMATION, max(CONFIRMATION, min(LAST_WORD, LAST_WORD_LOGITS // (s.B * s.T * s.V)))):
+    size = s.V * max(s.B * s.T, s.H)  # the logits or the head, whichever a replica holds more of
+    for count in (CONFIRMATION, max(CONFIRMATION, min(LAST_WORD, LAST_WORD_LOGITS // size))):
         if any(1.0 < j.headroom < math.inf for j in judged.values()):
             judged = judge_all(bench, implementation, outcome, recipe, count)
     return judged
@@ -232,6 +233,21 @@ def skip_reason(implementation: Implementation, case: Case, settings: Any, devic
         return f"dtype {case.dtype} is not among {', '.join(sorted(implementation.dtypes))}"
     if settings.context not in implementation.contexts:
         return f"context {settings.context} is not claimed"
+    return interpreter_limit(case, settings) if implementation.interpreted and device == "cpu" else None
+
+
+INTERPRETER_BLOCKS = 400
+
+
+def interpreter_limit(case: Case, settings: Any) -> str | None:
+    """Why Triton's interpreter cannot judge a kernel on this case: probed, or too many blocks for its pace."""
+    from parity.implementations.interpreter import truncates_bfloat16
+
+    if case.dtype == "bf16" and truncates_bfloat16():
+        return "Triton's interpreter truncates to bfloat16 where hardware rounds"
+    blocks = settings.B * settings.T * (1 + settings.V // 512)
+    if blocks > INTERPRETER_BLOCKS or settings.V > 4 * 4096:
+        return f"{blocks} blocks are too many for Triton's interpreter (at most {INTERPRETER_BLOCKS}): run it on CUDA"
     return None
 
 

@@ -66,6 +66,9 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         "other_tokens": pick(0, 7, 100),
         "chunk_size": pick(None, 1, 3),
     }
+    if pick(True, True, False):  # a token that both exclude makes every released loss NaN, which hides what else a case shows
+        out["teacher_bias"] = "random" if out["teacher_bias"] == "banned" else out["teacher_bias"]
+        out["bias"] = "random" if out["bias"] == "banned" and out["softcap"] is None else out["bias"]
     if draw(st.booleans()):  # half of the cases leave what bare losses cannot say at its default
         for name in WIRING:
             out[name] = SETTINGS[name].default

@@ -29,7 +29,8 @@ def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
     z = head.logits(x, mark)
     all_logps = torch.log_softmax(z, -1)
     lp = head.selected(x, all_logps, mark)
-    entropy = head.entropy(x, z, all_logps, mark)
+    # its own log_softmax, so that the roundings of the two backward passes do not cancel where the passes do
+    entropy = head.entropy(x, z, all_logps if s.entropy_coef == 0.0 else torch.log_softmax(z, -1), mark)
     mask = x.mask.to(torch.float64)
     advantages = x.advantages if x.advantages.dim() == 2 else x.advantages.unsqueeze(-1)
     d = lp - (lp.detach() if x.old_logps is None else x.old_logps)
@@ -196,6 +197,7 @@ def features(case: Case) -> dict[str, Any]:
         "one sequence": s.B == 1,
         "ragged": len(set(lengths)) > 1,
         "padding": any(n < s.T for n in lengths),
+        "masked tokens": s.holes or any(n < s.T for n in lengths),
         "empty row": 0 in lengths,
         "all masked": not any(lengths),
         "V = 1": s.V == 1,

@@ -30,6 +30,7 @@ def _call(x: Inputs, **options: Any) -> Outputs:
     s = x.settings
     known = inspect.signature(linear_cross_entropy).parameters
     require(x.bias is None or "bias" in known, "linear_cross_entropy has no bias in the installed version")
+    require(x.weight.dtype == x.hidden.dtype or "impl" not in options or options["impl"] == "cce", "e @ c.T of one dtype only")
     require(s.softcap is None or s.temperature == 1.0, "temperature under a softcap: scaling the hidden states is another function")
     if x.bias is not None:
         options["bias"] = x.bias
@@ -97,6 +98,7 @@ KERNEL: dict[str, Any] = {
 
 def runs_here(x: Inputs) -> None:
     require(x.hidden.is_cuda or x.hidden.dtype != torch.bfloat16, "bf16 tl.dot gives NaN in Triton's interpreter")
+    require(x.hidden.is_cuda or x.settings.V <= 2048, "V beyond 2,048 takes minutes in Triton's interpreter: run it on CUDA")
     require(x.hidden.dtype != torch.float32, "its backward refuses float32 hidden states (fp16 and bf16 only)")
 
 

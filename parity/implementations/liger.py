@@ -40,6 +40,7 @@ def _folded(x: Inputs) -> torch.Tensor:
     s = x.settings
     require(s.softcap is None or s.temperature == 1.0, "temperature under a softcap: scaling the hidden states is another function")
     factor = s.logit_scale / s.temperature
+    require(factor == 1.0 or x.bias is None, "scale or temperature with a bias: scaling the hidden states leaves the bias out")
     return x.hidden if factor == 1.0 else x.hidden * factor
 
 

@@ -107,7 +107,7 @@ def _log_probs(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 def _kernel(x: Inputs) -> Recipe:
     """Log-probs in the dtype of the head, float32 inside the kernel, which stores their gradient as they are."""
     dtype = plain.head_dtype(x)
-    return Recipe(logits="input", dlogits=dtype, elementwise=dtype, softmax="input", output="any")
+    return Recipe(logits="input", dlogits=dtype, elementwise="input", softmax="input", output="any")
 
 
 @implementation(

@@ -36,12 +36,10 @@ def materialised(x: Inputs) -> Recipe:
     dtype = plain.head_dtype(x)
     if x.settings.context == "autocast":
         return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax="fp32" if x.hidden.is_cuda else "bf16", output="any")
-    return Recipe(logits=teacher_coarser(x, dtype), dlogits=dtype, elementwise=dtype, softmax=teacher_coarser(x, dtype), output="any")
-
-
-def teacher_coarser(x: Inputs, dtype: str) -> str:
-    """`dtype`, unless the teacher keeps its logits in the narrower dtype of the case."""
-    return dtype if x.settings.sparse != "none" else "input"
+    if x.settings.sparse != "none":
+        return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output="any")
+    # a head in float32 leaves the teacher's logits in the dtype of the case
+    return Recipe(logits="input", dlogits=dtype, elementwise="input", softmax="input", output="any")
 
 
 def _generalized_jsd(function: Any, x: Inputs) -> Outputs:
