@@ -17,7 +17,7 @@ from parity.case import DTYPES, Case
 from parity.errors import UsageError
 from parity.rounding import Mark
 
-NAMES = ("logprobs", "policy")
+NAMES = ("logprobs", "policy", "divergence")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,8 +98,7 @@ def sparse(x: Inputs, lp: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tenso
 def completed(logps: torch.Tensor, gone: torch.Tensor, tail: bool) -> torch.Tensor:
     """logps followed by log(1 - Σ exp) over the entries that are not gone, or minus log Σ exp."""
     kept = logps.masked_fill(gone, -torch.inf)
-    top = kept.amax(-1, keepdim=True).detach()
-    mass = top + (kept - top).exp().sum(-1, keepdim=True).log()
+    mass = torch.logsumexp(kept, -1, keepdim=True)
     if not tail:
         return kept - mass
     return torch.cat([kept, torch.log(-torch.expm1(mass.clamp(max=LARGEST_LOG_MASS)))], -1)

@@ -48,7 +48,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     out = head.draw_head(draw, st, dtype, large=draw(st.integers(0, 39)) == 39, contexts=contexts)
     out["cotangent"] = pick("ones", "ones", "ones", "random", "random", "zero", "scaled")
     out |= {
-        "beta": pick(0.5, 0.0, 1.0, 0.0, 1.0, 0.1, 0.75, 0.999),
+        "beta": pick(0.5, 0.0, 1.0, 0.0, 1.0, 0.1, 0.75, 0.9),
         "teacher": pick("head", "head", "logits"),
         "teacher_H": draw(st.one_of(st.integers(1, 16), st.sampled_from([31, 64, 100]))),
         "gap": pick("apart", "apart", "near", "near", "equal"),
@@ -57,7 +57,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         "teacher_logit_scale": pick(1.0, 1.0, 0.3, 2.5),
         "teacher_bias": pick("none", "none", "none", "random", "random", "banned"),
         "extra_vocabulary": pick(0, 0, 0, 0, 0, 0, 1, 9),
-        "sparse": pick("none", "none", "none", "topk", "topk", "mixed"),
+        "sparse": pick("none", "none", "none", "none", "topk", "mixed"),
         "k": draw(st.sampled_from([1, 2, 3, 8])),
         "ragged": pick(False, True),
         "tail": pick(True, True, False),

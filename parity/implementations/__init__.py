@@ -21,7 +21,7 @@ from parity.errors import Unsupported, UsageError
 from parity.families import Inputs
 from parity.rounding import IEEE_FP32, Recipe
 
-MODULES = ("trl", "trl_trainer", "cce", "liger", "liger_grpo", "unsloth", "fixes")
+MODULES = ("trl", "trl_trainer", "cce", "liger", "liger_grpo", "trl_divergence", "liger_divergence", "unsloth", "fixes")
 ENTRY_POINTS = "parity.implementations"
 
 Outputs = dict[str, torch.Tensor]
