@@ -14,7 +14,7 @@ STACK_LIMIT = 1 << 22
 
 TEACHER = frozenset({"teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits", "support_logps"})
 REPEATED = frozenset({"hidden", "weight", "bias", "lora_a", "lora_b"}) | TEACHER
-"""Inputs of which every replica has its own copy: every tensor that may be a leaf, and whatever else the oracle rounds."""
+"""Inputs of which every replica has its own copy: every tensor that may be a leaf, and a teacher's, rounded alike."""
 
 Quantities = dict[str, torch.Tensor]
 

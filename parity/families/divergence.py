@@ -49,7 +49,7 @@ def _loss(x: Inputs, mark: Mark, measure: Any, zero_padded: bool = False) -> dic
         lp, lq, gone = sparse(x, lp, rows)
         terms = measure(lp, lq, gone, gone, s.beta)
     else:
-        lq = torch.log_softmax(teacher_logits(x, mark, s.V + (s.extra_vocabulary if zero_padded else 0)), -1)[..., rows, :]
+        lq = torch.log_softmax(teacher_logits(x, mark, logps.shape[-1]), -1)[..., rows, :]
         gone_p, gone_q = _pad(inputs_of.excluded(x.bias, s.softcap, lp), lp), inputs_of.excluded_by_teacher(x, rows, lq)
         terms = measure(lp, lq, gone_p, gone_q, s.beta)
     terms = terms / normaliser(x)
@@ -130,7 +130,7 @@ def divergence(
 
 
 def _grid(logps: torch.Tensor) -> torch.Tensor:
-    """1, rounded once in each replica: close log-probs lie on one grid, where adding a constant rounds them all alike."""
+    """1, rounded once in each replica: close log-probs lie on one grid, so adding a constant rounds them all alike."""
     one = torch.ones_like(logps[..., :1, :1].detach())
     return one * one
 
@@ -144,7 +144,7 @@ def exchanged_mixture(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
 
 
 def zero_padded(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
-    """A smaller student gets logits of 0 for the tokens that only the teacher's head has, as Liger's chunked loss does."""
+    """A student with logits of 0 for the tokens that only the teacher's head has, as Liger's chunked loss makes it."""
     if x.settings.sparse != "none" or not x.settings.extra_vocabulary:
         return oracle(x, mark)
     return _loss(x, mark, divergence, zero_padded=True)
@@ -208,7 +208,7 @@ def _garbage(x: Inputs) -> Inputs | None:
 
 GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
 
-FAMILY = Family(
+FAMILY: Family = Family(
     name="divergence",
     settings=inputs_of.SETTINGS,
     draw=inputs_of.draw,
@@ -222,8 +222,8 @@ FAMILY = Family(
     demands=demands,
     required=("hidden", "weight", "beta"),
     relations={
-        "cotangent x2": Relation(_double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in the upstream gradient"),
-        "items x2": Relation(_double_items, dict.fromkeys(("loss", *GRADIENTS), 0.5), "num_items_in_batch divides the loss"),
+        "cotangent x2": Relation(_double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in its input"),
+        "items x2": Relation(_double_items, dict.fromkeys(("loss", *GRADIENTS), 0.5), "it divides the loss"),
         "ignored garbage": Relation(_garbage, {}, "what stands at label -100 changes nothing"),
     },
 )

@@ -14,28 +14,28 @@ from parity.families.logprobs import IGNORE_INDEX
 from parity.rounding import exact_mark
 
 SETTINGS = head.SETTINGS | {
-    "beta": Setting(0.5, "0 forward KL(q‖p), 1 reverse KL(p‖q), between generalised JSD; the teacher's weight in the mixture"),
+    "beta": Setting(0.5, "0 forward KL(q‖p), 1 reverse KL(p‖q), between JSD; the teacher's weight in the mixture"),
     "teacher": Setting("head", "the teacher's hidden states and head, or its logits as data", ("head", "logits")),
     "teacher_H": Setting(5, "hidden size of the teacher, at least 1; the student's unless gap is 'apart'"),
     "gap": Setting("apart", "teacher beside student: independent, close, the same tensors", ("apart", "near", "equal")),
     "teacher_peak": Setting(1.0, "standard deviation of the teacher's raw logits, where the gap is 'apart'"),
     "teacher_softcap": Setting(None, "the teacher's softcap, or none"),
     "teacher_logit_scale": Setting(1.0, "the teacher's logit scale"),
-    "teacher_bias": Setting("none", "bias of the teacher's head; 'banned' has -inf entries", ("none", "random", "banned")),
+    "teacher_bias": Setting("none", "bias of its head; 'banned' has -inf entries", ("none", "random", "banned")),
     "extra_vocabulary": Setting(0, "rows of the teacher's head beyond the student's vocabulary"),
     "sparse": Setting(
-        "none", "teacher's support: all, its top k, or its top 1 and the label (at beta 1 the label alone)", ("none", "topk", "mixed")
+        "none", "teacher's support: all, top k, or top 1 and the label (at beta 1 the label)", ("none", "topk", "mixed")
     ),
     "k": Setting(2, "tokens that the teacher names at a position, at least 1"),
     "ragged": Setting(False, "some positions have fewer tokens, the rest is padded with -inf", (False, True)),
     "tail": Setting(True, "complete a sparse support by a tail bucket, else renormalise it", (False, True)),
     "ignored": Setting("none", "positions with label -100", ("none", "some", "row", "all")),
-    "num_items": Setting("none", "divide by the label positions of this batch, or by num_items_in_batch", ("none", "given")),
+    "num_items": Setting("none", "divide by the label positions, or by num_items_in_batch", ("none", "given")),
     "other_tokens": Setting(0, "label positions in the other micro-batches of the window"),
     "chunk_size": Setting(None, "tokens a chunk, for implementations that chunk; none: their default"),
 }
 
-WIRING = "softcap logit_scale teacher_softcap teacher_logit_scale num_items extra_vocabulary".split()
+WIRING = ("softcap", "logit_scale", "teacher_softcap", "teacher_logit_scale", "num_items", "extra_vocabulary")
 """Settings that bare losses have no parameter for."""
 
 
@@ -66,7 +66,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         "other_tokens": pick(0, 7, 100),
         "chunk_size": pick(None, 1, 3),
     }
-    if pick(True, True, False):  # a token that both exclude makes every released loss NaN, which hides what else a case shows
+    if pick(True, True, False):  # an excluded token makes every released loss NaN, which hides what else a case shows
         out["teacher_bias"] = "random" if out["teacher_bias"] == "banned" else out["teacher_bias"]
         out["bias"] = "random" if out["bias"] == "banned" and out["softcap"] is None else out["bias"]
     if draw(st.booleans()):  # half of the cases leave what bare losses cannot say at its default
@@ -85,7 +85,8 @@ def bans(s: SimpleNamespace) -> tuple[bool, bool]:
     allows, KL(p‖q) the reverse. A softcap makes -inf finite. A sparse teacher names tokens that the student must allow.
     """
     student = s.bias == "banned" and s.softcap is None and s.sparse == "none" and not (s.beta == 0.0 and _capped(s))
-    teacher = (s.teacher_bias == "banned" or s.beta == 0.0 and student) and not _capped(s) and (s.beta != 1.0 or student)
+    wanted = s.teacher_bias == "banned" or (s.beta == 0.0 and student)
+    teacher = wanted and not _capped(s) and (s.beta != 1.0 or student)
     return student, teacher
 
 
@@ -99,8 +100,8 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     Tensors besides those of `head.build`: teacher_hidden (B, T, H_t), teacher_weight (V + extra, H_t), teacher_bias
     (V + extra,) or None, or teacher_logits (B, T, V + extra), after scale and softcap; support_ids int64 and
     support_logps (B, T, K) float32, -inf where a position names fewer tokens and where the label is -100; top1_ids,
-    top1_logps, label_logps (B, T) for the mixed support; num_items_in_batch (0-dim); beta and ignore_index are settings.
-    A sparse case hands out no dense teacher.
+    top1_logps, label_logps (B, T) for the mixed support; num_items_in_batch (0-dim) or None. A sparse case hands out no
+    dense teacher.
 
     Raises:
         UsageError: for settings outside their range.
@@ -119,7 +120,8 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     _student_bias(s, tensors)
     tensors |= _teacher(case, s, tensors)
     ignored = _ignored(case, s)
-    tensors |= dict.fromkeys(("support_ids", "support_logps", "top1_ids", "top1_logps", "label_logps", "num_items_in_batch"))
+    tensors |= dict.fromkeys(("support_ids", "support_logps", "top1_ids", "top1_logps", "label_logps"))
+    tensors["num_items_in_batch"] = None
     if s.sparse != "none":
         tensors |= _support(case, s, tensors, ignored)
         tensors |= dict.fromkeys(("teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits"))
@@ -152,7 +154,8 @@ def _ignored(case: Case, s: SimpleNamespace) -> torch.Tensor:
 def _teacher(case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
     dtype, total = DTYPES[case.dtype], s.V + s.extra_vocabulary
     hidden, weight = tensors["hidden"], tensors["weight"]
-    assert hidden is not None and weight is not None
+    assert hidden is not None
+    assert weight is not None
     width = s.teacher_H if s.gap == "apart" else s.H
     own = normal(case.seed, "teacher_hidden", (s.B, s.T, width))
     t_hidden = own

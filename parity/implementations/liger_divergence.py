@@ -28,10 +28,16 @@ def _labels(x: Inputs) -> torch.Tensor:
 def _chunks(x: Inputs) -> Recipe:
     """Chunks of logits, log-probs and divergence in the dtype of the inputs, partial gradients summed in it."""
     s = x.settings
-    dtype = plain.head_dtype(x)
+    dtype = "bf16" if s.context == "autocast" else plain.head_dtype(x)
     chunks = max(1, s.B * s.T // (s.chunk_size or 1024))
     return Recipe(
-        logits="input", dlogits=dtype, elementwise=dtype, softmax="input", accumulate=dtype, partials=chunks, output="fp32"
+        logits="input",
+        dlogits=dtype,
+        elementwise=dtype,
+        softmax=dtype,
+        accumulate=dtype,
+        partials=chunks,
+        output="fp32",
     )
 
 
@@ -45,7 +51,7 @@ def _chunks(x: Inputs) -> Recipe:
     sources=("liger_kernel.chunked_loss.jsd_loss.LigerFusedLinearJSDLoss",),
 )
 def fused_linear_jsd_loss(x: Inputs) -> Outputs:
-    """`LigerFusedLinearJSDLoss(weight_hard_loss=0, weight_soft_loss=1, compiled=False)`, plain torch in chunks of tokens."""
+    """`LigerFusedLinearJSDLoss` with the soft loss alone and compiled=False: plain torch in chunks of tokens."""
     import liger_kernel.chunked_loss.jsd_loss as module
 
     heads(x)
@@ -92,7 +98,8 @@ def fused_linear_jsd(x: Inputs) -> Outputs:
     s = x.settings
     require(x.weight.dtype == x.hidden.dtype, "hidden states and head of one dtype only")
     require(x.bias is None and x.teacher_bias is None, "no bias parameter")
-    loss = accepted(module, "LigerFusedLinearJSD")(jsd_beta=s.beta, ignore_index=IGNORE_INDEX, temperature=s.temperature)
+    cls = accepted(module, "LigerFusedLinearJSD")
+    loss = cls(jsd_beta=s.beta, ignore_index=IGNORE_INDEX, temperature=s.temperature)
     student, teacher = x.hidden.flatten(0, 1), x.teacher_hidden.flatten(0, 1)
     return {"loss": loss(student, x.weight, teacher, x.teacher_weight, _labels(x))}
 
@@ -127,7 +134,8 @@ def jsd(x: Inputs) -> Outputs:
 
     require(x.num_items_in_batch is None, "no normaliser parameter: divides by its own label positions")
     student, teacher = _log_probs(x)
-    return {"loss": accepted(module, "LigerJSD")(beta=x.settings.beta, ignore_index=IGNORE_INDEX)(student, teacher, _labels(x))}
+    loss = accepted(module, "LigerJSD")(beta=x.settings.beta, ignore_index=IGNORE_INDEX)
+    return {"loss": loss(student, teacher, _labels(x))}
 
 
 @implementation(
@@ -150,7 +158,8 @@ def kl_div(x: Inputs) -> Outputs:
     require(x.settings.ignored != "all", "no labels: a batch without any row")
     student, teacher = _log_probs(x)
     rows = _labels(x) != IGNORE_INDEX
-    return {"loss": accepted(module, "LigerKLDIVLoss")(reduction="batchmean", log_target=True)(student[rows], teacher[rows])}
+    loss = accepted(module, "LigerKLDIVLoss")(reduction="batchmean", log_target=True)
+    return {"loss": loss(student[rows], teacher[rows])}
 
 
 @implementation(

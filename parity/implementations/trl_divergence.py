@@ -1,4 +1,4 @@
-"""TRL's distillation losses: the plain divergence, the chunked kernel, its trainer's wiring, and the sparse server paths."""
+"""TRL's distillation losses: the plain divergence, the chunked kernel and its wiring, and the sparse server paths."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ CONTEXTS = frozenset({"plain", "autocast", "checkpoint", "compile"})
 def teacher_logits(x: Inputs) -> torch.Tensor:
     """The teacher's logits (B, T, V) as its model makes them, in its own dtype and without gradient."""
     require(x.settings.sparse == "none", "takes a dense teacher")
-    require(x.settings.extra_vocabulary == 0, "one vocabulary only: the trainer resizes the teacher (resize_token_embeddings)")
+    require(x.settings.extra_vocabulary == 0, "one vocabulary: the trainer resizes the teacher")
     if x.teacher_logits is not None:
         return x.teacher_logits
     s = x.settings
     settings = SimpleNamespace(logit_scale=s.teacher_logit_scale, softcap=s.teacher_softcap, context=s.context)
-    teacher: Any = SimpleNamespace(hidden=x.teacher_hidden, weight=x.teacher_weight, bias=x.teacher_bias, settings=settings)
+    teacher: Any = SimpleNamespace(
+        hidden=x.teacher_hidden, weight=x.teacher_weight, bias=x.teacher_bias, settings=settings
+    )
     with torch.no_grad():
         return plain.logits(teacher)
 
@@ -35,7 +37,8 @@ def materialised(x: Inputs) -> Recipe:
     """Everything in the dtype of the logits, the log-softmax included."""
     dtype = plain.head_dtype(x)
     if x.settings.context == "autocast":
-        return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax="fp32" if x.hidden.is_cuda else "bf16", output="any")
+        softmax = "fp32" if x.hidden.is_cuda else "bf16"
+        return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=softmax, output="any")
     if x.settings.sparse != "none":
         return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output="any")
     # a head in float32 leaves the teacher's logits in the dtype of the case
@@ -220,6 +223,9 @@ def _student_logps(x: Inputs) -> torch.Tensor:
     return torch.log_softmax(plain.logits(x) / x.settings.temperature, dim=-1)
 
 
+SERVER = "trl.experimental.server_distillation.server_distillation_trainer.ServerDistillationTrainer"
+
+
 def _server(x: Inputs) -> tuple[Any, Any]:
     import trl.experimental.server_distillation.server_distillation_trainer as module
 
@@ -250,13 +256,13 @@ def _sparse(x: Inputs) -> Recipe:
     library="trl",
     recipe=_sparse,
     contexts=CONTEXTS,
-    sources=("trl.experimental.server_distillation.server_distillation_trainer.ServerDistillationTrainer._compute_server_forward_kl_loss",),
+    sources=(f"{SERVER}._compute_server_forward_kl_loss",),
 )
 def server_forward_kl(x: Inputs) -> Outputs:
     """`ServerDistillationTrainer._compute_server_forward_kl_loss` on the teacher's top k."""
     s = x.settings
     require(s.sparse == "topk" and s.beta == 0.0, "takes a sparse teacher at beta 0")
-    require(x.num_items_in_batch is None, "no num_items_in_batch: the server path averages over its own label positions")
+    require(x.num_items_in_batch is None, "no num_items_in_batch: divides by its own label positions")
     trainer, holder = _server(x)
     result = {"topk_logprobs": x.support_logps, "topk_token_ids": x.support_ids}
     return {"loss": trainer._compute_server_forward_kl_loss(holder, result, _student_logps(x), x.ids)}
@@ -269,14 +275,12 @@ def server_forward_kl(x: Inputs) -> Outputs:
     library="trl",
     recipe=_sparse,
     contexts=CONTEXTS,
-    sources=(
-        "trl.experimental.server_distillation.server_distillation_trainer.ServerDistillationTrainer._compute_server_sparse_top_1_divergence_loss",
-    ),
+    sources=(f"{SERVER}._compute_server_sparse_top_1_divergence_loss",),
 )
 def server_sparse_top_1(x: Inputs) -> Outputs:
     """`ServerDistillationTrainer._compute_server_sparse_top_1_divergence_loss` on the teacher's top 1 and the label."""
     require(x.settings.sparse == "mixed", "takes the mixed support of a sparse teacher, at beta above 0")
-    require(x.num_items_in_batch is None, "no num_items_in_batch: the server path averages over its own label positions")
+    require(x.num_items_in_batch is None, "no num_items_in_batch: divides by its own label positions")
     trainer, holder = _server(x)
     result = {
         "topk_logprobs": x.top1_logps.unsqueeze(-1),

@@ -1,0 +1,107 @@
+"""Honest distillation losses: the same divergence by other roads, each with the recipe it really computes in."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import linear
+
+from parity.families import Inputs
+from parity.families.divergence import LARGEST_LOG_MASS
+from parity.families.logprobs import IGNORE_INDEX
+from parity.implementations import Outputs
+from parity.rounding import Recipe
+
+BLOCK = 5
+Pair = tuple[torch.Tensor, torch.Tensor]
+Measure = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def _finished(z: torch.Tensor, scale: float, softcap: float | None, temperature: float) -> torch.Tensor:
+    z = z * scale
+    return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+
+
+def _logits(x: Inputs, wide: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Student's and teacher's z, (B·T, V): in float32, or stored in the dtype of the head before scale and softcap."""
+    s = x.settings
+
+    def project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if wide:
+            return linear(hidden.float(), weight.float(), None if bias is None else bias.float()).float()
+        return linear(hidden.to(weight.dtype), weight, bias).float()
+
+    student = _finished(project(x.hidden.flatten(0, 1), x.weight, x.bias), s.logit_scale, s.softcap, s.temperature)
+    if s.sparse != "none":
+        return student, None
+    if x.teacher_logits is not None:
+        return student, x.teacher_logits.flatten(0, 1)[:, : s.V].float() / s.temperature
+    bias = None if x.teacher_bias is None else x.teacher_bias[: s.V]
+    raw = project(x.teacher_hidden.flatten(0, 1), x.teacher_weight[: s.V], bias)
+    return student, _finished(raw, s.teacher_logit_scale, s.teacher_softcap, s.temperature)
+
+
+def _log_probs(x: Inputs, wide: bool) -> Pair:
+    """Log-probs of the label positions, over the vocabulary or the completed support."""
+    student, teacher = _logits(x, wide)
+    rows = x.ids.flatten() != IGNORE_INDEX
+    lp = torch.log_softmax(student, -1)[rows]
+    if teacher is not None:
+        return lp, torch.log_softmax(teacher, -1)[rows]
+    lq, ids = x.support_logps.flatten(0, 1)[rows], x.support_ids.flatten(0, 1)[rows]
+    lp = lp.gather(-1, ids).masked_fill(lq == -torch.inf, -torch.inf)
+    mass = [torch.logsumexp(logps, -1, keepdim=True) for logps in (lp, lq)]
+    if not x.settings.tail:
+        return lp - mass[0], lq - mass[1]
+    tails = [torch.log(-torch.expm1(m.clamp(max=LARGEST_LOG_MASS))) for m in mass]
+    return torch.cat([lp, tails[0]], -1), torch.cat([lq, tails[1]], -1)
+
+
+def by_log_mixture(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Tensor:
+    """The definition in log space, per token."""
+    lp, lq = lp.clamp(min=-1e30), lq.clamp(min=-1e30)  # exp is 0 there, and 0 times a finite number is 0
+    if beta == 0.0:
+        return (lq.exp() * (lq - lp)).sum(-1)
+    if beta == 1.0:
+        return (lp.exp() * (lp - lq)).sum(-1)
+    m = torch.logaddexp(lp + math.log(1 - beta), lq + math.log(beta))
+    return (beta * lq.exp() * (lq - m) + (1 - beta) * lp.exp() * (lp - m)).sum(-1)
+
+
+def by_blocks(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Tensor:
+    """Per block of the vocabulary, from the last to the first."""
+    parts = zip(lp.split(BLOCK, -1), lq.split(BLOCK, -1), strict=True)
+    total = lp.new_zeros(lp.shape[0])
+    for a, b in reversed(list(parts)):
+        total = total + by_log_mixture(a, b, beta)
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Road:
+    """A road from inputs to the loss, and the recipe it computes in."""
+
+    wide: bool
+    measure: Measure
+    weighted_last: bool
+
+    def __call__(self, x: Inputs) -> Outputs:
+        per_token = self.measure(*_log_probs(x, self.wide), x.settings.beta)
+        count = (x.ids != IGNORE_INDEX).sum().clamp(min=1) if x.num_items_in_batch is None else x.num_items_in_batch
+        return {"loss": per_token.sum() / count if self.weighted_last else (per_token / count).sum()}
+
+    def recipe(self, x: Inputs) -> Recipe:
+        """float32, or logits stored in the dtype of the case (the student's gradient in that of its head)."""
+        if self.wide:
+            return Recipe()
+        return Recipe(logits="input", dlogits="fp32" if x.weight.dtype == torch.float32 else "input")
+
+
+ROADS = {
+    "ieee": Road(True, by_log_mixture, True),
+    "stored": Road(False, by_log_mixture, False),
+    "blocks": Road(False, by_blocks, True),
+}
