@@ -1,0 +1,198 @@
+"""The kill matrix: every mutant on its family's stream of drawn cases until its first kill, beside the controls."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import hypothesis
+import torch
+
+from parity import protocol
+from parity.case import Case
+from parity.execute import Outcome, execute
+from parity.families import family
+from parity.mutants import FAMILIES, Mutant, controls, mutants, originals
+from parity.profiles import PROFILES, SHARDS
+from parity.run import Bench, Row, _rows
+from parity.session import FAILING, repeated
+from parity.space import cases
+
+PROFILE = "pr"
+DTYPES = ("fp32", "fp16", "bf16")
+CONTROL_CASES, CONTROL_SHARE = 24, 8
+"""Controls see the first so many cases of a stream, and one in so many of the rest that the mutants need."""
+
+
+class _Enough(KeyboardInterrupt):
+    """Ends a stream; Hypothesis lets a keyboard interrupt through, where any other exception would be a finding."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fate:
+    """What became of a mutant or a control on one stream.
+
+    Attributes:
+        cases: cases of the stream until it was killed, or that it survived.
+        judged: quantities, relations and protocol checks judged on them.
+        gate: the gate that killed it, "" for a survivor; quantity, dtype, kind (logic or precision) and case likewise.
+    """
+
+    family: str
+    name: str
+    mistake: str
+    seed: int
+    cases: int
+    judged: int
+    gate: str = ""
+    quantity: str = ""
+    dtype: str = ""
+    kind: str = ""
+    message: str = ""
+    case: dict[str, Any] | None = None
+
+    @property
+    def killed(self) -> bool:
+        """Whether a gate called it wrong."""
+        return bool(self.gate)
+
+    @property
+    def right(self) -> bool:
+        """Whether it met the fate it should: death for a mutant, life for a control that was judged at all."""
+        return self.killed if self.mistake else not self.killed and self.judged > 0
+
+
+def stream(name: str, seed: int, visit: Callable[[Case], None]) -> None:
+    """Visit the cases of a family in profile pr, shard by shard, as `parity.session` draws them, until `_Enough`."""
+    try:
+        for shard in range(SHARDS):
+            _shard(name, seed, shard, visit)
+    except _Enough:
+        return
+
+
+def _shard(name: str, seed: int, shard: int, visit: Callable[[Case], None]) -> None:
+    @hypothesis.seed(zlib.crc32(f"{seed}/{name}/{shard}/0".encode()))
+    @hypothesis.settings(
+        max_examples=PROFILES[PROFILE].cases[name] // SHARDS,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate],
+    )
+    @hypothesis.given(cases(family(name), DTYPES, PROFILE))
+    def draw(case: Case) -> None:
+        visit(case)
+
+    draw()
+
+
+def stream_fates(name: str, seed: int, budget: int, chosen: Sequence[Mutant], watched: Sequence[Mutant]) -> list[Fate]:
+    """The fate of the `chosen` mutants and of the controls `watched` on the first `budget` cases of one stream."""
+    warnings.simplefilter("ignore")
+    by_id = {m.implementation.id: m for m in (*chosen, *watched)}
+    alive = {id: Fate(name, m.name, m.mistake, seed, 0, 0) for id, m in by_id.items()}
+    done: dict[str, Fate] = {}
+    number = 0
+
+    def visit(case: Case) -> None:
+        nonlocal number
+        if number >= budget or (number >= CONTROL_CASES and not any(by_id[i].mistake for i in alive)):
+            raise _Enough
+        controlled = number < CONTROL_CASES or number % CONTROL_SHARE == 0
+        number += 1
+        bench = Bench.of(case)
+        known = [execute(m.implementation, bench.offered(m.implementation).inputs) for m in originals(name)]
+        for id in list(alive):
+            if not by_id[id].mistake and not controlled:
+                continue
+            alive[id] = _judged(bench, by_id[id], alive[id], known)
+            if alive[id].killed:
+                done[id] = alive.pop(id)
+
+    stream(name, seed, visit)
+    return [done.get(id) or alive[id] for id in by_id]
+
+
+def _same(a: Outcome, b: Outcome) -> bool:
+    """Whether every quantity of `a` is in `b` to the last bit."""
+    ran = a.verdict == b.verdict == "ran"
+    return ran and all(name in b.quantities and _same_bits(x, b.quantities[name]) for name, x in a.quantities.items())
+
+
+def _same_bits(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+    if x is None or y is None:
+        return x is y
+    return x.dtype == y.dtype and x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())
+
+
+def _judged(bench: Bench, mutant: Mutant, fate: Fate, known: Sequence[Outcome]) -> Fate:
+    """The fate after one more case, by the code path of a run; what the mutant leaves behind is put back.
+
+    A mutant whose results are to the last bit those of a correct implementation, `known`, is not judged again, unless
+    it is this case's turn for the repeated calls and relations: the judge sees nothing but the results.
+    """
+    case, implementation = bench.inputs.case, mutant.implementation
+    thorough = repeated(implementation, case, PROFILES[PROFILE].thorough)
+    if mutant.mistake and mutant.pure and not thorough:
+        outcome = execute(implementation, bench.offered(implementation).inputs)
+        if any(_same(outcome, other) for other in known):
+            return dataclasses.replace(fate, cases=fate.cases + 1, judged=fate.judged + len(outcome.quantities))
+    before, settings = protocol.snapshot(), dict(vars(bench.inputs.settings))
+    judged = 0
+    first: Row | None = None
+    for row in _rows(bench.offered(implementation), implementation, thorough):
+        judged += row["verdict"] in ("agree", "disagree")
+        if row["verdict"] in FAILING:
+            first = row
+            break
+    protocol.restore(before)
+    for module, bindings, _ in before["module bindings"]:
+        vars(_module(module)).update(bindings)
+    vars(bench.inputs.settings).update(settings)
+    fate = dataclasses.replace(fate, cases=fate.cases + 1, judged=fate.judged + judged)
+    if first is None:
+        return fate
+    return dataclasses.replace(
+        fate,
+        gate=first["gate"] or first["verdict"],
+        quantity=first["quantity"] or "",
+        dtype=case.dtype,
+        kind=first["class"] or "",
+        message=first["message"],
+        case=case.to_json(),
+    )
+
+
+def _module(name: str) -> Any:
+    return {m.__name__: m for m in protocol.WATCHED}[name]
+
+
+def _task(name: str, seed: int, budget: int) -> list[Fate]:
+    from parity.worker import prepare
+
+    prepare("cpu", 1)
+    return stream_fates(name, seed, budget, mutants(name), controls(name))
+
+
+def kill_matrix(
+    seeds: Iterable[int], budget: int | None = None, families: Iterable[str] = FAMILIES, workers: int = 1
+) -> Iterator[list[Fate]]:
+    """The fates of every mutant and control, a list for each seed and family as it is done.
+
+    A stream ends after `budget` cases, or after as many as a run of profile pr draws.
+    """
+    limit = {name: min(budget or 10**9, PROFILES[PROFILE].cases[name]) for name in families}
+    tasks = [(name, seed, limit[name]) for seed in seeds for name in limit]
+    if workers == 1:
+        yield from (_task(*task) for task in tasks)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, spawn, max_tasks_per_child=1) as pool:
+        for done in concurrent.futures.as_completed([pool.submit(_task, *task) for task in tasks]):
+            yield done.result()
