@@ -16,6 +16,8 @@ from parity.rounding import HALF_SUBNORMAL, LARGEST, UNIT_ROUNDOFF
 
 NORM, MAX, ROW, SLOPE, SCALAR, FIRST_ORDER = 3.0, 6.0, 6.0, 6.0, 6.0, 10.0
 """Multiples of the unit that each gate allows; docs/judging.md holds the measurements behind them."""
+LOG_NORMAL = 16.0
+"""The most that the row gate multiplies its unit with; above 6 only for rows whose unit is a tenth of them or more."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -90,7 +92,8 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
 
     Gates (o the oracle, e = value - o, e_r the replicas' errors, u the unit roundoff of `dtype`, η half its subnormal
     spacing): structure; zero; norm ‖e‖ ≤ 3·max(rms‖e_r‖, u‖o‖, η√n); max |e|∞ ≤ 6·max(rms|e_r|∞, u|o|∞, η); row, the
-    same per last dimension; slope |Σe·o|/‖o‖² ≤ 6·max(rms s_r, u/√3·√Σo⁴/‖o‖², 2u_c); for a scalar
+    same per last dimension (6 becomes (exp(6·√log(1+s²)) - 1)/s, at most 16, where the unit is a large share s of the
+    row); slope |Σe·o|/‖o‖² ≤ 6·max(rms s_r, u/√3·√Σo⁴/‖o‖², 2u_c); for a scalar
     |e| ≤ max(10·first order, 6·rms e_r, u|o|, u_c·terms); for a count |e| ≤ 4·2⁻²⁴·max(|o|, 1).
     """
     if value is None:
@@ -181,7 +184,10 @@ def _tensor_gates(
         size = (lambda x: x.abs()) if entrywise else (lambda x: x.norm(dim=-1))
         width = 1 if entrywise else o.shape[-1]
         unit = torch.maximum(size(spread).square().mean(0).sqrt(), u * size(o)).clamp(min=eta * width**0.5)
-        gates["row"] = float((size(e) / (ROW * unit)).amax())
+        # a probability is the exponential of a rounded logit: where its row is uncertain by a large share, by a factor
+        share = (unit / size(o).clamp(min=1e-300)).clamp(1e-9, 10.0)
+        multiple = ((ROW * share.square().log1p().sqrt()).expm1() / share).clamp(ROW, LOG_NORMAL)
+        gates["row"] = float((size(e) / (multiple * unit)).amax())
     top = float(o.abs().amax())
     if top > eta:  # below, the quantity is zero in its dtype and has no direction
         p, q = o / top, e / top

@@ -164,7 +164,8 @@ class MonteCarlo(TorchDispatchMode):
             scale = self.u_sum * (2 * lse + walk) + self.u_softmax * (1 + top)
             return self._round(out + self._spread(scale, out), self.u_softmax)
         if name == "_log_softmax_backward_data":
-            scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum)
+            flushed = args[0].sum(args[2], keepdim=True).abs_().mul_(self.eta)  # p·Σg with a p below the smallest normal
+            scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum) + flushed
             return self._round(out + self._spread(scale, out), self.u_softmax)
         if name == "tanh" and self.recipe.tanh == "sigmoid":
             return self._round(out + 2 * self.u * self.noise.like(out))

@@ -151,7 +151,7 @@ def soak(chosen_cases: Iterable[Case], implementations: Iterable[Implementation]
 
 
 def sensitivity(wrong: Wrong, drawn_cases: Iterable[Case]) -> tuple[int, int, int, collections.Counter[str]]:
-    """Cases in which a wrong implementation is caught, in which its edit changes anything, all; and the catching gates."""
+    """Cases in which a wrong implementation is caught, those in which its edit changes anything, all; catching gates."""
     caught = effective = total = 0
     gates: collections.Counter[str] = collections.Counter()
     for case in drawn_cases:

@@ -50,7 +50,7 @@ TF32 = Implementation("tf32", "logprobs", "candidate", tf32_logprobs, Recipe(mat
 )
 @pytest.mark.parametrize("peak", [0.05, 1.0, 4.0])
 def test_spread_is_that_of_real_runs(name, dtype, context, quantities, peak):
-    """Norm of a real run's error over that of the replicas, geometric mean over ten cases: at most 2, at least 0.08."""
+    """Norm of a real run's error over that of the replicas, geometric mean over ten cases: at most 2, at least 0.04."""
     implementation = TF32 if name == "tf32" else control(f"honest.logprobs.{name}")
     ratios = {q: [] for q in quantities.split()}
     for seed in range(10):
@@ -65,7 +65,7 @@ def test_spread_is_that_of_real_runs(name, dtype, context, quantities, peak):
             found.append(float(e.norm() / max(unit, u * truth[q].norm() / 2)))
     for q, found in ratios.items():
         ratio = math.exp(sum(math.log(max(r, 1e-3)) for r in found) / len(found))
-        assert 0.08 < ratio < 2.0, f"{q}: {ratio:.2f}"
+        assert 0.04 < ratio < 2.0, f"{q}: {ratio:.2f}"
         assert max(found) < 4.0, q
 
 

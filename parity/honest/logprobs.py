@@ -11,7 +11,7 @@ from torch.nn.functional import linear, log_softmax
 
 from parity.families import Inputs
 from parity.families.logprobs import IGNORE_INDEX
-from parity.implementations import plain
+from parity.implementations import plain, require
 from parity.rounding import Recipe
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -120,7 +120,7 @@ class _Online(torch.autograd.Function):
     def forward(ctx: Any, z: torch.Tensor, index: torch.Tensor) -> Pair:
         top = z.new_full(z.shape[:-1], torch.finfo(z.dtype).min)
         total, moment = torch.zeros_like(top), torch.zeros_like(top)
-        for block in z.split(BLOCK, -1):
+        for block in z.split(max(BLOCK, -(-z.shape[-1] // 64)), -1):
             new = torch.maximum(top, block.amax(-1))
             shifted = block - new.unsqueeze(-1)
             weights, scale = shifted.exp(), (top - new).exp()
@@ -196,6 +196,8 @@ def permuted(x: Inputs) -> Pair:
 
 def by_narrow(x: Inputs) -> Pair:
     """Everything in the dtype of the head."""
+    in_range = x.weight.dtype != torch.float16 or len(x.weight) < 65504
+    require(in_range, "torch sums the exponentials of a float16 softmax in float16 on the CPU")
     hidden = plain.cast(x, plain.states(x))
     z = linear(hidden, x.weight, x.bias) + _adapter(x, hidden, False)
     return by_softmax(x.ids, finished(x, z))

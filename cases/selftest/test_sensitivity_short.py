@@ -1,0 +1,31 @@
+"""Each wrong implementation is caught within a few dozen drawn cases, whatever the seed; its honest twin is not."""
+
+import pytest
+
+from parity.execute import execute
+from parity.honest.wrong import WRONG
+from parity.run import Bench, confirmed, skip_reason
+from parity.soak import drawn
+
+CASES = 48
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted(WRONG))
+def test_caught_within_a_few_dozen_cases(name, seed):
+    wrong = WRONG[name]
+    tried = 0
+    for case in drawn(wrong.implementation.family, CASES, 100 + seed, wrong.dtypes):
+        if case.settings.get("V", 7) > 4097:
+            continue
+        bench = Bench.of(case).offered(wrong.implementation)
+        if skip_reason(wrong.implementation, case, bench.inputs.settings, "cpu"):
+            continue
+        tried += 1
+        outcome = execute(wrong.implementation, bench.inputs)
+        if outcome.verdict != "ran" or all(j.agrees for j in confirmed(bench, wrong.implementation, outcome).values()):
+            continue
+        honest = confirmed(bench, wrong.base, execute(wrong.base, bench.inputs))
+        assert all(j.agrees for j in honest.values()), "the edit is what disagrees"
+        return
+    pytest.fail(f"not caught in {tried} cases")
