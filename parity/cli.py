@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 
 from parity.errors import UsageError
+from parity.versions.commands import COMMANDS
 
 NOT_A_JUDGEMENT = 125
 
@@ -170,6 +171,23 @@ def case_command(path: str) -> None:
 
     case = Case.load(path)
     click.echo(json.dumps({"id": case.id} | vars(family(case.family).full_settings(case)), indent=1))
+
+
+@main.command("mutants")
+@click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="streams of cases; 10 for the full matrix")
+@click.option("--family", "families", multiple=True, help="only this family")
+@click.option("--cases", type=click.IntRange(1), default=None, help="cases of a stream; default: those of profile pr")
+@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="processes")
+@click.option("--markdown", is_flag=True, help="print the matrix as Markdown")
+def mutants_command(**options: Any) -> None:
+    """Run deliberately wrong implementations: exit 0 when all are killed and all correct ones live."""
+    from parity.mutants.command import run
+
+    sys.exit(run(_console(), **options))
+
+
+for _command in COMMANDS:
+    main.add_command(_command)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def quiet() -> Any:
 
 @contextlib.contextmanager
 def _environment_kept() -> Any:
-    """Older accelerate leaves its settings in environment variables when a trainer is made, which is not the loss's doing."""
+    """Older accelerate leaves settings in environment variables when a trainer is made: not the loss's doing."""
     before = dict(os.environ)
     try:
         yield
@@ -193,6 +193,8 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
     require(x.tool_mask is None or _mentions("tool_mask"), "the installed version reads no tool_mask")
     given = s.beta == 0.0 or _mentions('"ref_per_token_logps"')
     require(given, "the installed version takes reference log-probs from its own reference model")
+    shaped = x.advantages.dim() == 1 or _mentions("advantages.dim()")
+    require(shaped, "the installed version takes advantages of shape (B,) only")
     divides = _mentions("current_gradient_accumulation_steps") or s.accumulation == 1 or s.mode == "eval"
     require(divides, "the installed version leaves the division by the accumulation steps to training_step")
     inputs: dict[str, Any] = {

@@ -1,0 +1,185 @@
+"""The commands about versions: history, bisect, compare, env."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import click
+
+from parity.versions.client import EnvironmentUnusable, cache_root
+
+FOUND, NOT_FOUND, USAGE, UNUSABLE = 0, 1, 2, 3
+
+
+def _usable(command: Callable[..., int]) -> Callable[..., None]:
+    """Ends the process with the command's exit code; an unusable environment is one line and 3."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            sys.exit(command(*args, **kwargs))
+        except EnvironmentUnusable as error:
+            click.echo(f"parity: {error}", err=True)
+            sys.exit(UNUSABLE)
+
+    return run
+
+
+def _progress(line: str) -> None:
+    click.echo(line, err=True)
+
+
+@click.command("history")
+@click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; repeat for several")
+@_usable
+def history_command(ids: tuple[str, ...]) -> int:
+    """Real upstream failures: red on the releases that had them, green on those that do not."""
+    from parity.versions import history
+
+    findings = history.recall(history.load(ids), _progress)
+    click.echo(history.table(findings))
+    return history.exit_code(findings)
+
+
+@click.command("bisect")
+@click.argument("package", metavar="PKG")
+@click.option("--good", required=True, metavar="VER", help="a release that is right")
+@click.option("--bad", required=True, metavar="VER", help="a release that is wrong")
+@click.option("--case", "name", metavar="CASE", help="case file, ledger entry, or id of a case in reports/")
+@click.option("--check", "record", metavar="RECORD", help="a record of `parity history`")
+@click.option("--implementation", "implementations", multiple=True, metavar="ID", help="whom to follow on --case")
+@click.option("--quantity", "quantities", multiple=True, metavar="NAME", help="only this quantity of --case")
+@click.option("--find", type=click.Choice(["broken", "fixed"]), default="broken", show_default=True)
+@click.option("--hold", multiple=True, metavar="PKG==VER", help="a partner that must not move")
+@_usable
+def bisect_command(package: str, good: str, bad: str, find: Any, hold: tuple[str, ...], **chosen: Any) -> int:
+    """The release that changed an answer: searched over the releases of PKG between two that differ."""
+    from parity.versions.search import search
+
+    check, arguments = _check(package, good, bad, find, hold, **chosen)
+    about = f"{check.name}, {check.implementation}" + (
+        "" if check.quantities == ("*",) else f", {', '.join(check.quantities)}"
+    )
+    question = "\n".join([package, good, bad, find, *hold, about, check.case.id])
+    state = cache_root() / "bisect" / f"{hashlib.sha256(question.encode()).hexdigest()[:12]}.json"
+    state.parent.mkdir(parents=True, exist_ok=True)
+    done = search(
+        package,
+        good=good,
+        bad=bad,
+        check=check.measure,
+        about=about,
+        find=find,
+        hold=hold,
+        state=state,
+        reproduce=f"parity replay {arguments} --with {{high}}",
+        say=_progress,
+    )
+    state.unlink(missing_ok=True)
+    click.echo(done.text)
+    return {"found": FOUND, "swapped": USAGE, "unjudged": UNUSABLE}.get(done.found.outcome, NOT_FOUND)
+
+
+def _check(
+    package: str,
+    good: str,
+    bad: str,
+    find: str,
+    hold: tuple[str, ...],
+    name: str | None,
+    record: str | None,
+    implementations: tuple[str, ...],
+    quantities: tuple[str, ...],
+) -> tuple[Any, str]:
+    """The check that is followed, and how `parity replay` is told of it."""
+    from parity.errors import UsageError
+    from parity.implementations import select
+    from parity.replay import find as find_case
+    from parity.versions import compare, history
+    from parity.versions.checks import Check, only_implementation
+
+    if name and record:
+        raise UsageError("--case and --check both say what to look at; keep one")
+    if record:
+        check = history.load([record])[0].check
+        return check, f"{history.folder() / record}.json --implementation {check.implementation}"
+    if name:
+        case, found_with = find_case(name)
+        chosen = only_implementation(case, implementations, found_with)
+        select([chosen])
+        return Check(name, case, chosen, quantities or ("*",)), f"{name} --implementation {chosen}"
+    older, newer = (good, bad) if find == "broken" else (bad, good)
+    check = compare.first_difference(package, older, newer, hold, implementations, find)
+    return check, f"{history.folder() / check.name}.json --implementation {check.implementation}"
+
+
+@click.command("compare")
+@click.argument("before", metavar="SPEC")
+@click.argument("after", metavar="SPEC")
+@click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
+@_usable
+def compare_command(before: str, after: str, implementations: tuple[str, ...]) -> int:
+    """What moved between two environments, quantity by quantity, and which of the two is nearer to the definition."""
+    from parity.versions.compare import compare
+
+    text, code = compare(([before], [after]), implementations)
+    click.echo(text)
+    return code
+
+
+@click.group("env")
+def env_command() -> None:
+    """The environments on this machine."""
+
+
+@env_command.command("list")
+@_usable
+def env_list() -> int:
+    """Name, megabytes of its own, the date it stands for, and what does not import there."""
+    from parity.versions.environment import environments_root, listing, own_bytes
+
+    made = listing()
+    for one in made:
+        broken = [name for name, reason in one.imports.items() if reason]
+        told = f"  does not import: {', '.join(broken)}" if broken else ""
+        click.echo(f"{one.name}  {own_bytes(one) >> 20} MB  {(one.before or 'no date')[:10]}{told}")
+    click.echo(f"{len(made)} environments in {environments_root()}")
+    return FOUND
+
+
+@env_command.command("show")
+@click.argument("name")
+@_usable
+def env_show(name: str) -> int:
+    """The versions in one environment; NAME may be the beginning of its name."""
+    from parity.versions.environment import show
+
+    made = show(name)
+    click.echo(f"{made.name}\n{made.root}\nnothing newer than {made.before or 'today'}; torch from {made.torch}")
+    for package, version in sorted(made.versions.items()):
+        reason = made.imports.get(package)
+        click.echo(f"  {package} {version}" + (f"  does not import: {reason}" if reason else ""))
+    return FOUND
+
+
+@env_command.command("prune")
+@click.argument("names", nargs=-1)
+@click.option("--days", type=click.IntRange(min=0), default=30, show_default=True, help="unused for longer than this")
+@_usable
+def env_prune(names: tuple[str, ...], days: int) -> int:
+    """Remove the named environments, else those unused for --days (0: all); one in use stays."""
+    from parity.versions.environment import prune
+
+    removed = prune(names, unused=timedelta(days=days) if days else None)
+    for name in removed:
+        click.echo(f"removed {name}")
+    click.echo(f"{len(removed)} removed; locks are kept, so they can be made again without a network")
+    return FOUND
+
+
+COMMANDS = (history_command, bisect_command, compare_command, env_command)
