@@ -99,19 +99,19 @@ def _start(worker: Worker, events: Any, folder: Path) -> None:
     plan = folder / f"{worker.errors.name}.json"
     plan.write_text(json.dumps(worker.plan | {"shards": worker.shards}))
     env = os.environ | environment(worker.plan["device"], worker.plan["threads"])
-    errors = worker.errors.open("w")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "parity.worker", str(plan)], stdout=subprocess.PIPE, stderr=errors, env=env, text=True
-    )
+    command = [sys.executable, "-m", "parity.worker", str(plan)]
+    with worker.errors.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env, text=True)
     worker.process, worker.last, worker.started = process, time.monotonic(), None
 
     def read() -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            try:
-                events.put((worker, json.loads(line)))
-            except json.JSONDecodeError:  # the last line of a process that died while it wrote
-                continue
+        with process.stdout as lines:
+            for line in lines:
+                try:
+                    events.put((worker, json.loads(line)))
+                except json.JSONDecodeError:  # the last line of a process that died while it wrote
+                    continue
         process.wait()
         if worker.process is process:
             events.put((worker, None))

@@ -161,14 +161,15 @@ def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) ->
 
 
 def classify(bench: Bench, implementation: Implementation, failing: Sequence[str]) -> dict[str, str]:
-    """"logic" for each quantity that float32 does not mend and tf32 would not explain, else "precision"."""
+    """"logic" for each quantity that float32 does not mend and no other float32 recipe explains, else "precision"."""
     narrow = bench.inputs.case.dtype != "fp32"
     precise = bench.in_float32() if narrow else bench
     outcome = execute(implementation, precise.inputs)
     if outcome.verdict == "ran":
         recipe = implementation.recipe_for(precise.inputs)
-        if not narrow:
-            recipe = dataclasses.replace(recipe, matmul="tf32", matmul_backward="tf32", tanh="sigmoid")
+        if not narrow:  # tf32 is an explanation only where there is such a thing
+            product = "tf32" if bench.inputs.hidden.is_cuda else "ieee"
+            recipe = dataclasses.replace(recipe, matmul=product, matmul_backward=product, tanh="sigmoid")
         judged = judge_all(precise, implementation, outcome, recipe)
     else:  # it has no float32: would the coarsest recipe of its dtype explain it?
         judged = judge_all(bench, implementation, execute(implementation, bench.inputs), COARSEST.resolve(bench.inputs.case.dtype))

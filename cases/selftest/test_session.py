@@ -1,0 +1,79 @@
+"""The shard of a run: a new finding is minimised, frozen and reported once; what the ledger knows is not."""
+
+import dataclasses
+import json
+
+from parity.case import Case
+from parity.implementations.user import from_file
+from parity.ledger import Ledger
+from parity.profiles import Profile
+from parity.session import Session, Shard
+
+KERNELS = "fixtures/kernels.py"
+PROFILE = Profile({}, shrink_seconds=60.0, findings=2)
+
+
+def session(name, tmp_path, ledger="") -> tuple[Session, list]:
+    path = tmp_path / "ledger.toml"
+    path.write_text(ledger)
+    events: list = []
+    own = Session(
+        implementations=[from_file(f"{KERNELS}:{name}")],
+        profile_name="quick",
+        profile=PROFILE,
+        dtypes=("fp32",),
+        device="cpu",
+        ledger=Ledger.load(path),
+        findings_dir=tmp_path / "findings",
+        emit=events.append,
+    )
+    return own, events
+
+
+def rows(events):
+    return [e["row"] for e in events if "row" in e]
+
+
+def test_a_right_kernel_has_no_findings(tmp_path):
+    own, events = session("right", tmp_path)
+    own.drawn(Shard("logprobs", 0, 40, seed=1))
+    assert {r["verdict"] for r in rows(events)} == {"agree", "unsupported"}
+    assert sum(r["verdict"] == "agree" for r in rows(events)) > 20
+
+
+def test_a_scale_error_of_one_in_a_thousand_is_found(tmp_path):
+    own, events = session("scaled", tmp_path)
+    own.drawn(Shard("logprobs", 0, 40, seed=2))
+    assert any(r["verdict"] == "disagree" and r["class"] == "logic" for r in rows(events))
+
+
+def test_a_finding_is_minimised_and_frozen(tmp_path):
+    own, events = session("wrong_beyond_eight", tmp_path)
+    own.drawn(Shard("logprobs", 0, 60, seed=3))
+    found = [r for r in rows(events) if r.get("minimised") and r["quantity"] == "logps"]
+    assert found, "no minimised finding"
+    assert found[0]["settings"]["V"] == 9, "the smallest vocabulary that shows it"
+    assert found[0]["settings"]["B"] == found[0]["settings"]["T"] == 1
+    assert found[0]["verdict"] == "disagree"
+    frozen = list((tmp_path / "findings").glob("*.json"))
+    assert Case.load(frozen[0]).family == "logprobs"
+    assert json.loads(frozen[0].read_text())["implementation"] == "kernels.py:wrong_beyond_eight"
+
+
+def test_the_same_seed_draws_the_same_cases(tmp_path):
+    drawn = []
+    for _ in range(2):
+        own, events = session("right", tmp_path)
+        own.drawn(Shard("logprobs", 1, 15, seed=4))
+        drawn.append([r["case"] for r in rows(events)])
+    assert drawn[0] == drawn[1]
+
+
+def test_a_resumed_shard_leaves_out_what_was_done(tmp_path):
+    own, events = session("right", tmp_path)
+    shard = Shard("logprobs", 0, 12, seed=5)
+    own.drawn(shard)
+    whole = [e["at"] for e in events if "at" in e]
+    own, events = session("right", tmp_path)
+    own.drawn(dataclasses.replace(shard, resume=8))
+    assert [e["at"] for e in events if "at" in e] == [n for n in whole if n >= 8]

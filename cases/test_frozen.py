@@ -1,0 +1,41 @@
+"""Every frozen case through every implementation of its family; what the ledger knows is expected to fail."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from parity import data
+from parity.case import Case
+from parity.implementations import load
+from parity.ledger import Ledger
+from parity.plugin import device
+from parity.report.failure import text_of
+from parity.run import run_case
+from parity.session import FAILING
+
+
+@pytest.mark.parametrize("path", data.frozen_cases(), ids=lambda p: p.stem)
+def test_frozen(path: Path) -> None:
+    case, raw = Case.load(path), json.loads(path.read_text())
+    only = raw.get("implementations")
+    chosen = [i for i in load().values() if i.family == case.family and not i.opt_in and (only is None or i.id in only)]
+    rows = list(run_case(case, chosen, device(), thorough=not raw.get("fast", False)))
+    ledger = Ledger.load(data.ledger_file())
+    new = [r for r in rows if r["verdict"] in FAILING and ledger.match(r, case) is None]
+    assert not new, "\n".join(text_of([r for r in rows if r["implementation"] == new[0]["implementation"]]).splitlines())
+    assert any(r["verdict"] in ("agree", "disagree", "refused") for r in rows), "nothing was judged"
+
+
+@pytest.mark.parametrize("entry", Ledger.load(data.ledger_file()).entries, ids=lambda e: e.id)
+def test_ledger_entry_still_reproduces(entry) -> None:
+    if not entry.in_force() or entry.devices and device() not in entry.devices:
+        pytest.skip(f"{entry.id}: out of scope here (versions {dict(entry.versions)}, devices {entry.devices or 'all'})")
+    case = Case.load(data.cases_dir() / entry.case)
+    chosen = [i for i in load().values() if entry.covers_implementation(i.id) and not i.opt_in and not i.missing()]
+    only = json.loads((data.cases_dir() / entry.case).read_text()).get("implementations")
+    chosen = [i for i in chosen if only is None or i.id in only]
+    rows = list(run_case(case, chosen, device(), thorough=False))
+    ledger = Ledger((entry,), data.cases_dir())
+    known = {r["implementation"] for r in rows if r["verdict"] in FAILING and ledger.match(r, case)}
+    assert known == {i.id for i in chosen}
