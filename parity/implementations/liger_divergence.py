@@ -98,6 +98,7 @@ def fused_linear_jsd(x: Inputs) -> Outputs:
     s = x.settings
     require(x.weight.dtype == x.hidden.dtype, "hidden states and head of one dtype only")
     require(x.bias is None and x.teacher_bias is None, "no bias parameter")
+    require(s.extra_vocabulary == 0, "one vocabulary: both heads have V rows")
     cls = accepted(module, "LigerFusedLinearJSD")
     loss = cls(jsd_beta=s.beta, ignore_index=IGNORE_INDEX, temperature=s.temperature)
     student, teacher = x.hidden.flatten(0, 1), x.teacher_hidden.flatten(0, 1)
