@@ -89,9 +89,12 @@ def upstream(g: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 
 
 def backward(x: Inputs, outputs: Outputs, retain_graph: bool = False) -> None:
-    """Accumulate the gradients of every output that has an upstream gradient into the leaves."""
-    pairs = [(outputs[name], upstream(g, outputs[name])) for name, g in x.cotangents.items() if name in outputs]
-    pairs = [(out, g) for out, g in pairs if out.requires_grad]
+    """Accumulate the gradients of every output that has an upstream gradient into the leaves.
+
+    An output of the wrong shape is left out: the structure gate names it, where autograd would only raise.
+    """
+    given = [(outputs[name], g) for name, g in x.cotangents.items() if name in outputs]
+    pairs = [(out, upstream(g, out)) for out, g in given if out.requires_grad and out.shape == g.shape]
     if pairs and x.leaves:
         torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs], retain_graph=retain_graph)
 

@@ -82,9 +82,11 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def watched(implementation: Implementation, inputs: Inputs) -> tuple[Outcome, list[str]]:
     """Execute, and what it left changed; the inputs, environment and modes are put back."""
-    before, kept = snapshot(), copies(inputs)
+    before, kept, settings = snapshot(), copies(inputs), dict(vars(inputs.settings))
     outcome = execute(implementation, inputs)
     leaks = changed(before, snapshot()) + damaged(inputs, kept)
+    leaks += [f"setting {name} changed" for name, value in vars(inputs.settings).items() if settings.get(name) != value]
+    vars(inputs.settings).update(settings)
     restore(before)
     return outcome, leaks
 

@@ -19,7 +19,7 @@ from parity.execute import Outcome, execute
 from parity.families import family
 from parity.mutants import FAMILIES, Mutant, controls, mutants, originals
 from parity.profiles import PROFILES, SHARDS
-from parity.run import Bench, Row, _rows
+from parity.run import Bench, _rows, confirmed
 from parity.session import FAILING, repeated
 from parity.space import cases
 
@@ -40,7 +40,7 @@ class Fate:
     Attributes:
         cases: cases of the stream until it was killed, or that it survived.
         judged: quantities, relations and protocol checks judged on them.
-        gate: the gate that killed it, "" for a survivor; quantity, dtype, kind (logic or precision) and case likewise.
+        gate: the gate that killed it, "" for a survivor; quantity, dtype, message and case likewise.
     """
 
     family: str
@@ -52,7 +52,6 @@ class Fate:
     gate: str = ""
     quantity: str = ""
     dtype: str = ""
-    kind: str = ""
     message: str = ""
     case: dict[str, Any] | None = None
 
@@ -134,43 +133,47 @@ def _same_bits(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
 def _judged(bench: Bench, mutant: Mutant, fate: Fate, known: Sequence[Outcome]) -> Fate:
     """The fate after one more case, by the code path of a run; what the mutant leaves behind is put back.
 
-    A mutant whose results are to the last bit those of a correct implementation, `known`, is not judged again, unless
-    it is this case's turn for the repeated calls and relations: the judge sees nothing but the results.
+    A run goes on to classify a disagreement and to repeat it; a mutant is dead before that. One whose results are to
+    the last bit those of a correct implementation, `known`, is not judged again, unless it is this case's turn for the
+    repeated calls and relations: the judge sees nothing but the results.
     """
     case, implementation = bench.inputs.case, mutant.implementation
+    bench = bench.offered(implementation)
     thorough = repeated(implementation, case, PROFILES[PROFILE].thorough)
-    if mutant.mistake and mutant.pure and not thorough:
-        outcome = execute(implementation, bench.offered(implementation).inputs)
-        if any(_same(outcome, other) for other in known):
-            return dataclasses.replace(fate, cases=fate.cases + 1, judged=fate.judged + len(outcome.quantities))
+    fate = dataclasses.replace(fate, cases=fate.cases + 1)
+    if mutant.mistake and mutant.pure:
+        outcome, leaks = protocol.watched(implementation, bench.inputs)
+        same = any(_same(outcome, other) for other in known)
+        if outcome.verdict == "ran" and not same:
+            for quantity, j in confirmed(bench, implementation, outcome).items():
+                if not j.agrees:
+                    return _dead(fate, case, j.gate, quantity, j.message)
+        if not leaks and not thorough and outcome.verdict in ("ran", "unsupported"):
+            return dataclasses.replace(fate, judged=fate.judged + len(outcome.quantities))
     before, settings = protocol.snapshot(), dict(vars(bench.inputs.settings))
-    judged = 0
-    first: Row | None = None
-    for row in _rows(bench.offered(implementation), implementation, thorough):
-        judged += row["verdict"] in ("agree", "disagree")
-        if row["verdict"] in FAILING:
-            first = row
-            break
-    protocol.restore(before)
-    for module, bindings, _ in before["module bindings"]:
-        vars(_module(module)).update(bindings)
-    vars(bench.inputs.settings).update(settings)
-    fate = dataclasses.replace(fate, cases=fate.cases + 1, judged=fate.judged + judged)
-    if first is None:
+    try:
+        for row in _rows(bench, implementation, thorough):
+            fate = dataclasses.replace(fate, judged=fate.judged + (row["verdict"] in ("agree", "disagree")))
+            if row["verdict"] in FAILING:
+                return _dead(fate, case, row["gate"] or row["verdict"], row["quantity"] or "", row["message"])
         return fate
+    finally:
+        _put_back(before)
+        vars(bench.inputs.settings).update(settings)
+
+
+def _dead(fate: Fate, case: Case, gate: str, quantity: str, message: str) -> Fate:
     return dataclasses.replace(
-        fate,
-        gate=first["gate"] or first["verdict"],
-        quantity=first["quantity"] or "",
-        dtype=case.dtype,
-        kind=first["class"] or "",
-        message=first["message"],
-        case=case.to_json(),
+        fate, gate=gate, quantity=quantity, dtype=case.dtype, message=message, case=case.to_json()
     )
 
 
-def _module(name: str) -> Any:
-    return {m.__name__: m for m in protocol.WATCHED}[name]
+def _put_back(before: dict[str, Any]) -> None:
+    """Undo what a mutant left behind after the calls that the harness does not clean up."""
+    protocol.restore(before)
+    modules = {m.__name__: m for m in protocol.WATCHED}
+    for name, bindings, _ in before["module bindings"]:
+        vars(modules[name]).update(bindings)
 
 
 def _task(name: str, seed: int, budget: int) -> list[Fate]:

@@ -1,0 +1,115 @@
+"""What profile pr draws: every dimension away from its default, every pair of dimensions together, every choice."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+
+import pytest
+
+from parity.case import Case
+from parity.families import family
+from parity.mutants.matrix import stream
+
+FLOOR = 0.03
+"""Share of the cases in which each dimension is away from its default; the rarest, a policy's context, has 0.06."""
+DISTINCT = 0.7
+"""Share of the drawn cases that differ from each other: Hypothesis repeats some."""
+EXCLUDED = {
+    "logprobs": {},
+    "policy": {
+        ("context", "dtype"): "autocast, the one context besides plain, is drawn over float32 parameters",
+        ("context", "head_dtype"): "autocast is drawn over float32 parameters, whose head has no other dtype",
+        ("head", "head_dtype"): "a tied head and a LoRA adapter have the dtype of the model",
+    },
+}
+"""Family -> pairs of dimensions that exclude each other by definition, with the reason."""
+GAPS = {("vespo", "context"): "autocast is one policy case in twenty, and none of the fixed stream is vespo"}
+"""Pairs of loss type and dimension that profile pr does not draw, though nothing excludes them."""
+FEATURES = {
+    "logprobs": ("one token", "V = 1", "V beyond a chunk", "cap active", "V off block"),
+    "policy": (
+        "one sequence",
+        "ragged",
+        "padding",
+        "empty row",
+        "all masked",
+        "V = 1",
+        "cap active",
+        "one position",
+        "delta active",
+        "kl",
+        "old",
+    ),
+}
+"""Family -> facts of its features that must be drawn both ways."""
+
+
+@dataclasses.dataclass
+class Drawn:
+    """The cases of one family's stream, and for each the dimensions that are away from their default."""
+
+    name: str
+    cases: list[Case]
+    moved: list[set[str]]
+
+
+@pytest.fixture(scope="module", params=sorted(EXCLUDED))
+def drawn(request: pytest.FixtureRequest) -> Drawn:
+    found: list[Case] = []
+    stream(request.param, 0, found.append)
+    moved = [set(case.settings) | ({"dtype"} if case.dtype != "fp32" else set()) for case in found]
+    return Drawn(request.param, found, moved)
+
+
+def test_every_dimension_is_away_from_its_default_often_enough(drawn: Drawn) -> None:
+    counts = collections.Counter(name for moved in drawn.moved for name in moved)
+    shares = {name: counts[name] / len(drawn.cases) for name in {*family(drawn.name).settings, "dtype"}}
+    assert {name: share for name, share in shares.items() if share < FLOOR} == {}
+
+
+def test_every_pair_of_dimensions_occurs(drawn: Drawn) -> None:
+    seen = {pair for moved in drawn.moved for pair in itertools.combinations(sorted(moved), 2)}
+    pairs = set(itertools.combinations(sorted({*family(drawn.name).settings, "dtype"}), 2))
+    assert sorted(pairs - seen - EXCLUDED[drawn.name].keys()) == []
+
+
+def test_excluded_pairs_do_exclude_each_other(drawn: Drawn) -> None:
+    for pair in EXCLUDED[drawn.name]:
+        assert not any(moved.issuperset(pair) for moved in drawn.moved), pair
+
+
+def test_every_choice_occurs_(drawn: Drawn) -> None:
+    fam = family(drawn.name)
+    missing = []
+    for name, setting in fam.settings.items():
+        if setting.choices is None:
+            continue
+        wanted = set(setting.choices)
+        if name == "context":
+            wanted &= {*fam.contexts, "autocast"} - {"compile"}  # torch.compile is left to the long profiles
+        missing += [(name, v) for v in wanted - {getattr(fam.full_settings(c), name) for c in drawn.cases}]
+    assert missing == []
+    assert {case.dtype for case in drawn.cases} == {"fp32", "fp16", "bf16"}
+
+
+def test_every_fact_is_drawn_both_ways(drawn: Drawn) -> None:
+    features = [family(drawn.name).features(case) for case in drawn.cases]
+    for name in FEATURES[drawn.name]:
+        assert {bool(found[name]) for found in features} == {True, False}, name
+
+
+def test_cases_are_mostly_different(drawn: Drawn) -> None:
+    assert len({case.id for case in drawn.cases}) / len(drawn.cases) >= DISTINCT
+
+
+def test_every_loss_type_meets_every_dimension() -> None:
+    """The policy family is eight losses: each with each dimension away from its default, other than those excluded."""
+    found: list[Case] = []
+    stream("policy", 0, found.append)
+    names = family("policy").settings.keys() - {"loss_type"}
+    seen = {(case.settings.get("loss_type", "grpo"), name) for case in found for name in case.settings}
+    losses = family("policy").settings["loss_type"].choices or ()
+    without_delta = {(loss, "delta") for loss in ("cispo", "sapo", "vespo")}  # their papers have no two-sided clip
+    assert sorted(set(itertools.product(losses, names)) - seen - without_delta - GAPS.keys()) == []
