@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -47,17 +48,11 @@ def materialised(x: Inputs) -> Recipe:
 
 def _generalized_jsd(function: Any, x: Inputs) -> Outputs:
     s = x.settings
+    options = {} if x.num_items_in_batch is None else {"num_items_in_batch": x.num_items_in_batch}
+    known = inspect.signature(function).parameters
+    require(options.keys() <= known.keys(), "no num_items_in_batch parameter in the installed version")
     teacher = teacher_logits(x)
-    return {
-        "loss": function(
-            student_logits=plain.logits(x),
-            teacher_logits=teacher,
-            labels=x.ids,
-            beta=s.beta,
-            temperature=s.temperature,
-            num_items_in_batch=x.num_items_in_batch,
-        )
-    }
+    return {"loss": function(plain.logits(x), teacher, labels=x.ids, beta=s.beta, temperature=s.temperature, **options)}
 
 
 @implementation(
@@ -71,9 +66,12 @@ def _generalized_jsd(function: Any, x: Inputs) -> Outputs:
 )
 def generalized_jsd_loss(x: Inputs) -> Outputs:
     """`GKDTrainer.generalized_jsd_loss` on materialised logits."""
-    from trl.experimental.gkd import gkd_trainer
+    try:
+        from trl.experimental.gkd import gkd_trainer as module
+    except ImportError:  # its place before it became experimental
+        import trl.trainer.gkd_trainer as module
 
-    return _generalized_jsd(accepted(gkd_trainer, "GKDTrainer").generalized_jsd_loss, x)
+    return _generalized_jsd(accepted(module, "GKDTrainer").generalized_jsd_loss, x)
 
 
 @implementation(
@@ -227,9 +225,8 @@ SERVER = "trl.experimental.server_distillation.server_distillation_trainer.Serve
 
 
 def _server(x: Inputs) -> tuple[Any, Any]:
-    import trl.experimental.server_distillation.server_distillation_trainer as module
-
-    trainer = accepted(module, "ServerDistillationTrainer")
+    """The trainer that holds the server path, and an object with the attributes that its methods read."""
+    trainer = _server_trainer()
     s = x.settings
     holder = SimpleNamespace(
         beta=s.beta,
@@ -240,6 +237,17 @@ def _server(x: Inputs) -> tuple[Any, Any]:
     for name in ("_get_reverse_kl_top_1_tokens", "_compute_sparse_top_1_divergence_loss"):
         setattr(holder, name, getattr(trainer, name).__get__(holder))
     return trainer, holder
+
+
+def _server_trainer() -> Any:
+    """ServerDistillationTrainer; up to TRL 1.3 the experimental DistillationTrainer had its methods."""
+    try:
+        import trl.experimental.server_distillation.server_distillation_trainer as module
+    except ImportError:
+        import trl.experimental.distillation.distillation_trainer as older
+
+        return older.DistillationTrainer
+    return accepted(module, "ServerDistillationTrainer")
 
 
 def _sparse(x: Inputs) -> Recipe:
