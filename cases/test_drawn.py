@@ -1,10 +1,8 @@
 """Drawn cases of every implementation, under pytest: a new disagreement fails with the finding's text."""
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from parity import data
-from parity.case import Case
 from parity.families import family
 from parity.implementations import load
 from parity.ledger import Ledger
@@ -13,7 +11,7 @@ from parity.report.failure import text_of
 from parity.run import run_case
 from parity.runner import DTYPES, FIXED_SEED
 from parity.session import FAILING, selected
-from parity.space import cases
+from parity.space import cases, draws
 
 CHOSEN = [i for i in load().values() if not i.opt_in]
 
@@ -25,24 +23,13 @@ def test_drawn(implementation, request) -> None:
     count = request.config.getoption("--parity-cases")
     ledger, fam = Ledger.load(data.ledger_file()), family(implementation.family)
     judged = []
-
-    @seed(FIXED_SEED)
-    @settings(
-        max_examples=count * (8 if implementation.every > 1 else 1),
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-    )
-    @given(cases(fam, DTYPES, "quick"))
-    def stream(case: Case) -> None:
+    drawn = draws(cases(fam, DTYPES, "quick"), f"{FIXED_SEED}/{implementation.id}", count * (8 if implementation.every > 1 else 1))
+    for case in drawn:
         if not selected(implementation, case, 1, device()):
-            return
+            continue
         rows = list(run_case(case, [implementation], device(), thorough=False))
         judged.extend(r for r in rows if r["verdict"] == "agree")
         new = [r for r in rows if r["verdict"] in FAILING and ledger.match(r, case) is None]
         assert not new, text_of(rows)
-
-    stream()
     if not judged:
         pytest.skip(f"{implementation.id}: none of the drawn cases is one that it claims here")

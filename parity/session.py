@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
-
 from parity.case import Case
 from parity.families import family
 from parity.implementations import Implementation
 from parity.ledger import Ledger, stale
 from parity.profiles import Profile
 from parity.run import Row, run_case
-from parity.space import cases
+from parity.space import batch, cases
 
 FAILING = ("disagree", "nondeterministic", "crashed", "timed-out", "out-of-memory")
 
@@ -75,49 +73,38 @@ class Session:
                     self.emit({"entry": entry.id, "stale": verdict})
 
     def drawn(self, shard: Shard) -> None:
-        """Draw and run the shard's cases; a new finding interrupts the stream, is minimised, and the stream goes on."""
-        done, attempt = 0, 0
-        while done < shard.count:
-            done, finding = self._stream(shard, done, attempt)
-            attempt += 1
-            if finding is None:
-                return
+        """Draw and run the shard's cases; a new finding interrupts its batch and is minimised, then the next batch goes on."""
+        strategy = cases(family(shard.family), self.dtypes, self.profile_name)
+        state = _Stream()
+        number = 0
+        while state.number < shard.count and number < 10 * shard.count:
+            state.finding = state.smallest = None
 
-    def _stream(self, shard: Shard, done: int, attempt: int) -> tuple[int, Finding | None]:
-        fam = family(shard.family)
-        state = _Stream(number=done)
-        remaining = shard.count - done
+            def visit(case: Case) -> None:
+                self._visit(state, case, shard)
 
-        @seed(zlib.crc32(f"{shard.seed}/{shard.family}/{shard.index}/{attempt}".encode()))
-        @settings(
-            max_examples=remaining,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate, Phase.shrink],
-            print_blob=False,
-            report_multiple_bugs=False,
-        )
-        @given(cases(fam, self.dtypes, self.profile_name))
-        def stream(case: Case) -> None:
-            if state.finding is not None:
-                self._shrink_step(state, case, shard)
-                return
-            number, state.number = state.number, state.number + 1
-            if number < shard.resume:
-                return
-            self.emit({"at": number})
-            finding = self._one(case, shard)
-            if finding is not None:
-                state.finding, state.deadline = finding, time.monotonic() + self.profile.shrink_seconds
-                _report(finding)
+            try:
+                batch(strategy, f"{shard.seed}/{shard.family}/{shard.index}/{number}", visit)
+            except Finding as smallest:
+                self._freeze(smallest)
+            number += 1
 
-        try:
-            stream()
-        except Finding as smallest:
-            self._freeze(smallest)
-            return state.number, smallest
-        return shard.count, None
+    def _visit(self, state: _Stream, case: Case, shard: Shard) -> None:
+        """One case of a batch: run it if it is a new one, or a step of minimising the finding of this batch."""
+        if state.finding is not None:
+            self._shrink_step(state, case, shard)
+            return
+        if case.id in state.seen or state.number >= shard.count:
+            return
+        state.seen.add(case.id)
+        number, state.number = state.number, state.number + 1
+        if number < shard.resume:
+            return
+        self.emit({"at": number})
+        finding = self._one(case, shard)
+        if finding is not None:
+            state.finding, state.deadline = finding, time.monotonic() + self.profile.shrink_seconds
+            _report(finding)
 
     def _one(self, case: Case, shard: Shard) -> Finding | None:
         """Run and emit one drawn case; the first new finding in it that is worth minimising, if any."""
@@ -178,7 +165,8 @@ class Session:
 
 @dataclasses.dataclass
 class _Stream:
-    number: int
+    number: int = 0
+    seen: set[str] = dataclasses.field(default_factory=set)
     finding: Finding | None = None
     smallest: Case | None = None
     deadline: float = 0.0

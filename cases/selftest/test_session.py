@@ -38,7 +38,7 @@ def test_a_right_kernel_has_no_findings(tmp_path):
     own, events = session("right", tmp_path)
     own.drawn(Shard("logprobs", 0, 40, seed=1))
     assert {r["verdict"] for r in rows(events)} == {"agree", "unsupported"}
-    assert sum(r["verdict"] == "agree" for r in rows(events)) > 20
+    assert sum(r["verdict"] == "agree" for r in rows(events)) >= 15
 
 
 def test_a_scale_error_of_one_in_a_thousand_is_found(tmp_path):

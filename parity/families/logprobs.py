@@ -31,6 +31,10 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     out["ignored"] = draw(st.sampled_from(["none"] * 9 + ["some", "row", "all"]))
     out["chunk_size"] = draw(st.sampled_from([None, None, 5, 64, 1000]))
     out["entropy"] = draw(st.sampled_from(["none", "none", "value", "gradient"]))
+    if draw(st.sampled_from([False, False, True])):  # so that functions with few parameters meet the rest
+        out |= {n: SETTINGS[n].default for n in ("softcap", "logit_scale", "bias", "ignored")}
+        if out["grad"] == "bias":
+            out["grad"] = "weight"
     out["cotangent"] = draw(st.sampled_from(["random"] * 5 + ["ones", "zero", "scaled", "sparse"]))
     return out
 
