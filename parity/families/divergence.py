@@ -177,14 +177,13 @@ def features(case: Case) -> dict[str, Any]:
 
 
 def demands(x: Inputs) -> set[str]:
-    """What moves the value: beta, temperature, softcaps, scales, biases, labels, normaliser, the kind of teacher."""
+    """What moves the value: beta, temperature, softcaps, scales, biases, normaliser, the kind of teacher."""
     s = x.settings
     names = {"beta", "temperature", "softcap", "logit_scale"}
     names |= {"teacher_softcap", "teacher_logit_scale"} if x.teacher_hidden is not None else set()
     moved = {n for n in names if getattr(s, n) != inputs_of.SETTINGS[n].default}
     optional = ("bias", "teacher_hidden", "teacher_bias", "teacher_logits", "support_logps", "num_items_in_batch")
-    moved |= {n for n in optional if x.tensors.get(n) is not None}
-    return moved | ({"ignore_index"} if s.ignored != "none" else set())
+    return moved | {n for n in optional if x.tensors.get(n) is not None}
 
 
 def _double_cotangents(x: Inputs) -> Inputs | None:
@@ -220,7 +219,7 @@ FAMILY: Family = Family(
     features=features,
     variants={"exchanged mixture": exchanged_mixture, "zero-padded student": zero_padded},
     demands=demands,
-    required=("hidden", "weight", "beta"),
+    required=("hidden", "weight", "ids", "beta"),
     relations={
         "cotangent x2": Relation(_double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in its input"),
         "items x2": Relation(_double_items, dict.fromkeys(("loss", *GRADIENTS), 0.5), "it divides the loss"),

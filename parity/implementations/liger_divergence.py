@@ -156,9 +156,9 @@ def kl_div(x: Inputs) -> Outputs:
 
     require(x.settings.beta == 0.0, "forward KL only")
     require(x.num_items_in_batch is None, "no normaliser parameter: divides by its own rows")
-    require(x.settings.ignored != "all", "no labels: a batch without any row")
-    student, teacher = _log_probs(x)
     rows = _labels(x) != IGNORE_INDEX
+    require(bool(rows.any()), "no labels: the caller selects the rows, and none is left")
+    student, teacher = _log_probs(x)
     loss = accepted(module, "LigerKLDIVLoss")(reduction="batchmean", log_target=True)
     return {"loss": loss(student[rows], teacher[rows])}
 
