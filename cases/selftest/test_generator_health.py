@@ -10,12 +10,10 @@ import pytest
 
 from parity.case import Case
 from parity.families import family
-from parity.mutants.matrix import stream
+from parity.mutants.matrix import drawn as drawn_cases
 
 FLOOR = 0.03
 """Share of the cases in which each dimension is away from its default; the rarest, a policy's context, has 0.06."""
-DISTINCT = 0.7
-"""Share of the drawn cases that differ from each other: Hypothesis repeats some."""
 EXCLUDED = {
     "logprobs": {},
     "policy": {
@@ -25,8 +23,15 @@ EXCLUDED = {
     },
 }
 """Family -> pairs of dimensions that exclude each other by definition, with the reason."""
-GAPS = {("vespo", "context"): "autocast is one policy case in twenty, and none of the fixed stream is vespo"}
-"""Pairs of loss type and dimension that profile pr does not draw, though nothing excludes them."""
+UNDRAWN = {
+    "logprobs": {("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles"},
+    "policy": {
+        ("context", "checkpoint"): "a loss of one scalar is not a block that is checkpointed",
+        ("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles",
+        ("cotangent", "sparse"): "the upstream gradient of one scalar is not sparse",
+    },
+}
+"""Family -> values that profile pr does not draw, with the reason."""
 FEATURES = {
     "logprobs": ("one token", "V = 1", "V beyond a chunk", "cap active", "V off block"),
     "policy": (
@@ -57,8 +62,7 @@ class Drawn:
 
 @pytest.fixture(scope="module", params=sorted(EXCLUDED))
 def drawn(request: pytest.FixtureRequest) -> Drawn:
-    found: list[Case] = []
-    stream(request.param, 0, found.append)
+    found = list(drawn_cases(request.param, 0))
     moved = [set(case.settings) | ({"dtype"} if case.dtype != "fp32" else set()) for case in found]
     return Drawn(request.param, found, moved)
 
@@ -80,17 +84,11 @@ def test_excluded_pairs_do_exclude_each_other(drawn: Drawn) -> None:
         assert not any(moved.issuperset(pair) for moved in drawn.moved), pair
 
 
-def test_every_choice_occurs_(drawn: Drawn) -> None:
+def test_every_choice_and_dtype_occurs(drawn: Drawn) -> None:
     fam = family(drawn.name)
-    missing = []
-    for name, setting in fam.settings.items():
-        if setting.choices is None:
-            continue
-        wanted = set(setting.choices)
-        if name == "context":
-            wanted &= {*fam.contexts, "autocast"} - {"compile"}  # torch.compile is left to the long profiles
-        missing += [(name, v) for v in wanted - {getattr(fam.full_settings(c), name) for c in drawn.cases}]
-    assert missing == []
+    wanted = {(name, choice) for name, setting in fam.settings.items() for choice in setting.choices or ()}
+    seen = {(name, getattr(fam.full_settings(case), name)) for case in drawn.cases for name, _ in wanted}
+    assert sorted(wanted - seen - UNDRAWN[drawn.name].keys(), key=str) == []
     assert {case.dtype for case in drawn.cases} == {"fp32", "fp16", "bf16"}
 
 
@@ -100,16 +98,11 @@ def test_every_fact_is_drawn_both_ways(drawn: Drawn) -> None:
         assert {bool(found[name]) for found in features} == {True, False}, name
 
 
-def test_cases_are_mostly_different(drawn: Drawn) -> None:
-    assert len({case.id for case in drawn.cases}) / len(drawn.cases) >= DISTINCT
-
-
 def test_every_loss_type_meets_every_dimension() -> None:
     """The policy family is eight losses: each with each dimension away from its default, other than those excluded."""
-    found: list[Case] = []
-    stream("policy", 0, found.append)
+    found = list(drawn_cases("policy", 0))
     names = family("policy").settings.keys() - {"loss_type"}
     seen = {(case.settings.get("loss_type", "grpo"), name) for case in found for name in case.settings}
     losses = family("policy").settings["loss_type"].choices or ()
     without_delta = {(loss, "delta") for loss in ("cispo", "sapo", "vespo")}  # their papers have no two-sided clip
-    assert sorted(set(itertools.product(losses, names)) - seen - without_delta - GAPS.keys()) == []
+    assert sorted(set(itertools.product(losses, names)) - seen - without_delta) == []

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import multiprocessing
 import warnings
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import hypothesis
 import torch
 
 from parity import protocol
@@ -21,16 +20,12 @@ from parity.mutants import FAMILIES, Mutant, controls, mutants, originals
 from parity.profiles import PROFILES, SHARDS
 from parity.run import Bench, _rows, confirmed
 from parity.session import FAILING, repeated
-from parity.space import cases
+from parity.space import cases, draws
 
 PROFILE = "pr"
 DTYPES = ("fp32", "fp16", "bf16")
 CONTROL_CASES, CONTROL_SHARE = 24, 8
 """Controls see the first so many cases of a stream, and one in so many of the rest that the mutants need."""
-
-
-class _Enough(KeyboardInterrupt):
-    """Ends a stream; Hypothesis lets a keyboard interrupt through, where any other exception would be a finding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,29 +61,11 @@ class Fate:
         return self.killed if self.mistake else not self.killed and self.judged > 0
 
 
-def stream(name: str, seed: int, visit: Callable[[Case], None]) -> None:
-    """Visit the cases of a family in profile pr, shard by shard, as `parity.session` draws them, until `_Enough`."""
-    try:
-        for shard in range(SHARDS):
-            _shard(name, seed, shard, visit)
-    except _Enough:
-        return
-
-
-def _shard(name: str, seed: int, shard: int, visit: Callable[[Case], None]) -> None:
-    @hypothesis.seed(zlib.crc32(f"{seed}/{name}/{shard}/0".encode()))
-    @hypothesis.settings(
-        max_examples=PROFILES[PROFILE].cases[name] // SHARDS,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        phases=[hypothesis.Phase.generate],
-    )
-    @hypothesis.given(cases(family(name), DTYPES, PROFILE))
-    def draw(case: Case) -> None:
-        visit(case)
-
-    draw()
+def drawn(name: str, seed: int) -> Iterator[Case]:
+    """The cases of a family in profile pr, shard by shard, as `parity.session` draws them."""
+    strategy = cases(family(name), DTYPES, PROFILE)
+    for shard in range(SHARDS):
+        yield from draws(strategy, f"{seed}/{name}/{shard}", PROFILES[PROFILE].cases[name] // SHARDS)
 
 
 def stream_fates(name: str, seed: int, budget: int, chosen: Sequence[Mutant], watched: Sequence[Mutant]) -> list[Fate]:
@@ -97,14 +74,10 @@ def stream_fates(name: str, seed: int, budget: int, chosen: Sequence[Mutant], wa
     by_id = {m.implementation.id: m for m in (*chosen, *watched)}
     alive = {id: Fate(name, m.name, m.mistake, seed, 0, 0) for id, m in by_id.items()}
     done: dict[str, Fate] = {}
-    number = 0
-
-    def visit(case: Case) -> None:
-        nonlocal number
-        if number >= budget or (number >= CONTROL_CASES and not any(by_id[i].mistake for i in alive)):
-            raise _Enough
+    for number, case in enumerate(itertools.islice(drawn(name, seed), budget)):
+        if number >= CONTROL_CASES and not any(by_id[id].mistake for id in alive):
+            break
         controlled = number < CONTROL_CASES or number % CONTROL_SHARE == 0
-        number += 1
         bench = Bench.of(case)
         known = [execute(m.implementation, bench.offered(m.implementation).inputs) for m in originals(name)]
         for id in list(alive):
@@ -113,8 +86,6 @@ def stream_fates(name: str, seed: int, budget: int, chosen: Sequence[Mutant], wa
             alive[id] = _judged(bench, by_id[id], alive[id], known)
             if alive[id].killed:
                 done[id] = alive.pop(id)
-
-    stream(name, seed, visit)
     return [done.get(id) or alive[id] for id in by_id]
 
 
