@@ -7,6 +7,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import click
@@ -106,8 +107,8 @@ def _check(
     if name and record:
         raise UsageError("--case and --check both say what to look at; keep one")
     if record:
-        check = history.load([record])[0].check
-        return check, f"{history.folder() / record}.json --implementation {check.implementation}"
+        found = history.load([record])[0]
+        return found.check, f"{_shown(found.file)} --implementation {found.check.implementation}"
     if name:
         case, found_with = find_case(name)
         chosen = only_implementation(case, implementations, found_with)
@@ -115,7 +116,12 @@ def _check(
         return Check(name, case, chosen, quantities or ("*",)), f"{name} --implementation {chosen}"
     older, newer = (good, bad) if find == "broken" else (bad, good)
     check = compare.first_difference(package, older, newer, hold, implementations, find)
-    return check, f"{history.folder() / check.name}.json --implementation {check.implementation}"
+    return check, f"{check.name} --implementation {check.implementation}"
+
+
+def _shown(path: Path) -> str:
+    """A path as one types it where one stands."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 @click.command("compare")

@@ -36,7 +36,7 @@ RECALLED, MISSED, UNUSABLE = 0, 1, 3
 
 @dataclass(frozen=True)
 class Record:
-    """One failure; `bad` and `good` hold, per release, the specs of the environment it is run in."""
+    """One failure; `bad` and `good` hold, per release, the specs of its environment; `file` is the case's."""
 
     id: str
     what: str
@@ -47,9 +47,10 @@ class Record:
     expect: str = "disagree"
     then: str = "agree"
     link: str = ""
+    file: Path = Path()
 
     @property
-    def references(self) -> str:
+    def reference(self) -> str:
         """The plain path that its candidate is held against in reports."""
         return "trl.GRPOTrainer" if self.check.case.family == "policy" else "trl.selective_log_softmax"
 
@@ -102,7 +103,8 @@ def _read(path: Path) -> Record:
     case = Case.load(path.parent / raw["case"])
     check = Check(path.stem, case, raw["implementation"], tuple(raw.get("quantities", ("*",))))
     bad, good = (tuple(_specs(raw["package"], text) for text in raw[side]) for side in ("bad", "good"))
-    return Record(path.stem, raw["what"], raw["package"], bad, good, check, **verdicts, link=raw.get("link", ""))
+    rest = {"link": raw.get("link", ""), "file": path.parent / raw["case"]}
+    return Record(path.stem, raw["what"], raw["package"], bad, good, check, **verdicts, **rest)
 
 
 def _specs(package: str, text: str) -> tuple[str, ...]:
@@ -148,8 +150,8 @@ def _judged(record: Record, specs: tuple[str, ...], bad: bool, found: Sequence[R
     if answer.verdict in ("agree", "disagree"):
         for name, of in (("loss", loss), ("gradient norm", gradient_norm)):
             own, exact = of(found, case, implementation)
-            plain, _ = of(found, case, record.references)
-            beside = "" if implementation == record.references else f"reference {amount(plain)}, "
+            plain, _ = of(found, case, record.reference)
+            beside = "" if implementation == record.reference else f"reference {amount(plain)}, "
             parts.append(f"{name} {amount(own)} ({beside}definition {amount(exact)})")
             factor = own / exact if own is not None and exact else None
     return Finding(record, specs, bad, answer.verdict, right, "".join(f"; {part}" for part in parts), factor)
