@@ -39,19 +39,20 @@ def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
 
 def _loss(x: Inputs, mark: Mark, measure: Any, zero_padded: bool = False) -> dict[str, torch.Tensor]:
     s = x.settings
-    rows = (x.ids != IGNORE_INDEX).flatten().nonzero().squeeze(-1)
+    ignored = (x.ids == IGNORE_INDEX).flatten()
     z = head.logits(x, mark)
     if zero_padded:
         z = torch.cat([z, torch.zeros_like(z[..., :1]).expand(*z.shape[:-1], s.extra_vocabulary)], -1)
     logps = torch.log_softmax(z, -1)
-    lp = logps[..., rows, :]
     if s.sparse != "none":
-        lp, lq, gone = sparse(x, lp, rows)
+        rows = (~ignored).nonzero().squeeze(-1)
+        lp, lq, gone = sparse(x, logps[..., rows, :], rows)
         terms = measure(lp, lq, gone, gone, s.beta)
-    else:
-        lq = torch.log_softmax(teacher_logits(x, mark, logps.shape[-1]), -1)[..., rows, :]
-        gone_p, gone_q = _pad(inputs_of.excluded(x.bias, s.softcap, lp), lp), inputs_of.excluded_by_teacher(x, rows, lq)
-        terms = measure(lp, lq, gone_p, gone_q, s.beta)
+    else:  # every position: where one overflows in a narrow dtype, so does its gradient, label or not
+        lq = torch.log_softmax(teacher_logits(x, mark, logps.shape[-1]), -1)
+        gone_p = _pad(inputs_of.excluded(x.bias, s.softcap, logps), logps)
+        terms = measure(logps, lq, gone_p, inputs_of.excluded_by_teacher(x, lq), s.beta)
+        terms = terms.masked_fill(ignored.unsqueeze(-1), 0.0)
     terms = terms / normaliser(x)
     return {"loss": terms.sum((-2, -1)), "_logps": logps, "_terms": terms}
 

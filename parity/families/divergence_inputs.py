@@ -249,11 +249,11 @@ def excluded(bias: torch.Tensor | None, softcap: float | None, like: torch.Tenso
     return bias[(0,) * (bias.dim() - 1)].detach() == -torch.inf
 
 
-def excluded_by_teacher(x: Inputs, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Tokens whose teacher logit is -inf, (V,) or (n, V)."""
+def excluded_by_teacher(x: Inputs, like: torch.Tensor) -> torch.Tensor:
+    """Tokens whose teacher logit is -inf, (V,) or (B·T, V)."""
     size = like.shape[-1]
     if x.teacher_logits is not None:
         data = x.teacher_logits[(0,) * (x.teacher_logits.dim() - 3)]
-        return data.flatten(0, 1)[rows, :size] == -torch.inf
+        return data.flatten(0, 1)[:, :size] == -torch.inf
     bias = None if x.teacher_bias is None else x.teacher_bias[..., :size]
     return excluded(bias, x.settings.teacher_softcap, like)
