@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.version import Version
+
 from parity import data
 from parity.case import Case
 from parity.errors import UsageError
@@ -161,9 +163,10 @@ def table(findings: Sequence[Finding]) -> str:
     """The recall table, Markdown: a line a record."""
     lines = ["| record | what went wrong | shown by | red on | green on | gradient × | recalled |"]
     lines += ["|---|---|---|---|---|---|---|"]
-    records = {f.record.id: f.record for f in findings}
+    records = {f.record.id: f.record for f in sorted(findings, key=lambda f: f.record.id)}
     for record in records.values():
         own = [f for f in findings if f.record is record]
+        own.sort(key=lambda f: Version(f.specs[0].partition("==")[2]))
         sides = [", ".join(_version(f) for f in own if f.bad is bad) for bad in (True, False)]
         factors = [f.factor for f in own if f.bad and f.verdict == "disagree" and f.factor is not None]
         most = max(factors, key=lambda x: abs(x - 1), default=None)
