@@ -10,7 +10,7 @@ import sys
 from rich.console import Console
 
 from parity.header import resolve_device, versions
-from parity.implementations import load
+from parity.implementations import Implementation, load
 
 
 def diagnose(console: Console) -> int:
@@ -26,7 +26,8 @@ def diagnose(console: Console) -> int:
         if compiler
         else "[bold]C++ compiler[/bold]\n  none: torch.compile paths crash (Debian: apt-get install g++)"
     )
-    ready, blocked = [], []
+    ready: list[Implementation] = []
+    blocked: list[Implementation] = []
     for item in load().values():
         (blocked if item.missing() else ready).append(item)
     console.print(f"[bold]implementations[/bold]\n  {len(ready)} can run here, {len(blocked)} cannot")

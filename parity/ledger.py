@@ -141,7 +141,7 @@ def _entry(raw: Mapping[str, Any], path: Path) -> Entry:
         except InvalidSpecifier:
             raise UsageError(f"{path}: {name}: versions {specifier!r} is not a version specifier") from None
     known = {f.name for f in dataclasses.fields(Entry)}
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in known}
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in known}
     fields["date"] = str(fields["date"])
     return Entry(**fields)
 

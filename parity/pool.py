@@ -78,7 +78,8 @@ def run(plans: list[dict[str, Any]], timeout: float, first_timeout: float) -> It
 
 def _passed_on(worker: Worker, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if "start" in event:
-        worker.started = tuple(event["start"])  # type: ignore[assignment]
+        case, implementation, data = event["start"]
+        worker.started = case, implementation, data
     elif "at" in event:
         worker.at, worker.shrinking = event["at"], False
         yield event | {"shards": len(worker.shards)}

@@ -42,9 +42,9 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
         case = Case.load(file)
         if name in (case.id, file.stem):
             return case, json.loads(file.read_text()).get("implementation")
-    case = _from_rows(name, reports / "results.ndjson")
-    if case is not None:
-        return case, None
+    drawn = _from_rows(name, reports / "results.ndjson")
+    if drawn is not None:
+        return drawn, None
     ids = ", ".join(e.id for e in ledger.entries)
     raise UsageError(f"case {name!r}: no such file, ledger entry ({ids}) or case in {reports}/results.ndjson")
 

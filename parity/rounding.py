@@ -60,8 +60,9 @@ class Recipe:
 
     def resolve(self, dtype: str) -> Recipe:
         """The recipe with "input" replaced by `dtype`: recipes that coincide for a dtype share their replicas."""
-        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        out = dataclasses.replace(self, **{k: dtype for k, v in named.items() if v == "input"})
+        named: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        changes: dict[str, Any] = {k: dtype for k, v in named.items() if v == "input"}
+        out = dataclasses.replace(self, **changes)
         return out if out.accumulate != "fp32" else dataclasses.replace(out, partials=1)
 
     def describe(self) -> str:

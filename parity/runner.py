@@ -157,7 +157,7 @@ def execute(options: Options, progress: Any) -> Result:
 
         def keep(row: Row) -> None:
             row = {"schema": 1, "run": run_id} | row
-            row["role"] = roles.get(row["implementation"], row["role"])
+            row["role"] = roles.get(str(row["implementation"]), row["role"])
             write(row)
             rows.append(row)
 

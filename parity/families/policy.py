@@ -261,18 +261,23 @@ def _garbage(x: Inputs) -> Inputs | None:
     if x.settings.beta == 0.0:  # exp(lp_ref - lp) of an unlikely token would overflow, mask or not
         tensors["ids"] = torch.where(masked, (x.ids + 1) % x.settings.V, x.ids).to(x.ids.dtype)
     for name in ("old_logps", "ref_logps", "sampling_logps"):
-        if x.tensors.get(name) is not None:
-            tensors[name] = torch.where(masked, x.tensors[name] - 3.5, x.tensors[name])
+        value = x.tensors.get(name)
+        if value is not None:
+            tensors[name] = torch.where(masked, value - 3.5, value)
     return x.replace(**tensors)
+
+
+def _build(case: Case) -> Inputs:
+    return inputs_of.build(case, FAMILY.full_settings(case))
 
 
 QUANTITIES = ("loss", "grad_hidden", "grad_weight", "grad_bias")
 
-FAMILY = Family(
+FAMILY: Family = Family(
     name="policy",
     settings=inputs_of.SETTINGS,
     draw=inputs_of.draw,
-    build=lambda case: inputs_of.build(case, FAMILY.full_settings(case)),
+    build=_build,
     oracle=oracle,
     outputs=("loss", "kl", "entropy", "clip_ratio", "clip_low", "clip_high"),
     contexts=("plain",),
