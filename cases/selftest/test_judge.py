@@ -247,6 +247,11 @@ def test_what_underflows_has_no_direction(dtype):
     u = unit()
     tiny = Unit(u.exact * 1e-310, u.replicas * 1e-310)
     assert judge(torch.zeros(u.exact.shape, dtype=dtype), tiny, dtype).agrees
+    exact = torch.zeros(2, 4, dtype=torch.float64)
+    exact[0, 0] = 1e-320
+    last_bit = torch.zeros(2, 4, dtype=dtype)
+    last_bit[1, 1] = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert judge(last_bit, Unit(exact, exact.expand(12, 2, 4)), dtype).agrees
     assert not judge(torch.ones(u.exact.shape, dtype=dtype), tiny, dtype).agrees
 
 

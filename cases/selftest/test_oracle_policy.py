@@ -17,7 +17,7 @@ CHOICES = {
     "importance_sampling_level": ["token", "sequence"],
     "epsilon": [0.2, 0.05],
     "epsilon_high": [None, 0.28, 0.5],
-    "delta": [None, 1.8, 4.0],
+    "delta": [None, 1.1, 1.8, 4.0],
     "beta": [0.0, 0.04, 0.5],
     "use_bias_correction_kl": [False, True],
     "ref": ["near", "apart", "far"],
