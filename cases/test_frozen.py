@@ -35,7 +35,8 @@ def test_ledger_entry_still_reproduces(entry) -> None:
     chosen = [i for i in load().values() if entry.covers_implementation(i.id) and not i.opt_in and not i.missing()]
     only = json.loads((data.cases_dir() / entry.case).read_text()).get("implementations")
     chosen = [i for i in chosen if only is None or i.id in only]
-    rows = list(run_case(case, chosen, device(), thorough=False))
+    deep = any(q.startswith(("protocol", "relation")) for q in entry.quantities)
+    rows = list(run_case(case, chosen, device(), thorough=deep))
     ledger = Ledger((entry,), data.cases_dir())
     known = {r["implementation"] for r in rows if r["verdict"] in FAILING and ledger.match(r, case)}
     assert known == {i.id for i in chosen}
