@@ -12,14 +12,12 @@ import argparse
 import bisect
 import collections
 import dataclasses
-import itertools
 import json
 import math
 import time
 import warnings
 from collections.abc import Iterable, Iterator
 
-import hypothesis
 import torch
 
 from parity.case import Case
@@ -30,9 +28,8 @@ from parity.honest.wrong import WRONG, Wrong
 from parity.implementations import Implementation
 from parity.judge import Judgement
 from parity.run import Bench, confirmed, judge_all, skip_reason
-from parity.space import cases
+from parity.space import cases, draws
 
-BATCH = 12
 EDGES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 Key = tuple[str, str, str, str]
@@ -79,38 +76,8 @@ class Soak:
 
 
 def drawn(name: str, count: int, seed: int, dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")) -> Iterator[Case]:
-    """`count` different cases of a family, from the strategy that a run draws them from.
-
-    Hypothesis follows each fresh example by five mutated copies, once its health checks are done; short runs with a
-    seed each keep the draws apart.
-    """
-    seen: set[str] = set()
-    for batch in itertools.count():
-        for case in _batch(name, 1_000_003 * seed + batch, dtypes):
-            if case.id not in seen:
-                seen.add(case.id)
-                yield case
-            if len(seen) == count:
-                return
-
-
-def _batch(name: str, seed: int, dtypes: tuple[str, ...]) -> list[Case]:
-    found: list[Case] = []
-
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=BATCH,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        phases=[hypothesis.Phase.generate],
-    )
-    @hypothesis.given(cases(family(name), dtypes, "pr"))
-    def collect(case: Case) -> None:
-        found.append(case)
-
-    collect()
-    return found[1:]  # the first is the simplest case every time
+    """`count` different cases of a family, drawn as a run of profile pr draws them."""
+    return draws(cases(family(name), dtypes, "pr"), f"soak/{seed}/{name}", count)
 
 
 def judged(bench: Bench, implementation: Implementation) -> tuple[dict[str, Judgement], dict[str, Judgement]] | str:
@@ -151,7 +118,7 @@ def soak(chosen_cases: Iterable[Case], implementations: Iterable[Implementation]
 
 
 def sensitivity(wrong: Wrong, drawn_cases: Iterable[Case]) -> tuple[int, int, int, collections.Counter[str]]:
-    """Cases in which a wrong implementation is caught, those in which its edit changes anything, all; catching gates."""
+    """Cases in which a wrong implementation is caught, in which its edit changes anything, and all; catching gates."""
     caught = effective = total = 0
     gates: collections.Counter[str] = collections.Counter()
     for case in drawn_cases:
