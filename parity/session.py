@@ -203,8 +203,8 @@ def selected(implementation: Implementation, case: Case, cost: int, device: str)
 
 
 def repeated(implementation: Implementation, case: Case, one_in: int) -> bool:
-    """Whether an implementation gets the repeated calls on a drawn case; costly ones four times as rarely."""
-    one_in = one_in * 4 if implementation.every > 1 else one_in
+    """Whether an implementation gets the repeated calls on a drawn case; costly ones sixteen times as rarely."""
+    one_in = one_in * 16 if implementation.every > 1 else one_in
     return zlib.crc32(f"thorough/{implementation.id}/{case.id}".encode()) % one_in == 0
 
 

@@ -27,7 +27,7 @@ SETTINGS = head.SETTINGS | {
 def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
     """Settings of one case; about one in 25 has a vocabulary beyond a kernel's block or chunk."""
     large = draw(st.integers(0, 24)) == 24
-    out = head.draw_head(draw, st, dtype, large=large, contexts=contexts)
+    out = head.draw_head(draw, st, dtype, large=large, profile=profile, contexts=contexts)
     out["ignored"] = draw(st.sampled_from(["none"] * 9 + ["some", "row", "all"]))
     out["chunk_size"] = draw(st.sampled_from([None, None, 5, 64, 1000]))
     out["entropy"] = draw(st.sampled_from(["none", "none", "value", "gradient"]))

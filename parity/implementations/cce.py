@@ -91,7 +91,7 @@ KERNEL: dict[str, Any] = {
     "contexts": frozenset({"plain", "autocast", "checkpoint", "compile"}),
     "around": _interpretable,
     "interpreted": True,
-    "every": 8,
+    "every": 12,
     "sources": SOURCES,
 }
 
