@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import bisect
 import collections
+import contextlib
 import dataclasses
 import json
 import math
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -30,6 +32,7 @@ from parity.judge import Judgement
 from parity.run import Bench, confirmed, judge_all, skip_reason
 from parity.space import cases, draws
 
+PROGRESS = 100
 EDGES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 Key = tuple[str, str, str, str]
@@ -96,25 +99,34 @@ def judged(bench: Bench, implementation: Implementation) -> tuple[dict[str, Judg
 
 
 def soak(chosen_cases: Iterable[Case], implementations: Iterable[Implementation] | None = None) -> Soak:
-    """Judge implementations, or else the honest ones of each family, on cases."""
+    """Judge implementations, or else the honest ones of each family, on cases; an interrupt keeps what there is."""
     out, chosen = Soak(), None if implementations is None else list(implementations)
-    for case in chosen_cases:
-        bench = Bench.of(case)
-        text = json.dumps(case.to_json())
-        for implementation in chosen or CONTROLS[case.family]:
-            result = judged(bench, implementation)
-            if isinstance(result, str):
-                out.silent[(implementation.id, *result.split(": ", 1))] += 1  # type: ignore[index]
-                continue
-            first, final = result
-            out.judged[(case.family, case.dtype)] += 1
-            for quantity, j in first.items():
-                for gate, headroom in j.gates.items():
-                    out.spreads[(case.family, quantity, gate, case.dtype)].add(headroom, f"{implementation.id} {text}")
-                if not j.agrees:
-                    out.first.append((implementation.id, quantity, j.gate, j.headroom, text))
-            out.alarms += [(implementation.id, q, j.gate, j.headroom, text) for q, j in final.items() if not j.agrees]
+    with contextlib.suppress(KeyboardInterrupt):
+        for number, case in enumerate(chosen_cases, 1):
+            bench = Bench.of(case)
+            for implementation in chosen or CONTROLS[case.family]:
+                _add(out, bench, implementation)
+            if number % PROGRESS == 0:
+                print(f"{number} cases, {out.total} judged, {len(out.alarms)} alarms", file=sys.stderr, flush=True)
     return out
+
+
+def _add(out: Soak, bench: Bench, implementation: Implementation) -> None:
+    case = bench.inputs.case
+    text = json.dumps(case.to_json())
+    result = judged(bench, implementation)
+    if isinstance(result, str):
+        verdict, message = result.split(": ", 1)
+        out.silent[(implementation.id, verdict, message)] += 1
+        return
+    first, final = result
+    out.judged[(case.family, case.dtype)] += 1
+    for quantity, j in first.items():
+        for gate, headroom in j.gates.items():
+            out.spreads[(case.family, quantity, gate, case.dtype)].add(headroom, f"{implementation.id} {text}")
+        if not j.agrees:
+            out.first.append((implementation.id, quantity, j.gate, j.headroom, text))
+    out.alarms += [(implementation.id, q, j.gate, j.headroom, text) for q, j in final.items() if not j.agrees]
 
 
 def sensitivity(wrong: Wrong, drawn_cases: Iterable[Case]) -> tuple[int, int, int, collections.Counter[str]]:
