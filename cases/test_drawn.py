@@ -23,7 +23,9 @@ def test_drawn(implementation, request) -> None:
     count = request.config.getoption("--parity-cases")
     ledger, fam = Ledger.load(data.ledger_file()), family(implementation.family)
     judged = []
-    drawn = draws(cases(fam, DTYPES, "quick"), f"{FIXED_SEED}/{implementation.id}", count * (8 if implementation.every > 1 else 1))
+    drawn = draws(
+        cases(fam, DTYPES, "quick"), f"{FIXED_SEED}/{implementation.id}", count * (8 if implementation.every > 1 else 1)
+    )
     for case in drawn:
         if not selected(implementation, case, 1, device()):
             continue

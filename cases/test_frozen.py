@@ -23,14 +23,18 @@ def test_frozen(path: Path) -> None:
     rows = list(run_case(case, chosen, device(), thorough=not raw.get("fast", False)))
     ledger = Ledger.load(data.ledger_file())
     new = [r for r in rows if r["verdict"] in FAILING and ledger.match(r, case) is None]
-    assert not new, "\n".join(text_of([r for r in rows if r["implementation"] == new[0]["implementation"]]).splitlines())
+    assert not new, "\n".join(
+        text_of([r for r in rows if r["implementation"] == new[0]["implementation"]]).splitlines()
+    )
     assert any(r["verdict"] in ("agree", "disagree", "refused") for r in rows), "nothing was judged"
 
 
 @pytest.mark.parametrize("entry", Ledger.load(data.ledger_file()).entries, ids=lambda e: e.id)
 def test_ledger_entry_still_reproduces(entry) -> None:
-    if not entry.in_force() or entry.devices and device() not in entry.devices:
-        pytest.skip(f"{entry.id}: out of scope here (versions {dict(entry.versions)}, devices {entry.devices or 'all'})")
+    if not entry.in_force() or (entry.devices and device() not in entry.devices):
+        pytest.skip(
+            f"{entry.id}: out of scope here (versions {dict(entry.versions)}, devices {entry.devices or 'all'})"
+        )
     case = Case.load(data.cases_dir() / entry.case)
     chosen = [i for i in load().values() if entry.covers_implementation(i.id) and not i.opt_in and not i.missing()]
     only = json.loads((data.cases_dir() / entry.case).read_text()).get("implementations")

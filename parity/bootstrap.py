@@ -32,7 +32,9 @@ def main() -> int:
     way.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if sys.version_info < MINIMUM:
-        print(f"Python {sys.version.split()[0]} is too old: {'.'.join(map(str, MINIMUM))} or newer, e.g. make PYTHON=python3.12")
+        print(
+            f"Python {sys.version.split()[0]} is too old: {'.'.join(map(str, MINIMUM))} or newer, e.g. make PYTHON=python3.12"
+        )
         return 3
     if args.check:
         return check()
@@ -55,7 +57,9 @@ def check() -> int:
     missing = [n for n in NEEDED if version(n) is None]
     absent = [n for n in WISHED if version(n) is None]
     if absent:
-        print(f"missing, reported as unsupported: {', '.join(absent)} (pip install {' '.join(absent)})", file=sys.stderr)
+        print(
+            f"missing, reported as unsupported: {', '.join(absent)} (pip install {' '.join(absent)})", file=sys.stderr
+        )
     if missing:
         print(f"missing, nothing runs without: {', '.join(missing)} (pip install {' '.join(missing)})", file=sys.stderr)
         return 3
@@ -70,7 +74,9 @@ def install(folder: Path, system: bool) -> int:
         if held["torch"] is None:
             print(f"VENV=system: {sys.executable} has no torch; use plain `make parity`, which brings one")
             return 3
-        constraints = [f"{n}=={v}" for n, v in held.items() if v] + [c for c in constraints if not c.startswith("torch==")]
+        constraints = [f"{n}=={v}" for n, v in held.items() if v] + [
+            c for c in constraints if not c.startswith("torch==")
+        ]
         installed = ", ".join(f"{n} {v}" for n, v in held.items() if v)
         print(f"VENV=system: {folder}, over the packages of {sys.executable}; {installed} stay as they are")
         print("downloads what else is missing (trl, transformers, liger-kernel, cut-cross-entropy, …): about 0.2 GB")
@@ -83,7 +89,16 @@ def install(folder: Path, system: bool) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         pins = Path(temporary) / "constraints.txt"
         pins.write_text("\n".join(constraints) + "\n")
-        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", str(pins)]
+        command = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--constraint",
+            str(pins),
+        ]
         # torch first and by its exact version: a resolver that meets it as a range may take another build
         first = [c for c in constraints if c.startswith("torch==")]
         for step in ([first] if not system else []) + [["--editable", f"{ROOT}[dev]"]]:
@@ -94,7 +109,9 @@ def install(folder: Path, system: bool) -> int:
     if system:
         after = subprocess.run([str(python), "-c", VERSIONS], capture_output=True, text=True).stdout.split()
         if after != [version(n) or "-" for n in KEPT]:
-            print(f"VENV=system: {' and '.join(KEPT)} changed to {' '.join(after)}; this must not happen, remove {folder}")
+            print(
+                f"VENV=system: {' and '.join(KEPT)} changed to {' '.join(after)}; this must not happen, remove {folder}"
+            )
             return 3
     return 0
 

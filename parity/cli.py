@@ -54,7 +54,13 @@ def _progress() -> Callable[[dict[str, Any], list[dict[str, Any]]], None]:
             return
         last[0] = now
         pairs = len({(r["case"], r["implementation"]) for r in rows if r["verdict"] == "agree"})
-        failing = len({r["implementation"] for r in rows if r["verdict"] not in ("agree", "unsupported", "refused") and not r["known"]})
+        failing = len(
+            {
+                r["implementation"]
+                for r in rows
+                if r["verdict"] not in ("agree", "unsupported", "refused") and not r["known"]
+            }
+        )
         text = f"{now - begun:5.0f} s  {pairs} implementation-cases agree, {failing} implementations with new findings"
         click.echo(f"\r{text}\033[K" if terminal else text, err=True, nl=not terminal)
 
@@ -64,7 +70,13 @@ def _progress() -> Callable[[dict[str, Any], list[dict[str, Any]]], None]:
 @main.command("run")
 @click.option("--profile", default="pr", show_default=True, help="quick, pr, nightly or soak")
 @click.option("--family", "families", multiple=True, help="only this family")
-@click.option("--implementation", "implementations", multiple=True, metavar="ID|FILE.py:NAME", help="only this one, or your own function")
+@click.option(
+    "--implementation",
+    "implementations",
+    multiple=True,
+    metavar="ID|FILE.py:NAME",
+    help="only this one, or your own function",
+)
 @click.option("--dtype", "dtypes", multiple=True, help="fp32, fp16 or bf16")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
 @click.option("--seed", type=int, default=None, help="default: fixed in quick and pr, fresh in nightly and soak")
@@ -72,7 +84,9 @@ def _progress() -> Callable[[dict[str, Any], list[dict[str, Any]]], None]:
 @click.option("--require", multiple=True, metavar="ID[:cpu|cuda]", help="exit 3 unless this was compared")
 @click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
 @click.option("--results", type=click.Path(path_type=Path), default=None, help="default: reports/results.ndjson")
-@click.option("--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports")
+@click.option(
+    "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
+)
 @click.option("--workers", type=int, default=None, help="processes; default: up to 2")
 def run_command(specs: tuple[str, ...], **options: Any) -> None:
     """Draw cases, run every implementation on them, judge, report."""
@@ -80,7 +94,7 @@ def run_command(specs: tuple[str, ...], **options: Any) -> None:
         sys.exit(_inside(specs))
     from parity.runner import Options, execute
 
-    started = Options(**{k: v for k, v in options.items()})
+    started = Options(**options)
     result = execute(started, _progress())
     if sys.stderr.isatty():
         click.echo("", err=True)
@@ -116,7 +130,9 @@ def _report(header: dict[str, Any], rows: list[dict[str, Any]], folder: Path, re
     html.write(summary, folder / "index.html")
     for reason in reasons:
         console.print(reason, markup=False)
-    console.print(f"reports in {folder}/: results.ndjson, index.html, summary.md, junit.xml; exit code {code}", markup=False)
+    console.print(
+        f"reports in {folder}/: results.ndjson, index.html, summary.md, junit.xml; exit code {code}", markup=False
+    )
 
 
 @main.command("list")
@@ -142,7 +158,9 @@ def doctor_command() -> None:
 @click.option("--device", default="auto", show_default=True)
 @click.option("--with", "specs", multiple=True, metavar="PKG==VER")
 @click.option("--issue", is_flag=True, help="print what one pastes upstream")
-def replay_command(case: str, implementations: tuple[str, ...], device: str, specs: tuple[str, ...], issue: bool) -> None:
+def replay_command(
+    case: str, implementations: tuple[str, ...], device: str, specs: tuple[str, ...], issue: bool
+) -> None:
     """Run one case file, ledger entry or finding again: 0 agrees, 1 disagrees, 125 anything that is not a judgement."""
     if specs:
         sys.exit(_inside(specs))
@@ -153,7 +171,9 @@ def replay_command(case: str, implementations: tuple[str, ...], device: str, spe
 
 @main.command("report")
 @click.argument("results", type=click.Path(path_type=Path), default=Path("reports/results.ndjson"))
-@click.option("--reports", type=click.Path(path_type=Path), default=None, help="folder to write to; default: beside the rows")
+@click.option(
+    "--reports", type=click.Path(path_type=Path), default=None, help="folder to write to; default: beside the rows"
+)
 def report_command(results: Path, reports: Path | None) -> None:
     """Rows to terminal, HTML, Markdown and JUnit."""
     from parity.report.rows import read
@@ -174,7 +194,9 @@ def case_command(path: str) -> None:
 
 
 @main.command("mutants")
-@click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="streams of cases; 10 for the full matrix")
+@click.option(
+    "--seeds", type=click.IntRange(1), default=1, show_default=True, help="streams of cases; 10 for the full matrix"
+)
 @click.option("--family", "families", multiple=True, help="only this family")
 @click.option("--cases", type=click.IntRange(1), default=None, help="cases of a stream; default: those of profile pr")
 @click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="processes")

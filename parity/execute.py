@@ -142,10 +142,16 @@ def _classified(implementation: Implementation, error: Exception) -> Outcome:
     message = f"{type(error).__name__}: {_first_line(error)}"
     own = [i for i, f in enumerate(files) if f.startswith(OWN)]
     theirs = [i for i, f in enumerate(files) if _is_library(f)]
-    if implementation.interpreted and any("triton" in Path(f).parts for f in files[-4:]) and not torch.cuda.is_available():
+    if (
+        implementation.interpreted
+        and any("triton" in Path(f).parts for f in files[-4:])
+        and not torch.cuda.is_available()
+    ):
         return Outcome("unsupported", message=f"Triton's interpreter: {message}")
     if own and (not theirs or theirs[-1] < own[-1]):
-        return Outcome("unsupported", message=f"adapter {implementation.id} does not know this version: {message}", blame="harness")
+        return Outcome(
+            "unsupported", message=f"adapter {implementation.id} does not know this version: {message}", blame="harness"
+        )
     if theirs and theirs[-1] == len(files) - 1 and isinstance(error, REFUSALS):
         return Outcome("refused", message=message)
     return Outcome("crashed", message=message)
@@ -154,10 +160,12 @@ def _classified(implementation: Implementation, error: Exception) -> Outcome:
 def _is_library(filename: str) -> bool:
     """A frame of code under test: not the standard library, torch, triton or the harness."""
     parts = Path(filename).parts
-    if filename.startswith(OWN) or filename.startswith("<"):
+    if filename.startswith((OWN, "<")):
         return False
     foreign = {"torch", "triton", "importlib", "contextlib.py", "threading.py"}
-    return "site-packages" not in parts and "lib" not in parts or "site-packages" in parts and not foreign & set(parts)
+    return ("site-packages" not in parts and "lib" not in parts) or (
+        "site-packages" in parts and not foreign & set(parts)
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -58,7 +58,7 @@ def revision() -> str | None:
 
 
 def resolve_device(name: str) -> str:
-    """"cpu" or "cuda" for "auto"; what was asked for otherwise."""
+    """ "cpu" or "cuda" for "auto"; what was asked for otherwise."""
     import torch
 
     if name == "auto":

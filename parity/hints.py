@@ -51,7 +51,11 @@ def _named_factor(bench: Bench, factor: float) -> str:
     if mask is not None:
         tokens = float(mask.sum())
         window = float(bench.inputs.num_items_in_batch)
-        named |= {"the tokens of this micro-batch": tokens, "the tokens of the window": window, "tokens ÷ (B·T)": tokens / mask.numel()}
+        named |= {
+            "the tokens of this micro-batch": tokens,
+            "the tokens of the window": window,
+            "tokens ÷ (B·T)": tokens / mask.numel(),
+        }
         named["tokens ÷ window"] = tokens / max(window, 1.0)
     ratio = bench.inputs.tensors.get("importance_sampling_ratio")
     if ratio is not None:

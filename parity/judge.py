@@ -124,7 +124,11 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     if not bool(same.all()):
         gates["structure"] = math.inf
         nan, inf = int((torch.isnan(v) & ~same).sum()), int((torch.isinf(v) & ~same).sum())
-        message = f"{nan} NaN and {inf} infinite entries where the oracle is finite" if nan + inf else "finite where the oracle is not"
+        message = (
+            f"{nan} NaN and {inf} infinite entries where the oracle is finite"
+            if nan + inf
+            else "finite where the oracle is not"
+        )
     skip = skip | ~torch.isfinite(o) | ~finite
     e = torch.where(skip, 0.0, v - o)
     o = torch.where(skip, 0.0, o)

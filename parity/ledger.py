@@ -155,7 +155,9 @@ def stale(entry: Entry, rows: Sequence[Mapping[str, Any]]) -> bool | None:
         and any(fnmatch.fnmatchcase(str(r["quantity"]), p) for p in entry.quantities)
         and r["verdict"] in ("agree", *entry.verdicts)
     ]
-    failing_verdicts = [r for r in rows if entry.covers_implementation(r["implementation"]) and r["verdict"] in entry.verdicts]
+    failing_verdicts = [
+        r for r in rows if entry.covers_implementation(r["implementation"]) and r["verdict"] in entry.verdicts
+    ]
     if not inside and not failing_verdicts:
         return None
     return not failing_verdicts

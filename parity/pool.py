@@ -151,4 +151,8 @@ def lost_row(case: str, implementation: str, data: dict[str, Any], verdict: str,
     from parity.case import Case
     from parity.run import empty_row
 
-    return empty_row(Case.from_json(data), implementation, device) | {"case": case, "verdict": verdict, "message": message}
+    return empty_row(Case.from_json(data), implementation, device) | {
+        "case": case,
+        "verdict": verdict,
+        "message": message,
+    }

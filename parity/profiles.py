@@ -29,8 +29,12 @@ class Profile:
 PROFILES = {
     "quick": Profile({"logprobs": 80, "policy": 60, "divergence": 60}, cost=4, shrink_seconds=8.0, findings=3),
     "pr": Profile({"logprobs": 850, "policy": 850, "divergence": 500}),
-    "nightly": Profile({"logprobs": 6000, "policy": 6000, "divergence": 6000}, derandomised=False, shrink_seconds=60.0, findings=20),
-    "soak": Profile({"logprobs": 60000, "policy": 60000, "divergence": 60000}, derandomised=False, shrink_seconds=60.0, findings=20),
+    "nightly": Profile(
+        {"logprobs": 6000, "policy": 6000, "divergence": 6000}, derandomised=False, shrink_seconds=60.0, findings=20
+    ),
+    "soak": Profile(
+        {"logprobs": 60000, "policy": 60000, "divergence": 60000}, derandomised=False, shrink_seconds=60.0, findings=20
+    ),
 }
 SHARDS = 2
 """Parts into which each family's draws are split, whatever the number of cores, so that results do not depend on it."""

@@ -100,7 +100,7 @@ def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, firs
     out = []
     for name, value in first.quantities.items():
         now = again.quantities.get(name)
-        if (value is None) != (now is None) or value is not None and now is not None and not _close_bits(value, now):
+        if (value is None) != (now is None) or (value is not None and now is not None and not _close_bits(value, now)):
             out.append(f"{name} differs when called again after another case")
     return out
 
@@ -148,7 +148,7 @@ def relations(
     for name, relation in family.relations.items():
         changed_inputs = relation.change(inputs)
         doubles = any(f not in (0.0, 1.0) for f in relation.factor.values())
-        if changed_inputs is None or doubles and inputs.case.dtype == "fp16":
+        if changed_inputs is None or (doubles and inputs.case.dtype == "fp16"):
             continue  # a subnormal float16 does not double exactly
         then = execute(implementation, changed_inputs)
         if then.verdict != "ran":
@@ -161,16 +161,20 @@ def relations(
 def _related(first: Outcome, then: Outcome, factors: Mapping[str, float], why: str) -> tuple[bool, str]:
     for quantity, value in first.quantities.items():
         now = then.quantities.get(quantity)
-        if value is None or now is None or quantity not in factors and factors:
+        if value is None or now is None or (quantity not in factors and factors):
             continue
         factor = factors.get(quantity, 1.0)
         expected = torch.zeros_like(value) if factor == 0.0 else value * factor
-        comparable = torch.isfinite(value) & torch.isfinite(expected)  # what is not finite already is a finding of its own
+        comparable = torch.isfinite(value) & torch.isfinite(
+            expected
+        )  # what is not finite already is a finding of its own
         if factor != 0.0:
             comparable &= torch.isfinite(now)
         tiny = torch.finfo(value.dtype).smallest_normal * 4 if value.is_floating_point() else 0
         differs = comparable & (now != expected) & ((now.abs() > tiny) | (expected.abs() > tiny) | (factor == 0.0))
-        if bool(differs.any()) and not (factor != 0.0 and _close_bits(torch.where(comparable, now, 0), torch.where(comparable, expected, 0))):
+        if bool(differs.any()) and not (
+            factor != 0.0 and _close_bits(torch.where(comparable, now, 0), torch.where(comparable, expected, 0))
+        ):
             worst = float((now.double() - expected.double()).abs().nan_to_num().amax())
             return False, f"{quantity} differs by up to {worst:.3g}: {why}"
     return True, ""

@@ -63,7 +63,9 @@ def _from_rows(name: str, path: Path) -> Case | None:
                 continue
             if row.get("case") == name:
                 fam = family(row["family"])
-                return fam.case(row["seed"], row["dtype"], {k: v for k, v in row["settings"].items() if k in fam.settings})
+                return fam.case(
+                    row["seed"], row["dtype"], {k: v for k, v in row["settings"].items() if k in fam.settings}
+                )
     return None
 
 

@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parity.case import DTYPES
 
 UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
-HALF_SUBNORMAL = {name: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 for name, dtype in DTYPES.items()}
+HALF_SUBNORMAL = {
+    name: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 for name, dtype in DTYPES.items()
+}
 LARGEST = {name: torch.finfo(dtype).max for name, dtype in DTYPES.items()}
 NARROW = 2.0**-20
 """Unit roundoffs above it round on a grid (`MonteCarlo._grid`), those below by independent noise."""
@@ -76,7 +78,6 @@ class Recipe:
 
 
 IEEE_FP32 = Recipe()
-SHORT_SUM = 16
 
 aten = torch.ops.aten
 _MATMULS = {aten.mm.default, aten.bmm.default}
@@ -125,7 +126,8 @@ class MonteCarlo(TorchDispatchMode):
     """Perturb every rounded operation of a float64 computation, forward and backward, as a `Recipe` would round it.
 
     Matrix products over K terms get max(2, √K/2)·u·(|A|·|B|)·ξ (tf32: 2·u·√(A²·B²)·ξ besides), sums 2·u·Σ|x|·ξ, a
-    log-softmax its row's u·(2|logsumexp| + 1)·ξ, any other rounded operation x·(1 + u·ξ) + η·ξ with η the smallest normal of float32;
+    log-softmax its row's u·(2|logsumexp| + 1)·ξ, any other rounded operation x·(1 + u·ξ) + η·ξ with η the smallest
+    normal of float32;
     results that no rounding touches are left alone. ξ is uniform in ±1 per element. In float16 and bfloat16 the result
     is rounded to their bits instead, on a grid stretched at random.
     """
@@ -165,7 +167,9 @@ class MonteCarlo(TorchDispatchMode):
             scale = self.u_sum * (2 * lse + walk) + self.u_softmax * (1 + top)
             return self._round(out + self._spread(scale, out), self.u_softmax)
         if name == "_log_softmax_backward_data":
-            flushed = args[0].sum(args[2], keepdim=True).abs_().mul_(self.eta)  # p·Σg with a p below the smallest normal
+            flushed = (
+                args[0].sum(args[2], keepdim=True).abs_().mul_(self.eta)
+            )  # p·Σg with a p below the smallest normal
             scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum) + flushed
             return self._round(out + self._spread(scale, out), self.u_softmax)
         if name == "tanh" and self.recipe.tanh == "sigmoid":
@@ -183,7 +187,9 @@ class MonteCarlo(TorchDispatchMode):
             noisy = out + out.abs().mul_(u).add_(self.eta).mul_(self.noise.like(out))
         noisy = torch.where(torch.isfinite(out), noisy, out)
         if self.largest is not None:
-            noisy = torch.where(noisy.abs() > self.largest, torch.copysign(torch.full_like(noisy, torch.inf), noisy), noisy)
+            noisy = torch.where(
+                noisy.abs() > self.largest, torch.copysign(torch.full_like(noisy, torch.inf), noisy), noisy
+            )
         return noisy
 
     def _grid(self, x: torch.Tensor, u: float) -> torch.Tensor:

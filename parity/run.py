@@ -52,7 +52,9 @@ class Bench:
 
     def offered(self, implementation: Implementation) -> Bench:
         """This bench without upstream gradients on optional outputs that the implementation does not offer."""
-        absent = frozenset(n for n in self.inputs.cotangents if n in self.family.optional and n not in implementation.outputs)
+        absent = frozenset(
+            n for n in self.inputs.cotangents if n in self.family.optional and n not in implementation.outputs
+        )
         if not absent:
             return self
         if absent not in self._narrowed:
@@ -161,7 +163,7 @@ def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) ->
 
 
 def classify(bench: Bench, implementation: Implementation, failing: Sequence[str]) -> dict[str, str]:
-    """"logic" for each quantity that float32 does not mend and no other float32 recipe explains, else "precision"."""
+    """ "logic" for each quantity that float32 does not mend and no other float32 recipe explains, else "precision"."""
     narrow = bench.inputs.case.dtype != "fp32"
     precise = bench.in_float32() if narrow else bench
     outcome = execute(implementation, precise.inputs)
@@ -172,11 +174,15 @@ def classify(bench: Bench, implementation: Implementation, failing: Sequence[str
             recipe = dataclasses.replace(recipe, matmul=product, matmul_backward=product, tanh="sigmoid")
         judged = judge_all(precise, implementation, outcome, recipe)
     else:  # it has no float32: would the coarsest recipe of its dtype explain it?
-        judged = judge_all(bench, implementation, execute(implementation, bench.inputs), COARSEST.resolve(bench.inputs.case.dtype))
+        judged = judge_all(
+            bench, implementation, execute(implementation, bench.inputs), COARSEST.resolve(bench.inputs.case.dtype)
+        )
     return {name: "precision" if name in judged and judged[name].agrees else "logic" for name in failing}
 
 
-def followed_variant(bench: Bench, implementation: Implementation, outcome: Outcome, failing: Iterable[str]) -> str | None:
+def followed_variant(
+    bench: Bench, implementation: Implementation, outcome: Outcome, failing: Iterable[str]
+) -> str | None:
     """The named variant of the definition that explains every failing quantity, or None."""
     recipe = implementation.recipe_for(bench.inputs)
     for name, oracle in bench.family.variants.items():

@@ -68,21 +68,17 @@ def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[d
     families = [f for f in options.families or NAMES if any(i.family == f for i in chosen)]
     frozen = frozen_cases(ledger_path)
     count = options.workers or max(1, min(os.cpu_count() or 1, SHARDS))
-    out: list[dict[str, Any]] = []
-    for k in range(count):
-        out.append(
-            {
-                "device": device,
-                "threads": 1,
-                "profile": options.profile,
-                "dtypes": list(options.dtypes or DTYPES),
-                "implementations": list(options.implementations),
-                "ledger": str(ledger_path),
-                "findings": str(options.reports / "findings"),
-                "frozen": frozen,
-                "shards": [],
-            }
-        )
+    plan: dict[str, Any] = {
+        "device": device,
+        "threads": 1,
+        "profile": options.profile,
+        "dtypes": list(options.dtypes or DTYPES),
+        "implementations": list(options.implementations),
+        "ledger": str(ledger_path),
+        "findings": str(options.reports / "findings"),
+        "frozen": frozen,
+    }
+    out = [plan | {"shards": []} for _ in range(count)]
     for number, name in enumerate(families):
         out[number % count]["shards"].append({"family": name, "index": -1, "count": 0, "seed": seed})
     for number, name in enumerate(families):

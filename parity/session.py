@@ -137,7 +137,9 @@ class Session:
         self.findings_dir.mkdir(parents=True, exist_ok=True)
         row = finding.row
         path = self.findings_dir / f"{finding.case.id}.json"
-        path.write_text(json.dumps({"case": finding.case.to_json(), "implementation": row["implementation"]}, indent=1) + "\n")
+        path.write_text(
+            json.dumps({"case": finding.case.to_json(), "implementation": row["implementation"]}, indent=1) + "\n"
+        )
         replay = f"parity replay {_shown(path)} --implementation {row['implementation']}"
         chosen = [i for i in self._of(finding.case) if i.id == row["implementation"] or i.role == "reference"]
         for again in self._run(finding.case, chosen, None, thorough=True):
@@ -157,7 +159,9 @@ class Session:
         """Rows of a case, the known ones marked; pairs that killed a worker before are left out."""
         skip = {i for c, i in shard.skip if c == case.id} if shard else set()
         usable = [i for i in chosen if i.id not in skip]
-        for row in run_case(case, usable, self.device, thorough, lambda i: self.emit({"start": [case.id, i.id, case.to_json()]})):
+        for row in run_case(
+            case, usable, self.device, thorough, lambda i: self.emit({"start": [case.id, i.id, case.to_json()]})
+        ):
             if row["verdict"] in FAILING:
                 row["known"] = self.ledger.match(row, case)
             yield row

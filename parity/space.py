@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from parity.case import Case
 from parity.families import Family
 
-CONTEXTS: dict[str, tuple[str, ...]] = {"quick": ("plain",) * 6 + ("checkpoint",), "pr": ("plain",) * 6 + ("checkpoint",)}
+CONTEXTS: dict[str, tuple[str, ...]] = {
+    "quick": ("plain",) * 6 + ("checkpoint",),
+    "pr": ("plain",) * 6 + ("checkpoint",),
+}
 """Call contexts of a draw; autocast joins them in float32, torch.compile in the long profiles (it takes seconds)."""
 
 

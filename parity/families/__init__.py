@@ -55,7 +55,9 @@ class Inputs:
         try:
             return self.tensors[name]
         except KeyError:
-            raise AttributeError(f"case {self.case.id} has no tensor {name!r}; it has {', '.join(self.tensors)}") from None
+            raise AttributeError(
+                f"case {self.case.id} has no tensor {name!r}; it has {', '.join(self.tensors)}"
+            ) from None
 
     def replace(self, **tensors: torch.Tensor | None) -> Inputs:
         """The same inputs with some tensors exchanged."""
@@ -119,7 +121,9 @@ class Family:
         """
         for name, value in case.settings.items():
             if name not in self.settings:
-                raise UsageError(f"case {case.id}: setting {name!r} is unknown to family {self.name}, it has {', '.join(self.settings)}")
+                raise UsageError(
+                    f"case {case.id}: setting {name!r} is unknown to family {self.name}, it has {', '.join(self.settings)}"
+                )
             choices = self.settings[name].choices
             if choices is not None and value not in choices:
                 raise UsageError(f"case {case.id}: {name}={value!r} is not among {', '.join(map(repr, choices))}")
@@ -131,7 +135,11 @@ class Family:
 
     def case(self, seed: int, dtype: str, settings: Mapping[str, Any]) -> Case:
         """A case from drawn settings; values that equal the default are dropped, so that equal cases have equal ids."""
-        kept = {k: v for k, v in settings.items() if v != self.settings[k].default or type(v) is not type(self.settings[k].default)}
+        kept = {
+            k: v
+            for k, v in settings.items()
+            if v != self.settings[k].default or type(v) is not type(self.settings[k].default)
+        }
         return Case(self.name, seed, dtype, kept)
 
 

@@ -76,7 +76,9 @@ def build(case: Case, s: SimpleNamespace) -> dict[str, torch.Tensor | None]:
     }
 
 
-def _targets(case: Case, s: SimpleNamespace, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _targets(
+    case: Case, s: SimpleNamespace, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     ids = integers(case.seed, "ids", (s.B, s.T), s.V)
     if s.targets == "likely":
         logits = hidden.double() @ weight.double().T
@@ -165,14 +167,18 @@ def entropy(x: Inputs, z: torch.Tensor, all_logps: torch.Tensor, mark: Mark) -> 
     return mark("entropy", value, size)
 
 
-def draw_head(draw: Any, st: Any, dtype: str, *, large: bool, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
+def draw_head(
+    draw: Any, st: Any, dtype: str, *, large: bool, profile: str, contexts: tuple[str, ...]
+) -> dict[str, Any]:
     """Draw the shared settings; `st` is hypothesis.strategies. Every dimension is drawn independently of the others.
 
     A large vocabulary is one beyond a block or chunk; beyond 32,768 it costs half a minute of replicas, so the short
     profiles have frozen cases of those sizes and the long ones draw them.
     """
     vocabulary = draw(
-        st.one_of(st.integers(1, 40), st.integers(1, 40), st.integers(41, 300), st.sampled_from([128, 255, 256, 257, 1025]))
+        st.one_of(
+            st.integers(1, 40), st.integers(1, 40), st.integers(41, 300), st.sampled_from([128, 255, 256, 257, 1025])
+        )
         if not large
         else st.sampled_from([4095, 4096, 4097, 8200] + ([32769, 131073] if profile in ("nightly", "soak") else []))
     )
@@ -186,13 +192,21 @@ def draw_head(draw: Any, st: Any, dtype: str, *, large: bool, profile: str, cont
         "peak": draw(st.sampled_from((1.0, 0.05, 4.0, 12.0, 50.0))),
         "targets": draw(st.sampled_from(["random", "random", "likely", "edge"])),
         "temperature": draw(temperatures(st)),
-        "softcap": draw(st.one_of(st.none(), st.none(), st.sampled_from([30.0, 1.0, 3.0, 50.0]), st.integers(2, 99).map(lambda k: k / 2))),
+        "softcap": draw(
+            st.one_of(
+                st.none(), st.none(), st.sampled_from([30.0, 1.0, 3.0, 50.0]), st.integers(2, 99).map(lambda k: k / 2)
+            )
+        ),
         "logit_scale": draw(st.sampled_from([1.0, 1.0, 1.0, 0.0625, 0.3, 2.5])),
         "bias": draw(st.sampled_from(["none", "none", "none", "random", "random", "banned"])),
         "head_dtype": draw(st.sampled_from(["same", "same", "same", "fp32"])) if dtype != "fp32" else "same",
         "ids_dtype": draw(st.sampled_from(["int64", "int64", "int64", "int32"])),
         "layout": draw(st.sampled_from(["contiguous", "contiguous", "contiguous", "strided", "transposed"])),
-        "grad": draw(st.sampled_from(["hidden weight bias"] * 4 + ["hidden", "weight", "bias", "hidden bias", "weight bias", "hidden weight"])),
+        "grad": draw(
+            st.sampled_from(
+                ["hidden weight bias"] * 4 + ["hidden", "weight", "bias", "hidden bias", "weight bias", "hidden weight"]
+            )
+        ),
         "context": draw(st.sampled_from(contexts)),
     }
     if out["bias"] == "none" and out["grad"] == "bias":
@@ -202,4 +216,8 @@ def draw_head(draw: Any, st: Any, dtype: str, *, large: bool, profile: str, cont
 
 def temperatures(st: Any) -> Any:
     """1, a usual one, or log-uniform from 1e-3 to 2."""
-    return st.one_of(st.just(1.0), st.sampled_from([0.7, 0.9, 0.5, 2.0]), st.integers(0, 64).map(lambda k: float(f"{2 * 0.0005 ** (k / 64):.4g}")))
+    return st.one_of(
+        st.just(1.0),
+        st.sampled_from([0.7, 0.9, 0.5, 2.0]),
+        st.integers(0, 64).map(lambda k: float(f"{2 * 0.0005 ** (k / 64):.4g}")),
+    )

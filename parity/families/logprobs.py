@@ -136,7 +136,9 @@ FAMILY = Family(
     demands=demands,
     required=("hidden", "weight", "ids"),
     relations={
-        "cotangent x2": Relation(_double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in the upstream gradient"),
+        "cotangent x2": Relation(
+            _double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in the upstream gradient"
+        ),
         "cotangent 0": Relation(_zero_cotangents, dict.fromkeys(GRADIENTS, 0.0), "no upstream gradient, no gradient"),
     },
 )

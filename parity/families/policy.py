@@ -40,7 +40,9 @@ def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
     keep = mask
     l = surrogate(s, lp, d, w, advantages, mask, x.importance_sampling_ratio)
     if s.off_policy_mask_threshold is not None:
-        l = l * off_policy_mask(s, lp, advantages, x.sampling_logps if x.sampling_logps is not None else x.old_logps, mask)
+        l = l * off_policy_mask(
+            s, lp, advantages, x.sampling_logps if x.sampling_logps is not None else x.old_logps, mask
+        )
     if x.top_entropy_quantile is not None:
         keep = mask * entropy_mask(entropy, mask, 1 - float(x.top_entropy_quantile))
         l = l * (keep + (1 - mask))  # the mask itself is applied once, by `aggregate`
@@ -131,7 +133,9 @@ def entropy_mask(entropy: torch.Tensor, mask: torch.Tensor, quantile: float) -> 
     return (entropy.detach() * mask >= threshold).to(mask.dtype)
 
 
-def aggregate(s: SimpleNamespace, l: torch.Tensor, mask: torch.Tensor, num_items: float) -> tuple[torch.Tensor, torch.Tensor]:
+def aggregate(
+    s: SimpleNamespace, l: torch.Tensor, mask: torch.Tensor, num_items: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of the micro-batch and the weighted per-token terms it sums.
 
     grpo, sapo: mean_i Σ_t m·l/max(|o_i|, 1) · bnpo: Σ m·l/max(Σ m, 1) · dr_grpo: Σ m·l/(B·L) · luspo: mean_i Σ_t m·l ·
@@ -217,7 +221,11 @@ def demands(x: Inputs) -> set[str]:
     """What moves the loss of this case; a parameter of another loss type, or of an absent term, demands nothing."""
     s = x.settings
     table = inputs_of.SETTINGS
-    out = {n for n in ("temperature", "softcap", "logit_scale", "loss_type", "importance_sampling_level") if getattr(s, n) != table[n].default}
+    out = {
+        n
+        for n in ("temperature", "softcap", "logit_scale", "loss_type", "importance_sampling_level")
+        if getattr(s, n) != table[n].default
+    }
     out |= {n for n in ("off_policy_mask_threshold", "entropy_coef", "beta") if getattr(s, n) != table[n].default}
     if s.loss_type in CLIPPED:
         out |= {n for n in ("epsilon", "epsilon_high", "delta") if getattr(s, n) != table[n].default}
@@ -289,7 +297,9 @@ FAMILY: Family = Family(
     demands=demands,
     required=("hidden", "weight", "ids", "mask", "advantages"),
     relations={
-        "advantages x2": Relation(_double_advantages, dict.fromkeys(QUANTITIES, 2.0), "the loss is linear in the advantages"),
+        "advantages x2": Relation(
+            _double_advantages, dict.fromkeys(QUANTITIES, 2.0), "the loss is linear in the advantages"
+        ),
         "masked garbage": Relation(_garbage, {}, "what the mask hides changes nothing"),
     },
 )

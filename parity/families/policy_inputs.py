@@ -7,6 +7,7 @@ rounding alone may cause. Where no target keeps the margin the token is masked o
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,9 @@ SETTINGS = head.SETTINGS | {
     "vespo_k_neg": Setting(3.0, "k of vespo for A < 0"),
     "vespo_lambda_neg": Setting(2.0, "λ of vespo for A < 0"),
     "mode": Setting("train", "training or evaluation", ("train", "eval")),
-    "head": Setting("plain", "LM head: plain, tied to the embeddings, or carrying a LoRA adapter", ("plain", "tied", "lora")),
+    "head": Setting(
+        "plain", "LM head: plain, tied to the embeddings, or carrying a LoRA adapter", ("plain", "tied", "lora")
+    ),
     "chunk_size": Setting(1, "sequences a chunk, for implementations that chunk"),
 }
 
@@ -108,12 +111,14 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     out["steps_per_generation"] = out["accumulation"] * pick(1, 1, 2)
     if out["advantages"] == "token" and draw(st.booleans()):
         out["advantages"] = "mixed"
-    if draw(st.booleans()):  # half of the cases leave what only a trainer honours at its default, so that fused losses meet the rest
+    if draw(
+        st.booleans()
+    ):  # half of the cases leave what only a trainer honours at its default, so that fused losses meet the rest
         for name in WIRING:
             out[name] = SETTINGS[name].default
     if out["loss_type"] == "cispo":
         out["epsilon_high"] = pick(5.0, 2.0, 1.3)
-    if out["loss_type"] in ("cispo", "sapo", "vespo") or out["delta"] is not None and out["epsilon_high"] == 0.5:
+    if out["loss_type"] in ("cispo", "sapo", "vespo") or (out["delta"] is not None and out["epsilon_high"] == 0.5):
         out["delta"] = None if out["loss_type"] in ("cispo", "sapo", "vespo") else out["delta"]
     if out["ratio"] == "none":
         out["ratio_range"] = "unit"
@@ -225,7 +230,9 @@ def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
     return Inputs(out.case, out.settings, out.tensors, out.leaves, out.cotangents, undecided=count)
 
 
-def _pad(tensors: dict[str, torch.Tensor | None], ids: torch.Tensor, likely: torch.Tensor, padding: torch.Tensor) -> None:
+def _pad(
+    tensors: dict[str, torch.Tensor | None], ids: torch.Tensor, likely: torch.Tensor, padding: torch.Tensor
+) -> None:
     """What stands at padding: the likeliest token and log-probs of 0, as TRL since 1.15 has them.
 
     Implementations that score the padding see a log-prob near 0 there, those that do not put 0, and both find a finite
@@ -263,14 +270,16 @@ def thresholds(s: SimpleNamespace) -> list[float]:
     return sorted([math.log(1 - s.epsilon), math.log(1 + high)] + ([math.log(s.delta)] if s.delta is not None else []))
 
 
-def target_log_ratios(case: Case, s: SimpleNamespace, mask: torch.Tensor, margin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def target_log_ratios(
+    case: Case, s: SimpleNamespace, mask: torch.Tensor, margin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-ratios (B, T) that keep `margin` from every threshold, and the tokens for which none can."""
     sequence = s.importance_sampling_level == "sequence"
     shape = (s.B, 1) if sequence else (s.B, s.T)
     margin = margin.amax(-1, keepdim=True) if sequence else margin
     reach = 25.0 if s.old == "extreme" else 1.5
     cuts = [-math.inf, *thresholds(s), math.inf]
-    regions = list(zip(cuts, cuts[1:], strict=False))
+    regions = list(itertools.pairwise(cuts))
     inside = [i for i, (low, high) in enumerate(regions) if low < 0 < high or low == 0]
     count = len(regions)
     choice = integers(case.seed, "region", shape, count)
@@ -281,7 +290,11 @@ def target_log_ratios(case: Case, s: SimpleNamespace, mask: torch.Tensor, margin
     done = torch.zeros(shape, dtype=torch.bool)
     for offset in range(count):  # the chosen region, else the next one that leaves room for the margin
         for i, (low, high) in enumerate(regions):
-            lower = torch.full(shape, -reach, dtype=torch.float64) - margin if low == -math.inf and high == math.inf else low + margin
+            lower = (
+                torch.full(shape, -reach, dtype=torch.float64) - margin
+                if low == -math.inf and high == math.inf
+                else low + margin
+            )
             lower = high - margin - reach if low == -math.inf and high != math.inf else lower
             upper = low + margin + reach if high == math.inf and low != -math.inf else high - margin
             upper = lower + 2 * reach if low == -math.inf and high == math.inf else upper
@@ -296,7 +309,9 @@ def target_log_ratios(case: Case, s: SimpleNamespace, mask: torch.Tensor, margin
     return target + spread - mean, undecided
 
 
-def _sampling(case: Case, s: SimpleNamespace, lp: torch.Tensor, mask: torch.Tensor, margin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sampling(
+    case: Case, s: SimpleNamespace, lp: torch.Tensor, mask: torch.Tensor, margin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sampling log-probs whose sequence mean of (lp_samp - lp) keeps away from the threshold, and sequences that cannot."""
     threshold = s.off_policy_mask_threshold or 0.0
     room = margin.amax(-1, keepdim=True)

@@ -140,7 +140,11 @@ def select(ids: Iterable[str], family: str | None = None) -> list[Implementation
         chosen += matches
     if not named:
         families = {i.family for i in added}
-        chosen = [i for i in known.values() if not i.opt_in and (not added or i.role == "reference" and i.family in families)]
+        chosen = [
+            i
+            for i in known.values()
+            if not i.opt_in and (not added or (i.role == "reference" and i.family in families))
+        ]
     unique = {i.id: i for i in chosen + added}
     return [i for i in unique.values() if family is None or i.family == family]
 

@@ -19,7 +19,10 @@ from parity.families import Inputs
 from parity.implementations import Outputs, implementation, require
 from parity.rounding import Recipe
 
-SOURCES = ("cut_cross_entropy.linear_cross_entropy.linear_cross_entropy", "cut_cross_entropy.cce_backward._cce_backward_kernel")
+SOURCES = (
+    "cut_cross_entropy.linear_cross_entropy.linear_cross_entropy",
+    "cut_cross_entropy.cce_backward._cce_backward_kernel",
+)
 BLOCK = 128
 """Widest block of the backward kernel's tuning table: a gradient is the sum of that many partial sums in its own dtype."""
 
@@ -30,8 +33,14 @@ def _call(x: Inputs, **options: Any) -> Outputs:
     s = x.settings
     known = inspect.signature(linear_cross_entropy).parameters
     require(x.bias is None or "bias" in known, "linear_cross_entropy has no bias in the installed version")
-    require(x.weight.dtype == x.hidden.dtype or "impl" not in options or options["impl"] == "cce", "e @ c.T of one dtype only")
-    require(s.softcap is None or s.temperature == 1.0, "temperature under a softcap: scaling the hidden states is another function")
+    require(
+        x.weight.dtype == x.hidden.dtype or "impl" not in options or options["impl"] == "cce",
+        "e @ c.T of one dtype only",
+    )
+    require(
+        s.softcap is None or s.temperature == 1.0,
+        "temperature under a softcap: scaling the hidden states is another function",
+    )
     if x.bias is not None:
         options["bias"] = x.bias
     factor = s.logit_scale / s.temperature
@@ -98,7 +107,9 @@ KERNEL: dict[str, Any] = {
 
 def runs_here(x: Inputs) -> None:
     require(x.hidden.is_cuda or x.hidden.dtype != torch.bfloat16, "bf16 tl.dot gives NaN in Triton's interpreter")
-    require(x.hidden.is_cuda or x.settings.V <= 2048, "V beyond 2,048 takes minutes in Triton's interpreter: run it on CUDA")
+    require(
+        x.hidden.is_cuda or x.settings.V <= 2048, "V beyond 2,048 takes minutes in Triton's interpreter: run it on CUDA"
+    )
     require(x.hidden.dtype != torch.float32, "its backward refuses float32 hidden states (fp16 and bf16 only)")
 
 

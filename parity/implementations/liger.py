@@ -38,9 +38,15 @@ def _kernel(x: Inputs) -> Recipe:
 def _folded(x: Inputs) -> torch.Tensor:
     """Hidden states times scale over temperature: neither is a parameter of Liger's cross entropies."""
     s = x.settings
-    require(s.softcap is None or s.temperature == 1.0, "temperature under a softcap: scaling the hidden states is another function")
+    require(
+        s.softcap is None or s.temperature == 1.0,
+        "temperature under a softcap: scaling the hidden states is another function",
+    )
     factor = s.logit_scale / s.temperature
-    require(factor == 1.0 or x.bias is None, "scale or temperature with a bias: scaling the hidden states leaves the bias out")
+    require(
+        factor == 1.0 or x.bias is None,
+        "scale or temperature with a bias: scaling the hidden states leaves the bias out",
+    )
     return x.hidden if factor == 1.0 else x.hidden * factor
 
 
@@ -62,7 +68,9 @@ def chunked_selective_logprob(x: Inputs) -> Outputs:
     require(s.logit_scale == 1.0, "no logit-scale parameter")
     require(s.ignored == "none", "no ignore_index")
     function = accepted(module, "_ChunkedSelectiveLogProbFunction")
-    logps = function.apply(x.hidden.flatten(0, 1), x.weight, x.ids.flatten().long(), x.bias, s.temperature, s.chunk_size or 4096)
+    logps = function.apply(
+        x.hidden.flatten(0, 1), x.weight, x.ids.flatten().long(), x.bias, s.temperature, s.chunk_size or 4096
+    )
     return {"logps": logps.view(s.B, s.T)}
 
 

@@ -39,7 +39,10 @@ def _common(x: Inputs) -> None:
     require(s.head != "lora", "the head's adapter is wiring: a bare kernel takes one weight")
     window = s.loss_type in WINDOW_NORMALISED
     require(s.accumulation == 1 or window, "the division by the accumulation steps is the caller's")
-    require(not window or s.mode == "train" and s.accumulation == s.steps_per_generation, "a window other than the generation batch is the caller's")
+    require(
+        not window or (s.mode == "train" and s.accumulation == s.steps_per_generation),
+        "a window other than the generation batch is the caller's",
+    )
 
 
 def _epsilons(x: Inputs) -> tuple[float, float]:

@@ -8,13 +8,10 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from parity.errors import Unsupported
 from parity.families import Inputs
 from parity.families.logprobs import IGNORE_INDEX
-from parity.implementations import Outputs, accepted, implementation, require
-from parity.implementations import plain
+from parity.implementations import Outputs, accepted, implementation, plain, require
 from parity.rounding import Recipe
 
 DEFAULT_CHUNK = 32768

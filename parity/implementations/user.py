@@ -61,7 +61,9 @@ def from_file(spec: str) -> Implementation:
         return function
     if not callable(function):
         public = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
-        raise UsageError(f"implementation {spec!r}: no function {name!r} in {path}, it has {', '.join(public) or 'none'}")
+        raise UsageError(
+            f"implementation {spec!r}: no function {name!r} in {path}, it has {', '.join(public) or 'none'}"
+        )
     return from_function(function, f"{file.name}:{name}")
 
 
