@@ -41,9 +41,7 @@ def diagnose(console: Console) -> int:
     other = [("uv", "environments of other versions (parity run --with)"), ("git", "the revision in reports")]
     for tool, purpose in other:
         there = shutil.which(tool) is not None or importlib.util.find_spec(tool) is not None
-        console.print(
-            f"[bold]{tool}[/bold]\n  {'found' if there else f'missing: install {tool}'}; for {purpose}"
-        )
+        console.print(f"[bold]{tool}[/bold]\n  {'found' if there else f'missing: install {tool}'}; for {purpose}")
     return 0 if ready else 3
 
 

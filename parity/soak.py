@@ -126,7 +126,10 @@ def _add(out: Soak, bench: Bench, implementation: Implementation) -> None:
             out.spreads[(case.family, quantity, gate, case.dtype)].add(headroom, f"{implementation.id} {text}")
         if not j.agrees:
             out.first.append((implementation.id, quantity, j.gate, j.headroom, text))
-    out.alarms += [(implementation.id, q, j.gate, j.headroom, text) for q, j in final.items() if not j.agrees]
+    alarms = [(implementation.id, q, j.gate, j.headroom, text) for q, j in final.items() if not j.agrees]
+    for alarm in alarms:
+        print(*alarm, file=sys.stderr, flush=True)
+    out.alarms += alarms
 
 
 def sensitivity(wrong: Wrong, drawn_cases: Iterable[Case]) -> tuple[int, int, int, collections.Counter[str]]:
