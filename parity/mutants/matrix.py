@@ -122,6 +122,7 @@ def _judged(bench: Bench, mutant: Mutant, fate: Fate, known: Sequence[Outcome]) 
         if not leaks and not thorough and outcome.verdict in ("ran", "unsupported"):
             return dataclasses.replace(fate, judged=fate.judged + len(outcome.quantities))
     before, settings = protocol.snapshot(), dict(vars(bench.inputs.settings))
+    kept = protocol.copies(bench.inputs)  # only the first call of a run is cleaned up after, and the bench is shared
     try:
         for row in _rows(bench, implementation, thorough):
             fate = dataclasses.replace(fate, judged=fate.judged + (row["verdict"] in ("agree", "disagree")))
@@ -130,6 +131,7 @@ def _judged(bench: Bench, mutant: Mutant, fate: Fate, known: Sequence[Outcome]) 
         return fate
     finally:
         _put_back(before)
+        protocol.damaged(bench.inputs, kept)
         vars(bench.inputs.settings).update(settings)
 
 
