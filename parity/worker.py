@@ -21,6 +21,8 @@ def environment(device: str, threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(threads),
         "TRL_EXPERIMENTAL_SILENCE": "1",
+        "UNSLOTH_IS_PRESENT": "1",
+        "UNSLOTH_ALLOW_CPU": "1",
         "PYTHONWARNINGS": "ignore",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
