@@ -16,8 +16,6 @@ from parity.rounding import HALF_SUBNORMAL, LARGEST, UNIT_ROUNDOFF
 
 NORM, MAX, ROW, SLOPE, SCALAR, FIRST_ORDER = 3.0, 6.0, 6.0, 6.0, 6.0, 10.0
 """Multiples of the unit that each gate allows; docs/judging.md holds the measurements behind them."""
-LOG_NORMAL = 16.0
-"""The most that the row gate multiplies its unit with; above 6 only for rows whose unit is a tenth of them or more."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -91,9 +89,9 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     """Hold a value against the oracle; `dtype` is the one the quantity should have.
 
     Gates (o the oracle, e = value - o, e_r the replicas' errors, u the unit roundoff of `dtype`, η half its subnormal
-    spacing): structure; zero; norm ‖e‖ ≤ 3·max(rms‖e_r‖, u‖o‖, η√n); max |e|∞ ≤ 6·max(rms|e_r|∞, u|o|∞, η); row, the
-    same per last dimension (6 becomes (exp(6·√log(1+s²)) - 1)/s, at most 16, where the unit is a large share s of the
-    row); slope |Σe·o|/‖o‖² ≤ 6·max(rms s_r, u/√3·√Σo⁴/‖o‖², 2u_c); for a scalar
+    spacing): structure; zero; norm ‖e‖ ≤ max(3·max(rms‖e_r‖, u‖o‖, η√n), 2·max‖e_r‖); max
+    |e|∞ ≤ 6·max(rms|e_r|∞, u|o|∞, η); row, the same per last dimension (6 becomes (exp(6·√log(1+s²)) - 1)/s, at most (max|e_r|/unit)², where the unit is a large
+    share s of the row); slope |Σe·o|/‖o‖² ≤ 6·max(rms s_r, u/√3·√Σo⁴/‖o‖², 2u_c); for a scalar
     |e| ≤ max(10·first order, 6·rms e_r, u|o|, u_c·terms); for a count |e| ≤ 4·2⁻²⁴·max(|o|, 1).
     """
     if value is None:
@@ -180,8 +178,10 @@ def _tensor_gates(
     count = spread.shape[0]
     flat = spread.reshape(count, -1)
     n = o.numel()
-    unit_norm = max(_rms(flat.norm(dim=1)), u * float(o.norm()), eta * n**0.5)
-    gates["norm"] = float(e.norm()) / (NORM * unit_norm)
+    norms = flat.norm(dim=1)
+    unit_norm = max(_rms(norms), u * float(o.norm()), eta * n**0.5)
+    # where few entries carry the error three rms are a 3σ test of those few: twice the worst replica is honest too
+    gates["norm"] = float(e.norm()) / max(NORM * unit_norm, 2 * float(norms.amax()))
     allowed = MAX * max(_rms(flat.abs().amax(1)), u * float(o.abs().amax()), eta)
     gates["max"] = float(e.abs().amax()) / allowed
     if o.dim() > 0:
@@ -190,7 +190,9 @@ def _tensor_gates(
         unit = torch.maximum(size(spread).square().mean(0).sqrt(), u * size(o)).clamp(min=eta * width**0.5)
         # a probability is the exponential of a rounded logit: where its row is uncertain by a large share, by a factor
         share = (unit / size(o).clamp(min=1e-300)).clamp(1e-9, 10.0)
-        multiple = ((ROW * share.square().log1p().sqrt()).expm1() / share).clamp(ROW, LOG_NORMAL)
+        factor = (ROW * share.square().log1p().sqrt()).expm1() / share
+        tail = (size(spread).amax(0) / unit).square()  # long only where the replicas show it: additive noise has none
+        multiple = torch.minimum(factor, tail).clamp(min=ROW)
         gates["row"] = float((size(e) / (multiple * unit)).amax())
     top = float(o.abs().amax())
     if top > eta:  # below, the quantity is zero in its dtype and has no direction

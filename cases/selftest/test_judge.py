@@ -199,7 +199,8 @@ def test_headroom_is_error_over_allowed():
     def rms(x):
         return float(x.square().mean().sqrt())
 
-    norm = float(e.norm()) / (3 * max(rms(spread.flatten(1).norm(dim=1)), roundoff * float(o.norm())))
+    norms = spread.flatten(1).norm(dim=1)
+    norm = float(e.norm()) / max(3 * rms(norms), 3 * roundoff * float(o.norm()), 2 * float(norms.max()))
     top = float(e.abs().max()) / (6 * max(rms(spread.flatten(1).abs().amax(1)), roundoff * float(o.abs().max())))
     row_unit = torch.maximum(spread.norm(dim=-1).square().mean(0).sqrt(), roundoff * o.norm(dim=-1))
     share = row_unit / o.norm(dim=-1)
@@ -229,6 +230,15 @@ def test_a_row_that_is_uncertain_by_a_factor_is_judged_by_a_factor():
     assert judge(v.float(), u, torch.float32).agrees
     v[0, 7] = 1e-6 * math.exp(3.5)
     assert not judge(v.float(), u, torch.float32).agrees
+
+
+def test_one_number_may_lie_twice_as_far_as_the_worst_replica():
+    """With one entry the norm is one number: three rms would be a 3σ test of it."""
+    exact = torch.ones(1, 1, dtype=torch.float64)
+    replicas = exact + 1e-3 * torch.tensor([0.1] * 11 + [3.0]).view(12, 1, 1)
+    u = Unit(exact, replicas)
+    assert judge((exact + 5.9e-3).float(), u, torch.float32).gates["norm"] < 1
+    assert judge((exact + 6.1e-3).float(), u, torch.float32).gates["norm"] > 1
 
 
 def test_the_limit_itself():
