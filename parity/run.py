@@ -209,12 +209,14 @@ def run_case(
     implementation before it runs, so that a watcher knows whom to blame if the process does not come back.
     """
     bench = Bench.of(case, device)
+    kept = protocol.copies(bench.inputs)
     reference: dict[str, Row] = {}
     against: str | None = None
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
         announce(implementation)
         deep = thorough if isinstance(thorough, bool) else thorough(implementation)
         rows = list(_rows(bench.offered(implementation), implementation, deep))
+        protocol.damaged(bench.inputs, kept)  # put back what an implementation changed: the next one gets the same bits
         for row in rows:
             if implementation.role == "reference":
                 if row["verdict"] == "disagree":
