@@ -170,21 +170,22 @@ def metrics(
 ) -> dict[str, torch.Tensor]:
     """Means over loss tokens; clip fractions at sequence level: one value a sequence."""
 
-    def mean(values: torch.Tensor) -> torch.Tensor:
-        if values.shape[-1] == 1 and mask.shape[-1] != 1:
+    def mean(values: torch.Tensor, per_sequence: bool = False) -> torch.Tensor:
+        if per_sequence and values.shape[-1] == 1:
             return values.to(torch.float64).mean((-2, -1))
         return (values * mask).sum((-2, -1)) / mask.sum().clamp(min=1)
 
+    sequence = s.importance_sampling_level == "sequence"
     out = {"entropy": mean(entropy.detach())}
     if kl is not None:
         out["kl"] = mean(kl.detach())
     high = w > 1 + _epsilon_high(s)
     if s.loss_type in CLIPPED:
         low_clip, high_clip = (w < 1 - s.epsilon) & (advantages < 0), high & (advantages > 0)
-        out["clip_low"], out["clip_high"] = mean(low_clip), mean(high_clip)
-        out["clip_ratio"] = mean(low_clip | high_clip)
+        out["clip_low"], out["clip_high"] = mean(low_clip, sequence), mean(high_clip, sequence)
+        out["clip_ratio"] = mean(low_clip | high_clip, sequence)
     elif s.loss_type == "cispo":
-        out["clip_ratio"] = mean((w > _epsilon_high(s)) & (advantages > 0))
+        out["clip_ratio"] = mean((w > _epsilon_high(s)) & (advantages > 0), sequence)
     return out
 
 
