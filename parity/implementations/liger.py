@@ -44,6 +44,10 @@ def _folded(x: Inputs) -> torch.Tensor:
     )
     factor = s.logit_scale / s.temperature
     require(
+        factor <= 64 or x.hidden.dtype != torch.float16,
+        "a temperature below 1/64 folded into float16 hidden states: dlogits underflow before the factor meets them",
+    )
+    require(
         factor == 1.0 or x.bias is None,
         "scale or temperature with a bias: scaling the hidden states leaves the bias out",
     )
