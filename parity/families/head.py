@@ -131,7 +131,9 @@ def logits(x: Inputs, mark: Mark) -> torch.Tensor:
     hidden, weight = mark("parameter", hidden), mark("parameter", weight)
     z = mark("logits", hidden @ weight.mT)
     if s.__dict__.get("head") == "lora":
-        low_rank = mark("parameter", mark("states", hidden @ mark("parameter", x.lora_a).mT))  # autocast casts all three
+        low_rank = mark(
+            "parameter", mark("states", hidden @ mark("parameter", x.lora_a).mT)
+        )  # autocast casts all three
         z = mark("logits", z + mark("logits", low_rank @ mark("parameter", x.lora_b).mT))
     if x.bias is not None:
         z = mark("logits", z + mark("parameter", x.bias).unsqueeze(-2))
