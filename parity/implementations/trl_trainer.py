@@ -67,7 +67,7 @@ def quiet() -> Any:
 
 
 @contextlib.contextmanager
-def _environment_kept() -> Any:
+def environment_kept() -> Any:
     """Older accelerate leaves settings in environment variables when a trainer is made: not the loss's doing."""
     before = dict(os.environ)
     try:
@@ -155,7 +155,7 @@ def trainer(x: Inputs, liger: bool = False) -> Any:
     if s.head == "lora":
         extra["peft_config"] = _lora_config(x)
     built = model(x)
-    with quiet(), _environment_kept():
+    with quiet(), environment_kept():
         args = arguments(x, liger)
         beta, args.beta = args.beta, 0.0  # reference log-probs are given: no reference model has to be loaded
         out = GRPOTrainer(
