@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
+from parity import trainers
 from parity.families import NAMES, family
 from parity.implementations import load
 
@@ -17,9 +18,12 @@ def show(console: Console, families: Iterable[str] = ()) -> None:
     Raises:
         UsageError: for a family that does not exist.
     """
-    chosen = tuple(families) or NAMES
+    chosen = tuple(families) or (*NAMES, *trainers.names())
     registry = load()
     for name in chosen:
+        if trainers.is_trainer(name):
+            _show_trainer(console, name)
+            continue
         fam = family(name)
         console.print(f"\n[bold]family {name}[/bold]: {', '.join(fam.outputs)} and gradients")
         table = Table(box=None, pad_edge=False)
@@ -39,3 +43,18 @@ def show(console: Console, families: Iterable[str] = ()) -> None:
             values = "" if setting.choices is None else " ".join(map(str, setting.choices))
             settings.add_row(key, str(setting.default), values, setting.doc)
         console.print(settings)
+
+
+def _show_trainer(console: Console, name: str) -> None:
+    """The checks of a trainer, their settings and how often a profile has them."""
+    fam = trainers.family(name)
+    console.print(f"\n[bold]trainer {name}[/bold]: checks on a real {trainers.TRAINERS[name]}")
+    table = Table(box=None, pad_edge=False)
+    for column in ("check", "ways", "pr", "nightly", "settings", "meaning"):
+        table.add_column(column, overflow="fold")
+    counted = {p: [c.settings["check"] for c in trainers.cases(name, p, 0)] for p in ("pr", "nightly")}
+    for one in fam.checks.values():
+        counts = [str(counted[p].count(one.name)) for p in ("pr", "nightly")]
+        table.add_row(one.name, " ".join(one.ways), *counts, " ".join(one.settings), one.doc)
+    console.print(table)
+    console.print(f"ways: {'; '.join(f'{name}.{way}: {doc}' for way, doc in trainers.WAYS.items())}")

@@ -207,7 +207,15 @@ def run_case(
     `thorough` (or what it says of an implementation) adds the repeated calls of the protocol gate and the exact
     relations; `announce` is told of each
     implementation before it runs, so that a watcher knows whom to blame if the process does not come back.
+    A case of a trainer check is run by `parity.trainers`.
     """
+    from parity import trainers
+
+    if trainers.is_trainer(case.family):
+        from parity.trainers import execute as checks
+
+        yield from checks.rows(case, implementations, device, announce)
+        return
     bench = Bench.of(case, device)
     kept = protocol.copies(bench.inputs)
     reference: dict[str, Row] = {}
@@ -318,7 +326,7 @@ def empty_row(case: Case, implementation: str, device: str) -> Row:
     """A row of the results contract in which nothing has been judged yet."""
     fam = family(case.family)
     s = fam.full_settings(case)
-    shapes = {k: getattr(s, k) for k in ("B", "T", "V", "H")}
+    shapes = {k: getattr(s, k) for k in ("B", "T", "V", "H") if hasattr(s, k)}
     return {
         "case": case.id,
         "family": case.family,

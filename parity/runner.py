@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from parity import data, pool
+from parity import data, pool, trainers
 from parity.case import Case
 from parity.errors import UsageError
 from parity.families import NAMES, family
@@ -65,7 +65,8 @@ def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[d
     """One plan per worker: the shards of every family dealt out, frozen cases first."""
     profile = PROFILES[options.profile]
     chosen = select(options.implementations)
-    families = [f for f in options.families or NAMES if any(i.family == f for i in chosen)]
+    families = [f for f in options.families or NAMES if f in NAMES and any(i.family == f for i in chosen)]
+    checked = trainers.chosen(options.families, chosen)
     frozen = frozen_cases(ledger_path)
     count = options.workers or max(1, min(os.cpu_count() or 1, SHARDS))
     plan: dict[str, Any] = {
@@ -79,7 +80,7 @@ def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[d
         "frozen": frozen,
     }
     out = [plan | {"shards": []} for _ in range(count)]
-    for number, name in enumerate(families):
+    for number, name in enumerate([*families, *checked]):
         out[number % count]["shards"].append({"family": name, "index": -1, "count": 0, "seed": seed})
     for number, name in enumerate(families):
         total = profile.cases.get(name, 0)
@@ -88,6 +89,12 @@ def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[d
             if part:
                 shard = {"family": name, "index": index, "count": part, "seed": seed}
                 out[(number + index) % count]["shards"].append(shard)
+    for number, name in enumerate(checked):
+        total = len(trainers.cases(name, options.profile, seed))
+        for index in range(min(SHARDS, total)):
+            part = len(range(index, total, SHARDS))
+            shard = {"family": name, "index": index, "count": part, "seed": seed}
+            out[(number + index) % count]["shards"].append(shard)
     return [p for p in out if p["shards"]]
 
 
@@ -141,13 +148,14 @@ def execute(options: Options, progress: Any) -> Result:
     plan = plans(options, device, seed, ledger_path)
     run_id = secrets.token_hex(4)
     head = header(run_id, device, options.profile, seed)
-    head["header"]["dimensions"] = {n: {k: s.default for k, s in family(n).settings.items()} for n in NAMES}
+    every = (*NAMES, *trainers.names())
+    head["header"]["dimensions"] = {n: {k: s.default for k, s in family(n).settings.items()} for n in every}
     rows: list[Row] = []
     verdicts: dict[str, bool | None] = {}
     lost: list[str] = []
     begun = time.monotonic()
     path = options.results or options.reports / "results.ndjson"
-    roles = {i.id: i.role for i in load().values()}
+    roles = {i.id: i.role for i in (load() | trainers.implementations()).values()}
     with writer(path) as write:
         write(head)
 

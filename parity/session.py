@@ -72,6 +72,20 @@ class Session:
                         verdict = stale(entry, list(self._run(case, concerned, shard, thorough)))
                     self.emit({"entry": entry.id, "stale": verdict})
 
+    def checks(self, shard: Shard) -> None:
+        """Run a trainer's checks: every case of the profile whose number falls to this shard. Nothing is minimised."""
+        from parity.profiles import SHARDS
+        from parity.trainers import cases as trainer_cases
+
+        for number, case in enumerate(
+            trainer_cases(shard.family, self.profile_name, shard.seed)[shard.index :: SHARDS]
+        ):
+            if number < shard.resume:
+                continue
+            self.emit({"at": number})
+            for row in self._run(case, self._of(case), shard, thorough=False):
+                self.emit({"row": row})
+
     def drawn(self, shard: Shard) -> None:
         """Draw and run the shard's cases; a new finding interrupts its batch and is minimised, then the next batch goes on."""
         strategy = cases(family(shard.family), self.dtypes, self.profile_name)

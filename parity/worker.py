@@ -62,6 +62,7 @@ def main(argv: list[str]) -> int:
     from parity.ledger import Ledger
     from parity.profiles import PROFILES
     from parity.session import Session, Shard
+    from parity.trainers import is_trainer
 
     session = Session(
         implementations=[i for i in select(plan["implementations"]) if i.id not in plan.get("exclude", ())],
@@ -79,6 +80,8 @@ def main(argv: list[str]) -> int:
         emit({"shard": raw["family"], "index": raw["index"], "count": raw["count"]})
         if shard.count == 0:
             session.frozen(shard, frozen)
+        elif is_trainer(shard.family):
+            session.checks(shard)
         else:
             session.drawn(shard)
         emit({"shard_done": raw["family"], "index": raw["index"]})

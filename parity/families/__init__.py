@@ -128,7 +128,7 @@ class Family:
             if choices is not None and value not in choices:
                 raise UsageError(f"case {case.id}: {name}={value!r} is not among {', '.join(map(repr, choices))}")
             default = self.settings[name].default
-            if choices is None and not _fits(value, default):
+            if choices is None and not fits(value, default):
                 kind = "an integer" if type(default) is int else "text" if isinstance(default, str) else "a number"
                 raise UsageError(f"case {case.id}: {name}={value!r} must be {kind}")
         return SimpleNamespace(**{n: case.settings.get(n, s.default) for n, s in self.settings.items()})
@@ -158,7 +158,7 @@ class Relation:
     why: str
 
 
-def _fits(value: Any, default: Any) -> bool:
+def fits(value: Any, default: Any) -> bool:
     """Whether a setting's value is of its default's kind; None stands for a number or a list that may be absent."""
     if isinstance(value, bool):
         return isinstance(default, bool)
@@ -168,11 +168,16 @@ def _fits(value: Any, default: Any) -> bool:
 
 
 def family(name: str) -> Family:
-    """The family called `name`.
+    """The family called `name`; a trainer's name gives what stands for a family there.
 
     Raises:
         UsageError: naming the families that exist.
     """
+    from parity import trainers
+
+    if trainers.is_trainer(name):
+        return trainers.family(name)  # type: ignore[return-value]
     if name not in NAMES:
-        raise UsageError(f"family {name!r} is unknown, choose from {', '.join(NAMES)}")
+        known = (*NAMES, *trainers.TRAINERS)
+        raise UsageError(f"family {name!r} is unknown, choose from {', '.join(known)}")
     return importlib.import_module(f"parity.families.{name}").FAMILY

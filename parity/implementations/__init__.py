@@ -127,9 +127,10 @@ def select(ids: Iterable[str], family: str | None = None) -> list[Implementation
     Raises:
         UsageError: for an id that matches nothing, naming the choices.
     """
+    from parity import trainers
     from parity.implementations.user import from_file
 
-    known, ids = load(), list(ids)
+    known, ids = load() | trainers.implementations(), list(ids)
     named = [i for i in ids if ".py:" not in i]
     added = [from_file(i) for i in ids if ".py:" in i]
     chosen: list[Implementation] = []

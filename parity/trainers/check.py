@@ -1,0 +1,199 @@
+"""What a trainer check is: a function that drives a real trainer on a tiny real model and says what it measured.
+
+A check is registered under a name for one or more trainers. Its settings are dimensions as a loss family's; a case of it
+is a `Case` whose family is the trainer ("grpo-trainer") and whose setting `check` names the check, so that it freezes,
+replays, bisects and enters the ledger as any other case. What runs it is a *way* of using the trainer: as released, on
+its fused path, or with parity.fixes applied; each is an implementation in rows ("grpo-trainer.released").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from parity.case import Case
+from parity.errors import UsageError
+from parity.families import Setting
+from parity.judge import Judgement
+
+TRAINERS = {
+    "grpo-trainer": "GRPOTrainer",
+    "rloo-trainer": "RLOOTrainer",
+    "online-dpo-trainer": "OnlineDPOTrainer",
+    "dpo-trainer": "DPOTrainer",
+    "kto-trainer": "KTOTrainer",
+    "sft-trainer": "SFTTrainer",
+    "distillation-trainer": "DistillationTrainer",
+    "server-distillation-trainer": "ServerDistillationTrainer",
+    "gkd-trainer": "GKDTrainer",
+}
+"""Family of the rows -> class in TRL."""
+
+WAYS = {
+    "released": "the trainer as the installed version ships it",
+    "fused": "the installed version's fused path (use_liger_loss, use_liger_kernel), layers left alone",
+    "fixed": "the same with the patches of parity.fixes applied",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One judged quantity of a check.
+
+    Attributes:
+        quantity: "kl", "loss", "gradient of model.layers.0.mlp.up_proj.weight", …
+        gates: gate -> headroom (error ÷ allowed; above 1 disagrees, NaN and infinity too).
+        value: what the trainer gave; of a tensor its norm.
+        exact: what the definition gives.
+        message: what differs, first parameter, layer or module first; shown when it disagrees.
+        worst: at most five entries, as in the results contract.
+        max_abs, max_rel: largest error, absolute and relative.
+        kind: "logic" or "precision", the class of a disagreement.
+    """
+
+    quantity: str
+    gates: Mapping[str, float]
+    value: float | None = None
+    exact: float | None = None
+    message: str = ""
+    worst: tuple[Mapping[str, Any], ...] = ()
+    max_abs: float | None = None
+    max_rel: float | None = None
+    kind: str = "logic"
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every gate holds."""
+        return all(h <= 1.0 for h in self.gates.values())
+
+
+def within(quantity: str, value: float, exact: float, allowed: float, message: str = "", gate: str = "bound") -> Result:
+    """|value - exact| ≤ allowed, `allowed` a derived bound; a NaN disagrees."""
+    error = abs(value - exact)
+    headroom = 0.0 if error == 0.0 else error / allowed if allowed > 0.0 else math.inf
+    return Result(quantity, {gate: headroom}, value, exact, message, max_abs=error)
+
+
+def holds(
+    quantity: str, condition: bool, message: str = "", gate: str = "structure", value: float | None = None
+) -> Result:
+    """A yes-or-no quantity: headroom 0 when it holds, infinite when it does not."""
+    return Result(quantity, {gate: 0.0 if condition else math.inf}, value, message=message)
+
+
+def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "") -> Result:
+    """A quantity judged by the gates of `parity.judge`; tensors show as their norm."""
+    return Result(
+        quantity, j.gates, _size(value), _size(exact), "; ".join(filter(None, [j.message, message])),
+        max_abs=j.max_abs, max_rel=j.max_rel,
+    )  # fmt: skip
+
+
+def _size(x: Any) -> float | None:
+    if x is None or isinstance(x, float):
+        return x
+    x = x.detach().double()
+    return float(x) if x.dim() == 0 else float(x.norm())
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A case of a check in one way of use: what a check function is given."""
+
+    case: Case
+    settings: SimpleNamespace
+    way: str
+    device: str
+
+    @property
+    def trainer(self) -> str:
+        """Class name of the trainer in TRL, "GRPOTrainer"."""
+        return TRAINERS[self.case.family]
+
+
+Cells = Callable[[str, int], Iterable[tuple[str, Mapping[str, Any]]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A registered check.
+
+    Attributes:
+        name: as in the setting `check`.
+        trainers: families of `TRAINERS` it is about.
+        settings: its dimensions with their defaults.
+        cells: (profile, seed) -> (trainer, settings away from default) of that profile.
+        run: a cell -> what was measured. Raises `parity.errors.Unsupported` with the reason where there is nothing to
+            judge; any other exception is a verdict (refused, crashed).
+        ways: the ways of `WAYS` in which it is run.
+        doc: first line of the function's docstring, for listings.
+    """
+
+    name: str
+    trainers: tuple[str, ...]
+    settings: Mapping[str, Setting]
+    cells: Cells
+    run: Callable[[Cell], Iterator[Result]]
+    ways: tuple[str, ...] = ("released", "fixed")
+    doc: str = ""
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(
+    name: str,
+    trainers: Iterable[str],
+    settings: Mapping[str, Setting],
+    cells: Cells,
+    ways: tuple[str, ...] = ("released", "fixed"),
+) -> Callable[[Callable[[Cell], Iterator[Result]]], Callable[[Cell], Iterator[Result]]]:
+    """Register a function as `Check(name, …)`.
+
+    Raises:
+        UsageError: for a trainer or a way that does not exist, or a name that is taken by another module.
+    """
+    wanted = tuple(trainers)
+    for one, known in [*((t, TRAINERS) for t in wanted), *((w, WAYS) for w in ways)]:
+        if one not in known:
+            raise UsageError(f"check {name}: {one!r} is unknown, choose from {', '.join(known)}")
+
+    def register(run: Callable[[Cell], Iterator[Result]]) -> Callable[[Cell], Iterator[Result]]:
+        other = CHECKS.get(name)
+        if other is not None and other.run.__module__ != run.__module__:
+            raise UsageError(f"check {name!r} is registered by {other.run.__module__} and {run.__module__}")
+        doc = (run.__doc__ or "").strip().partition("\n")[0]
+        CHECKS[name] = Check(name, wanted, settings, cells, run, ways, doc)
+        return run
+
+    return register
+
+
+def pairwise(settings: Mapping[str, Setting], seed: int) -> Iterator[dict[str, Any]]:
+    """Cells that cover every pair of values of every two settings with choices, greedily; the order follows the seed.
+
+    Settings without choices stay at their default. Yields complete cells, defaults included.
+    """
+    import itertools
+    import random
+
+    axes = {name: s.choices for name, s in settings.items() if s.choices is not None}
+    names, shuffled = list(axes), random.Random(seed)
+    open_pairs = {
+        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]
+    }  # fmt: skip
+    while open_pairs:
+        best: dict[str, Any] = {}
+        covered: set[Any] = set()
+        first = shuffled.choice(sorted(open_pairs, key=repr))
+        for _ in range(40):
+            cell = {name: shuffled.choice(axes[name]) for name in names}
+            cell[first[0]], cell[first[2]] = first[1], first[3]
+            pairs = {(a, cell[a], b, cell[b]) for a, b in itertools.combinations(names, 2)} & open_pairs
+            if len(pairs) > len(covered):
+                best, covered = cell, pairs
+        open_pairs -= covered
+        yield best

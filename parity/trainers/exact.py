@@ -1,0 +1,132 @@
+"""A training step by its definition: the model in float64, the family's loss on its logits, and replicas of the step.
+
+What a trainer's gradients are held against. `Double` takes transformers' own excursions to float32 (normalisation,
+softmax, rotary angles) along to float64; the attention is the written-out one, whatever kernel the trainer uses.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from parity.judge import Judgement, Unit, judge
+from parity.rounding import IEEE_FP32, MonteCarlo, Recipe
+
+aten = torch.ops.aten
+
+REPLICAS, CONFIRMING = 12, 60
+"""Replicas for a first judgement, and for the second that a disagreement needs to count (docs/judging.md)."""
+
+Gradients = dict[str, Tensor]
+Loss = Callable[[Any], Tensor]
+"""Model -> loss of one optimizer window, 0-dim, differentiable."""
+
+
+class Double(TorchFunctionMode):
+    """Within it a cast to float32 of a model's code goes to float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*(torch.float64 if a is torch.float32 else a for a in args), **kwargs)
+
+
+class StepRounding(MonteCarlo):
+    """`MonteCarlo` with the operations that a whole model has besides those of a loss.
+
+    A softmax's backward rounds y·(g - Σ g·y) as its terms, an affine product as a product, the gradient of an embedding
+    as a sum over the positions of a token, and the derivative of an activation as the sum of terms that it is: u of what
+    is added, not of the result, which may be smaller by cancellation.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.quiet:
+            return func(*args, **(kwargs or {}))
+        if func is aten.addmm.default:
+            out = func(*args, **(kwargs or {}))
+            return self._round(self._matmul(out, args[1], args[2]))
+        if func is aten._softmax_backward_data.default:
+            out = func(*args, **(kwargs or {}))
+            terms = args[1] * (args[0].abs() + (args[0] * args[1]).abs().sum(args[2], keepdim=True))
+            return out + self._spread(terms.mul_(2 * self.u), out)
+        if func is aten.embedding_dense_backward.default:
+            out = func(*args, **(kwargs or {}))
+            return out + self._spread(func(args[0].abs(), *args[1:]).mul_(2 * self.u), out)
+        if func in (aten.silu_backward.default, aten.gelu_backward.default):
+            out = func(*args, **(kwargs or {}))
+            return out + self._spread(args[0].abs().mul(2 * self.u), out)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def twin(model: Any) -> Any:
+    """A float64 copy of a model with the written-out attention; the model is left alone."""
+    out = copy.deepcopy(model).double().train(model.training)
+    for config in {id(m.config): m.config for m in out.modules() if hasattr(m, "config")}.values():
+        config._attn_implementation = "eager"
+    for p in out.parameters():
+        p.grad = None
+    return out
+
+
+class Step:
+    """One optimizer window by its definition: exact gradients, and as many replicas of them as were asked for.
+
+    Attributes:
+        loss: the loss, float64.
+        exact: parameter -> gradient of the definition, float64 (0 where the loss does not reach it).
+    """
+
+    def __init__(self, model: Any, loss: Loss, recipe: Recipe = IEEE_FP32):
+        self._model, self._loss, self._recipe = twin(model), loss, recipe
+        self.loss, self.exact = self._run(None)
+        self._replicas: list[Gradients] = []
+        self._losses: list[Tensor] = []
+
+    def _run(self, mode: MonteCarlo | None) -> tuple[Tensor, Gradients]:
+        named = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+        with Double():
+            if mode is None:
+                loss = self._loss(self._model)
+                found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            else:
+                with mode:
+                    loss = self._loss(self._model)
+                    mode.backward = True
+                    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        grads = (torch.zeros_like(p) if g is None else g for p, g in zip(named.values(), found, strict=True))
+        return loss.detach(), dict(zip(named, grads, strict=True))
+
+    def replicas(self, count: int) -> None:
+        """Makes sure that there are `count` replicas."""
+        while len(self._replicas) < count:
+            loss, grads = self._run(StepRounding(self._recipe, "fp32", 7919 * (1 + len(self._replicas))))
+            self._losses.append(loss)
+            self._replicas.append(grads)
+
+    def unit(self, name: str, count: int) -> Unit:
+        """What the gradient of a parameter is measured with."""
+        return Unit(self.exact[name], torch.stack([r[name] for r in self._replicas[:count]]))
+
+    def judge(self, name: str, value: Tensor | None) -> Judgement:
+        """The gates on a parameter's gradient; a disagreement is confirmed with more replicas."""
+        if value is None and not bool(self.exact[name].any()):
+            value = torch.zeros_like(self.exact[name], dtype=torch.float32)
+        dtype = torch.float32 if value is None else value.dtype
+        self.replicas(REPLICAS)
+        first = judge(value, self.unit(name, REPLICAS), dtype)
+        if first.agrees or value is None:
+            return first
+        self.replicas(CONFIRMING)
+        return judge(value, self.unit(name, CONFIRMING), dtype)
+
+    def judge_loss(self, value: float) -> Judgement:
+        """The scalar gate on the loss of the window."""
+        self.replicas(REPLICAS)
+        unit = Unit(self.loss, torch.stack(self._losses), scalar=True)
+        return judge(torch.tensor(value, dtype=torch.float32), unit, torch.float32)

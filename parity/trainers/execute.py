@@ -1,0 +1,97 @@
+"""A case of a trainer check in each way of use, as result rows; an exception is a verdict, a disagreement is run twice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from parity.case import Case
+from parity.execute import Outcome, guarded
+from parity.implementations import Implementation
+from parity.trainers import family
+from parity.trainers.check import Cell, Check, Result
+
+Row = dict[str, Any]
+
+
+def rows(
+    case: Case,
+    implementations: Iterable[Implementation],
+    device: str = "cpu",
+    announce: Callable[[Implementation], None] = lambda implementation: None,
+) -> Iterator[Row]:
+    """Rows of a case for each implementation of its trainer, the released one first; see `parity.run.run_case`."""
+    fam = family(case.family)
+    settings, found = fam.full_settings(case), fam.check(case)
+    reference: dict[str, Row] = {}
+    against: str | None = None
+    for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
+        way = implementation.id.rpartition(".")[2]
+        if way not in found.ways:
+            continue
+        announce(implementation)
+        for row in _rows(found, Cell(case, settings, way, device), implementation):
+            if implementation.role == "reference":
+                reference[row["quantity"]], against = row, implementation.id
+            else:
+                row["against"] = against
+                row["value_reference"] = reference.get(row["quantity"], {}).get("value")
+            yield row
+
+
+def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[Row]:
+    from parity.run import empty_row
+
+    base = empty_row(cell.case, implementation.id, cell.device) | {"role": implementation.role, "recipe": "fp32"}
+    missing = implementation.missing()
+    if missing:
+        yield base | {"verdict": "unsupported", "message": missing}
+        return
+    outcome, results = attempt(found, cell, implementation)
+    if outcome.verdict != "ran":
+        yield base | {"verdict": outcome.verdict, "message": outcome.message, "blame": outcome.blame}
+        return
+    again = None
+    if not all(r.agrees for r in results):
+        _, second = attempt(found, cell, implementation)
+        again = {r.quantity: r.agrees for r in second}
+    for result in results:
+        flaky = again is not None and not result.agrees and again.get(result.quantity, True)
+        yield base | _row(result, implementation.role, flaky)
+
+
+def attempt(found: Check, cell: Cell, implementation: Implementation) -> tuple[Outcome, list[Result]]:
+    """Run the check once; what it raised as an outcome. A check that measured nothing is a fault of the harness."""
+    results: list[Result] = []
+
+    def run() -> Outcome:
+        results.extend(found.run(cell))
+        return Outcome("ran") if results else Outcome("unsupported", message="nothing was measured", blame="harness")
+
+    return guarded(implementation, run), results
+
+
+def _row(result: Result, role: str, flaky: bool) -> Row:
+    headroom = max((math.inf if math.isnan(h) else h for h in result.gates.values()), default=0.0)
+    gate = max(result.gates, key=lambda g: math.inf if math.isnan(result.gates[g]) else result.gates[g])
+    agrees = result.agrees
+    return {
+        "quantity": result.quantity,
+        "verdict": "agree" if agrees else "nondeterministic" if flaky else "disagree",
+        "class": None if agrees else result.kind,
+        "blame": None if agrees else "reference" if role == "reference" else "candidate",
+        "gate": gate,
+        "headroom": _finite(headroom),
+        "gates": {k: _finite(v) for k, v in result.gates.items()},
+        "value": _finite(result.value),
+        "value_oracle": _finite(result.exact),
+        "max_abs": _finite(result.max_abs),
+        "max_rel": _finite(result.max_rel),
+        "worst": [] if agrees else [dict(w) for w in result.worst],
+        "message": "" if agrees else result.message,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)

@@ -1,0 +1,322 @@
+"""Tiny real models of the architectures that went wrong, and a tokenizer to go with them: no download, no random state.
+
+Each is the installed transformers' own class, built from a config of two layers. Weights are a function of the
+parameter's name alone, so that every version and every order of construction gives the same model; the head is scaled
+until logits pass the softcap. TRL loads a reference model from the policy's path, so models are saved once a process and
+loaded from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parity.case import hashes, normal
+from parity.errors import Unsupported
+
+VOCABULARY, PAD, EOS, BOS = 64, 0, 1, 2
+SOFTCAP, LOGIT_SCALE = 3.0, 0.25
+LOGITS = 4.0
+"""Root mean square of the logits before a softcap: beyond it often enough that losing it changes every log-prob."""
+
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "bos_token_id": BOS,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64, "tie_word_embeddings": True}
+_IMAGE_TOKENS = {"image_token_index": 60, "image_token_id": 60, "boi_token_index": 61, "eoi_token_index": 62}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A tiny model: transformers' classes, the config's values away from default, and what changes its logits.
+
+    Attributes:
+        model: name of the model class in transformers.
+        config: name of the config class.
+        options: config values; a nested table is a sub-config.
+        changes_logits: the values between hidden states and logits that the model's own forward applies.
+        nested: whether those are in a nested text config.
+    """
+
+    model: str
+    config: str
+    options: Mapping[str, Any]
+    changes_logits: tuple[str, ...] = ()
+    nested: bool = False
+
+
+def _text(model: str, config: str, changes: tuple[str, ...] = (), **options: Any) -> Architecture:
+    return Architecture(model, config, {**_SIZES, **options}, changes)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": _text("LlamaForCausalLM", "LlamaConfig"),
+    "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", ("tied head",), tie_word_embeddings=True),
+    "qwen3": _text("Qwen3ForCausalLM", "Qwen3Config", head_dim=16),
+    "gemma2": _text(
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        ("final_logit_softcapping", "tied head"),
+        final_logit_softcapping=SOFTCAP,
+        attn_logit_softcapping=5.0,
+        **_GEMMA,
+    ),
+    "gemma3": Architecture(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {
+            "text_config": {**_SIZES, **_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+            "vision_config": {**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "mm_tokens_per_image": 4,
+            "tie_word_embeddings": True,
+            **_IMAGE_TOKENS,
+        },
+        ("tied head",),
+        nested=True,
+    ),
+    "gemma4": Architecture(
+        "Gemma4ForConditionalGeneration",
+        "Gemma4Config",
+        {
+            "text_config": {
+                **_SIZES,
+                "head_dim": 16,
+                "global_head_dim": 16,
+                "sliding_window": 64,
+                "tie_word_embeddings": True,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": VOCABULARY,
+                "final_logit_softcapping": SOFTCAP,
+            },
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "patch_size": 4,
+                "position_embedding_size": 16,
+            },
+            "audio_config": None,
+            "image_token_id": 60,
+            "boi_token_id": 61,
+            "eoi_token_id": 62,
+            "video_token_id": 59,
+            "audio_token_id": 58,
+            "boa_token_id": 57,
+            "eoa_token_index": 56,
+            "tie_word_embeddings": True,
+        },
+        ("final_logit_softcapping", "tied head"),
+        nested=True,
+    ),
+    "cohere": _text(
+        "CohereForCausalLM",
+        "CohereConfig",
+        ("logit_scale", "tied head"),
+        logit_scale=LOGIT_SCALE,
+        tie_word_embeddings=True,
+    ),
+    "granite": _text("GraniteForCausalLM", "GraniteConfig", ("logits_scaling",), logits_scaling=4.0),
+    "phi": _text("PhiForCausalLM", "PhiConfig", ("lm_head.bias",), resid_pdrop=0.0, partial_rotary_factor=0.5),
+    "qwen3_moe": _text(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        decoder_sparse_step=1,
+        router_aux_loss_coef=0.0,
+        output_router_logits=False,
+    ),
+    "recurrent_gemma": _text(
+        "RecurrentGemmaForCausalLM",
+        "RecurrentGemmaConfig",
+        ("logits_soft_cap", "tied head"),
+        logits_soft_cap=SOFTCAP,
+        head_dim=16,
+        lru_width=32,
+        conv1d_width=4,
+        attention_window_size=64,
+        block_types=["recurrent", "attention"],
+        tie_word_embeddings=True,
+    ),
+}
+"""Name, as in cases -> what it is."""
+
+
+def config(name: str) -> Any:
+    """A fresh config of the architecture.
+
+    Raises:
+        Unsupported: when the installed transformers has no such class.
+    """
+    import transformers
+
+    wanted = ARCHITECTURES[name]
+    found = getattr(transformers, wanted.config, None)
+    if found is None or getattr(transformers, wanted.model, None) is None:
+        raise Unsupported(f"transformers {transformers.__version__} has no {wanted.model}")
+    made = found(**{k: dict(v) if isinstance(v, dict) else v for k, v in wanted.options.items()})
+    made.architectures = [wanted.model]
+    return made
+
+
+@functools.cache
+def saved(name: str) -> Path:
+    """The folder of this process in which the model lies, weights and tokenizer, made on first use."""
+    import transformers
+
+    folder = _folder() / name
+    with quiet():
+        model = getattr(transformers, ARCHITECTURES[name].model)(config(name))
+        fill(model)
+        _scale_head(model)
+        model.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def _folder() -> Path:
+    import atexit
+    import shutil
+
+    folder = Path(tempfile.mkdtemp(prefix="parity-models-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A fresh model, loaded from `saved(name)` as a trainer loads its reference; in float64 by the plainest code."""
+    import transformers
+
+    kind = getattr(transformers, ARCHITECTURES[name].model)
+    with quiet():
+        if dtype != torch.float64:
+            return kind.from_pretrained(saved(name), torch_dtype=dtype)
+        out = kind.from_pretrained(saved(name), torch_dtype=dtype, attn_implementation="eager")
+    if hasattr(out, "set_experts_implementation"):  # the grouped product of transformers 5 knows no float64
+        out.set_experts_implementation("eager")
+    return out
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what TRL and transformers print at every construction, progress bars included."""
+    from transformers.utils import logging
+
+    from parity.implementations.trl_trainer import quiet as without_warnings
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with without_warnings():
+            yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def fill(model: Any) -> None:
+    """Weights by parameter name: normal with root mean square 1/√fan-in, norms near 1, biases small; finite everywhere."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = normal(0, name, parameter.shape).to(parameter)
+            if parameter.dim() >= 2:
+                parameter.copy_(value / parameter.shape[-1] ** 0.5)
+            elif "norm" in name and name.endswith("weight") and float(parameter.abs().max()) > 0.5:
+                parameter.copy_(1.0 + 0.1 * value)
+            else:
+                parameter.copy_(0.1 * value)
+
+
+def _scale_head(model: Any) -> None:
+    """Multiply the head (of a tied model: the final norm) so that the logits before a softcap have rms `LOGITS`."""
+    size = _uncapped(model)
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        if head.weight is not model.get_input_embeddings().weight:
+            for parameter in head.parameters():
+                parameter.mul_(LOGITS / size)
+            return
+        weight = _final_norm(model).weight
+        weight.mul_(LOGITS / size)
+        if abs(_uncapped(model) / LOGITS - 1) > 0.01:  # Gemma's norms multiply by 1 + weight
+            weight.mul_(size / LOGITS).add_(1.0).mul_(LOGITS / size).sub_(1.0)
+
+
+def _uncapped(model: Any) -> float:
+    """Root mean square of the logits on fixed ids, without a softcap."""
+    cfg = model.config.get_text_config()
+    kept = {n: getattr(cfg, n) for n in ("final_logit_softcapping", "logits_soft_cap") if getattr(cfg, n, None)}
+    ids = torch.arange(3, 59).remainder(53).add(3).view(2, 28)
+    for n in kept:
+        setattr(cfg, n, 1e30)
+    with torch.no_grad():
+        size = float(model.eval()(input_ids=ids).logits.square().mean().sqrt())
+    for n, value in kept.items():
+        setattr(cfg, n, value)
+    return size
+
+
+def _final_norm(model: Any) -> Any:
+    found = [m for n, m in model.named_modules() if n.rpartition(".")[2] in ("norm", "final_norm", "final_layernorm")]
+    return found[-1]
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """Words w3 … w55 besides <pad>, <eos> and <bos>, split at spaces, with a chat template."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": PAD, "<eos>": EOS, "<bos>": BOS, **{f"w{i}": i for i in range(3, VOCABULARY)}}
+    inner = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = Whitespace()
+    out = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        model_input_names=["input_ids", "attention_mask"],
+        padding_side="left",
+    )
+    out.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    return out
+
+
+def words(seed: int, name: str, length: int) -> str:
+    """`length` words by hash, none of them special."""
+    return " ".join(f"w{3 + int(h % 50)}" for h in hashes(seed, name, (length,)))

@@ -1,0 +1,85 @@
+"""Training steps of a real trainer, recorded: what its own batching handed to the loss, and the gradients that came out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.implementations.trl_trainer import environment_kept, quiet
+
+
+@dataclasses.dataclass
+class Steps:
+    """What a training run did, optimizer step by optimizer step.
+
+    Attributes:
+        batches: for each micro-batch in order, what `compute_loss` was given, tensors as they were.
+        items: for each micro-batch `num_items_in_batch` as the training loop handed it over (None: it did not).
+        losses: for each micro-batch the loss that `compute_loss` returned.
+        gradients: for each optimizer step, name -> gradient before the optimizer saw it (absent: None).
+    """
+
+    batches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    items: list[float | None] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = dataclasses.field(default_factory=list)
+
+
+PLAIN = {
+    "max_steps": 1,
+    "learning_rate": 0.0,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "seed": 3407,
+    "bf16": False,
+    "fp16": False,
+    "gradient_checkpointing": False,
+    "report_to": [],
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+"""Arguments of a step that changes nothing and clips nothing: the gradients are what is looked at."""
+
+
+def train(trainer: Any, **options: Any) -> Steps:
+    """Runs `trainer.train(**options)` and records it; the gradients are copies, taken before the optimizer's step."""
+    from transformers import TrainerCallback
+
+    steps = Steps()
+    compute_loss = trainer.compute_loss
+
+    def recording(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        steps.batches.append({k: _kept(v) for k, v in inputs.items()})
+        items = kwargs.get("num_items_in_batch")
+        steps.items.append(None if items is None else float(items))
+        out = compute_loss(model, inputs, *args, **kwargs)
+        steps.losses.append(float((out[0] if isinstance(out, tuple) else out).detach()))
+        return out
+
+    class Recorder(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+            steps.gradients.append(
+                {n: None if p.grad is None else p.grad.detach().clone() for n, p in named if p.requires_grad}
+            )
+
+    recorder = Recorder()
+    trainer.compute_loss = recording
+    trainer.add_callback(recorder)
+    try:
+        with quiet(), environment_kept():
+            trainer.train(**options)
+    finally:
+        del trainer.compute_loss
+        trainer.remove_callback(recorder)
+    return steps
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if torch.is_tensor(value) else value
