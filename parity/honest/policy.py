@@ -130,22 +130,24 @@ def _metrics(
     kl: torch.Tensor | None,
     entropy: torch.Tensor,
 ) -> Outputs:
-    def mean(values: torch.Tensor) -> torch.Tensor:
-        if s.importance_sampling_level == "sequence" and values.shape[1] == 1 and mask.shape[1] != 1:
+    def mean(values: torch.Tensor, per_sequence: bool = False) -> torch.Tensor:
+        if per_sequence and values.shape[1] == 1:
             return values.float().mean()
         return (values * mask).sum() / mask.sum().clamp(min=1.0)
+
+    sequence = s.importance_sampling_level == "sequence"
 
     out = {"entropy": mean(entropy)}
     if kl is not None:
         out["kl"] = mean(kl.detach())
     high = s.epsilon if s.epsilon_high is None else s.epsilon_high
     if s.loss_type == "cispo":
-        out["clip_ratio"] = mean((weight > high) & (advantages > 0))
+        out["clip_ratio"] = mean((weight > high) & (advantages > 0), sequence)
     elif s.loss_type not in ("sapo", "vespo"):
         low_clipped, high_clipped = (weight < 1 - s.epsilon) & (advantages < 0), (weight > 1 + high) & (advantages > 0)
         out |= {
-            "clip_low": mean(low_clipped),
-            "clip_high": mean(high_clipped),
-            "clip_ratio": mean(low_clipped | high_clipped),
+            "clip_low": mean(low_clipped, sequence),
+            "clip_high": mean(high_clipped, sequence),
+            "clip_ratio": mean(low_clipped | high_clipped, sequence),
         }
     return out
