@@ -19,7 +19,7 @@ from parity.families import Setting, fits
 from parity.implementations import Implementation
 from parity.trainers.check import CHECKS, TRAINERS, WAYS, Check
 
-MODULES = ("step_one", "gradient_flow", "config_values", "advantages", "twins", "distillation")
+MODULES = ("step_one", "gradient_flow", "config_values", "advantages", "twins", "distillation", "distillation_control")
 
 
 def load() -> dict[str, Check]:

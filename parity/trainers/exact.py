@@ -1,13 +1,12 @@
 """A training step by its definition: the model in float64, the family's loss on its logits, and replicas of the step.
 
 What a trainer's gradients are held against. `Double` takes transformers' own excursions to float32 (normalisation,
-softmax, rotary angles) along to float64; the attention is the written-out one, whatever kernel the trainer uses.
+softmax, rotary angles) along to float64.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,9 @@ aten = torch.ops.aten
 
 REPLICAS, CONFIRMING = 12, 60
 """Replicas for a first judgement, and for the second that a disagreement needs to count (docs/judging.md)."""
+
+CERTAIN = 10.0
+"""Headroom beyond which more replicas cannot make a disagreement an agreement."""
 
 Gradients = dict[str, Tensor]
 Loss = Callable[[Any], Tensor]
@@ -64,18 +66,19 @@ class StepRounding(MonteCarlo):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def twin(model: Any) -> Any:
-    """A float64 copy of a model with the written-out attention; the model is left alone."""
-    out = copy.deepcopy(model).double().train(model.training)
-    for config in {id(m.config): m.config for m in out.modules() if hasattr(m, "config")}.values():
-        config._attn_implementation = "eager"
-    for p in out.parameters():
-        p.grad = None
-    return out
+def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Logits (T_i, V) of each sequence, one call: padded on the right, where a causal model cannot see it."""
+    width = max(len(ids) for ids in sequences)
+    rows = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in sequences])
+    mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences])
+    found = model(input_ids=rows, attention_mask=mask, use_cache=False).logits
+    return [found[i, : len(ids)] for i, ids in enumerate(sequences)]
 
 
 class Step:
     """One optimizer window by its definition: exact gradients, and as many replicas of them as were asked for.
+
+    `model` is in float64, with written-out attention and no patches (`models.model(name, torch.float64)`).
 
     Attributes:
         loss: the loss, float64.
@@ -83,7 +86,7 @@ class Step:
     """
 
     def __init__(self, model: Any, loss: Loss, recipe: Recipe = IEEE_FP32):
-        self._model, self._loss, self._recipe = twin(model), loss, recipe
+        self._model, self._loss, self._recipe = model, loss, recipe
         self.loss, self.exact = self._run(None)
         self._replicas: list[Gradients] = []
         self._losses: list[Tensor] = []
@@ -120,7 +123,7 @@ class Step:
         dtype = torch.float32 if value is None else value.dtype
         self.replicas(REPLICAS)
         first = judge(value, self.unit(name, REPLICAS), dtype)
-        if first.agrees or value is None:
+        if first.agrees or value is None or not first.headroom < CERTAIN:
             return first
         self.replicas(CONFIRMING)
         return judge(value, self.unit(name, CONFIRMING), dtype)

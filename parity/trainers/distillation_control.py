@@ -1,0 +1,93 @@
+"""GKD with a teacher in the same process, on the same ragged completions: the control of the teacher-server checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from parity.errors import Unsupported
+from parity.families import Setting
+from parity.families.divergence import divergence
+from parity.trainers import models, recorded, server
+from parity.trainers.check import Cell, Result, check, judged
+from parity.trainers.distillation import ARCHITECTURE, SPLIT, beta_setting, cells
+from parity.trainers.exact import Double, Step
+from parity.trainers.gradients import finite, gradients
+
+
+@check(
+    "ragged-control",
+    ("gkd-trainer",),
+    {
+        "beta": beta_setting(1.0),
+        "split": SPLIT,
+        "prompts": Setting("equal", "lengths of the prompts", ("equal", "ragged")),
+    },
+    lambda profile, seed: [
+        (t, {**s, "prompts": p}) for t, s in cells("gkd-trainer", profile, seed) for p in server.SAMPLES
+    ],
+    ways=("released",),
+)
+def ragged_control(cell: Cell) -> Iterator[Result]:
+    """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
+    try:
+        from trl.experimental.gkd import GKDConfig, GKDTrainer
+    except ImportError:
+        raise Unsupported("the installed version has no experimental GKDTrainer") from None
+    batch, accumulation = map(int, cell.settings.split.split("x"))
+    wanted = recorded.PLAIN | {
+        "output_dir": tempfile.gettempdir(),
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulation,
+        "lmbda": 0.0,
+        "beta": cell.settings.beta,
+        "temperature": 1.0,
+        "max_length": 32,
+        "use_cpu": True,
+    }
+    known = {f.name for f in dataclasses.fields(GKDConfig)}
+    with models.quiet():
+        trainer = GKDTrainer(
+            model=models.model(ARCHITECTURE),
+            teacher_model=models.model("qwen2"),
+            args=GKDConfig(**{k: v for k, v in wanted.items() if k in known}),
+            train_dataset=server.dataset(messages=True, prompts=cell.settings.prompts),
+            processing_class=models.tokenizer(),
+        )
+    steps = recorded.train(trainer)
+    window = [server.samples(b) for b in steps.batches]
+    local = all(n is None for n in steps.items)
+    definition = functools.partial(_dense, window, _teacher_logps(window), cell.settings.beta, local)
+    step = Step(models.model(ARCHITECTURE, torch.float64).train(), definition)
+    loss = sum(steps.losses) / (len(window) if local else 1)  # the training loop divides what knows no num_items
+    yield judged("loss", step.judge_loss(loss), loss, step.loss)
+    yield finite(steps.gradients[0])
+    yield gradients(step, steps.gradients[0])
+
+
+def _teacher_logps(window: list[list[server.Sample]]) -> dict[tuple[int, ...], Tensor]:
+    model = models.model("qwen2", torch.float64).eval()
+    with torch.no_grad(), Double():
+        return {tuple(t): server.student_logps(model, [(t, start)], 1.0)[0] for b in window for t, start in b}
+
+
+def _dense(
+    window: list[list[server.Sample]], teacher: dict[tuple[int, ...], Tensor], beta: float, local: bool, model: Any
+) -> Tensor:
+    """Mean over the completion tokens of the window; `local`: of each micro-batch, then over those (before 1.10)."""
+    parts = []
+    for batch in window:
+        pairs = zip(server.student_logps(model, batch, 1.0), batch, strict=True)
+        terms = [_everything(lp, teacher[tuple(t)], beta).sum(-1) for lp, (t, _) in pairs]
+        parts.append(torch.cat(terms))
+    return torch.stack([p.mean() for p in parts]).mean() if local else torch.cat(parts).mean()
+
+
+def _everything(lp: Tensor, lq: Tensor, beta: float) -> Tensor:
+    gone = torch.zeros_like(lp, dtype=torch.bool)
+    return divergence(lp, lq, gone, gone, beta)
