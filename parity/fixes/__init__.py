@@ -3,5 +3,6 @@
 from parity.fixes import patches
 from parity.fixes.grpo import FusedLinearGRPOLoss
 from parity.fixes.logprobs import selective_log_probs
+from parity.fixes.trainer import apply
 
-__all__ = ["FusedLinearGRPOLoss", "patches", "selective_log_probs"]
+__all__ = ["FusedLinearGRPOLoss", "apply", "patches", "selective_log_probs"]

@@ -22,10 +22,13 @@ class Patch:
     _undo: list[Callable[[], object]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        line = f"{self.name}: {', '.join(self.changed) if self.changed else f'nothing to do: {self.reason}'}"
+        line = str(self)
         if line not in _logged:
             _logged.add(line)
             logger.info(line)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {', '.join(self.changed) if self.changed else f'nothing to do: {self.reason}'}"
 
     def __bool__(self) -> bool:
         return bool(self.changed)

@@ -56,8 +56,8 @@ def keep_gradient_checkpointing() -> Patch:
     changed: list[str] = []
     undo: list[Callable[[], object]] = []
     for original, replacement in replacements:
-        changed += _rebind(original, replacement)
-        undo.append(functools.partial(_rebind, replacement, original))
+        changed += rebind(original, replacement)
+        undo.append(functools.partial(rebind, replacement, original))
     return Patch(name, changed=tuple(changed), _undo=undo)
 
 
@@ -143,7 +143,7 @@ def _calls(module: ModuleType, function: Callable[..., Any], name: str) -> bool:
     return name in names
 
 
-def _rebind(old: object, new: object) -> list[str]:
+def rebind(old: object, new: object) -> list[str]:
     """Gives every module-level name that holds `old` the value `new`; returns the names."""
     found = []
     for module_name, module in list(sys.modules.items()):
@@ -283,7 +283,7 @@ def _why_inputs_are_fine(model: nn.Module, args: Any, given: dict[str, Any] | No
     return "the input embeddings' output requires a gradient already" if probe.requires_grad else None
 
 
-_SPARSE = "_compute_server_sparse_top_1_divergence_loss"
+SERVER_LOSS = "_compute_server_sparse_top_1_divergence_loss"
 _DISTILLERS = (
     ("trl.experimental.distillation.distillation_trainer", "DistillationTrainer"),
     ("trl.experimental.server_distillation.server_distillation_trainer", "ServerDistillationTrainer"),
@@ -309,7 +309,7 @@ def mask_teacher_padding() -> Patch:
             trainer = getattr(importlib.import_module(module_name), class_name)
         except (ImportError, AttributeError):
             continue
-        original = vars(trainer).get(_SPARSE)
+        original = vars(trainer).get(SERVER_LOSS)
         if original is None:
             continue
         if hasattr(original, ORIGINAL):
@@ -323,9 +323,9 @@ def mask_teacher_padding() -> Patch:
         if finite:
             reasons.append(f"{class_name} masks the padding itself")
             continue
-        setattr(trainer, _SPARSE, _masking(original))
-        changed.append(f"{module_name}.{class_name}.{_SPARSE}")
-        undo.append(functools.partial(setattr, trainer, _SPARSE, original))
+        setattr(trainer, SERVER_LOSS, _masking(original))
+        changed.append(f"{module_name}.{class_name}.{SERVER_LOSS}")
+        undo.append(functools.partial(setattr, trainer, SERVER_LOSS, original))
     reason = None if changed else "; ".join(reasons) or "trl has no teacher-server loss"
     return Patch(name, tuple(changed), reason=reason, _undo=undo)
 
@@ -359,7 +359,7 @@ def _ragged_gradient_is_finite(trainer: type) -> bool:
         "topk_logprobs": torch.tensor([[[-0.5], [-torch.inf]]]),
         "topk_token_ids": torch.tensor([[[0], [0]]]),
     }
-    loss = getattr(instance, _SPARSE)(
+    loss = getattr(instance, SERVER_LOSS)(
         teacher_result=teacher,
         student_log_probs=logits.log_softmax(-1),
         completion_tokens=ids,

@@ -1,0 +1,93 @@
+"""`apply(trainer)`: the fixes that this trainer needs, put in place together, each saying what it did or why not."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+from parity.fixes import patches, wiring
+from parity.fixes.patch import Patch
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What `apply` did, one `Patch` a fix. Truth value: whether anything changed; leaving the block undoes it."""
+
+    patches: tuple[Patch, ...]
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Everything that was changed, over all fixes."""
+        return tuple(name for patch in self.patches for name in patch.changed)
+
+    def __getitem__(self, name: str) -> Patch:
+        return {patch.name: patch for patch in self.patches}[name]
+
+    def __iter__(self) -> Iterator[Patch]:
+        return iter(self.patches)
+
+    def __bool__(self) -> bool:
+        return bool(self.changed)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.patches))
+
+    def undo(self) -> None:
+        """Takes everything back, in reverse order; a second call does nothing."""
+        for patch in reversed(self.patches):
+            patch.undo()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def apply(trainer: Any) -> Applied:
+    """Puts in place what `trainer` needs of `parity.fixes`; call it after construction, before `trainer.train()`.
+
+        print(apply(trainer))          # from here on; .undo() takes it back
+        with apply(trainer): trainer.train()
+
+    In this order: `lift_text_config_attributes` for the model and, as "lift_text_config_attributes (reference)", for a
+    reference model; `require_input_grads`; `keep_gradient_checkpointing` where the trainer checkpoints;
+    `mask_teacher_padding` where it distils from a teacher server; `use_selective_log_probs` where TRL has a fused LM
+    head; `use_fused_policy_loss` where the trainer is on its Liger path. A fix with nothing to repair gives its
+    reason. If one of them raises, those before it are undone. Patches of modules (checkpointing, teacher, log-probs)
+    hold for the whole process until they are undone, the others for this trainer.
+    """
+    model, reference = trainer.model, getattr(trainer, "ref_model", None)
+    steps: list[Callable[[], Patch]] = [lambda: patches.lift_text_config_attributes(model)]
+    if reference is not None:
+        steps.append(lambda: _renamed(patches.lift_text_config_attributes(reference)))
+    steps += [
+        lambda: patches.require_input_grads(trainer),
+        lambda: _keep_checkpointing(trainer),
+        lambda: _mask_teacher(trainer),
+        wiring.use_selective_log_probs,
+        lambda: wiring.use_fused_policy_loss(trainer),
+    ]
+    with contextlib.ExitStack() as applied:
+        done = tuple(applied.enter_context(step()) for step in steps)
+        applied.pop_all()
+    return Applied(done)
+
+
+def _renamed(patch: Patch) -> Patch:
+    patch.name += " (reference)"
+    return patch
+
+
+def _keep_checkpointing(trainer: Any) -> Patch:
+    planned = [getattr(trainer.args, f"{kind}_checkpointing", False) for kind in ("gradient", "activation")]
+    switched_on = any(getattr(m, "gradient_checkpointing", False) for m in trainer.model.modules())
+    if not any(planned) and not switched_on:
+        return Patch("keep_gradient_checkpointing", reason="gradient checkpointing is off")
+    return patches.keep_gradient_checkpointing()
+
+
+def _mask_teacher(trainer: Any) -> Patch:
+    if not hasattr(trainer, patches.SERVER_LOSS):
+        return Patch("mask_teacher_padding", reason="the trainer has no teacher-server loss")
+    return patches.mask_teacher_padding()
