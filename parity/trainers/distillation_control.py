@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
