@@ -233,18 +233,24 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without what TRL and transformers print at every construction, progress bars included."""
+    import datasets
     from transformers.utils import logging
 
     from parity.implementations.trl_trainer import quiet as without_warnings
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    bars = [(logging.is_progress_bar_enabled(), logging.disable_progress_bar, logging.enable_progress_bar)]
+    bars.append(
+        (datasets.are_progress_bars_disabled() is False, datasets.disable_progress_bars, datasets.enable_progress_bars)
+    )
+    for _, disable, _ in bars:
+        disable()
     try:
         with without_warnings():
             yield
     finally:
-        if shown:
-            logging.enable_progress_bar()
+        for shown, _, enable in bars:
+            if shown:
+                enable()
 
 
 def fill(model: Any) -> None:
@@ -315,6 +321,12 @@ def tokenizer() -> Any:
     )
     out.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
     return out
+
+
+def targets(name: str) -> str:
+    """The modules that a LoRA goes on: a pattern for `target_modules`, the language model's alone."""
+    parts = "linear_x|linear_y|q_proj|v_proj" if name == "recurrent_gemma" else "q_proj|v_proj"
+    return rf"^(?!.*vision).*\.({parts})$"
 
 
 def words(seed: int, name: str, length: int) -> str:

@@ -1,0 +1,213 @@
+"""Real trainers of the installed TRL over tiny models: found, configured, built and run for one recorded step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import pkgutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from parity.case import hashes
+from parity.errors import Unsupported
+from parity.implementations.trl_trainer import environment_kept
+from parity.trainers import models
+from parity.trainers.check import Cell
+
+REENTRANT, NON_REENTRANT, CUSTOM, OFF = "reentrant", "non-reentrant", "custom", "off"
+PROMPTS, COMPLETION = 2, 8
+
+
+@functools.cache
+def found(name: str) -> type:
+    """A class of the installed TRL by name, in `trl` or wherever in `trl.experimental` it lives.
+
+    Raises:
+        Unsupported: when the installed version has none.
+    """
+    import trl
+
+    with contextlib.suppress(AttributeError, ImportError, RuntimeError):
+        return getattr(trl, name)
+    with contextlib.suppress(ImportError):
+        experimental = importlib.import_module("trl.experimental")
+        for info in pkgutil.iter_modules(experimental.__path__):
+            with contextlib.suppress(ImportError, RuntimeError):
+                module = importlib.import_module(f"trl.experimental.{info.name}")
+                if name in vars(module) or hasattr(module, name):
+                    return getattr(module, name)
+    raise Unsupported(f"trl {trl.__version__} has no {name}")
+
+
+def fields(config: type) -> dict[str, Any]:
+    """Name -> default of every field of a TRL config."""
+    return {f.name: f.default for f in dataclasses.fields(config)}
+
+
+@functools.cache
+def _output_dir() -> str:
+    return tempfile.mkdtemp(prefix="parity-trainer-")
+
+
+BASE: dict[str, Any] = {
+    "per_device_train_batch_size": 2 * PROMPTS,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 1,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 1e9,
+    "report_to": [],
+    "bf16": False,
+    "fp16": False,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "seed": 3407,
+    "num_generations": 2,
+    "max_completion_length": COMPLETION,
+    "max_new_tokens": COMPLETION,
+    "max_prompt_length": None,
+    "top_k": 0,
+    "disable_dropout": True,
+    "router_aux_loss_coef": None,
+}
+"""Arguments of one step that every version reads alike: their defaults moved between releases."""
+
+
+def arguments(config: type, device: str, wanted: Mapping[str, Any], needed: tuple[str, ...] = ()) -> Any:
+    """The config with `BASE` and `wanted`, without the fields that the version lacks.
+
+    Raises:
+        Unsupported: for a field in `needed` that the version has not.
+    """
+    known = fields(config)
+    for name in needed:
+        if name not in known:
+            raise Unsupported(f"{config.__name__} has no {name} in the installed version")
+    given = {**BASE, "output_dir": _output_dir(), "use_cpu": device == "cpu", **wanted}
+    if known.get("router_aux_loss_coef", 0) is not None:
+        given["router_aux_loss_coef"] = 0.0
+    if known.get("max_prompt_length", None) is None and "max_prompt_length" in known:
+        given.pop("max_prompt_length")
+    return config(**{k: v for k, v in given.items() if k in known})
+
+
+def checkpointing(kind: str) -> dict[str, Any]:
+    """The config's arguments for a kind of gradient checkpointing; a custom wrapper belongs to the model, not to them."""
+    if kind in (OFF, CUSTOM):
+        return {"gradient_checkpointing": False}
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": kind == REENTRANT}}
+
+
+def fused(config: type) -> dict[str, Any]:
+    """The arguments that turn the version's fused path on, layers left alone.
+
+    Raises:
+        Unsupported: where there is none beside the plain path (TRL since 1.15 fuses for everyone).
+    """
+    known = fields(config)
+    if known.get("use_liger_loss") is False:
+        return {"use_liger_loss": True}
+    import trl
+    from packaging.version import Version
+
+    if "use_liger_kernel" not in known or Version(trl.__version__) >= Version("1.15.0"):
+        raise Unsupported(f"{config.__name__} of trl {trl.__version__} has no fused path beside the plain one")
+    layers = ("rope", "rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
+    return {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(layers, False)}
+
+
+def prompts() -> Any:
+    """A dataset of prompts of unequal lengths, conversational as every trainer takes them."""
+    from datasets import Dataset
+
+    rows = [models.words(7, f"prompt {i}", 2 + 3 * (i % 3)) for i in range(8)]
+    return Dataset.from_dict({"prompt": rows})
+
+
+def preferences() -> Any:
+    """A dataset of prompts with a chosen and a rejected completion of unequal lengths."""
+    from datasets import Dataset
+
+    return Dataset.from_dict(
+        {
+            "prompt": [models.words(7, f"prompt {i}", 2 + 3 * (i % 3)) + " " for i in range(8)],
+            "chosen": [models.words(7, f"chosen {i}", 3 + i % 4) for i in range(8)],
+            "rejected": [models.words(7, f"rejected {i}", 5 - i % 3) for i in range(8)],
+        }
+    )
+
+
+def reward(completions: Any, **kwargs: Any) -> list[float]:
+    """A reward that differs within a group: a hash of the completion, in [0, 1)."""
+    return [float(hashes(3, str(c), (1,))[0] >> 40) / 2**24 for c in completions]
+
+
+def lora_config(targets: Any = ("q_proj", "v_proj"), **options: Any) -> Any:
+    """A LoRA of rank 2 without dropout."""
+    from peft import LoraConfig
+
+    given = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "bias": "none", "task_type": "CAUSAL_LM", **options}
+    return LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets), **given)
+
+
+PREFERENCES = {"DPOTrainer", "CPOTrainer", "ORPOTrainer"}
+REWARDED = {"GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer"}
+
+
+def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: Any) -> Any:
+    """A real trainer over `model` with the data that its kind takes."""
+    kind = found(trainer)
+    given: dict[str, Any] = {"model": model, "args": args, "processing_class": models.tokenizer(), **more}
+    given.setdefault("train_dataset", preferences() if trainer in PREFERENCES else prompts())
+    if trainer in REWARDED:
+        given.setdefault("reward_funcs", reward)
+    if peft_config is not None:
+        given["peft_config"] = peft_config
+    with models.quiet(), environment_kept():
+        return kind(**given)
+
+
+@contextlib.contextmanager
+def seeded() -> Iterator[None]:
+    """Generation draws the same numbers every time: torch's state is set, and put back."""
+    state = torch.random.get_rng_state()
+    torch.manual_seed(3407)
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(state)
+
+
+def train(trainer: Any) -> dict[str, Any]:
+    """`trainer.train()` for its one step; the first log entry."""
+    with models.quiet(), environment_kept(), seeded():
+        trainer.train()
+    return next((entry for entry in trainer.state.log_history if "loss" in entry or "kl" in entry), {})
+
+
+def patched(cell: Cell) -> contextlib.AbstractContextManager[Any]:
+    """What "fixed" means around a whole trainer: the patches that need no model."""
+    from parity.fixes.patches import keep_gradient_checkpointing
+
+    return keep_gradient_checkpointing() if cell.way == "fixed" else contextlib.nullcontext()
+
+
+def spied(holder: Any, name: str, seen: Callable[[tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+    """Let `seen(args, kwargs, result)` watch every call of a method of one object."""
+    original = getattr(holder, name)
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
+        seen(args, kwargs, out)
+        return out
+
+    setattr(holder, name, watched)

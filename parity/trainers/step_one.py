@@ -1,0 +1,354 @@
+"""KL at step 1: the policy is the reference, so KL, log-ratios and what follows from them are machine zero.
+
+Bounds. A log-prob of the policy and one of the reference are two honest evaluations of one definition; each may be off
+by g = 6·rms of that token's log-prob over Monte Carlo replicas of the model (the judge's row gate). So |d| ≤ D = 2g for
+the log-ratio d of a token, exp(d) - d - 1 ≤ D²/2·exp(D) for its KL, plus 4u for evaluating that near 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.errors import Unsupported
+from parity.families import Setting
+from parity.judge import ROW, Unit, judge
+from parity.rounding import IEEE_FP32, UNIT_ROUNDOFF
+from parity.trainers import checkpointing, drive, models
+from parity.trainers.check import Cell, Result, check, holds, judged, pairwise, within
+from parity.trainers.exact import REPLICAS, Double, StepRounding
+
+U = UNIT_ROUNDOFF["fp32"]
+
+SETTINGS = {
+    "model": Setting("llama", "tiny model", tuple(models.ARCHITECTURES)),
+    "beta": Setting(0.04, "weight of the KL term, never 0 here", (0.04, 1.0)),
+    "adapter": Setting("none", "full fine-tuning with a separate reference, or LoRA", ("none", "lora")),
+    "checkpointing": Setting(
+        drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT, drive.CUSTOM)
+    ),
+    "temperature": Setting(1.0, "of sampling and of the log-probs", (1.0, 0.7)),
+    "padding_free": Setting(False, "packed without padding, where the trainer can", (False, True)),
+}
+TRAINERS = ("grpo-trainer", "rloo-trainer", "online-dpo-trainer", "dpo-trainer")
+A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("grpo-trainer", {"model": "gemma4"}),
+    ("grpo-trainer", {"model": "llama", "adapter": "lora", "checkpointing": drive.CUSTOM, "beta": 1.0}),
+    ("rloo-trainer", {"model": "cohere", "temperature": 0.7}),
+    ("dpo-trainer", {"model": "gemma2", "checkpointing": drive.NON_REENTRANT}),
+    ("online-dpo-trainer", {"model": "llama"}),
+)
+
+
+def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A handful in pr; in nightly and soak every pair of values, per trainer."""
+    if profile in ("quick", "pr"):
+        yield from A_FEW[: 2 if profile == "quick" else None]
+        return
+    yield from A_FEW
+    for number, trainer in enumerate(TRAINERS):
+        for cell in pairwise(SETTINGS, seed + number):
+            yield trainer, cell
+
+
+@check("step-one", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
+def step_one(cell: Cell) -> Iterator[Result]:
+    """With the policy equal to the reference the first step shows no KL, no log-ratio and the loss of ratio 1."""
+    with drive.patched(cell):
+        step = run(cell)
+    truth = own(cell, step.ids, step.mask, step.completion)
+    yield from _log_probs(step, truth)
+    yield from METRICS[cell.trainer](cell, step, truth)
+    if cell.settings.checkpointing == drive.CUSTOM:
+        first = next(iter(step.lost), "")
+        yield holds("checkpointing", not step.lost, f"{first} lost its own checkpointing function during the step")
+    norm = step.log.get("grad_norm")
+    finite = norm is not None and math.isfinite(float(norm))
+    yield holds("grad_norm", finite, f"grad_norm is {norm}", value=None if norm is None else float(norm))
+
+
+@dataclasses.dataclass
+class Step:
+    """What one step of a real trainer showed.
+
+    Attributes:
+        ids, mask: what the model was given, (B, P + T).
+        completion: 1 where a position belongs to a completion, (B, P + T).
+        policy, reference: log-probs of the tokens of the last T positions, where the trainer has them apart, (B, T).
+        loss: of the one micro-batch.
+        log: the trainer's own log entry.
+        advantages: (B,), where the trainer has them.
+        lost: layers whose own checkpointing function was replaced.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    completion: Tensor
+    policy: Tensor | None = None
+    reference: Tensor | None = None
+    loss: float = math.nan
+    log: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    advantages: Tensor | None = None
+    lost: list[str] = dataclasses.field(default_factory=list)
+
+
+def run(cell: Cell) -> Step:
+    """Build the trainer, watch what it scores, train one step.
+
+    Raises:
+        Unsupported: where the trainer cannot be asked for this cell, or computed no reference log-probs.
+    """
+    s = cell.settings
+    config = drive.found(f"{cell.trainer.removesuffix('Trainer')}Config")
+    wanted: dict[str, Any] = {"beta": s.beta, "temperature": s.temperature, **drive.checkpointing(s.checkpointing)}
+    if cell.trainer == "GRPOTrainer":
+        wanted["loss_type"] = "grpo"
+    if s.padding_free:
+        wanted["padding_free"] = True
+    if cell.way == "fused":
+        wanted |= drive.fused(config)
+    needed = ["beta", *(["temperature"] if s.temperature != 1.0 else []), *(["padding_free"] if s.padding_free else [])]
+    model = models.model(s.model)
+    peft = drive.lora_config(models.targets(s.model)) if s.adapter == "lora" else None
+    trainer = drive.build(cell.trainer, model, drive.arguments(config, cell.device, wanted, tuple(needed)), peft)
+    if s.padding_free and not getattr(trainer, "padding_free", True):
+        raise Unsupported("padding_free=True: the installed version falls back to padding, with a warning")
+    wrapper = None
+    if s.checkpointing == drive.CUSTOM:
+        wrapper = checkpointing.install(trainer.model)
+        if getattr(trainer, "ref_model", None) is not None:
+            checkpointing.install(trainer.ref_model, checkpoint=False)
+    step = WATCH[cell.trainer](trainer)
+    if wrapper is not None:
+        step.lost = checkpointing.wrapped(trainer.model, wrapper)
+    return step
+
+
+def _watch_scores(trainer: Any) -> Step:
+    """GRPO and RLOO: the log-probs as their one method hands them out; policy with gradients, reference without."""
+    seen: dict[str, Any] = {}
+
+    def scored(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        logps = (out[0] if isinstance(out, tuple) else out).detach()
+        if torch.is_grad_enabled():
+            seen.setdefault("policy", logps)
+        elif args[0] is not trainer.model or trainer.ref_model is None:
+            seen["reference"] = args[1], logps  # RLOO scores the old policy first, the reference last
+
+    def lost(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        seen.setdefault("inputs", {k: v for k, v in args[1].items() if torch.is_tensor(v)})
+        seen.setdefault("loss", float((out[0] if isinstance(out, tuple) else out).detach()))
+
+    new = "_get_per_token_logps_and_entropies"
+    drive.spied(trainer, new if hasattr(trainer, new) else "_get_per_token_logps", scored)
+    drive.spied(trainer, "compute_loss", lost)
+    log = drive.train(trainer)
+    x = seen["inputs"]
+    given = x.get("ref_per_token_logps")
+    if given is None and "reference" not in seen:
+        raise Unsupported("the trainer computed no reference log-probs, so there is no KL")
+    mask = torch.cat([x["prompt_mask"], x["completion_mask"]], 1)
+    completion = torch.cat([torch.zeros_like(x["prompt_mask"]), x["completion_mask"]], 1)
+    ids = torch.cat([x["prompt_ids"], x["completion_ids"]], 1)
+    reference = _in_order(ids, *seen["reference"]) if given is None else given
+    return Step(ids, mask, completion, seen.get("policy"), reference, seen["loss"], log, x["advantages"])
+
+
+def _in_order(ids: Tensor, scored: Tensor, logps: Tensor) -> Tensor:
+    """The rows of `logps` in the order of the micro-batch: a generation batch is shuffled before it is trained on."""
+    return logps[[int((scored == row).all(1).nonzero()[0]) for row in ids]]
+
+
+def _watch_online(trainer: Any) -> Step:
+    """Online DPO: `_forward` hands out the log-probs, of the policy first, then of the reference."""
+    found: list[Any] = []
+    loss: list[float] = []
+    drive.spied(trainer, "_forward", lambda args, kwargs, out: found.append((args, out.detach())))
+    drive.spied(trainer, "training_step", lambda args, kwargs, out: loss.append(float(out)))
+    log = drive.train(trainer)
+    (_, prompt, prompt_mask, ids, mask, *_), policy = found[0]
+    both = torch.cat([prompt, ids], 1), torch.cat([prompt_mask, mask], 1)
+    completion = torch.cat([torch.zeros_like(prompt_mask), mask], 1)
+    return Step(*both, completion, policy, found[1][1], loss[0], log)
+
+
+def _watch_pairs(trainer: Any) -> Step:
+    """DPO: the batch as the loss got it; log-ratios show in its metrics."""
+    seen: dict[str, Any] = {}
+
+    def lost(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        seen.setdefault("inputs", {k: v for k, v in args[1].items() if torch.is_tensor(v)})
+        seen.setdefault("loss", float((out[0] if isinstance(out, tuple) else out).detach()))
+
+    drive.spied(trainer, "compute_loss", lost)
+    log = drive.train(trainer)
+    x = seen["inputs"]
+    if "completion_mask" not in x or "input_ids" not in x:
+        raise Unsupported(f"the installed version hands its loss {', '.join(x)}, not input_ids and completion_mask")
+    return Step(x["input_ids"], x["attention_mask"], x["completion_mask"], loss=seen["loss"], log=log)
+
+
+WATCH = {
+    "GRPOTrainer": _watch_scores,
+    "RLOOTrainer": _watch_scores,
+    "OnlineDPOTrainer": _watch_online,
+    "DPOTrainer": _watch_pairs,
+}
+
+
+@dataclasses.dataclass
+class Truth:
+    """The definition's log-probs of the tokens after the first, float64, (B, L - 1), and what rounding does to them.
+
+    Attributes:
+        logps, replicas: exact, and (R, B, L - 1) under Monte Carlo arithmetic.
+        apart: D, the most that two honest evaluations differ by at a token.
+        kl: the most that exp(d) - d - 1 comes to at a token.
+        counted: the tokens of completions.
+    """
+
+    logps: Tensor
+    replicas: Tensor
+    apart: Tensor
+    kl: Tensor
+    counted: Tensor
+
+
+def own(cell: Cell, ids: Tensor, mask: Tensor, completion: Tensor) -> Truth:
+    """Log-probs by the model's own forward in float64, the logits divided by the temperature."""
+    s = cell.settings
+    model = models.model(s.model, torch.float64).eval()
+    if s.checkpointing == drive.CUSTOM:
+        checkpointing.install(model, checkpoint=False)
+    ids, mask, completion = (x.cpu() for x in (ids, mask, completion))
+    temperature = s.temperature if cell.trainer in ("GRPOTrainer", "RLOOTrainer") else 1.0
+
+    def logps(copies: int) -> Tensor:
+        rows, seen = ids.repeat(copies, 1), mask.repeat(copies, 1)
+        z = model(input_ids=rows, attention_mask=seen, use_cache=False).logits[:, :-1] / temperature
+        return torch.log_softmax(z, -1).gather(-1, rows[:, 1:, None]).squeeze(-1)
+
+    with torch.no_grad(), Double():
+        exact = logps(1)
+        with StepRounding(IEEE_FP32, "fp32", 20261120):
+            stack = logps(REPLICAS).view(REPLICAS, *exact.shape)
+    rms = (stack - exact).square().mean(0).sqrt()
+    apart = 2 * ROW * torch.maximum(rms, U * exact.abs())
+    kl = apart.square() / 2 * apart.exp() + 4 * U
+    return Truth(exact, stack, apart, kl, completion[:, 1:].bool())
+
+
+def _log_probs(step: Step, truth: Truth) -> Iterator[Result]:
+    """Log-probs of both parties against the model's own logits, and against each other."""
+    for name, value in (("logps", step.policy), ("ref_logps", step.reference)):
+        if value is not None:
+            t = value.shape[1]
+            counted = truth.counted[:, -t:]
+            unit = Unit(truth.logps[:, -t:][counted], truth.replicas[:, :, -t:][:, counted], entrywise=True)
+            j = judge(value.detach().cpu()[counted], unit, value.dtype)
+            yield judged(name, j, value[counted], unit.exact, _first(value, truth))
+    if step.policy is not None and step.reference is not None:
+        t = step.policy.shape[1]
+        counted = truth.counted[:, -t:]
+        d = (step.policy - step.reference).detach().cpu().double()[counted].abs()
+        headroom = float((d / truth.apart[:, -t:][counted]).max())
+        yield Result(
+            "log_ratio", {"bound": headroom}, float(d.max()), 0.0, "policy and reference differ", max_abs=float(d.max())
+        )
+
+
+def _first(value: Tensor, truth: Truth) -> str:
+    """Where a party first leaves the definition."""
+    t = value.shape[1]
+    e = (value.detach().cpu().double() - truth.logps[:, -t:]).abs() * truth.counted[:, -t:]
+    beyond = (e > truth.apart[:, -t:]).nonzero()
+    if len(beyond) == 0:
+        return ""
+    b, i = (int(k) for k in beyond[0])
+    return (
+        f"first at sequence {b}, completion token {i}: {float(value[b, i]):.5g} instead of "
+        f"{float(truth.logps[b, i - t]):.5g} by the model's own logits"
+    )
+
+
+def _metric(step: Step, key: str) -> float:
+    if key not in step.log:
+        raise Unsupported(f"the trainer logged no {key}: no KL was computed")
+    return float(step.log[key])
+
+
+def _grpo(cell: Cell, step: Step, truth: Truth) -> Iterator[Result]:
+    assert step.policy is not None and step.reference is not None and step.advantages is not None
+    kl = _metric(step, "kl")
+    bound = float(truth.kl[truth.counted].max())
+    yield within("kl", kl, 0.0, bound, f"KL {kl:.4g} at step 1, at most {bound:.2g} is rounding")
+    yield _recomputed(kl, step, lambda d: torch.expm1(d) - d)
+    size = float(step.advantages.abs().mean())
+    exact = -float(step.advantages.double().mean())
+    allowed = cell.settings.beta * bound + (drive.COMPLETION + 8) * U * size
+    yield within("loss", step.loss, exact, allowed, f"loss {step.loss:.5g} at ratio 1 and KL 0, expected {exact:.5g}")
+
+
+def _recomputed(kl: float, step: Step, of: Any) -> Result:
+    """The trainer's metric against the definition on its own log-probs: the mean over completion tokens."""
+    assert step.policy is not None and step.reference is not None
+    t = step.policy.shape[1]
+    counted = step.completion[:, -t:].bool().cpu()
+    d = (step.reference - step.policy).detach().cpu()[counted]
+    exact = float(of(d.double()).mean())
+    # exp(d), the subtraction of d and of 1: u each of what they are near, and the mean's own
+    allowed = float(
+        (U * (3 * d.double().exp() + 2 * d.double().abs() + 1)).mean()
+    ) + counted.sum().item() ** 0.5 * U * abs(exact)
+    return within(
+        "kl by its own log-probs", kl, exact, allowed, f"the metric says {kl:.5g}, its own log-probs {exact:.5g}"
+    )
+
+
+def _rloo(cell: Cell, step: Step, truth: Truth) -> Iterator[Result]:
+    assert step.advantages is not None
+    kl = _metric(step, "kl")
+    bound = float(truth.apart[truth.counted].max())
+    yield within("kl", kl, 0.0, bound, f"mean log-ratio {kl:.4g} at step 1, at most {bound:.2g} is rounding")
+    # the sequence's ratio is exp of a sum of differences, each at most D
+    drift = math.expm1(float((truth.apart * truth.counted).sum(1).max()))
+    size, exact = float(step.advantages.abs().mean()), -float(step.advantages.double().mean())
+    yield within(
+        "loss", step.loss, exact, (drift + 8 * U) * size, f"loss {step.loss:.5g} at ratio 1, expected {exact:.5g}"
+    )
+
+
+def _pairs(cell: Cell, step: Step, truth: Truth) -> Iterator[Result]:
+    sums = (truth.apart * truth.counted).sum(1)
+    bound = cell.settings.beta * float(sums.max())
+    for key in ("rewards/chosen", "rewards/rejected"):
+        value = _metric(step, key)
+        yield within(key, value, 0.0, bound, f"{key} {value:.4g} at step 1, at most {bound:.2g} is rounding")
+    yield _ln2(step, bound)
+    kept = truth.logps * truth.counted
+    exact = kept.sum(1).chunk(2)
+    for key, rows in (("logps/chosen", exact[0]), ("logps/rejected", exact[1])):
+        value, truly = _metric(step, key), float(rows.mean())
+        allowed = float(sums.max()) / 2 + drive.COMPLETION * U * abs(truly)
+        yield within(key, value, truly, allowed, f"{key} {value:.6g}, {truly:.6g} by the model's own logits")
+
+
+def _online(cell: Cell, step: Step, truth: Truth) -> Iterator[Result]:
+    kl = _metric(step, "objective/kl")
+    sums = float(truth.apart.sum(1).max())  # the metric sums over padding too
+    yield within("kl", kl, 0.0, sums, f"KL {kl:.4g} at step 1, at most {sums:.2g} is rounding")
+    yield _ln2(step, cell.settings.beta * sums)
+
+
+def _ln2(step: Step, bound: float) -> Result:
+    """-log σ(0); its slope there is 1/2, of a difference of two sums."""
+    message = f"loss {step.loss:.6g} at log-ratio 0, expected ln 2"
+    return within("loss", step.loss, math.log(2.0), bound + 4 * U, message)
+
+
+METRICS = {"GRPOTrainer": _grpo, "RLOOTrainer": _rloo, "DPOTrainer": _pairs, "OnlineDPOTrainer": _online}
