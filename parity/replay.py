@@ -38,7 +38,8 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
     for entry, case in ledger.frozen():
         if entry.id == name:
             return case, None
-    for file in [*data.frozen_cases(), *sorted((reports / "findings").glob("*.json"))]:
+    recorded = sorted((data.cases_dir() / "history").glob("*.json"))
+    for file in [*data.frozen_cases(), *recorded, *sorted((reports / "findings").glob("*.json"))]:
         case = Case.load(file)
         if name in (case.id, file.stem):
             return case, json.loads(file.read_text()).get("implementation")

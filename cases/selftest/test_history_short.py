@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from parity.case import Case
 from parity.cli import main
 from parity.errors import UsageError
-from parity.versions import checks, compare, history
+from parity.versions import checks, history
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
 
@@ -96,6 +96,14 @@ def test_a_record_that_cannot_be_read_says_why(tmp_path, monkeypatch, changed, m
         (["bisect", "trl", "--good", "0.29.1", "--bad", "0.28.0", "--check", "is-ratio"], "swap them"),
         (["bisect", "trl", "--good", "0.28.0", "--bad", "0.28.0", "--check", "is-ratio"], "name two releases"),
         (["bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--case", "none.json"], "no such case file"),
+        (["bisect", "trl", "--good", "0.28.0", "--bad", "0.28.0"], "name two releases"),
+        (["bisect", "trl", "--good", "new", "--bad", "0.28.0"], "'new' is not a version of trl"),
+        (["bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--quantity", "loss"], "--quantity belongs to --case"),
+        (["bisect", "torch", "--good", "1.0.0", "--bad", "1.1.0", "--check", "is-ratio"], "is about trl, not torch"),
+        (["compare", "trl==1.0.0", "trl==1.0.0"], "name two"),
+        (["compare", "trl", "trl==1.0.0"], "neither a version nor a path"),
+        (["matrix", "trl", "1.0.0", "--family", "policy"], "write LOW..HIGH"),
+        (["matrix", "trl", "1.0.0..", "--family", "nope"], "family 'nope' has no matrix"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, message):
@@ -110,26 +118,6 @@ def row(**changed):
     return base | {"value_oracle": 1.0, "dist": 0.0, "dtype": "fp32", "gate": "scalar", "message": ""} | changed
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "mark", "nearer"),
-    [
-        ({}, {"verdict": "disagree", "headroom": 9.0, "value": 2.0, "dist": 1.0}, "+", "before"),
-        ({"verdict": "disagree", "headroom": 9.0, "value": 2.0, "dist": 1.0}, {}, "-", "after"),
-        ({}, {"value": 1.01, "dist": 0.01}, "~", "before"),
-        ({"quantity": None, "verdict": "refused"}, {"quantity": None, "verdict": "crashed"}, "~", ""),
-    ],
-)
-def test_what_moved_is_marked_and_held_against_the_definition(before, after, mark, nearer):
-    one, two = row(**before), row(**after)
-    found = compare.moved([one], [two], {"c": "named"})
-    assert [(m.case, m.mark, m.nearer) for m in found] == [("named", mark, nearer)]
-    assert "named" in compare.table(found)
-
-
-def test_what_did_not_move_is_left_out():
-    assert compare.moved([row()], [row(value=1.0 + 1e-9)], {}) == []
-
-
 def test_a_check_reads_only_its_own_rows():
     case = history.load(["is-ratio"])[0].check.case
     check = checks.Check("x", case, "i", ("grad_*",))
@@ -138,6 +126,9 @@ def test_a_check_reads_only_its_own_rows():
     assert (check.answer(rows).verdict, check.answer(rows).headroom) == ("agree", 0.2)
     rows.append(row(**own, quantity="grad_hidden", verdict="disagree", headroom=None))
     assert (check.answer(rows).verdict, check.answer(rows).headroom) == ("disagree", None)
+    crash = [row(**own, quantity=None, verdict="crashed", message="no")]
+    assert check.judged(crash).verdict == "crashed", "no judgement, unless the crash is what is looked for"
+    assert dataclasses.replace(check, failure="crashed").judged(crash).verdict == "disagree"
     refused = [row(**own, quantity=None, verdict="refused", message="no")]
     assert (check.answer(refused).verdict, check.answer(refused).message) == ("refused", "no")
     assert check.answer([]).verdict == "unsupported"

@@ -1,9 +1,14 @@
 """What may stand after `--with`, and that the refusal of anything else is one line that helps."""
 
 import subprocess
+import tomllib
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from parity.versions import resolve
 from parity.versions.client import one_line
 from parity.versions.spec import Spec, SpecError, checkout, parse, parse_all
 
@@ -79,3 +84,11 @@ def test_a_tools_message_becomes_one_line():
     message = "error: No solution found\n  cause: Because a was not found\n\nhint: look\nwarning: odd\n"
     assert one_line(message) == "No solution found · Because a was not found · hint: look"
     assert len(one_line("x" * 5000)) == 600
+
+
+def test_every_dependency_of_the_harness_comes_with_an_environment():
+    root = Path(resolve.__file__).parents[2]
+    declared = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {canonicalize_name(Requirement(line).name) for line in declared}
+    elsewhere = {"torch", "triton", "uv", *resolve.PARTNERS, *resolve.UNDECLARED, *resolve.TOOLS}
+    assert names - elsewhere == set(resolve.HARNESS), "a core dependency belongs into resolve.HARNESS"

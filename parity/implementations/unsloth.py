@@ -1,19 +1,49 @@
-"""Unsloth's log-probs, from unsloth-zoo.
+"""Unsloth's log-probs, GRPO loss and distillation loss, from unsloth-zoo.
 
 It patches libraries at import, so it wants a process of its own: `parity run --with unsloth-zoo==2026.10.9`. Its licence
-is (L)GPL: an optional extra, never a requirement. Its GRPO loss has no adapter yet.
+is (L)GPL: an optional extra, never a requirement. Its compiled regions run eagerly here (UNSLOTH_COMPILE_DISABLE is set
+for its environment): each shape would compile for seconds.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
+from typing import Any
+
+import torch
+
 from parity.families import Inputs
-from parity.implementations import Outputs, accepted, implementation, require
+from parity.families.logprobs import IGNORE_INDEX
+from parity.families.policy import WINDOW_NORMALISED
+from parity.implementations import Outputs, accepted, implementation, plain, require
+from parity.implementations.trl_divergence import heads
 from parity.rounding import Recipe
+
+JSD_CHUNK = 256
+"""Default of `distillation_chunked_jsd`."""
 
 
 def _chunked(x: Inputs) -> Recipe:
     """A chunk of logits in the dtype of the hidden states, to which the head is cast, and of their gradient likewise."""
     return Recipe(logits="input", dlogits="input", inputs=None if x.weight.dtype == x.hidden.dtype else "input")
+
+
+def _log_probs(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
+    """`chunked_hidden_states_selective_log_softmax`; 0 stands for no scale and no softcap there."""
+    import unsloth_zoo.rl_replacements as module
+
+    s = x.settings
+    logps = accepted(module, "chunked_hidden_states_selective_log_softmax")(
+        hidden,
+        x.weight,
+        x.ids.long(),
+        logit_scale_multiply=0.0 if s.logit_scale == 1.0 else s.logit_scale,
+        logit_softcapping=s.softcap or 0.0,
+        temperature=s.temperature,
+        lm_head_bias=x.bias,
+    )
+    return logps.view(s.B, s.T)
 
 
 @implementation(
@@ -25,19 +55,132 @@ def _chunked(x: Inputs) -> Recipe:
     sources=("unsloth_zoo.rl_replacements.chunked_hidden_states_selective_log_softmax",),
 )
 def chunked_selective_log_softmax(x: Inputs) -> Outputs:
-    """`chunked_hidden_states_selective_log_softmax(hidden, head, ids, …)`; 0 stands for no scale and no softcap there."""
+    """`chunked_hidden_states_selective_log_softmax(hidden, head, ids, …)`."""
+    require(x.settings.ignored == "none", "no ignore_index: the caller masks")
+    return {"logps": _log_probs(x, x.hidden)}
+
+
+def _options(x: Inputs) -> dict[str, Any]:
+    """The keyword arguments of `grpo_compute_loss`; what its caller would have to make is unsupported."""
+    s = x.settings
+    require(s.mode == "train", "the evaluation's normaliser is the caller's")
+    require(s.off_policy_mask_threshold is None, "the off-policy mask is TRL's, handed in by the trainer")
+    require(x.top_entropy_quantile is None and s.entropy_coef == 0.0, "entropy is the trainer's, around this loss")
+    require(x.importance_sampling_ratio is None, "forms the sampler's ratio itself, from old and sampling log-probs")
+    require(s.head != "lora", "the head's adapter is wiring: a bare loss takes one weight")
+    out: dict[str, Any] = {
+        "loss_type": s.loss_type,
+        "importance_sampling_level": s.importance_sampling_level,
+        "epsilon_low": s.epsilon,
+        "epsilon_high": s.epsilon if s.epsilon_high is None else s.epsilon_high,
+        "delta": s.delta,
+        "max_completion_length": s.max_completion_length,
+        "use_bias_correction_kl": s.use_bias_correction_kl,
+        "current_gradient_accumulation_steps": s.accumulation,
+    }
+    out |= {n: getattr(s, n) for n in ("sapo_temperature_pos", "sapo_temperature_neg")}
+    out |= {n: getattr(s, n) for n in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")}
+    if s.loss_type in WINDOW_NORMALISED:
+        out |= {"num_items_in_batch": x.num_items_in_batch, "steps_per_generation": s.steps_per_generation}
+    if s.loss_type == "vespo":
+        from trl import GRPOTrainer
+
+        out["get_gamma_weights"] = accepted(GRPOTrainer, "get_gamma_weights")
+    return out
+
+
+GRPO: dict[str, Any] = {
+    "family": "policy",
+    "role": "candidate",
+    "library": "unsloth-zoo",
+    "recipe": _chunked,
+}
+
+
+@implementation("unsloth.grpo_compute_loss", sources=("unsloth_zoo.rl_replacements.grpo_compute_loss",), **GRPO)
+def grpo_compute_loss(x: Inputs) -> Outputs:
+    """`grpo_compute_loss` under autograd, on Unsloth's own log-probs."""
     import unsloth_zoo.rl_replacements as module
 
-    s = x.settings
-    require(s.ignored == "none", "no ignore_index: the caller masks")
-    function = accepted(module, "chunked_hidden_states_selective_log_softmax")
-    logps = function(
-        x.hidden,
-        x.weight,
-        x.ids.long(),
-        logit_scale_multiply=0.0 if s.logit_scale == 1.0 else s.logit_scale,
-        logit_softcapping=s.softcap or 0.0,
-        temperature=s.temperature,
-        lm_head_bias=x.bias,
+    function, options = accepted(module, "grpo_compute_loss"), _options(x)
+    new = _log_probs(x, plain.states(x))
+    found = function(
+        x.ref_logps, new, x.old_logps, None, x.ids.long(), x.mask, x.settings.beta, x.advantages, **options
     )
-    return {"logps": logps.view(s.B, s.T)}
+    return {"loss": found[0]}
+
+
+def _efficient(x: Inputs, chunks: int) -> Outputs:
+    import unsloth_zoo.rl_replacements as module
+
+    function, options = accepted(module, "UnslothEfficientGRPO"), _options(x)
+    arguments = [x.weight, x.ids.long(), x.mask, x.advantages, x.settings.beta, None, chunks, options]
+    if x.settings.cotangent != "ones":
+        # Its backward ignores the upstream gradient unless told a factor for it, which the trainer does under DeepSpeed.
+        require("upstream_scale" in inspect.signature(function.forward).parameters, "ignores the upstream gradient")
+        arguments.append(1.0)
+    new = _log_probs(x, plain.states(x))
+    return {"loss": function.apply(new, x.old_logps, x.ref_logps, None, *arguments)[0]}
+
+
+EFFICIENT: dict[str, Any] = {"sources": ("unsloth_zoo.rl_replacements.UnslothEfficientGRPO",), **GRPO}
+
+
+@implementation("unsloth.UnslothEfficientGRPO", **EFFICIENT)
+def efficient(x: Inputs) -> Outputs:
+    """`UnslothEfficientGRPO` with one chunk, as Unsloth's trainer calls it since `unsloth_num_chunks` is ignored."""
+    return _efficient(x, 1)
+
+
+@implementation("unsloth.UnslothEfficientGRPO.chunks_4", **EFFICIENT)
+def efficient_four(x: Inputs) -> Outputs:
+    """`UnslothEfficientGRPO` with n_chunks=4, whatever the number of sequences."""
+    return _efficient(x, 4)
+
+
+@implementation("unsloth.UnslothEfficientGRPO.chunks_B", **EFFICIENT)
+def efficient_each(x: Inputs) -> Outputs:
+    """`UnslothEfficientGRPO` with a chunk a sequence."""
+    return _efficient(x, x.settings.B)
+
+
+def _jsd_chunks(x: Inputs) -> Recipe:
+    """Logits leave the product in the dtype of the head and are float32 from there; head gradients sum in its dtype."""
+    chunks = math.ceil(x.settings.B * x.settings.T / (x.settings.chunk_size or JSD_CHUNK))
+    dtype = plain.head_dtype(x)
+    return Recipe(logits=dtype, dlogits=dtype, accumulate=dtype, partials=max(1, chunks), output="fp32")
+
+
+@implementation(
+    "unsloth.distillation_chunked_jsd",
+    family="divergence",
+    role="candidate",
+    library="unsloth-zoo",
+    recipe=_jsd_chunks,
+    sources=("unsloth_zoo.rl_replacements.distillation_chunked_jsd",),
+)
+def distillation_chunked_jsd(x: Inputs) -> Outputs:
+    """`distillation_chunked_jsd`, chunks of valid positions, gradients taken in the forward pass."""
+    import unsloth_zoo.rl_replacements as module
+
+    heads(x)
+    s = x.settings
+    require(s.extra_vocabulary == 0, "one vocabulary: both heads have V rows")
+    found = accepted(module, "distillation_chunked_jsd")(
+        x.hidden,
+        x.teacher_hidden,
+        x.weight,
+        x.teacher_weight,
+        x.ids != IGNORE_INDEX,
+        beta=s.beta,
+        chunk_size=s.chunk_size or JSD_CHUNK,
+        num_items_in_batch=x.num_items_in_batch,
+        student_lm_head_bias=x.bias,
+        teacher_lm_head_bias=x.teacher_bias,
+        student_logit_scale=s.logit_scale,
+        teacher_logit_scale=s.teacher_logit_scale,
+        student_final_logit_softcapping=s.softcap or 0.0,
+        teacher_final_logit_softcapping=s.teacher_softcap or 0.0,
+        temperature=s.temperature,
+    )
+    return {"loss": found[0]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,16 +19,32 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Check:
-    """A case, an implementation, and which of its quantities count (patterns; by default all)."""
+    """A case, an implementation, and which of its quantities count (patterns; by default all).
+
+    `failure`: the verdict that counts as wrong when a search asks; "crashed" where the crash is what is looked for and
+    not an inability to judge.
+    """
 
     name: str
     case: Case
     implementation: str
     quantities: tuple[str, ...] = ("*",)
+    failure: str = "disagree"
+
+    @property
+    def about(self) -> str:
+        """What is followed, on one line."""
+        only = "" if self.quantities == ("*",) else f", {', '.join(self.quantities)}"
+        return f"{self.name}, {self.implementation}{only}"
 
     def measure(self, made: Environment) -> Measurement:
-        """The answer in an environment; EnvironmentUnusable when the process dies there."""
-        return self.answer(rows(made, [self.case], [self.implementation]))
+        """The answer of `judged` in an environment; EnvironmentUnusable when the process dies there."""
+        return self.judged(rows(made, [self.case], [self.implementation]))
+
+    def judged(self, found: Iterable[Row]) -> Measurement:
+        """`answer`, with this check's own failure read as a disagreement."""
+        answer = self.answer(found)
+        return replace(answer, verdict="disagree") if answer.verdict == self.failure else answer
 
     def own(self, found: Iterable[Row]) -> list[Row]:
         """The rows that this check is about."""

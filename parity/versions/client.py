@@ -36,13 +36,19 @@ def cache_root() -> Path:
     return Path(base).expanduser().absolute() / "parity"
 
 
+def cache_folder(*parts: str) -> Path:
+    """A folder below `cache_root`, made if it is not there; EnvironmentUnusable when it cannot be."""
+    path = cache_root().joinpath(*parts)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentUnusable(f"cache folder {path}: {error.strerror}; set PARITY_CACHE to another") from None
+    return path
+
+
 def uv(arguments: Sequence[str], *, stdin: str | None = None, offline: bool = False) -> str:
     """Runs uv and returns what it printed; UvFailed with its own message otherwise, EnvironmentUnusable without uv."""
-    root = cache_root()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EnvironmentUnusable(f"cache folder {root}: {error.strerror}; set PARITY_CACHE to another") from None
+    root = cache_folder()
     command = [_binary(), "--quiet", "--color", "never", "--no-progress", *(["--offline"] if offline else [])]
     # The working folder is the cache: a pyproject.toml or uv.toml where the user stands must not change the outcome.
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The commands about versions: history, bisect, compare, env."""
+"""The commands about versions: history, bisect, compare, matrix, env."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+from packaging.utils import canonicalize_name
 
-from parity.versions.client import EnvironmentUnusable, cache_root
+from parity.versions.client import EnvironmentUnusable, cache_folder, cache_root
 
 FOUND, NOT_FOUND, USAGE, UNUSABLE = 0, 1, 2, 3
 
 
 def _usable(command: Callable[..., int]) -> Callable[..., None]:
-    """Ends the process with the command's exit code; an unusable environment is one line and 3."""
+    """Ends the process with the command's exit code; an unusable environment, or a full disk, is one line and 3."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -26,7 +27,11 @@ def _usable(command: Callable[..., int]) -> Callable[..., None]:
             sys.exit(command(*args, **kwargs))
         except EnvironmentUnusable as error:
             click.echo(f"parity: {error}", err=True)
-            sys.exit(UNUSABLE)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            click.echo(f"parity: {error.filename or cache_root()}: {error.strerror or error}", err=True)
+        sys.exit(UNUSABLE)
 
     return run
 
@@ -37,12 +42,18 @@ def _progress(line: str) -> None:
 
 @click.command("history")
 @click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; repeat for several")
+@click.option("--bisect", "search", is_flag=True, help="bisect between the outermost releases of each record instead")
 @_usable
-def history_command(ids: tuple[str, ...]) -> int:
+def history_command(ids: tuple[str, ...], search: bool) -> int:
     """Real upstream failures: red on the releases that had them, green on those that do not."""
-    from parity.versions import history
+    from parity.versions import boundaries, history
 
-    findings = history.recall(history.load(ids), _progress)
+    records = history.load(ids)
+    if search:
+        found = boundaries.boundaries(records, _progress)
+        click.echo(boundaries.table(found))
+        return boundaries.exit_code(found)
+    findings = history.recall(records, _progress)
     click.echo(history.table(findings))
     return history.exit_code(findings)
 
@@ -53,37 +64,45 @@ def history_command(ids: tuple[str, ...]) -> int:
 @click.option("--bad", required=True, metavar="VER", help="a release that is wrong")
 @click.option("--case", "name", metavar="CASE", help="case file, ledger entry, or id of a case in reports/")
 @click.option("--check", "record", metavar="RECORD", help="a record of `parity history`")
-@click.option("--implementation", "implementations", multiple=True, metavar="ID", help="whom to follow on --case")
+@click.option("--implementation", "implementations", multiple=True, metavar="ID", help="whom to follow")
 @click.option("--quantity", "quantities", multiple=True, metavar="NAME", help="only this quantity of --case")
 @click.option("--find", type=click.Choice(["broken", "fixed"]), default="broken", show_default=True)
 @click.option("--hold", multiple=True, metavar="PKG==VER", help="a partner that must not move")
 @_usable
 def bisect_command(package: str, good: str, bad: str, find: Any, hold: tuple[str, ...], **chosen: Any) -> int:
-    """The release that changed an answer: searched over the releases of PKG between two that differ."""
-    from parity.versions.search import search
+    """The release that changed an answer: searched over the releases of PKG between two that differ.
 
-    check, arguments = _check(package, good, bad, find, hold, **chosen)
-    about = f"{check.name}, {check.implementation}" + (
-        "" if check.quantities == ("*",) else f", {', '.join(check.quantities)}"
-    )
-    question = "\n".join([package, good, bad, find, *hold, about, check.case.id])
-    state = cache_root() / "bisect" / f"{hashlib.sha256(question.encode()).hexdigest()[:12]}.json"
-    state.parent.mkdir(parents=True, exist_ok=True)
+    With neither --case nor --check it follows what differs most clearly between the ends, among the frozen cases.
+    """
+    from parity.versions.search import check_ends, search
+
+    package = str(canonicalize_name(package))
+    check_ends(package, good, bad, find)
+    question = "\n".join([package, good, bad, find, *hold])
+    check, arguments, remembered = _check(package, good, bad, find, hold, question, **chosen)
+    state = _state(f"{question}\n{check.about}\n{check.case.id}")
     done = search(
         package,
         good=good,
         bad=bad,
         check=check.measure,
-        about=about,
+        about=check.about,
         find=find,
         hold=hold,
         state=state,
         reproduce=f"parity replay {arguments} --with {{high}}",
         say=_progress,
     )
-    state.unlink(missing_ok=True)
+    for path in (state, remembered):
+        if path is not None:
+            path.unlink(missing_ok=True)
     click.echo(done.text)
     return {"found": FOUND, "swapped": USAGE, "unjudged": UNUSABLE}.get(done.found.outcome, NOT_FOUND)
+
+
+def _state(question: str) -> Path:
+    """Where a search keeps what it knows until it is done."""
+    return cache_folder("bisect") / f"{hashlib.sha256(question.encode()).hexdigest()[:12]}.json"
 
 
 def _check(
@@ -92,12 +111,13 @@ def _check(
     bad: str,
     find: str,
     hold: tuple[str, ...],
+    question: str,
     name: str | None,
     record: str | None,
     implementations: tuple[str, ...],
     quantities: tuple[str, ...],
-) -> tuple[Any, str]:
-    """The check that is followed, and how `parity replay` is told of it."""
+) -> tuple[Any, str, Path | None]:
+    """The check that is followed, how `parity replay` is told of it, and where it is remembered if it had to be found."""
     from parity.errors import UsageError
     from parity.implementations import select
     from parity.replay import find as find_case
@@ -108,15 +128,25 @@ def _check(
         raise UsageError("--case and --check both say what to look at; keep one")
     if record:
         found = history.load([record])[0]
-        return found.check, f"{_shown(found.file)} --implementation {found.check.implementation}"
+        if found.package != package:
+            raise UsageError(f"record {record!r} is about {found.package}, not {package}")
+        return found.check, f"{_shown(found.file)} --implementation {found.check.implementation}", None
     if name:
         case, found_with = find_case(name)
         chosen = only_implementation(case, implementations, found_with)
         select([chosen])
-        return Check(name, case, chosen, quantities or ("*",)), f"{name} --implementation {chosen}"
+        return Check(name, case, chosen, quantities or ("*",)), f"{name} --implementation {chosen}", None
+    if quantities:
+        raise UsageError("--quantity belongs to --case, which names the case it is a quantity of")
     older, newer = (good, bad) if find == "broken" else (bad, good)
-    check = compare.first_difference(package, older, newer, hold, implementations, find)
-    return check, f"{check.name} --implementation {check.implementation}"
+    remembered = _state(f"{question}\nfirst difference of {implementations}")
+    check = compare.remembered(remembered)
+    if check is None:
+        _progress(f"the frozen cases in {package} {older} and {newer}")
+        check = compare.first_difference(package, older, newer, hold, implementations, find)
+        compare.remember(remembered, check)
+    _progress(f"differs most clearly: {check.about}")
+    return check, f"{check.name} --implementation {check.implementation}", remembered
 
 
 def _shown(path: Path) -> str:
@@ -128,14 +158,42 @@ def _shown(path: Path) -> str:
 @click.argument("before", metavar="SPEC")
 @click.argument("after", metavar="SPEC")
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
+@click.option("--all-defaults", is_flag=True, help="every setting at the release's own default")
 @_usable
-def compare_command(before: str, after: str, implementations: tuple[str, ...]) -> int:
+def compare_command(before: str, after: str, implementations: tuple[str, ...], all_defaults: bool) -> int:
     """What moved between two environments, quantity by quantity, and which of the two is nearer to the definition."""
     from parity.versions.compare import compare
 
-    text, code = compare(([before], [after]), implementations)
+    text, code = compare(([before], [after]), implementations, all_defaults=all_defaults)
     click.echo(text)
     return code
+
+
+@click.command("matrix")
+@click.argument("package", metavar="PKG")
+@click.argument("releases", metavar="LOW..HIGH")
+@click.option("--family", "name", default="policy", show_default=True, help="policy, logprobs or divergence")
+@click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
+@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="environments at a time")
+@click.option("--html", type=click.Path(path_type=Path), default=Path("reports/matrix.html"), show_default=True)
+@_usable
+def matrix_command(
+    package: str, releases: str, name: str, implementations: tuple[str, ...], workers: int, html: Path
+) -> int:
+    """Every release of a range: headroom by implementation and loss type, on the terminal and as a page.
+
+    Killed, it goes on where it stopped. Exit 1 when the newest release is wrong somewhere.
+    """
+    from rich.console import Console
+
+    from parity.versions import matrix, matrix_page
+
+    package = str(canonicalize_name(package))
+    lines = matrix.matrix(package, releases, name, implementations, workers, _progress)
+    matrix_page.render(package, lines, Console(highlight=False))
+    matrix_page.write(package, name, lines, html)
+    click.echo(f"page: {html}")
+    return matrix.exit_code(lines)
 
 
 @click.group("env")
@@ -188,4 +246,4 @@ def env_prune(names: tuple[str, ...], days: int) -> int:
     return FOUND
 
 
-COMMANDS = (history_command, bisect_command, compare_command, env_command)
+COMMANDS = (history_command, bisect_command, compare_command, matrix_command, env_command)

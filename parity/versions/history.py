@@ -103,7 +103,8 @@ def _read(path: Path) -> Record:
         if verdicts[name] not in choices:
             raise UsageError(f"{path}: {name} {verdicts[name]!r} is unknown, choose from {', '.join(choices)}")
     case = Case.load(path.parent / raw["case"])
-    check = Check(path.stem, case, raw["implementation"], tuple(raw.get("quantities", ("*",))))
+    failure = "crashed" if verdicts["expect"] == "crashed" else "disagree"
+    check = Check(path.stem, case, raw["implementation"], tuple(raw.get("quantities", ("*",))), failure)
     bad, good = (tuple(_specs(raw["package"], text) for text in raw[side]) for side in ("bad", "good"))
     rest = {"link": raw.get("link", ""), "file": path.parent / raw["case"]}
     return Record(path.stem, raw["what"], raw["package"], bad, good, check, **verdicts, **rest)
@@ -132,13 +133,14 @@ def recall(records: Sequence[Record], say: Callable[[str], None]) -> list[Findin
 def _in_environment(specs: tuple[str, ...], asked: Sequence[tuple[Record, bool]]) -> list[Finding]:
     try:
         made = Environment.of(specs)
-        found = rows(made, *_distinct([record.check for record, _ in asked]))
+        found = rows(made, *distinct([record.check for record, _ in asked]))
     except EnvironmentUnusable as error:
         return [Finding(record, specs, bad, "not run", None, f": {error}") for record, bad in asked]
     return [_judged(record, specs, bad, found) for record, bad in asked]
 
 
-def _distinct(checks: Sequence[Check]) -> tuple[list[Case], list[str]]:
+def distinct(checks: Sequence[Check]) -> tuple[list[Case], list[str]]:
+    """The cases and implementations of several checks, each once."""
     cases = {check.case.id: check.case for check in checks}
     return list(cases.values()), sorted({check.implementation for check in checks})
 

@@ -1,10 +1,12 @@
 """Cases through implementations inside an environment, as result rows: what history, bisect and compare look through.
 
-`python -m parity.versions.probe PLAN` reads a plan (JSON file) and prints one row a line; `rows` is the caller's side.
+`python -m parity.versions.probe PLAN` reads a plan (JSON file) and prints one row a line, and the defaults of GRPOConfig
+where the plan asks for them; `look` is the caller's side.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -19,28 +21,51 @@ from parity.versions.environment import Environment
 from parity.worker import environment
 
 TIMEOUT = 600.0
-MARK = "parity-row "
+ROW, CONFIG = "parity-row ", "parity-config "
 
 Row = dict[str, Any]
 
 
-def rows(
-    made: Environment, cases: Sequence[Case], implementations: Sequence[str], timeout: float = TIMEOUT
-) -> list[Row]:
-    """Rows of every case through the named implementations and the references of its family, in the environment.
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What a probe saw: result rows, and name -> default of the fields of GRPOConfig (empty if not asked for)."""
+
+    rows: list[Row]
+    config: dict[str, Any]
+
+
+def rows(made: Environment, cases: Sequence[Case], implementations: Sequence[str]) -> list[Row]:
+    """The rows of `look`."""
+    return look(made, cases, implementations).rows
+
+
+def look(
+    made: Environment,
+    cases: Sequence[Case],
+    implementations: Sequence[str],
+    *,
+    config: bool = False,
+    timeout: float = TIMEOUT,
+) -> Look:
+    """Every case through the named implementations and the references of its family, in the environment.
 
     On the CPU, one thread, without repeated calls and relations: the same cases, the same rows, wherever it runs.
     EnvironmentUnusable when the process dies or takes longer than `timeout` seconds; the message is its last line.
     """
+    plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations), "config": config}
     with tempfile.TemporaryDirectory(prefix="parity-probe-") as folder:
-        plan = Path(folder) / "plan.json"
-        plan.write_text(json.dumps({"cases": [c.to_json() for c in cases], "implementations": list(implementations)}))
-        done = _ran(made, plan, timeout)
-    found = [json.loads(line.removeprefix(MARK)) for line in done.stdout.splitlines() if line.startswith(MARK)]
+        file = Path(folder) / "plan.json"
+        file.write_text(json.dumps(plan))
+        done = _ran(made, file, timeout)
     if done.returncode:
         last = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
         raise EnvironmentUnusable(f"environment {made.name}: {last}")
-    return found
+    marked = {mark: [json.loads(line.removeprefix(mark)) for line in _lines(done, mark)] for mark in (ROW, CONFIG)}
+    return Look(marked[ROW], marked[CONFIG][0] if config else {})
+
+
+def _lines(done: subprocess.CompletedProcess[str], mark: str) -> list[str]:
+    return [line for line in done.stdout.splitlines() if line.startswith(mark)]
 
 
 def _ran(made: Environment, plan: Path, timeout: float) -> subprocess.CompletedProcess[str]:
@@ -65,9 +90,24 @@ def main(argv: Sequence[str]) -> int:
         references = [one for one in select(()) if one.role == "reference"]
         chosen = {one.id: one for one in (*references, *wanted) if one.family == case.family}
         for row in run_case(case, chosen.values(), "cpu", thorough=False):
-            sys.stdout.write(f"\n{MARK}{json.dumps(row, allow_nan=False)}\n")
-            sys.stdout.flush()
+            _print(ROW, row)
+    if plan["config"]:
+        _print(CONFIG, _config())
     return 0
+
+
+def _print(mark: str, content: dict[str, Any]) -> None:
+    sys.stdout.write(f"\n{mark}{json.dumps(content, allow_nan=False)}\n")
+    sys.stdout.flush()
+
+
+def _config() -> dict[str, Any]:
+    """Defaults that a user may leave alone; one that is no plain value as Python writes it."""
+    from parity.implementations.trl_trainer import fields
+
+    plain = (bool, int, float, str, type(None))
+    known = {name: value for name, value in fields().items() if value is not dataclasses.MISSING}
+    return {name: value if isinstance(value, plain) else repr(value) for name, value in known.items()}
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ class Recipe:
 RECIPES = {
     # Its dependencies name a GPU stack; these are the ones its losses import. It patches libraries when imported.
     "unsloth-zoo": Recipe(
-        ("unsloth",), ("psutil", "msgspec", "tyro"), {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ALLOW_CPU": "1"}
+        ("unsloth",),
+        ("psutil", "msgspec", "tyro"),
+        {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ALLOW_CPU": "1", "UNSLOTH_COMPILE_DISABLE": "1"},
     ),
 }
 

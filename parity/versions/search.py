@@ -54,17 +54,20 @@ def search(
     hold: Sequence[str | Spec] = (),
     state: Path | None = None,
     reproduce: str = "parity compare {low} {high}",
+    confirm: int = 2,
+    alone: bool = True,
     say: Callable[[str], None] = print,
 ) -> Report:
     """Finds the neighbouring releases of `package` between which what `check` finds changed.
 
     find="broken": `good` is the older end; "fixed": `bad` is. `about` names the check in the report and in the state
     file, which is resumed if it holds this very search. `reproduce` is the line that ends the report ({low}, {high}:
-    specs). SearchError for ends in the wrong order or another search's state; EnvironmentUnusable for an end that does
+    specs). `confirm`: how often the final pair is measured again; `alone`: whether partners that moved with it are tried
+    alone. SearchError for ends in the wrong order or another search's state; EnvironmentUnusable for an end that does
     not exist. An environment that cannot be made or imported inside the range is passed over.
     """
     older, newer = (good, bad) if find == "broken" else (bad, good)
-    _check_ends(package, good, bad, find)
+    check_ends(package, good, bad, find)
     held = parse_all(hold)
     question = {"package": package, "good": good, "bad": bad, "find": find, "about": about}
     log = _Log({**question, "hold": [str(spec) for spec in held]}, state, check)
@@ -78,7 +81,7 @@ def search(
         say(f"{package} {version}: {_told(made)}{' (again)' if repeat else ''}")
         return made
 
-    found = bisect(candidates, measure, find=find, tell=tell)
+    found = bisect(candidates, measure, find=find, confirm=confirm, tell=tell)
     answers: dict[str, Measurement] = {}
     for version, made in found.measured:
         answers.setdefault(version, made)
@@ -86,7 +89,7 @@ def search(
     names = sorted({*low.versions, *high.versions}, key=lambda name: (name != package, name not in PARTNERS, name))
     pairs = {name: (low.versions.get(name, "absent"), high.versions.get(name, "absent")) for name in names}
     moved = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]} if found.outcome == "found" else {}
-    trials = _trials(package, found, moved, held, find, log, say)
+    trials = _trials(package, found, moved, held, find, log, say) if alone else []
     cause = tuple(name for name, answer, _ in trials if answer is Answer.YES)
     text = _text(package, about, find, found, answers, moved, trials, reproduce, held)
     return Report(found, moved, cause, text)
@@ -123,10 +126,10 @@ class _Log:
             return self.entries[key]
         try:
             environment = Environment.of(specs, hold)
+            made = self.check(environment)
         except EnvironmentUnusable as error:
             # Not kept: the index or the disk may be to blame, and a resumed search should see for itself.
             return Measurement("unsupported", message=str(error))
-        made = self.check(environment)
         made = Measurement(made.verdict, made.headroom, made.versions or environment.versions, made.message)
         self.entries[key] = made
         self._save()
@@ -169,7 +172,12 @@ def _trials(
     return [itself, *(alone(name, found.low, [f"{name}=={moved[name][1]}"]) for name in partners)]
 
 
-def _check_ends(package: str, good: str, bad: str, find: Find) -> None:
+def check_ends(package: str, good: str, bad: str, find: Find) -> None:
+    """Refuses ends between which there is nothing to search, before anything is measured.
+
+    Raises:
+        SearchError: an end is no version, both are the same, or they are in the wrong order for `find`.
+    """
     ends = []
     for label, text in (("good", good), ("bad", bad)):
         try:
@@ -227,7 +235,8 @@ def _text(
         lines.append(f"moved too: {', '.join(others)}")
     for version in found.between:
         lines.append(f"not judged: {package} {version}: {_told(answers[version])}")
-    lines.append(f"measured: {len(answers)} releases, decided by {found.by}, the pair confirmed twice")
+    times = sum(version == found.low for version, _ in found.measured)
+    lines.append(f"measured: {len(answers)} releases, decided by {found.by}, the pair {times} times")
     for name, answer, made in trials:
         before, after = moved[name]
         says = {Answer.YES: "shows the change", Answer.NO: "does not show it", Answer.UNKNOWN: "could not be judged"}

@@ -1,0 +1,175 @@
+"""What moved between two sets of rows, and the matrix's cells; without an environment."""
+
+import dataclasses
+
+import pytest
+from rich.console import Console
+
+from parity.case import Case
+from parity.versions import compare, history, matrix, matrix_page, moved
+from parity.versions.boundaries import Boundary, ends, exit_code
+from parity.versions.probe import Look
+
+CASE = Case("policy", 1, "fp32", {})
+
+
+def row(**changed):
+    base = {"case": CASE.id, "implementation": "i", "quantity": "loss", "verdict": "agree", "headroom": 0.6}
+    numbers = {"value": 1.0, "value_oracle": 1.0, "dist": 0.0, "dtype": "fp32", "gate": "scalar", "message": ""}
+    return base | numbers | changed
+
+
+def differences(before, after, **options):
+    names = [("named", CASE)]
+    return moved.moved(moved.side(before, names), moved.side(after, names), **options)
+
+
+WRONG = {"verdict": "disagree", "headroom": 9.0, "value": 2.0, "dist": 1.0}
+WHOLE = {"quantity": None, "value": None, "headroom": None, "value_oracle": None, "dist": None, "gate": None}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "mark", "nearer"),
+    [
+        ({}, WRONG, "+", "before"),
+        (WRONG, {}, "-", "after"),
+        (WRONG, WRONG | {"headroom": 90.0, "value": 9.0, "dist": 8.0}, "+", "before"),
+        ({}, {"value": 1.01, "dist": 0.01}, "~", "before"),
+        ({}, WHOLE | {"verdict": "refused"}, "~", ""),
+        ({}, WHOLE | {"verdict": "unsupported"}, "~", ""),
+        ({}, WHOLE | {"verdict": "crashed"}, "+", ""),
+        (WHOLE | {"verdict": "crashed"}, {}, "-", ""),
+        (WHOLE | {"verdict": "refused"}, WRONG, "+", ""),
+        (WRONG, WHOLE | {"verdict": "refused"}, "-", ""),
+    ],
+)
+def test_what_moved_is_marked_and_held_against_the_definition(before, after, mark, nearer):
+    found = differences([row(**before)], [row(**after)])
+    assert [(m.case, m.mark, m.nearer) for m in found] == [("named", mark, nearer)]
+    assert "named" in moved.table(found)
+
+
+def test_what_did_not_move_is_left_out():
+    assert differences([row()], [row(value=1.0 + 1e-9)]) == []
+    assert differences([row(headroom=0.1)], [row(headroom=0.0, value=1.01)]) == [], "rounding in another order"
+    assert differences([row(**WHOLE, verdict="refused")], [row(**WHOLE, verdict="refused")]) == []
+
+
+def test_under_settings_of_their_own_a_value_inside_its_gate_counts():
+    found = differences([row(headroom=0.1)], [row(headroom=0.1, value=2.0, value_oracle=2.0)], settings_too=True)
+    assert [m.mark for m in found] == ["~"]
+    assert "1 -> 2" in moved.table(found)
+
+
+def test_the_clearest_comes_first_and_is_what_a_search_follows(monkeypatch):
+    quantities = {"loss": 9.0, "grad_weight": 900.0, "grad_hidden": 2.0}
+    before = [row(quantity=q) for q in quantities]
+    after = [row(quantity=q, **WRONG | {"headroom": h}) for q, h in quantities.items()]
+    monkeypatch.setattr(compare, "Environment", type("E", (), {"of": staticmethod(lambda specs, hold: specs)}))
+    monkeypatch.setattr(compare, "cases", lambda: [("named", CASE)])
+    monkeypatch.setattr(compare, "both", lambda *_: [Look(before, {}), Look(after, {})])
+    check = compare.first_difference("trl", "1.0.0", "1.1.0", (), (), "broken")
+    assert (check.name, check.quantities, check.failure) == ("named", ("grad_weight",), "disagree")
+    with pytest.raises(compare.UsageError, match="nothing became right .* but 3 quantities broke"):
+        compare.first_difference("trl", "1.0.0", "1.1.0", (), (), "fixed")
+    crashed = [row(**WHOLE, verdict="crashed")]
+    monkeypatch.setattr(compare, "both", lambda *_: [Look(before, {}), Look(crashed, {})])
+    check = compare.first_difference("trl", "1.0.0", "1.1.0", (), (), "broken")
+    assert (check.quantities, check.failure) == (("*",), "crashed"), (
+        "a crash is then the failure, not a release to skip"
+    )
+
+
+def test_the_first_difference_survives_being_killed(tmp_path):
+    check = compare.Check("named", CASE, "i", ("loss",), "crashed")
+    compare.remember(tmp_path / "kept", check)
+    assert compare.remembered(tmp_path / "kept") == check
+    (tmp_path / "kept").write_text('{"name": "named"')
+    assert compare.remembered(tmp_path / "kept") is None
+    assert compare.remembered(tmp_path / "never") is None
+
+
+def test_all_defaults_are_the_releases_own():
+    policy = [(name, case) for name, case in compare.cases() if case.family == "policy"]
+    one = compare._with_defaults(policy, {"loss_type": "bnpo", "beta": 0.04, "top_k": 50})
+    settings = [case.settings for _, case in one]
+    assert all((s["loss_type"], s["beta"]) == ("bnpo", 0.04) for s in settings)
+    assert not any("delta" in s or "entropy_quantile" in s for s in settings), "what nobody set is at its default"
+    assert len({case.id for _, case in one}) == len(one) < len(policy)
+
+
+def record(bad, good):
+    bad, good = ([(f"trl=={v.split()[0]}", *v.split()[1:]) for v in side] for side in (bad, good))
+    return history.Record("r", "what", "trl", tuple(bad), tuple(good), compare.Check("r", CASE, "i"))
+
+
+@pytest.mark.parametrize(
+    ("bad", "good", "expected"),
+    [
+        (["0.28.0", "0.9.0 liger-kernel==0.6.5", "0.27.2"], ["0.29.1", "0.29.0"], [("fixed", "0.27.2", "0.29.1")]),
+        (["1.10.0", "1.9.0"], ["1.2.0", "1.11.0"], [("broken", "1.2.0", "1.10.0"), ("fixed", "1.9.0", "1.11.0")]),
+    ],
+)
+def test_a_record_is_searched_between_its_outermost_releases(bad, good, expected):
+    assert [(e.find, e.older, e.newer) for e in ends(record(bad, good))] == expected
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "right"),
+    [("0.28.0", "0.29.0", True), ("0.28.1", "0.28.2", True), ("0.27.2", "0.28.0", False), ("0.29.0", "0.29.1", False)],
+)
+def test_a_boundary_is_as_recorded_when_it_lies_between_the_recorded_sides(low, high, right):
+    one = record(["0.27.2", "0.28.0"], ["0.29.0", "0.29.1"])
+    found = Boundary(one, ends(one)[0], "found", low, high, 4)
+    assert found.as_recorded is right
+    assert exit_code([found]) == (0 if right else 1)
+    assert exit_code([dataclasses.replace(found, outcome="unjudged")]) == 3
+    assert not dataclasses.replace(found, outcome="alike").as_recorded
+
+
+CELLS = [
+    ([row(), row(quantity="grad_weight", headroom=0.2)], ("agree", 0.6, "loss")),
+    ([row(), row(quantity="grad_weight", **WRONG)], ("disagree", 9.0, "grad_weight")),
+    ([row(**WRONG), row(quantity="grad_weight", **WRONG | {"headroom": None})], ("disagree", None, "grad_weight")),
+    ([row(**WHOLE | {"verdict": "refused", "message": "no"})], ("refused", None, "no")),
+    ([row(), row(**WHOLE | {"verdict": "crashed", "message": "no"})], ("crashed", None, "no")),
+    ([], ("unsupported", None, "not among the implementations there")),
+]
+
+
+@pytest.mark.parametrize(("rows", "expected"), CELLS)
+def test_a_cell_shows_the_worst_of_its_cases(rows, expected):
+    found = matrix.cell([*rows, row(implementation="other", **WRONG)], "i", [CASE])
+    assert (found.verdict, found.headroom, found.worst) == expected
+
+
+def test_the_matrix_has_a_column_for_each_loss_type_and_every_case_can_be_built():
+    assert list(matrix.columns("policy")) == list(matrix.LOSS_TYPES)
+    for name in matrix.VARIANTS:
+        for cases in matrix.columns(name).values():
+            assert all(matrix.family(name).build(case).leaves for case in cases)
+
+
+def test_the_matrix_is_printed_and_written_and_lines_survive_being_killed(tmp_path, monkeypatch):
+    cells = {("i", column): matrix.cell(rows, "i", [CASE]) for column, (rows, _) in zip("abcdef", CELLS, strict=True)}
+    lines = [matrix.Line("1.0.0", "trl 1.0.0", cells), matrix.Line("1.1.0", "", {}, "<does> not import")]
+    console = Console(width=120, record=True)
+    matrix_page.render("trl", lines, console)
+    printed = console.export_text()
+    assert "0.60" in printed and "9.00" in printed and "inf" in printed and "refused" in printed
+    assert "not judged: trl 1.1.0: <does> not import" in printed
+    matrix_page.write("trl", "policy", lines, tmp_path / "page" / "matrix.html")
+    page = (tmp_path / "page" / "matrix.html").read_text()
+    assert 'class="far" title="grad_weight">inf' in page and "&lt;does&gt;" in page
+
+    monkeypatch.setattr(matrix, "Environment", type("E", (), {"of": staticmethod(lambda specs: Made)}))
+    monkeypatch.setattr(matrix, "rows", lambda made, cases, wanted: [row(case=cases[0].id)])
+    asked = {"grpo": [CASE]}
+    first = matrix._line("trl", "1.0.0", asked, ["i"], tmp_path)
+    monkeypatch.setattr(matrix, "rows", lambda *_: pytest.fail("asked again"))
+    assert matrix._line("trl", "1.0.0", asked, ["i"], tmp_path) == first
+    assert first.cells["i", "grpo"].verdict == "agree" and matrix.exit_code([first]) == 0
+
+
+class Made:
+    partners = "trl 1.0.0"
