@@ -25,6 +25,7 @@ from packaging.version import Version
 from parity import data
 from parity.case import Case
 from parity.errors import UsageError
+from parity.trainers import is_trainer
 from parity.versions.checks import Check, Row, amount, gradient_norm, loss
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
@@ -54,7 +55,10 @@ class Record:
     @property
     def reference(self) -> str:
         """The plain path that its candidate is held against in reports."""
-        return "trl.GRPOTrainer" if self.check.case.family == "policy" else "trl.selective_log_softmax"
+        family = self.check.case.family
+        if is_trainer(family):
+            return f"{family}.released"
+        return "trl.GRPOTrainer" if family == "policy" else "trl.selective_log_softmax"
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,8 @@ def recall(records: Sequence[Record], say: Callable[[str], None]) -> list[Findin
     for specs, asked in wanted.items():
         for finding in _in_environment(specs, asked):
             out.append(finding)
-            mark = {True: "as recorded", False: "NOT AS RECORDED", None: "not run"}[finding.as_recorded]
-            say(f"{' '.join(specs)}  {finding.record.id}: {finding.verdict}, {mark}{finding.told}")
+            mark = {True: ", as recorded", False: ", NOT AS RECORDED", None: ""}[finding.as_recorded]
+            say(f"{' '.join(specs)}  {finding.record.id}: {finding.verdict}{mark}{finding.told}")
     return out
 
 
