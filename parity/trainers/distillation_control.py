@@ -17,7 +17,7 @@ from parity.families.divergence import divergence
 from parity.trainers import models, recorded, server
 from parity.trainers.check import Cell, Result, check, judged
 from parity.trainers.distillation import ARCHITECTURE, SPLIT, beta_setting, cells
-from parity.trainers.exact import Double, Step
+from parity.trainers.exact import Step
 from parity.trainers.gradients import finite, gradients
 
 
@@ -63,32 +63,29 @@ def ragged_control(cell: Cell) -> Iterator[Result]:
     steps = recorded.train(trainer)
     window = [server.samples(b) for b in steps.batches]
     local = all(n is None for n in steps.items)
-    definition = functools.partial(_dense, window, _teacher_logps(window), cell.settings.beta, local)
+    definition = functools.partial(_dense, window, cell.settings.beta, local)
     step = Step(models.model(ARCHITECTURE, torch.float64).train(), definition)
-    loss = sum(steps.losses) / (len(window) if local else 1)  # the training loop divides what knows no num_items
-    yield judged("loss", step.judge_loss(loss), loss, step.loss)
+    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
     yield finite(steps.gradients[0])
     yield gradients(step, steps.gradients[0])
 
 
-def _teacher_logps(window: list[list[server.Sample]]) -> dict[tuple[int, ...], Tensor]:
-    model = models.model("qwen2", torch.float64).eval()
-    with torch.no_grad(), Double():
-        return {tuple(t): server.student_logps(model, [(t, start)], 1.0)[0] for b in window for t, start in b}
-
-
-def _dense(
-    window: list[list[server.Sample]], teacher: dict[tuple[int, ...], Tensor], beta: float, local: bool, model: Any
-) -> Tensor:
+def _dense(window: list[list[server.Sample]], beta: float, local: bool, model: Any) -> Tensor:
     """Mean over the completion tokens of the window; `local`: of each micro-batch, then over those (before 1.10)."""
     parts = []
     for batch in window:
-        pairs = zip(server.student_logps(model, batch, 1.0), batch, strict=True)
-        terms = [_everything(lp, teacher[tuple(t)], beta).sum(-1) for lp, (t, _) in pairs]
-        parts.append(torch.cat(terms))
+        with torch.no_grad():  # in every replica anew: the trainer rounds its teacher as it rounds its student
+            teacher = server.student_logps(_teacher(), batch, 1.0)
+        pairs = zip(server.student_logps(model, batch, 1.0), teacher, strict=True)
+        parts.append(torch.cat([_divergence(lp, lq, beta).sum(-1) for lp, lq in pairs]))
     return torch.stack([p.mean() for p in parts]).mean() if local else torch.cat(parts).mean()
 
 
-def _everything(lp: Tensor, lq: Tensor, beta: float) -> Tensor:
+@functools.cache
+def _teacher() -> Any:
+    return models.model("qwen2", torch.float64).eval().requires_grad_(False)
+
+
+def _divergence(lp: Tensor, lq: Tensor, beta: float) -> Tensor:
     gone = torch.zeros_like(lp, dtype=torch.bool)
     return divergence(lp, lq, gone, gone, beta)

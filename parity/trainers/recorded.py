@@ -18,7 +18,7 @@ class Steps:
     Attributes:
         batches: for each micro-batch in order, what `compute_loss` was given, tensors as they were.
         items: for each micro-batch `num_items_in_batch` as the training loop handed it over (None: it did not).
-        losses: for each micro-batch the loss that `compute_loss` returned.
+        losses: for each micro-batch the loss as it went into the backward pass, divided by the accumulation steps.
         gradients: for each optimizer step, name -> gradient before the optimizer saw it (absent: None).
     """
 
@@ -52,15 +52,18 @@ def train(trainer: Any, **options: Any) -> Steps:
     from transformers import TrainerCallback
 
     steps = Steps()
-    compute_loss = trainer.compute_loss
+    compute_loss, training_step = trainer.compute_loss, trainer.training_step
 
     def recording(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         steps.batches.append({k: _kept(v) for k, v in inputs.items()})
         items = kwargs.get("num_items_in_batch")
         steps.items.append(None if items is None else float(items))
-        out = compute_loss(model, inputs, *args, **kwargs)
-        steps.losses.append(float((out[0] if isinstance(out, tuple) else out).detach()))
-        return out
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    def stepping(*args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = training_step(*args, **kwargs)
+        steps.losses.append(float(loss))
+        return loss
 
     class Recorder(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -70,13 +73,13 @@ def train(trainer: Any, **options: Any) -> Steps:
             )
 
     recorder = Recorder()
-    trainer.compute_loss = recording
+    trainer.compute_loss, trainer.training_step = recording, stepping
     trainer.add_callback(recorder)
     try:
         with quiet(), environment_kept():
             trainer.train(**options)
     finally:
-        del trainer.compute_loss
+        del trainer.compute_loss, trainer.training_step
         trainer.remove_callback(recorder)
     return steps
 

@@ -1,0 +1,177 @@
+"""A real trainer over one stored window, in one of the ways that must not change its gradients."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.errors import Unsupported
+from parity.trainers import drive, models, recorded, windows
+from parity.trainers.windows import Row, Sequences
+
+BETA = {"dpo-trainer": 0.3, "kto-trainer": 0.3, "distillation-trainer": 0.5, "gkd-trainer": 0.5}
+CLASSES = {
+    "sft-trainer": "SFTTrainer",
+    "dpo-trainer": "DPOTrainer",
+    "kto-trainer": "KTOTrainer",
+    "grpo-trainer": "GRPOTrainer",
+    "rloo-trainer": "RLOOTrainer",
+    "distillation-trainer": "DistillationTrainer",
+}
+SAMPLED = ("grpo-trainer", "rloo-trainer", "distillation-trainer")
+"""Trainers that generate completions themselves: the stored ones are handed out instead."""
+
+
+def rows(trainer: str) -> list[Row]:
+    """The window of a trainer: groups of one prompt where advantages are relative to a group."""
+    return windows.rows(4 if trainer in ("grpo-trainer", "rloo-trainer") else 8)
+
+
+def expected(trainer: str) -> Sequences:
+    """The token sequences that must reach the loss, each once."""
+    chosen = rows(trainer)
+    own = windows.sequences(chosen, eos=trainer not in SAMPLED)
+    return own + windows.sequences(chosen, "other") if trainer == "dpo-trainer" else own
+
+
+def dataset(trainer: str, chosen: list[Row]) -> Any:
+    """The window as the dataset that the trainer takes."""
+    from datasets import Dataset
+
+    prompts = [r.prompt for r in chosen]
+    if trainer in SAMPLED:
+        return Dataset.from_dict(
+            {"prompt": list(dict.fromkeys(prompts)) if trainer != "distillation-trainer" else prompts}
+        )
+    columns: dict[str, list[Any]] = {"prompt": prompts, "completion": [r.completion for r in chosen]}
+    if trainer == "dpo-trainer":
+        columns = {"prompt": prompts, "chosen": columns["completion"], "rejected": [r.other for r in chosen]}
+    if trainer == "kto-trainer":
+        columns["label"] = [r.label for r in chosen]
+    return Dataset.from_dict(columns)
+
+
+def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
+    """Arguments of the trainer's config for a twin."""
+    batch, accumulation = map(int, s.split.split("x"))
+    out: dict[str, Any] = recorded.PLAIN | {
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulation,
+        "beta": BETA.get(trainer, s.beta),
+        "temperature": 1.0,
+        "num_generations": windows.GENERATIONS,
+        "max_length": 64,
+        **drive.checkpointing(s.checkpointing),
+    }
+    out |= {"loss_type": s.loss} if trainer == "grpo-trainer" else {}
+    out |= {"loss_type": "apo_zero_unpaired"} if trainer == "kto-trainer" else {}
+    out |= {"pad_to_multiple_of": 16} if s.padding == "extra" else {}
+    out |= {"padding_free": True} if s.padding == "none" else {}
+    out |= {"bf16": True} if s.precision == "autocast" else {}
+    return out
+
+
+def needed(s: SimpleNamespace) -> tuple[str, ...]:
+    """Config fields without which the twin would be the same run twice."""
+    return tuple({"extra": ["pad_to_multiple_of"], "none": ["padding_free"]}.get(s.padding, []))
+
+
+def build(trainer: str, s: SimpleNamespace, **more: Any) -> Any:
+    """The trainer, ready to train; `more` goes to its config.
+
+    Raises:
+        Unsupported: when the installed version lacks the trainer or what the twin needs of its config.
+    """
+    name = CLASSES[trainer]
+    config = drive.found(f"{name.removesuffix('Trainer')}Config")
+    args = drive.arguments(config, "cpu", {**options(trainer, s), **more}, needed(s))
+    given: dict[str, Any] = {"train_dataset": dataset(trainer, rows(trainer))}
+    if trainer in ("dpo-trainer", "kto-trainer"):
+        given["ref_model"] = models.model(s.model)
+    if trainer == "distillation-trainer":
+        given["teacher_model"] = models.model("qwen2")
+    tokenizer = models.tokenizer()
+    side, tokenizer.padding_side = tokenizer.padding_side, "right" if s.padding == "right" else "left"
+    try:
+        out = drive.build(name, windows.policy(s.model), args, **given)
+    finally:
+        tokenizer.padding_side = side
+    if s.padding == "none" and not getattr(out, "padding_free", True):
+        raise Unsupported("padding_free=True: the installed version falls back to padding")
+    if trainer in SAMPLED:
+        _hand_out(out, trainer)
+    return out
+
+
+def _hand_out(trainer: Any, name: str) -> None:
+    """Stored completions in place of generation; everything behind it is the trainer's own."""
+    if not hasattr(trainer, "_generate_single_turn"):
+        raise Unsupported("the installed version does not generate in a method of its own")
+    stored: dict[tuple[int, ...], list[list[int]]] = {}
+    for tokens, start in windows.sequences(rows(name), eos=False):
+        stored.setdefault(tuple(tokens[:start]), []).append(tokens[start:])
+
+    def generate(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
+        left = {k: list(v) for k, v in stored.items()}
+        found = [left[tuple(p)].pop(0) for p in prompt_ids]
+        return (found, None) if name == "grpo-trainer" else found
+
+    trainer._generate_single_turn = generate
+
+
+def seen(batches: list[dict[str, Any]]) -> Sequences:
+    """The sequences of recorded batches without padding, prompt length first found from their loss mask."""
+    out: Sequences = []
+    for batch in batches:
+        out += _of_batch(batch)
+    return out
+
+
+def _of_batch(batch: Mapping[str, Any]) -> Sequences:
+    if "prompt_ids" in batch:
+        tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        present = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        loss = torch.cat([torch.zeros_like(batch["prompt_mask"]), batch["completion_mask"]], 1)
+        return [_one(*row) for row in zip(tokens, present, loss, strict=True)]
+    tokens = batch["input_ids"]
+    loss = batch["completion_mask"] if "completion_mask" in batch else (batch["labels"] != -100).long()
+    if "attention_mask" in batch:
+        return [_one(*row) for row in zip(tokens, batch["attention_mask"], loss, strict=True)]
+    starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist() + [tokens.shape[1]]  # packed into one row
+    pieces = [slice(a, b) for a, b in itertools.pairwise(starts)]
+    return [_one(tokens[0, p], torch.ones_like(tokens[0, p]), loss[0, p]) for p in pieces]
+
+
+def _one(tokens: Tensor, present: Tensor, loss: Tensor) -> tuple[list[int], int]:
+    kept = tokens[present.bool()].tolist()
+    return kept, len(kept) - int((loss * present).sum())
+
+
+Definition = Callable[[Any], Tensor]
+
+
+def definition(trainer: str, s: SimpleNamespace) -> Definition:
+    """The loss of the whole window by its definition, a function of the float64 model."""
+    chosen = rows(trainer)
+    window = windows.sequences(chosen, eos=trainer not in SAMPLED)
+    beta = BETA.get(trainer, s.beta)
+    if trainer == "sft-trainer":
+        return functools.partial(windows.sft, window)
+    if trainer == "dpo-trainer":
+        pair = (window, windows.sequences(chosen, "other"))
+        return functools.partial(windows.dpo, pair, s.model, beta)
+    if trainer == "kto-trainer":
+        return functools.partial(windows.kto, window, [r.label for r in chosen], s.model, beta)
+    if trainer == "rloo-trainer":
+        return functools.partial(windows.rloo, window)
+    if trainer == "grpo-trainer":
+        settings = {"loss_type": s.loss, "beta": beta, "max_completion_length": drive.COMPLETION}
+        return functools.partial(windows.grpo, window, s.model, settings)
+    teacher = models.model("qwen2", torch.float64).eval().requires_grad_(False)
+    return functools.partial(windows.distillation, window, teacher, beta)

@@ -1,0 +1,93 @@
+"""Twins: runs of a real trainer that must give the same gradients, each judged against the definition in float64.
+
+A twin differs from the plain run in one thing that has no place in the loss: how the window is cut into micro-batches,
+where the padding stands, whether activations are checkpointed. What is judged is one optimizer window of stored data,
+eight sequences of unequal lengths that go in through a dataset and come out of the trainer's own batching.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from parity.families import Setting
+from parity.rounding import IEEE_FP32, Recipe
+from parity.trainers import drive, recorded, twin_runs, windows
+from parity.trainers.check import Cell, Result, check, holds, judged
+from parity.trainers.exact import Step
+from parity.trainers.gradients import finite, gradients
+
+TRAINERS = tuple(twin_runs.CLASSES)
+SPLITS = ("8x1", "4x2", "2x4", "1x8")
+LOSSES = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+AUTOCAST = Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax="bf16", inputs="bf16")
+
+SETTINGS = {
+    "model": Setting("llama", "tiny model", ("llama", "qwen2", "gemma2", "cohere", "qwen3_moe")),
+    "loss": Setting("grpo", "loss type of GRPO; bnpo is left out: a mean over the micro-batch by definition", LOSSES),
+    "beta": Setting(0.0, "weight of the KL term of GRPO", (0.0, 0.04)),
+    "split": Setting("8x1", "batch x accumulation", SPLITS),
+    "padding": Setting(
+        "left", "side of the tokenizer, to a multiple of 16, or none", ("left", "right", "extra", "none")
+    ),
+    "checkpointing": Setting(drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT)),
+    "precision": Setting("fp32", "float32, or autocast to bfloat16", ("fp32", "autocast")),
+}
+
+ACCUMULATED: dict[str, tuple[Mapping[str, Any], ...]] = {
+    "grpo-trainer": ({"loss": "dapo", "beta": 0.04}, {"loss": "grpo"}),
+}
+
+
+def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """In pr each trainer 1x8; in nightly every value of every setting by itself, per trainer, and GRPO's losses at 2x4."""
+    for trainer in TRAINERS:
+        some = ACCUMULATED.get(trainer, ({},))
+        if profile in ("quick", "pr"):
+            if profile == "pr" or trainer in ("sft-trainer", "grpo-trainer"):
+                yield trainer, {**some[0], "split": "1x8"}
+            continue
+        for settings in some:
+            yield from ((trainer, {**settings, "split": split}) for split in SPLITS)
+        for name, setting in SETTINGS.items():
+            if name in ("loss", "beta") and trainer != "grpo-trainer":
+                continue
+            yield from ((trainer, {name: v, "split": "2x4"}) for v in setting.choices or () if name != "split")
+
+
+@check("twins", TRAINERS, SETTINGS, cells, ways=("released",))
+def twins(cell: Cell) -> Iterator[Result]:
+    """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
+    s, trainer = cell.settings, cell.case.family
+    steps = recorded.train(twin_runs.build(trainer, s))
+    yield _all_there(trainer, steps)
+    step = by_definition(trainer, s)
+    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
+    yield finite(steps.gradients[0])
+    yield gradients(step, steps.gradients[0])
+
+
+def _all_there(trainer: str, steps: recorded.Steps) -> Result:
+    """Every sequence of the window, each once, prompt and completion as they were given."""
+    wanted, got = sorted(twin_runs.expected(trainer)), sorted(twin_runs.seen(steps.batches))
+    missing = [w for w in wanted if w not in got]
+    message = (
+        f"{len(got)} of {len(wanted)} sequences; missing {missing[:1]}, got {[g for g in got if g not in wanted][:1]}"
+    )
+    return holds("sequences", wanted == got, message, gate="exact", value=float(len(got)))
+
+
+def by_definition(trainer: str, s: SimpleNamespace) -> Step:
+    """The step of the definition, shared by all twins of one loss."""
+    return _by_definition(trainer, s.model, s.loss, s.beta, s.precision)
+
+
+@functools.lru_cache(maxsize=4)
+def _by_definition(trainer: str, model: str, loss: str, beta: float, precision: str) -> Step:
+    s = SimpleNamespace(model=model, loss=loss, beta=beta)
+    recipe = AUTOCAST if precision == "autocast" else IEEE_FP32
+    return Step(windows.policy(model, torch.float64), twin_runs.definition(trainer, s), recipe)

@@ -1,0 +1,213 @@
+"""One optimizer window of stored data, and its loss by definition, for every trainer whose twins are compared.
+
+Eight sequences of unequal lengths (of pairs: chosen and rejected of each). The policy is the tiny model moved a little, so
+that a reference model, read from disk, is not equal to it and log-ratios are not zero. Definitions are those of the
+papers; each is a mean over the window, however a trainer cuts it into micro-batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from parity.case import Case, normal
+from parity.families import Inputs
+from parity.families import family as loss_family
+from parity.families.divergence import divergence
+from parity.rounding import exact_mark
+from parity.trainers import exact, models
+from parity.trainers.drive import reward
+
+PROMPT_LENGTHS = (2, 6, 3, 5, 2, 4, 7, 3)
+LENGTHS = (7, 1, 4, 8, 2, 6, 3, 5)
+"""Tokens of each completion: no two alike, so that a mean of means is not the mean."""
+OTHER_LENGTHS = (3, 6, 2, 2, 8, 1, 5, 4)
+NUDGE = 0.05
+GENERATIONS = 2
+
+Sequences = list[tuple[list[int], int]]
+"""Token ids of prompt and completion, and the length of the prompt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A sample as words: a prompt, a completion, and another completion of the same prompt."""
+
+    prompt: str
+    completion: str
+    other: str
+    label: bool
+
+
+def rows(prompts: int = 8) -> list[Row]:
+    """The samples; with fewer prompts than samples they follow each other in groups of one prompt."""
+    out = []
+    for i, (length, other) in enumerate(zip(LENGTHS, OTHER_LENGTHS, strict=True)):
+        group = i * prompts // len(LENGTHS)
+        prompt = models.words(11, f"prompt {group}", PROMPT_LENGTHS[group]) + " "
+        completion, alternative = models.words(11, f"completion {i}", length), models.words(11, f"other {i}", other)
+        out.append(Row(prompt, completion, alternative, label=i % 3 != 0))
+    return out
+
+
+def ids(text: str) -> list[int]:
+    """Token ids of words."""
+    found: list[int] = models.tokenizer()(text, add_special_tokens=False)["input_ids"]
+    return found
+
+
+def sequences(chosen: Sequence[Row], name: str = "completion", eos: bool = True) -> Sequences:
+    """Prompt and completion of each row as token ids; `eos`: the completion ends as a dataset's does."""
+    end = [models.EOS] if eos else []
+    return [(ids(r.prompt) + ids(getattr(r, name)) + end, len(ids(r.prompt))) for r in chosen]
+
+
+def policy(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of the twins: the saved one, each parameter moved by a share of itself, the same bits in every dtype."""
+    out = models.model(architecture, dtype).train()
+    with torch.no_grad():
+        for name, parameter in out.named_parameters():
+            share = 1 + NUDGE * normal(5, name, parameter.shape)
+            parameter.copy_((parameter.float() * share.float()).to(parameter.dtype))
+    return out
+
+
+@functools.cache
+def reference(architecture: str) -> Any:
+    """The saved model in float64, without gradients."""
+    return models.model(architecture, torch.float64).eval().requires_grad_(False)
+
+
+def completion_logps(model: Any, window: Sequences) -> list[Tensor]:
+    """Log-probs (T_i,) of the tokens of each completion."""
+    out = []
+    for z, (tokens, start) in zip(exact.logits(model, [t for t, _ in window]), window, strict=True):
+        actual = torch.tensor(tokens[start:]).unsqueeze(-1)
+        out.append(torch.log_softmax(z[start - 1 : -1], -1).gather(-1, actual)[:, 0])
+    return out
+
+
+def sums(model: Any, window: Sequences) -> Tensor:
+    """log π(completion) of each sequence, (N,)."""
+    return torch.stack([lp.sum() for lp in completion_logps(model, window)])
+
+
+def log_ratios(model: Any, architecture: str, window: Sequences) -> Tensor:
+    """log π - log π_ref of each completion, (N,)."""
+    with torch.no_grad():
+        base = sums(reference(architecture), window)
+    return sums(model, window) - base
+
+
+def sft(window: Sequences, model: Any) -> Tensor:
+    """-Σ log p / N over the N completion tokens of the window."""
+    logps = torch.cat(completion_logps(model, window))
+    return -logps.sum() / logps.numel()
+
+
+def dpo(window: tuple[Sequences, Sequences], architecture: str, beta: float, model: Any) -> Tensor:
+    """mean of -log σ(β(Δ_chosen - Δ_rejected)), Δ the log-ratio to the reference (arXiv 2305.18290)."""
+    chosen, rejected = (log_ratios(model, architecture, w) for w in window)
+    return -logsigmoid(beta * (chosen - rejected)).mean()
+
+
+def kto(window: Sequences, labels: Sequence[bool], architecture: str, beta: float, model: Any) -> Tensor:
+    """mean of 1 - σ(βΔ) of a desirable and σ(βΔ) of an undesirable completion (APO-zero, arXiv 2408.06266, unpaired).
+
+    KTO's own loss subtracts a KL estimated on the micro-batch, so that it is not a sum over micro-batches.
+    """
+    p = torch.sigmoid(beta * log_ratios(model, architecture, window))
+    return torch.where(torch.tensor(labels), 1 - p, p).mean()
+
+
+def rewards(window: Sequences) -> Tensor:
+    """The rewards of the stored completions, in groups: (prompts, generations), float64."""
+    texts = models.tokenizer().batch_decode([t[start:] for t, start in window], skip_special_tokens=True)
+    return torch.tensor(reward(completions=texts), dtype=torch.float64).view(-1, GENERATIONS)
+
+
+def rloo(window: Sequences, model: Any) -> Tensor:
+    """-mean of A·exp(log π - log π_old) at π_old = π, A the reward minus the mean of the group's others (2402.14740)."""
+    r = rewards(window)
+    advantages = r - (r.sum(1, keepdim=True) - r) / (GENERATIONS - 1)
+    logps = sums(model, window)
+    return -(advantages.flatten() * (logps - logps.detach()).exp()).mean()
+
+
+def grpo(window: Sequences, architecture: str, settings: dict[str, Any], model: Any) -> Tensor:
+    """Family `policy` on the model's hidden states and head, the window as one batch."""
+    fam = loss_family("policy")
+    defaults = {name: s.default for name, s in fam.settings.items()}
+    s = SimpleNamespace(**{**defaults, **_head_settings(model), **settings})
+    tensors = _policy_tensors(window, model)
+    if s.beta != 0.0:
+        with torch.no_grad():
+            tensors["ref_logps"] = _padded(completion_logps(reference(architecture), window))
+    inputs = Inputs(Case("policy", 0, "fp64"), s, tensors, (), {})
+    return fam.oracle(inputs, exact_mark)["loss"]
+
+
+def _head_settings(model: Any) -> dict[str, Any]:
+    config = model.config.get_text_config()
+    return {
+        "softcap": getattr(config, "final_logit_softcapping", None),
+        "logit_scale": getattr(config, "logit_scale", None) or 1.0,
+    }
+
+
+def _policy_tensors(window: Sequences, model: Any) -> dict[str, Tensor | None]:
+    width = max(len(t) for t, _ in window)
+    tokens = torch.tensor([t + [models.PAD] * (width - len(t)) for t, _ in window])
+    attention = torch.tensor([[1] * len(t) + [0] * (width - len(t)) for t, _ in window])
+    hidden = model.base_model(input_ids=tokens, attention_mask=attention, use_cache=False).last_hidden_state
+    pieces = [hidden[i, start - 1 : len(t) - 1] for i, (t, start) in enumerate(window)]
+    counts = [len(t) - start for t, start in window]
+    mask = _padded([torch.ones(n, dtype=torch.float64) for n in counts])
+    r = rewards(window)
+    advantages = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)
+    head = model.get_output_embeddings()
+    none = (
+        "old_logps",
+        "ref_logps",
+        "sampling_logps",
+        "importance_sampling_ratio",
+        "top_entropy_quantile",
+        "tool_mask",
+    )
+    return {
+        "hidden": torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True),
+        "weight": head.weight,
+        "bias": head.bias,
+        "ids": torch.nn.utils.rnn.pad_sequence([torch.tensor(t[start:]) for t, start in window], batch_first=True),
+        "mask": mask,
+        "completion_mask": mask,
+        "advantages": advantages.flatten(),
+        "num_items_in_batch": mask.sum(),
+        **dict.fromkeys(none),
+        "lora_a": None,
+        "lora_b": None,
+    }
+
+
+def _padded(pieces: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
+
+
+def distillation(window: Sequences, teacher: Any, beta: float, model: Any) -> Tensor:
+    """Mean over the completion tokens of the window of the generalised JSD to the teacher."""
+    tokens = [t for t, _ in window]
+    with torch.no_grad():
+        q = exact.logits(teacher, tokens)
+    terms = []
+    for z, w, (_, start) in zip(exact.logits(model, tokens), q, window, strict=True):
+        lp, lq = (torch.log_softmax(x[start - 1 : -1], -1) for x in (z, w))
+        gone = torch.zeros_like(lp, dtype=torch.bool)
+        terms.append(divergence(lp, lq, gone, gone, beta).sum(-1))
+    return torch.cat(terms).mean()
