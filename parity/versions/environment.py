@@ -88,12 +88,13 @@ class Environment:
         settings: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         capture: bool = False,
+        stdin: str | None = None,
         timeout: float | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command in it, `parity` importable and PYTHONPATH otherwise empty: `run(["python", "-m", "parity"])`.
 
-        Its scripts come first on PATH. `settings` are added to the process environment. Nothing is checked: the
-        caller reads `returncode`. subprocess.TimeoutExpired after `timeout` seconds.
+        Its scripts come first on PATH. `settings` are added to the process environment, `stdin` is what it reads.
+        Nothing is checked: the caller reads `returncode`. subprocess.TimeoutExpired after `timeout` seconds.
         """
         variables = build.clean(os.environ)
         path = os.pathsep.join([str(self.root / "bin"), variables.get("PATH", os.defpath)])
@@ -106,6 +107,7 @@ class Environment:
                 env={**variables, **_settings(self.versions), **own, **(settings or {})},
                 cwd=cwd,
                 capture_output=capture,
+                input=stdin,
                 text=True,
                 errors="replace",
                 timeout=timeout,

@@ -88,7 +88,7 @@ def moved(before: Side, after: Side, *, settings_too: bool = False) -> list[Move
             one, two = one or _worst(before, key), two or _worst(after, key)
         if one is None or two is None or _differ(one, two, settings_too):
             out.append(Moved(*key, one, two))
-    return sorted(out, key=lambda m: (MARKS.index(m.mark), -m.weight, m.implementation, m.case))
+    return sorted(out, key=lambda m: (MARKS.index(m.mark), m.quantity is None, -m.weight, m.implementation, m.case))
 
 
 def _worst(rows: Side, key: tuple[str, str, str | None]) -> Row | None:

@@ -1,7 +1,7 @@
 """Cases through implementations inside an environment, as result rows: what history, bisect and compare look through.
 
-`python -m parity.versions.probe PLAN` reads a plan (JSON file) and prints one row a line, and the defaults of GRPOConfig
-where the plan asks for them; `look` is the caller's side.
+`python -m parity.versions.probe` reads a plan (JSON) from its standard input and prints one row a line, and the defaults
+of GRPOConfig where the plan asks for them; `look` is the caller's side.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from parity.case import Case
@@ -53,10 +51,7 @@ def look(
     EnvironmentUnusable when the process dies or takes longer than `timeout` seconds; the message is its last line.
     """
     plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations), "config": config}
-    with tempfile.TemporaryDirectory(prefix="parity-probe-") as folder:
-        file = Path(folder) / "plan.json"
-        file.write_text(json.dumps(plan))
-        done = _ran(made, file, timeout)
+    done = _ran(made, json.dumps(plan), timeout)
     if done.returncode:
         last = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
         raise EnvironmentUnusable(f"environment {made.name}: {last}")
@@ -68,22 +63,22 @@ def _lines(done: subprocess.CompletedProcess[str], mark: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(mark)]
 
 
-def _ran(made: Environment, plan: Path, timeout: float) -> subprocess.CompletedProcess[str]:
-    command = ["python", "-W", "ignore", "-m", "parity.versions.probe", str(plan)]
+def _ran(made: Environment, plan: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    command = ["python", "-W", "ignore", "-m", "parity.versions.probe"]
     try:
-        return made.run(command, settings=environment("cpu", 1), capture=True, timeout=timeout)
+        return made.run(command, settings=environment("cpu", 1), capture=True, stdin=plan, timeout=timeout)
     except subprocess.TimeoutExpired:
         raise EnvironmentUnusable(f"environment {made.name}: no answer in {timeout:.0f} s") from None
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> int:
     """Runs the plan in this process."""
     from parity.implementations import select
     from parity.run import run_case
     from parity.worker import prepare
 
     prepare("cpu", threads=1)
-    plan = json.loads(Path(argv[0]).read_text())
+    plan = json.load(sys.stdin)
     wanted = select(plan["implementations"])
     for raw in plan["cases"]:
         case = Case.from_json(raw)
@@ -111,4 +106,4 @@ def _config() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
