@@ -174,7 +174,7 @@ def trainer(x: Inputs, liger: bool = False) -> Any:
                     holder.compiled = False
     out.model.train(s.mode == "train")
     out.current_gradient_accumulation_steps = s.accumulation
-    if _mentions("control.should_evaluate"):  # 0.17 asks the control, not the model, which of the two it is
+    if mentions("control.should_evaluate"):  # 0.17 asks the control, not the model, which of the two it is
         out.control.should_evaluate = s.mode == "eval"
     return out
 
@@ -190,12 +190,12 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
     """The inputs dict of `compute_loss`: prompts padded left, completions right, and what the case adds."""
     s = x.settings
     device = x.hidden.device
-    require(x.tool_mask is None or _mentions("tool_mask"), "the installed version reads no tool_mask")
-    given = s.beta == 0.0 or _mentions('"ref_per_token_logps"')
+    require(x.tool_mask is None or mentions("tool_mask"), "the installed version reads no tool_mask")
+    given = s.beta == 0.0 or mentions('"ref_per_token_logps"')
     require(given, "the installed version takes reference log-probs from its own reference model")
-    shaped = x.advantages.dim() == 1 or _mentions("advantages.dim()")
+    shaped = x.advantages.dim() == 1 or mentions("advantages.dim()")
     require(shaped, "the installed version takes advantages of shape (B,) only")
-    divides = _mentions("current_gradient_accumulation_steps") or s.accumulation == 1 or s.mode == "eval"
+    divides = mentions("current_gradient_accumulation_steps") or s.accumulation == 1 or s.mode == "eval"
     require(divides, "the installed version leaves the division by the accumulation steps to training_step")
     inputs: dict[str, Any] = {
         "prompt_ids": torch.zeros(s.B, PROMPT, dtype=torch.long, device=device),
@@ -209,21 +209,21 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
     }
     if x.tool_mask is not None:
         inputs["tool_mask"] = x.tool_mask
-        if _mentions("self.tools"):  # 0.26 and 0.27 look at it for trainers with tools only
+        if mentions("self.tools"):  # 0.26 and 0.27 look at it for trainers with tools only
             out.tools = [_zero_reward]
-    if x.old_logps is not None and _mentions("self.num_iterations"):  # 0.17 looks at them from the second iteration on
+    if x.old_logps is not None and mentions("self.num_iterations"):  # 0.17 looks at them from the second iteration on
         out.num_iterations = 2
     if x.sampling_logps is not None:
         inputs["sampling_per_token_logps"] = x.sampling_logps
     if x.importance_sampling_ratio is not None:
-        require(_mentions("importance_sampling_ratio"), "the installed version reads no importance_sampling_ratio")
+        require(mentions("importance_sampling_ratio"), "the installed version reads no importance_sampling_ratio")
         inputs["importance_sampling_ratio"] = x.importance_sampling_ratio
         out.use_vllm, out.vllm_importance_sampling_correction = True, True
     return inputs
 
 
 @functools.cache
-def _mentions(text: str) -> bool:
+def mentions(text: str) -> bool:
     """Whether the source of the installed trainer's losses has this text: what a version reads, it can be given."""
     from trl import GRPOTrainer
 
