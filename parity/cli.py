@@ -152,6 +152,32 @@ def doctor_command() -> None:
     sys.exit(diagnose(_console()))
 
 
+@main.command("audit")
+@click.option("--family", "families", multiple=True, help="only this family")
+@click.option(
+    "--implementation",
+    "implementations",
+    multiple=True,
+    metavar="ID|FILE.py:NAME",
+    help="only this one, or your own function",
+)
+@click.option("--setting", "settings", multiple=True, help="only this setting")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
+@click.option("--cases", type=click.IntRange(1), default=2, show_default=True, help="cases for each setting")
+@click.option("--with", "specs", multiple=True, metavar="PKG==VER", help="in an environment with this version")
+@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
+@click.option(
+    "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
+)
+def audit_command(specs: tuple[str, ...], **options: Any) -> None:
+    """For each implementation and setting: honoured, ignored, wrong, refused or absent, and where to mend it."""
+    if specs:
+        sys.exit(_inside(specs))
+    from parity.audit.command import Options, run
+
+    sys.exit(run(Options(**options), _console()))
+
+
 @main.command("replay")
 @click.argument("case")
 @click.option("--implementation", "implementations", multiple=True, metavar="ID|FILE.py:NAME")

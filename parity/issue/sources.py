@@ -11,18 +11,18 @@ from typing import Any
 def located(name: str) -> str:
     """`package/module.py:line`, relative to where the package is installed, of a dotted name; or why there is none."""
     try:
-        found = _resolved(name)
-        found = _function(found)
+        found = resolved(name)
+        found = function(found)
         file = inspect.getsourcefile(found)
         _, line = inspect.getsourcelines(found)
     except (ImportError, AttributeError, OSError, TypeError) as error:
         return f"not found in the installed release ({type(error).__name__})"
     if file is None:
         return "no source file in the installed release"
-    return f"{_relative(file, name.partition('.')[0])}:{line}"
+    return f"{relative(file, name.partition('.')[0])}:{line}"
 
 
-def _resolved(name: str) -> Any:
+def resolved(name: str) -> Any:
     """Import the longest prefix that is a module, then follow attributes."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
@@ -36,7 +36,7 @@ def _resolved(name: str) -> Any:
     raise ModuleNotFoundError(name)
 
 
-def _function(found: Any) -> Any:
+def function(found: Any) -> Any:
     """The Python function under decorators, Triton's JITFunction and its interpreted stand-in included."""
     found = inspect.unwrap(found)
     while not (inspect.isroutine(found) or inspect.isclass(found)) and hasattr(found, "fn"):
@@ -44,7 +44,7 @@ def _function(found: Any) -> Any:
     return found
 
 
-def _relative(file: str, package: str) -> str:
+def relative(file: str, package: str) -> str:
     """The path from the package on: an issue names no folder of the machine it was written on."""
     parts = Path(file).parts
     return "/".join(parts[len(parts) - 1 - parts[::-1].index(package) :]) if package in parts else Path(file).name
