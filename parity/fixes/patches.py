@@ -33,7 +33,8 @@ def keep_gradient_checkpointing() -> Patch:
     back on and touches nothing else, in every module imported so far that took them by value, generated ones outside
     trl included; modules imported later take the replacement. Undoing rebinds both.
 
-    Nothing is done where trl has no such switch (0.22.2), or one that no longer overwrites: asked on a stand-in model.
+    In trl 0.22 to 0.25 only `unwrap_model_for_generation` overwrites. Nothing is done where neither does (up to 0.21, or
+    a release that mends it): asked on a stand-in model.
     """
     name = "keep_gradient_checkpointing"
     try:
@@ -41,14 +42,12 @@ def keep_gradient_checkpointing() -> Patch:
     except ImportError as error:
         return Patch(name, reason=f"trl cannot be imported ({error})")
     switch = getattr(utils, "disable_gradient_checkpointing", None)
-    if switch is None:
-        return Patch(name, reason="trl.models.utils has no disable_gradient_checkpointing")
-    if hasattr(switch, ORIGINAL):
+    unwrap = getattr(utils, "unwrap_model_for_generation", None)
+    if hasattr(switch, ORIGINAL) or hasattr(unwrap, ORIGINAL):
         return Patch(name, reason="already applied")
     replacements: list[tuple[Any, Any]] = []
-    if _overwrites_checkpointing(switch):
+    if switch is not None and _overwrites_checkpointing(switch):
         replacements.append((switch, _pausing_switch(switch)))
-    unwrap = getattr(utils, "unwrap_model_for_generation", None)
     if unwrap is not None and _calls(utils, unwrap, "gradient_checkpointing_enable"):
         replacements.append((unwrap, _pausing_unwrap(unwrap)))
     if not replacements:

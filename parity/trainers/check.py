@@ -22,6 +22,7 @@ from parity.judge import Judgement
 TRAINERS = {
     "grpo-trainer": "GRPOTrainer",
     "rloo-trainer": "RLOOTrainer",
+    "async-grpo-trainer": "AsyncGRPOTrainer",
     "online-dpo-trainer": "OnlineDPOTrainer",
     "dpo-trainer": "DPOTrainer",
     "kto-trainer": "KTOTrainer",

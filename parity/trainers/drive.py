@@ -145,6 +145,12 @@ def preferences() -> Any:
     )
 
 
+def texts() -> Any:
+    """A dataset of prompts and completions, for supervised fine-tuning."""
+    pairs = preferences()
+    return pairs.remove_columns("rejected").rename_column("chosen", "completion")
+
+
 def reward(completions: Any, **kwargs: Any) -> list[float]:
     """A reward that differs within a group: a hash of the completion, in [0, 1)."""
     return [float(hashes(3, str(c), (1,))[0] >> 40) / 2**24 for c in completions]
@@ -166,7 +172,8 @@ def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: 
     """A real trainer over `model` with the data that its kind takes."""
     kind = found(trainer)
     given: dict[str, Any] = {"model": model, "args": args, "processing_class": models.tokenizer(), **more}
-    given.setdefault("train_dataset", preferences() if trainer in PREFERENCES else prompts())
+    data = preferences if trainer in PREFERENCES else texts if trainer == "SFTTrainer" else prompts
+    given.setdefault("train_dataset", data())
     if trainer in REWARDED:
         given.setdefault("reward_funcs", reward)
     if peft_config is not None:
@@ -193,11 +200,11 @@ def train(trainer: Any) -> dict[str, Any]:
     return next((entry for entry in trainer.state.log_history if "loss" in entry or "kl" in entry), {})
 
 
-def patched(cell: Cell) -> contextlib.AbstractContextManager[Any]:
-    """What "fixed" means around a whole trainer: the patches that need no model."""
-    from parity.fixes.patches import keep_gradient_checkpointing
+def fixed(cell: Cell, trainer: Any) -> contextlib.AbstractContextManager[Any]:
+    """What "fixed" means: `parity.fixes.apply` on the constructed trainer, taken back afterwards."""
+    from parity.fixes import apply
 
-    return keep_gradient_checkpointing() if cell.way == "fixed" else contextlib.nullcontext()
+    return apply(trainer) if cell.way == "fixed" else contextlib.nullcontext()
 
 
 def spied(holder: Any, name: str, seen: Callable[[tuple[Any, ...], dict[str, Any], Any], None]) -> None:

@@ -217,13 +217,14 @@ def _folder() -> Path:
 
 
 def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A fresh model, loaded from `saved(name)` as a trainer loads its reference; in float64 by the plainest code."""
+    """A fresh model, loaded from `saved(name)` as a trainer loads its reference, with written-out attention.
+
+    Attention is not the subject here, and the fused one leaves out Gemma-2's softcap on attention scores in some releases.
+    """
     import transformers
 
     kind = getattr(transformers, ARCHITECTURES[name].model)
     with quiet():
-        if dtype != torch.float64:
-            return kind.from_pretrained(saved(name), torch_dtype=dtype)
         out = kind.from_pretrained(saved(name), torch_dtype=dtype, attn_implementation="eager")
     if hasattr(out, "set_experts_implementation"):  # the grouped product of transformers 5 knows no float64
         out.set_experts_implementation("eager")
@@ -321,6 +322,9 @@ def tokenizer() -> Any:
     )
     out.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
     return out
+
+
+PROJECTIONS = ("q_proj", "v_proj")
 
 
 def targets(name: str) -> str:

@@ -59,8 +59,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
 @check("step-one", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
 def step_one(cell: Cell) -> Iterator[Result]:
     """With the policy equal to the reference the first step shows no KL, no log-ratio and the loss of ratio 1."""
-    with drive.patched(cell):
-        step = run(cell)
+    step = run(cell)
     truth = own(cell, step.ids, step.mask, step.completion)
     yield from _log_probs(step, truth)
     yield from METRICS[cell.trainer](cell, step, truth)
@@ -123,7 +122,8 @@ def run(cell: Cell) -> Step:
         wrapper = checkpointing.install(trainer.model)
         if getattr(trainer, "ref_model", None) is not None:
             checkpointing.install(trainer.ref_model, checkpoint=False)
-    step = WATCH[cell.trainer](trainer)
+    with drive.fixed(cell, trainer):
+        step = WATCH[cell.trainer](trainer)
     if wrapper is not None:
         step.lost = checkpointing.wrapped(trainer.model, wrapper)
     return step
