@@ -231,11 +231,21 @@ class MonteCarlo(TorchDispatchMode):
             return x
         return _Stored.apply(x, self, forward, backward)
 
-    def spread(self, x: torch.Tensor, size: Callable[[], torch.Tensor], dtype: str) -> torch.Tensor:
-        """x + 2·u·size·ξ, a rounding that its gradient does not see."""
+    def spread(
+        self,
+        x: torch.Tensor,
+        size: Callable[[], torch.Tensor],
+        dtype: str,
+        along: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """x + δ with δ = 2·u·size·ξ, a rounding that the gradient of x does not see, or sees as δ times `along`'s."""
         self.quiet = True
         try:
-            return x + 2 * UNIT_ROUNDOFF[dtype] * size() * self.noise.like(x)
+            error = 2 * UNIT_ROUNDOFF[dtype] * size() * self.noise.like(x)
+            if along is None or not x.requires_grad:
+                return x + error
+            direction = along()
+            return x + error * (1 + direction - direction.detach())
         finally:
             self.quiet = False
 
@@ -269,10 +279,21 @@ class _Stored(torch.autograd.Function):
 class Mark(Protocol):
     """What an oracle calls where a recipe may store or round; see `recipe_mark`."""
 
-    def __call__(self, name: str, x: torch.Tensor, size: Callable[[], torch.Tensor] | None = None) -> torch.Tensor: ...
+    def __call__(
+        self,
+        name: str,
+        x: torch.Tensor,
+        size: Callable[[], torch.Tensor] | None = None,
+        along: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor: ...
 
 
-def exact_mark(name: str, x: torch.Tensor, size: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
+def exact_mark(
+    name: str,
+    x: torch.Tensor,
+    size: Callable[[], torch.Tensor] | None = None,
+    along: Callable[[], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """The mark of an exact run: nothing is stored narrower than float64."""
     return x
 
@@ -283,8 +304,9 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
     An oracle calls `mark("parameter", x)` on hidden states, weight and bias before use, `mark("states", x)` on what a
     model stores in its own dtype whatever the implementation, `mark("logits", z)` on logits as a matrix product or
     a bias addition leaves them, and `mark("selected", logps, size)` on the selected log-probs, with `size()` the root of
-    the sum of squares of the products that make the selected logit, and `mark("entropy", h, size)` on an entropy, with
-    `size()` the terms of logsumexp(z) - E[z], as which it may be computed.
+    the sum of squares of the products that make the selected logit, and `mark("entropy", h, size, along)` on an
+    entropy, with `size()` the terms of logsumexp(z) - E[z], as which it may be computed, and `along()` a function of the
+    logits along whose gradient the rounding of E[z] enters the entropy's gradient.
     """
     recipe = mode.recipe
     table = {
@@ -293,9 +315,14 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
         "logits": (recipe.logits, recipe.dlogits),
     }
 
-    def mark(name: str, x: torch.Tensor, size: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
+    def mark(
+        name: str,
+        x: torch.Tensor,
+        size: Callable[[], torch.Tensor] | None = None,
+        along: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         if name == "entropy":
-            return x if size is None else mode.spread(x, size, "fp32")
+            return x if size is None else mode.spread(x, size, "fp32", along)
         if name == "selected":
             return x if recipe.selected == "fp32" or size is None else mode.spread(x, size, recipe.selected)
         forward, backward = table[name]

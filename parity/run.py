@@ -151,13 +151,13 @@ def judge_all(
 
 
 def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
-    """Judge; while something disagrees by a finite amount, judge again with more replicas."""
+    """Judge; while something disagrees, be it by a finite amount or where replicas overflow, judge with more replicas."""
     recipe = implementation.recipe_for(bench.inputs)
     judged = judge_all(bench, implementation, outcome, recipe)
     s = bench.inputs.settings
     size = s.V * max(s.B * s.T, s.H)  # the logits or the head, whichever a replica holds more of
     for count in (CONFIRMATION, max(CONFIRMATION, min(LAST_WORD, LAST_WORD_LOGITS // size))):
-        if any(1.0 < j.headroom < math.inf for j in judged.values()):
+        if any(not j.agrees and (math.isfinite(j.headroom) or j.undecided) for j in judged.values()):
             judged = judge_all(bench, implementation, outcome, recipe, count)
     return judged
 

@@ -159,14 +159,23 @@ def selected(x: Inputs, all_logps: torch.Tensor, mark: Mark) -> torch.Tensor:
 
 
 def entropy(x: Inputs, z: torch.Tensor, all_logps: torch.Tensor, mark: Mark) -> torch.Tensor:
-    """-Σ p log p over the vocabulary, (…, B, T); a token of probability 0 contributes 0."""
+    """-Σ p log p over the vocabulary, (…, B, T); a token of probability 0 contributes 0.
+
+    Where it is computed as logsumexp(z) - E[z], the gradient p·(E[z] - z) takes the rounding of E[z] as it is: along p,
+    the gradient of a log-sum-exp.
+    """
     finite = all_logps.masked_fill(all_logps == -torch.inf, 0.0)
     value = -(all_logps.exp() * finite).sum(-1).unflatten(-1, x.ids.shape)
 
     def size() -> torch.Tensor:
         return 2 * torch.logsumexp(z.detach(), -1).abs().unflatten(-1, x.ids.shape)
 
-    return mark("entropy", value, size)
+    def total() -> torch.Tensor:
+        """logsumexp(z), from the log-probs at hand."""
+        top = z.detach().argmax(-1, keepdim=True)
+        return (z.gather(-1, top) - all_logps.gather(-1, top)).squeeze(-1).unflatten(-1, x.ids.shape)
+
+    return mark("entropy", value, size, total)
 
 
 def draw_head(
