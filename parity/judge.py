@@ -69,7 +69,7 @@ class Judgement:
     @property
     def gate(self) -> str:
         """The tightest gate."""
-        return max(self.gates, key=lambda g: math.inf if math.isnan(self.gates[g]) else self.gates[g])
+        return _tightest(self.gates)
 
     @property
     def headroom(self) -> float:
@@ -81,6 +81,10 @@ class Judgement:
     def agrees(self) -> bool:
         """Whether every gate holds."""
         return self.headroom <= 1.0
+
+
+def _tightest(gates: dict[str, float]) -> str:
+    return max(gates, key=lambda g: math.inf if math.isnan(gates[g]) else gates[g])
 
 
 def failed(message: str, gate: str = "structure") -> Judgement:
@@ -141,6 +145,7 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         gates["zero"] = 0.0 if float(leak) == 0.0 else math.inf
         if gates["zero"]:
             message = message or f"{float(leak):.3g} where the mask implies exactly 0"
+    by_row = None
     if unit.counted:
         gates["exact"] = float(e.abs().amax()) / (4 * UNIT_ROUNDOFF["fp32"] * max(1.0, float(o.abs().amax())))
         allowed = 4 * UNIT_ROUNDOFF["fp32"]
@@ -151,7 +156,7 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         allowed = max(FIRST_ORDER * unit.first_order, SCALAR * rms, worst, u * float(o.abs()), u_c * unit.terms, eta)
         gates["scalar"] = float(e.abs()) / allowed
     else:
-        allowed = _tensor_gates(gates, e, o, spread, u, eta, UNIT_ROUNDOFF[unit.compute], unit.entrywise)
+        allowed, by_row = _tensor_gates(gates, e, o, spread, u, eta, UNIT_ROUNDOFF[unit.compute], unit.entrywise)
     rtol = 6 * u
     safe = torch.where(skip, 0.0, v)
     return Judgement(
@@ -165,7 +170,7 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         rtol=rtol,
         allclose=bool(torch.allclose(safe, o, atol=allowed, rtol=rtol)) and bool(same.all()),
         slope=_slope(e, o) if e.dim() > 0 else None,
-        worst=_worst(v, unit.exact.detach().cpu().double(), e, same),
+        worst=_worst(v, unit.exact.detach().cpu().double(), e, same, by_row if _tightest(gates) == "row" else None),
     )
 
 
@@ -178,8 +183,8 @@ def _tensor_gates(
     eta: float,
     u_c: float,
     entrywise: bool,
-) -> float:
-    """Add the norm, max, row and slope gates; returns what the max gate allows."""
+) -> tuple[float, torch.Tensor | None]:
+    """Add the norm, max, row and slope gates; returns what the max gate allows, and the row gate each entry."""
     count = spread.shape[0]
     flat = spread.reshape(count, -1)
     n = o.numel()
@@ -189,6 +194,7 @@ def _tensor_gates(
     tops = flat.abs().amax(1)
     allowed = max(MAX * max(_rms(tops), u * float(o.abs().amax()), eta), WORST * float(tops.amax()))
     gates["max"] = float(e.abs().amax()) / allowed
+    by_row = None
     if o.dim() > 0:
         size = (lambda x: x.abs()) if entrywise else (lambda x: x.norm(dim=-1))
         width = 1 if entrywise else o.shape[-1]
@@ -198,7 +204,9 @@ def _tensor_gates(
         factor = (ROW * share.square().log1p().sqrt()).expm1() / share
         tail = (size(spread).amax(0) / unit).square()  # long only where the replicas show it: additive noise has none
         multiple = torch.minimum(factor, tail).clamp(min=ROW)
-        gates["row"] = float((size(e) / (multiple * unit)).amax())
+        allowed_row = multiple * unit
+        gates["row"] = float((size(e) / allowed_row).amax())
+        by_row = allowed_row if entrywise else allowed_row.unsqueeze(-1)
     top = float(o.abs().amax())
     if top > eta:  # below, the quantity is zero in its dtype and has no direction
         p, q = o / top, e / top
@@ -207,7 +215,7 @@ def _tensor_gates(
         floor = max(_rms(s_r), u / 3**0.5 * float(p.pow(4).sum().sqrt()) / energy, 2 * u_c)
         floor += eta / top * float(p.abs().sum()) / energy
         gates["slope"] = abs(float((q * p).sum()) / energy) / (SLOPE * floor)
-    return allowed
+    return allowed, by_row
 
 
 def _rms(x: torch.Tensor) -> float:
@@ -227,10 +235,13 @@ def _slope(e: torch.Tensor, o: torch.Tensor) -> float | None:
 
 
 def _worst(
-    v: torch.Tensor, o: torch.Tensor, e: torch.Tensor, same: torch.Tensor
+    v: torch.Tensor, o: torch.Tensor, e: torch.Tensor, same: torch.Tensor, allowed: torch.Tensor | None
 ) -> tuple[tuple[tuple[int, ...], float, float, float], ...]:
-    """Up to five entries (index, value, oracle, error), structural mismatches first, then by error."""
-    order = torch.where(same, e.abs(), torch.inf).flatten()
+    """Up to five entries (index, value, oracle, error): structural mismatches, then by error ÷ what its row is allowed.
+
+    Without `allowed` (another gate than row is the tightest) simply by error.
+    """
+    order = torch.where(same, e.abs() if allowed is None else e.abs() / allowed, torch.inf).flatten()
     k = min(5, order.numel())
     found = []
     for flat in order.topk(k).indices.tolist():

@@ -28,7 +28,7 @@ class Profile:
 
 PROFILES = {
     "quick": Profile({"logprobs": 80, "policy": 60, "divergence": 60}, cost=4, shrink_seconds=8.0, findings=3),
-    "pr": Profile({"logprobs": 850, "policy": 850, "divergence": 500}),
+    "pr": Profile({"logprobs": 700, "policy": 700, "divergence": 400}),
     "nightly": Profile(
         {"logprobs": 6000, "policy": 6000, "divergence": 6000}, derandomised=False, shrink_seconds=60.0, findings=20
     ),
