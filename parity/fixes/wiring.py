@@ -6,6 +6,7 @@ Nothing else of the trainer changes: it goes on reading its model's config, mask
 import contextlib
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -26,33 +27,26 @@ class _LogProbFunction:
 
     def __init__(self, original: Any) -> None:
         self.original = original
+        self.signature = inspect.signature(original.forward)  # bias since 1.13, outputs since 1.15
         self.optional = getattr(sys.modules[original.__module__], "OPTIONAL_OUTPUTS", (_ENTROPY,))
         setattr(self, ORIGINAL, original)
 
-    def apply(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk_size: int,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] | None = None,
-    ) -> Any:
-        wanted = self.optional if outputs is None else outputs
+    def apply(self, *args: Any) -> Any:
+        call = self.signature.bind(None, *args)
+        call.apply_defaults()
+        _, hidden, weight = call.args[:3]
+        given = call.arguments
+        wanted = given.get("outputs", self.optional)
         if set(wanted) - {"log_probs", _ENTROPY} or hasattr(weight, "ds_id"):
-            given = (hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale)
-            return self.original.apply(*given, *([] if outputs is None else [outputs]))
+            return self.original.apply(*args)
         found = selective_log_probs(
             hidden,
             weight,
-            targets,
-            bias=bias,
-            temperature=temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
+            given["targets"],
+            bias=given.get("bias"),
+            temperature=given["temperature"],
+            softcap=given.get("final_logit_softcapping"),
+            logit_scale=given.get("logit_scale", 1.0),
             entropy=_ENTROPY in wanted,
         )
         logps, entropies = found if isinstance(found, tuple) else (found, None)
@@ -60,7 +54,7 @@ class _LogProbFunction:
 
 
 def use_selective_log_probs() -> Patch:
-    """TRL's fused LM head (1.14 on) takes log-probs and entropies from `selective_log_probs`.
+    """TRL's fused LM head (GRPO: 1.14 on) takes log-probs and entropies from `selective_log_probs`.
 
     TRL's kernel keeps tiles of logits and their gradient in the dtype of the hidden states, and its entropy is NaN as
     soon as one logit is -inf; with the entropy bonus on, so are loss and gradients (1.16.0). For the whole process:
