@@ -213,7 +213,7 @@ def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
         mask = mask & ~drop
     tensors["top_entropy_quantile"] = None
     if s.entropy_quantile:
-        tensors["top_entropy_quantile"] = _quantile(entropy, mask, float(margin.max()) if margin.numel() else 0.0)
+        tensors["top_entropy_quantile"] = _quantile(entropy, mask, margin)
     tensors["importance_sampling_ratio"] = _ratio(case, s, mask)
     count = int((x.mask.bool() & ~mask).sum())
     dropped = x.mask.bool() & ~mask
@@ -328,16 +328,24 @@ def _sampling(
     return rounded(samp), (room > 40).expand_as(mask) & mask
 
 
-def _quantile(entropy: torch.Tensor, mask: torch.Tensor, margin: float) -> torch.Tensor | None:
-    """`top_entropy_quantile` whose threshold lies in the middle of the widest gap between entropies, or None without one."""
-    values = entropy[mask].sort().values
-    if values.numel() < 2:
-        return None
-    gaps = values.diff()
-    k = int(gaps.argmax())
-    if float(gaps[k]) < 8 * margin:
-        return None
-    return torch.tensor(1 - (k + 0.5) / (values.numel() - 1), dtype=torch.float64)
+def _quantile(entropy: torch.Tensor, mask: torch.Tensor, margin: torch.Tensor) -> torch.Tensor | None:
+    """`top_entropy_quantile` whose threshold lies between two entropies that rounding cannot exchange, or None.
+
+    The threshold is midway between neighbours k and k + 1 of the sorted entropies and moves by half the sum of their
+    errors. An entropy moves by less than four times the bound of its log-probs. Preferred are quantiles that would keep
+    other tokens if padding counted among the entropies, then those that leave most room.
+    """
+    values, order = entropy[mask].sort()
+    error = 4 * margin[mask][order]
+    best, found = (False, 0.0), None
+    for k in range(len(values) - 1):
+        threshold = (values[k] + values[k + 1]) / 2
+        room = float(((values - threshold).abs() - error).amin() - (error[k] + error[k + 1]) / 2)
+        quantile = (k + 0.5) / (len(values) - 1)
+        shifted = bool(((values >= torch.quantile(entropy.flatten(), quantile)) != (values >= threshold)).any())
+        if room > 0 and (shifted, room) > best:
+            best, found = (shifted, room), quantile
+    return None if found is None else torch.tensor(1 - found, dtype=torch.float64)
 
 
 def _ratio(case: Case, s: SimpleNamespace, mask: torch.Tensor) -> torch.Tensor | None:
