@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from parity.judge import Judgement, Unit, judge
-from parity.rounding import IEEE_FP32, MonteCarlo, Recipe
+from parity.rounding import IEEE_FP32, UNIT_ROUNDOFF, MonteCarlo
 
 aten = torch.ops.aten
 
@@ -66,6 +66,16 @@ class StepRounding(MonteCarlo):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+class AutocastRounding(StepRounding):
+    """`StepRounding` under autocast to bfloat16: matrix products read and write it, everything else is float32."""
+
+    def _matmul(self, out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        matmul, u = torch.bmm if a.dim() == 3 else torch.mm, UNIT_ROUNDOFF["bf16"]
+        bias = out - matmul(a, b)
+        rounded = matmul(self._grid(a, u), self._grid(b, u)) + bias
+        return self._grid(super()._matmul(rounded, a, b), u)
+
+
 def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """Logits (T_i, V) of each sequence, one call: padded on the right, where a causal model cannot see it."""
     width = max(len(ids) for ids in sequences)
@@ -85,8 +95,8 @@ class Step:
         exact: parameter -> gradient of the definition, float64 (0 where the loss does not reach it).
     """
 
-    def __init__(self, model: Any, loss: Loss, recipe: Recipe = IEEE_FP32):
-        self._model, self._loss, self._recipe = model, loss, recipe
+    def __init__(self, model: Any, loss: Loss, rounding: type[StepRounding] = StepRounding):
+        self._model, self._loss, self._rounding = model, loss, rounding
         self.loss, self.exact = self._run(None)
         self._replicas: list[Gradients] = []
         self._losses: list[Tensor] = []
@@ -108,7 +118,7 @@ class Step:
     def replicas(self, count: int) -> None:
         """Makes sure that there are `count` replicas."""
         while len(self._replicas) < count:
-            loss, grads = self._run(StepRounding(self._recipe, "fp32", 7919 * (1 + len(self._replicas))))
+            loss, grads = self._run(self._rounding(IEEE_FP32, "fp32", 7919 * (1 + len(self._replicas))))
             self._losses.append(loss)
             self._replicas.append(grads)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import Unsupported
+from parity.implementations.trl_trainer import mentions
 from parity.trainers import drive, models, recorded, windows
 from parity.trainers.windows import Row, Sequences
 
@@ -66,7 +69,8 @@ def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
         "beta": BETA.get(trainer, s.beta),
         "temperature": 1.0,
         "num_generations": windows.GENERATIONS,
-        "max_length": 64,
+        "max_length": None if s.padding == "none" else 64,
+        "use_bias_correction_kl": False,
         **drive.checkpointing(s.checkpointing),
     }
     out |= {"loss_type": s.loss} if trainer == "grpo-trainer" else {}
@@ -82,15 +86,16 @@ def needed(s: SimpleNamespace) -> tuple[str, ...]:
     return tuple({"extra": ["pad_to_multiple_of"], "none": ["padding_free"]}.get(s.padding, []))
 
 
-def build(trainer: str, s: SimpleNamespace, **more: Any) -> Any:
-    """The trainer, ready to train; `more` goes to its config.
+def build(trainer: str, s: SimpleNamespace, way: str = "released", **more: Any) -> Any:
+    """The trainer, ready to train, as released or on its fused path; `more` goes to its config.
 
     Raises:
         Unsupported: when the installed version lacks the trainer or what the twin needs of its config.
     """
     name = CLASSES[trainer]
     config = drive.found(f"{name.removesuffix('Trainer')}Config")
-    args = drive.arguments(config, "cpu", {**options(trainer, s), **more}, needed(s))
+    path = drive.fused(config) if way == "fused" else {}
+    args = drive.arguments(config, "cpu", {**options(trainer, s), **path, **more}, needed(s))
     given: dict[str, Any] = {"train_dataset": dataset(trainer, rows(trainer))}
     if trainer in ("dpo-trainer", "kto-trainer"):
         given["ref_model"] = models.model(s.model)
@@ -106,23 +111,53 @@ def build(trainer: str, s: SimpleNamespace, **more: Any) -> Any:
         raise Unsupported("padding_free=True: the installed version falls back to padding")
     if trainer in SAMPLED:
         _hand_out(out, trainer)
+    if s.tools:
+        _with_tools(out)
     return out
 
 
 def _hand_out(trainer: Any, name: str) -> None:
     """Stored completions in place of generation; everything behind it is the trainer's own."""
-    if not hasattr(trainer, "_generate_single_turn"):
+    original = getattr(trainer, "_generate_single_turn", None)
+    if original is None:
         raise Unsupported("the installed version does not generate in a method of its own")
+    handed = re.findall(r"return ((?:\w+, )*completion_ids(?:, \w+)*)\n", inspect.getsource(original))
+    if not handed:
+        raise Unsupported("_generate_single_turn of the installed version does not return completion_ids by that name")
     stored: dict[tuple[int, ...], list[list[int]]] = {}
     for tokens, start in windows.sequences(rows(name), eos=False):
         stored.setdefault(tuple(tokens[:start]), []).append(tokens[start:])
 
-    def generate(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
+    def generate(prompts: list[Any], *_: Any, **__: Any) -> Any:
+        prompt_ids = [windows.ids(p) if isinstance(p, str) else list(p) for p in prompts]
         left = {k: list(v) for k, v in stored.items()}
-        found = [left[tuple(p)].pop(0) for p in prompt_ids]
-        return (found, None) if name == "grpo-trainer" else found
+        completion_ids = [left[tuple(p)].pop(0) for p in prompt_ids]
+        known = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "extra_fields": {}}
+        out = tuple(known.get(n) for n in handed[0].split(", "))
+        return out if len(out) > 1 else out[0]
 
     trainer._generate_single_turn = generate
+
+
+def external(tokens: Tensor) -> Tensor:
+    """1 where a token counts as the model's own, 0 where it stands for a tool's answer: every fifth word."""
+    return (tokens % 5 != 0).long()
+
+
+def _with_tools(trainer: Any) -> None:
+    """A tool mask beside what the trainer's own scoring hands to its own batching, as a tool-calling run has it."""
+    score = trainer._generate_and_score_completions
+
+    def scored(inputs: Any) -> Any:
+        out = score(inputs)
+        out["tool_mask"] = torch.where(out["completion_mask"].bool(), external(out["completion_ids"]), 1)
+        if mentions("self.tools"):  # the losses of 0.26 and 0.27 look at the mask for trainers with tools only
+            trainer.tools = [external]
+        return out
+
+    if not mentions("tool_mask"):
+        raise Unsupported("the installed version reads no tool_mask")
+    trainer._generate_and_score_completions = scored
 
 
 def seen(batches: list[dict[str, Any]]) -> Sequences:
@@ -139,6 +174,8 @@ def _of_batch(batch: Mapping[str, Any]) -> Sequences:
         present = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         loss = torch.cat([torch.zeros_like(batch["prompt_mask"]), batch["completion_mask"]], 1)
         return [_one(*row) for row in zip(tokens, present, loss, strict=True)]
+    if "input_ids" not in batch:
+        raise Unsupported(f"a batch of {', '.join(sorted(batch))} is not a layout that can be read")
     tokens = batch["input_ids"]
     loss = batch["completion_mask"] if "completion_mask" in batch else (batch["labels"] != -100).long()
     if "attention_mask" in batch:
@@ -172,6 +209,6 @@ def definition(trainer: str, s: SimpleNamespace) -> Definition:
         return functools.partial(windows.rloo, window)
     if trainer == "grpo-trainer":
         settings = {"loss_type": s.loss, "beta": beta, "max_completion_length": drive.COMPLETION}
-        return functools.partial(windows.grpo, window, s.model, settings)
+        return functools.partial(windows.grpo, window, s.model, settings, external if s.tools else None)
     teacher = models.model("qwen2", torch.float64).eval().requires_grad_(False)
     return functools.partial(windows.distillation, window, teacher, beta)

@@ -15,16 +15,14 @@ from typing import Any
 import torch
 
 from parity.families import Setting
-from parity.rounding import IEEE_FP32, Recipe
 from parity.trainers import drive, recorded, twin_runs, windows
 from parity.trainers.check import Cell, Result, check, holds, judged
-from parity.trainers.exact import Step
+from parity.trainers.exact import AutocastRounding, Step, StepRounding
 from parity.trainers.gradients import finite, gradients
 
 TRAINERS = tuple(twin_runs.CLASSES)
 SPLITS = ("8x1", "4x2", "2x4", "1x8")
 LOSSES = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-AUTOCAST = Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax="bf16", inputs="bf16")
 
 SETTINGS = {
     "model": Setting("llama", "tiny model", ("llama", "qwen2", "gemma2", "cohere", "qwen3_moe")),
@@ -35,6 +33,7 @@ SETTINGS = {
         "left", "side of the tokenizer, to a multiple of 16, or none", ("left", "right", "extra", "none")
     ),
     "checkpointing": Setting(drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT)),
+    "tools": Setting(False, "some completion tokens are a tool's, GRPO only", (False, True)),
     "precision": Setting("fp32", "float32, or autocast to bfloat16", ("fp32", "autocast")),
 }
 
@@ -54,16 +53,16 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for settings in some:
             yield from ((trainer, {**settings, "split": split}) for split in SPLITS)
         for name, setting in SETTINGS.items():
-            if name in ("loss", "beta") and trainer != "grpo-trainer":
+            if name in ("loss", "beta", "tools") and trainer != "grpo-trainer":
                 continue
             yield from ((trainer, {name: v, "split": "2x4"}) for v in setting.choices or () if name != "split")
 
 
-@check("twins", TRAINERS, SETTINGS, cells, ways=("released",))
+@check("twins", TRAINERS, SETTINGS, cells, ways=("released", "fused"))
 def twins(cell: Cell) -> Iterator[Result]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s, trainer = cell.settings, cell.case.family
-    steps = recorded.train(twin_runs.build(trainer, s))
+    steps = recorded.train(twin_runs.build(trainer, s, cell.way))
     yield _all_there(trainer, steps)
     step = by_definition(trainer, s)
     yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
@@ -83,11 +82,11 @@ def _all_there(trainer: str, steps: recorded.Steps) -> Result:
 
 def by_definition(trainer: str, s: SimpleNamespace) -> Step:
     """The step of the definition, shared by all twins of one loss."""
-    return _by_definition(trainer, s.model, s.loss, s.beta, s.precision)
+    return _by_definition(trainer, s.model, s.loss, s.beta, s.tools, s.precision)
 
 
 @functools.lru_cache(maxsize=4)
-def _by_definition(trainer: str, model: str, loss: str, beta: float, precision: str) -> Step:
-    s = SimpleNamespace(model=model, loss=loss, beta=beta)
-    recipe = AUTOCAST if precision == "autocast" else IEEE_FP32
-    return Step(windows.policy(model, torch.float64), twin_runs.definition(trainer, s), recipe)
+def _by_definition(trainer: str, model: str, loss: str, beta: float, tools: bool, precision: str) -> Step:
+    s = SimpleNamespace(model=model, loss=loss, beta=beta, tools=tools)
+    rounding = AutocastRounding if precision == "autocast" else StepRounding
+    return Step(windows.policy(model, torch.float64), twin_runs.definition(trainer, s), rounding)

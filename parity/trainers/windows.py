@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,8 +141,14 @@ def rloo(window: Sequences, model: Any) -> Tensor:
     return -(advantages.flatten() * (logps - logps.detach()).exp()).mean()
 
 
-def grpo(window: Sequences, architecture: str, settings: dict[str, Any], model: Any) -> Tensor:
-    """Family `policy` on the model's hidden states and head, the window as one batch."""
+def grpo(
+    window: Sequences,
+    architecture: str,
+    settings: dict[str, Any],
+    own: Callable[[Tensor], Tensor] | None,
+    model: Any,
+) -> Tensor:
+    """Family `policy` on the model's hidden states and head, the window as one batch; `own`: token ids -> tool mask."""
     fam = loss_family("policy")
     defaults = {name: s.default for name, s in fam.settings.items()}
     s = SimpleNamespace(**{**defaults, **_head_settings(model), **settings})
@@ -150,6 +156,11 @@ def grpo(window: Sequences, architecture: str, settings: dict[str, Any], model: 
     if s.beta != 0.0:
         with torch.no_grad():
             tensors["ref_logps"] = _padded(completion_logps(reference(architecture), window))
+    if own is not None:
+        mask, tokens = tensors["mask"], tensors["ids"]
+        assert mask is not None and tokens is not None
+        mask = mask * own(tokens)
+        tensors |= {"mask": mask, "num_items_in_batch": mask.sum()}
     inputs = Inputs(Case("policy", 0, "fp64"), s, tensors, (), {})
     return fam.oracle(inputs, exact_mark)["loss"]
 
