@@ -164,11 +164,13 @@ def test_applying_twice_is_harmless_and_logged_once(trl_utils, clean, caplog, mo
     assert len(first) > 0
 
 
-def test_nothing_to_keep_where_trl_has_no_switch(trl_utils, monkeypatch):
-    monkeypatch.delattr(trl_utils, "disable_gradient_checkpointing")
-    patch = patches.keep_gradient_checkpointing()
-    assert not patch
-    assert "has no disable_gradient_checkpointing" in patch.reason
+def test_unwrapping_is_kept_from_overwriting_where_trl_has_no_switch(trl_utils, monkeypatch, clean):
+    monkeypatch.delattr(trl_utils, "disable_gradient_checkpointing")  # trl 0.22 to 0.25
+    original = trl_utils.unwrap_model_for_generation
+    patch = clean.enter_context(patches.keep_gradient_checkpointing())
+    assert "trl.models.utils.unwrap_model_for_generation" in patch.changed
+    assert trl_utils.unwrap_model_for_generation is not original
+    assert patches.keep_gradient_checkpointing().reason == "already applied"
 
 
 def test_nothing_to_keep_where_trl_is_right(trl_utils, monkeypatch):

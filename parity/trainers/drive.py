@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import inspect
 import pkgutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -145,6 +146,17 @@ def preferences() -> Any:
     )
 
 
+def _judge() -> Any:
+    """What online DPO took before it took reward functions: a judge, by the same hash."""
+    from trl import BasePairwiseJudge
+
+    class Judge(BasePairwiseJudge):
+        def judge(self, prompts: Any, completions: Any, shuffle_order: bool = True) -> list[int]:
+            return [int(reward([second])[0] > reward([first])[0]) for first, second in completions]
+
+    return Judge()
+
+
 def texts() -> Any:
     """A dataset of prompts and completions, for supervised fine-tuning."""
     pairs = preferences()
@@ -174,8 +186,10 @@ def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: 
     given: dict[str, Any] = {"model": model, "args": args, "processing_class": models.tokenizer(), **more}
     data = preferences if trainer in PREFERENCES else texts if trainer == "SFTTrainer" else prompts
     given.setdefault("train_dataset", data())
-    if trainer in REWARDED:
+    if trainer in REWARDED and "reward_funcs" in inspect.signature(kind.__init__).parameters:
         given.setdefault("reward_funcs", reward)
+    elif trainer in REWARDED:
+        given.setdefault("judge", _judge())
     if peft_config is not None:
         given["peft_config"] = peft_config
     with models.quiet(), environment_kept():
