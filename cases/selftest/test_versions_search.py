@@ -74,6 +74,7 @@ def test_the_package_itself_is_named_when_its_partners_are_innocent(world):
 def test_a_partner_that_moved_is_tried_alone_and_named(world):
     report, _ = search(world, lambda trl, liger: liger >= 2)
     assert (report.found.low, report.found.high, report.cause) == ("1.5.0", "1.6.0", ("liger-kernel",))
+    assert report.text.startswith("is-ratio broke in trl 1.6.0, with liger-kernel 0.2\n")
     assert "alone: liger-kernel 0.1 -> 0.2 shows the change" in report.text
     assert "alone: trl 1.5.0 -> 1.6.0 does not show it" in report.text
     assert "alone: datasets 4.5 -> 4.6 does not show it" in report.text

@@ -199,6 +199,12 @@ def _told(made: Measurement) -> str:
     return f"{made.verdict}{headroom}" + (f": {made.message}" if made.message else "")
 
 
+def _level(made: Measurement) -> str:
+    if made.verdict not in ("agree", "disagree"):
+        return "none"
+    return "not finite" if made.headroom is None else f"{made.headroom:.3g}"
+
+
 def _text(
     package: str,
     about: str,
@@ -225,14 +231,15 @@ def _text(
     change = {"broken": "broke in", "fixed": "became right in"}[find] if found.by == "verdict" else "changed in"
     named = (package, "torch", "triton", *PARTNERS)
     rows = [("", found.low, found.high), ("verdict", low.verdict, high.verdict)]
-    levels = ["not finite" if one.headroom is None else f"{one.headroom:.3g}" for one in (low, high)]
-    rows += [("headroom", levels[0], levels[1])]
+    rows += [("headroom", _level(low), _level(high))]
     rows += [(name, *pair) for name, pair in moved.items() if name in named]
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [f"{about} {change} {package} {found.high}", ""]
+    others = [name for name, answer, _ in trials if answer is Answer.YES and name != package]
+    by = "".join(f", with {name} {moved[name][1]}" for name in others)
+    lines = [f"{about} {change} {package} {found.high}{by}", ""]
     lines += [f"  {row[0]:{wide[0]}}  {row[1]:{wide[1]}}  {row[2]}" for row in rows] + [""]
-    if others := [name for name in moved if name not in named]:
-        lines.append(f"moved too: {', '.join(others)}")
+    if beside := [name for name in moved if name not in named]:
+        lines.append(f"moved too: {', '.join(beside)}")
     for version in found.between:
         lines.append(f"not judged: {package} {version}: {_told(answers[version])}")
     times = sum(version == found.low for version, _ in found.measured)
