@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,12 +22,22 @@ class Steps:
         items: for each micro-batch `num_items_in_batch` as the training loop handed it over (None: it did not).
         losses: for each micro-batch the loss as it went into the backward pass, divided by the accumulation steps.
         gradients: for each optimizer step, name -> gradient before the optimizer saw it (absent: None).
+        parameters: for each optimizer step, name -> value of the parameter that the gradient was taken at.
+        windows: for each optimizer step, the number of micro-batches up to its end.
+        activations: bytes that the first micro-batch's loss kept for its backward pass, parameters left out.
     """
 
     batches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     items: list[float | None] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     gradients: list[dict[str, Tensor | None]] = dataclasses.field(default_factory=list)
+    parameters: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
+    windows: list[int] = dataclasses.field(default_factory=list)
+    activations: int = 0
+
+    def window(self, step: int) -> list[dict[str, Any]]:
+        """The micro-batches of an optimizer step."""
+        return self.batches[self.windows[step - 1] if step else 0 : self.windows[step]]
 
 
 PLAIN = {
@@ -58,7 +70,12 @@ def train(trainer: Any, **options: Any) -> Steps:
         steps.batches.append({k: _kept(v) for k, v in inputs.items()})
         items = kwargs.get("num_items_in_batch")
         steps.items.append(None if items is None else float(items))
-        return compute_loss(model, inputs, *args, **kwargs)
+        if len(steps.batches) > 1:
+            return compute_loss(model, inputs, *args, **kwargs)
+        with _kept_bytes(model) as count:
+            out = compute_loss(model, inputs, *args, **kwargs)
+        steps.activations = count()
+        return out
 
     def stepping(*args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = training_step(*args, **kwargs)
@@ -67,10 +84,11 @@ def train(trainer: Any, **options: Any) -> Steps:
 
     class Recorder(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-            steps.gradients.append(
-                {n: None if p.grad is None else p.grad.detach().clone() for n, p in named if p.requires_grad}
-            )
+            named = dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
+            trained = {n: p for n, p in named.items() if p.requires_grad}
+            steps.gradients.append({n: None if p.grad is None else p.grad.detach().clone() for n, p in trained.items()})
+            steps.parameters.append({n: p.detach().clone() for n, p in named.items()})
+            steps.windows.append(len(steps.batches))
 
     recorder = Recorder()
     trainer.compute_loss, trainer.training_step = recording, stepping
@@ -82,6 +100,22 @@ def train(trainer: Any, **options: Any) -> Steps:
         del trainer.compute_loss, trainer.training_step
         trainer.remove_callback(recorder)
     return steps
+
+
+@contextlib.contextmanager
+def _kept_bytes(model: Any) -> Iterator[Callable[[], int]]:
+    """Counts what autograd saves within the block, each storage once, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield lambda: sum(found.values())
 
 
 def _kept(value: Any) -> Any:

@@ -68,6 +68,16 @@ def twins(cell: Cell) -> Iterator[Result]:
     yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
     yield finite(steps.gradients[0])
     yield gradients(step, steps.gradients[0])
+    if s.checkpointing != drive.OFF:
+        yield _saved(cell, steps.activations)
+
+
+def _saved(cell: Cell, checkpointed: int) -> Result:
+    """Checkpointing that keeps as many activations as none does nothing, whatever the config says."""
+    s = SimpleNamespace(**{**vars(cell.settings), "checkpointing": drive.OFF})
+    plain = recorded.train(twin_runs.build(cell.case.family, s, cell.way)).activations
+    message = f"{checkpointed} bytes of activations are kept, {plain} without checkpointing: it does nothing"
+    return Result("saved activations", {"bytes": checkpointed / plain}, float(checkpointed), float(plain), message)
 
 
 def _all_there(trainer: str, steps: recorded.Steps) -> Result:
