@@ -1,0 +1,51 @@
+"""`python -m parity.limits`: measure the detection limits, print the tables, draw the picture."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> int:
+    """Command line: rows to reports/limits.ndjson, tables to standard output, the picture where --plot says."""
+    from parity.worker import prepare
+
+    prepare("cpu", threads=1)
+    from parity.limits import plot, table
+    from parity.limits.measure import DTYPES, FAMILIES, LOGITS, Found, drawn, measure
+    from parity.run import Bench
+
+    parser = argparse.ArgumentParser(prog="python -m parity.limits", description=__doc__)
+    parser.add_argument("--cases", type=int, default=60, help="drawn cases of each family and dtype")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", choices=FAMILIES, action="append")
+    parser.add_argument("--rows", type=Path, default=Path("reports/limits.ndjson"))
+    parser.add_argument("--plot", type=Path, help="folder for detection-limit-*.svg")
+    options = parser.parse_args()
+    found: list[Found] = []
+    begun = time.process_time()
+    for name in options.family or FAMILIES:
+        for dtype in DTYPES:
+            for case in drawn(name, dtype, options.cases, options.seed):
+                bench = Bench.of(case)
+                for kind in list(LOGITS)[: 1 if dtype == "fp32" else None]:
+                    found += measure(name, dtype, kind, bench)
+            print(f"{name} {dtype}: {time.process_time() - begun:.0f} CPU-seconds so far", file=sys.stderr, flush=True)
+    options.rows.parent.mkdir(parents=True, exist_ok=True)
+    with options.rows.open("w") as file:
+        for one in found:
+            file.write(json.dumps(dataclasses.asdict(one), default=str) + "\n")
+    print(f"{table.markdown(found, options.cases)}\n\n{table.tolerances(found)}")
+    if options.plot:
+        for label in LOGITS:
+            path = options.plot / f"detection-limit-{label.split()[0]}.svg"
+            path.write_text(plot.svg(found, label), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
