@@ -39,7 +39,9 @@ check: $(READY)  ## ruff and types
 	$(PY) -m mypy
 
 bench: $(READY)  ## time and memory, side by side (pytest-benchmark)
-	$(PY) -m pytest cases/bench --benchmark-only $(ARGS)
+	@mkdir -p reports
+	$(PY) -m pytest -q cases/bench --benchmark-only --benchmark-json=reports/benchmark.json $(ARGS)
+	$(PY) -m parity.bench.report reports/benchmark.json --plot reports/benchmark.svg
 
 doctor: $(READY)  ## what is installed, what can run here, what is missing
 	$(PY) -m parity.cli doctor

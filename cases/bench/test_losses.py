@@ -1,0 +1,80 @@
+"""Forward and backward of every implementation, one round a test, the order of implementations alternating by round.
+
+`make bench` times every size; an ordinary test run takes one round of the smallest.
+"""
+
+import functools
+import os
+import time
+
+import pytest
+import torch
+
+from parity.bench import losses, measure
+from parity.errors import Unsupported
+from parity.implementations import load
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = ("fp32", "bf16") if DEVICE == "cpu" else ("bf16",)
+FAMILIES = {"logprobs": losses.LOGPROBS, "policy": losses.POLICY}
+ROUNDS = int(os.environ.get("PARITY_BENCH_ROUNDS", "5"))
+# On a shared CPU the time that this process ran is what can be compared; one thread, so nothing waits for another.
+TIMER = time.perf_counter if DEVICE == "cuda" else time.process_time
+
+
+def pytest_generate_tests(metafunc):
+    timing = metafunc.config.getoption("benchmark_only", False)
+    sizes = losses.SIZES[DEVICE] if timing else losses.SIZES["cpu"][:1]
+    schedule = [
+        (family, size, dtype, turn, name)
+        for size in sizes
+        for dtype in DTYPES
+        for family, names in FAMILIES.items()
+        for turn in range(ROUNDS if timing else 1)
+        for name in (names if turn % 2 == 0 else names[::-1])
+    ]
+    if not timing:
+        schedule = [entry for entry in schedule if not entry[-1].endswith(("compiled", "torch_compile"))]
+    metafunc.parametrize(("family", "size", "dtype", "turn", "name"), schedule, ids=lambda value: str(value))
+
+
+@functools.lru_cache(maxsize=1)
+def shared(family, size, dtype):
+    """The inputs of all implementations, and what each gave and needed: its pass, its peak, or why it has none."""
+    return losses.inputs(family, size, dtype, DEVICE), {}
+
+
+def first(known, name, inputs):
+    """Prepares and runs an implementation once, unless that was done: warm-up, compilation, results, peak memory."""
+    if name not in known:
+        try:
+            run = losses.prepared(load()[name], inputs)
+            results = run()
+            with measure.peak(DEVICE) as peak:
+                run()
+            known[name] = run, {k: float(v.double().norm()) for k, v in results.items()}, peak.bytes, None
+        except Unsupported as error:
+            known[name] = None, {}, None, str(error)
+        except Exception as error:
+            if not measure.out_of_memory(error):
+                raise
+            known[name] = None, {}, None, "out of memory"
+    return known[name]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.benchmark(timer=TIMER, min_rounds=1, warmup=False)
+def test_forward_and_backward(benchmark, family, size, dtype, turn, name):
+    inputs, known = shared(family, size, dtype)
+    run, norms, peak, why = first(known, name, inputs)
+    benchmark.group = f"{family} {size} {dtype}"
+    benchmark.extra_info.update(
+        table=family, size=str(size), dtype=dtype, turn=turn, name=name, peak=peak, why=why, timer=TIMER.__name__
+    )
+    if run is None:
+        benchmark.pedantic(lambda: None, rounds=1)
+        return
+    benchmark.pedantic(run, rounds=1)
+    ours = known.get(FAMILIES[family][-1])
+    for quantity in set(norms) & set(ours[1] if ours else ()) - {"loss"}:
+        assert norms[quantity] == pytest.approx(ours[1][quantity], rel=0.02), quantity
