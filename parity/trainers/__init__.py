@@ -19,7 +19,16 @@ from parity.families import Setting, fits
 from parity.implementations import Implementation
 from parity.trainers.check import CHECKS, TRAINERS, WAYS, Check
 
-MODULES = ("step_one", "gradient_flow", "config_values", "advantages", "twins", "distillation", "distillation_control")
+MODULES = (
+    "step_one",
+    "gradient_flow",
+    "config_values",
+    "advantages",
+    "twins",
+    "twin_windows",
+    "distillation",
+    "distillation_control",
+)
 
 
 def load() -> dict[str, Check]:

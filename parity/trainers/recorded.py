@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.implementations.trl_trainer import environment_kept, quiet
+from parity.implementations.trl_trainer import environment_kept
+from parity.trainers import models
 
 
 @dataclasses.dataclass
@@ -94,7 +95,7 @@ def train(trainer: Any, **options: Any) -> Steps:
     trainer.compute_loss, trainer.training_step = recording, stepping
     trainer.add_callback(recorder)
     try:
-        with quiet(), environment_kept():
+        with models.quiet(), environment_kept():
             trainer.train(**options)
     finally:
         del trainer.compute_loss, trainer.training_step

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +43,7 @@ def expected(trainer: str) -> Sequences:
     return own + windows.sequences(chosen, "other") if trainer == "dpo-trainer" else own
 
 
-def dataset(trainer: str, chosen: list[Row]) -> Any:
+def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
     """The window as the dataset that the trainer takes."""
     from datasets import Dataset
 
@@ -86,8 +86,10 @@ def needed(s: SimpleNamespace) -> tuple[str, ...]:
     return tuple({"extra": ["pad_to_multiple_of"], "none": ["padding_free"]}.get(s.padding, []))
 
 
-def build(trainer: str, s: SimpleNamespace, way: str = "released", **more: Any) -> Any:
-    """The trainer, ready to train, as released or on its fused path; `more` goes to its config.
+def build(
+    trainer: str, s: SimpleNamespace, way: str = "released", part: Sequence[Row] | None = None, **more: Any
+) -> Any:
+    """The trainer over the window or a part of it, as released or on its fused path; `more` goes to its config.
 
     Raises:
         Unsupported: when the installed version lacks the trainer or what the twin needs of its config.
@@ -96,7 +98,8 @@ def build(trainer: str, s: SimpleNamespace, way: str = "released", **more: Any) 
     config = drive.found(f"{name.removesuffix('Trainer')}Config")
     path = drive.fused(config) if way == "fused" else {}
     args = drive.arguments(config, "cpu", {**options(trainer, s), **path, **more}, needed(s))
-    given: dict[str, Any] = {"train_dataset": dataset(trainer, rows(trainer))}
+    data = dataset(trainer, rows(trainer) if part is None else part)
+    given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
     if trainer in ("dpo-trainer", "kto-trainer"):
         given["ref_model"] = models.model(s.model)
     if trainer == "distillation-trainer":
@@ -193,9 +196,9 @@ def _one(tokens: Tensor, present: Tensor, loss: Tensor) -> tuple[list[int], int]
 Definition = Callable[[Any], Tensor]
 
 
-def definition(trainer: str, s: SimpleNamespace) -> Definition:
-    """The loss of the whole window by its definition, a function of the float64 model."""
-    chosen = rows(trainer)
+def definition(trainer: str, s: SimpleNamespace, part: Sequence[Row] | None = None) -> Definition:
+    """The loss of the window, or of a part of its rows, by its definition: a function of the float64 model."""
+    chosen = rows(trainer) if part is None else part
     window = windows.sequences(chosen, eos=trainer not in SAMPLED)
     beta = BETA.get(trainer, s.beta)
     if trainer == "sft-trainer":

@@ -1,0 +1,138 @@
+"""What lies beyond one full window: evaluation, the last and incomplete one, a second step, and a resumed run."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from parity.errors import Unsupported
+from parity.families import Setting
+from parity.trainers import models, recorded, twin_runs, windows
+from parity.trainers.check import Cell, Result, check, holds, judged
+from parity.trainers.exact import Step
+from parity.trainers.gradients import gradients
+from parity.trainers.twins import SETTINGS, by_definition
+from parity.trainers.windows import Row
+
+KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed")
+STORED = tuple(t for t in twin_runs.CLASSES if t not in twin_runs.SAMPLED)
+RATE = 0.05
+"""Learning rate of the runs whose second step must differ from the first."""
+
+
+def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Nightly: every kind for the trainers on stored data, evaluation for all; pr: SFT's incomplete window."""
+    if profile in ("quick", "pr"):
+        yield from [("sft-trainer", {"kind": "uneven"})] if profile == "pr" else []
+        return
+    for trainer in twin_runs.CLASSES:
+        for kind in KINDS if trainer in STORED else KINDS[:1]:
+            yield trainer, {"kind": kind}
+
+
+@check(
+    "windows",
+    tuple(twin_runs.CLASSES),
+    {"kind": Setting("evaluation", "what is looked at", KINDS)},
+    cells,
+    ways=("released",),
+)
+def beyond_one_window(cell: Cell) -> Iterator[Result]:
+    """Evaluation, incomplete windows, second steps and resumed runs follow the same definition."""
+    plain = {name: setting.default for name, setting in SETTINGS.items()}
+    yield from RUNS[cell.settings.kind](cell.case.family, SimpleNamespace(**plain))
+
+
+def _evaluation(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
+    """The loss that evaluation reports on the window is the loss that training takes its gradient of."""
+    run = twin_runs.build(trainer, s, per_device_eval_batch_size=8, num_generations_eval=windows.GENERATIONS)
+    with models.quiet():
+        loss = float(run.evaluate()["eval_loss"])
+    step = by_definition(trainer, s)
+    yield judged("evaluation loss", step.judge_loss(loss), loss, step.loss)
+
+
+def _incomplete(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
+    """Five sequences in windows of four: the second step is the gradient of the one that is left."""
+    yield from _epoch(trainer, s, 5, "1x4", expected=(4, 1))
+
+
+def _uneven(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
+    """Seven sequences two by two in windows of four: the last micro-batch of the last window holds one."""
+    yield from _epoch(trainer, s, 7, "2x2", expected=(4, 3))
+
+
+def _epoch(trainer: str, s: SimpleNamespace, count: int, split: str, expected: tuple[int, ...]) -> Iterator[Result]:
+    part = twin_runs.rows(trainer)[:count]
+    s = SimpleNamespace(**{**vars(s), "split": split})
+    run = twin_runs.build(trainer, s, part=part, max_steps=-1, num_train_epochs=1, dataloader_drop_last=False)
+    steps = recorded.train(run)
+    sizes = tuple(len(found_rows(trainer, part, steps.window(i))) for i in range(len(steps.gradients)))
+    yield holds("windows", sizes == expected, f"windows of {sizes} sequences instead of {expected}", gate="exact")
+    for number in range(len(steps.gradients)):
+        step = _step(trainer, s.model, tuple(found_rows(trainer, part, steps.window(number))))
+        yield gradients(step, steps.gradients[number], f"gradient of window {number + 1}")
+
+
+@functools.lru_cache(maxsize=4)
+def _step(trainer: str, model: str, rows: tuple[Row, ...]) -> Step:
+    s = SimpleNamespace(model=model, beta=SETTINGS["beta"].default)
+    return Step(windows.policy(model, torch.float64), twin_runs.definition(trainer, s, rows))
+
+
+def found_rows(trainer: str, part: Sequence[Row], batches: list[dict[str, Any]]) -> list[Row]:
+    """The rows whose completion is among the sequences of these micro-batches."""
+    seen = [tokens for tokens, _ in twin_runs.seen(batches)]
+    own = windows.sequences(part, eos=trainer not in twin_runs.SAMPLED)
+    return [row for row, (tokens, _) in zip(part, own, strict=True) if tokens in seen]
+
+
+def _second(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
+    """Two steps of four sequences: the second gradient is that of the definition at the parameters it was taken at."""
+    steps = recorded.train(_two_steps(trainer, s))
+    yield from _second_gradient(trainer, s, steps, 1)
+
+
+def _resumed(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
+    """The same from a checkpoint after the first step: same parameters, same sequences, gradient of the definition."""
+    folder = Path(tempfile.mkdtemp(prefix="parity-resumed-"))
+    try:
+        whole = recorded.train(_two_steps(trainer, s, save_strategy="steps", save_steps=1, output_dir=str(folder)))
+        run = _two_steps(trainer, s, output_dir=str(folder))
+        resumed = recorded.train(run, resume_from_checkpoint=str(folder / "checkpoint-1"))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if len(resumed.gradients) != 1:
+        yield holds("steps", False, f"{len(resumed.gradients)} steps after resuming at 1 of 2")
+        return
+    moved = [n for n, p in whole.parameters[1].items() if not torch.equal(p, resumed.parameters[0][n])]
+    yield holds(
+        "parameters", not moved, f"{len(moved)} parameters differ after resuming, first {moved[:1]}", gate="exact"
+    )
+    same = twin_runs.seen(whole.window(1)) == twin_runs.seen(resumed.window(0))
+    yield holds("sequences", same, "the resumed run goes on with other sequences", gate="exact")
+    yield from _second_gradient(trainer, s, resumed, 0)
+
+
+def _two_steps(trainer: str, s: SimpleNamespace, **more: Any) -> Any:
+    s = SimpleNamespace(**{**vars(s), "split": "2x2"})
+    return twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, **more)
+
+
+def _second_gradient(trainer: str, s: SimpleNamespace, steps: recorded.Steps, at: int) -> Iterator[Result]:
+    rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(at))
+    if len(rows) != 4:
+        raise Unsupported(f"the second window holds {len(rows)} known sequences instead of 4")
+    model = windows.policy(s.model, torch.float64)
+    model.load_state_dict(steps.parameters[at])
+    step = Step(model, twin_runs.definition(trainer, s, rows))
+    yield gradients(step, steps.gradients[at], "gradient of step 2")
+
+
+RUNS = dict(zip(KINDS, (_evaluation, _incomplete, _uneven, _second, _resumed), strict=True))
