@@ -79,10 +79,15 @@ def within(quantity: str, value: float, exact: float, allowed: float, message: s
 
 
 def holds(
-    quantity: str, condition: bool, message: str = "", gate: str = "structure", value: float | None = None
+    quantity: str,
+    condition: bool,
+    message: str = "",
+    gate: str = "structure",
+    value: float | None = None,
+    exact: float | None = None,
 ) -> Result:
     """A yes-or-no quantity: headroom 0 when it holds, infinite when it does not."""
-    return Result(quantity, {gate: 0.0 if condition else math.inf}, value, message=message)
+    return Result(quantity, {gate: 0.0 if condition else math.inf}, value, exact, "" if condition else message)
 
 
 def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "") -> Result:

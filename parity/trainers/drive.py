@@ -186,7 +186,7 @@ def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: 
     given: dict[str, Any] = {"model": model, "args": args, "processing_class": models.tokenizer(), **more}
     data = preferences if trainer in PREFERENCES else texts if trainer == "SFTTrainer" else prompts
     given.setdefault("train_dataset", data())
-    if trainer in REWARDED and "reward_funcs" in inspect.signature(kind.__init__).parameters:
+    if trainer in REWARDED and "reward_funcs" in inspect.signature(kind).parameters:
         given.setdefault("reward_funcs", reward)
     elif trainer in REWARDED:
         given.setdefault("judge", _judge())

@@ -69,10 +69,20 @@ def gradient_flow(cell: Cell) -> Iterator[Result]:
     infinite = [n for n, g in seen.items() if g is not None and not bool(g.isfinite().all())]
     still = [n for n in reached if torch.equal(named[n].detach(), before[n])]
     yield holds(
-        "gradients", not dead, _told("no gradient", dead, reached, failure), value=float(len(reached) - len(dead))
+        "gradients",
+        not dead,
+        _told("no gradient", dead, reached, failure),
+        value=float(len(reached) - len(dead)),
+        exact=float(len(reached)),
     )
     yield holds("finite gradients", not infinite, _told("not finite", infinite, named, ""))
-    yield holds("learning rate has an effect", not still, _told("did not move", still, reached, failure))
+    yield holds(
+        "learning rate has an effect",
+        not still,
+        _told("did not move", still, reached, failure),
+        value=float(len(reached) - len(still)),
+        exact=float(len(reached)),
+    )
     norm = log.get("grad_norm")
     yield holds("grad_norm", norm is not None and 0.0 < float(norm) < float("inf"), f"grad_norm {norm}", value=norm)
 

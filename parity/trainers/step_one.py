@@ -65,7 +65,8 @@ def step_one(cell: Cell) -> Iterator[Result]:
     yield from METRICS[cell.trainer](cell, step, truth)
     if cell.settings.checkpointing == drive.CUSTOM:
         first = next(iter(step.lost), "")
-        yield holds("checkpointing", not step.lost, f"{first} lost its own checkpointing function during the step")
+        message = f"{first} lost its own checkpointing function during the step"
+        yield holds("checkpointing", not step.lost, message, value=float(len(step.lost)), exact=0.0)
     norm = step.log.get("grad_norm")
     finite = norm is not None and math.isfinite(float(norm))
     yield holds("grad_norm", finite, f"grad_norm is {norm}", value=None if norm is None else float(norm))

@@ -158,6 +158,8 @@ def _judged(record: Record, specs: tuple[str, ...], bad: bool, found: Sequence[R
     if answer.verdict in ("agree", "disagree"):
         for name, of in (("loss", loss), ("gradient norm", gradient_norm)):
             own, exact = of(found, case, implementation)
+            if is_trainer(case.family) and own is None and exact is None:
+                continue  # a trainer check says what it measured in its own quantities
             plain, _ = of(found, case, record.reference)
             beside = "" if implementation == record.reference else f"reference {amount(plain)}, "
             parts.append(f"{name} {amount(own)} ({beside}definition {amount(exact)})")
