@@ -11,12 +11,13 @@ from parity.limits.table import limits
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 190, 120, 62, 78, 26
 STYLES = {
-    GATES: ("#0b62a4", "2.2", ""),
+    GATES: ("#0b62a4", "2.2", "none"),
     DEFAULTS: ("#c2410c", "1.4", "5 3"),
     LOOSE: ("#6b7280", "1.4", "2 3"),
     ABSOLUTE: ("#15803d", "1.4", "8 3 2 3"),
 }
 """Colour, width and dashes of each judge: told apart without colour too."""
+SHARES = (0.5, 0.99)
 PANELS = (
     ("logprobs", "log-probs"),
     ("logprobs", "gradients"),
@@ -50,7 +51,10 @@ def svg(found: Iterable[Found], logits: str) -> str:
             own = [one for one in every if (one.family, one.target, one.dtype) == (family, target, dtype)]
             out += _panel(x, y, own, last=row == len(DTYPES) - 1)
             if column == 0:
-                out.append(f'<text x="8" y="{y + HEIGHT / 2}">{dtype}</text>')
+                out.append(f'<text x="6" y="{y + HEIGHT / 2 + 24}" font-size="13">{dtype}</text>')
+                for share in SHARES:
+                    at = y + HEIGHT * (1 - share) + 4
+                    out.append(f'<text x="{x - 4}" y="{at:.1f}" text-anchor="end">{100 * share:.0f} %</text>')
     out.append(f'<text x="{LEFT}" y="{tall - 6}">ε, from 2⁻²⁴ to 1</text></svg>')
     return "\n".join(out) + "\n"
 
@@ -72,7 +76,7 @@ def _panel(x: float, y: float, own: Sequence[Found], last: bool) -> list[str]:
             out.append(f'<path d="M{at:.1f} {y}v{HEIGHT}" stroke="#eef0f2"/>')
             if last:
                 out.append(f'<text x="{at:.1f}" y="{y + HEIGHT + 13}" text-anchor="middle">1e{power}</text>')
-    for share in (0.5, 0.99):
+    for share in SHARES:
         at = y + HEIGHT * (1 - share)
         out.append(f'<path d="M{x} {at:.1f}h{WIDTH}" stroke="#e5e7eb"/>')
     for label in reversed(JUDGES):
