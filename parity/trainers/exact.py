@@ -6,7 +6,7 @@ softmax, rotary angles) along to float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,17 +126,20 @@ class Step:
         """What the gradient of a parameter is measured with."""
         return Unit(self.exact[name], torch.stack([r[name] for r in self._replicas[:count]]))
 
-    def judge(self, name: str, value: Tensor | None) -> Judgement:
-        """The gates on a parameter's gradient; a disagreement is confirmed with more replicas."""
+    def judge(self, found: Mapping[str, Tensor | None]) -> dict[str, Judgement]:
+        """The gates on every parameter's gradient; disagreements are confirmed with more replicas, unless one is certain."""
+        self.replicas(REPLICAS)
+        out = {name: self._judge(name, found.get(name), REPLICAS) for name in self.exact}
+        worst = max((j.headroom for j in out.values()), default=0.0)
+        if 1.0 < worst < CERTAIN:
+            self.replicas(CONFIRMING)
+            out |= {n: self._judge(n, found.get(n), CONFIRMING) for n, j in out.items() if not j.agrees}
+        return out
+
+    def _judge(self, name: str, value: Tensor | None, count: int) -> Judgement:
         if value is None and not bool(self.exact[name].any()):
             value = torch.zeros_like(self.exact[name], dtype=torch.float32)
-        dtype = torch.float32 if value is None else value.dtype
-        self.replicas(REPLICAS)
-        first = judge(value, self.unit(name, REPLICAS), dtype)
-        if first.agrees or value is None or not first.headroom < CERTAIN:
-            return first
-        self.replicas(CONFIRMING)
-        return judge(value, self.unit(name, CONFIRMING), dtype)
+        return judge(value, self.unit(name, count), torch.float32 if value is None else value.dtype)
 
     def judge_loss(self, value: float) -> Judgement:
         """The scalar gate on the loss of the window."""

@@ -19,7 +19,7 @@ def gradients(step: Step, found: Mapping[str, Tensor | None], quantity: str = "g
 
     The message names the first parameter, in the order of the forward pass, that disagrees: where the two part.
     """
-    judgements = {name: step.judge(name, found.get(name)) for name in step.exact}
+    judgements = step.judge(found)
     gates: dict[str, float] = {}
     for j in judgements.values():
         for gate, headroom in j.gates.items():

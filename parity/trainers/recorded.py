@@ -60,8 +60,11 @@ PLAIN = {
 """Arguments of a step that changes nothing and clips nothing: the gradients are what is looked at."""
 
 
-def train(trainer: Any, **options: Any) -> Steps:
-    """Runs `trainer.train(**options)` and records it; the gradients are copies, taken before the optimizer's step."""
+def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
+    """Runs `trainer.train(**options)` and records it; the gradients are copies, taken before the optimizer's step.
+
+    `weigh` counts the saved activations, with hooks that losses made of torch.func (Liger's) do not run under.
+    """
     from transformers import TrainerCallback
 
     steps = Steps()
@@ -71,7 +74,7 @@ def train(trainer: Any, **options: Any) -> Steps:
         steps.batches.append({k: _kept(v) for k, v in inputs.items()})
         items = kwargs.get("num_items_in_batch")
         steps.items.append(None if items is None else float(items))
-        if len(steps.batches) > 1:
+        if not weigh or len(steps.batches) > 1:
             return compute_loss(model, inputs, *args, **kwargs)
         with _kept_bytes(model) as count:
             out = compute_loss(model, inputs, *args, **kwargs)

@@ -62,7 +62,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def twins(cell: Cell) -> Iterator[Result]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s, trainer = cell.settings, cell.case.family
-    steps = recorded.train(twin_runs.build(trainer, s, cell.way))
+    steps = recorded.train(twin_runs.build(trainer, s, cell.way), weigh=s.checkpointing != drive.OFF)
     yield _all_there(trainer, steps)
     step = by_definition(trainer, s)
     yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
@@ -75,7 +75,7 @@ def twins(cell: Cell) -> Iterator[Result]:
 def _saved(cell: Cell, checkpointed: int) -> Result:
     """Checkpointing that keeps as many activations as none does nothing, whatever the config says."""
     s = SimpleNamespace(**{**vars(cell.settings), "checkpointing": drive.OFF})
-    plain = recorded.train(twin_runs.build(cell.case.family, s, cell.way)).activations
+    plain = recorded.train(twin_runs.build(cell.case.family, s, cell.way), weigh=True).activations
     message = f"{checkpointed} bytes of activations are kept, {plain} without checkpointing: it does nothing"
     return Result("saved activations", {"bytes": checkpointed / plain}, float(checkpointed), float(plain), message)
 
