@@ -27,7 +27,7 @@ _KNOWN = {*_REQUIRED, "link", "settings", "dtypes", "devices", "verdicts", "vers
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A known finding. Scope fields that are empty hold for everything.
+    """A known finding. Scope fields that are empty hold for everything; `family` may be a pattern ("*-trainer").
 
     `settings` maps a setting or feature to a value, a list of values, or a table with `min`, `max` or `not`.
     """
@@ -64,7 +64,7 @@ class Entry:
     def covers(self, row: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
         """Whether a failing row is this finding; `facts` are all settings and features of its case."""
         return (
-            row["family"] == self.family
+            fnmatch.fnmatchcase(row["family"], self.family)
             and row["verdict"] in self.verdicts
             and self.covers_implementation(row["implementation"])
             and any(fnmatch.fnmatchcase(str(row["quantity"]), p) for p in self.quantities)

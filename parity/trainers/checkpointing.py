@@ -46,8 +46,9 @@ def install(model: Any, checkpoint: bool = True) -> Carrying:
     wrapper = Carrying()
     for name, layer in layers(model):
         carried = normal(1, f"carried {name.rpartition('.')[2]}", (model.config.get_text_config().hidden_size,))
-        mixer = next(m for n, m in layer.named_modules() if n.endswith(("down_proj", "fc2")))
-        mixer.register_forward_hook(functools.partial(_carry, layer, wrapper, carried))
+        inside = dict(layer.named_modules())
+        last = next(n for suffix in ("down_proj", "fc2", "o_proj") for n in inside if n.endswith(suffix))
+        inside[last].register_forward_hook(functools.partial(_carry, layer, wrapper, carried))
     if checkpoint:
         for module in model.modules():
             if hasattr(module, "gradient_checkpointing"):

@@ -36,6 +36,13 @@ SETTINGS = {
     "padding_free": Setting(False, "packed without padding, where the trainer can", (False, True)),
 }
 TRAINERS = ("grpo-trainer", "rloo-trainer", "online-dpo-trainer", "dpo-trainer")
+ABSENT = {
+    "grpo-trainer": ("padding_free",),
+    "rloo-trainer": ("padding_free",),
+    "online-dpo-trainer": ("padding_free",),
+    "dpo-trainer": ("padding_free", "temperature"),
+}
+"""What a trainer has no option for: one cell asks whether that still holds, the others do without it."""
 A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("grpo-trainer", {"model": "gemma4"}),
     ("grpo-trainer", {"model": "llama", "adapter": "lora", "checkpointing": drive.CUSTOM, "beta": 1.0}),
@@ -52,7 +59,8 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return
     yield from A_FEW
     for number, trainer in enumerate(TRAINERS):
-        for cell in pairwise(SETTINGS, seed + number):
+        yield trainer, {"padding_free": True}
+        for cell in pairwise({k: v for k, v in SETTINGS.items() if k not in ABSENT[trainer]}, seed + number):
             yield trainer, cell
 
 
