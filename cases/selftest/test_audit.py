@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import sys
 import warnings
 from pathlib import Path
 
@@ -215,6 +216,61 @@ def test_the_line_that_reads_a_setting_is_found():
     absent = places.place((SOURCE,), ("no_such_setting",))
     assert not absent.read
     assert str(absent).startswith("not read in parity/fixes/grpo.py:")
+
+
+TRAINER = """
+def helper(value):
+    return value.by_function
+
+class Trainer:
+    def __init__(self, args):
+        self.args = args
+        self.kernel = Kernel(cap=args.limit)
+
+    def step(self, inputs):
+        helper(self.args.by_attribute)
+        return self.kernel(inputs["by_key"]), self.further(inputs)
+
+    def further(self, inputs):
+        return inputs.by_method
+
+    def apart(self, inputs):
+        return inputs.elsewhere
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("by_attribute", "helper(self.args.by_attribute)"),
+        ("by_key", 'inputs["by_key"]'),
+        ("by_function", "return value.by_function"),
+        ("by_method", "return inputs.by_method"),
+        ("cap", "self.kernel = Kernel(cap=args.limit)"),
+        ("elsewhere", None),
+    ],
+)
+def test_a_trainer_is_followed_into_what_it_calls_and_what_it_made(name, text, tmp_path, monkeypatch):
+    (tmp_path / "toy_trainer.py").write_text(TRAINER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "toy_trainer", raising=False)
+    found = places.place(("toy_trainer.Trainer.step",), (name,))
+    assert found.read == (text is not None)
+    line = int(found.text.rpartition(":")[2])
+    assert (text or "def step(self, inputs):") in TRAINER.splitlines()[line - 1]
+
+
+def test_a_fix_of_ours_that_says_no_refuses():
+    from parity.fixes import FusedLinearGRPOLoss
+
+    def edit(x: Inputs, call) -> Outputs:
+        if x.settings.delta is not None:
+            FusedLinearGRPOLoss(loss_type="nothing")
+        return call(x)
+
+    found = asked(edited(edit), "delta")
+    assert (found.answer, found.new) == ("refused", False)
+    assert found.place.startswith("parity/fixes/grpo.py:")
 
 
 def test_where_to_mend_follows_the_kernel_called_directly():

@@ -16,6 +16,8 @@ from parity.audit.places import NOT_READ
 from parity.report.markdown import code, escape
 
 HEADINGS = ("setting", "reference", "candidate", "effect", "silent", "mend", "known")
+WIDTHS = {"setting": 20, "reference": 20, "candidate": 20, "effect": 15, "silent": 6, "mend": 7, "known": 5}
+"""Least columns on a terminal: a file and line is not broken."""
 COLOURS = {"ignored": "bold red", "wrong": "bold red", "crashed": "bold red", "refused": "yellow", "absent": "dim"}
 
 
@@ -33,7 +35,9 @@ class Line:
         known = ", ".join(one.known) or ("new" if one.new else "")
         silent = "" if one.silent is None else "yes" if one.silent else "no"
         beside = "" if self.reference is None else _behaviour(self.reference, short, told=not short)
-        return one.probe.label, beside, _behaviour(one, short), effect(one), silent, self.mend, known
+        mend = self.mend.partition(":")[0] if short else self.mend
+        worth = effect(one).replace(", ", "\n") if short else effect(one)
+        return one.probe.label, beside, _behaviour(one, short), worth, silent, mend, known
 
 
 def _behaviour(one: Answer, short: bool, told: bool = True) -> str:
@@ -141,7 +145,8 @@ def _table(shown: Sequence[Line], reference: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     kept = [i for i, heading in enumerate(HEADINGS) if not (reference and heading == "reference")]
     for i in kept:
-        table.add_column("behaviour" if reference and HEADINGS[i] == "candidate" else HEADINGS[i], overflow="fold")
+        name = "behaviour" if reference and HEADINGS[i] == "candidate" else HEADINGS[i]
+        table.add_column(name, overflow="fold", min_width=WIDTHS[HEADINGS[i]])
     for line in shown:
         cells = line.cells(short=True)
         style = COLOURS.get(line.answer.answer, "") if line.answer.new or line.answer.answer == "refused" else "dim"
