@@ -43,6 +43,21 @@ def show(console: Console, families: Iterable[str] = ()) -> None:
             values = "" if setting.choices is None else " ".join(map(str, setting.choices))
             settings.add_row(key, str(setting.default), values, setting.doc)
         console.print(settings)
+    if any(trainers.is_trainer(name) for name in chosen):
+        _show_uncovered(console)
+
+
+def _show_uncovered(console: Console) -> None:
+    """The trainers of the installed TRL that no check drives, each with the reason."""
+    from parity.trainers import installed
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("trainer without a check", "why"):
+        table.add_column(column, overflow="fold")
+    for name, told in installed.described():
+        if name not in installed.covered():
+            table.add_row(name, told.removeprefix("no check: "))
+    console.print("\n", table)
 
 
 def _show_trainer(console: Console, name: str) -> None:

@@ -28,6 +28,7 @@ MODULES = (
     "twin_windows",
     "distillation",
     "distillation_control",
+    "installed",
 )
 
 
