@@ -640,6 +640,10 @@ def test_two_ranks_share_normaliser_quantile_and_metrics(tmp_path):
         ({"epsilon_low": math.nan}, "epsilon_low=nan"),
         ({"use_ref_model": False}, "use_ref_model=False with beta=0.04"),
         ({"chunk_size": 0}, "chunk_size=0"),
+        ({"beta": math.nan}, "beta=nan"),
+        ({"entropy_coef": math.inf}, "entropy_coef=inf"),
+        ({"vespo_k_neg": math.nan}, "vespo_k_neg=nan"),
+        ({"off_policy_mask_threshold": math.nan}, "off_policy_mask_threshold=nan"),
     ],
 )
 def test_bad_settings_are_named(settings, message):
@@ -666,6 +670,8 @@ def test_bad_settings_are_named(settings, message):
         ({"bias": torch.zeros(4)}, r"bias of shape \(4,\)"),
         ({"items": -1}, "num_items_in_batch: contains -1"),
         ({"items": math.nan}, "num_items_in_batch: contains nan"),
+        ({"items": torch.ones(2)}, r"num_items_in_batch of shape \(2,\)"),
+        ({"samp": torch.full((3, 6), math.inf)}, "sampling_per_token_logps: contains inf"),
     ],
 )
 def test_bad_input_is_named(change, message):
@@ -684,4 +690,17 @@ def test_bad_input_is_named(change, message):
             case["old"],
             vllm_is_ratio=case["ratio"],
             num_items_in_batch=case["items"],
+            sampling_per_token_logps=case["samp"],
         )
+
+
+def test_settings_changed_between_calls_are_checked_again():
+    case = draw(14, torch.float32)
+    arguments = (case["hidden"], case["weight"], case["ids"], case["mask"], case["advantages"])
+    fused = FusedLinearGRPOLoss(beta=0.0)
+    for name in ("current_gradient_accumulation_steps", "steps_per_generation"):
+        with pytest.raises(ValueError, match=f"{name}=-1"):
+            fused(*arguments, **{name: -1})
+    fused.delta = 0.0
+    with pytest.raises(ValueError, match=r"delta=0\.0"):
+        fused(*arguments)

@@ -5,12 +5,12 @@ of logits and of the gradients asked for.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from parity.fixes import policy
+from parity.fixes.checks import check_positive, check_settings, check_values, columns, like
 from parity.fixes.logprobs import selective_log_probs
 
 IGNORED = -100
@@ -63,7 +63,7 @@ class FusedLinearGRPOLoss(torch.nn.Module):
     Raises ValueError, naming argument and value, for settings out of range, shapes that do not fit, ids outside the
     vocabulary, and values that are not finite at unmasked positions (negative ones too in the sampler's ratio; NaN is
     allowed in `sampling_per_token_logps`). What stands at masked positions never matters. An all-masked batch has
-    loss 0 and zero gradients.
+    loss 0 and zero gradients. NaN in hidden states or head is not looked for: it comes out as NaN.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         self.entropy_coef = entropy_coef
         self.current_gradient_accumulation_steps = current_gradient_accumulation_steps
         self.steps_per_generation = steps_per_generation
-        _check_settings(self)
+        check_settings(self)
 
     def forward(
         self,
@@ -152,6 +152,9 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         the generation batch over all processes, defaulting to this micro-batch's times the accumulation steps.
         Reference log-probs are computed from ref_input, ref_weight and ref_bias where they are not given.
         """
+        check_settings(self)
+        called = {"current_gradient_accumulation_steps": current_gradient_accumulation_steps}
+        check_positive(called | {"steps_per_generation": steps_per_generation})
         mask = attention_mask != 0
         if mask.dim() != 2 or selected_token_ids.shape != mask.shape:
             raise ValueError(
@@ -161,13 +164,13 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         needs_ref = self.beta != 0.0
         if needs_ref and ref_per_token_logps is None and (ref_input is None or ref_weight is None):
             raise ValueError(f"beta={self.beta}: needs ref_per_token_logps, or ref_input and ref_weight")
-        advantages, ratio = _columns(advantages, mask, "advantages"), _columns(vllm_is_ratio, mask, "vllm_is_ratio")
+        advantages, ratio = columns(advantages, mask, "advantages"), columns(vllm_is_ratio, mask, "vllm_is_ratio")
         given = {"old_per_token_logps": old_per_token_logps, "sampling_per_token_logps": sampling_per_token_logps}
         given["ref_per_token_logps"] = ref_per_token_logps if needs_ref else None
         for name, tensor in given.items():
             if tensor is not None and tensor.shape != mask.shape:
                 raise ValueError(f"{name} of shape {tuple(tensor.shape)}: expected {tuple(mask.shape)}")
-        _check_values(attention_mask, mask, advantages, ratio, given, num_items_in_batch)
+        check_values(attention_mask, mask, advantages, ratio, given, num_items_in_batch)
 
         ids = torch.where(mask, selected_token_ids, IGNORED)
         logps, entropies = self._log_probs(_input, lin_weight, ids, bias)
@@ -189,9 +192,9 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         old, ref = filled(old_per_token_logps), filled(ref_per_token_logps)
         sampling = old if sampling_per_token_logps is None else filled(sampling_per_token_logps)
         live = mask.any(1, keepdim=True)
-        advantages = torch.where(_like(advantages, mask, live), advantages.detach().to(wide), 0.0)
+        advantages = torch.where(like(advantages, mask, live), advantages.detach().to(wide), 0.0)
         if ratio is not None:
-            ratio = torch.where(_like(ratio, mask, live), ratio.detach().to(wide), 1.0)
+            ratio = torch.where(like(ratio, mask, live), ratio.detach().to(wide), 1.0)
 
         log_ratio = logps - old
         w = torch.exp(policy.log_weights(log_ratio, mask, self.importance_sampling_level))
@@ -333,67 +336,3 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             best = policy.over_ranks(scored.amax(), "MAX")
             metrics[name] = torch.where(best == -math.inf, math.nan, sign * best).float()
         return metrics
-
-
-def _columns(x: Any, mask: Tensor, name: str) -> Any:
-    """`x` as (B, 1) or (B, T)."""
-    if x is None:
-        return None
-    column = x.unsqueeze(1) if x.dim() == 1 else x
-    if column.dim() != 2 or column.shape[0] != mask.shape[0] or column.shape[1] not in (1, mask.shape[1]):
-        b, t = mask.shape
-        raise ValueError(f"{name} of shape {tuple(x.shape)}: expected ({b},), ({b}, 1) or ({b}, {t})")
-    return column
-
-
-def _like(x: Tensor, mask: Tensor, live: Tensor) -> Tensor:
-    return mask if x.shape == mask.shape else live
-
-
-def _check_settings(s: FusedLinearGRPOLoss) -> None:
-    if s.loss_type not in policy.LOSS_TYPES:
-        raise ValueError(f"loss_type={s.loss_type!r}: choose one of {', '.join(policy.LOSS_TYPES)}")
-    if s.importance_sampling_level not in ("token", "sequence"):
-        raise ValueError(f"importance_sampling_level={s.importance_sampling_level!r}: choose 'token' or 'sequence'")
-    if s.beta != 0.0 and not s.use_ref_model:
-        raise ValueError(f"use_ref_model=False with beta={s.beta}: the KL needs a reference; set beta=0.0")
-    if s.loss_type == "dr_grpo" and s.max_completion_length is None:
-        raise ValueError("max_completion_length=None: loss_type 'dr_grpo' divides by it")
-    positive = ["sapo_temperature_pos", "sapo_temperature_neg", "temperature", "logit_scale", "delta", "softcap"]
-    positive += ["chunk_size", "max_completion_length", "current_gradient_accumulation_steps", "steps_per_generation"]
-    for name in positive:
-        value = getattr(s, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name}={value}: must be positive and finite")
-    for name in ("epsilon_low", "epsilon_high", "top_entropy_quantile"):
-        value = getattr(s, name)
-        if not 0 <= value <= (1 if name == "top_entropy_quantile" else math.inf):
-            raise ValueError(f"{name}={value}: out of range")
-
-
-@torch._disable_dynamo  # as in logprobs.py
-def _check_values(
-    attention_mask: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    ratio: Tensor | None,
-    logps: dict[str, Tensor | None],
-    num_items: Tensor | float | None,
-) -> None:
-    """Every value that would turn into a silent NaN, in one transfer from the device."""
-    live = mask.any(1, keepdim=True)
-    found = [("attention_mask", attention_mask, (attention_mask != 0) & (attention_mask != 1))]
-    found.append(("advantages", advantages, ~advantages.isfinite() & _like(advantages, mask, live)))
-    if ratio is not None:
-        found.append(("vllm_is_ratio", ratio, ~((ratio >= 0) & ratio.isfinite()) & _like(ratio, mask, live)))
-    for name in ("old_per_token_logps", "ref_per_token_logps"):
-        tensor = logps[name]
-        if tensor is not None:
-            found.append((name, tensor, ~tensor.isfinite() & mask))
-    if num_items is not None:
-        count = torch.as_tensor(num_items, device=mask.device)
-        found.append(("num_items_in_batch", count, ~((count >= 0) & count.isfinite())))
-    flags = torch.stack([bad.any() for _, _, bad in found]).tolist()
-    for (name, tensor, bad), flag in zip(found, flags, strict=True):
-        if flag:
-            raise ValueError(f"{name}: contains {tensor[bad].reshape(-1)[0].item()}")
