@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from parity.families import Inputs
+from parity.honest.divergence import ROADS
 from parity.honest.logprobs import HEADS, Head
 from parity.honest.policy import policy
 from parity.implementations import Implementation, Outputs
@@ -72,6 +73,7 @@ CONTROLS: dict[str, tuple[Implementation, ...]] = {
         for name, head in HEADS.items()
         if name != "narrow"  # log-probs in bf16 cannot be told from an old policy's on the wrong side of a clip
     ),
+    "divergence": tuple(_of("divergence", name, call=road, recipe=road.recipe) for name, road in ROADS.items()),
 }
 """Family -> its honest implementations."""
 

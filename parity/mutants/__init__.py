@@ -15,11 +15,12 @@ from parity.honest import CONTROLS
 from parity.implementations import Adapter, Implementation
 from parity.mutants.conduct import MISCONDUCT
 
-CONTEXTS = {"logprobs": ("plain", "autocast", "checkpoint"), "policy": ("plain", "autocast")}
+CONTEXTS = {"logprobs": ("plain", "autocast", "checkpoint"), "policy": ("plain", "autocast"), "divergence": ("plain",)}
 FAMILIES = tuple(CONTEXTS)
 OFFERED = {
     "logprobs": dict.fromkeys(("entropy",), ""),
     "policy": {"kl": "kl-metric", "entropy": "entropy-metric"},
+    "divergence": {},
 }
 """Family -> optional output -> prefix of the mutants that offer it; the empty prefix: all."""
 
