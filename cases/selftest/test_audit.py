@@ -218,6 +218,13 @@ def test_the_line_that_reads_a_setting_is_found():
     assert str(absent).startswith("not read in parity/fixes/grpo.py:")
 
 
+def test_damage_by_one_implementation_does_not_reach_the_next():
+    stands = Stands("policy", probe("policy", "temperature"), "cpu")
+    damaging = mutant("policy", "hidden-damaged")
+    first, second = (answer(i, stands, 1, nothing_known) for i in (damaging, HONEST["policy"]))
+    assert (first.answer, second.answer) == ("honoured", "honoured")
+
+
 TRAINER = """
 def helper(value):
     return value.by_function
@@ -270,7 +277,7 @@ def test_a_fix_of_ours_that_says_no_refuses():
 
     found = asked(edited(edit), "delta")
     assert (found.answer, found.new) == ("refused", False)
-    assert found.place.startswith("parity/fixes/grpo.py:")
+    assert found.place.startswith("parity/fixes/")
 
 
 def test_where_to_mend_follows_the_kernel_called_directly():

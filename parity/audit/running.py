@@ -9,8 +9,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from parity import protocol
 from parity.audit import places
-from parity.execute import Outcome, execute
+from parity.execute import Outcome
 from parity.families import Inputs
 from parity.implementations import Implementation, Outputs
 
@@ -18,7 +19,7 @@ OURS = "parity/fixes/"
 
 
 def run(implementation: Implementation, inputs: Inputs) -> tuple[Outcome, set[str], str]:
-    """What came of it, what was said, and where an error came from."""
+    """What came of it, what was said, and where an error came from; the inputs, which others share, are put back."""
     raised: list[str] = []
 
     def call(x: Inputs) -> Outputs:
@@ -29,7 +30,7 @@ def run(implementation: Implementation, inputs: Inputs) -> tuple[Outcome, set[st
             raise
 
     with heard() as said:
-        outcome = execute(dataclasses.replace(implementation, call=call), inputs)
+        outcome, _ = protocol.watched(dataclasses.replace(implementation, call=call), inputs)
     where = raised[0] if raised else ""
     if where.startswith(OURS) and outcome.verdict == "unsupported":  # our own code that says no is not its adapter
         outcome = dataclasses.replace(outcome, verdict="refused")
