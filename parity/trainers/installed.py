@@ -17,7 +17,6 @@ UNCOVERED = {
     "TPOTrainer": "experimental; three completions a prompt",
     "A2POTrainer": "experimental; needs value estimates from several rollouts of one prompt",
     "GMPOTrainer": "experimental; GRPOTrainer with a geometric mean of ratios, its batching is GRPO's",
-    "AsyncGRPOTrainer": "experimental; needs a vLLM server and its weight transfer",
     "AsyncDistillationTrainer": "experimental; needs a vLLM server and its weight transfer",
     "GOLDTrainer": "experimental; its loss is judged in family divergence (trl.gold_jsd_loss), its batching is GKD's",
     "IWOPDTrainer": "experimental; ServerDistillationTrainer's loss weighted by importance",
