@@ -178,6 +178,18 @@ def test_crashes_group_by_message():
     assert all(f.roots == () for f in s.findings)
 
 
+def test_a_finding_says_what_it_costs_of_the_gradient():
+    def off(case, dist, **fields):
+        return row(case, "grad_weight", "disagree", dist=dist, value_oracle=2.0, **fields)
+
+    (found,) = summary(off("a", 0.5), off("b", 0.01), off("c", 0.002)).findings
+    assert wording.spread(found).endswith("gradient off by 0.5 % of its norm, at worst 25 %")
+    (found,) = summary(off("a", 50.0)).findings
+    assert wording.spread(found).endswith("gradient off by 2.5e+03 % of its norm")
+    (found,) = summary(off("a", 0.0, gate="structure")).findings  # the distance leaves out what is not finite
+    assert "gradient off" not in wording.spread(found)
+
+
 def test_a_row_about_the_run_is_no_case():
     pooled = row("pooled over 50 cases", "pooled slope: loss", "disagree", gate="pooled slope") | {"settings": {}}
     s = summary(row("a"), pooled)

@@ -30,6 +30,7 @@ class Finding:
         classes: how many of the cases are logic, and how many precision.
         dtypes: those it was seen in.
         cells: (dtype, device, quantity) of everything that fails in these cases, roots or not.
+        off: ‖error‖ ÷ ‖oracle‖ of its gradients, ascending, where both are finite: how much of the gradient it costs.
     """
 
     implementation: str
@@ -44,6 +45,7 @@ class Finding:
     classes: Mapping[str, int]
     dtypes: tuple[str, ...]
     cells: frozenset[tuple[str, str, str | None]]
+    off: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass
@@ -175,7 +177,13 @@ def _finding(roots: frozenset[str], parts: Sequence[_Part]) -> Finding:
         classes=dict(classes),
         dtypes=tuple(sorted({p.source.dtype for p in parts})),
         cells=frozenset((r["dtype"], r["device"], r.get("quantity")) for p in parts for r in p.failing),
+        off=tuple(sorted(r["dist"] / r["value_oracle"] for p in parts for r in p.failing if _sized_gradient(r))),
     )
+
+
+def _sized_gradient(row: Row) -> bool:
+    gradient = str(row.get("quantity")).startswith("grad_") and row.get("gate") != "structure"
+    return gradient and row.get("dist") is not None and bool(row.get("value_oracle"))
 
 
 def lead_of(rows: Iterable[Row]) -> Row:

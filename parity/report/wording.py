@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -139,13 +140,23 @@ def cls(row: Row) -> str:
 
 
 def spread(finding: Finding) -> str:
-    """In how many cases and dtypes a finding shows, and its worst headroom."""
+    """In how many cases and dtypes a finding shows, its worst headroom, and what it costs of the gradient."""
     parts = [count(finding.cases, "case"), " ".join(finding.dtypes)]
     if len(finding.classes) > 1:
         parts.append(", ".join(f"{k} in {v:,}" for k, v in sorted(finding.classes.items())))
     if finding.roots:
         parts.append(f"worst headroom {ratio(headroom(finding.worst))} at {at(finding.worst)}")
+    if finding.off:
+        median, worst = statistics.median(finding.off), finding.off[-1]
+        more = f", at worst {_of_norm(worst)}" if len(finding.off) > 1 else ""
+        parts.append(f"gradient off by {_of_norm(median)} of its norm{more}")
     return " · ".join(parts)
+
+
+def _of_norm(share: float) -> str:
+    if share >= 10:
+        return f"{100 * share:.2g} %"
+    return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.2g} %"
 
 
 def settings(values: Mapping[str, Any]) -> str:
