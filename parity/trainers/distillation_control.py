@@ -30,7 +30,10 @@ from parity.trainers.gradients import finite, gradients
         "prompts": Setting("equal", "lengths of the prompts", ("equal", "ragged")),
     },
     lambda profile, seed: [
-        (t, {**s, "prompts": p}) for t, s in cells("gkd-trainer", profile, seed) for p in server.SAMPLES
+        (trainer, {**settings, "prompts": prompts})
+        for trainer, settings in cells("gkd-trainer", profile, seed)
+        for prompts in server.SAMPLES
+        if profile in ("nightly", "soak") or (prompts == "ragged" and settings["beta"] == 1.0)
     ],
     ways=("released",),
 )
