@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 WORKERS ?= 2
+UNSLOTH ?= 2026.10.9
 
 ifeq ($(VENV),0)
 PY := $(PYTHON)
@@ -27,8 +28,12 @@ help:  ## list the targets
 parity: $(READY)  ## compare every installed loss with its float64 definition (profile pr)
 	$(PY) -m parity.cli run $(ARGS)
 
-nightly: $(READY)  ## the same with fresh, many more cases
-	$(PY) -m parity.cli run --profile nightly $(ARGS)
+nightly: $(READY)  ## the same with fresh, many more cases; every history record; Unsloth in an environment of its own
+	status=0; \
+	$(PY) -m parity.cli run --profile nightly $(ARGS) || status=$$?; \
+	$(PY) -m parity.cli history || status=$$?; \
+	$(PY) -m parity.cli run --with unsloth-zoo==$(UNSLOTH) --implementation unsloth --reports reports/unsloth || status=$$?; \
+	exit $$status
 
 test: $(READY)  ## everything the project tests
 	$(PY) -m pytest cases -n $(WORKERS) --dist loadfile $(ARGS)
