@@ -59,7 +59,7 @@ def test_dpo_of_two_pairs_on_paper():
 def test_leave_one_out_of_two_is_the_difference():
     r = windows.rewards(WINDOW)
     expected = torch.stack([r[:, 0] - r[:, 1], r[:, 1] - r[:, 0]], 1)
-    loss = float(windows.rloo(WINDOW, windows.policy("llama", torch.float64)))
+    loss = float(windows.rloo(WINDOW, None, windows.policy("llama", torch.float64)))
     assert loss == pytest.approx(-float(expected.mean()), abs=1e-12)
 
 

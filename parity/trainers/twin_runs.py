@@ -196,7 +196,9 @@ def _one(tokens: Tensor, present: Tensor, loss: Tensor) -> tuple[list[int], int]
 Definition = Callable[[Any], Tensor]
 
 
-def definition(trainer: str, s: SimpleNamespace, part: Sequence[Row] | None = None) -> Definition:
+def definition(
+    trainer: str, s: SimpleNamespace, part: Sequence[Row] | None = None, generation: windows.Generation | None = None
+) -> Definition:
     """The loss of the window, or of a part of its rows, by its definition: a function of the float64 model."""
     chosen = rows(trainer) if part is None else part
     window = windows.sequences(chosen, eos=trainer not in SAMPLED)
@@ -209,9 +211,10 @@ def definition(trainer: str, s: SimpleNamespace, part: Sequence[Row] | None = No
     if trainer == "kto-trainer":
         return functools.partial(windows.kto, window, [r.label for r in chosen], s.model, beta)
     if trainer == "rloo-trainer":
-        return functools.partial(windows.rloo, window)
+        return functools.partial(windows.rloo, window, generation)
     if trainer == "grpo-trainer":
         settings = {"loss_type": s.loss, "beta": beta, "max_completion_length": drive.COMPLETION}
-        return functools.partial(windows.grpo, window, s.model, settings, external if s.tools else None)
+        own = external if s.tools else None
+        return functools.partial(windows.grpo, window, s.model, settings, own, generation)
     teacher = models.model("qwen2", torch.float64).eval().requires_grad_(False)
     return functools.partial(windows.distillation, window, teacher, beta)

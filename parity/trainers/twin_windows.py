@@ -18,10 +18,10 @@ from parity.trainers import models, recorded, twin_runs, windows
 from parity.trainers.check import Cell, Result, check, holds, judged
 from parity.trainers.exact import Step
 from parity.trainers.gradients import gradients
-from parity.trainers.twins import SETTINGS, by_definition
+from parity.trainers.twins import LOSSES, SETTINGS, by_definition
 from parity.trainers.windows import Row
 
-KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed")
+KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "generation")
 STORED = tuple(t for t in twin_runs.CLASSES if t not in twin_runs.SAMPLED)
 RATE = 0.05
 """Learning rate of the runs whose second step must differ from the first."""
@@ -33,21 +33,24 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from [("sft-trainer", {"kind": "uneven"})] if profile == "pr" else []
         return
     for trainer in twin_runs.CLASSES:
-        for kind in KINDS if trainer in STORED else KINDS[:1]:
+        for kind in KINDS[:-1] if trainer in STORED else KINDS[:1]:
             yield trainer, {"kind": kind}
+    for loss in LOSSES:
+        yield "grpo-trainer", {"kind": "generation", "loss": loss}
+    yield "rloo-trainer", {"kind": "generation"}
 
 
 @check(
     "windows",
     tuple(twin_runs.CLASSES),
-    {"kind": Setting("evaluation", "what is looked at", KINDS)},
+    {"kind": Setting("evaluation", "what is looked at", KINDS), "loss": SETTINGS["loss"]},
     cells,
     ways=("released",),
 )
 def beyond_one_window(cell: Cell) -> Iterator[Result]:
     """Evaluation, incomplete windows, second steps and resumed runs follow the same definition."""
     plain = {name: setting.default for name, setting in SETTINGS.items()}
-    yield from RUNS[cell.settings.kind](cell.case.family, SimpleNamespace(**plain))
+    yield from RUNS[cell.settings.kind](cell.case.family, SimpleNamespace(**{**plain, "loss": cell.settings.loss}))
 
 
 def _evaluation(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
@@ -136,4 +139,22 @@ def _second_gradient(trainer: str, s: SimpleNamespace, steps: recorded.Steps, at
     yield gradients(step, steps.gradients[at], "gradient of step 2")
 
 
-RUNS = dict(zip(KINDS, (_evaluation, _incomplete, _uneven, _second, _resumed), strict=True))
+def _generation(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
+    """Two steps on one generation: the second one's ratios are to the policy that generated, not to the last one."""
+    s = SimpleNamespace(**{**vars(s), "split": "2x2"})
+    run = twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, steps_per_generation=4)
+    if getattr(run.args, "steps_per_generation", None) != 4:
+        raise Unsupported("the config of the installed version has no steps_per_generation")
+    steps = recorded.train(run)
+    old = windows.policy(s.model, torch.float64)
+    whole = windows.sequences(twin_runs.rows(trainer), eos=False)
+    generation = windows.Generation(whole, old, steps=2)
+    for number, parameters in enumerate(steps.parameters):
+        rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(number))
+        model = windows.policy(s.model, torch.float64)
+        model.load_state_dict(parameters)
+        step = Step(model, twin_runs.definition(trainer, s, rows, generation))
+        yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
+
+
+RUNS = dict(zip(KINDS, (_evaluation, _incomplete, _uneven, _second, _resumed, _generation), strict=True))

@@ -31,6 +31,8 @@ LENGTHS = (7, 1, 4, 8, 2, 6, 3, 5)
 OTHER_LENGTHS = (3, 6, 2, 2, 8, 1, 5, 4)
 NUDGE = 0.05
 GENERATIONS = 2
+CLIP = 0.2
+"""ε of the clipped ratio, TRL's default in GRPO and RLOO."""
 
 Sequences = list[tuple[list[int], int]]
 """Token ids of prompt and completion, and the length of the prompt."""
@@ -133,12 +135,37 @@ def rewards(window: Sequences) -> Tensor:
     return torch.tensor(reward(completions=texts), dtype=torch.float64).view(-1, GENERATIONS)
 
 
-def rloo(window: Sequences, model: Any) -> Tensor:
-    """-mean of A·exp(log π - log π_old) at π_old = π, A the reward minus the mean of the group's others (2402.14740)."""
-    r = rewards(window)
-    advantages = r - (r.sum(1, keepdim=True) - r) / (GENERATIONS - 1)
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What a window is a part of: all sequences generated together, by which policy, for how many optimizer steps."""
+
+    whole: Sequences
+    old: Any
+    steps: int
+
+    def of(self, window: Sequences, values: Tensor) -> Tensor:
+        """The values of the window's sequences out of those of the whole generation."""
+        return values[[self.whole.index(sequence) for sequence in window]]
+
+
+def rloo(window: Sequences, generation: Generation | None, model: Any) -> Tensor:
+    """-mean of min(ρA, clip(ρ)A), ρ = π/π_old, A the reward minus the mean of the group's others (arXiv 2402.14740)."""
+    r = rewards(window if generation is None else generation.whole)
+    advantages = (r - (r.sum(1, keepdim=True) - r) / (GENERATIONS - 1)).flatten()
     logps = sums(model, window)
-    return -(advantages.flatten() * (logps - logps.detach()).exp()).mean()
+    old = logps.detach()
+    if generation is not None:
+        advantages = generation.of(window, advantages)
+        with torch.no_grad():
+            old = sums(generation.old, window)
+    ratio = (logps - old).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
+
+
+def advantages(window: Sequences) -> Tensor:
+    """GRPO's: the reward less its group's mean, over the group's standard deviation + 1e-4, (N,)."""
+    r = rewards(window)
+    return ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)).flatten()
 
 
 def grpo(
@@ -146,6 +173,7 @@ def grpo(
     architecture: str,
     settings: dict[str, Any],
     own: Callable[[Tensor], Tensor] | None,
+    generation: Generation | None,
     model: Any,
 ) -> Tensor:
     """Family `policy` on the model's hidden states and head, the window as one batch; `own`: token ids -> tool mask."""
@@ -156,6 +184,12 @@ def grpo(
     if s.beta != 0.0:
         with torch.no_grad():
             tensors["ref_logps"] = _padded(completion_logps(reference(architecture), window))
+    if generation is not None:
+        s.steps_per_generation = generation.steps
+        tensors["advantages"] = generation.of(window, advantages(generation.whole))
+        tensors["num_items_in_batch"] = torch.tensor(float(sum(len(t) - n for t, n in generation.whole)))
+        with torch.no_grad():
+            tensors["old_logps"] = _padded(completion_logps(generation.old, window))
     if own is not None:
         mask, tokens = tensors["mask"], tensors["ids"]
         assert mask is not None and tokens is not None
@@ -181,8 +215,6 @@ def _policy_tensors(window: Sequences, model: Any) -> dict[str, Tensor | None]:
     pieces = [hidden[i, start - 1 : len(t) - 1] for i, (t, start) in enumerate(window)]
     counts = [len(t) - start for t, start in window]
     mask = _padded([torch.ones(n, dtype=torch.float64) for n in counts])
-    r = rewards(window)
-    advantages = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)
     head = model.get_output_embeddings()
     none = (
         "old_logps",
@@ -199,7 +231,7 @@ def _policy_tensors(window: Sequences, model: Any) -> dict[str, Tensor | None]:
         "ids": torch.nn.utils.rnn.pad_sequence([torch.tensor(t[start:]) for t, start in window], batch_first=True),
         "mask": mask,
         "completion_mask": mask,
-        "advantages": advantages.flatten(),
+        "advantages": advantages(window),
         "num_items_in_batch": mask.sum(),
         **dict.fromkeys(none),
         "lora_a": None,
