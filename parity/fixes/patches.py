@@ -21,6 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from parity.fixes.patch import ORIGINAL, Patch
+from parity.fixes.teacher import mask_teacher_padding
+
+__all__ = [
+    "Patch",
+    "keep_gradient_checkpointing",
+    "lift_text_config_attributes",
+    "mask_teacher_padding",
+    "require_input_grads",
+]
 
 
 def keep_gradient_checkpointing() -> Patch:
@@ -280,89 +289,3 @@ def _why_inputs_are_fine(model: nn.Module, args: Any, given: dict[str, Any] | No
     with torch.enable_grad():
         probe = embeddings(torch.zeros((1, 1), dtype=torch.long, device=embeddings.weight.device))
     return "the input embeddings' output requires a gradient already" if probe.requires_grad else None
-
-
-SERVER_LOSS = "_compute_server_sparse_top_1_divergence_loss"
-_DISTILLERS = (
-    ("trl.experimental.distillation.distillation_trainer", "DistillationTrainer"),
-    ("trl.experimental.server_distillation.server_distillation_trainer", "ServerDistillationTrainer"),
-    ("trl.experimental.iw_opd.iw_opd_trainer", "IWOPDTrainer"),
-)
-
-
-def mask_teacher_padding() -> Patch:
-    """Distillation from a teacher server has finite gradients when completions are ragged, zero at padding.
-
-    The server path pads shorter completions with log-probs of -inf, and the reverse-KL and generalised-JSD losses
-    (beta > 0) of trl 1.1.0 to 1.3.0 take them in: the loss is finite, its gradient NaN at the first step. Here the
-    sentinel becomes 0 where `labels == -100` before the divergence is formed, so those positions get no gradient. A
-    value missing at a position that is required still raises, as before. Nothing is done where a ragged batch already
-    has finite gradients (trl 1.4.0 on): tried on two tokens.
-    """
-    name = "mask_teacher_padding"
-    changed: list[str] = []
-    reasons: list[str] = []
-    undo: list[Callable[[], object]] = []
-    for module_name, class_name in _DISTILLERS:
-        try:
-            trainer = getattr(importlib.import_module(module_name), class_name)
-        except (ImportError, AttributeError):
-            continue
-        original = vars(trainer).get(SERVER_LOSS)
-        if original is None:
-            continue
-        if hasattr(original, ORIGINAL):
-            reasons.append("already applied")
-            continue
-        try:
-            finite = _ragged_gradient_is_finite(trainer)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            reasons.append(f"{class_name} could not be tried ({type(error).__name__}: {error})")
-            continue
-        if finite:
-            reasons.append(f"{class_name} masks the padding itself")
-            continue
-        setattr(trainer, SERVER_LOSS, _masking(original))
-        changed.append(f"{module_name}.{class_name}.{SERVER_LOSS}")
-        undo.append(functools.partial(setattr, trainer, SERVER_LOSS, original))
-    reason = None if changed else "; ".join(reasons) or "trl has no teacher-server loss"
-    return Patch(name, tuple(changed), reason=reason, _undo=undo)
-
-
-def _masking(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def masked(*args: Any, **kwargs: Any) -> Tensor:
-        call = signature.bind(*args, **kwargs)
-        padding = call.arguments["labels"] == -100
-        teacher = dict(call.arguments["teacher_result"])
-        teacher["actual_logprobs"] = teacher["actual_logprobs"].masked_fill(padding, 0.0)
-        teacher["topk_logprobs"] = teacher["topk_logprobs"].masked_fill(padding.unsqueeze(-1), 0.0)
-        call.arguments["teacher_result"] = teacher
-        return original(*call.args, **call.kwargs)
-
-    setattr(masked, ORIGINAL, original)
-    return masked
-
-
-def _ragged_gradient_is_finite(trainer: type) -> bool:
-    """The gradient of one real and one padded position, reverse KL, on an instance that was never constructed."""
-    instance: Any = object.__new__(trainer)
-    instance.beta, instance.loss_add_tail, instance.loss_top_k = 1.0, True, 1
-    instance.reverse_kl_top_1_mode, instance.temperature = "sampled", 1.0
-    logits = torch.tensor([[[0.5, 0.0, -0.5]] * 2], requires_grad=True)
-    ids = torch.tensor([[1, 0]])
-    teacher = {
-        "actual_logprobs": torch.tensor([[-1.0, -torch.inf]]),
-        "topk_logprobs": torch.tensor([[[-0.5], [-torch.inf]]]),
-        "topk_token_ids": torch.tensor([[[0], [0]]]),
-    }
-    loss = getattr(instance, SERVER_LOSS)(
-        teacher_result=teacher,
-        student_log_probs=logits.log_softmax(-1),
-        completion_tokens=ids,
-        labels=torch.tensor([[1, -100]]),
-    )
-    (gradient,) = torch.autograd.grad(loss, logits)
-    return bool(gradient.isfinite().all())

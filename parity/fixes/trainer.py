@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from parity.fixes import patches, wiring
+from parity.fixes import patches, teacher, wiring
 from parity.fixes.patch import Patch
 
 
@@ -88,6 +88,6 @@ def _keep_checkpointing(trainer: Any) -> Patch:
 
 
 def _mask_teacher(trainer: Any) -> Patch:
-    if not hasattr(trainer, patches.SERVER_LOSS):
+    if not hasattr(trainer, teacher.SERVER_LOSS):
         return Patch("mask_teacher_padding", reason="the trainer has no teacher-server loss")
-    return patches.mask_teacher_padding()
+    return teacher.mask_teacher_padding()
