@@ -21,12 +21,21 @@ EXCLUDED = {
         ("context", "head_dtype"): "autocast is drawn over float32 parameters, whose head has no other dtype",
         ("head", "head_dtype"): "a tied head and a LoRA adapter have the dtype of the model",
     },
+    "divergence": {
+        ("extra_vocabulary", "sparse"): "a sparse teacher names tokens of the student's vocabulary",
+        ("num_items", "sparse"): "TRL's server losses divide by their own label positions",
+        ("sparse", "teacher"): "a sparse teacher hands out no logits",
+    },
 }
 """Family -> pairs of dimensions that exclude each other by definition, with the reason."""
 UNDRAWN = {
     "logprobs": {("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles"},
     "policy": {
         ("context", "checkpoint"): "a loss of one scalar is not a block that is checkpointed",
+        ("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles",
+        ("cotangent", "sparse"): "the upstream gradient of one scalar is not sparse",
+    },
+    "divergence": {
         ("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles",
         ("cotangent", "sparse"): "the upstream gradient of one scalar is not sparse",
     },
@@ -46,6 +55,14 @@ FEATURES = {
         "delta active",
         "kl",
         "old",
+    ),
+    "divergence": (
+        "one token",
+        "V = 1",
+        "cap active",
+        "student excludes",
+        "teacher excludes",
+        "both exclude",
     ),
 }
 """Family -> facts of its features that must be drawn both ways."""
