@@ -18,6 +18,7 @@ from parity.implementations import Implementation, select
 from parity.ledger import Ledger
 from parity.run import Row, run_case
 from parity.session import FAILING
+from parity.trainers import is_trainer
 from parity.worker import prepare
 
 AGREES, DISAGREES, NO_JUDGEMENT = 0, 1, 125
@@ -75,6 +76,8 @@ def replay(name: str, ids: Sequence[str], device: str, issue: bool, console: Con
     from parity.report import terminal
 
     case, found_with = find(name)
+    if issue and is_trainer(case.family):
+        raise UsageError(f"case {case.id} is a trainer check: --issue writes the script of a loss; leave it out")
     family(case.family).full_settings(case)
     device = resolve_device(device)
     prepare(device, threads=1)
