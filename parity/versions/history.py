@@ -160,6 +160,8 @@ def _judged(record: Record, specs: tuple[str, ...], bad: bool, found: Sequence[R
             own, exact = of(found, case, implementation)
             if is_trainer(case.family) and own is None and exact is None:
                 continue  # a trainer check says what it measured in its own quantities
+            if own is None and exact is None:
+                continue  # a family without this quantity, or whose definition has no finite one
             plain, _ = of(found, case, record.reference)
             beside = "" if implementation == record.reference else f"reference {amount(plain)}, "
             parts.append(f"{name} {amount(own)} ({beside}definition {amount(exact)})")
