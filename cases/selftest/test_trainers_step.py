@@ -121,3 +121,15 @@ def test_rows_in_the_order_of_the_micro_batch():
     ids = torch.tensor([[1, 2], [3, 4], [5, 6]])
     logps = torch.tensor([[0.1], [0.2], [0.3]])
     assert torch.equal(step_one._in_order(ids[[2, 0]], ids, logps), logps[[2, 0]])
+
+
+def test_the_bound_of_online_dpo_leaves_out_padded_prompts():
+    asked = cell("online-dpo-trainer", {"check": "step-one"})
+    step = step_one.run(asked)
+    truth = step_one.own(asked, step.ids, step.mask, step.completion)
+    assert bool((step.mask[:, 0] == 0).any())  # prompts of unequal length, padded on the left
+    found = {r.quantity: r for r in step_one._online(asked, step, truth)}
+    assert found["kl"].agrees and found["loss"].agrees
+    off = dataclasses.replace(step, log={**step.log, "objective/kl": 1e-3}, loss=math.log(2.0) + 1e-4)
+    found = {r.quantity: r for r in step_one._online(asked, off, truth)}
+    assert not found["kl"].agrees and not found["loss"].agrees

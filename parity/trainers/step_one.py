@@ -349,7 +349,8 @@ def _pairs(cell: Cell, step: Step, truth: Truth) -> Iterator[Result]:
 
 def _online(cell: Cell, step: Step, truth: Truth) -> Iterator[Result]:
     kl = _metric(step, "objective/kl")
-    sums = float(truth.apart.sum(1).max())  # the metric sums over padding too
+    assert step.policy is not None
+    sums = float(truth.apart[:, -step.policy.shape[1] :].sum(1).max())  # the metric sums over padded completions too
     yield within("kl", kl, 0.0, sums, f"KL {kl:.4g} at step 1, at most {sums:.2g} is rounding")
     yield _ln2(step, cell.settings.beta * sums)
 
