@@ -92,6 +92,12 @@ def test_one_case_is_measured_and_its_limits_mean_what_they_say(dtype):
     assert math.isfinite(by_target["gradients"].limits[GATES])
 
 
+def test_the_gradient_of_a_float32_head_does_not_stand_for_a_narrow_one():
+    case = family("logprobs").case(3, "bf16", CASE | {"head_dtype": "fp32"})
+    found = measure.measure("logprobs", "bf16", "fp32 logits", Bench.of(case))
+    assert [one.target for one in found] == ["log-probs"]
+
+
 def test_a_policy_loss_is_edited_inside_where_its_log_probs_are_meant():
     case = family("policy").case(5, "fp32", CASE)
     bench = Bench.of(case)

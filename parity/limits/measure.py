@@ -122,13 +122,14 @@ def measure(name: str, dtype: str, kind: str, bench: Bench) -> list[Found]:
 def _errors(name: str, kind: str, bench: Bench, plain: Values) -> Errors:
     """(target, quantities that may show it, ε -> their values)."""
     gradients = tuple(n for n in plain if n.startswith("grad_"))
+    narrow = all(plain[n].dtype == bench.inputs.dtype for n in gradients)  # a float32 head's gradient would decide
     if name == "logprobs":
         yield "log-probs", ("logps",), lambda e: _scaled(plain, ("logps",), e)
     else:
         yield "loss", ("loss",), lambda e: _scaled(plain, ("loss",), e)
     if name == "policy":
         yield "log-probs", ("loss", *gradients), lambda e: _again(bench, implementation(name, LOGITS[kind], e))
-    if gradients:
+    if gradients and narrow:
         yield "gradients", gradients, lambda e: _scaled(plain, gradients, e)
 
 
