@@ -1,6 +1,6 @@
 """How near each implementation came to the float64 oracle, against one of them, on the cases that both were judged on.
 
-`python -m parity.report.accuracy reports/results.ndjson [--of fixes.selective_log_probs …]`
+`python -m parity.report.accuracy reports/results.ndjson [--of fixes.selective_log_probs …] [--at-least 30]`
 
 The error of a quantity is ‖value - oracle‖ ÷ ‖oracle‖, whatever the recipe: headroom would allow a coarse recipe more.
 """
@@ -121,9 +121,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--of", nargs="+", default=list(OURS))
+    parser.add_argument("--at-least", type=int, default=1, metavar="PAIRS", help="leave out peers with fewer pairs")
     options = parser.parse_args()
     rows = read(options.results)[1]
-    print(table(compare(rows, options.of)))
+    print(table([c for c in compare(rows, options.of) if len(c.pairs) >= options.at_least]))
     print()
     print(headrooms(rows, options.of))
 
