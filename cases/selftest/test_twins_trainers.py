@@ -3,7 +3,8 @@
 import pytest
 
 from parity import trainers
-from parity.trainers import drive, installed, twin_runs
+from parity.errors import Unsupported
+from parity.trainers import drive, installed, ranks, recorded, twin_processes, twin_runs
 from parity.trainers.execute import rows
 
 
@@ -90,3 +91,46 @@ def test_every_trainer_is_covered_or_explained(monkeypatch):
 def test_reasons_are_about_trainers_without_checks():
     assert not set(installed.covered()) & set(installed.UNCOVERED)
     assert set(installed.covered()) <= set(installed.classes())
+
+
+@pytest.mark.parametrize(
+    ("quantities", "damage"),
+    [
+        ({"gradient"}, lambda found: [g.mul_(2) for rank in found for g in rank.gradients.values()]),
+        ({"ranks"}, lambda found: found[1].gradients["lm_head.weight"].add_(1e-6)),
+        ({"sequences"}, lambda found: found[1].sequences.pop()),
+        ({"sequences", "unequal ranks"}, lambda found: [rank.sequences.clear() for rank in found]),
+    ],
+    ids=["summed", "not reduced", "dropped", "equal"],
+)
+def test_what_two_ranks_may_do_wrong(monkeypatch, quantities, damage):
+    plain = twin_processes._settings()
+    plain.split = "4x2"  # in one process the window is twice as large
+    steps = recorded.train(twin_runs.build("sft-trainer", plain))
+    sequences = twin_runs.seen(steps.batches)
+    halves = (sequences[:4], sequences[4:])
+    found = [ranks.Rank({n: g.clone() for n, g in steps.gradients[0].items()}, list(half)) for half in halves]
+    damage(found)
+    monkeypatch.setattr(twin_processes, "_launched", lambda count: {"sft-trainer": found})
+    got = verdicts(outcome("sft-trainer", check="processes"))
+    assert {q for q, verdict in got.items() if verdict == "disagree"} == quantities
+
+
+def test_a_rank_that_fails_says_why(monkeypatch):
+    monkeypatch.setattr(ranks.sys, "executable", "/bin/false")
+    with pytest.raises(Unsupported, match="rank 0 of 2 failed"):
+        ranks.launch(("sft-trainer",), {}, 2)
+
+
+def test_the_module_at_which_runs_part(monkeypatch):
+    build = twin_runs.build
+
+    def damaged(trainer, s, *args, **kwargs):
+        out = build(trainer, s, *args, **kwargs)
+        if s.checkpointing != drive.OFF:
+            out.model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: 1.01 * output)
+        return out
+
+    monkeypatch.setattr(twin_runs, "build", damaged)
+    message = outcome("sft-trainer", checkpointing=drive.NON_REENTRANT)["gradient"]["message"]
+    assert "the runs part at model.layers.1.mlp (relative difference 0.01)" in message

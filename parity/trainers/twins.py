@@ -7,6 +7,7 @@ eight sequences of unequal lengths that go in through a dataset and come out of 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from parity.families import Setting
-from parity.trainers import drive, recorded, twin_runs, windows
+from parity.trainers import drive, parting, recorded, twin_runs, windows
 from parity.trainers.check import Cell, Result, check, holds, judged
 from parity.trainers.exact import AutocastRounding, Step, StepRounding
 from parity.trainers.gradients import finite, gradients
@@ -67,9 +68,26 @@ def twins(cell: Cell) -> Iterator[Result]:
     step = by_definition(trainer, s)
     yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
     yield finite(steps.gradients[0])
-    yield gradients(step, steps.gradients[0])
+    result = gradients(step, steps.gradients[0])
+    yield result if result.agrees else dataclasses.replace(result, message=f"{result.message}; {_parting(cell)}")
     if s.checkpointing != drive.OFF:
         yield _saved(cell, steps.activations)
+
+
+PLAIN = ("padding", "checkpointing", "precision")
+"""What the run that a twin is compared with has at its default; it is cut into the same micro-batches."""
+
+
+def _parting(cell: Cell) -> str:
+    """Where the twin and the plain run part, or that they do not: both disagree with the definition."""
+    plain = SimpleNamespace(**vars(cell.settings) | {name: SETTINGS[name].default for name in PLAIN})
+    if plain == cell.settings and cell.way == "released":
+        return "this is the plain run"
+    first, second = (
+        parting.outputs(twin_runs.build(cell.case.family, s, way))
+        for s, way in ((plain, "released"), (cell.settings, cell.way))
+    )
+    return parting.told(first, second)
 
 
 def _saved(cell: Cell, checkpointed: int) -> Result:
