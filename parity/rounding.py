@@ -142,7 +142,7 @@ class MonteCarlo(TorchDispatchMode):
         self.u_sum = UNIT_ROUNDOFF["fp32"]
         self.u = UNIT_ROUNDOFF[self.recipe.elementwise]
         self.u_softmax = UNIT_ROUNDOFF[self.recipe.softmax]
-        self.eta = max(torch.finfo(torch.float32).smallest_normal, HALF_SUBNORMAL[self.recipe.elementwise])
+        self.eta = torch.finfo(torch.float32).smallest_normal
         self.largest = LARGEST[self.recipe.elementwise] if self.recipe.elementwise == "fp16" else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,13 +165,13 @@ class MonteCarlo(TorchDispatchMode):
             top = out.amax(args[1], keepdim=True).nan_to_num_(0.0, 0.0, 0.0).abs_()
             walk = out.shape[args[1]] ** 0.5 / 4  # lanes or blocks of it are summed in order
             scale = self.u_sum * (2 * lse + walk) + self.u_softmax * (1 + top)
-            return self._round(out + self._spread(scale, out), self.u_softmax)
+            return self._round(out + self._spread(scale, out), self.recipe.softmax)
         if name == "_log_softmax_backward_data":
             flushed = (
                 args[0].sum(args[2], keepdim=True).abs_().mul_(self.eta)
             )  # p·Σg with a p below the smallest normal
             scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum) + flushed
-            return self._round(out + self._spread(scale, out), self.u_softmax)
+            return self._round(out + self._spread(scale, out), self.recipe.softmax)
         if name == "tanh" and self.recipe.tanh == "sigmoid":
             return self._round(out + 2 * self.u * self.noise.like(out))
         return self._round(out)
@@ -179,10 +179,11 @@ class MonteCarlo(TorchDispatchMode):
     def _spread(self, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return torch.where(torch.isfinite(scale), scale, 0.0) * self.noise.like(scale)
 
-    def _round(self, out: torch.Tensor, u: float | None = None) -> torch.Tensor:
-        u = self.u if u is None else u
+    def _round(self, out: torch.Tensor, dtype: str | None = None) -> torch.Tensor:
+        dtype = self.recipe.elementwise if dtype is None else dtype
+        u = UNIT_ROUNDOFF[dtype]
         if u > NARROW:
-            noisy = self._grid(out, u) + self.eta * self.noise.like(out)
+            noisy = self._grid(out, dtype) + self.eta * self.noise.like(out)
         else:
             noisy = out + out.abs().mul_(u).add_(self.eta).mul_(self.noise.like(out))
         noisy = torch.where(torch.isfinite(out), noisy, out)
@@ -192,16 +193,20 @@ class MonteCarlo(TorchDispatchMode):
             )
         return noisy
 
-    def _grid(self, x: torch.Tensor, u: float) -> torch.Tensor:
-        """x rounded to the bits of unit roundoff `u` on a grid stretched at random, one stretch a replica.
+    def _grid(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
+        """x rounded to the bits of `dtype`, subnormals to its quantum, on a grid stretched at random, one a replica.
 
-        In a narrow dtype equal values round equally and close ones alike: logits saturated by a softcap tie exactly, and
-        a nearly flat distribution moves as one. Independent noise never does that.
+        In a narrow dtype equal values round equally and close ones alike: logits saturated by a softcap tie exactly, a
+        nearly flat distribution moves as one, and a thousand equal probabilities of 3.6 quanta all become 4.
+        Independent noise never does that.
         """
         stretch = 1.5 + 0.5 * self.noise.like(x.new_empty(x.shape[:1] + (1,) * (x.dim() - 1)))
         scaled = x * stretch
-        carry = scaled * (u * 2.0**53 + 1)  # Veltkamp's splitting: carry - (carry - x) keeps the leading bits of x
-        return (carry - (carry - scaled)) / stretch
+        carry = scaled * (UNIT_ROUNDOFF[dtype] * 2.0**53 + 1)  # Veltkamp's splitting: the leading bits of x
+        rounded = carry - (carry - scaled)
+        quantum = 2 * HALF_SUBNORMAL[dtype]
+        subnormal = scaled.abs() < torch.finfo(DTYPES[dtype]).smallest_normal
+        return torch.where(subnormal, (scaled / quantum).round() * quantum, rounded) / stretch
 
     def _matmul(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         matmul = torch.bmm if a.dim() == 3 else torch.mm
@@ -256,7 +261,7 @@ class MonteCarlo(TorchDispatchMode):
         assert dtype is not None
         self.quiet = True
         try:
-            y = self._grid(x, UNIT_ROUNDOFF[dtype]) + HALF_SUBNORMAL[dtype] * self.noise.like(x)
+            y = self._grid(x, dtype)
             y = torch.where(y.abs() > LARGEST[dtype], torch.copysign(torch.full_like(y, torch.inf), y), y)
             return torch.where(torch.isfinite(x), y, x)
         finally:
