@@ -43,6 +43,8 @@ def test_what_changes_logits_is_there(name):
     for value in models.ARCHITECTURES[name].changes_logits:
         if value == "tied head":
             assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        elif value == "prediction head":
+            assert model.lm_head is not model.get_output_embeddings()
         elif value == "lm_head.bias":
             assert bool(model.get_output_embeddings().bias.any())
         else:

@@ -170,6 +170,31 @@ ARCHITECTURES: dict[str, Architecture] = {
         block_types=["recurrent", "attention"],
         tie_word_embeddings=True,
     ),
+    "modernbert_decoder": _text(
+        "ModernBertDecoderForCausalLM",
+        "ModernBertDecoderConfig",
+        ("prediction head", "tied head"),
+        local_attention=64,
+        cls_token_id=BOS,
+        sep_token_id=EOS,
+        layer_types=["sliding_attention", "full_attention"],
+        tie_word_embeddings=True,
+    ),
+    "inkling": _text(
+        "InklingForCausalLM",
+        "InklingTextConfig",
+        ("logits_mup_width_multiplier",),
+        logits_mup_width_multiplier=4.0,
+        head_dim=16,
+        swa_head_dim=16,
+        swa_num_attention_heads=2,
+        swa_num_key_value_heads=1,
+        rel_extent=64,
+        sliding_window=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    ),
 }
 """Name, as in cases -> what it is."""
 
