@@ -173,3 +173,21 @@ def test_the_matrix_is_printed_and_written_and_lines_survive_being_killed(tmp_pa
 
 class Made:
     partners = "trl 1.0.0"
+
+
+def test_a_comparison_under_each_sides_defaults_shows_what_moved_inside_the_gates(monkeypatch):
+    looks = [Look([row(headroom=0.1, value=v)], {"beta": 0.0, "top_k": k}) for v, k in ((1.0, None), (2.0, 0))]
+    stub = type("E", (), {"partners": "torch", "versions": {"trl": "1"}, "of": classmethod(lambda cls, specs: cls)})
+    monkeypatch.setattr(compare, "Environment", stub)
+    monkeypatch.setattr(compare, "cases", lambda: [("named", CASE)])
+    monkeypatch.setattr(compare, "both", lambda *_: looks)
+    plain, _ = compare.compare((["trl==1"], ["trl==2"]))
+    assert "0 worse (+), 0 better (-), 0 otherwise moved (~)" in plain
+    assert "GRPOConfig, defaults changed: top_k None -> 0" in plain
+    own, code = compare.compare((["trl==1"], ["trl==2"]), all_defaults=True)
+    assert "1 otherwise moved (~)" in own and code == 0
+    looks[1] = Look([row(**WRONG)], {})
+    assert compare.compare((["trl==1"], ["trl==2"]))[1] == 1
+    looks[1] = Look([], {})
+    with pytest.raises(compare.EnvironmentUnusable, match="1 and 0 judged quantities"):
+        compare.compare((["trl==1"], ["trl==2"]))
