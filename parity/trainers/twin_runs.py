@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -89,14 +90,16 @@ def needed(s: SimpleNamespace) -> tuple[str, ...]:
 def build(
     trainer: str, s: SimpleNamespace, way: str = "released", part: Sequence[Row] | None = None, **more: Any
 ) -> Any:
-    """The trainer over the window or a part of it, as released or on its fused path; `more` goes to its config.
+    """The trainer over the window or a part of it, in a way of `check.WAYS`; `more` goes to its config.
+
+    "fused" and "fixed" take the version's fused path; "fixed" goes without where there is none.
 
     Raises:
         Unsupported: when the installed version lacks the trainer or what the twin needs of its config.
     """
     name = CLASSES[trainer]
     config = drive.found(f"{name.removesuffix('Trainer')}Config")
-    path = drive.fused(config) if way == "fused" else {}
+    path = {} if way == "released" else _fused(config, required=way == "fused")
     args = drive.arguments(config, "cpu", {**options(trainer, s), **path, **more}, needed(s))
     data = dataset(trainer, rows(trainer) if part is None else part)
     given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
@@ -117,6 +120,23 @@ def build(
     if s.tools:
         _with_tools(out)
     return out
+
+
+def _fused(config: type, required: bool) -> dict[str, Any]:
+    try:
+        return drive.fused(config)
+    except Unsupported:
+        if required:
+            raise
+        return {}
+
+
+def train(trainer: Any, way: str, **options: Any) -> recorded.Steps:
+    """Trains and records it, in the way "fixed" with `parity.fixes` applied to the path that the version has."""
+    from parity.fixes.trainer import apply
+
+    with apply(trainer) if way == "fixed" else contextlib.nullcontext():
+        return recorded.train(trainer, **options)
 
 
 def _hand_out(trainer: Any, name: str) -> None:

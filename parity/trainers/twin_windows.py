@@ -21,10 +21,12 @@ from parity.trainers.gradients import gradients
 from parity.trainers.twins import LOSSES, SETTINGS, by_definition
 from parity.trainers.windows import Row
 
-KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "generation")
+KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "generation", "four")
 STORED = tuple(t for t in twin_runs.CLASSES if t not in twin_runs.SAMPLED)
 RATE = 0.05
 """Learning rate of the runs whose second step must differ from the first."""
+FOUR_RATE = 0.002
+"""Of four steps: small enough that the policy does not run away."""
 
 
 def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -33,24 +35,29 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from [("sft-trainer", {"kind": "uneven"})] if profile == "pr" else []
         return
     for trainer in twin_runs.CLASSES:
-        for kind in KINDS[:-1] if trainer in STORED else KINDS[:1]:
+        for kind in KINDS[:-2] if trainer in STORED else KINDS[:1]:
             yield trainer, {"kind": kind}
     for loss in LOSSES:
         yield "grpo-trainer", {"kind": "generation", "loss": loss}
     yield "rloo-trainer", {"kind": "generation"}
+    for beta in (0.0, 0.04):
+        yield "grpo-trainer", {"kind": "four", "beta": beta}
 
 
 @check(
     "windows",
     tuple(twin_runs.CLASSES),
-    {"kind": Setting("evaluation", "what is looked at", KINDS), "loss": SETTINGS["loss"]},
+    {"kind": Setting("evaluation", "what is looked at", KINDS), "loss": SETTINGS["loss"], "beta": SETTINGS["beta"]},
     cells,
-    ways=("released",),
+    ways=("released", "fixed"),
 )
 def beyond_one_window(cell: Cell) -> Iterator[Result]:
     """Evaluation, incomplete windows, second steps and resumed runs follow the same definition."""
     plain = {name: setting.default for name, setting in SETTINGS.items()}
-    yield from RUNS[cell.settings.kind](cell.case.family, SimpleNamespace(**{**plain, "loss": cell.settings.loss}))
+    kind, own = cell.settings.kind, {"loss": cell.settings.loss, "beta": cell.settings.beta}
+    if cell.way == "fixed" and kind != "four":
+        raise Unsupported("the fixes are compared over four steps")
+    yield from RUNS[kind](cell.case.family, SimpleNamespace(**{**plain, **own, "way": cell.way}))
 
 
 def _evaluation(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
@@ -157,4 +164,19 @@ def _generation(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
         yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
 
 
-RUNS = dict(zip(KINDS, (_evaluation, _incomplete, _uneven, _second, _resumed, _generation), strict=True))
+def _four(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
+    """Four steps on the same rollouts, seed 3407, log-probs by TRL's kernel or by ours: every gradient by the definition.
+
+    Each step is judged at the parameters that it was taken at, so that a difference does not grow from step to step.
+    """
+    run = twin_runs.build(trainer, s, s.way, max_steps=4, learning_rate=FOUR_RATE)
+    steps = twin_runs.train(run, s.way)
+    yield holds("steps", len(steps.gradients) == 4, f"{len(steps.gradients)} steps instead of 4", gate="exact")
+    for number, parameters in enumerate(steps.parameters):
+        model = windows.policy(s.model, torch.float64)
+        model.load_state_dict(parameters)
+        step = Step(model, twin_runs.definition(trainer, s))
+        yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
+
+
+RUNS = dict(zip(KINDS, (_evaluation, _incomplete, _uneven, _second, _resumed, _generation, _four), strict=True))

@@ -59,11 +59,11 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield from ((trainer, {name: v, "split": "2x4"}) for v in setting.choices or () if name != "split")
 
 
-@check("twins", TRAINERS, SETTINGS, cells, ways=("released", "fused"))
+@check("twins", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
 def twins(cell: Cell) -> Iterator[Result]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s, trainer = cell.settings, cell.case.family
-    steps = recorded.train(twin_runs.build(trainer, s, cell.way), weigh=s.checkpointing != drive.OFF)
+    steps = twin_runs.train(twin_runs.build(trainer, s, cell.way), cell.way, weigh=s.checkpointing != drive.OFF)
     yield _all_there(trainer, steps)
     step = by_definition(trainer, s)
     yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
@@ -93,7 +93,7 @@ def _parting(cell: Cell) -> str:
 def _saved(cell: Cell, checkpointed: int) -> Result:
     """Checkpointing that keeps as many activations as none does nothing, whatever the config says."""
     s = SimpleNamespace(**{**vars(cell.settings), "checkpointing": drive.OFF})
-    plain = recorded.train(twin_runs.build(cell.case.family, s, cell.way), weigh=True).activations
+    plain = twin_runs.train(twin_runs.build(cell.case.family, s, cell.way), cell.way, weigh=True).activations
     message = f"{checkpointed} bytes of activations are kept, {plain} without checkpointing: it does nothing"
     return Result("saved activations", {"bytes": checkpointed / plain}, float(checkpointed), float(plain), message)
 
