@@ -126,10 +126,10 @@ class MonteCarlo(TorchDispatchMode):
     """Perturb every rounded operation of a float64 computation, forward and backward, as a `Recipe` would round it.
 
     Matrix products over K terms get max(2, √K/2)·u·(|A|·|B|)·ξ (tf32: 2·u·√(A²·B²)·ξ besides), sums 2·u·Σ|x|·ξ, a
-    log-softmax its row's u·(2|logsumexp| + 1)·ξ, any other rounded operation x·(1 + u·ξ) + η·ξ with η the smallest
-    normal of float32;
-    results that no rounding touches are left alone. ξ is uniform in ±1 per element. In float16 and bfloat16 the result
-    is rounded to their bits instead, on a grid stretched at random.
+    log-softmax or log-sum-exp its row's u·(2|logsumexp| + 1 + √V/4)·ξ, any other rounded operation x·(1 + u·ξ) + η·ξ
+    with η the smallest normal of float32; results that no rounding touches are left alone. ξ is
+    uniform in ±1 per element. In float16 and bfloat16 the result is rounded to their bits instead, on a grid
+    stretched at random.
     """
 
     def __init__(self, recipe: Recipe, dtype: str, seed: int):
@@ -172,6 +172,9 @@ class MonteCarlo(TorchDispatchMode):
             )  # p·Σg with a p below the smallest normal
             scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum) + flushed
             return self._round(out + self._spread(scale, out), self.recipe.softmax)
+        if name == "logsumexp":  # the sum of exponentials rounds relatively, so its logarithm by an absolute amount
+            walk = 1 + (args[0].numel() / max(out.numel(), 1)) ** 0.5 / 4
+            return self._round(out + self._spread(self.u_sum * (2 * out.abs() + walk), out))
         if name == "tanh" and self.recipe.tanh == "sigmoid":
             return self._round(out + 2 * self.u * self.noise.like(out))
         return self._round(out)

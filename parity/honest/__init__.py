@@ -73,7 +73,10 @@ CONTROLS: dict[str, tuple[Implementation, ...]] = {
         for name, head in HEADS.items()
         if name != "narrow"  # log-probs in bf16 cannot be told from an old policy's on the wrong side of a clip
     ),
-    "divergence": tuple(_of("divergence", name, call=road, recipe=road.recipe) for name, road in ROADS.items()),
+    "divergence": tuple(
+        _of("divergence", name, call=road, recipe=road.recipe, contexts=frozenset({"plain", "checkpoint", "compile"}))
+        for name, road in ROADS.items()
+    ),
 }
 """Family -> its honest implementations."""
 
