@@ -10,6 +10,7 @@ from parity.case import Case
 from parity.errors import Unsupported, UsageError
 from parity.families import Setting, family
 from parity.implementations import select
+from parity.pool import lost_row
 from parity.replay import exit_code, find
 from parity.run import run_case
 from parity.trainers.check import CHECKS, Cell, Result, check, holds, pairwise, within
@@ -91,6 +92,12 @@ def test_a_case_freezes_and_is_found_again(toy, tmp_path):
     path.write_text(json.dumps({"case": case.to_json(), "implementation": "grpo-trainer.fixed"}))
     assert find(str(path)) == (case, "grpo-trainer.fixed")
     assert Case.load(path).id == case.id
+
+
+def test_a_check_that_takes_the_process_with_it_still_has_a_row(toy):
+    case = toy.case(0, "fp32", {"check": "toy"})
+    row = lost_row(case.id, "grpo-trainer.released", case.to_json(), "timed-out", "no answer for 180 s", "cpu")
+    assert (row["verdict"], row["family"], row["case"]) == ("timed-out", "grpo-trainer", case.id)
 
 
 def test_defaults_are_left_out_of_a_case(toy):

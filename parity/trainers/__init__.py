@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -36,8 +35,7 @@ MODULES = (
 def load() -> dict[str, Check]:
     """Every check by name, those of all `MODULES`."""
     for name in MODULES:
-        if importlib.util.find_spec(f"{__name__}.{name}") is not None:
-            importlib.import_module(f"{__name__}.{name}")
+        importlib.import_module(f"{__name__}.{name}")
     return CHECKS
 
 
