@@ -54,7 +54,10 @@ def render(summary: Summary, console: Console) -> None:
 
 
 def _table(family: str, lines: Sequence[Line], console: Console) -> None:
-    """A table; where ids would not fit beside the numbers each stands on a line of its own, never cut."""
+    """A table; where names would not fit beside the numbers each stands on a line of its own, never cut.
+
+    Below it which known findings each implementation has, and why some were not compared.
+    """
     devices = sorted({line.device for line in lines})
     counters: Mapping[str, Callable[[Counts], int]] = {
         "compared": lambda c: c.compared,
@@ -74,7 +77,7 @@ def _table(family: str, lines: Sequence[Line], console: Console) -> None:
     for name, found in groups.items():
         for k, line in enumerate(found):
             cells = [f"{f(line.counts):,}" for f in shown.values()]
-            verdict = Text(wording.line_verdict(line), style=COLOURS.get(line.verdict, "bold red"))
+            verdict = Text(wording.line_verdict(line, ids=False), style=COLOURS.get(line.verdict, "bold red"))
             first = name if beside and k == 0 else ""
             at = Text(wording.at(line.worst))
             table.add_row(Text(first), line.dtype, *cells, wording.line_headroom(line), at, verdict)
@@ -84,6 +87,9 @@ def _table(family: str, lines: Sequence[Line], console: Console) -> None:
             table = _numbers(shown, 0, header=False)
     if beside:
         console.print(table)
+    for name, found in groups.items():
+        if known := sorted({id for line in found for id in line.known}):
+            say(console, f"  known in {name}: {', '.join(known)}", "dim")
     idle = dict.fromkeys(
         (n, x.reason) for n, found in groups.items() for x in found if not x.counts.compared and x.reason
     )

@@ -101,10 +101,12 @@ def line_headroom(line: Line) -> str:
     return "" if line.worst is None else ratio(headroom(line.worst))
 
 
-def line_verdict(line: Line) -> str:
-    """The verdict of a line of the table, with the ledger ids it rests on."""
+def line_verdict(line: Line, ids: bool = True) -> str:
+    """The verdict of a line of the table, with the ledger ids it rests on or how many they are."""
     new = line.verdict.upper() if line.verdict not in ("agree", "known", "refused", "unsupported") else line.verdict
     known = ", ".join(line.known)
+    if not ids:
+        return f"{len(line.known)} known" if line.verdict == "known" else new
     return f"known: {known}" if line.verdict == "known" else f"{new}; known: {known}" if known else new
 
 
