@@ -218,6 +218,18 @@ def test_the_line_that_reads_a_setting_is_found():
     assert str(absent).startswith("not read in parity/fixes/grpo.py:")
 
 
+def test_what_is_wrong_without_the_setting_is_not_blamed_on_it():
+    found = asked(mutant("policy", "logps-scaled-1e-2"), "temperature")
+    assert (found.answer, found.new) == ("not run", False)
+    assert "without the setting" in found.reason
+
+    def edit(x: Inputs, call) -> Outputs:
+        out = call(x)
+        return out | {"loss": out["loss"] * 1.1} if SHAPES[0]["B"] == x.settings.B else out
+
+    assert asked(edited(edit), "temperature").answer == "honoured"
+
+
 def test_damage_by_one_implementation_does_not_reach_the_next():
     stands = Stands("policy", probe("policy", "temperature"), "cpu")
     damaging = mutant("policy", "hidden-damaged")

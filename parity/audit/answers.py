@@ -29,6 +29,9 @@ DTYPES = ("fp32", "fp16", "bf16")
 FAR = 100.0
 """A headroom beyond which no larger number of replicas changes a verdict."""
 INTERPRETER = "Triton's interpreter"
+CONFOUNDED = "disagrees without the setting too (parity run judges that)"
+PATIENCE = 4
+"""Pairs on which an implementation may be wrong without the setting until the next one is no longer tried."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +89,18 @@ def answer(implementation: Implementation, stands: Stands, count: int, known: Le
     """
     blank = Answer(stands.name, implementation.id, implementation.role, stands.probe, "not run")
     reasons: list[str] = []
+    confounded = 0
     for base in range(len(stands.probe.bases)):
         for dtype in DTYPES:
             found: list[Answer] = []
             for stand in stands.moving(base, dtype):
                 one = _one(implementation, stand, blank, known)
                 if one is None:
+                    continue
+                if one.reason == CONFOUNDED:
+                    confounded += 1
+                    if confounded == PATIENCE:
+                        break
                     continue
                 if one.answer == "not run":
                     reasons.append(one.reason)
@@ -101,6 +110,8 @@ def answer(implementation: Implementation, stands: Stands, count: int, known: Le
                     break
             if found:
                 return _merged(found)
+            if confounded:
+                return dataclasses.replace(blank, reason=CONFOUNDED)
     return dataclasses.replace(blank, reason=reasons[0] if reasons else "no case on which the definition moves")
 
 
@@ -187,6 +198,8 @@ def _judged(
     ignored = not out.probe.stays and (alike or all(n in unmoved and unmoved[n].agrees for n in quantities))
     before = _judge(stand.still, implementation, still) if still.verdict == "ran" else {}
     also = any(not before[n].agrees for n in quantities if n in before)
+    if also and not ignored:  # what the setting does cannot be told from what was wrong before
+        return dataclasses.replace(out, answer="not run", reason=CONFOUNDED)
     rows = [_row(out, n, gate, "disagree", stand) for n, gate in failing.items()]
     return dataclasses.replace(
         out,
