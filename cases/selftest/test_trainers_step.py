@@ -11,7 +11,7 @@ pytest.importorskip("trl")
 from parity.case import Case
 from parity.implementations import select
 from parity.run import run_case
-from parity.trainers import family, step_one
+from parity.trainers import family, first_step, step_one
 from parity.trainers.check import Cell
 
 
@@ -120,7 +120,7 @@ def test_dead_parameters_are_listed_and_our_fix_revives_them(monkeypatch, traine
 def test_rows_in_the_order_of_the_micro_batch():
     ids = torch.tensor([[1, 2], [3, 4], [5, 6]])
     logps = torch.tensor([[0.1], [0.2], [0.3]])
-    assert torch.equal(step_one._in_order(ids[[2, 0]], ids, logps), logps[[2, 0]])
+    assert torch.equal(first_step.in_order(ids[[2, 0]], ids, logps), logps[[2, 0]])
 
 
 def test_the_bound_of_online_dpo_leaves_out_padded_prompts():

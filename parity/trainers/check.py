@@ -9,7 +9,9 @@ its fused path, or with parity.fixes applied; each is an implementation in rows 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -93,9 +95,14 @@ def holds(
 def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "") -> Result:
     """A quantity judged by the gates of `parity.judge`; tensors show as their norm."""
     return Result(
-        quantity, j.gates, _size(value), _size(exact), "; ".join(filter(None, [j.message, message])),
-        max_abs=j.max_abs, max_rel=j.max_rel,
-    )  # fmt: skip
+        quantity,
+        j.gates,
+        _size(value),
+        _size(exact),
+        "; ".join(filter(None, [j.message, message])),
+        max_abs=j.max_abs,
+        max_rel=j.max_rel,
+    )
 
 
 def _size(x: Any) -> float | None:
@@ -183,14 +190,9 @@ def pairwise(settings: Mapping[str, Setting], seed: int) -> Iterator[dict[str, A
 
     Settings without choices stay at their default. Yields complete cells, defaults included.
     """
-    import itertools
-    import random
-
     axes = {name: s.choices for name, s in settings.items() if s.choices is not None}
     names, shuffled = list(axes), random.Random(seed)
-    open_pairs = {
-        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]
-    }  # fmt: skip
+    open_pairs = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]}
     while open_pairs:
         best: dict[str, Any] = {}
         covered: set[Any] = set()

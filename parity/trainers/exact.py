@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from parity.judge import Judgement, Unit, judge
-from parity.rounding import IEEE_FP32, UNIT_ROUNDOFF, MonteCarlo
+from parity.rounding import IEEE_FP32, MonteCarlo
 
 aten = torch.ops.aten
 
@@ -70,10 +70,10 @@ class AutocastRounding(StepRounding):
     """`StepRounding` under autocast to bfloat16: matrix products read and write it, everything else is float32."""
 
     def _matmul(self, out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        matmul, u = torch.bmm if a.dim() == 3 else torch.mm, UNIT_ROUNDOFF["bf16"]
+        matmul = torch.bmm if a.dim() == 3 else torch.mm
         bias = out - matmul(a, b)
-        rounded = matmul(self._grid(a, u), self._grid(b, u)) + bias
-        return self._grid(super()._matmul(rounded, a, b), u)
+        rounded = matmul(self.store(a, "bf16"), self.store(b, "bf16")) + bias
+        return self.store(super()._matmul(rounded, a, b), "bf16")
 
 
 def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
