@@ -32,8 +32,8 @@ class Cell:
     why: str | None
 
     def ratio(self, ours: Cell) -> tuple[float, float, float]:
-        """Seconds over ours round by round: median, least, greatest."""
-        each = [value / ours.seconds[turn] for turn, value in self.seconds.items()]
+        """Seconds over ours in the rounds that both were in (a run may be interrupted): median, least, greatest."""
+        each = [value / ours.seconds[turn] for turn, value in self.seconds.items() if turn in ours.seconds]
         return statistics.median(each), min(each), max(each)
 
 
