@@ -17,7 +17,10 @@ TEMPLATE = Path(__file__).with_name("matrix.html.j2")
 BANDS = ((0.5, "easy", "green"), (1.0, "near", "yellow"), (10.0, "over", "red"), (math.inf, "far", "bold red"))
 """Headroom up to -> class in the page, colour on the terminal; 1 is the gate."""
 SHORT = {"refused": "refused", "unsupported": "–", "crashed": "crashed", "nondeterministic": "flaky"}
-LEGEND = "headroom, the share of a gate that is used: above 1 is wrong; inf: a NaN, a missing gradient; –: unsupported"
+LEGEND = (
+    "headroom, the share of a gate that is used: above 1 is wrong; inf: a NaN, a missing gradient, or a value where the "
+    "mask implies 0; –: unsupported"
+)
 
 
 def shown(cell: Cell | None) -> str:
