@@ -50,7 +50,7 @@ def test_what_faults_honest_values_has_no_limit_but_an_alarm():
     assert table.alarms(own, GATES) == 0.5
     text = table.markdown(own, 2)
     assert "| policy | gradients | fp32 | 2 | 1.0e-3 |" in text
-    assert "50 %" in table.tolerances(own)
+    assert "| 50 % · 2.0e-3 · 100 % |" in table.tolerances([found(1e-3, **{measure.DEFAULTS: d}) for d in (0.0, 2e-3)])
 
 
 def test_an_error_that_is_not_reached_says_how_many_cases_catch_one_percent():
