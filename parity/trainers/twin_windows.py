@@ -21,7 +21,7 @@ from parity.trainers.gradients import gradients
 from parity.trainers.twins import LOSSES, SETTINGS, by_definition
 from parity.trainers.windows import Row
 
-KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "generation", "four")
+KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "generation")
 STORED = tuple(t for t in twin_runs.CLASSES if t not in twin_runs.SAMPLED)
 RATE = 0.05
 """Learning rate of the runs whose second step must differ from the first."""
@@ -35,29 +35,25 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from [("sft-trainer", {"kind": "uneven"})] if profile == "pr" else []
         return
     for trainer in twin_runs.CLASSES:
-        for kind in KINDS[:-2] if trainer in STORED else KINDS[:1]:
+        for kind in KINDS[:-1] if trainer in STORED else KINDS[:1]:
             yield trainer, {"kind": kind}
     for loss in LOSSES:
         yield "grpo-trainer", {"kind": "generation", "loss": loss}
     yield "rloo-trainer", {"kind": "generation"}
-    for beta in (0.0, 0.04):
-        yield "grpo-trainer", {"kind": "four", "beta": beta}
 
 
 @check(
     "windows",
     tuple(twin_runs.CLASSES),
-    {"kind": Setting("evaluation", "what is looked at", KINDS), "loss": SETTINGS["loss"], "beta": SETTINGS["beta"]},
+    {"kind": Setting("evaluation", "what is looked at", KINDS), "loss": SETTINGS["loss"]},
     cells,
-    ways=("released", "fixed"),
+    ways=("released",),
 )
 def beyond_one_window(cell: Cell) -> Iterator[Result]:
     """Evaluation, incomplete windows, second steps and resumed runs follow the same definition."""
     plain = {name: setting.default for name, setting in SETTINGS.items()}
-    kind, own = cell.settings.kind, {"loss": cell.settings.loss, "beta": cell.settings.beta}
-    if cell.way == "fixed" and kind != "four":
-        raise Unsupported("the fixes are compared over four steps")
-    yield from RUNS[kind](cell.case.family, SimpleNamespace(**{**plain, **own, "way": cell.way}))
+    s = SimpleNamespace(**{**plain, "loss": cell.settings.loss})
+    yield from RUNS[cell.settings.kind](cell.case.family, s)
 
 
 def _evaluation(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
@@ -164,19 +160,28 @@ def _generation(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
         yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
 
 
-def _four(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
+RUNS = dict(zip(KINDS, (_evaluation, _incomplete, _uneven, _second, _resumed, _generation), strict=True))
+
+
+@check(
+    "same-rollouts",
+    ("grpo-trainer",),
+    {"beta": SETTINGS["beta"]},
+    lambda profile, seed: [("grpo-trainer", {"beta": b}) for b in (0.0, 0.04) if profile in ("nightly", "soak")],
+    ways=("released", "fixed"),
+)
+def same_rollouts(cell: Cell) -> Iterator[Result]:
     """Four steps on the same rollouts, seed 3407, log-probs by TRL's kernel or by ours: every gradient by the definition.
 
     Each step is judged at the parameters that it was taken at, so that a difference does not grow from step to step.
     """
-    run = twin_runs.build(trainer, s, s.way, max_steps=4, learning_rate=FOUR_RATE)
-    steps = twin_runs.train(run, s.way)
+    plain = {name: setting.default for name, setting in SETTINGS.items()}
+    s, trainer = SimpleNamespace(**{**plain, "beta": cell.settings.beta}), cell.case.family
+    run = twin_runs.build(trainer, s, cell.way, max_steps=4, learning_rate=FOUR_RATE)
+    steps = twin_runs.train(run, cell.way)
     yield holds("steps", len(steps.gradients) == 4, f"{len(steps.gradients)} steps instead of 4", gate="exact")
     for number, parameters in enumerate(steps.parameters):
         model = windows.policy(s.model, torch.float64)
         model.load_state_dict(parameters)
         step = Step(model, twin_runs.definition(trainer, s))
         yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
-
-
-RUNS = dict(zip(KINDS, (_evaluation, _incomplete, _uneven, _second, _resumed, _generation, _four), strict=True))
