@@ -63,9 +63,10 @@ def config_values(cell: Cell) -> Iterator[Result]:
     step = Step(truth, batch.definition)
     value, model, handed = batch.ask(cell)
     value.backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    found = {n: None if p.grad is None else p.grad.cpu() for n, p in named.items()}
     if handed is not None:
-        yield _log_probs(handed, truth, batch)
+        yield _log_probs(handed.detach().cpu(), truth, batch)
     else:
         j = step.judge_loss(float(value.detach()))
         yield judged("loss", j, value, step.loss, f"{float(value):.6g} instead of {float(step.loss):.6g}")
@@ -78,12 +79,12 @@ def _log_probs(handed: Tensor, truth: Any, batch: Batch) -> Result:
             exact = batch.logps(truth)
             with StepRounding(IEEE_FP32, "fp32", 20261120):
                 stack = batch.logps(truth, count).view(count, *exact.shape)
-        return judge(handed.detach().cpu(), Unit(exact, stack, entrywise=True), handed.dtype), exact
+        return judge(handed, Unit(exact, stack, entrywise=True), handed.dtype), exact
 
     j, exact = judgement(REPLICAS)
     if not j.agrees:
         j, exact = judgement(CONFIRMING)
-    e = (handed.detach().double() - exact).abs()
+    e = (handed.double() - exact).abs()
     b, t = divmod(int(e.argmax()), e.shape[1])
     told = f"worst at sequence {b}, token {t}: {float(handed[b, t]):.5g}, {float(exact[b, t]):.5g} by the model's own logits"
     return judged("logps", j, handed, exact, told)
@@ -195,7 +196,8 @@ def _ask_scores(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
     trainer = _built(cell, temperature=batch.temperature, beta=0.0)
     score = getattr(trainer, "_get_per_token_logps_and_entropies", None) or trainer._get_per_token_logps
     with drive.fixed(cell, trainer):
-        out = score(trainer.model, batch.ids, torch.ones_like(batch.ids), LENGTH - PROMPT)
+        ids = batch.ids.to(trainer.model.device)
+        out = score(trainer.model, ids, torch.ones_like(ids), LENGTH - PROMPT)
     logps = out[0] if isinstance(out, tuple) else out
     return (logps * batch.cotangent.to(logps)).sum(), trainer.model, logps
 
@@ -206,17 +208,15 @@ def _ask_patched(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
 
     if cell.settings.head in ("lora", "modules_to_save", "quantised"):
         raise Unsupported("the trainer itself builds adapters, and it needs a vLLM server")
-    model = _lifted(models.model(cell.settings.model), cell).train()
+    model = _lifted(models.model(cell.settings.model), cell).train().to(cell.device)
     _fill(model, cell.settings.head)
+    ids = batch.ids.to(model.device)
     if hasattr(utils, "add_fused_lm_head"):
         utils.add_fused_lm_head(model, temperature=batch.temperature)
-        out = model(
-            input_ids=batch.ids, attention_mask=torch.ones_like(batch.ids), labels=batch.ids, fused_lm_head=True
-        )
+        out = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
         logps = out.log_probs
     elif hasattr(utils, "patch_chunked_lm_head"):
         utils.patch_chunked_lm_head(model, chunk_size=32, temperature=batch.temperature)
-        ids = batch.ids
         completion = torch.ones_like(ids)
         out = model(input_ids=ids, attention_mask=completion, labels=ids, completion_mask=completion, use_cache=False)
         logps = out["log_probs"] if isinstance(out, dict) else out.log_probs
@@ -232,7 +232,8 @@ def _ask_loss(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
     if cell.settings.head == "hook" and getattr(trainer, "ref_model", None) is not None:
         _fill(trainer.ref_model, "hook")
     with models.quiet(), drive.fixed(cell, trainer):
-        return trainer.compute_loss(trainer.model, batch.inputs()), trainer.model, None
+        inputs = {k: v.to(trainer.model.device) for k, v in batch.inputs().items()}
+        return trainer.compute_loss(trainer.model, inputs), trainer.model, None
 
 
 ASK: dict[str, Callable[[Batch, Cell], tuple[Tensor, Any, Tensor | None]]] = {
