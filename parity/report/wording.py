@@ -14,7 +14,7 @@ from parity.report.outcomes import FAILING, headroom
 from parity.report.rows import Row
 from parity.report.summary import Counts, Line, Summary
 
-ENTRY = ("sequence", "position", "token", "masked", "index", "value", "oracle", "error")
+ENTRY = ("parameter", "sequence", "position", "token", "masked", "index", "value", "oracle", "error")
 HEADINGS = {"token": "token id", "masked": "masked?", "oracle": "float64"}
 
 
@@ -219,4 +219,6 @@ def _cell(entry: Row, name: str) -> str:
         return "yes" if value else "no"
     if name == "index":
         return str(list(value))
+    if name == "parameter":
+        return str(value)
     return "not finite" if value is None else number(value)
