@@ -157,6 +157,7 @@ class MonteCarlo(TorchDispatchMode):
             scale = func(args[0].abs(), *args[1:], **kwargs).mul_(2 * self.u_sum)
             partial = self.u_partial() if self.backward else 0.0
             if partial:  # a bias gradient is summed across chunks as the head's is
+                out = torch.where(scale > 2 * self.u_sum * self.range_partial(), torch.inf, out)
                 scale = scale + func(args[0].square(), *args[1:], **kwargs).sqrt_().mul_(partial)
             return self._round(out + self._spread(scale, out))
         if name == "_log_softmax":
@@ -215,7 +216,11 @@ class MonteCarlo(TorchDispatchMode):
         matmul = torch.bmm if a.dim() == 3 else torch.mm
         # products of few rows are summed one after another: the random walk of Higham and Mary (2019), √K·u, halved
         walk = max(2.0, a.shape[-1] ** 0.5 / 2)
-        out = out + matmul(a.abs(), b.abs()).mul_(walk * self.u_sum).mul_(self.noise.like(out))
+        size = matmul(a.abs(), b.abs())
+        beyond = size > self.range_partial() if self.backward else None
+        out = out + size.mul_(walk * self.u_sum).mul_(self.noise.like(out))
+        if beyond is not None:
+            out = torch.where(beyond, torch.copysign(torch.full_like(out, torch.inf), out), out)
         if a.shape[-1] == 1 and not self.backward and self.recipe.logits in ("fp16", "bf16"):
             # products of two short mantissas, summed with nothing, round alike along a row: h = 2 - 2⁻⁷ always rounds up
             row = self.noise.like(out[..., :1])
@@ -232,6 +237,10 @@ class MonteCarlo(TorchDispatchMode):
         if self.recipe.accumulate == "fp32" or self.recipe.partials <= 1:
             return 0.0
         return UNIT_ROUNDOFF[self.recipe.accumulate] * self.recipe.partials**0.5
+
+    def range_partial(self) -> float:
+        """Beyond which a partial sum of partial gradients may overflow the dtype that holds it."""
+        return LARGEST[self.recipe.accumulate] if self.u_partial() else torch.inf
 
     def stored(self, x: torch.Tensor, forward: str | None, backward: str | None) -> torch.Tensor:
         """x as if its value had been stored in dtype `forward` and its gradient in dtype `backward`; None: not stored."""

@@ -145,6 +145,41 @@ def test_equal_values_round_equally_in_a_narrow_dtype():
     assert float((product - product[:, :1]).abs().max()) < 1e-6
 
 
+def test_equal_subnormals_round_equally():
+    """3.6 quanta of float16 become 4 wherever they stand: the error of their sum is not a random walk."""
+    x = torch.full((1, 1000), 3.6 * 2.0**-24, dtype=torch.float64)
+    for recipe in (Recipe(elementwise="fp16"), Recipe(logits="fp16")):
+        errors = []
+        for seed in range(12):
+            mode = MonteCarlo(recipe, "fp16", seed)
+            with mode:
+                stored = x * 1.0 if recipe.elementwise == "fp16" else recipe_mark(mode)("logits", x)
+            assert float(stored.max() - stored.min()) < 1e-37
+            errors.append(abs(float(stored.mean() - x.mean())) / 2.0**-24)
+        assert 0.1 < max(errors) <= 0.5
+
+
+def test_a_log_sum_exp_near_zero_rounds_absolutely():
+    """log(Σ exp) of a mass near 1: float32 rounds the sum, whatever little remains of its logarithm."""
+    x = torch.tensor([[0.5, 0.4998]], dtype=torch.float64).log()
+    real = (torch.logsumexp(x.float(), -1).double() - torch.logsumexp(x.float().double(), -1)).abs()
+    spread = torch.stack([(under_seed(k, lambda v: torch.logsumexp(v, -1), x) - x.logsumexp(-1)) for k in range(24)])
+    assert 2.0**-25 < float(spread.abs().max()) < 8 * 2.0**-24
+    assert float(real) <= float(spread.abs().max())
+
+
+def test_partial_sums_beyond_the_range_of_their_dtype_are_undecided():
+    """60,000 + 60,000 - 60,000 fits float16, and overflows on the way."""
+    terms, ones = torch.tensor([[6e4, 6e4, -6e4]], dtype=torch.float64), torch.ones(3, 1, dtype=torch.float64)
+    for accumulate, expected in (("fp16", torch.inf), ("bf16", 6e4), ("fp32", 6e4)):
+        mode = MonteCarlo(Recipe(accumulate=accumulate, partials=3), "fp16", 0)
+        mode.backward = True
+        with mode:
+            product, total = terms @ ones, terms.sum(-1)
+        assert float(product) == pytest.approx(expected, rel=0.05), accumulate
+        assert float(total) == pytest.approx(expected, rel=0.05), accumulate
+
+
 def test_products_summed_one_after_another_stay_within_the_gate():
     """One row times a long column: real sgemv adds its terms in order, and the error grows with √K."""
     generator = torch.Generator().manual_seed(0)
