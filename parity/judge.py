@@ -52,11 +52,15 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """The verdict on one quantity: headroom of every gate, the tightest first in `gate`."""
+    """The verdict on one quantity: headroom of every gate, the tightest first in `gate`.
+
+    `overflows`: nothing but infinities breaks its structure, beside entries where replicas overflow.
+    """
 
     gates: dict[str, float]
     message: str = ""
     undecided: int = 0
+    overflows: bool = False
     max_abs: float | None = None
     max_rel: float | None = None
     dist: float | None = None
@@ -126,9 +130,10 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     same = (finite == torch.isfinite(o)) & (torch.isnan(v) == torch.isnan(o))
     same = torch.where(infinite, v == o, same | skip)
     gates = {"structure": 0.0}
-    message = ""
+    message, overflows = "", False
     if not bool(same.all()):
         gates["structure"] = math.inf
+        overflows = bool(skip.any()) and bool((torch.isinf(v) | same).all())
         nan, inf = int((torch.isnan(v) & ~same).sum()), int((torch.isinf(v) & ~same).sum())
         message = (
             f"{nan} NaN and {inf} infinite entries where the oracle is finite"
@@ -162,6 +167,7 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     return Judgement(
         gates=gates,
         message=message,
+        overflows=overflows,
         undecided=int(skip.sum()),
         max_abs=float(e.abs().amax()),
         max_rel=_finite_ratio(float(e.abs().amax()), float(o.abs().amax())),

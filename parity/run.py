@@ -157,7 +157,7 @@ def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) ->
     s = bench.inputs.settings
     size = s.V * max(s.B * s.T, s.H)  # the logits or the head, whichever a replica holds more of
     for count in (CONFIRMATION, max(CONFIRMATION, min(LAST_WORD, LAST_WORD_LOGITS // size))):
-        if any(not j.agrees and (math.isfinite(j.headroom) or j.undecided) for j in judged.values()):
+        if any(not j.agrees and (math.isfinite(j.headroom) or j.overflows) for j in judged.values()):
             judged = judge_all(bench, implementation, outcome, recipe, count)
     return judged
 

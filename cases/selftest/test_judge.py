@@ -291,3 +291,16 @@ def test_nothing_to_judge():
 def test_replicas_that_do_not_stack_are_refused():
     with pytest.raises(ValueError, match="do not stack"):
         judge(torch.zeros(3), Unit(torch.zeros(3).double(), torch.zeros(12, 4).double()), torch.float32)
+
+
+def test_an_infinity_beside_overflowing_replicas_is_worth_more_replicas():
+    truth = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    calm, wild = torch.tensor([[1.0, 2.0]] * 2).double(), torch.tensor([[1.0, 2.0], [torch.inf, 2.0]]).double()
+    for value, replicas, expected in (
+        ([1.0, torch.inf], wild, True),
+        ([1.0, torch.inf], calm, False),
+        ([1.0, torch.nan], wild, False),
+    ):
+        found = judge(torch.tensor(value), Unit(truth, replicas, entrywise=True), torch.float32)
+        assert not found.agrees
+        assert found.overflows is expected
