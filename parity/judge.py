@@ -103,8 +103,8 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     spacing): structure; zero; norm ‖e‖ ≤ 3·max(rms‖e_r‖, u‖o‖, η√n); max |e|∞ ≤ 6·max(rms|e_r|∞, u|o|∞, η); row, the
     same per last dimension (6 becomes (exp(6·√log(1+s²)) - 1)/s, at most (max|e_r|/unit)², where the unit is a large
     share s of the row); slope |Σe·o|/‖o‖² ≤ 6·max(rms s_r, u/√3·√Σo⁴/‖o‖², 2u_c); for a scalar
-    |e| ≤ max(10·first order, 6·rms e_r, u|o|, u_c·terms); for a count |e| ≤ 4·2⁻²⁴·max(|o|, 1). Norm, max and scalar
-    also allow `WORST` times the worst replica.
+    |e| ≤ max(10·first order, 6·rms e_r, u|o|, u_c·terms); for a count |e| ≤ 4·2⁻²⁴·max(|o|, 1). Norm, max, slope and
+    scalar also allow `WORST` times the worst replica.
     """
     if value is None:
         return failed("missing")
@@ -220,7 +220,7 @@ def _tensor_gates(
         s_r = (flat / top) @ p.reshape(-1) / energy
         floor = max(_rms(s_r), u / 3**0.5 * float(p.pow(4).sum().sqrt()) / energy, 2 * u_c)
         floor += eta / top * float(p.abs().sum()) / energy
-        gates["slope"] = abs(float((q * p).sum()) / energy) / (SLOPE * floor)
+        gates["slope"] = abs(float((q * p).sum()) / energy) / max(SLOPE * floor, WORST * float(s_r.abs().amax()))
     return allowed, by_row
 
 

@@ -6,12 +6,14 @@ softmax, rotary angles) along to float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from parity.judge import Judgement, Unit, judge
 from parity.rounding import IEEE_FP32, MonteCarlo
@@ -37,6 +39,16 @@ class Double(TorchFunctionMode):
             return args[0].double()
         kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
         return func(*(torch.float64 if a is torch.float32 else a for a in args), **kwargs)
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Without the modes in force: what is built once must not remember in which of them it was asked for first."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(_disable_current_modes())
+        yield
 
 
 class StepRounding(MonteCarlo):

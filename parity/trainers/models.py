@@ -20,6 +20,7 @@ import torch
 from parity.case import hashes, normal
 from parity.errors import Unsupported
 from parity.trainers.architectures import ARCHITECTURES, BOS, EOS, LOGITS, PAD, VOCABULARY
+from parity.trainers.exact import outside
 
 
 def config(name: str) -> Any:
@@ -67,12 +68,13 @@ def _folder() -> Path:
 def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """A fresh model, loaded from `saved(name)` as a trainer loads its reference, with written-out attention.
 
+    Whatever float64 or rounding mode is in force does not reach it: its constants are those of every other model.
     Attention is not the subject here, and the fused one leaves out Gemma-2's softcap on attention scores in some releases.
     """
     import transformers
 
     kind = getattr(transformers, ARCHITECTURES[name].model)
-    with quiet():
+    with quiet(), outside():
         out = kind.from_pretrained(saved(name), torch_dtype=dtype, attn_implementation="eager")
     if hasattr(out, "set_experts_implementation"):  # the grouped product of transformers 5 knows no float64
         out.set_experts_implementation("eager")
