@@ -16,6 +16,8 @@ class Profile:
         thorough: one case in this many gets the repeated calls and exact relations.
         shrink_seconds: time given to minimising one new finding.
         findings: new findings minimised in one shard; further ones are reported as drawn.
+        frozen_trainers: whether the frozen cases of whole trainers run, seconds each; without them the ledger entries
+            that rest on them are not evaluated.
     """
 
     cases: dict[str, int]
@@ -24,10 +26,13 @@ class Profile:
     thorough: int = 4
     shrink_seconds: float = 20.0
     findings: int = 6
+    frozen_trainers: bool = True
 
 
 PROFILES = {
-    "quick": Profile({"logprobs": 80, "policy": 60, "divergence": 60}, cost=4, shrink_seconds=8.0, findings=3),
+    "quick": Profile(
+        {"logprobs": 80, "policy": 60, "divergence": 60}, cost=4, shrink_seconds=8.0, findings=3, frozen_trainers=False
+    ),
     "pr": Profile({"logprobs": 700, "policy": 700, "divergence": 400}),
     "nightly": Profile(
         {"logprobs": 6000, "policy": 6000, "divergence": 6000}, derandomised=False, shrink_seconds=60.0, findings=20

@@ -67,7 +67,7 @@ def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[d
     chosen = select(options.implementations)
     families = [f for f in options.families or NAMES if f in NAMES and any(i.family == f for i in chosen)]
     checked = trainers.chosen(options.families, chosen)
-    frozen = frozen_cases(ledger_path)
+    frozen = [f for f in frozen_cases(ledger_path) if profile.frozen_trainers or f[1]["family"] in NAMES]
     count = options.workers or max(1, min(os.cpu_count() or 1, SHARDS))
     plan: dict[str, Any] = {
         "device": device,

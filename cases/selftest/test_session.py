@@ -3,10 +3,13 @@
 import dataclasses
 import json
 
+from parity import data
 from parity.case import Case
+from parity.families import NAMES
 from parity.implementations.user import from_file
 from parity.ledger import Ledger
 from parity.profiles import Profile
+from parity.runner import Options, plans
 from parity.session import Session, Shard
 
 KERNELS = "fixtures/kernels.py"
@@ -77,3 +80,14 @@ def test_a_resumed_shard_leaves_out_what_was_done(tmp_path):
     own, events = session("right", tmp_path)
     own.drawn(dataclasses.replace(shard, resume=8))
     assert [e["at"] for e in events if "at" in e] == [n for n in whole if n >= 8]
+
+
+def test_profile_quick_leaves_frozen_cases_of_whole_trainers_to_the_others():
+    families = {
+        profile: {
+            case["family"] for _, case, _ in plans(Options(profile=profile), "cpu", 0, data.ledger_file())[0]["frozen"]
+        }
+        for profile in ("quick", "pr")
+    }
+    assert families["quick"] == set(NAMES)
+    assert families["pr"] > families["quick"]
