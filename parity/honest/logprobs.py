@@ -40,9 +40,10 @@ def stored(x: Inputs) -> Recipe:
 
 
 def tiled(x: Inputs) -> Recipe:
-    """As `stored`, partial gradients of the head summed in its dtype."""
+    """As `stored`, partial gradients of the head summed in its dtype; under autocast in that of its cast copy."""
     dtype = plain.head_dtype(x)
-    return Recipe(logits=dtype, dlogits=dtype, accumulate=dtype, partials=-(-x.ids.numel() // TILE))
+    accumulate = "bf16" if x.settings.context == "autocast" else dtype
+    return Recipe(logits=dtype, dlogits=dtype, accumulate=accumulate, partials=-(-x.ids.numel() // TILE))
 
 
 def narrow(x: Inputs) -> Recipe:
