@@ -67,16 +67,20 @@ def _progress() -> Callable[[dict[str, Any], list[dict[str, Any]]], None]:
     return show
 
 
-@main.command("run")
-@click.option("--profile", default="pr", show_default=True, help="quick, pr, nightly or soak")
-@click.option("--family", "families", multiple=True, help="only this family")
-@click.option(
+_IMPLEMENTATIONS = click.option(
     "--implementation",
     "implementations",
     multiple=True,
     metavar="ID|FILE.py:NAME",
     help="only this one, or your own function",
 )
+"""What `run` and `audit` are told alike."""
+
+
+@main.command("run")
+@click.option("--profile", default="pr", show_default=True, help="quick, pr, nightly or soak")
+@click.option("--family", "families", multiple=True, help="only this family")
+@_IMPLEMENTATIONS
 @click.option("--dtype", "dtypes", multiple=True, help="fp32, fp16 or bf16")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
 @click.option("--seed", type=int, default=None, help="default: fixed in quick and pr, fresh in nightly and soak")
@@ -154,13 +158,7 @@ def doctor_command() -> None:
 
 @main.command("audit")
 @click.option("--family", "families", multiple=True, help="only this family")
-@click.option(
-    "--implementation",
-    "implementations",
-    multiple=True,
-    metavar="ID|FILE.py:NAME",
-    help="only this one, or your own function",
-)
+@_IMPLEMENTATIONS
 @click.option("--setting", "settings", multiple=True, help="only this setting")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
 @click.option("--cases", type=click.IntRange(1), default=2, show_default=True, help="cases for each setting")

@@ -17,7 +17,7 @@ from parity.rounding import HALF_SUBNORMAL, LARGEST, UNIT_ROUNDOFF
 NORM, MAX, ROW, SLOPE, SCALAR, FIRST_ORDER = 3.0, 6.0, 6.0, 6.0, 6.0, 10.0
 """Multiples of the unit that each gate allows; docs/judging.md holds the measurements behind them."""
 WORST = 2.0
-"""Norm, max and scalar also allow this multiple of the worst replica's error: where one entry carries the error, 3·rms is
+"""Norm, max, slope and scalar also allow this multiple of the worst replica's error: where one entry carries the error, 3·rms is
 a 3σ test of one number, and where rounding moves an exponent (a KL term at τ = 1e-3) rms says nothing of the tail."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
