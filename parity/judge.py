@@ -17,8 +17,9 @@ from parity.rounding import HALF_SUBNORMAL, LARGEST, UNIT_ROUNDOFF
 NORM, MAX, ROW, SLOPE, SCALAR, FIRST_ORDER = 3.0, 6.0, 6.0, 6.0, 6.0, 10.0
 """Multiples of the unit that each gate allows; docs/judging.md holds the measurements behind them."""
 WORST = 2.0
-"""Norm, max, slope and scalar also allow this multiple of the worst replica's error: where one entry carries the error, 3·rms is
-a 3σ test of one number, and where rounding moves an exponent (a KL term at τ = 1e-3) rms says nothing of the tail."""
+"""Every gate but zero and exact also allows this multiple of the worst replica's error: where one entry carries the error,
+3·rms is a 3σ test of one number; where rounding moves an exponent (a KL term at τ = 1e-3) or decides whether a tail
+1 - Σp is clamped, rms says nothing of the tail. Twelve replicas cannot show one longer than √12·rms."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -102,7 +103,7 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     Gates (o the oracle, e = value - o, e_r the replicas' errors, u the unit roundoff of `dtype`, η half its subnormal
     spacing): structure; zero; norm ‖e‖ ≤ 3·max(rms‖e_r‖, u‖o‖, η√n); max |e|∞ ≤ 6·max(rms|e_r|∞, u|o|∞, η); row, the
     same per last dimension (6 becomes (exp(6·√log(1+s²)) - 1)/s, at most (max|e_r|/unit)², where the unit is a large
-    share s of the row); slope |Σe·o|/‖o‖² ≤ 6·max(rms s_r, u/√3·√Σo⁴/‖o‖², 2u_c); for a scalar
+    share s of the row), or `WORST` times the row's worst replica; slope |Σe·o|/‖o‖² ≤ 6·max(rms s_r, u/√3·√Σo⁴/‖o‖², 2u_c); for a scalar
     |e| ≤ max(10·first order, 6·rms e_r, u|o|, u_c·terms); for a count |e| ≤ 4·2⁻²⁴·max(|o|, 1). Norm, max, slope and
     scalar also allow `WORST` times the worst replica.
     """
@@ -210,7 +211,7 @@ def _tensor_gates(
         factor = (ROW * share.square().log1p().sqrt()).expm1() / share
         tail = (size(spread).amax(0) / unit).square()  # long only where the replicas show it: additive noise has none
         multiple = torch.minimum(factor, tail).clamp(min=ROW)
-        allowed_row = multiple * unit
+        allowed_row = torch.maximum(multiple * unit, WORST * size(spread).amax(0))
         gates["row"] = float((size(e) / allowed_row).amax())
         by_row = allowed_row if entrywise else allowed_row.unsqueeze(-1)
     top = float(o.abs().amax())

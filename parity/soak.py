@@ -29,6 +29,7 @@ from parity.honest import CONTROLS
 from parity.honest.wrong import WRONG, Wrong
 from parity.implementations import Implementation
 from parity.judge import Judgement
+from parity.profiles import PROFILES
 from parity.run import Bench, confirmed, judge_all, skip_reason
 from parity.space import cases, draws
 
@@ -78,9 +79,11 @@ class Soak:
         return sum(self.judged.values())
 
 
-def drawn(name: str, count: int, seed: int, dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")) -> Iterator[Case]:
-    """`count` different cases of a family, drawn as a run of profile pr draws them."""
-    return draws(cases(family(name), dtypes, "pr"), f"soak/{seed}/{name}", count)
+def drawn(
+    name: str, count: int, seed: int, dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16"), profile: str = "pr"
+) -> Iterator[Case]:
+    """`count` different cases of a family, drawn as a run of the profile draws them; nightly has the context `compile`."""
+    return draws(cases(family(name), dtypes, profile), f"soak/{seed}/{name}", count)
 
 
 def judged(bench: Bench, implementation: Implementation) -> tuple[dict[str, Judgement], dict[str, Judgement]] | str:
@@ -191,6 +194,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1500, help="cases of each family")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", choices=tuple(CONTROLS), action="append")
+    parser.add_argument("--profile", default="pr", choices=tuple(PROFILES), help="what is drawn; nightly also compiles")
     parser.add_argument("--wrong", action="store_true", help="how often the wrong implementations are caught instead")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -200,7 +204,7 @@ def main() -> int:
     failed = False
     for name in options.family or CONTROLS:
         start = time.monotonic()
-        found = soak(drawn(name, options.cases, options.seed))
+        found = soak(drawn(name, options.cases, options.seed, profile=options.profile))
         seconds = time.monotonic() - start
         print(f"{name}: {found.total} implementation-cases in {seconds:.0f} s; {dict(found.judged)}")
         print(f"{name}: {len(found.first)} quantities beyond a gate at first, {len(found.alarms)} after confirmation")

@@ -250,6 +250,23 @@ def test_one_number_may_lie_twice_as_far_as_the_worst_replica():
     assert judge((exact + 6.1e-3).float(), u, torch.float32).gates["norm"] > 1
 
 
+def test_a_row_may_lie_twice_as_far_as_its_worst_replica():
+    """What one replica in fifty shows is rare and honest: a tail 1 - Σp that is clamped by chance has no rms."""
+    exact = torch.ones(2, 4, dtype=torch.float64)
+    replicas = exact.repeat(480, 1, 1)
+    replicas[::200, 0] += 1e-3
+    replicas += 1e-5 * noise((480, 2, 4), 3)
+    u = Unit(exact, replicas)
+    v = exact.clone()
+    v[0] += 1.9e-3
+    assert judge(v.float(), u, torch.float32).gates["row"] < 1
+    v[0] += 0.2e-3
+    assert judge(v.float(), u, torch.float32).gates["row"] > 1
+    v = exact.clone()
+    v[1] += 1e-3
+    assert judge(v.float(), u, torch.float32).gates["row"] > 1
+
+
 def test_the_limit_itself():
     """Exactly allowed agrees, a hair more does not."""
     exact = torch.tensor(1.0, dtype=torch.float64)

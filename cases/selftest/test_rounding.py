@@ -222,6 +222,17 @@ def test_a_stored_float16_overflows():
     assert torch.isfinite(wide[0])
 
 
+def test_an_exponential_beyond_float32_overflows_in_a_replica():
+    """A ratio of e^100 is finite in float64 only; its clipped value has a gradient of 0·inf in any float32 code."""
+    d = torch.tensor([1.0, 100.0], dtype=torch.float64, requires_grad=True)
+    with MonteCarlo(Recipe(), "fp32", 0):
+        clipped = d.exp().clamp(max=2.0)
+        clipped.sum().backward()
+    assert clipped.detach().tolist() == pytest.approx([2.0, 2.0])
+    assert d.grad is not None
+    assert torch.isnan(d.grad).tolist() == [False, True]
+
+
 def test_what_overflows_in_a_replica_is_skipped_and_counted():
     truth = torch.tensor([1.0, 2.0], dtype=torch.float64)
     spread = torch.tensor([[1.0, 2.0], [1.0, torch.inf]], dtype=torch.float64)

@@ -33,7 +33,8 @@ def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
     entropy = head.entropy(x, z, all_logps if s.entropy_coef == 0.0 else torch.log_softmax(z, -1), mark)
     mask = x.mask.to(torch.float64)
     advantages = x.advantages if x.advantages.dim() == 2 else x.advantages.unsqueeze(-1)
-    d = lp - (lp.detach() if x.old_logps is None else x.old_logps)
+    # a masked token has no part in anything: excluded before its ratio could overflow in a recipe's rounding
+    d = torch.where(x.mask.bool(), lp - (lp.detach() if x.old_logps is None else x.old_logps), 0.0)
     log_w = d if s.importance_sampling_level == "token" else _mean(d, mask, keepdim=True)
     w = log_w.exp()
 
@@ -50,7 +51,7 @@ def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
         l = l * x.importance_sampling_ratio
     kl = None
     if s.beta != 0.0:
-        log_r = x.ref_logps - lp
+        log_r = torch.where(x.mask.bool(), x.ref_logps - lp, 0.0)
         kl = log_r.exp() - log_r - 1
         if s.use_bias_correction_kl:
             kl = kl * w

@@ -19,7 +19,8 @@ def policy(x: Inputs, head: Head, reordered: bool) -> Outputs:
     mask = x.mask.float()
     lengths = mask.sum(1, keepdim=True).clamp(min=1.0)
     advantages = x.advantages if x.advantages.dim() == 2 else x.advantages[:, None]
-    log_ratio = logps - (logps.detach() if x.old_logps is None else x.old_logps)
+    counts = x.mask.bool()
+    log_ratio = (logps - (logps.detach() if x.old_logps is None else x.old_logps)).masked_fill(~counts, 0.0)
     if s.importance_sampling_level == "sequence":
         scaled = (
             (log_ratio * (mask / lengths)).sum(1, keepdim=True)
@@ -43,7 +44,7 @@ def policy(x: Inputs, head: Head, reordered: bool) -> Outputs:
     token = (factor * token).expand(logps.shape)
     kl = None
     if s.beta != 0.0:
-        log_r = x.ref_logps - logps
+        log_r = (x.ref_logps - logps).masked_fill(~counts, 0.0)
         kl = torch.expm1(log_r) - log_r if reordered else log_r.exp() - log_r - 1
         kl = kl * weight if s.use_bias_correction_kl else kl
         token = token + s.beta * kl

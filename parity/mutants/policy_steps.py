@@ -31,7 +31,9 @@ def advantages(c: Work) -> torch.Tensor:
 
 
 def log_ratio(c: Work) -> torch.Tensor:
-    return c.logps - (c.logps.detach() if c.x.old_logps is None else c.x.old_logps)
+    """log π - log π_old of the tokens that count; of others 0, so that none overflows."""
+    ratio = c.logps - (c.logps.detach() if c.x.old_logps is None else c.x.old_logps)
+    return ratio.masked_fill(c.mask == 0, 0.0)
 
 
 def weight(c: Work) -> torch.Tensor:
@@ -118,7 +120,7 @@ def ratio(c: Work) -> torch.Tensor:
 
 
 def log_r(c: Work) -> torch.Tensor:
-    return c.logps * 0 if c.s.beta == 0.0 else c.x.ref_logps - c.logps
+    return c.logps * 0 if c.s.beta == 0.0 else (c.x.ref_logps - c.logps).masked_fill(c.mask == 0, 0.0)
 
 
 def k3(c: Work) -> torch.Tensor:
