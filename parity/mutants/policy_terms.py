@@ -133,6 +133,7 @@ _wrong(
 _wrong(
     "kl-not-masked",
     "KL not masked",
+    log_r=lambda c: c.logps * 0 if c.s.beta == 0.0 else c.x.ref_logps - c.logps,
     policy_loss=lambda c: right.policy_loss(c) + c.s.beta * ((1 - c.mask) * c.kl / c.divisor).sum(),
 )
 _wrong(
