@@ -127,9 +127,9 @@ class MonteCarlo(TorchDispatchMode):
 
     Matrix products over K terms get max(2, √K/2)·u·(|A|·|B|)·ξ (tf32: 2·u·√(A²·B²)·ξ besides), sums 2·u·Σ|x|·ξ, a
     log-softmax or log-sum-exp its row's u·(2|logsumexp| + 1 + √V/4)·ξ, any other rounded operation x·(1 + u·ξ) + η·ξ
-    with η the smallest normal of float32; results that no rounding touches are left alone. ξ is
-    uniform in ±1 per element. An exponential beyond the range of the elementwise dtype is infinite. In float16 and bfloat16 the result is rounded to their bits instead, on a grid
-    stretched at random.
+    with η the smallest normal of float32; results that no rounding touches are left alone. ξ is uniform in ±1 per
+    element. An exponential beyond the range of the elementwise dtype is infinite. In float16 and bfloat16 the result is
+    rounded to their bits instead, on a grid stretched at random.
     """
 
     def __init__(self, recipe: Recipe, dtype: str, seed: int):
@@ -179,7 +179,9 @@ class MonteCarlo(TorchDispatchMode):
             return self._round(out + self._spread(self.u_sum * (2 * out.abs() + walk), out))
         if name == "tanh" and self.recipe.tanh == "sigmoid":
             return self._round(out + 2 * self.u * self.noise.like(out))
-        if name == "exp":  # what leaves float64 finite may leave the recipe's dtype infinite: a ratio far off, never a sum
+        if (
+            name == "exp"
+        ):  # what leaves float64 finite may leave the recipe's dtype infinite: a ratio far off, never a sum
             return self._round(torch.where(out > self.largest_exp, torch.inf, out))
         return self._round(out)
 

@@ -19,6 +19,7 @@ from parity.families import NAMES, family
 from parity.header import header, resolve_device
 from parity.implementations import load, select
 from parity.ledger import Ledger
+from parity.pooling import pooled
 from parity.profiles import PROFILES, SHARDS
 from parity.run import Row
 from parity.session import FAILING
@@ -173,7 +174,7 @@ def execute(options: Options, progress: Any) -> Result:
             elif "lost" in event:
                 lost.append(event["lost"])
             progress(event, rows)
-        for row in pooled(rows, device):
+        for row in pooled(rows):
             keep(row)
     head["header"]["seconds"] = round(time.monotonic() - begun, 1)
     stale = sorted(i for i, s in verdicts.items() if s)
@@ -207,47 +208,3 @@ def cases_compared(rows: Iterable[Row]) -> collections.Counter[str]:
     """Implementation -> cases through it in which something was judged."""
     seen = {(r["implementation"], r["case"]) for r in rows if r["verdict"] in ("agree", "disagree", "nondeterministic")}
     return collections.Counter(name for name, _ in seen)
-
-
-POOL_MINIMUM = 30
-POOL_SIGMAS = 8.0
-POOL_FLOOR = {"fp32": 2.0**-20, "fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Systematic slope that rounding itself may leave (truncation, a constant's rounding), in the dtype of the case."""
-
-
-def pooled(rows: Sequence[Row], device: str) -> list[Row]:
-    """The slope gate over the whole run: a scale error too small for one case shows in the mean of many.
-
-    |mean s| ≤ max(8·standard error, floor) over the cases of an implementation, quantity and dtype that agree.
-    """
-    groups: dict[tuple[str, str, str, str], list[tuple[float, Row]]] = collections.defaultdict(list)
-    for row in rows:
-        if row["verdict"] == "agree" and row.get("slope") is not None and "slope" in row["gates"]:
-            groups[row["implementation"], row["family"], row["quantity"], row["dtype"]].append((row["slope"], row))
-    out = []
-    for key, found in sorted(groups.items()):
-        slopes = [s for s, _ in found]
-        if len(slopes) < POOL_MINIMUM:
-            continue
-        mean = sum(slopes) / len(slopes)
-        error = (sum((s - mean) ** 2 for s in slopes) / (len(slopes) - 1) / len(slopes)) ** 0.5
-        allowed = max(POOL_SIGMAS * error, POOL_FLOOR[key[3]])
-        headroom = abs(mean) / allowed
-        agrees = headroom <= 1.0
-        row = dict(found[0][1]) | {
-            "case": f"pooled over {len(slopes)} cases",
-            "quantity": f"pooled slope: {key[2]}",
-            "verdict": "agree" if agrees else "disagree",
-            "class": None if agrees else "precision",
-            "blame": None if agrees else "candidate",
-            "gate": "pooled slope",
-            "gates": {"pooled slope": headroom},
-            "headroom": headroom,
-            "slope": mean,
-            "worst": [],
-            "settings": {},
-            "replay": "",
-            "message": "" if agrees else f"mean slope {mean:.3g} over {len(slopes)} cases, standard error {error:.2g}",
-        }
-        out.append(row)
-    return out

@@ -22,6 +22,7 @@ from parity.honest.logprobs import HEADS, Head
 from parity.honest.policy import policy
 from parity.implementations import Implementation, Outputs
 from parity.judge import Judgement, judge
+from parity.pooling import allowed_slope
 from parity.run import CONFIRMATION, LAST_WORD, LAST_WORD_LOGITS, REPLICAS, Bench, expected
 from parity.space import cases, draws
 
@@ -54,7 +55,7 @@ class Found:
         target: "log-probs", "loss" or "gradients".
         limits: judge -> smallest ε of `GRID` that it catches; `NEVER` if it does not catch 1; 0 if it faults the
             honest values themselves.
-        slopes: gradient or log-probs -> slope of the honest values, which a run pools.
+        slopes: gradient or log-probs -> slope of the honest values and what their gate allows, which a run pools.
     """
 
     family: str
@@ -63,7 +64,7 @@ class Found:
     target: str
     case: str
     limits: Mapping[str, float]
-    slopes: Mapping[str, float]
+    slopes: Mapping[str, tuple[float, float]]
 
 
 def implementation(name: str, kind: str, error: float = 0.0) -> Implementation:
@@ -114,9 +115,16 @@ def measure(name: str, dtype: str, kind: str, bench: Bench) -> list[Found]:
             if not present or _same(plain, edited(1.0), present) or jury.caught(plain, present):
                 continue
             limits = {label: _smallest(jury.by(label, edited, present)) for label in JUDGES}
-            slopes = {n: s for n in present if (s := jury.first(plain, n).slope) is not None and math.isfinite(s)}
+            slopes = dict(_slopes(jury, plain, present))
             out.append(Found(name, dtype, kind, target, case.id, limits, slopes))
     return out
+
+
+def _slopes(jury: Jury, plain: Values, present: list[str]) -> Iterator[tuple[str, tuple[float, float]]]:
+    for n in present:
+        j = jury.first(plain, n)
+        if j.slope is not None and math.isfinite(j.slope) and "slope" in j.gates:
+            yield n, (j.slope, allowed_slope(j.slope, j.gates["slope"]))
 
 
 def _errors(name: str, kind: str, bench: Bench, plain: Values) -> Errors:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import collections
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 
 from parity.limits.measure import DTYPES, GATES, JUDGES, NEVER, Found
+from parity.pooling import POOL_FLOOR, POOL_MINIMUM, POOL_SIGMAS, mean_slope
 from parity.profiles import PROFILES
-from parity.runner import POOL_FLOOR, POOL_MINIMUM, POOL_SIGMAS
 
 CERTAIN = 0.99
 Key = tuple[str, str, str, str]
@@ -57,8 +56,10 @@ def pooled(found: Sequence[Found], drawn: int) -> float:
         count = round(cases_of_a_run(found, drawn) * len(slopes) / len(found))
         if len(slopes) < 2 or count < POOL_MINIMUM:
             continue
-        error = statistics.stdev(slopes) / count**0.5
-        out = min(out, max(POOL_SIGMAS * error, POOL_FLOOR[found[0].dtype]) + abs(statistics.fmean(slopes)))
+        floor = POOL_FLOOR[found[0].dtype]
+        mean, error = mean_slope(slopes, floor)
+        error *= (len(slopes) / count) ** 0.5
+        out = min(out, max(POOL_SIGMAS * error, floor) + abs(mean))
     return out
 
 
