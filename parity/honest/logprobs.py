@@ -46,6 +46,18 @@ def tiled(x: Inputs) -> Recipe:
     return Recipe(logits=dtype, dlogits=dtype, accumulate=accumulate, partials=-(-x.ids.numel() // TILE))
 
 
+def split(x: Inputs) -> Recipe:
+    """float32; under autocast the chunks' gradients of the hidden states are summed in their cast copy's bfloat16."""
+    if x.settings.context != "autocast":
+        return Recipe()
+    return Recipe(accumulate="bf16", partials=-(-len(x.weight) // _chunk(x)))
+
+
+def _chunk(x: Inputs) -> int:
+    """Vocabulary entries of a chunk: at most sixteen chunks."""
+    return max(BLOCK, -(-len(x.weight) // 16))
+
+
 def narrow(x: Inputs) -> Recipe:
     """Everything in the dtype of the head; under autocast in bf16, the softmax too unless CUDA takes it to float32."""
     dtype = plain.head_dtype(x)
@@ -156,8 +168,8 @@ def chunked(x: Inputs) -> Pair:
     bias = x.weight.new_zeros(len(weight)).float() if x.bias is None else x.bias.float()
     extra = _adapter(x, hidden, True)
     parts = []
-    for start in range(0, len(weight), max(BLOCK, -(-len(weight) // 16))):
-        rows = slice(start, start + max(BLOCK, -(-len(weight) // 16)))
+    for start in range(0, len(weight), _chunk(x)):
+        rows = slice(start, start + _chunk(x))
         z = linear(hidden, weight[rows], bias[rows]) + (extra[..., rows] if isinstance(extra, torch.Tensor) else 0.0)
         parts.append(finished(x, z.float()))
     top = torch.stack([p.amax(-1) for p in parts]).amax(0).detach().unsqueeze(-1)
@@ -209,7 +221,7 @@ HEADS = {
     "reordered": Head(lambda x: by_logsumexp(x.ids, finished(x, wide_logits(x))), ieee),
     "inverse": Head(lambda x: by_softmax(x.ids, finished(x, wide_logits(x), inverse=True)), ieee),
     "online": Head(lambda x: online(x.ids, finished(x, wide_logits(x))), ieee),
-    "chunked": Head(chunked, ieee),
+    "chunked": Head(chunked, split),
     "tiles": Head(tiles, tiled),
     "permuted": Head(permuted, ieee),
     "narrow": Head(by_narrow, narrow),
