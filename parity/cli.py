@@ -163,17 +163,25 @@ def doctor_command() -> None:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
 @click.option("--cases", type=click.IntRange(1), default=2, show_default=True, help="cases for each setting")
 @click.option("--with", "specs", multiple=True, metavar="PKG==VER", help="in an environment with this version")
+@click.option("--release", "releases", multiple=True, metavar="PKG==VER[,…]", help="a column of a table over releases")
 @click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
 @click.option(
     "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
 )
-def audit_command(specs: tuple[str, ...], **options: Any) -> None:
+def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: Any) -> None:
     """For each implementation and setting: honoured, ignored, wrong, refused or absent, and where to mend it."""
+    if specs and releases:
+        raise UsageError("--with and --release exclude each other: name every package of a release in --release")
     if specs:
         sys.exit(_inside(specs))
     from parity.audit.command import Options, run
 
-    sys.exit(run(Options(**options), _console()))
+    chosen = Options(**options)
+    if releases:
+        from parity.audit.releases import audit_releases
+
+        sys.exit(audit_releases(releases, chosen.argv(), chosen.reports, _console()))
+    sys.exit(run(chosen, _console()))
 
 
 @main.command("replay")

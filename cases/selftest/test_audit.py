@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from parity.audit import mend, places, table
+from parity.audit import mend, places, releases, table
 from parity.audit.answers import Answer, answer
 from parity.audit.command import NEW, NOTHING, exit_code
 from parity.audit.probes import PROBES, SHAPES, Probe, pair
@@ -365,3 +365,17 @@ def test_what_does_not_exist_is_one_line_and_exit_2(words, named):
 def test_a_control_that_the_audit_never_faults():
     for label in ("temperature", "ratio=token", "loss_type=dapo", "mode"):
         assert asked(control("honest.policy.reordered"), label).answer == "honoured"
+
+
+def test_the_table_over_releases_keeps_what_some_release_does_not_honour():
+    def row(label: str, answer: str, gradient: float | None = None, mend: str = "") -> dict:
+        return {"implementation": "lib.loss", "label": label, "answer": answer, "gradient": gradient, "mend": mend}
+
+    old = [row("ratio=token", "ignored", 17.13, "trainer: does not pass it"), row("tau=0.7", "honoured")]
+    new = [row("ratio=token", "honoured"), row("tau=0.7", "honoured"), row("delta=1.8", "refused")]
+    tables = dict(releases.across({"lib 1.0": old, "lib 2.0": new, "lib 3.0 (unusable)": []}))
+    assert list(tables) == ["lib.loss"]
+    text = releases.markdown(tables, ["lib 1.0", "lib 2.0", "lib 3.0 (unusable)"])
+    assert "| ratio=token | **ignored** ×17.1 (trainer) | honoured |  |" in text
+    assert "| delta=1.8 |  | refused |  |" in text
+    assert "tau" not in text

@@ -34,6 +34,13 @@ class Options:
     ledger: Path | None = None
     reports: Path = Path("reports")
 
+    def argv(self) -> list[str]:
+        """The command line that asks for the same elsewhere, without the folder of its reports."""
+        many = {"family": self.families, "implementation": self.implementations, "setting": self.settings}
+        out = [word for option, values in many.items() for value in values for word in (f"--{option}", value)]
+        out += ["--device", self.device, "--cases", str(self.cases)]
+        return out + (["--ledger", str(self.ledger.resolve())] if self.ledger else [])
+
 
 def audit(options: Options) -> tuple[list[Answer], dict[int, str]]:
     """The answers, and where to mend by their number.
