@@ -75,6 +75,10 @@ def _table(family: str, lines: Sequence[Line], console: Console) -> None:
     console.print(Text(f"{family} · {', '.join(devices)}", style="bold"))
     table = _numbers(shown, longest if beside else 0)
     for name, found in groups.items():
+        if beside and len(found) > 1 and all(line.verdict == "unsupported" for line in found):
+            cells = [f"{sum(f(line.counts) for line in found):,}" for f in shown.values()]
+            table.add_row(Text(name), "all", *cells, "", "", Text("unsupported", style=COLOURS.get("unsupported", "")))
+            continue
         for k, line in enumerate(found):
             cells = [f"{f(line.counts):,}" for f in shown.values()]
             verdict = Text(wording.line_verdict(line, ids=False), style=COLOURS.get(line.verdict, "bold red"))
