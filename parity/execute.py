@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -55,9 +56,9 @@ def fresh(inputs: Inputs) -> Inputs:
 
 
 def forward(implementation: Implementation, x: Inputs) -> Outputs:
-    """Call the adapter in the call context of the case: plain, autocast, torch.compile region or reentrant checkpoint."""
+    """Call the adapter in the call context of the case: plain, tf32, autocast, torch.compile region, reentrant checkpoint."""
     context, call = x.settings.context, implementation.call
-    if context == "plain":
+    if context in ("plain", "tf32"):
         return call(x)
     device = x.hidden.device.type
     if context == "autocast":
@@ -79,6 +80,20 @@ def forward(implementation: Implementation, x: Inputs) -> Outputs:
     else:
         raise Unsupported(f"context {context!r} is unknown")
     return dict(zip(names, values, strict=True))
+
+
+@contextlib.contextmanager
+def surroundings(implementation: Implementation, x: Inputs) -> Iterator[None]:
+    """Where both passes run: the implementation's own surroundings, and tf32 products where the case says so."""
+    before = torch.get_float32_matmul_precision()
+    if x.settings.context == "tf32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        with implementation.around():
+            yield
+    finally:
+        if x.settings.context == "tf32" and torch.get_float32_matmul_precision() == "high":
+            torch.set_float32_matmul_precision(before)  # what else is left behind is for the protocol gate to see
 
 
 def upstream(g: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
@@ -115,7 +130,7 @@ def execute(implementation: Implementation, inputs: Inputs) -> Outcome:
 
 
 def _both(implementation: Implementation, x: Inputs) -> Outcome:
-    with implementation.around():
+    with surroundings(implementation, x):
         outputs = forward(implementation, x)
         backward(x, outputs)
     detached: dict[str, torch.Tensor | None] = {k: v.detach() for k, v in outputs.items()}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from parity.execute import Outcome, backward, execute, forward, fresh, guarded
+from parity.execute import Outcome, backward, execute, forward, fresh, guarded, surroundings
 from parity.families import Family, Inputs
 from parity.implementations import Implementation
 
@@ -121,7 +121,7 @@ def accumulation(implementation: Implementation, inputs: Inputs) -> list[str]:
 
     def run() -> Outcome:
         x = fresh(inputs)
-        with implementation.around():
+        with surroundings(implementation, x):
             outputs = forward(implementation, x)
             backward(x, outputs, retain_graph=True)
             first = {n: None if x.tensors[n].grad is None else x.tensors[n].grad.clone() for n in x.leaves}  # type: ignore[union-attr]

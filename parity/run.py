@@ -248,7 +248,7 @@ def skip_reason(implementation: Implementation, case: Case, settings: Any, devic
         return missing
     if case.dtype not in implementation.dtypes:
         return f"dtype {case.dtype} is not among {', '.join(sorted(implementation.dtypes))}"
-    if settings.context not in implementation.contexts:
+    if (settings.context if settings.context != "tf32" else "plain") not in implementation.contexts:
         return f"context {settings.context} is not claimed"
     return interpreter_limit(case, settings) if implementation.interpreted and device == "cpu" else None
 

@@ -214,3 +214,19 @@ def test_rows_say_so(call, quantity, verdict):
     if verdict == "disagree":
         assert rows[quantity]["class"] == "logic"
         assert rows[quantity]["blame"] == "candidate"
+
+
+def test_tf32_is_a_call_context_that_is_left_again():
+    """The precision is high during both passes, what it was afterwards; anything else that is left behind shows."""
+    seen = []
+    case = LOGPROBS.case(3, "fp32", {"context": "tf32", "V": 31})
+    before = torch.get_float32_matmul_precision()
+    rows = list(run_case(case, [leaving(lambda x: seen.append(torch.get_float32_matmul_precision()))]))
+    assert set(seen) == {"high"}
+    assert torch.get_float32_matmul_precision() == before
+    assert {r["verdict"] for r in rows} == {"agree"}
+    try:
+        rows = list(run_case(case, [leaving(lambda x: torch.set_float32_matmul_precision("medium"))]))
+        assert [r["quantity"] for r in rows if r["verdict"] == "disagree"] == ["protocol"]
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -10,7 +10,7 @@ from parity.implementations.user import from_file
 from parity.ledger import Ledger
 from parity.profiles import Profile
 from parity.runner import Options, plans
-from parity.session import Session, Shard
+from parity.session import Session, Shard, second_pass
 
 KERNELS = "fixtures/kernels.py"
 PROFILE = Profile({}, shrink_seconds=60.0, findings=2)
@@ -91,3 +91,13 @@ def test_profile_quick_leaves_frozen_cases_of_whole_trainers_to_the_others():
     }
     assert families["quick"] == set(NAMES)
     assert families["pr"] > families["quick"]
+
+
+def test_a_share_of_the_float32_cases_runs_with_tf32_products_on_cuda():
+    plain = [Case("logprobs", seed, "fp32", {"V": 5}) for seed in range(200)]
+    again = [c for case in plain for c in second_pass(case, "cuda")]
+    assert 30 < len(again) < 70
+    assert all(c.settings == {"V": 5, "context": "tf32"} for c in again)
+    others = [Case("logprobs", 1, "bf16", {}), Case("logprobs", 1, "fp32", {"context": "autocast"})]
+    assert not [c for case in others for c in second_pass(case, "cuda")]
+    assert not [c for case in plain for c in second_pass(case, "cpu")]

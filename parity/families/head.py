@@ -30,7 +30,9 @@ SETTINGS = {
     "layout": Setting("contiguous", "memory layout of the hidden states", ("contiguous", "strided", "transposed")),
     "grad": Setting("hidden weight bias", "which tensors require a gradient"),
     "cotangent": Setting("random", "upstream gradient", ("random", "ones", "zero", "scaled", "sparse")),
-    "context": Setting("plain", "how the implementation is called", ("plain", "autocast", "checkpoint", "compile")),
+    "context": Setting(
+        "plain", "how the implementation is called", ("plain", "tf32", "autocast", "checkpoint", "compile")
+    ),
 }
 
 

@@ -65,8 +65,10 @@ class Implementation:
     opt_in: bool = False
 
     def recipe_for(self, inputs: Inputs) -> Recipe:
-        """The recipe on these inputs, autocast included."""
+        """The recipe on these inputs, autocast and tf32 products included (a GPU's; CPUs have none)."""
         recipe = self.recipe if isinstance(self.recipe, Recipe) else self.recipe(inputs)
+        if inputs.settings.context == "tf32" and inputs.hidden.is_cuda:
+            recipe = dataclasses.replace(recipe, matmul="tf32", matmul_backward="tf32")
         if inputs.settings.context == "autocast":
             recipe = dataclasses.replace(recipe, inputs="bf16", logits="bf16", dlogits="bf16")
         return recipe.resolve(inputs.case.dtype)
