@@ -162,7 +162,7 @@ class MonteCarlo(TorchDispatchMode):
                 scale = scale + func(args[0].square(), *args[1:], **kwargs).sqrt_().mul_(partial)
             return self._round(out + self._spread(scale, out))
         if name == "_log_softmax":
-            lse = (args[0] - out).nan_to_num_(0.0, 0.0, 0.0).abs_().amax(args[1], keepdim=True)
+            lse = (args[0] - out).nan_to_num_(0.0, 0.0, 0.0).abs_().amax(args[1], keepdim=True) * self._shifted(out)
             # torch's CPU kernel rounds Σ exp and its logarithm to the dtype of the logits
             top = out.amax(args[1], keepdim=True).nan_to_num_(0.0, 0.0, 0.0).abs_()
             walk = out.shape[args[1]] ** 0.5 / 4  # lanes or blocks of it are summed in order
@@ -184,6 +184,15 @@ class MonteCarlo(TorchDispatchMode):
         ):  # what leaves float64 finite may leave the recipe's dtype infinite: a ratio far off, never a sum
             return self._round(torch.where(out > self.largest_exp, torch.inf, out))
         return self._round(out)
+
+    def _shifted(self, out: torch.Tensor) -> torch.Tensor:
+        """√2 in half of the replicas and 0 in the others, (R, 1, …): two honest ways to a log-softmax.
+
+        A kernel stores the log-sum-exp, whose rounding all log-probs of the row share; torch subtracts the largest logit
+        first and has no such error. Where a later step is far from linear (a tail 1 - Σp of 1e-7) the smaller error is
+        not the milder one.
+        """
+        return (self.noise.like(out.new_empty(out.shape[:1] + (1,) * (out.dim() - 1))) > 0) * 2**0.5
 
     def _spread(self, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return torch.where(torch.isfinite(scale), scale, 0.0) * self.noise.like(scale)
