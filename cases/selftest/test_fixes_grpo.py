@@ -3,6 +3,7 @@
 import collections
 import functools
 import importlib
+import inspect
 import itertools
 import math
 import random
@@ -456,6 +457,35 @@ def test_what_stands_under_the_mask_never_matters():
             assert torch.equal(g, w)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", LOSS_TYPES)
+def test_a_weight_beyond_every_number_spoils_nothing(kind, level):
+    """w = e^2000 where clipping, an advantage of 0 or a mask leave nothing of it: finite, and no gradient but the KL's."""
+    case = draw(2, torch.float64, shape=(3, 6))
+    case["mask"][:] = 1
+    case["ref"] = log_probs(*(case[x].double() for x in ("hidden", "weight", "bias")), case["ids"], {})[0]
+    case["old"] = case["ref"] - 2000.0
+    case["advantages"] = torch.tensor([1.0, 0.0, -2.0])  # the last sequence is masked for being off policy, or bounded
+    for extra in ({"off_policy_mask_threshold": -1.0}, {"delta": 4.0, "use_bias_correction_kl": True, "beta": 0.0}):
+        if "delta" in extra and kind in ("cispo", "sapo", "vespo"):
+            continue
+        settings = {
+            "loss_type": kind,
+            "importance_sampling_level": level,
+            "max_completion_length": 6,
+            "epsilon_high": 0.5,
+        }
+        leaves = [case[x].clone().requires_grad_() for x in ("hidden", "weight", "bias")]
+        fused = FusedLinearGRPOLoss(**{"beta": 0.04} | settings | extra)
+        arguments = (case["ids"], case["mask"], case["advantages"], leaves[2], case["ref"], case["old"])
+        loss, _ = fused(leaves[0], leaves[1], *arguments, sampling_per_token_logps=case["ref"])
+        assert loss.isfinite()
+        weight = {"cispo": 0.5, "vespo": 0.0}.get(kind)
+        for gradient in torch.autograd.grad(loss, leaves):
+            assert gradient.isfinite().all()
+            assert weight == 0.5 or gradient.abs().max() < 1e-12
+
+
 def test_unscored_sampler_tokens_count_nothing():
     case = draw(6, torch.float32)
     case["samp"][0] = math.nan
@@ -489,6 +519,17 @@ def test_reference_from_hidden_states():
     )
     b, _ = fused(*arguments, ref_per_token_logps=ref.float())
     assert a.item() == pytest.approx(b.item(), rel=1e-5)
+
+
+def test_the_signature_of_liger():
+    """Its constructor and its call, by position and by name: ours only adds to them, by name."""
+    liger = pytest.importorskip("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
+    for method in ("__init__", "forward"):
+        theirs, ours = (inspect.signature(getattr(cls, method)).parameters for cls in (liger, FusedLinearGRPOLoss))
+        assert list(ours)[: len(theirs)] == list(theirs)
+        assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in list(ours)[len(theirs) :])
+        moved = {name for name in theirs if theirs[name].default != ours[name].default}
+        assert moved <= {"chunk_size"}
 
 
 def test_drop_in_for_liger():
@@ -639,6 +680,12 @@ def test_two_ranks_share_normaliser_quantile_and_metrics(tmp_path):
         ({"top_entropy_quantile": 1.5}, "top_entropy_quantile=1.5"),
         ({"epsilon_low": math.nan}, "epsilon_low=nan"),
         ({"use_ref_model": False}, "use_ref_model=False with beta=0.04"),
+        ({"chunk_size": 1.5}, "chunk_size=1.5: must be a whole number"),
+        ({"temperature": None}, "temperature=None: must be a number"),
+        ({"epsilon_high": None}, "epsilon_high=None: must be a number"),
+        ({"beta": "0.1"}, "beta='0.1': must be a number"),
+        ({"temperature": 1e-39}, "logit_scale=1.0, temperature=1e-39: logit_scale / temperature overflows float32"),
+        ({"softcap": 1e39}, "softcap=1e.39, temperature=1.0: softcap / temperature overflows float32"),
         ({"chunk_size": 0}, "chunk_size=0"),
         ({"beta": math.nan}, "beta=nan"),
         ({"entropy_coef": math.inf}, "entropy_coef=inf"),
@@ -664,9 +711,12 @@ def test_bad_settings_are_named(settings, message):
         ({"ref": None}, "beta=0.04: needs ref_per_token_logps"),
         ({"mask": torch.full((3, 6), 0.5)}, "attention_mask: contains 0.5"),
         ({"mask": torch.ones(3, 5)}, r"attention_mask of shape \(3, 5\)"),
-        ({"ids": torch.full((3, 6), 99)}, "ids: 99 is outside"),
-        ({"hidden": torch.zeros(3, 6, 4)}, r"hidden of shape \(3, 6, 4\)"),
-        ({"hidden": torch.zeros(4, 6, 5)}, r"ids of shape \(3, 6\)"),
+        ({"ids": torch.full((3, 6), 99)}, r"selected_token_ids, outside \[0, 37\),: contains 99"),
+        ({"ids": torch.full((3, 6), -100)}, r"selected_token_ids, outside \[0, 37\),: contains -100"),
+        ({"ids": torch.ones(3, 6)}, "selected_token_ids of dtype torch.float32"),
+        ({"hidden": torch.zeros(3, 6, 4)}, r"_input of shape \(3, 6, 4\)"),
+        ({"hidden": torch.zeros(4, 6, 5)}, r"selected_token_ids of shape \(3, 6\)"),
+        ({"weight": torch.zeros(37, 5, dtype=torch.long)}, "lin_weight of dtype torch.int64"),
         ({"bias": torch.zeros(4)}, r"bias of shape \(4,\)"),
         ({"items": -1}, "num_items_in_batch: contains -1"),
         ({"items": math.nan}, "num_items_in_batch: contains nan"),

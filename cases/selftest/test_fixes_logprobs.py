@@ -209,6 +209,11 @@ def test_nothing_to_score(shape):
         assert (grad == 0).all()
 
 
+def test_hidden_states_of_no_size():
+    logps = selective_log_probs(torch.zeros(2, 0), torch.zeros(5, 0), torch.tensor([1, 4]))
+    assert torch.equal(logps, torch.full((2,), -math.log(5)))
+
+
 @pytest.mark.parametrize("wanted", range(1, 8))
 def test_every_subset_of_gradients(wanted):
     hidden, weight, bias, ids = draw((2, 5), 6, 30, torch.float32)
@@ -407,6 +412,12 @@ def test_narrow_dlogits_neither_bias_nor_underflow(dtype, monkeypatch):
         ({"softcap": 0.0}, "softcap=0.0"),
         ({"logit_scale": math.inf}, "logit_scale=inf"),
         ({"chunk_size": 0}, "chunk_size=0"),
+        ({"token_chunk_size": 2.0}, "token_chunk_size=2.0: must be a whole number"),
+        ({"temperature": None}, "temperature=None: must be a number"),
+        ({"softcap": "30"}, "softcap='30': must be a number"),
+        ({"temperature": 1e-39}, "logit_scale=1.0, temperature=1e-39: logit_scale / temperature overflows float32"),
+        ({"softcap": 1e39}, "softcap=1e.39, temperature=1.0: softcap / temperature overflows float32"),
+        ({"filter_eps": 1e-3}, "filter_eps=0.001: only backend='cce'"),
         ({"backend": "triton"}, "backend='triton'"),
         ({"ids": torch.tensor([0, 5])}, r"ids: 5 is outside \[0, 5\)"),
         ({"ids": torch.tensor([-1, 0])}, "ids: -1 is outside"),
@@ -465,6 +476,20 @@ def test_cce_honours_temperature_with_softcap(interpreted_cce, name, vocab):
     cotangent = torch.tensor([1.0, -2.0]).reshape(2, 1).expand(2, 4)
     for g, w in zip(gradients([got], [cotangent], leaves), gradients([want], [cotangent], wide), strict=True):
         assert (g.double() - w).norm() <= 5e-3 * w.norm() + 1e-6
+
+
+def test_cce_filters_only_when_asked(interpreted_cce):
+    """Without a filter the gradient of every token is there; with one as coarse as 0.5, tiles of rare tokens have none."""
+    hidden, weight, _, ids = draw((1, 2), 32, 600, torch.float16, bias=False, spread=1.0)
+    ids[:] = 3
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    rows = {}
+    with torch.compiler.set_stance("force_eager"):  # the filter compiles a small sort, for most of a minute
+        for eps in (None, 0.5):
+            logps = selective_log_probs(hidden, weight, ids, backend="cce", filter_eps=eps)
+            rows[eps] = (torch.autograd.grad(logps.sum(), leaves)[1] == 0).all(1).sum().item()
+    assert rows[None] == 0
+    assert rows[0.5] > 300
 
 
 def test_cce_refuses_a_cap_it_would_get_wrong():

@@ -1,7 +1,7 @@
-"""What `FusedLinearGRPOLoss` accepts: settings in range, shapes that fit, no value that would become a silent NaN."""
+"""What the fixes accept: settings in range, shapes that fit, no value that would become a silent NaN."""
 
 import math
-from collections.abc import Mapping
+import numbers
 from typing import Any
 
 import torch
@@ -10,19 +10,44 @@ from torch import Tensor
 from parity.fixes import policy
 
 _POSITIVE = (
-    "sapo_temperature_pos sapo_temperature_neg temperature logit_scale delta softcap chunk_size max_completion_length "
-    "current_gradient_accumulation_steps steps_per_generation"
+    "sapo_temperature_pos sapo_temperature_neg delta max_completion_length current_gradient_accumulation_steps "
+    "steps_per_generation"
 ).split()
 _FINITE = (
     "beta entropy_coef off_policy_mask_threshold vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
 ).split()
+_OPTIONAL = {"delta", "max_completion_length", "steps_per_generation", "off_policy_mask_threshold"}
 
 
-def check_positive(values: Mapping[str, Any]) -> None:
-    """ValueError naming the first value that is neither None nor positive and finite."""
-    for name, value in values.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name}={value}: must be positive and finite")
+def _number(name: str, value: Any) -> Any:
+    if isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1):
+        return value
+    raise ValueError(f"{name}={value!r}: must be a number")
+
+
+def check_positive(name: str, value: Any, *, optional: bool = False) -> None:
+    """ValueError unless `value` is positive and finite, or None where that is allowed."""
+    if not (value is None and optional) and not (_number(name, value) > 0 and math.isfinite(value)):
+        raise ValueError(f"{name}={value}: must be positive and finite")
+
+
+def check_count(name: str, value: Any) -> None:
+    """ValueError unless `value` is None or a whole number of at least 1."""
+    if value is not None and not (isinstance(value, numbers.Integral) and int(value) >= 1):
+        raise ValueError(f"{name}={value!r}: must be a whole number, at least 1")
+
+
+def check_transform(temperature: Any, softcap: Any, logit_scale: Any) -> None:
+    """ValueError unless `softcap(logit_scale * z) / temperature` has finite factors in float32."""
+    check_positive("temperature", temperature)
+    check_positive("softcap", softcap, optional=True)
+    check_positive("logit_scale", logit_scale)
+    factors = [("logit_scale", logit_scale, "temperature", temperature)]
+    if softcap is not None:
+        factors = [("logit_scale", logit_scale, "softcap", softcap), ("softcap", softcap, "temperature", temperature)]
+    for above, value, below, divisor in factors:
+        if float(value) / float(divisor) > torch.finfo(torch.float32).max:
+            raise ValueError(f"{above}={value}, {below}={divisor}: {above} / {below} overflows float32")
 
 
 @torch._disable_dynamo  # as in logprobs.py
@@ -32,23 +57,54 @@ def check_settings(s: Any) -> None:
         raise ValueError(f"loss_type={s.loss_type!r}: choose one of {', '.join(policy.LOSS_TYPES)}")
     if s.importance_sampling_level not in ("token", "sequence"):
         raise ValueError(f"importance_sampling_level={s.importance_sampling_level!r}: choose 'token' or 'sequence'")
+    check_transform(s.temperature, s.softcap, s.logit_scale)
+    check_count("chunk_size", s.chunk_size)
+    for name in _POSITIVE:
+        check_positive(name, getattr(s, name), optional=name in _OPTIONAL)
+    for name in _FINITE:
+        value = getattr(s, name)
+        if not (value is None and name in _OPTIONAL) and not math.isfinite(_number(name, value)):
+            raise ValueError(f"{name}={value}: must be finite")
+    for name in ("epsilon_low", "epsilon_high", "top_entropy_quantile"):
+        value = _number(name, getattr(s, name))
+        if not 0 <= value <= (1 if name == "top_entropy_quantile" else math.inf):
+            raise ValueError(f"{name}={value}: out of range")
     if s.beta != 0.0 and not s.use_ref_model:
         raise ValueError(f"use_ref_model=False with beta={s.beta}: the KL needs a reference; set beta=0.0")
     if s.loss_type == "dr_grpo" and s.max_completion_length is None:
         raise ValueError("max_completion_length=None: loss_type 'dr_grpo' divides by it")
-    check_positive({name: getattr(s, name) for name in _POSITIVE})
-    for name in _FINITE:
-        value = getattr(s, name)
-        if value is not None and not math.isfinite(value):
-            raise ValueError(f"{name}={value}: must be finite")
-    for name in ("epsilon_low", "epsilon_high", "top_entropy_quantile"):
-        value = getattr(s, name)
-        if not 0 <= value <= (1 if name == "top_entropy_quantile" else math.inf):
-            raise ValueError(f"{name}={value}: out of range")
+
+
+def check_shapes(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    names: tuple[str, str, str, str] = ("hidden", "weight", "bias", "ids"),
+) -> None:
+    """ValueError naming what does not fit hidden (..., H), weight (V, H), bias (V,), ids (...), or has a wrong dtype."""
+    of_hidden, of_weight, of_bias, of_ids = names
+    if weight.dim() != 2 or weight.shape[0] < 1:
+        raise ValueError(f"{of_weight} of shape {tuple(weight.shape)}: expected (V, H) with V at least 1")
+    if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        expected = f"(..., {weight.shape[1]}) to fit {of_weight}"
+        raise ValueError(f"{of_hidden} of shape {tuple(hidden.shape)}: expected {expected}")
+    if ids.shape != hidden.shape[:-1]:
+        expected = f"{tuple(hidden.shape[:-1])} to fit {of_hidden}"
+        raise ValueError(f"{of_ids} of shape {tuple(ids.shape)}: expected {expected}")
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise ValueError(f"{of_ids} of dtype {ids.dtype}: expected an integer dtype")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{of_bias} of shape {tuple(bias.shape)}: expected ({weight.shape[0]},) to fit {of_weight}")
+    for name, tensor in ((of_hidden, hidden), (of_weight, weight), (of_bias, bias)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(f"{name} of dtype {tensor.dtype}: expected a floating dtype")
 
 
 @torch._disable_dynamo
 def check_values(
+    ids: Tensor,
+    vocab: int,
     attention_mask: Tensor,
     mask: Tensor,
     advantages: Tensor,
@@ -59,6 +115,7 @@ def check_values(
     """ValueError naming tensor and value, for every value that would turn into a silent NaN; one device transfer."""
     live = mask.any(1, keepdim=True)
     found = [("attention_mask", attention_mask, (attention_mask != 0) & (attention_mask != 1))]
+    found.append((f"selected_token_ids, outside [0, {vocab}),", ids, ((ids < 0) | (ids >= vocab)) & mask))
     found.append(("advantages", advantages, ~advantages.isfinite() & like(advantages, mask, live)))
     if ratio is not None:
         found.append(("vllm_is_ratio", ratio, ~((ratio >= 0) & ratio.isfinite()) & like(ratio, mask, live)))

@@ -34,6 +34,7 @@ class Settings:
     token_block: int
     operand: torch.dtype  # what hidden states and head are rounded to before they are multiplied
     tile: torch.dtype  # logits, softmax and accumulation
+    result: torch.dtype  # log-probs and entropies
 
 
 def precision(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
@@ -44,6 +45,11 @@ def precision(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torc
     if operand != torch.float64 and torch.is_autocast_enabled(device):
         operand = torch.get_autocast_dtype(device)
     return operand, torch.float64 if operand == torch.float64 else torch.float32
+
+
+def statistics_dtype(device: torch.device) -> torch.dtype:
+    """float64 where the device has it: a few numbers a token are cheap."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _rounds_dlogits(settings: Settings, device: torch.device) -> bool:
@@ -123,9 +129,9 @@ class ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         count = ids.shape[0]
-        # Per-token statistics are small, so they are float64 where the device has it.
-        wide = torch.float32 if hidden.device.type == "mps" else torch.float64
-        total = torch.zeros(count, dtype=wide, device=hidden.device)  # sum over the others of e^x, x = z - top
+        total = torch.zeros(
+            count, dtype=statistics_dtype(hidden.device), device=hidden.device
+        )  # sum over the others of e^x, x = z - top
         weighted, target = torch.zeros_like(total), torch.zeros_like(total)  # sum of e^x * x; z[id]
         top = torch.full_like(total, -math.inf)  # largest logit among the others
         with torch.autocast(hidden.device.type, enabled=False):
@@ -157,7 +163,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         total = torch.where(top == -math.inf, 1.0, total)  # no other token at all: any finite stand-in will do
         delta = torch.where(top == -math.inf, top, shift) - target + total.log()
         zero = delta.new_zeros(())
-        result = torch.float64 if settings.tile == torch.float64 else torch.float32
+        result = settings.result
         logps = _spread(-torch.logaddexp(zero, delta) + 0.0, rows, hidden.shape[0], result)
         entropy = others = None
         if settings.entropy:

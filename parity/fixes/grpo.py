@@ -4,27 +4,16 @@ The log-probs come from `selective_log_probs`; the rest is float64 arithmetic on
 of logits and of the gradients asked for.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from parity.fixes import policy
-from parity.fixes.checks import check_positive, check_settings, check_values, columns, like
-from parity.fixes.logprobs import selective_log_probs
+from parity.fixes.checks import check_positive, check_settings, check_shapes, check_values, columns, like
+from parity.fixes.chunked import precision
+from parity.fixes.logprobs import chunked_log_probs
+from parity.fixes.metrics import PolicyMetrics, measure
 
 IGNORED = -100
-
-
-class PolicyMetrics(dict[str, Tensor]):
-    """Metrics by TRL's names. An integer indexes Liger's pair instead: [0] the KL (if beta != 0), [-1] the clipping."""
-
-    def __missing__(self, key: object) -> Tensor:
-        if not isinstance(key, int):
-            raise KeyError(key)
-        clipped = self.get("clip_ratio/region_mean", self.get("cispo_clip_ratio"))
-        pair = [self["kl"]] if "kl" in self else []
-        return [*pair, torch.zeros_like(next(iter(self.values()))) if clipped is None else clipped][key]
 
 
 class FusedLinearGRPOLoss(torch.nn.Module):
@@ -57,8 +46,8 @@ class FusedLinearGRPOLoss(torch.nn.Module):
     run over loss tokens, or over sequences where there is one value per sequence. Clip fractions are of w itself,
     before delta. `low_min` and `high_max` are NaN when no sequence has a token, as in TRL.
 
-    Rounding: log-probs and entropies as in `selective_log_probs` ("chunked"), rounded once to float32; loss and
-    metrics in float64, rounded once to float32; gradients in the dtype of their inputs, rounded once.
+    Rounding: logits as in `selective_log_probs` ("chunked"); log-probs, entropies, loss and metrics in float64, loss
+    and metrics rounded once to float32; gradients in the dtype of their inputs, rounded once.
 
     Raises ValueError, naming argument and value, for settings out of range, shapes that do not fit, ids outside the
     vocabulary, and values that are not finite at unmasked positions (negative ones too in the sampler's ratio; NaN is
@@ -153,14 +142,18 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         Reference log-probs are computed from ref_input, ref_weight and ref_bias where they are not given.
         """
         check_settings(self)
-        called = {"current_gradient_accumulation_steps": current_gradient_accumulation_steps}
-        check_positive(called | {"steps_per_generation": steps_per_generation})
+        accumulation, per_generation = current_gradient_accumulation_steps, steps_per_generation
+        check_positive("current_gradient_accumulation_steps", accumulation, optional=True)
+        check_positive("steps_per_generation", per_generation, optional=True)
         mask = attention_mask != 0
         if mask.dim() != 2 or selected_token_ids.shape != mask.shape:
             raise ValueError(
                 f"selected_token_ids of shape {tuple(selected_token_ids.shape)} and attention_mask of shape "
                 f"{tuple(mask.shape)}: expected (B, T) both"
             )
+        _input = _by_position(_input, mask)
+        names = ("_input", "lin_weight", "bias", "selected_token_ids")
+        check_shapes(_input, lin_weight, bias, selected_token_ids, names)
         needs_ref = self.beta != 0.0
         if needs_ref and ref_per_token_logps is None and (ref_input is None or ref_weight is None):
             raise ValueError(f"beta={self.beta}: needs ref_per_token_logps, or ref_input and ref_weight")
@@ -170,18 +163,19 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         for name, tensor in given.items():
             if tensor is not None and tensor.shape != mask.shape:
                 raise ValueError(f"{name} of shape {tuple(tensor.shape)}: expected {tuple(mask.shape)}")
-        check_values(attention_mask, mask, advantages, ratio, given, num_items_in_batch)
+        vocab = lin_weight.shape[0]
+        check_values(selected_token_ids, vocab, attention_mask, mask, advantages, ratio, given, num_items_in_batch)
 
-        ids = torch.where(mask, selected_token_ids, IGNORED)
+        ids = torch.where(mask, selected_token_ids.long(), IGNORED)
         logps, entropies = self._log_probs(_input, lin_weight, ids, bias)
         if needs_ref and ref_per_token_logps is None:
             assert ref_input is not None
             assert ref_weight is not None
+            ref_input = _by_position(ref_input, mask)
+            check_shapes(ref_input, ref_weight, ref_bias, ids, ("ref_input", "ref_weight", "ref_bias", names[-1]))
             with torch.no_grad():
                 ref_per_token_logps, _ = self._log_probs(ref_input, ref_weight, ids, ref_bias)
-        result = logps.dtype
-        wide = torch.float32 if mask.device.type == "mps" else torch.float64
-        logps, entropies = logps.to(wide), entropies.to(wide)
+        wide = logps.dtype
         if self.entropy_coef == 0.0:
             entropies = entropies.detach()
         own = logps.detach()
@@ -197,14 +191,15 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             ratio = torch.where(like(ratio, mask, live), ratio.detach().to(wide), 1.0)
 
         log_ratio = logps - old
-        w = torch.exp(policy.log_weights(log_ratio, mask, self.importance_sampling_level))
+        w = policy.bounded_exp(policy.log_weights(log_ratio, mask, self.importance_sampling_level))
         loss, phi = self._surrogate(logps, log_ratio, w, advantages, ratio, mask)
         if self.off_policy_mask_threshold is not None:
-            loss = loss * policy.keep_on_policy(logps, sampling, mask, advantages, self.off_policy_mask_threshold)
+            on_policy = policy.keep_on_policy(logps, sampling, mask, advantages, self.off_policy_mask_threshold)
+            loss = torch.where(on_policy, loss, 0.0)
         kept = mask
         if self.top_entropy_quantile < 1.0:
             kept = policy.keep_high_entropy(entropies, mask, self.top_entropy_quantile)
-            loss = loss * kept
+            loss = torch.where(kept, loss, 0.0)
         if ratio is not None and self.loss_type != "vespo":
             loss = loss * ratio
         kl = None
@@ -212,22 +207,27 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             kl = policy.k3(ref, logps) * (w if self.use_bias_correction_kl else 1.0)
             loss = loss + self.beta * kl
 
-        accumulation = 1.0
         if self.training:
-            accumulation = current_gradient_accumulation_steps or self.current_gradient_accumulation_steps
-        per_generation = (steps_per_generation or self.steps_per_generation or accumulation) if self.training else 1.0
-        policy_loss = self._aggregate(loss, mask, num_items_in_batch, accumulation, per_generation)
+            accumulation = accumulation or self.current_gradient_accumulation_steps
+            per_generation = per_generation or self.steps_per_generation or accumulation
+        else:
+            accumulation = per_generation = 1.0
+        policy_loss = policy.aggregate(
+            loss, mask, self.loss_type, self.max_completion_length, num_items_in_batch, accumulation, per_generation
+        )
         total = policy_loss if self.loss_type in policy.WINDOW_NORMALISED else policy_loss / accumulation
-        if self.entropy_coef != 0.0:
+        bonus = self.entropy_coef != 0.0
+        if bonus:
             mean_entropy = (entropies * kept).sum() / kept.sum().clamp(min=1)
             total = total - self.entropy_coef * mean_entropy / accumulation
-        metrics = self._metrics(w, advantages, kl, entropies, phi, policy_loss, mask)
-        return total.to(result), metrics
+        level, epsilons = self.importance_sampling_level, (self.epsilon_low, self.epsilon_high)
+        metrics = measure(
+            w, advantages, kl, entropies, phi, policy_loss if bonus else None, mask, self.loss_type, level, epsilons
+        )
+        return total.to(precision(_input, lin_weight, bias)[1]), metrics
 
     def _log_probs(self, hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        if hidden.dim() == 2:
-            hidden = hidden.unflatten(0, ids.shape) if hidden.shape[0] == ids.numel() else hidden
-        result = selective_log_probs(
+        logps, entropies = chunked_log_probs(
             hidden,
             weight,
             ids,
@@ -236,12 +236,12 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             softcap=self.softcap,
             logit_scale=self.logit_scale,
             entropy=True,
-            backend="chunked",
             token_chunk_size=None if self.chunk_size is None else max(self.chunk_size * ids.shape[1], 1),
             ignore_index=IGNORED,
+            wide=True,
         )
-        assert isinstance(result, tuple)
-        return result
+        assert entropies is not None
+        return logps, entropies
 
     def _surrogate(
         self, logps: Tensor, log_ratio: Tensor, w: Tensor, advantages: Tensor, ratio: Tensor | None, mask: Tensor
@@ -258,81 +258,8 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             return -phi * advantages * logps, phi
         return policy.clipped_surrogate(w, advantages, self.epsilon_low, self.epsilon_high, self.delta), None
 
-    def _aggregate(
-        self,
-        loss: Tensor,
-        mask: Tensor,
-        num_items: Tensor | float | None,
-        accumulation: float,
-        per_generation: float,
-    ) -> Tensor:
-        """The loss type's mean of the per-token loss, (B, T) or (B, 1)."""
-        summed = (loss * mask).sum(1)
-        lengths = mask.sum(1)
-        if self.loss_type in ("grpo", "sapo"):
-            return (summed / lengths.clamp(min=1)).sum() / max(mask.shape[0], 1)
-        if self.loss_type == "bnpo":
-            return summed.sum() / lengths.sum().clamp(min=1)
-        if self.loss_type == "dr_grpo":
-            assert self.max_completion_length is not None
-            return summed.sum() / max(mask.shape[0] * self.max_completion_length, 1)
-        if self.loss_type == "luspo":
-            return summed.sum() / max(mask.shape[0], 1)
-        if num_items is None:
-            tokens = policy.over_ranks(lengths.sum()).to(loss.dtype)
-            return summed.sum() / (tokens.clamp(min=1) / policy.world_size() * accumulation)
-        tokens = torch.as_tensor(num_items, device=loss.device).detach().to(loss.dtype)
-        return summed.sum() / (tokens.clamp(min=1) / policy.world_size() * (accumulation / per_generation))
 
-    @torch.no_grad()
-    def _metrics(
-        self,
-        w: Tensor,
-        advantages: Tensor,
-        kl: Tensor | None,
-        entropies: Tensor,
-        phi: Tensor | None,
-        policy_loss: Tensor,
-        mask: Tensor,
-    ) -> PolicyMetrics:
-        values: dict[str, Tensor] = {} if kl is None else {"kl": kl}
-        values["entropy"] = entropies
-        rows: dict[str, Tensor] = {}
-        if self.loss_type in policy.CLIPPED:
-            low = (w < 1 - self.epsilon_low) & (advantages < 0)
-            high = (w > 1 + self.epsilon_high) & (advantages > 0)
-            values |= {
-                "clip_ratio/low_mean": low,
-                "clip_ratio/high_mean": high,
-                "clip_ratio/region_mean": low | high,
-            }
-            rows = {"clip_ratio/low_min": low, "clip_ratio/high_max": high}
-        elif self.loss_type == "cispo":
-            values["cispo_clip_ratio"] = (w > self.epsilon_high) & (advantages > 0)
-        elif phi is not None:
-            values["vespo/phi_seq_mean"] = phi
-
-        def per_sequence(x: Tensor) -> bool:
-            if x is kl or x is entropies or x.shape[1] > 1:  # with T = 1 the shape alone does not tell
-                return False
-            return self.importance_sampling_level == "sequence" or x is phi
-
-        sums, counts = [], []
-        for x in values.values():
-            weights = torch.ones_like(x, dtype=torch.bool) if per_sequence(x) else mask
-            sums.append((x * weights).sum().to(w.dtype))
-            counts.append(weights.sum().to(w.dtype))
-        if self.entropy_coef != 0.0:
-            values["policy_loss"] = policy_loss
-            sums.append(policy_loss.detach())
-            counts.append(torch.ones_like(policy_loss))
-        totals = policy.over_ranks(torch.stack([torch.stack(sums), torch.stack(counts)]))
-        means = (totals[0] / totals[1].clamp(min=1)).float()
-        metrics = PolicyMetrics(zip(values, means.unbind(), strict=True))
-        for name, x in rows.items():
-            share = x[:, 0].to(w.dtype) if per_sequence(x) else (x * mask).sum(1) / mask.sum(1).to(w.dtype)
-            sign = 1.0 if name.endswith("max") else -1.0
-            scored = torch.cat([(sign * share)[~share.isnan()], share.new_full((1,), -math.inf)])
-            best = policy.over_ranks(scored.amax(), "MAX")
-            metrics[name] = torch.where(best == -math.inf, math.nan, sign * best).float()
-        return metrics
+def _by_position(hidden: Tensor, mask: Tensor) -> Tensor:
+    """(B, T, H), also where the rows of hidden states come as (B * T, H)."""
+    flat = hidden.dim() == 2 and hidden.shape[0] == mask.numel()
+    return hidden.unflatten(0, mask.shape) if flat else hidden

@@ -16,14 +16,13 @@ The head is walked in tiles of `chunk_size` vocabulary entries times a block of 
 tile. Besides gradients and one tile, memory is a few numbers per token.
 """
 
-import math
 import os
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from parity.fixes.chunked import ChunkedLogProbs, Settings, precision
+from parity.fixes.checks import check_count, check_shapes, check_transform
+from parity.fixes.chunked import ChunkedLogProbs, Settings, precision, statistics_dtype
 
 
 @torch._disable_dynamo  # reads values (ids) and loops: nothing to trace. The public spelling imports Triton at once
@@ -41,6 +40,7 @@ def selective_log_probs(
     chunk_size: int | None = None,
     token_chunk_size: int | None = None,
     ignore_index: int = -100,
+    filter_eps: float | str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`logp = z[id] - logsumexp(z)` with `z = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature`.
 
@@ -60,9 +60,10 @@ def selective_log_probs(
 
     backend:
         "chunked": the torch path described above, on every device.
-        "cce": `cut_cross_entropy.linear_cross_entropy` with gradient filtering off, for float16 and bfloat16 where
-            Triton runs. See `_cce_log_probs` for what it rounds. It has no bias, no entropy, and loses the gradient
-            of tokens of probability above 1 - 6e-8.
+        "cce": `cut_cross_entropy.linear_cross_entropy`, for float16 and bfloat16 where Triton runs, with gradient
+            filtering off unless `filter_eps` asks for it (a number, or the kernel's own "auto" and "high"). See
+            `_cce_log_probs` for what it rounds. It has no bias, no entropy, and loses the gradient of tokens of
+            probability above 1 - 6e-8.
         "auto": "chunked". The kernel is never picked unasked: it sums gradients in the input dtype in an order that
             differs from run to run, and old and new log-probs from different backends give importance ratios that
             are not 1 where they must be.
@@ -77,28 +78,54 @@ def selective_log_probs(
     Source: the softmax identities above; interface after TRL 1.16.0 `selective_log_softmax` and
     `ChunkedLogProbFunction`.
     """
-    _check_shapes(hidden, weight, ids, bias)
-    for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("softcap", softcap)):
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name}={value}: must be positive and finite")
-    for name, size in (("chunk_size", chunk_size), ("token_chunk_size", token_chunk_size)):
-        if size is not None and size < 1:
-            raise ValueError(f"{name}={size}: must be at least 1")
+    check_shapes(hidden, weight, bias, ids)
+    check_transform(temperature, softcap, logit_scale)
+    check_count("chunk_size", chunk_size)
+    check_count("token_chunk_size", token_chunk_size)
     if backend not in ("auto", "cce", "chunked"):
         raise ValueError(f"backend={backend!r}: choose 'auto', 'cce' or 'chunked'")
-
-    flat_ids = ids.reshape(-1).long()
-    valid = flat_ids != ignore_index
-    rows = None if bool(valid.all()) else valid.nonzero().squeeze(1)
-    scored_ids = flat_ids if rows is None else flat_ids[rows]
-    _check_range(scored_ids, weight.shape[0])
-
-    if backend == "cce" and scored_ids.numel():
+    if filter_eps is not None and backend != "cce":
+        raise ValueError(f"filter_eps={filter_eps!r}: only backend='cce' filters gradients")
+    if backend == "cce" and ids.numel():
         if bias is not None or entropy:
             raise ValueError(f"backend='cce': {'bias' if bias is not None else 'entropy'} needs backend='chunked'")
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        return _cce_log_probs(flat, weight, flat_ids, valid, temperature, softcap, logit_scale).reshape(ids.shape)
+        return _cce_log_probs(hidden, weight, ids, temperature, softcap, logit_scale, ignore_index, filter_eps)
+    logps, entropies = chunked_log_probs(
+        hidden,
+        weight,
+        ids,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        entropy=entropy,
+        chunk_size=chunk_size,
+        token_chunk_size=token_chunk_size,
+        ignore_index=ignore_index,
+    )
+    return logps if entropies is None else (logps, entropies)
 
+
+@torch._disable_dynamo
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+    entropy: bool,
+    chunk_size: int | None = None,
+    token_chunk_size: int | None = None,
+    ignore_index: int,
+    wide: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`selective_log_probs` by the torch path, of arguments that are known to fit; no entropies unless asked for.
+
+    `wide`: results in float64 (float32 where the device has no other), not rounded to float32.
+    """
     operand, tile = precision(hidden, weight, bias)
     on_cpu = hidden.device.type == "cpu"
     settings = Settings(
@@ -110,49 +137,39 @@ def selective_log_probs(
         token_block=token_chunk_size or (1024 if on_cpu else 4096),
         operand=operand,
         tile=tile,
+        result=statistics_dtype(hidden.device) if wide else tile,
     )
-    logps, entropies = ChunkedLogProbs.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, scored_ids, rows, settings
-    )
-    if entropy:
-        return logps.reshape(ids.shape), entropies.reshape(ids.shape)
-    return cast(Tensor, logps.reshape(ids.shape))
+    flat, valid = _scored(ids, weight.shape[0], ignore_index)
+    rows = None if bool(valid.all()) else valid.nonzero().squeeze(1)
+    scored = flat if rows is None else flat[rows]
+    table = hidden.reshape(flat.numel(), hidden.shape[-1])
+    logps, entropies = ChunkedLogProbs.apply(table, weight, bias, scored, rows, settings)
+    return logps.reshape(ids.shape), None if entropies is None else entropies.reshape(ids.shape)
+
+
+def _scored(ids: Tensor, vocab: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The ids, flat and 64 bits wide, and which of them are not ignored; ValueError where one of those is no token."""
+    flat = ids.reshape(-1).long()
+    valid = flat != ignore_index
+    outside = ((flat < 0) | (flat >= vocab)) & valid
+    if bool(outside.any()):
+        raise ValueError(f"ids: {int(flat[outside][0])} is outside [0, {vocab}); mask it with ignore_index")
+    return flat, valid
 
 
 # The widest vocabulary block among the kernel's autotuning configurations.
 _CCE_VOCAB_BLOCK = 256
 
 
-def _check_shapes(hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None) -> None:
-    if weight.dim() != 2 or weight.shape[0] < 1:
-        raise ValueError(f"weight of shape {tuple(weight.shape)}: expected (V, H) with V at least 1")
-    if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(f"hidden of shape {tuple(hidden.shape)}: expected (..., {weight.shape[1]}) to fit weight")
-    if ids.shape != hidden.shape[:-1]:
-        raise ValueError(f"ids of shape {tuple(ids.shape)}: expected {tuple(hidden.shape[:-1])} to fit hidden")
-    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-        raise ValueError(f"ids of dtype {ids.dtype}: expected an integer dtype")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias of shape {tuple(bias.shape)}: expected ({weight.shape[0]},) to fit weight")
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if tensor is not None and not tensor.is_floating_point():
-            raise ValueError(f"{name} of dtype {tensor.dtype}: expected a floating dtype")
-
-
-def _check_range(ids: Tensor, vocab: int) -> None:
-    outside = (ids < 0) | (ids >= vocab)
-    if bool(outside.any()):
-        raise ValueError(f"ids: {int(ids[outside][0])} is outside [0, {vocab}); mask it with ignore_index")
-
-
 def _cce_log_probs(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    valid: Tensor,
     temperature: float,
     softcap: float | None,
     logit_scale: float,
+    ignore_index: int,
+    filter_eps: float | str | None,
 ) -> Tensor:
     """Log-probs by cut-cross-entropy's kernel, with temperature, logit scale and softcap all honoured.
 
@@ -166,6 +183,8 @@ def _cce_log_probs(
     sum of products rounded to the input dtype, the other logits and the softmax are float32; dlogits and every partial
     sum of the gradients are in the input dtype.
     """
+    flat, valid = _scored(ids, weight.shape[0], ignore_index)
+    hidden = hidden.reshape(flat.numel(), hidden.shape[-1])
     if hidden.dtype not in (torch.float16, torch.bfloat16) or weight.dtype != hidden.dtype:
         raise ValueError(
             f"backend='cce': hidden {hidden.dtype} and weight {weight.dtype} must both be float16 or both bfloat16; "
@@ -190,10 +209,10 @@ def _cce_log_probs(
     nll = linear_cross_entropy(
         scaled,
         weight.contiguous(),
-        torch.where(valid, ids, -100),
+        torch.where(valid, flat, -100),
         softcap=None if softcap is None else softcap / temperature,
         reduction="none",
-        filter_eps=None,
+        filter_eps=filter_eps,
         impl="cce",
     )
-    return torch.where(valid, -nll.float(), 0.0)
+    return torch.where(valid, -nll.float(), 0.0).reshape(ids.shape)

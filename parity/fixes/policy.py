@@ -53,6 +53,16 @@ def log_weights(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     return (log_ratio * mask).sum(1, keepdim=True) / lengths
 
 
+def bounded_exp(x: Tensor) -> Tensor:
+    """`exp(x)`, finite for every x: beyond e^689 in float64 the last value and its slope go on.
+
+    What overflows would make NaN of every product with 0: an advantage of 0, the gradient of a clipped weight. The 20
+    below the logarithm of the largest number leave room for advantages and ratios.
+    """
+    top = math.log(torch.finfo(x.dtype).max) - 20
+    return torch.exp(torch.where(x > top, top + (x - x.detach()), x))
+
+
 def clipped_surrogate(w: Tensor, advantages: Tensor, low: float, high: float, delta: float | None) -> Tensor:
     """`-min(min(w, delta) A, clip(w, 1 - low, 1 + high) A)`; delta is INTELLECT-2's second bound."""
     clipped = torch.clamp(w, 1 - low, 1 + high)
@@ -128,3 +138,31 @@ def keep_high_entropy(entropies: Tensor, mask: Tensor, quantile: float) -> Tenso
     high = min(low + 1, pool.numel() - 1)
     threshold = torch.lerp(pool[low], pool[high], position - low)
     return mask & (entropies.detach() >= threshold)
+
+
+def aggregate(
+    loss: Tensor,
+    mask: Tensor,
+    loss_type: str,
+    max_completion_length: int | None,
+    num_items: Tensor | float | None,
+    accumulation: float,
+    per_generation: float,
+) -> Tensor:
+    """The loss type's mean of the per-token loss, (B, T) or (B, 1); see `FusedLinearGRPOLoss` for the formulas."""
+    summed = (loss * mask).sum(1)
+    lengths = mask.sum(1)
+    if loss_type in ("grpo", "sapo"):
+        return (summed / lengths.clamp(min=1)).sum() / max(mask.shape[0], 1)
+    if loss_type == "bnpo":
+        return summed.sum() / lengths.sum().clamp(min=1)
+    if loss_type == "dr_grpo":
+        assert max_completion_length is not None
+        return summed.sum() / max(mask.shape[0] * max_completion_length, 1)
+    if loss_type == "luspo":
+        return summed.sum() / max(mask.shape[0], 1)
+    if num_items is None:
+        tokens = over_ranks(lengths.sum()).to(loss.dtype)
+        return summed.sum() / (tokens.clamp(min=1) / world_size() * accumulation)
+    tokens = torch.as_tensor(num_items, device=loss.device).detach().to(loss.dtype)
+    return summed.sum() / (tokens.clamp(min=1) / world_size() * (accumulation / per_generation))
