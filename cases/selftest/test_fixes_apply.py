@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from parity.fixes import apply, wiring
-from parity.versions.client import EnvironmentUnusable
-from parity.versions.environment import Environment
 
 pytest.importorskip("trl")
 training_file = Path(__file__).parents[2] / "fixtures" / "training.py"
@@ -176,35 +173,3 @@ def test_what_fails_leaves_nothing_behind(monkeypatch):
     with apply(made) as applied:
         assert applied["use_selective_log_probs"]
     assert str(applied).count("\n") == 5
-
-
-def in_environment(spec, script):
-    """What a script of fixtures/ prints as JSON in an environment of an older TRL."""
-    try:
-        made = Environment.of([spec])
-    except EnvironmentUnusable as error:
-        pytest.skip(f"environment cannot be made here: {error}")
-    done = made.run(["python", str(training_file.with_name(script))], capture=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_the_liger_path_of_an_older_trainer_computes_the_plain_loss():
-    """trl 0.28.0: its Liger path drops softcap and the generation batch's token count; with ours it trains as plain."""
-    found = in_environment("trl==0.28.0", "training.py")
-    assert "use_fused_policy_loss: GRPOTrainer.liger_grpo_loss" in found["said"]
-    assert found["undone"]
-    assert len({entry["grad_norm"] for entry in found["plain"]}) == 2
-    for plain, liger, fixed in zip(found["plain"], found["liger"], found["fixed"], strict=True):
-        for name in ("loss", "grad_norm", "entropy", "clip_ratio/region_mean"):
-            assert fixed[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
-        assert abs(liger["grad_norm"] / plain["grad_norm"] - 1) > 0.05
-
-
-def test_distillation_from_a_teacher_server_has_finite_gradients():
-    """trl 1.3.0: ragged completions, reverse KL; every gradient is NaN as released, finite with the loss unchanged."""
-    found = in_environment("trl==1.3.0", "distillation.py")
-    assert found["fixed"]["said"].endswith("._compute_server_sparse_top_1_divergence_loss")
-    assert found["fixed"]["finite"] == found["fixed"]["gradients"] > 0
-    assert found["released"]["finite"] == found["again"]["finite"] == 0
-    assert found["released"]["loss"] == found["fixed"]["loss"]
