@@ -1,9 +1,11 @@
 """What the benchmarks measure and how they are told: exact peaks, paired ratios, reasons in cells, accuracy tables."""
 
+import importlib.util
 import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +84,34 @@ def test_ratios_are_paired_by_round(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.startswith("some CPU, 2026-11-20\n\n**logprobs, 1 x 2 x 3, fp32**")
     assert (tmp_path / "plot.svg").read_text().startswith("<svg")
+
+
+def test_out_of_memory_is_a_cell_even_of_ours():
+    """The others keep their seconds and megabytes; there is nothing to divide by."""
+    ours = record("fixes.selective_log_probs", 0, 0.0, peak=None, why="out of memory")
+    told = report.tables(cells := report.cells([ours, record("lib.loss", 0, 2.0, peak=3 * MB)]))
+    assert "| fixes.selective_log_probs | out of memory |" in told
+    assert "| lib.loss |  | 2 |  | 3 |" in told
+    assert report.plot(cells).count("<circle") == 0
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no"), RuntimeError("[enforce fail] DefaultCPUAllocator: no")]
+)
+def test_running_out_of_memory_aborts_no_benchmark(monkeypatch, error):
+    path = Path(__file__).parents[1] / "bench" / "test_losses.py"
+    spec = importlib.util.spec_from_file_location("bench_losses", path)
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(losses, "prepared", fails)
+    assert bench.first({}, "trl.GRPOTrainer", None) == (None, {}, None, "out of memory")
+    monkeypatch.setattr(losses, "prepared", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.first({}, "trl.GRPOTrainer", None)
 
 
 def row(name, case, quantity, dist, oracle=2.0, **fields):

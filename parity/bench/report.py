@@ -31,10 +31,13 @@ class Cell:
     phases: dict[str, float]
     why: str | None
 
-    def ratio(self, ours: Cell) -> tuple[float, float, float]:
-        """Seconds over ours in the rounds that both were in (a run may be interrupted): median, least, greatest."""
+    def ratio(self, ours: Cell) -> tuple[float, float, float] | None:
+        """Seconds over ours in the rounds that both were in (a run may be interrupted): median, least, greatest.
+
+        None without such a round, as where ours ran out of memory.
+        """
         each = [value / ours.seconds[turn] for turn, value in self.seconds.items() if turn in ours.seconds]
-        return statistics.median(each), min(each), max(each)
+        return (statistics.median(each), min(each), max(each)) if each else None
 
 
 def cells(records: Iterable[dict[str, Any]]) -> list[Cell]:
@@ -62,7 +65,7 @@ def tables(found: Sequence[Cell]) -> str:
         group = [c for c in found if (c.table, c.size, c.dtype) == (table, size, dtype)]
         ours = next(c for c in group if c.name == OURS[table])
         out += [f"**{table}, {size}, {dtype}**", ""]
-        phases = list(ours.phases)
+        phases = list(next((c.phases for c in group if c.phases), ()))
         head = ["", "time ÷ ours", "seconds", "peak ÷ ours", "peak MB", *(f"{p}: s, MB" for p in phases)]
         out += [_row(head), _row(["---", *["---:"] * (len(head) - 1)])]
         out += [_row(_cells(cell, ours, phases)) for cell in sorted(group, key=lambda c: c.name != ours.name)]
@@ -73,11 +76,10 @@ def tables(found: Sequence[Cell]) -> str:
 def _cells(cell: Cell, ours: Cell, phases: Sequence[str]) -> list[str]:
     if cell.why:
         return [cell.name, cell.why, *[""] * (3 + len(phases))]
-    middle, least, greatest = cell.ratio(ours)
-    seconds = statistics.median(cell.seconds.values())
-    assert cell.peak is not None and ours.peak is not None
-    out = [cell.name, f"{middle:.2f} ({least:.2f} to {greatest:.2f})", f"{seconds:.3g}"]
-    out += [f"{cell.peak / ours.peak:.2f}", f"{cell.peak / 1e6:,.0f}"]
+    ratio, seconds = cell.ratio(ours), statistics.median(cell.seconds.values())
+    assert cell.peak is not None
+    out = [cell.name, "" if ratio is None else "{:.2f} ({:.2f} to {:.2f})".format(*ratio), f"{seconds:.3g}"]
+    out += [f"{cell.peak / ours.peak:.2f}" if ours.peak else "", f"{cell.peak / 1e6:,.0f}"]
     return out + [f"{cell.phases[p]:.2f}, {cell.peaks.get(p, 0) / 1e6:,.0f}" for p in phases]
 
 
@@ -92,11 +94,12 @@ WIDTH, HEIGHT, MARGIN, LIMIT = 760, 420, 60, 16.0
 def plot(found: Sequence[Cell]) -> str:
     """SVG: time against peak memory, both over ours and logarithmic; ours is the point (1, 1). Step tables left out."""
     points = [
-        (c, c.ratio(ours)[0], (c.peak or 0) / (ours.peak or 1))
+        (c, ratio[0], (c.peak or 0) / (ours.peak or 1))
         for c in found
         if c.table != "step" and not c.why
         for ours in found
         if (ours.table, ours.size, ours.dtype, ours.name) == (c.table, c.size, c.dtype, OURS[c.table])
+        if (ratio := c.ratio(ours))
     ]
     names = list(dict.fromkeys(c.name for c, _, _ in points))
     out = [
