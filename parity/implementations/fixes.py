@@ -84,7 +84,7 @@ def fused_linear_grpo_loss(x: Inputs) -> Outputs:
         beta=s.beta,
         compiled=False,
         use_ref_model=s.beta != 0.0,
-        chunk_size=s.chunk_size,
+        chunk_size=None if s.chunk_size == 1 else s.chunk_size,  # 1 is Liger's default; None, what suits, is ours
         epsilon_low=s.epsilon,
         epsilon_high=s.epsilon if s.epsilon_high is None else s.epsilon_high,
         loss_type=s.loss_type,

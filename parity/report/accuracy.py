@@ -62,19 +62,30 @@ def compare(rows: Iterable[Row], ours: Sequence[str] = OURS) -> list[Comparison]
     return found
 
 
-def headrooms(rows: Iterable[Row], ours: Sequence[str] = OURS) -> str:
-    """Markdown: median and worst headroom of each of `ours` by dtype, values and gradients."""
-    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for row in _measured(rows):
-        if row["implementation"] in ours:
+def headrooms(rows: Iterable[Row], ours: Sequence[str] = OURS, at_least: int = 1) -> str:
+    """Markdown: median and worst headroom of each of `ours` and of every peer, by dtype, values and gradients.
+
+    Peers by family; those judged on fewer than `at_least` quantities are left out. A coarse recipe allows more.
+    """
+    found: dict[tuple[bool, str, str, str], list[float]] = defaultdict(list)
+    measured = list(_measured(rows))
+    families = {row["family"] for row in measured if row["implementation"] in ours}
+    for row in measured:
+        if row["family"] in families:
             value = math.inf if row["headroom"] is None else float(row["headroom"])
-            found[row["implementation"], row["dtype"], _kind(row)].append(value)
-    lines = ["| ours | dtype | of | quantities judged | median headroom | worst |", "|---|---|---|---:|---:|---:|"]
-    for (name, dtype, kind), values in sorted(found.items()):
-        lines.append(
-            f"| {name} | {dtype} | {kind} | {len(values):,} | {statistics.median(values):.2f} | {max(values):.2f} |"
-        )
+            name = row["implementation"]
+            found[name not in ours, name, row["dtype"], _kind(row)].append(value)
+    lines = ["| implementation | dtype | of | quantities | median headroom | worst |", "|---|---|---|---:|---:|---:|"]
+    for (_, name, dtype, kind), values in sorted(found.items()):
+        if len(values) >= at_least:
+            lines.append(
+                f"| {name} | {dtype} | {kind} | {len(values):,} | {_headroom(statistics.median(values))} | {_headroom(max(values))} |"
+            )
     return "\n".join(lines)
+
+
+def _headroom(value: float) -> str:
+    return "∞" if math.isinf(value) else f"{value:.2f}" if value < 100 else f"{value:.0e}"
 
 
 def _measured(rows: Iterable[Row]) -> Iterable[Row]:
@@ -126,7 +137,7 @@ def main() -> None:
     rows = read(options.results)[1]
     print(table([c for c in compare(rows, options.of) if len(c.pairs) >= options.at_least]))
     print()
-    print(headrooms(rows, options.of))
+    print(headrooms(rows, options.of, options.at_least))
 
 
 if __name__ == "__main__":
