@@ -78,9 +78,8 @@ def headrooms(rows: Iterable[Row], ours: Sequence[str] = OURS, at_least: int = 1
     lines = ["| implementation | dtype | of | quantities | median headroom | worst |", "|---|---|---|---:|---:|---:|"]
     for (_, name, dtype, kind), values in sorted(found.items()):
         if len(values) >= at_least:
-            lines.append(
-                f"| {name} | {dtype} | {kind} | {len(values):,} | {_headroom(statistics.median(values))} | {_headroom(max(values))} |"
-            )
+            middle, worst = _headroom(statistics.median(values)), _headroom(max(values))
+            lines.append(f"| {name} | {dtype} | {kind} | {len(values):,} | {middle} | {worst} |")
     return "\n".join(lines)
 
 
