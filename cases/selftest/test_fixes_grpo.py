@@ -571,6 +571,18 @@ def test_drop_in_for_liger():
             )
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+def test_narrow_ids(dtype):
+    """A vocabulary beyond what the dtype of the ids holds, and -100 at padding, wrap around nowhere."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(2, 6, 4, generator=g), torch.randn(40000, 4, generator=g)
+    ids, mask = torch.randint(120, (2, 6), generator=g), torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]])
+    hidden[:, 4:] = math.nan
+    found = [FusedLinearGRPOLoss(beta=0.0)(hidden, weight, x, mask, torch.ones(2))[1] for x in (ids, ids.to(dtype))]
+    assert torch.equal(found[0]["entropy"], found[1]["entropy"])
+    assert found[0]["entropy"].isfinite()
+
+
 def test_flat_hidden_states_and_frozen_head():
     case = draw(11, torch.float32)
     hidden = case["hidden"].reshape(-1, 5).clone().requires_grad_()
@@ -711,8 +723,8 @@ def test_bad_settings_are_named(settings, message):
         ({"ref": None}, "beta=0.04: needs ref_per_token_logps"),
         ({"mask": torch.full((3, 6), 0.5)}, "attention_mask: contains 0.5"),
         ({"mask": torch.ones(3, 5)}, r"attention_mask of shape \(3, 5\)"),
-        ({"ids": torch.full((3, 6), 99)}, r"selected_token_ids, outside \[0, 37\),: contains 99"),
-        ({"ids": torch.full((3, 6), -100)}, r"selected_token_ids, outside \[0, 37\),: contains -100"),
+        ({"ids": torch.full((3, 6), 99)}, r"selected_token_ids: contains 99, outside \[0, 37\)"),
+        ({"ids": torch.full((3, 6), -100)}, r"selected_token_ids: contains -100, outside \[0, 37\)"),
         ({"ids": torch.ones(3, 6)}, "selected_token_ids of dtype torch.float32"),
         ({"hidden": torch.zeros(3, 6, 4)}, r"_input of shape \(3, 6, 4\)"),
         ({"hidden": torch.zeros(4, 6, 5)}, r"selected_token_ids of shape \(3, 6\)"),

@@ -115,7 +115,7 @@ def check_values(
     """ValueError naming tensor and value, for every value that would turn into a silent NaN; one device transfer."""
     live = mask.any(1, keepdim=True)
     found = [("attention_mask", attention_mask, (attention_mask != 0) & (attention_mask != 1))]
-    found.append((f"selected_token_ids, outside [0, {vocab}),", ids, ((ids < 0) | (ids >= vocab)) & mask))
+    found.append(("selected_token_ids", ids, ((ids < 0) | (ids >= vocab)) & mask))
     found.append(("advantages", advantages, ~advantages.isfinite() & like(advantages, mask, live)))
     if ratio is not None:
         found.append(("vllm_is_ratio", ratio, ~((ratio >= 0) & ratio.isfinite()) & like(ratio, mask, live)))
@@ -131,7 +131,8 @@ def check_values(
     flags = torch.stack([bad.any() for _, _, bad in found]).tolist()
     for (name, tensor, bad), flag in zip(found, flags, strict=True):
         if flag:
-            raise ValueError(f"{name}: contains {tensor[bad].reshape(-1)[0].item()}")
+            where = f", outside [0, {vocab})" if tensor is ids else ""
+            raise ValueError(f"{name}: contains {tensor[bad].reshape(-1)[0].item()}{where}")
 
 
 def columns(x: Any, mask: Tensor, name: str) -> Any:

@@ -164,9 +164,10 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             if tensor is not None and tensor.shape != mask.shape:
                 raise ValueError(f"{name} of shape {tuple(tensor.shape)}: expected {tuple(mask.shape)}")
         vocab = lin_weight.shape[0]
-        check_values(selected_token_ids, vocab, attention_mask, mask, advantages, ratio, given, num_items_in_batch)
+        ids = selected_token_ids.long()  # narrow ones would wrap, at -100 and at the vocabulary's size
+        check_values(ids, vocab, attention_mask, mask, advantages, ratio, given, num_items_in_batch)
 
-        ids = torch.where(mask, selected_token_ids.long(), IGNORED)
+        ids = torch.where(mask, ids, IGNORED)
         logps, entropies = self._log_probs(_input, lin_weight, ids, bias)
         if needs_ref and ref_per_token_logps is None:
             assert ref_input is not None
