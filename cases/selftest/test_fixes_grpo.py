@@ -486,6 +486,16 @@ def test_a_weight_beyond_every_number_spoils_nothing(kind, level):
             assert weight == 0.5 or gradient.abs().max() < 1e-12
 
 
+def test_a_weight_beyond_every_number_that_counts_is_not_hidden():
+    """Neither clipped nor masked: the loss is infinite, and its gradient is not the 0 of a clamp."""
+    hidden, mask = torch.randn(1, 3, 4, requires_grad=True), torch.ones(1, 3)
+    old = torch.full((1, 3), -2000.0)
+    arguments = (torch.randn(7, 4), torch.zeros(1, 3, dtype=torch.long), mask, torch.tensor([-1.0]))
+    loss, _ = FusedLinearGRPOLoss(beta=0.0, loss_type="bnpo")(hidden, *arguments, old_per_token_logps=old)
+    assert loss == math.inf
+    assert not torch.autograd.grad(loss, hidden)[0].isfinite().any()
+
+
 def test_unscored_sampler_tokens_count_nothing():
     case = draw(6, torch.float32)
     case["samp"][0] = math.nan
