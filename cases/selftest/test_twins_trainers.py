@@ -1,11 +1,16 @@
 """The twins against trainers that are wrong on purpose: each fault must show in the quantity that is about it."""
 
+import dataclasses
+
 import pytest
+import torch
 
 from parity import trainers
 from parity.errors import Unsupported
-from parity.trainers import drive, installed, ranks, recorded, twin_processes, twin_runs
+from parity.trainers import drive, installed, ranks, recorded, twin_processes, twin_runs, windows
+from parity.trainers.exact import Step
 from parity.trainers.execute import rows
+from parity.trainers.gradients import gradients
 
 
 def outcome(trainer, check="twins", **settings):
@@ -111,7 +116,7 @@ def test_what_two_ranks_may_do_wrong(monkeypatch, quantities, damage):
     halves = (sequences[:4], sequences[4:])
     found = [ranks.Rank({n: g.clone() for n, g in steps.gradients[0].items()}, list(half)) for half in halves]
     damage(found)
-    monkeypatch.setattr(twin_processes, "_launched", lambda count: {"sft-trainer": found})
+    monkeypatch.setattr(twin_processes, "_launched", lambda count, sharding, tokens: {"sft-trainer": found})
     got = verdicts(outcome("sft-trainer", check="processes"))
     assert {q for q, verdict in got.items() if verdict == "disagree"} == quantities
 
@@ -119,7 +124,46 @@ def test_what_two_ranks_may_do_wrong(monkeypatch, quantities, damage):
 def test_a_rank_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(ranks.sys, "executable", "/bin/false")
     with pytest.raises(Unsupported, match="rank 0 of 2 failed"):
-        ranks.launch(("sft-trainer",), {}, 2)
+        ranks.launch(ranks.Plan(("sft-trainer",), {}), 2)
+
+
+def test_rows_that_are_left_out_of_the_loss():
+    """As a rank without a token has them: neither their tokens nor their number count."""
+    rows = [dataclasses.replace(row, counted=i not in (1, 4)) for i, row in enumerate(twin_runs.rows("sft-trainer"))]
+    plain = twin_processes._settings()
+    plain.split = "4x2"
+    steps = recorded.train(twin_runs.build("sft-trainer", plain, part=rows))
+    assert sorted(twin_runs.seen(steps.batches)) == sorted(twin_runs.expected("sft-trainer", rows))
+    step = Step(windows.policy("llama", torch.float64), twin_runs.definition("sft-trainer", plain, rows))
+    assert gradients(step, steps.gradients[0]).agrees
+    counted = {n: g * 39 / 44 for n, g in steps.gradients[0].items()}  # as if the five tokens left out were counted
+    assert not gradients(step, counted).agrees
+
+
+@pytest.mark.parametrize(
+    ("sharding", "rank", "quantities"),
+    [
+        ("fsdp2", {"kind": "MULTI_CPU"}, {"sharded"}),
+        ("none", {"failure": "RuntimeError: hangs"}, {"trained"}),
+    ],
+)
+def test_ranks_that_do_not_do_as_told(monkeypatch, sharding, rank, quantities):
+    plain = twin_processes._settings()
+    plain.split = "4x2"
+    steps = recorded.train(twin_runs.build("sft-trainer", plain))
+    own = twin_runs.seen(steps.batches)
+    found = [ranks.Rank(steps.gradients[0], half, **rank) for half in (own[:4], own[4:])]
+    monkeypatch.setattr(twin_processes, "_launched", lambda count, sharding, tokens: {"sft-trainer": found})
+    got = verdicts(outcome("sft-trainer", check="processes", sharding=sharding))
+    assert {q for q, verdict in got.items() if verdict == "disagree"} == quantities
+
+
+def test_sharding_that_does_not_happen_is_not_agreement(monkeypatch):
+    found = [ranks.Rank({}, [], kind="MULTI_CPU")] * 2
+    monkeypatch.setattr(twin_processes, "_launched", lambda count, sharding, tokens: {"sft-trainer": found})
+    got = outcome("sft-trainer", check="processes", sharding="configured")
+    assert [row["verdict"] for row in got.values()] == ["unsupported"]
+    assert "trains as MULTI_CPU" in next(iter(got.values()))["message"]
 
 
 def test_the_module_at_which_runs_part(monkeypatch):

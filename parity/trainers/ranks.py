@@ -6,6 +6,7 @@ its optimizer, after the reduction, and the sequences that it was given.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,13 +33,42 @@ JOINING = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """What one rank did in the first optimizer step: its gradients, and the sequences that it was given."""
+    """What one rank did in the first optimizer step.
+
+    Attributes:
+        gradients: name -> gradient behind the reduction, put together where each rank holds a shard.
+        sequences: those that it was given.
+        sharded: the number of parameters of which it holds a shard.
+        kind: what accelerate calls this way of being distributed, "FSDP".
+        failure: the exception that ended the step, empty if none did.
+    """
 
     gradients: dict[str, Tensor]
     sequences: list[tuple[list[int], int]]
+    sharded: int = 0
+    kind: str = ""
+    failure: str = ""
 
 
-def launch(trainers: Sequence[str], settings: Mapping[str, Any], ranks: int) -> dict[str, list[Rank]]:
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the ranks do.
+
+    Attributes:
+        trainers: families whose twins they train, one after the other.
+        settings: of the twin, as `twins.SETTINGS`.
+        bare: trainer -> rows whose completions are left out of the loss.
+        sharding: "none", "configured" (fsdp="full_shard" as a user writes it) or "fsdp2" (the same where accelerate would
+            not shard on this device).
+    """
+
+    trainers: tuple[str, ...]
+    settings: Mapping[str, Any]
+    bare: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    sharding: str = "none"
+
+
+def launch(plan: Plan, ranks: int) -> dict[str, list[Rank]]:
     """Train each trainer's twin in `ranks` processes, one launch for all of them.
 
     Raises:
@@ -45,10 +76,10 @@ def launch(trainers: Sequence[str], settings: Mapping[str, Any], ranks: int) -> 
     """
     with tempfile.TemporaryDirectory(prefix="parity-ranks-") as name:
         folder, port = Path(name), _free_port()
-        (folder / "plan.json").write_text(json.dumps({"trainers": list(trainers), "settings": dict(settings)}))
+        (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
         running = [_start(folder, rank, ranks, port) for rank in range(ranks)]
         _wait(running, folder)
-        return {trainer: [_read(folder, trainer, rank) for rank in range(ranks)] for trainer in trainers}
+        return {trainer: [_read(folder, trainer, rank) for rank in range(ranks)] for trainer in plan.trainers}
 
 
 def _free_port() -> int:
@@ -93,8 +124,9 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
 def _read(folder: Path, trainer: str, rank: int) -> Rank:
     from safetensors.torch import load_file
 
-    sequences = json.loads((folder / f"{trainer}-{rank}.json").read_text())
-    return Rank(load_file(folder / f"{trainer}-{rank}.safetensors"), [(ids, start) for ids, start in sequences])
+    told = json.loads((folder / f"{trainer}-{rank}.json").read_text())
+    told["sequences"] = [(ids, start) for ids, start in told["sequences"]]
+    return Rank(load_file(folder / f"{trainer}-{rank}.safetensors"), **told)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -104,20 +136,66 @@ def main(argv: Sequence[str]) -> int:
     prepare("cpu", 1)
     from safetensors.torch import save_file
 
-    from parity.trainers import models, recorded, twin_runs
+    from parity.trainers import models
 
     told = {name: os.environ.pop(name) for name in JOINING}  # with them transformers saves a model on one rank alone
     for architecture in ("llama", "qwen2"):
         models.saved(architecture)
     os.environ.update(told)
-    plan = Path(argv[0])
-    rank, wanted = int(os.environ["RANK"]), json.loads(plan.read_text())
-    for trainer in wanted["trainers"]:
-        steps = recorded.train(twin_runs.build(trainer, SimpleNamespace(**wanted["settings"])))
-        found = {n: g.contiguous() for n, g in steps.gradients[0].items() if g is not None}
-        save_file(found, plan.parent / f"{trainer}-{rank}.safetensors")
-        (plan.parent / f"{trainer}-{rank}.json").write_text(json.dumps(twin_runs.seen(steps.window(0))))
+    path, rank = Path(argv[0]), int(os.environ["RANK"])
+    plan = Plan(**json.loads(path.read_text()))
+    with sharding_on_any_device() if plan.sharding == "fsdp2" else contextlib.nullcontext():
+        for trainer in plan.trainers:
+            found = dataclasses.asdict(_trained(plan, trainer))
+            save_file(found.pop("gradients"), path.parent / f"{trainer}-{rank}.safetensors")
+            (path.parent / f"{trainer}-{rank}.json").write_text(json.dumps(found))
     return 0
+
+
+def _trained(plan: Plan, trainer: str) -> Rank:
+    from parity.trainers import recorded, twin_runs
+
+    bare, more = plan.bare.get(trainer, ()), {} if plan.sharding == "none" else FULL_SHARD
+    part = [dataclasses.replace(row, counted=i not in bare) for i, row in enumerate(twin_runs.rows(trainer))]
+    try:
+        run = twin_runs.build(trainer, SimpleNamespace(**plan.settings), part=part, **more)
+        steps = recorded.train(run)
+    except Exception as error:  # on every rank alike, or the others wait for this one until the launch gives up
+        traceback.print_exc()
+        return Rank({}, [], failure=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}")
+    found = {n: g.contiguous() for n, g in steps.gradients[0].items() if g is not None}
+    kind = run.accelerator.distributed_type.value
+    return Rank(found, twin_runs.seen(steps.window(0)), steps.sharded, kind)
+
+
+FULL_SHARD: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
+"""What turns FSDP2 on in a config, each decoder layer a unit of its own."""
+
+
+@contextlib.contextmanager
+def sharding_on_any_device() -> Iterator[None]:
+    """Within it accelerate shards over gloo on the CPU too, with its own code.
+
+    `AcceleratorState` takes an FSDP plugin into account for GPUs and their like alone; with several processes on the CPU
+    it leaves it aside without a word. Everything behind that (torch's fully_shard, the reduction) runs on the CPU.
+    """
+    from accelerate import state
+    from accelerate.utils import DistributedType
+
+    original = state.AcceleratorState.__init__
+
+    def initialised(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        plugin = kwargs.get("fsdp_plugin")
+        if plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
+            state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    state.AcceleratorState.__init__ = initialised
+    try:
+        yield
+    finally:
+        state.AcceleratorState.__init__ = original
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ class Steps:
         parameters: for each optimizer step, name -> value of the parameter that the gradient was taken at.
         windows: for each optimizer step, the number of micro-batches up to its end.
         activations: bytes that the first micro-batch's loss kept for its backward pass, parameters left out.
+        sharded: the number of parameters of which each process holds a part.
     """
 
     batches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -35,6 +36,7 @@ class Steps:
     parameters: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
     windows: list[int] = dataclasses.field(default_factory=list)
     activations: int = 0
+    sharded: int = 0
 
     def window(self, step: int) -> list[dict[str, Any]]:
         """The micro-batches of an optimizer step."""
@@ -90,8 +92,9 @@ def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             named = dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
             trained = {n: p for n, p in named.items() if p.requires_grad}
-            steps.gradients.append({n: None if p.grad is None else p.grad.detach().clone() for n, p in trained.items()})
-            steps.parameters.append({n: p.detach().clone() for n, p in named.items()})
+            steps.gradients.append({n: None if p.grad is None else _whole(p.grad) for n, p in trained.items()})
+            steps.parameters.append({n: _whole(p) for n, p in named.items()})
+            steps.sharded = sum(hasattr(p, "full_tensor") for p in named.values())
             steps.windows.append(len(steps.batches))
 
     recorder = Recorder()
@@ -120,6 +123,12 @@ def _kept_bytes(model: Any) -> Iterator[Callable[[], int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield lambda: sum(found.values())
+
+
+def _whole(tensor: Any) -> Tensor:
+    """A copy, put together from all ranks where each holds a shard (a DTensor)."""
+    found: Tensor = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    return found
 
 
 def _kept(value: Any) -> Any:

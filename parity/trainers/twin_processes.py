@@ -1,49 +1,143 @@
-"""Two processes against one: the window dealt out to ranks with unequal token counts, gradients reduced by DDP."""
+"""Two processes against one: the window dealt out to ranks with unequal token counts, gradients reduced by DDP or FSDP2."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from parity.errors import Unsupported
 from parity.families import Setting
-from parity.trainers import ranks, twin_runs
+from parity.trainers import ranks, twin_runs, windows
 from parity.trainers.check import Cell, Result, check, holds
+from parity.trainers.exact import Step
 from parity.trainers.gradients import gradients
+from parity.trainers.ranks import Plan, Rank
 from parity.trainers.twins import SETTINGS, by_definition
+from parity.trainers.windows import Row
 
 LOSS = "dapo"
 """GRPO's loss here: the one whose normaliser counts the tokens of all ranks."""
+
+SHARDINGS = {
+    "none": "DDP",
+    "fsdp2": "fully_shard over gloo, by accelerate's own code, also where accelerate would not shard on this device",
+    "configured": "fsdp='full_shard' in the config and no more",
+    "zero3": "DeepSpeed's ZeRO-3",
+}
+
+
+def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Nightly: every trainer, sharded and not, and with a rank that has no token where its batching can deal so."""
+    if profile not in ("nightly", "soak"):
+        return
+    for sharding in ("none", "fsdp2"):
+        for tokens in ("unequal", "none"):
+            yield from ((t, {"sharding": sharding, "tokens": tokens}) for t in twin_runs.CLASSES)
+    yield from (("sft-trainer", {"sharding": sharding}) for sharding in ("configured", "zero3"))
 
 
 @check(
     "processes",
     tuple(twin_runs.CLASSES),
-    {"ranks": Setting(2, "processes, joined by gloo", (2,))},
-    lambda profile, seed: [(t, {}) for t in twin_runs.CLASSES] if profile in ("nightly", "soak") else [],
+    {
+        "ranks": Setting(2, "processes, joined by gloo", (2,)),
+        "sharding": Setting("none", "; ".join(f"{k}: {v}" for k, v in SHARDINGS.items()), tuple(SHARDINGS)),
+        "tokens": Setting("unequal", "scored tokens of the ranks: unequal, or none on the second", ("unequal", "none")),
+    },
+    cells,
     ways=("released",),
 )
 def processes(cell: Cell) -> Iterator[Result]:
     """The window dealt out to two ranks: both take the gradient of the whole window."""
-    trainer = cell.case.family
-    found = _launched(cell.settings.ranks)[trainer]
-    wanted, got = sorted(twin_runs.expected(trainer)), sorted(s for rank in found for s in rank.sequences)
+    trainer, s = cell.case.family, cell.settings
+    if s.sharding == "zero3" and importlib.util.find_spec("deepspeed") is None:
+        raise Unsupported("deepspeed is not installed: pip install deepspeed")
+    if s.sharding == "zero3":
+        raise Unsupported("ZeRO-3 is not driven: deepspeed was never installed where this was written")
+    part = _rows(trainer, s.ranks, s.tokens)
+    found = _launched(s.ranks, s.sharding, s.tokens)[trainer]
+    failed = [f"rank {i}: {rank.failure}" for i, rank in enumerate(found) if rank.failure]
+    yield holds("trained", not failed, "; ".join(failed))
+    if failed:
+        return
+    if s.sharding == "configured" and not found[0].sharded:
+        raise Unsupported(
+            f"{_accelerate()} on {cell.device} trains as {found[0].kind} and says nothing: nothing is sharded"
+        )
+    if s.sharding != "none":
+        yield holds("sharded", bool(found[0].sharded), f"no parameter is sharded: {found[0].kind}", gate="exact")
+    wanted, got = sorted(twin_runs.expected(trainer, part)), sorted(s for rank in found for s in rank.sequences)
     yield holds("sequences", wanted == got, f"{len(got)} of {len(wanted)} sequences reached a rank", gate="exact")
     tokens = [sum(len(ids) - start for ids, start in rank.sequences) for rank in found]
-    yield holds(
-        "unequal ranks", len(set(tokens)) > 1, f"every rank has {tokens[0]} tokens: nothing is tested", gate="exact"
-    )
+    unequal = len(set(tokens)) > 1 and (s.tokens == "unequal" or tokens[1] == 0)
+    yield holds("unequal ranks", unequal, f"the ranks have {tokens} scored tokens: nothing is tested", gate="exact")
     apart = [n for n, g in found[0].gradients.items() if not torch.equal(g, found[1].gradients[n])]
     yield holds("ranks", not apart, f"{len(apart)} gradients differ between the ranks, first {apart[:1]}", gate="exact")
-    yield gradients(by_definition(trainer, _settings()), found[0].gradients)
+    yield gradients(_step(trainer, s.tokens, part), found[0].gradients)
+
+
+def _accelerate() -> str:
+    import accelerate
+
+    return f"accelerate {accelerate.__version__}"
+
+
+def _rows(trainer: str, count: int, tokens: str) -> tuple[Row, ...]:
+    """The window, the rows that the sampler deals to the second rank not counted where it is to have no token."""
+    rows = twin_runs.rows(trainer)
+    bare = _dealt(trainer, count) if tokens == "none" else ()
+    return tuple(dataclasses.replace(row, counted=i not in bare) for i, row in enumerate(rows))
+
+
+def _dealt(trainer: str, count: int) -> tuple[int, ...]:
+    """The rows that the second rank gets: looked up in a run in which all are counted.
+
+    Raises:
+        Unsupported: where the trainer's batching has no way to a sequence without a scored token, or where the sampler
+            deals a part of a group.
+    """
+    rows = twin_runs.rows(trainer)
+    twin_runs.uncounted(trainer, [dataclasses.replace(row, counted=False) for row in rows])
+    own = _launched(count, "none", "unequal")[trainer][1].sequences
+    out = tuple(i for i, s in enumerate(twin_runs.expected(trainer)) if s in own)
+    groups = {rows[i].prompt for i in out}
+    if trainer != "sft-trainer" and len(out) != len(groups) * windows.GENERATIONS:
+        raise Unsupported(f"the second rank holds rows {out}: a part of a group")
+    return out
+
+
+@functools.lru_cache(maxsize=2)
+def _step(trainer: str, tokens: str, part: Sequence[Row]) -> Step:
+    if tokens == "unequal":
+        return by_definition(trainer, _settings())
+    definition = twin_runs.definition(trainer, _settings(), part)
+    return Step(windows.policy(_settings().model, torch.float64), definition)
 
 
 @functools.cache
-def _launched(count: int) -> dict[str, list[ranks.Rank]]:
+def _launched(count: int, sharding: str, tokens: str) -> dict[str, list[Rank]]:
     """Every trainer in one launch: importing them takes longer than training."""
-    return ranks.launch(tuple(twin_runs.CLASSES), vars(_settings()), count)
+    trainers, bare = tuple(twin_runs.CLASSES), {}
+    if sharding == "configured":
+        trainers = ("sft-trainer",)
+    if tokens == "none":
+        trainers = tuple(t for t in trainers if _can_be_bare(t))
+        bare = {t: _dealt(t, count) for t in trainers}
+    return ranks.launch(Plan(trainers, vars(_settings()), bare, sharding), count)
+
+
+def _can_be_bare(trainer: str) -> bool:
+    try:
+        twin_runs.uncounted(trainer, [dataclasses.replace(row, counted=False) for row in twin_runs.rows(trainer)])
+    except Unsupported:
+        return False
+    return True
 
 
 def _settings() -> SimpleNamespace:

@@ -37,11 +37,24 @@ def rows(trainer: str) -> list[Row]:
     return windows.rows(4 if trainer in ("grpo-trainer", "rloo-trainer") else 8)
 
 
-def expected(trainer: str) -> Sequences:
-    """The token sequences that must reach the loss, each once."""
-    chosen = rows(trainer)
-    own = windows.sequences(chosen, eos=trainer not in SAMPLED)
+def expected(trainer: str, part: Sequence[Row] | None = None) -> Sequences:
+    """The token sequences that must reach the loss, each once; of one that is not counted what the trainer keeps."""
+    chosen = rows(trainer) if part is None else part
+    own = sequences(trainer, chosen)
+    if trainer in SAMPLED:  # a truncated completion is taken out of the attention too
+        prompts = [windows.ids(r.prompt) for r in chosen]
+        own = [s if r.counted else (p, len(p)) for s, r, p in zip(own, chosen, prompts, strict=True)]
     return own + windows.sequences(chosen, "other") if trainer == "dpo-trainer" else own
+
+
+def sequences(trainer: str, chosen: Sequence[Row]) -> Sequences:
+    """The rows as the trainer has them: a dataset's completion ends, a stored one where another counts as truncated."""
+    return windows.sequences(chosen, eos=trainer not in SAMPLED or truncating(trainer, chosen))
+
+
+def truncating(trainer: str, chosen: Sequence[Row]) -> bool:
+    """Whether some completions are cut off, and left out of the loss for that."""
+    return trainer in SAMPLED and not all(r.counted for r in chosen)
 
 
 def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
@@ -53,6 +66,10 @@ def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
         return Dataset.from_dict(
             {"prompt": list(dict.fromkeys(prompts)) if trainer != "distillation-trainer" else prompts}
         )
+    if not all(r.counted for r in chosen):
+        own = windows.sequences(chosen)
+        masks = [[0] * start + [1] * (len(tokens) - start) for tokens, start in own]
+        return Dataset.from_dict({"input_ids": [tokens for tokens, _ in own], "completion_mask": masks})
     columns: dict[str, list[Any]] = {"prompt": prompts, "completion": [r.completion for r in chosen]}
     if trainer == "dpo-trainer":
         columns = {"prompt": prompts, "chosen": columns["completion"], "rejected": [r.other for r in chosen]}
@@ -98,10 +115,12 @@ def build(
         Unsupported: when the installed version lacks the trainer or what the twin needs of its config.
     """
     name = CLASSES[trainer]
+    chosen = rows(trainer) if part is None else part
     config = drive.found(f"{name.removesuffix('Trainer')}Config")
     path = {} if way == "released" else _fused(config, required=way == "fused")
-    args = drive.arguments(config, "cpu", {**options(trainer, s), **path, **more}, needed(s))
-    data = dataset(trainer, rows(trainer) if part is None else part)
+    masked = uncounted(trainer, chosen)
+    args = drive.arguments(config, "cpu", {**options(trainer, s), **path, **masked, **more}, (*needed(s), *masked))
+    data = dataset(trainer, chosen)
     given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
     if trainer in ("dpo-trainer", "kto-trainer"):
         given["ref_model"] = models.model(s.model)
@@ -116,10 +135,27 @@ def build(
     if s.padding == "none" and not getattr(out, "padding_free", True):
         raise Unsupported("padding_free=True: the installed version falls back to padding")
     if trainer in SAMPLED:
-        _hand_out(out, trainer)
+        _hand_out(out, trainer, chosen)
     if s.tools:
         _with_tools(out)
     return out
+
+
+def uncounted(trainer: str, chosen: Sequence[Row]) -> dict[str, Any]:
+    """The config's arguments with which the trainer's own batching leaves out the rows that are not counted.
+
+    Raises:
+        Unsupported: for a trainer whose batching never holds a sequence without a scored token.
+    """
+    if all(r.counted for r in chosen):
+        return {}
+    if trainer in ("dpo-trainer", "kto-trainer"):
+        raise Unsupported("its own preparation ends every completion with <eos> and drops what max_length leaves bare")
+    if trainer == "distillation-trainer":
+        raise Unsupported("every completion that it generates has one scored token at least")
+    if trainer == "sft-trainer":  # with a max_length it drops what has no label
+        return {"completion_only_loss": True, "max_length": None}
+    return {"mask_truncated_completions": True}
 
 
 def _fused(config: type, required: bool) -> dict[str, Any]:
@@ -139,7 +175,7 @@ def train(trainer: Any, way: str, **options: Any) -> recorded.Steps:
         return recorded.train(trainer, **options)
 
 
-def _hand_out(trainer: Any, name: str) -> None:
+def _hand_out(trainer: Any, name: str, chosen: Sequence[Row]) -> None:
     """Stored completions in place of generation; everything behind it is the trainer's own."""
     original = getattr(trainer, "_generate_single_turn", None)
     if original is None:
@@ -148,8 +184,10 @@ def _hand_out(trainer: Any, name: str) -> None:
     if not handed:
         raise Unsupported("_generate_single_turn of the installed version does not return completion_ids by that name")
     stored: dict[tuple[int, ...], list[list[int]]] = {}
-    for tokens, start in windows.sequences(rows(name), eos=False):
-        stored.setdefault(tuple(tokens[:start]), []).append(tokens[start:])
+    end = [models.EOS] if truncating(name, chosen) else []
+    for row in chosen:
+        completion = windows.ids(row.completion) + (end if row.counted else [])
+        stored.setdefault(tuple(windows.ids(row.prompt)), []).append(completion)
 
     def generate(prompts: list[Any], *_: Any, **__: Any) -> Any:
         prompt_ids = [windows.ids(p) if isinstance(p, str) else list(p) for p in prompts]
@@ -221,7 +259,7 @@ def definition(
 ) -> Definition:
     """The loss of the window, or of a part of its rows, by its definition: a function of the float64 model."""
     chosen = rows(trainer) if part is None else part
-    window = windows.sequences(chosen, eos=trainer not in SAMPLED)
+    window = sequences(trainer, chosen)
     beta = BETA.get(trainer, s.beta)
     if trainer == "sft-trainer":
         return functools.partial(windows.sft, window)

@@ -40,12 +40,13 @@ Sequences = list[tuple[list[int], int]]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A sample as words: a prompt, a completion, and another completion of the same prompt."""
+    """A sample as words: a prompt, a completion, and another completion of the same prompt; `counted`: in the loss."""
 
     prompt: str
     completion: str
     other: str
     label: bool
+    counted: bool = True
 
 
 def rows(prompts: int = 8) -> list[Row]:
@@ -66,9 +67,15 @@ def ids(text: str) -> list[int]:
 
 
 def sequences(chosen: Sequence[Row], name: str = "completion", eos: bool = True) -> Sequences:
-    """Prompt and completion of each row as token ids; `eos`: the completion ends as a dataset's does."""
-    end = [models.EOS] if eos else []
-    return [(ids(r.prompt) + ids(getattr(r, name)) + end, len(ids(r.prompt))) for r in chosen]
+    """Prompt and completion of each row as token ids; `eos`: the completion ends as a dataset's does.
+
+    Of a row that is not counted every token stands before the completion: none is scored.
+    """
+    out = []
+    for row in chosen:
+        prompt, completion = ids(row.prompt), ids(getattr(row, name)) + ([models.EOS] if eos else [])
+        out.append((prompt + completion, len(prompt) + (0 if row.counted else len(completion))))
+    return out
 
 
 def policy(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
