@@ -22,6 +22,7 @@ MODULES = (
     "step_one",
     "gradient_flow",
     "config_values",
+    "scoring",
     "advantages",
     "twins",
     "twin_windows",

@@ -186,7 +186,7 @@ def grpo(
     """Family `policy` on the model's hidden states and head, the window as one batch; `own`: token ids -> tool mask."""
     fam = loss_family("policy")
     defaults = {name: s.default for name, s in fam.settings.items()}
-    s = SimpleNamespace(**{**defaults, **_head_settings(model), **settings})
+    s = SimpleNamespace(**{**defaults, **head_settings(model), **settings})
     tensors = _policy_tensors(window, model)
     if s.beta != 0.0:
         with torch.no_grad():
@@ -206,7 +206,8 @@ def grpo(
     return fam.oracle(inputs, exact_mark)["loss"]
 
 
-def _head_settings(model: Any) -> dict[str, Any]:
+def head_settings(model: Any) -> dict[str, Any]:
+    """What lies between the head's product and the logits, as settings of a loss family."""
     config = model.config.get_text_config()
     return {
         "softcap": getattr(config, "final_logit_softcapping", None),
