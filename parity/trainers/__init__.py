@@ -26,6 +26,7 @@ MODULES = (
     "advantages",
     "twins",
     "twin_windows",
+    "rollouts",
     "twin_processes",
     "distillation",
     "distillation_control",

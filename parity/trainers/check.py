@@ -42,6 +42,10 @@ WAYS = {
 }
 
 
+REPORTED = "reported"
+"""Gate of a quantity that nothing is held against."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """One judged quantity of a check.
@@ -90,6 +94,11 @@ def holds(
 ) -> Result:
     """A yes-or-no quantity: headroom 0 when it holds, infinite when it does not."""
     return Result(quantity, {gate: 0.0 if condition else math.inf}, value, exact, "" if condition else message)
+
+
+def reported(quantity: str, value: float, message: str = "", exact: float | None = None) -> Result:
+    """A number that is shown and not judged, its message with it."""
+    return Result(quantity, {REPORTED: 0.0}, value, exact, message)
 
 
 def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "") -> Result:

@@ -10,7 +10,7 @@ from parity.case import Case
 from parity.execute import Outcome, guarded
 from parity.implementations import Implementation
 from parity.trainers import family
-from parity.trainers.check import Cell, Check, Result
+from parity.trainers.check import REPORTED, Cell, Check, Result
 
 Row = dict[str, Any]
 
@@ -89,7 +89,7 @@ def _row(result: Result, role: str, flaky: bool) -> Row:
         "max_abs": _finite(result.max_abs),
         "max_rel": _finite(result.max_rel),
         "worst": [] if agrees else [dict(w) for w in result.worst],
-        "message": "" if agrees else result.message,
+        "message": "" if agrees and gate != REPORTED else result.message,
     }
 
 

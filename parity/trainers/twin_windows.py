@@ -25,8 +25,6 @@ KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "generation"
 STORED = tuple(t for t in twin_runs.CLASSES if t not in twin_runs.SAMPLED)
 RATE = 0.05
 """Learning rate of the runs whose second step must differ from the first."""
-FOUR_RATE = 0.002
-"""Of four steps: small enough that the policy does not run away."""
 
 
 def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -161,27 +159,3 @@ def _generation(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
 
 
 RUNS = dict(zip(KINDS, (_evaluation, _incomplete, _uneven, _second, _resumed, _generation), strict=True))
-
-
-@check(
-    "same-rollouts",
-    ("grpo-trainer",),
-    {"beta": SETTINGS["beta"]},
-    lambda profile, seed: [("grpo-trainer", {"beta": b}) for b in (0.0, 0.04) if profile in ("nightly", "soak")],
-    ways=("released", "fixed"),
-)
-def same_rollouts(cell: Cell) -> Iterator[Result]:
-    """Four steps on the same rollouts, seed 3407, log-probs by TRL's kernel or by ours: every gradient by the definition.
-
-    Each step is judged at the parameters that it was taken at, so that a difference does not grow from step to step.
-    """
-    plain = {name: setting.default for name, setting in SETTINGS.items()}
-    s, trainer = SimpleNamespace(**{**plain, "beta": cell.settings.beta}), cell.case.family
-    run = twin_runs.build(trainer, s, cell.way, max_steps=4, learning_rate=FOUR_RATE)
-    steps = twin_runs.train(run, cell.way)
-    yield holds("steps", len(steps.gradients) == 4, f"{len(steps.gradients)} steps instead of 4", gate="exact")
-    for number, parameters in enumerate(steps.parameters):
-        model = windows.policy(s.model, torch.float64)
-        model.load_state_dict(parameters)
-        step = Step(model, twin_runs.definition(trainer, s))
-        yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")

@@ -94,12 +94,12 @@ def reference(architecture: str) -> Any:
     return models.model(architecture, torch.float64).eval().requires_grad_(False)
 
 
-def completion_logps(model: Any, window: Sequences) -> list[Tensor]:
+def completion_logps(model: Any, window: Sequences, temperature: float = 1.0) -> list[Tensor]:
     """Log-probs (T_i,) of the tokens of each completion."""
     out = []
     for z, (tokens, start) in zip(exact.logits(model, [t for t, _ in window]), window, strict=True):
         actual = torch.tensor(tokens[start:]).unsqueeze(-1)
-        out.append(torch.log_softmax(z[start - 1 : -1], -1).gather(-1, actual)[:, 0])
+        out.append(torch.log_softmax(z[start - 1 : -1] / temperature, -1).gather(-1, actual)[:, 0])
     return out
 
 
@@ -187,16 +187,16 @@ def grpo(
     fam = loss_family("policy")
     defaults = {name: s.default for name, s in fam.settings.items()}
     s = SimpleNamespace(**{**defaults, **head_settings(model), **settings})
-    tensors = _policy_tensors(window, model)
+    tensors = policy_tensors(window, model)
     if s.beta != 0.0:
         with torch.no_grad():
-            tensors["ref_logps"] = _padded(completion_logps(reference(architecture), window))
+            tensors["ref_logps"] = padded(completion_logps(reference(architecture), window))
     if generation is not None:
         s.steps_per_generation = generation.steps
         tensors["advantages"] = generation.of(window, advantages(generation.whole))
         tensors["num_items_in_batch"] = torch.tensor(float(sum(len(t) - n for t, n in generation.whole)))
         with torch.no_grad():
-            tensors["old_logps"] = _padded(completion_logps(generation.old, window))
+            tensors["old_logps"] = padded(completion_logps(generation.old, window))
     if own is not None:
         mask, tokens = tensors["mask"], tensors["ids"]
         assert mask is not None and tokens is not None
@@ -215,14 +215,15 @@ def head_settings(model: Any) -> dict[str, Any]:
     }
 
 
-def _policy_tensors(window: Sequences, model: Any) -> dict[str, Tensor | None]:
+def policy_tensors(window: Sequences, model: Any) -> dict[str, Tensor | None]:
+    """A window as the inputs of family `policy`: hidden states and head of the model, advantages of the stored rewards."""
     width = max(len(t) for t, _ in window)
     tokens = torch.tensor([t + [models.PAD] * (width - len(t)) for t, _ in window])
     attention = torch.tensor([[1] * len(t) + [0] * (width - len(t)) for t, _ in window])
     hidden = model.base_model(input_ids=tokens, attention_mask=attention, use_cache=False).last_hidden_state
     pieces = [hidden[i, start - 1 : len(t) - 1] for i, (t, start) in enumerate(window)]
     counts = [len(t) - start for t, start in window]
-    mask = _padded([torch.ones(n, dtype=torch.float64) for n in counts])
+    mask = padded([torch.ones(n, dtype=torch.float64) for n in counts])
     head = model.get_output_embeddings()
     none = (
         "old_logps",
@@ -247,7 +248,8 @@ def _policy_tensors(window: Sequences, model: Any) -> dict[str, Tensor | None]:
     }
 
 
-def _padded(pieces: list[Tensor]) -> Tensor:
+def padded(pieces: list[Tensor]) -> Tensor:
+    """Rows of unequal lengths as one tensor, zeros on the right."""
     return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
 
 
