@@ -49,7 +49,10 @@ def test_a_head_that_cannot_be_honoured_is_refused_not_ignored():
     assert [r["verdict"] for r in found.values()] == ["refused"]
 
 
-def test_a_head_that_this_machine_cannot_make_is_unsupported_with_the_remedy():
+def test_a_head_that_this_machine_cannot_make_is_unsupported_with_the_remedy(monkeypatch):
+    from parity.trainers import heads
+
+    monkeypatch.setattr(heads, "_installed", lambda name: False)
     found = verdicts("grpo-trainer", {"head": "quantised"})
     assert "pip install" in found[None]["message"] and found[None]["verdict"] == "unsupported"
 
@@ -102,3 +105,38 @@ def test_the_trainers_own_advantages_agree_and_a_wrong_one_does_not(trainer, mon
     monkeypatch.setattr(advantages, "_asked", lambda *args: given(*args) * (1 + 1e-4))
     (result,) = advantages.advantages(asked)
     assert not result.agrees and "instead of" in result.message
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_fake_quantised_head_is_what_the_model_computes_with(name):
+    """The definition's head gives the log-probs of the trainer's model, not those of the weight before quantisation."""
+    from parity.trainers import config_values, heads, models
+
+    case = family("grpo-trainer").case(0, "fp32", {"check": "config-values", "model": name, "head": "fake-quantised"})
+    cell = Cell(case, family("grpo-trainer").full_settings(case), "released", "cpu")
+    batch = config_values.Batch(cell)
+    with torch.no_grad():
+        exact = batch.logps(config_values.altered(models.model(name, torch.float64), cell))
+        model = models.model(name)
+        plain = batch.logps(model)
+        heads.quantise(model, "fake-quantised")
+        own = batch.logps(model)
+    assert float((own - exact).abs().max()) < 1e-4 < 1e-2 < float((plain - exact).abs().max())
+
+
+def test_a_trainer_that_ignores_the_quantisation_of_its_head_is_red():
+    found = verdicts("grpo-trainer", {"head": "fake-quantised"})
+    assert {q: r["verdict"] for q, r in found.items()} == {"logps": "disagree", "gradient": "disagree"}
+
+
+def test_four_bits_in_the_definition_are_those_of_the_head():
+    pytest.importorskip("bitsandbytes", reason="pip install 'llm-parity[kbit]'")
+    from parity.trainers import heads, models
+
+    model, definition = models.model("llama"), models.model("llama")
+    heads.quantise(model, "quantised")
+    heads.dequantised(definition, models.model("llama"))
+    hidden = torch.randn(4, model.get_output_embeddings().in_features)
+    own, exact = (m.get_output_embeddings()(hidden) for m in (model, definition))
+    assert float((own - exact).abs().max()) < 1e-5
+    assert float((own - models.model("llama").get_output_embeddings()(hidden)).abs().max()) > 0.1

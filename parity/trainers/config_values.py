@@ -18,7 +18,7 @@ from parity.errors import Unsupported
 from parity.families import Setting
 from parity.judge import Unit, judge
 from parity.rounding import IEEE_FP32
-from parity.trainers import drive, models
+from parity.trainers import drive, heads, models
 from parity.trainers.check import Cell, Result, check, judged
 from parity.trainers.exact import CONFIRMING, REPLICAS, Double, Step, StepRounding
 from parity.trainers.gradients import gradients
@@ -28,7 +28,8 @@ HEADS = {
     "lora": "a LoRA on it",
     "modules_to_save": "in modules_to_save: PEFT trains a copy",
     "hook": "with a forward hook that halves its output, as steering and quantisation libraries install",
-    "quantised": "in 4 bits (bitsandbytes)",
+    "quantised": "in 4 bits (bitsandbytes, nf4), frozen",
+    "fake-quantised": "trained as int8 will see it (torch.ao.nn.qat.Linear)",
 }
 SETTINGS = {
     "model": Setting("llama", "tiny model", tuple(models.ARCHITECTURES)),
@@ -147,17 +148,20 @@ def _built(cell: Cell, **wanted: Any) -> Any:
         peft = drive.lora_config((*models.PROJECTIONS, "lm_head"))
     elif cell.settings.head == "modules_to_save":
         peft = drive.lora_config(modules_to_save=["lm_head"])
-    elif cell.settings.head == "quantised":
-        raise Unsupported("bitsandbytes is not installed: pip install 'llm-parity[kbit]'")
     args = drive.arguments(config, cell.device, {"gradient_checkpointing": False, **wanted})
-    trainer = drive.build(cell.trainer, _lifted(models.model(cell.settings.model), cell), args, peft)
+    trainer = drive.build(cell.trainer, _model(cell), args, peft)
     _fill(trainer.model, cell.settings.head)
     trainer.model.train()
     return trainer
 
 
-def _lifted(model: Any, cell: Cell) -> Any:
-    """With our fix: the values of a nested text config also at the top, where some code reads them."""
+def _model(cell: Cell) -> Any:
+    """The model that a trainer is given: its head quantised, where that is asked for before any trainer sees it.
+
+    With our fix the values of a nested text config also at the top, where some code reads them.
+    """
+    model = models.model(cell.settings.model)
+    heads.quantise(model, cell.settings.head)
     if cell.way == "fixed":
         from parity.fixes.patches import lift_text_config_attributes
 
@@ -176,6 +180,10 @@ def altered(model: Any, cell: Cell) -> Any:
         )
     elif head == "modules_to_save":
         model = peft.get_peft_model(model, drive.lora_config(modules_to_save=["lm_head"]), autocast_adapter_dtype=False)
+    elif head == "quantised":
+        heads.dequantised(model, models.model(cell.settings.model))
+    elif head == "fake-quantised":
+        heads.quantise(model, head)
     _fill(model, head)
     return model.double()
 
@@ -206,9 +214,9 @@ def _ask_patched(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
     """AsyncGRPOTrainer needs a vLLM server to exist; what it does to the model it does with one function of TRL's."""
     import trl.trainer.utils as utils
 
-    if cell.settings.head in ("lora", "modules_to_save", "quantised"):
+    if cell.settings.head in ("lora", "modules_to_save"):
         raise Unsupported("the trainer itself builds adapters, and it needs a vLLM server")
-    model = _lifted(models.model(cell.settings.model), cell).train().to(cell.device)
+    model = _model(cell).train().to(cell.device)
     _fill(model, cell.settings.head)
     ids = batch.ids.to(model.device)
     if hasattr(utils, "add_fused_lm_head"):
@@ -229,8 +237,10 @@ def _ask_patched(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
 def _ask_loss(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
     wanted = {"beta": BETA} if cell.trainer == "DPOTrainer" else {}
     trainer = _built(cell, **wanted, max_length=64)
-    if cell.settings.head == "hook" and getattr(trainer, "ref_model", None) is not None:
-        _fill(trainer.ref_model, "hook")
+    if getattr(trainer, "ref_model", None) is not None:
+        heads.quantise(trainer.ref_model, cell.settings.head)
+        if cell.settings.head == "hook":
+            _fill(trainer.ref_model, "hook")
     with models.quiet(), drive.fixed(cell, trainer):
         inputs = {k: v.to(trainer.model.device) for k, v in batch.inputs().items()}
         return trainer.compute_loss(trainer.model, inputs), trainer.model, None
