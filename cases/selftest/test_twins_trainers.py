@@ -7,10 +7,11 @@ import torch
 
 from parity import trainers
 from parity.errors import Unsupported
-from parity.trainers import drive, installed, ranks, recorded, twin_processes, twin_runs, windows
+from parity.trainers import drive, installed, ranks, recorded, twin_processes, twin_runs, twins, windows
 from parity.trainers.exact import Step
 from parity.trainers.execute import rows
 from parity.trainers.gradients import gradients
+from parity.trainers.twins import SPLIT
 
 
 def outcome(trainer, check="twins", **settings):
@@ -26,7 +27,23 @@ def verdicts(found):
 
 @pytest.mark.parametrize("trainer", list(twin_runs.CLASSES))
 def test_a_window_cut_into_eight(trainer):
-    assert set(verdicts(outcome(trainer, split="1x8")).values()) == {"agree"}
+    found = outcome(trainer, split=SPLIT.get(trainer, "1x8"))
+    assert set(verdicts(found).values()) == {"agree"}
+
+
+def test_online_dpo_multiplies_by_the_accumulation():
+    found = outcome("online-dpo-trainer", split="2x4")
+    assert {q for q, verdict in verdicts(found).items() if verdict == "disagree"} == {"gradient"}
+    assert "is 4 times the definition's" in found["gradient"]["message"]
+
+
+def test_online_dpo_with_the_preference_turned_round(monkeypatch):
+    preferred = windows.preferred
+    monkeypatch.setattr(windows, "preferred", lambda chosen: preferred(chosen)[::-1])
+    twins._by_definition.cache_clear()
+    found = verdicts(outcome("online-dpo-trainer"))
+    twins._by_definition.cache_clear()
+    assert {q for q, verdict in found.items() if verdict == "disagree"} == {"loss", "gradient"}
 
 
 def test_divided_twice(monkeypatch):
@@ -109,7 +126,7 @@ def test_reasons_are_about_trainers_without_checks():
     ids=["summed", "not reduced", "dropped", "equal"],
 )
 def test_what_two_ranks_may_do_wrong(monkeypatch, quantities, damage):
-    plain = twin_processes._settings()
+    plain = twin_processes._settings("sft-trainer")
     plain.split = "4x2"  # in one process the window is twice as large
     steps = recorded.train(twin_runs.build("sft-trainer", plain))
     sequences = twin_runs.seen(steps.batches)
@@ -124,13 +141,13 @@ def test_what_two_ranks_may_do_wrong(monkeypatch, quantities, damage):
 def test_a_rank_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(ranks.sys, "executable", "/bin/false")
     with pytest.raises(Unsupported, match="rank 0 of 2 failed"):
-        ranks.launch(ranks.Plan(("sft-trainer",), {}), 2)
+        ranks.launch(ranks.Plan({"sft-trainer": {}}), 2)
 
 
 def test_rows_that_are_left_out_of_the_loss():
     """As a rank without a token has them: neither their tokens nor their number count."""
     rows = [dataclasses.replace(row, counted=i not in (1, 4)) for i, row in enumerate(twin_runs.rows("sft-trainer"))]
-    plain = twin_processes._settings()
+    plain = twin_processes._settings("sft-trainer")
     plain.split = "4x2"
     steps = recorded.train(twin_runs.build("sft-trainer", plain, part=rows))
     assert sorted(twin_runs.seen(steps.batches)) == sorted(twin_runs.expected("sft-trainer", rows))
@@ -148,7 +165,7 @@ def test_rows_that_are_left_out_of_the_loss():
     ],
 )
 def test_ranks_that_do_not_do_as_told(monkeypatch, sharding, rank, quantities):
-    plain = twin_processes._settings()
+    plain = twin_processes._settings("sft-trainer")
     plain.split = "4x2"
     steps = recorded.train(twin_runs.build("sft-trainer", plain))
     own = twin_runs.seen(steps.batches)

@@ -32,6 +32,9 @@ TRAINERS = {
     "distillation-trainer": "DistillationTrainer",
     "server-distillation-trainer": "ServerDistillationTrainer",
     "gkd-trainer": "GKDTrainer",
+    "cpo-trainer": "CPOTrainer",
+    "orpo-trainer": "ORPOTrainer",
+    "gmpo-trainer": "GMPOTrainer",
 }
 """Family of the rows -> class in TRL."""
 

@@ -177,7 +177,7 @@ def lora_config(targets: Any = ("q_proj", "v_proj"), **options: Any) -> Any:
 
 
 PREFERENCES = {"DPOTrainer", "CPOTrainer", "ORPOTrainer"}
-REWARDED = {"GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer"}
+REWARDED = {"GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer", "GMPOTrainer"}
 
 
 def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: Any) -> Any:

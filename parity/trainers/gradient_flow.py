@@ -19,7 +19,16 @@ from parity.families import Setting
 from parity.trainers import drive, models
 from parity.trainers.check import Cell, Result, check, holds, pairwise
 
-TRAINERS = ("grpo-trainer", "rloo-trainer", "online-dpo-trainer", "dpo-trainer", "sft-trainer")
+TRAINERS = (
+    "grpo-trainer",
+    "rloo-trainer",
+    "online-dpo-trainer",
+    "dpo-trainer",
+    "sft-trainer",
+    "cpo-trainer",
+    "orpo-trainer",
+    "gmpo-trainer",
+)
 TRAINED = {
     "all": "every parameter",
     "frozen-embeddings": "all but the embeddings",

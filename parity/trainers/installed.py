@@ -12,11 +12,8 @@ from parity.trainers.check import CHECKS, TRAINERS, Cell, Result, check, holds
 
 UNCOVERED = {
     "RewardTrainer": "trains a classification head: no LM head, no log-probs; its loss is a pairwise logistic one",
-    "CPOTrainer": "experimental; DPO's batching without a reference model",
-    "ORPOTrainer": "experimental; DPO's batching without a reference model",
     "TPOTrainer": "experimental; three completions a prompt",
     "A2POTrainer": "experimental; needs value estimates from several rollouts of one prompt",
-    "GMPOTrainer": "experimental; GRPOTrainer with a geometric mean of ratios, its batching is GRPO's",
     "AsyncDistillationTrainer": "experimental; needs a vLLM server and its weight transfer",
     "GOLDTrainer": "experimental; its loss is judged in family divergence (trl.gold_jsd_loss), its batching is GKD's",
     "IWOPDTrainer": "experimental; ServerDistillationTrainer's loss weighted by importance",

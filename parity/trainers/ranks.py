@@ -55,15 +55,13 @@ class Plan:
     """What the ranks do.
 
     Attributes:
-        trainers: families whose twins they train, one after the other.
-        settings: of the twin, as `twins.SETTINGS`.
+        trainers: families whose twins they train, one after the other -> settings of the twin, as `twins.SETTINGS`.
         bare: trainer -> rows whose completions are left out of the loss.
         sharding: "none", "configured" (fsdp="full_shard" as a user writes it) or "fsdp2" (the same where accelerate would
             not shard on this device).
     """
 
-    trainers: tuple[str, ...]
-    settings: Mapping[str, Any]
+    trainers: Mapping[str, Mapping[str, Any]]
     bare: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
     sharding: str = "none"
 
@@ -158,7 +156,7 @@ def _trained(plan: Plan, trainer: str) -> Rank:
     bare, more = plan.bare.get(trainer, ()), {} if plan.sharding == "none" else FULL_SHARD
     part = [dataclasses.replace(row, counted=i not in bare) for i, row in enumerate(twin_runs.rows(trainer))]
     try:
-        run = twin_runs.build(trainer, SimpleNamespace(**plan.settings), part=part, **more)
+        run = twin_runs.build(trainer, SimpleNamespace(**plan.trainers[trainer]), part=part, **more)
         steps = recorded.train(run)
     except Exception as error:  # on every rank alike, or the others wait for this one until the launch gives up
         traceback.print_exc()

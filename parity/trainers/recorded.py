@@ -71,6 +71,20 @@ def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
 
     steps = Steps()
     compute_loss, training_step = trainer.compute_loss, trainer.training_step
+    scored = _scores_in_forward(trainer)
+
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return scored(model, *args, **kwargs)
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        steps.batches.append({name: _kept(value) for name, value in zip(names, args, strict=False)})
+        steps.items.append(None)
+        if not weigh or len(steps.batches) > 1:
+            return scored(model, *args, **kwargs)
+        with _kept_bytes(model) as count:
+            out = scored(model, *args, **kwargs)
+        steps.activations = count()
+        return out
 
     def recording(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         steps.batches.append({k: _kept(v) for k, v in inputs.items()})
@@ -100,13 +114,22 @@ def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
     recorder = Recorder()
     trainer.compute_loss, trainer.training_step = recording, stepping
     trainer.add_callback(recorder)
+    if scored is not None:
+        trainer._forward = forward
     try:
         with models.quiet(), environment_kept():
             trainer.train(**options)
     finally:
         del trainer.compute_loss, trainer.training_step
+        if scored is not None:
+            del trainer._forward
         trainer.remove_callback(recorder)
     return steps
+
+
+def _scores_in_forward(trainer: Any) -> Any:
+    """The method in which online DPO scores completions, inside a training step that calls no `compute_loss`; else None."""
+    return getattr(trainer, "_forward", None) if type(trainer).__name__ == "OnlineDPOTrainer" else None
 
 
 @contextlib.contextmanager

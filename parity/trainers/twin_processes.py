@@ -18,7 +18,7 @@ from parity.trainers.check import Cell, Result, check, holds
 from parity.trainers.exact import Step
 from parity.trainers.gradients import gradients
 from parity.trainers.ranks import Plan, Rank
-from parity.trainers.twins import SETTINGS, by_definition
+from parity.trainers.twins import SETTINGS, SPLIT, by_definition
 from parity.trainers.windows import Row
 
 LOSS = "dapo"
@@ -115,9 +115,9 @@ def _dealt(trainer: str, count: int) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=2)
 def _step(trainer: str, tokens: str, part: Sequence[Row]) -> Step:
     if tokens == "unequal":
-        return by_definition(trainer, _settings())
-    definition = twin_runs.definition(trainer, _settings(), part)
-    return Step(windows.policy(_settings().model, torch.float64), definition)
+        return by_definition(trainer, _settings(trainer))
+    definition = twin_runs.definition(trainer, _settings(trainer), part)
+    return Step(windows.policy(_settings(trainer).model, torch.float64), definition)
 
 
 @functools.cache
@@ -129,7 +129,7 @@ def _launched(count: int, sharding: str, tokens: str) -> dict[str, list[Rank]]:
     if tokens == "none":
         trainers = tuple(t for t in trainers if _can_be_bare(t))
         bare = {t: _dealt(t, count) for t in trainers}
-    return ranks.launch(Plan(trainers, vars(_settings()), bare, sharding), count)
+    return ranks.launch(Plan({t: vars(_settings(t)) for t in trainers}, bare, sharding), count)
 
 
 def _can_be_bare(trainer: str) -> bool:
@@ -140,6 +140,7 @@ def _can_be_bare(trainer: str) -> bool:
     return True
 
 
-def _settings() -> SimpleNamespace:
+def _settings(trainer: str) -> SimpleNamespace:
+    """A window of eight in two processes, accumulated where accumulating is not itself a finding."""
     plain = {name: setting.default for name, setting in SETTINGS.items()}
-    return SimpleNamespace(**{**plain, "loss": LOSS, "split": "2x2"})
+    return SimpleNamespace(**{**plain, "loss": LOSS, "split": "4x1" if trainer in SPLIT else "2x2"})

@@ -19,7 +19,13 @@ from parity.implementations.trl_trainer import mentions
 from parity.trainers import drive, models, recorded, windows
 from parity.trainers.windows import Row, Sequences
 
-BETA = {"dpo-trainer": 0.3, "kto-trainer": 0.3, "distillation-trainer": 0.5, "gkd-trainer": 0.5}
+BETA = {
+    "dpo-trainer": 0.3,
+    "kto-trainer": 0.3,
+    "online-dpo-trainer": 0.3,
+    "distillation-trainer": 0.5,
+    "gkd-trainer": 0.5,
+}
 CLASSES = {
     "sft-trainer": "SFTTrainer",
     "dpo-trainer": "DPOTrainer",
@@ -27,9 +33,13 @@ CLASSES = {
     "grpo-trainer": "GRPOTrainer",
     "rloo-trainer": "RLOOTrainer",
     "distillation-trainer": "DistillationTrainer",
+    "online-dpo-trainer": "OnlineDPOTrainer",
 }
+PAIRED = ("dpo-trainer", "online-dpo-trainer")
 SAMPLED = ("grpo-trainer", "rloo-trainer", "distillation-trainer")
-"""Trainers that generate completions themselves: the stored ones are handed out instead."""
+"""Trainers that generate in a method of their own: the stored completions are handed out instead, as they are."""
+PROMPTED = (*SAMPLED, "online-dpo-trainer")
+"""Trainers whose dataset has prompts alone. Online DPO calls the model's `generate`, whose completions end with <eos>."""
 
 
 def rows(trainer: str) -> list[Row]:
@@ -44,7 +54,7 @@ def expected(trainer: str, part: Sequence[Row] | None = None) -> Sequences:
     if trainer in SAMPLED:  # a truncated completion is taken out of the attention too
         prompts = [windows.ids(r.prompt) for r in chosen]
         own = [s if r.counted else (p, len(p)) for s, r, p in zip(own, chosen, prompts, strict=True)]
-    return own + windows.sequences(chosen, "other") if trainer == "dpo-trainer" else own
+    return own + windows.sequences(chosen, "other") if trainer in PAIRED else own
 
 
 def sequences(trainer: str, chosen: Sequence[Row]) -> Sequences:
@@ -62,10 +72,9 @@ def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
     from datasets import Dataset
 
     prompts = [r.prompt for r in chosen]
-    if trainer in SAMPLED:
-        return Dataset.from_dict(
-            {"prompt": list(dict.fromkeys(prompts)) if trainer != "distillation-trainer" else prompts}
-        )
+    if trainer in PROMPTED:
+        grouped = trainer in ("grpo-trainer", "rloo-trainer")
+        return Dataset.from_dict({"prompt": list(dict.fromkeys(prompts)) if grouped else prompts})
     if not all(r.counted for r in chosen):
         own = windows.sequences(chosen)
         masks = [[0] * start + [1] * (len(tokens) - start) for tokens, start in own]
@@ -122,7 +131,7 @@ def build(
     args = drive.arguments(config, "cpu", {**options(trainer, s), **path, **masked, **more}, (*needed(s), *masked))
     data = dataset(trainer, chosen)
     given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
-    if trainer in ("dpo-trainer", "kto-trainer"):
+    if trainer in ("dpo-trainer", "kto-trainer", "online-dpo-trainer"):
         given["ref_model"] = models.model(s.model)
     if trainer == "distillation-trainer":
         given["teacher_model"] = models.model("qwen2")
@@ -136,6 +145,8 @@ def build(
         raise Unsupported("padding_free=True: the installed version falls back to padding")
     if trainer in SAMPLED:
         _hand_out(out, trainer, chosen)
+    if trainer == "online-dpo-trainer":
+        _generate_stored(out, chosen)
     if s.tools:
         _with_tools(out)
     return out
@@ -151,7 +162,7 @@ def uncounted(trainer: str, chosen: Sequence[Row]) -> dict[str, Any]:
         return {}
     if trainer in ("dpo-trainer", "kto-trainer"):
         raise Unsupported("its own preparation ends every completion with <eos> and drops what max_length leaves bare")
-    if trainer == "distillation-trainer":
+    if trainer in ("distillation-trainer", "online-dpo-trainer"):
         raise Unsupported("every completion that it generates has one scored token at least")
     if trainer == "sft-trainer":  # with a max_length it drops what has no label
         return {"completion_only_loss": True, "max_length": None}
@@ -198,6 +209,21 @@ def _hand_out(trainer: Any, name: str, chosen: Sequence[Row]) -> None:
         return out if len(out) > 1 else out[0]
 
     trainer._generate_single_turn = generate
+
+
+def _generate_stored(trainer: Any, chosen: Sequence[Row]) -> None:
+    """The stored pairs in place of `model.generate`: the first of a prompt, then the other; tokenising, masks are theirs."""
+    stored = {tuple(windows.ids(r.prompt)): (windows.ids(r.completion), windows.ids(r.other)) for r in chosen}
+
+    def generate(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Tensor:
+        count = len(input_ids) // windows.GENERATIONS
+        completions = []
+        for i, (tokens, seen) in enumerate(zip(input_ids, attention_mask, strict=True)):
+            completions.append(torch.tensor([*stored[tuple(tokens[seen.bool()].tolist())][i // count], models.EOS]))
+        new = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True, padding_value=models.PAD)
+        return torch.cat([input_ids, new.to(input_ids)], 1)
+
+    trainer.model.generate = generate
 
 
 def external(tokens: Tensor) -> Tensor:
@@ -265,6 +291,9 @@ def definition(
         return functools.partial(windows.sft, window)
     if trainer == "dpo-trainer":
         pair = (window, windows.sequences(chosen, "other"))
+        return functools.partial(windows.dpo, pair, s.model, beta)
+    if trainer == "online-dpo-trainer":
+        pair = windows.preferred(chosen)
         return functools.partial(windows.dpo, pair, s.model, beta)
     if trainer == "kto-trainer":
         return functools.partial(windows.kto, window, [r.label for r in chosen], s.model, beta)

@@ -22,7 +22,9 @@ from parity.trainers.twins import LOSSES, SETTINGS, by_definition
 from parity.trainers.windows import Row
 
 KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "generation")
-STORED = tuple(t for t in twin_runs.CLASSES if t not in twin_runs.SAMPLED)
+TRAINERS = tuple(t for t in twin_runs.CLASSES if t != "online-dpo-trainer")
+"""Online DPO has no loss in evaluation, and its windows are those of its prompts."""
+STORED = tuple(t for t in TRAINERS if t not in twin_runs.SAMPLED)
 RATE = 0.05
 """Learning rate of the runs whose second step must differ from the first."""
 
@@ -32,7 +34,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if profile in ("quick", "pr"):
         yield from [("sft-trainer", {"kind": "uneven"})] if profile == "pr" else []
         return
-    for trainer in twin_runs.CLASSES:
+    for trainer in TRAINERS:
         for kind in KINDS[:-1] if trainer in STORED else KINDS[:1]:
             yield trainer, {"kind": kind}
     for loss in LOSSES:
@@ -42,7 +44,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 @check(
     "windows",
-    tuple(twin_runs.CLASSES),
+    TRAINERS,
     {"kind": Setting("evaluation", "what is looked at", KINDS), "loss": SETTINGS["loss"]},
     cells,
     ways=("released",),

@@ -43,6 +43,10 @@ ACCUMULATED: dict[str, tuple[Mapping[str, Any], ...]] = {
 }
 
 
+SPLIT = {"online-dpo-trainer": "8x1"}
+"""Where the other settings are looked at in one micro-batch: what accumulation does wrong would hide what they do."""
+
+
 def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """In pr each trainer 1x8; in nightly every value of every setting by itself, per trainer, and GRPO's losses at 2x4."""
     for trainer in TRAINERS:
@@ -56,7 +60,8 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for name, setting in SETTINGS.items():
             if name in ("loss", "beta", "tools") and trainer != "grpo-trainer":
                 continue
-            yield from ((trainer, {name: v, "split": "2x4"}) for v in setting.choices or () if name != "split")
+            split = SPLIT.get(trainer, "2x4")
+            yield from ((trainer, {name: v, "split": split}) for v in setting.choices or () if name != "split")
 
 
 @check("twins", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))

@@ -142,6 +142,16 @@ def rewards(window: Sequences) -> Tensor:
     return torch.tensor(reward(completions=texts), dtype=torch.float64).view(-1, GENERATIONS)
 
 
+def preferred(chosen: Sequence[Row]) -> tuple[Sequences, Sequences]:
+    """Of each row the completion with the higher reward, and the other one: what online DPO calls chosen and rejected."""
+    first, second = (sequences(chosen, name) for name in ("completion", "other"))
+    scores = [reward(completions=[r.completion for r in chosen]), reward(completions=[r.other for r in chosen])]
+    keep = [a >= b for a, b in zip(*scores, strict=True)]
+    better = [a if k else b for a, b, k in zip(first, second, keep, strict=True)]
+    worse = [b if k else a for a, b, k in zip(first, second, keep, strict=True)]
+    return better, worse
+
+
 @dataclasses.dataclass(frozen=True)
 class Generation:
     """What a window is a part of: all sequences generated together, by which policy, for how many optimizer steps."""
