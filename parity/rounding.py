@@ -153,37 +153,37 @@ class MonteCarlo(TorchDispatchMode):
         if self.quiet or not torch.is_tensor(out) or not out.is_floating_point() or name in _EXACT or name[-1] == "_":
             return out
         if func in _MATMULS:
-            return self._matmul(out, args[0], args[1])
+            return self.product(out, args[0], args[1])
         if func in _SUMS:
             scale = func(args[0].abs(), *args[1:], **kwargs).mul_(2 * self.u_sum)
             partial = self.u_partial() if self.backward else 0.0
             if partial:  # a bias gradient is summed across chunks as the head's is
                 out = torch.where(scale > 2 * self.u_sum * self.range_partial(), torch.inf, out)
                 scale = scale + func(args[0].square(), *args[1:], **kwargs).sqrt_().mul_(partial)
-            return self._round(out + self._spread(scale, out))
+            return self.rounded(out + self.scattered(scale, out))
         if name == "_log_softmax":
             lse = (args[0] - out).nan_to_num_(0.0, 0.0, 0.0).abs_().amax(args[1], keepdim=True) * self._shifted(out)
             # torch's CPU kernel rounds Σ exp and its logarithm to the dtype of the logits
             top = out.amax(args[1], keepdim=True).nan_to_num_(0.0, 0.0, 0.0).abs_()
             walk = out.shape[args[1]] ** 0.5 / 4  # lanes or blocks of it are summed in order
             scale = self.u_sum * (2 * lse + walk) + self.u_softmax * (1 + top)
-            return self._round(out + self._spread(scale, out), self.recipe.softmax)
+            return self.rounded(out + self.scattered(scale, out), self.recipe.softmax)
         if name == "_log_softmax_backward_data":
             flushed = (
                 args[0].sum(args[2], keepdim=True).abs_().mul_(self.eta)
             )  # p·Σg with a p below the smallest normal
             scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum) + flushed
-            return self._round(out + self._spread(scale, out), self.recipe.softmax)
+            return self.rounded(out + self.scattered(scale, out), self.recipe.softmax)
         if name == "logsumexp":  # the sum of exponentials rounds relatively, so its logarithm by an absolute amount
             walk = 1 + (args[0].numel() / max(out.numel(), 1)) ** 0.5 / 4
-            return self._round(out + self._spread(self.u_sum * (2 * out.abs() + walk), out))
+            return self.rounded(out + self.scattered(self.u_sum * (2 * out.abs() + walk), out))
         if name == "tanh" and self.recipe.tanh == "sigmoid":
-            return self._round(out + 2 * self.u * self.noise.like(out))
+            return self.rounded(out + 2 * self.u * self.noise.like(out))
         if (
             name == "exp"
         ):  # what leaves float64 finite may leave the recipe's dtype infinite: a ratio far off, never a sum
-            return self._round(torch.where(out > self.largest_exp, torch.inf, out))
-        return self._round(out)
+            return self.rounded(torch.where(out > self.largest_exp, torch.inf, out))
+        return self.rounded(out)
 
     def _shifted(self, out: torch.Tensor) -> torch.Tensor:
         """√2 in half of the replicas and 0 in the others, (R, 1, …): two honest ways to a log-softmax.
@@ -194,10 +194,12 @@ class MonteCarlo(TorchDispatchMode):
         """
         return (self.noise.like(out.new_empty(out.shape[:1] + (1,) * (out.dim() - 1))) > 0) * 2**0.5
 
-    def _spread(self, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def scattered(self, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """scale·ξ, of the shape of `scale`, nothing where the scale is not finite: what to add to `out`."""
         return torch.where(torch.isfinite(scale), scale, 0.0) * self.noise.like(scale)
 
-    def _round(self, out: torch.Tensor, dtype: str | None = None) -> torch.Tensor:
+    def rounded(self, out: torch.Tensor, dtype: str | None = None) -> torch.Tensor:
+        """A result as rounded to `dtype` (none: the recipe's for elementwise operations): x·(1 + u·ξ) + η·ξ, or on its grid."""
         dtype = self.recipe.elementwise if dtype is None else dtype
         u = UNIT_ROUNDOFF[dtype]
         if u > NARROW:
@@ -226,7 +228,8 @@ class MonteCarlo(TorchDispatchMode):
         subnormal = scaled.abs() < torch.finfo(DTYPES[dtype]).smallest_normal
         return torch.where(subnormal, (scaled / quantum).round() * quantum, rounded) / stretch
 
-    def _matmul(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def product(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """`out` = a·b, (…, M, N), as the recipe multiplies, before the result is rounded; a subclass may multiply otherwise."""
         matmul = torch.bmm if a.dim() == 3 else torch.mm
         # products of few rows are summed one after another: the random walk of Higham and Mary (2019), √K·u, halved
         walk = max(2.0, a.shape[-1] ** 0.5 / 2)

@@ -159,3 +159,25 @@ def test_every_cell_of_every_profile_is_a_valid_case(profile):
 def test_profiles_grow():
     count = {p: sum(len(trainers.cases(n, p, 1)) for n in trainers.names()) for p in ("quick", "pr", "nightly")}
     assert 0 < count["quick"] < count["pr"] < count["nightly"]
+
+
+def test_a_trainer_whose_module_does_not_import_keeps_the_reason(monkeypatch):
+    import importlib
+
+    from parity.errors import Unsupported
+    from parity.trainers import drive
+
+    real = importlib.import_module
+
+    def failing(name, *args):
+        if name == "trl.experimental.orpo":
+            raise ImportError("libfoo.so.2: cannot open shared object file")
+        return real(name, *args)
+
+    monkeypatch.setattr(drive.importlib, "import_module", failing)
+    with pytest.raises(Unsupported, match=r"ORPOTrainer does not import: ImportError: libfoo.so.2"):
+        drive.found.__wrapped__("ORPOTrainer")
+    with pytest.raises(Unsupported, match="has no BrandNewTrainer"):
+        drive.found.__wrapped__("BrandNewTrainer")
+    assert drive.found.__wrapped__("CPOTrainer").__name__ == "CPOTrainer"
+    assert drive.found.__wrapped__("OnlineDPOConfig").__name__ == "OnlineDPOConfig"

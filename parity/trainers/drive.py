@@ -6,10 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import inspect
 import pkgutil
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,20 +32,45 @@ def found(name: str) -> type:
     """A class of the installed TRL by name, in `trl` or wherever in `trl.experimental` it lives.
 
     Raises:
-        Unsupported: when the installed version has none.
+        Unsupported: when the installed version has none, or when the module that defines it does not import; with why.
     """
     import trl
 
-    with contextlib.suppress(AttributeError, ImportError, RuntimeError):
+    failed: list[Exception] = []
+    try:
         return getattr(trl, name)
-    with contextlib.suppress(ImportError):
-        experimental = importlib.import_module("trl.experimental")
-        for info in pkgutil.iter_modules(experimental.__path__):
-            with contextlib.suppress(ImportError, RuntimeError):
-                module = importlib.import_module(f"trl.experimental.{info.name}")
-                if name in vars(module) or hasattr(module, name):
-                    return getattr(module, name)
+    except AttributeError:
+        pass
+    except (ImportError, RuntimeError) as error:  # a lazy module of TRL: the name is there, its import fails
+        failed.append(error)
+    for module in _experimental(name):
+        try:
+            return getattr(importlib.import_module(module), name)
+        except AttributeError:
+            pass
+        except (ImportError, RuntimeError) as error:
+            failed.append(error)
+    if failed:
+        raise Unsupported(f"trl {trl.__version__}: {name} does not import: {_told(failed[-1])}")
     raise Unsupported(f"trl {trl.__version__} has no {name}")
+
+
+def _experimental(name: str) -> Iterator[str]:
+    """The packages of `trl.experimental` in whose files a class is defined, read without importing them."""
+    spec = importlib.util.find_spec("trl.experimental")
+    for place in (spec and spec.submodule_search_locations) or ():
+        for info in sorted(pkgutil.iter_modules([place]), key=lambda m: m.name):
+            root = Path(place) / info.name
+            files = sorted(root.glob("**/*.py")) if info.ispkg else [root.with_suffix(".py")]
+            if any(re.search(rf"^class {name}\b", f.read_text(), re.MULTILINE) for f in files):
+                yield f"trl.experimental.{info.name}"
+
+
+def _told(error: BaseException) -> str:
+    """The innermost cause, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 def fields(config: type) -> dict[str, Any]:
