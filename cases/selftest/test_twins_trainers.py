@@ -7,6 +7,7 @@ import torch
 
 from parity import trainers
 from parity.errors import Unsupported
+from parity.fixes.accumulation import divide_by_accumulation
 from parity.trainers import drive, installed, ranks, recorded, twin_processes, twin_runs, twins, windows
 from parity.trainers.exact import Step
 from parity.trainers.execute import rows
@@ -14,10 +15,10 @@ from parity.trainers.gradients import gradients
 from parity.trainers.twins import SPLIT
 
 
-def outcome(trainer, check="twins", **settings):
+def outcome(trainer, check="twins", way="released", **settings):
     family = trainers.family(trainer)
     case = family.case(0, "fp32", {"check": check, **settings})
-    chosen = [i for i in trainers.implementations().values() if i.id == f"{trainer}.released"]
+    chosen = [i for i in trainers.implementations().values() if i.id == f"{trainer}.{way}"]
     return {row["quantity"]: row for row in rows(case, chosen)}
 
 
@@ -35,6 +36,26 @@ def test_online_dpo_multiplies_by_the_accumulation():
     found = outcome("online-dpo-trainer", split="2x4")
     assert {q for q, verdict in verdicts(found).items() if verdict == "disagree"} == {"gradient"}
     assert "is 4 times the definition's" in found["gradient"]["message"]
+
+
+@pytest.mark.parametrize("split", ["2x4", "1x8"])
+def test_online_dpo_with_our_fix(split):
+    assert set(verdicts(outcome("online-dpo-trainer", split=split, way="fixed")).values()) == {"agree"}
+
+
+def test_the_fix_of_the_accumulation_looks_before_it_divides():
+    plain = twin_processes._settings("sft-trainer")
+    for trainer, changed in (("online-dpo-trainer", True), ("sft-trainer", False)):
+        run = twin_runs.build(trainer, plain)
+        original = run.accelerator.backward
+        patch = divide_by_accumulation(run)
+        assert bool(patch) is changed
+        if changed:
+            assert "already applied" in str(divide_by_accumulation(run))
+            patch.undo()
+            run.accelerator.gradient_accumulation_steps = 4  # as older releases of transformers set it
+            assert "accelerate divides" in str(divide_by_accumulation(run))
+        assert run.accelerator.backward == original
 
 
 def test_online_dpo_with_the_preference_turned_round(monkeypatch):

@@ -53,7 +53,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         some = ACCUMULATED.get(trainer, ({},))
         if profile in ("quick", "pr"):
             if profile == "pr" or trainer in ("sft-trainer", "grpo-trainer"):
-                yield trainer, {**some[0], "split": "1x8"}
+                yield trainer, {**some[0], "split": SPLIT.get(trainer, "1x8")}
             continue
         for settings in some:
             yield from ((trainer, {**settings, "split": split}) for split in SPLITS)
