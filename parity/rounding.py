@@ -179,9 +179,7 @@ class MonteCarlo(TorchDispatchMode):
             return self.rounded(out + self.scattered(self.u_sum * (2 * out.abs() + walk), out))
         if name == "tanh" and self.recipe.tanh == "sigmoid":
             return self.rounded(out + 2 * self.u * self.noise.like(out))
-        if (
-            name == "exp"
-        ):  # what leaves float64 finite may leave the recipe's dtype infinite: a ratio far off, never a sum
+        if name == "exp":  # finite in float64, but not in the recipe's dtype: the ratio of a token that is far off
             return self.rounded(torch.where(out > self.largest_exp, torch.inf, out))
         return self.rounded(out)
 
