@@ -11,7 +11,10 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Command line: rows to reports/limits.ndjson, tables to standard output, the picture where --plot says."""
+    """Command line: rows to reports/limits.ndjson, tables to standard output, the picture where --plot says.
+
+    Families measured in processes of their own are put together by --read.
+    """
     from parity.worker import prepare
 
     prepare("cpu", threads=1)
@@ -25,20 +28,22 @@ def main() -> int:
     parser.add_argument("--family", choices=FAMILIES, action="append")
     parser.add_argument("--rows", type=Path, default=Path("reports/limits.ndjson"))
     parser.add_argument("--plot", type=Path, help="folder for detection-limit-*.svg")
+    parser.add_argument("--read", type=Path, nargs="+", help="rows of earlier runs instead of measuring, all families")
     options = parser.parse_args()
-    found: list[Found] = []
+    found: list[Found] = [Found(**json.loads(row)) for f in options.read or () for row in f.read_text().splitlines()]
     begun = time.process_time()
-    for name in options.family or FAMILIES:
+    for name in () if options.read else options.family or FAMILIES:
         for dtype in DTYPES:
             for case in drawn(name, dtype, options.cases, options.seed):
                 bench = Bench.of(case)
                 for kind in list(LOGITS)[: 1 if dtype == "fp32" else None]:
                     found += measure(name, dtype, kind, bench)
             print(f"{name} {dtype}: {time.process_time() - begun:.0f} CPU-seconds so far", file=sys.stderr, flush=True)
-    options.rows.parent.mkdir(parents=True, exist_ok=True)
-    with options.rows.open("w") as file:
-        for one in found:
-            file.write(json.dumps(dataclasses.asdict(one), default=str) + "\n")
+    if not options.read:
+        options.rows.parent.mkdir(parents=True, exist_ok=True)
+        with options.rows.open("w") as file:
+            for one in found:
+                file.write(json.dumps(dataclasses.asdict(one), default=str) + "\n")
     print(f"{table.markdown(found, options.cases)}\n\n{table.tolerances(found)}")
     if options.plot:
         for label in LOGITS:
