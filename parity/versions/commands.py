@@ -182,7 +182,7 @@ def matrix_command(
 ) -> int:
     """Every release of a range: headroom by implementation and loss type, on the terminal and as a page.
 
-    Killed, it goes on where it stopped. Exit 1 when the newest release is wrong somewhere.
+    Killed, it goes on where it stopped. Exit 1 when the newest release fails where the ledger knows of nothing.
     """
     from rich.console import Console
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parity.case import Case
@@ -43,14 +43,18 @@ def look(
     implementations: Sequence[str],
     *,
     config: bool = False,
+    exactly: Mapping[str, Sequence[str]] | None = None,
     timeout: float = TIMEOUT,
 ) -> Look:
     """Every case through the named implementations and the references of its family, in the environment.
 
+    `exactly`: id of a case -> the implementations that it goes through, and no reference: what a search asks.
+    Failing rows carry the id of the ledger entry that they fall under, in `known`.
     On the CPU, one thread, without repeated calls and relations: the same cases, the same rows, wherever it runs.
     EnvironmentUnusable when the process dies or takes longer than `timeout` seconds; the message is its last line.
     """
     plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations), "config": config}
+    plan["exactly"] = {case: list(ids) for case, ids in (exactly or {}).items()}
     done = _ran(made, json.dumps(plan), timeout)
     if done.returncode:
         last = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
@@ -73,18 +77,26 @@ def _ran(made: Environment, plan: str, timeout: float) -> subprocess.CompletedPr
 
 def main() -> int:
     """Runs the plan in this process."""
+    from parity import data
     from parity.implementations import select
+    from parity.ledger import Ledger
     from parity.run import run_case
+    from parity.session import FAILING
     from parity.worker import prepare
 
     prepare("cpu", threads=1)
     plan = json.load(sys.stdin)
+    ledger = Ledger.load(data.ledger_file())
     wanted = select(plan["implementations"])
+    references = [one for one in select(()) if one.role == "reference"]
     for raw in plan["cases"]:
         case = Case.from_json(raw)
-        references = [one for one in select(()) if one.role == "reference"]
         chosen = {one.id: one for one in (*references, *wanted) if one.family == case.family}
+        if only := plan["exactly"].get(case.id):
+            chosen = {name: one for name, one in chosen.items() if name in only}
         for row in run_case(case, chosen.values(), "cpu", thorough=False):
+            if row["verdict"] in FAILING:
+                row["known"] = ledger.match(row, case)
             _print(ROW, row)
     if plan["config"]:
         _print(CONFIG, _config())
