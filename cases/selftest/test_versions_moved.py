@@ -158,6 +158,17 @@ def test_compare_runs_every_trainer_once_and_a_named_implementation_only_its_own
     assert compare.of(list(twins.items()), wanted) == list(twins.items())
 
 
+def test_a_trainers_loss_is_not_taken_for_its_gradient():
+    case = next(iter(dict(compare.twins()).values()))
+    check = compare.Check("r", case, f"{case.family}.released")
+    one = history.Record("r", "what", "trl", ((("trl==1"),),), (), check)
+    wrong = row(case=case.id, implementation=check.implementation, **WRONG)
+    found = history._judged(one, ("trl==1",), True, [wrong])
+    assert found.as_recorded and "loss 2 (definition 1)" in found.told and found.factor is None
+    told = history._judged(one, ("trl==1",), True, [wrong, wrong | {"quantity": "grad_weight"}])
+    assert told.factor == 2.0
+
+
 class Index:
     """Releases 1 to 9, each of which answers a record by a table; counts how often it is asked."""
 

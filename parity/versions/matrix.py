@@ -168,7 +168,8 @@ def cell(found: Sequence[Row], implementation: str, cases: Sequence[Case]) -> Ce
         r for r in mine if r["quantity"] is not None and r["verdict"] in ("agree", "disagree", "nondeterministic")
     ]
     failing = [r.get("known") for r in mine if r["verdict"] in FAILING]
-    known = tuple(sorted(set(failing))) if all(failing) else ()
+    entries = {entry for entry in failing if entry}
+    known = tuple(sorted(entries)) if all(failing) else ()
     if crashed := next((r for r in mine if r["verdict"] == "crashed"), None):
         return Cell("crashed", None, crashed["message"], known)
     if not judged:
