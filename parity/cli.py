@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -20,7 +21,7 @@ NOT_A_JUDGEMENT = 125
 
 
 class _Group(click.Group):
-    """Turns a `UsageError` into one line on stderr and exit code 2."""
+    """Turns a `UsageError` into one line on stderr and exit code 2, a full disk into one and 3 (replay: 125)."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -30,6 +31,11 @@ class _Group(click.Group):
             sys.exit(2)
         except BrokenPipeError:
             sys.exit(0)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            click.echo(f"parity: {error.filename or 'a file'}: {error.strerror}", err=True)
+            sys.exit(NOT_A_JUDGEMENT if ctx.invoked_subcommand == "replay" else 3)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -15,7 +15,9 @@ class Profile:
         cost: multiplies `Implementation.every`: a larger number gives costly implementations a smaller share of cases.
         thorough: one case in this many gets the repeated calls and exact relations.
         shrink_seconds: time given to minimising one new finding.
-        findings: new findings minimised in one shard; further ones are reported as drawn.
+        findings: new findings minimised by one worker of one run; further ones are reported as drawn.
+        minimise_seconds: time that one worker gives to minimising them all: on a release that is wrong in many ways a
+            run would otherwise spend most of its time on it.
         frozen_trainers: whether the frozen cases of whole trainers run, seconds each; without them the ledger entries
             that rest on them are not evaluated.
     """
@@ -26,19 +28,33 @@ class Profile:
     thorough: int = 4
     shrink_seconds: float = 20.0
     findings: int = 6
+    minimise_seconds: float = 60.0
     frozen_trainers: bool = True
 
 
 PROFILES = {
     "quick": Profile(
-        {"logprobs": 80, "policy": 60, "divergence": 60}, cost=4, shrink_seconds=8.0, findings=3, frozen_trainers=False
+        {"logprobs": 80, "policy": 60, "divergence": 60},
+        cost=4,
+        shrink_seconds=8.0,
+        findings=3,
+        minimise_seconds=16.0,
+        frozen_trainers=False,
     ),
     "pr": Profile({"logprobs": 700, "policy": 700, "divergence": 400}),
     "nightly": Profile(
-        {"logprobs": 6000, "policy": 6000, "divergence": 6000}, derandomised=False, shrink_seconds=60.0, findings=20
+        {"logprobs": 6000, "policy": 6000, "divergence": 6000},
+        derandomised=False,
+        shrink_seconds=60.0,
+        findings=20,
+        minimise_seconds=600.0,
     ),
     "soak": Profile(
-        {"logprobs": 60000, "policy": 60000, "divergence": 60000}, derandomised=False, shrink_seconds=60.0, findings=20
+        {"logprobs": 60000, "policy": 60000, "divergence": 60000},
+        derandomised=False,
+        shrink_seconds=60.0,
+        findings=20,
+        minimise_seconds=600.0,
     ),
 }
 SHARDS = 2

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from parity import data
+from parity import data, trainers
 from parity.case import Case
 from parity.errors import UsageError
 from parity.families import family
@@ -18,7 +18,6 @@ from parity.implementations import Implementation, select
 from parity.ledger import Ledger
 from parity.run import Row, run_case
 from parity.session import FAILING
-from parity.trainers import is_trainer
 from parity.worker import prepare
 
 AGREES, DISAGREES, NO_JUDGEMENT = 0, 1, 125
@@ -44,6 +43,9 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
         case = Case.load(file)
         if name in (case.id, file.stem):
             return case, json.loads(file.read_text()).get("implementation")
+    for case in (case for trainer in trainers.names() for case in trainers.cases(trainer, "pr", 0)):
+        if case.id == name:
+            return case, f"{case.family}.released"
     drawn = _from_rows(name, reports / "results.ndjson")
     if drawn is not None:
         return drawn, None
@@ -76,7 +78,7 @@ def replay(name: str, ids: Sequence[str], device: str, issue: bool, console: Con
     from parity.report import terminal
 
     case, found_with = find(name)
-    if issue and is_trainer(case.family):
+    if issue and trainers.is_trainer(case.family):
         raise UsageError(f"case {case.id} is a trainer check: --issue writes the script of a loss; leave it out")
     family(case.family).full_settings(case)
     device = resolve_device(device)

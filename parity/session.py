@@ -50,6 +50,8 @@ class Session:
     findings_dir: Path
     emit: Callable[[dict[str, Any]], None]
     signatures: set[tuple[str, str, str | None]] = dataclasses.field(default_factory=set)
+    minimised: int = 0
+    minimising: float = 0.0
 
     def frozen(self, shard: Shard, found: Sequence[tuple[str, Case, Mapping[str, Any]]]) -> None:
         """Run frozen cases, every implementation of their family on each (or those that the file names)."""
@@ -101,6 +103,7 @@ class Session:
                 batch(strategy, f"{shard.seed}/{shard.family}/{shard.index}/{number}", visit)
             except Finding as smallest:
                 self._freeze(smallest)
+                self.minimising += time.monotonic() - state.found
             number += 1
 
     def _visit(self, state: _Stream, case: Case, shard: Shard) -> None:
@@ -119,23 +122,36 @@ class Session:
         for again in second_pass(case, self.device):
             self._one(again, shard, minimise=False)
         if finding is not None:
-            state.finding, state.deadline = finding, time.monotonic() + self.profile.shrink_seconds
+            # Hypothesis asks for the case once more before it believes it: that must show it however late it is.
+            state.finding, state.smallest, state.found = finding, case, time.monotonic()
+            left = self.profile.minimise_seconds - self.minimising
+            state.deadline = state.found + min(self.profile.shrink_seconds, left)
+            self.minimised += 1
             _report(finding)
 
     def _one(self, case: Case, shard: Shard, minimise: bool = True) -> Finding | None:
-        """Run and emit one drawn case; the first new finding in it that is worth minimising, if any."""
+        """Run and emit one drawn case; the first new finding in it that is to be minimised, if any.
+
+        A finding for which no time is left is marked: `minimised` is False in the row that shows it first.
+        """
         chosen = [i for i in self._of(case) if selected(i, case, self.profile.cost, self.device)]
         thorough = functools.partial(repeated, case=case, one_in=self.profile.thorough)
         new: Finding | None = None
+        within = self.minimised < self.profile.findings and self.minimising < self.profile.minimise_seconds
         for row in self._run(case, chosen, shard, thorough):
-            self.emit({"row": row})
             signature = signature_of(row)
-            if not minimise or signature in self.signatures:
-                continue
-            if signature is not None and row["verdict"] != "timed-out":
-                if new is None and len(self.signatures) < self.profile.findings:
+            if (
+                minimise
+                and signature is not None
+                and signature not in self.signatures
+                and row["verdict"] != "timed-out"
+            ):
+                if not within:
+                    row["minimised"] = False
+                elif new is None:
                     new = Finding(case, row)
                 self.signatures.add(signature)
+            self.emit({"row": row})
         return new
 
     def _shrink_step(self, state: _Stream, case: Case, shard: Shard) -> None:
@@ -191,6 +207,7 @@ class _Stream:
     seen: set[str] = dataclasses.field(default_factory=set)
     finding: Finding | None = None
     smallest: Case | None = None
+    found: float = 0.0
     deadline: float = 0.0
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +61,24 @@ def test_replay_follows_the_contract():
     assert fine.returncode == 0, fine.stderr
     neither = parity("replay", "policy-lora-head", "--implementation", "fixes.FusedLinearGRPOLoss")
     assert neither.returncode == 125, neither.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_line_and_exit_3(tmp_path):
+    words = (
+        "run",
+        "--profile",
+        "quick",
+        "--family",
+        "divergence",
+        "--results",
+        "/dev/full",
+        "--reports",
+        str(tmp_path),
+    )
+    done = parity(*words)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr == "parity: /dev/full: No space left on device\n"
 
 
 def test_nothing_compared_is_exit_3(tmp_path):

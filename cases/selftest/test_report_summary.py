@@ -70,6 +70,23 @@ def test_a_case_that_ran_twice_counts_once():
     assert (s.counts.total, s.counts.disagree) == (1, 1)
 
 
+def test_findings_that_were_not_minimised_are_counted():
+    drawn = row("a", verdict="disagree", minimised=False)
+    small = row("b", verdict="disagree", implementation="lib.other", minimised=True)
+    frozen = row("c", verdict="disagree", implementation="lib.third", frozen="c.json")
+    s = summary(drawn, small, frozen)
+    assert {f.implementation: f.minimised for f in s.findings} == {
+        "lib.loss": False,
+        "lib.other": True,
+        "lib.third": None,
+    }
+    assert wording.as_drawn(s).startswith("1 of 3 new findings as drawn")
+    assert wording.as_drawn(summary(drawn, row("d", verdict="disagree", minimised=True))) == "", (
+        "a smaller case is shown"
+    )
+    assert wording.as_drawn(summary(small, frozen)) == ""
+
+
 def test_the_table_says_where_it_is_tightest():
     s = summary(row("a"), row("a", "grad_hidden", headroom=0.9, gate="row"), row("b", dtype="bf16"))
     fp32, bf16 = s.lines

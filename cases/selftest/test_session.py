@@ -63,6 +63,29 @@ def test_a_finding_is_minimised_and_frozen(tmp_path):
     assert json.loads(frozen[0].read_text())["implementation"] == "kernels.py:wrong_beyond_eight"
 
 
+def test_what_there_is_no_time_to_minimise_is_reported_as_drawn(tmp_path):
+    shard = Shard("logprobs", 0, 60, seed=3)
+    for limit in ({"minimise_seconds": 0.0}, {"findings": 0}):
+        own, events = session("wrong_beyond_eight", tmp_path)
+        own.profile = dataclasses.replace(PROFILE, **limit)
+        own.drawn(shard)
+        first = [r for r in rows(events) if "minimised" in r]
+        assert first and not any(r["minimised"] for r in first)
+        assert len({(r["implementation"], r["quantity"], r["class"]) for r in first}) == len(first), "each finding once"
+        assert not any("shrinking" in e for e in events)
+        assert not (tmp_path / "findings").exists()
+        assert sum("at" in e for e in events) == 60, "every case is run all the same"
+
+
+def test_the_time_for_minimising_is_one_for_all_findings_of_a_worker(tmp_path):
+    own, events = session("wrong_beyond_eight", tmp_path)
+    own.implementations = [*own.implementations, from_file(f"{KERNELS}:scaled")]
+    own.profile = dataclasses.replace(PROFILE, findings=9, shrink_seconds=60.0, minimise_seconds=1e-6)
+    own.drawn(Shard("logprobs", 0, 60, seed=3))
+    assert own.minimised == 1 and own.minimising > 1e-6, "the first uses it up"
+    assert any(r.get("minimised") is False for r in rows(events))
+
+
 def test_the_same_seed_draws_the_same_cases(tmp_path):
     drawn = []
     for _ in range(2):

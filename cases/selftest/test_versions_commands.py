@@ -1,14 +1,16 @@
 """The commands about versions, on a cache of their own: what is removed, and that no failure is a traceback."""
 
+import io
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from parity.cli import main
-from parity.versions import build, commands, environment
+from parity.versions import build, commands, environment, matrix_page, resolve
 
 
 @pytest.fixture
@@ -64,6 +66,27 @@ def test_a_cache_that_cannot_be_written_is_one_line(cache, monkeypatch, command)
     done = parity(*command)
     assert done.exit_code == 3 and done.output.count("\n") == 1
     assert f"cache folder {cache / 'file'}" in done.output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_named_and_nothing_half_written_stays(tmp_path, monkeypatch):
+    class Full(io.FileIO):
+        def write(self, content):
+            raise OSError(28, "No space left on device")
+
+    def opened(*_, dir, **__):
+        return Full(Path(dir) / "half.tmp", "w")
+
+    monkeypatch.setattr(resolve.tempfile, "NamedTemporaryFile", opened)
+    with pytest.raises(OSError, match=r"No space left on device: '.*kept\.json'"):
+        resolve.save_json(tmp_path / "kept.json", {"a": 1})
+    assert list(tmp_path.iterdir()) == []
+    page = tmp_path / "page.html"
+    page.write_text("the old one")
+    (tmp_path / ".page.html.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*page\.html'"):
+        matrix_page.write("trl", "policy", [], page)
+    assert page.read_text() == "the old one" and not (tmp_path / ".page.html.part").is_symlink()
 
 
 def test_a_disk_that_fills_up_is_one_line(cache, monkeypatch):

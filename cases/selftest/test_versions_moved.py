@@ -6,8 +6,10 @@ import pytest
 from rich.console import Console
 
 from parity.case import Case
+from parity.replay import find
 from parity.versions import compare, history, matrix, matrix_page, moved
-from parity.versions.boundaries import Boundary, ends, exit_code
+from parity.versions.bisect import Measurement
+from parity.versions.boundaries import Boundary, Search, advance, ends, exit_code
 from parity.versions.probe import Look
 
 CASE = Case("policy", 1, "fp32", {})
@@ -127,6 +129,111 @@ def test_a_boundary_is_as_recorded_when_it_lies_between_the_recorded_sides(low, 
     assert not dataclasses.replace(found, outcome="alike").as_recorded
 
 
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        ([[5, 6, 7], [8, 9]], "the same, 5 in 2 completions"),
+        ([[5, 6, 7], [8, 4]], "1 of 2 completions of GRPOTrainer differ, first in completion 1, token 1: 9 -> 4"),
+        ([[5, 6], [8, 4]], "2 of 2 completions of GRPOTrainer differ, first in completion 0, token 2: 7 -> the end"),
+        (
+            [[5, 6, 7], [8, 9], [1]],
+            "1 of 3 completions of GRPOTrainer differ, first in completion 2, token 0: the end -> 1",
+        ),
+        ("Unsupported: no", "none to compare, after: Unsupported: no"),
+    ],
+)
+def test_the_first_sampled_token_that_differs_is_named(after, expected):
+    assert expected in compare.sampled_moved([[5, 6, 7], [8, 9]], after)
+
+
+def test_compare_runs_every_trainer_once_and_a_named_implementation_only_its_own_cases():
+    twins = dict(compare.twins())
+    assert {case.family for case in twins.values()} >= {"grpo-trainer", "sft-trainer", "dpo-trainer", "kto-trainer"}
+    assert all(case.settings["check"] == "twins" for case in twins.values())
+    name, case = next(iter(twins.items()))
+    assert find(name) == (case, f"{case.family}.released"), "what the table names can be replayed"
+    wanted = compare.implementations(())
+    assert "grpo-trainer.released" in wanted and not any(one.endswith("-trainer.fixed") for one in wanted)
+    assert compare.of(list(twins.items()), ["trl.GRPOTrainer"]) == []
+    assert compare.of(list(twins.items()), wanted) == list(twins.items())
+
+
+def test_a_trainers_loss_is_not_taken_for_its_gradient():
+    case = next(iter(dict(compare.twins()).values()))
+    check = compare.Check("r", case, f"{case.family}.released")
+    one = history.Record("r", "what", "trl", ((("trl==1"),),), (), check)
+    wrong = row(case=case.id, implementation=check.implementation, **WRONG)
+    found = history._judged(one, ("trl==1",), True, [wrong])
+    assert found.as_recorded and "loss 2 (definition 1)" in found.told and found.factor is None
+    told = history._judged(one, ("trl==1",), True, [wrong, wrong | {"quantity": "grad_weight"}])
+    assert told.factor == 2.0
+
+
+class Index:
+    """Releases 1 to 9, each of which answers a record by a table; counts how often it is asked."""
+
+    def __init__(self, right):
+        self.right, self.asked = right, []
+
+    def __call__(self, question, records):
+        self.asked.append((question.version, question.repeat, tuple(r.id for r in records)))
+        ways = [self.right[r.id](int(question.version)) for r in records]
+        verdicts = ["unsupported" if way is None else "agree" if way else "disagree" for way in ways]
+        return [Measurement(v, 0.1 if v == "agree" else 9.0, {"trl": question.version}) for v in verdicts]
+
+
+def searches(tmp_path, *claims):
+    out = []
+    for name, bad, good in claims:
+        one = dataclasses.replace(record(bad, good), id=name)
+        for asked in ends(one):
+            out.append(Search(one, asked, tmp_path / f"{name}-{asked.find}.json"))
+            out[-1].candidates = [str(n) for n in range(int(asked.older), int(asked.newer) + 1)]
+    return out
+
+
+def test_records_are_searched_in_step_and_share_the_releases(tmp_path):
+    index = Index({"a": lambda v: v >= 4, "b": lambda v: v >= 4, "c": lambda v: v < 3 or v >= 8, "d": lambda v: None})
+    claims = [("a", "13", "69"), ("b", "13", "69"), ("c", "37", "289"), ("d", "1", "9")]
+    found = advance(searches(tmp_path, *claims), index, lambda line: None)
+    told = {(b.record.id, b.ends.find): (b.outcome, b.low, b.high) for b in found}
+    assert told["a", "fixed"] == told["b", "fixed"] == ("found", "3", "4")
+    assert told["c", "broken"] == ("found", "2", "3") and told["c", "fixed"] == ("found", "7", "8")
+    assert told["d", "fixed"][0] == "unjudged"
+    assert all(set("ab") <= set(ids) for _, _, ids in index.asked if "a" in ids or "b" in ids), "asked together"
+    assert ("3", 1) in {asked[:2] for asked in index.asked} and ("4", 1) in {asked[:2] for asked in index.asked}
+    asked = [(version, repeat, name) for version, repeat, ids in index.asked for name in ids if name != "c"]
+    assert len(asked) == len(set(asked)), "nobody is asked the same twice"
+
+
+def test_a_search_that_was_killed_asks_only_what_is_missing(tmp_path):
+    claims = [("a", "13", "69"), ("b", "12", "9")]
+    whole = Index({"a": lambda v: v >= 4, "b": lambda v: v >= 6})
+    first = advance(searches(tmp_path / "whole", *claims), whole, lambda line: None)
+    index = Index(whole.right)
+
+    def dies(question, records):
+        if len(index.asked) == 3:
+            raise KeyboardInterrupt
+        return index(question, records)
+
+    with pytest.raises(KeyboardInterrupt):
+        advance(searches(tmp_path, *claims), dies, lambda line: None)
+    rest = Index(whole.right)
+    again = advance(searches(tmp_path, *claims), rest, lambda line: None)
+    assert [(b.low, b.high) for b in again] == [(b.low, b.high) for b in first]
+    assert index.asked + rest.asked == whole.asked
+
+
+def test_what_could_not_be_run_is_not_kept(tmp_path):
+    (one,) = searches(tmp_path, ("a", "13", "69"))
+    question = one.step()
+    one.tell(question, Measurement("unsupported", message="no index"), keep=False)
+    assert not one.path.exists()
+    one.tell(question, Measurement("disagree", 9.0, {"trl": "1"}), keep=True)
+    assert Search(one.record, one.ends, one.path).known == one.known
+
+
 CELLS = [
     ([row(), row(quantity="grad_weight", headroom=0.2)], ("agree", 0.6, "loss")),
     ([row(), row(quantity="grad_weight", **WRONG)], ("disagree", 9.0, "grad_weight")),
@@ -141,6 +248,29 @@ CELLS = [
 def test_a_cell_shows_the_worst_of_its_cases(rows, expected):
     found = matrix.cell([*rows, row(implementation="other", **WRONG)], "i", [CASE])
     assert (found.verdict, found.headroom, found.worst) == expected
+
+
+KNOWN = WRONG | {"known": "dapo-window"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "printed", "code"),
+    [
+        ([row(), row(quantity="grad_weight", **KNOWN)], "9.00*", 0),
+        ([row(**WHOLE | {"verdict": "crashed", "message": "no", "known": "head-dtype"}), row(**KNOWN)], "crashed*", 0),
+        ([row(**KNOWN), row(quantity="grad_weight", **WRONG | {"headroom": 2.0})], "2.00", 1),
+        ([row(verdict="nondeterministic")], "flaky", 1),
+        ([row()], "0.60", 0),
+    ],
+)
+def test_a_cell_that_the_ledger_knows_is_marked_and_does_not_fail_the_matrix(rows, printed, code):
+    agrees = {("i", "grpo"): matrix.cell([row()], "i", [CASE])}
+    lines = [
+        matrix.Line("1.0.0", "trl 1.0.0", agrees),
+        matrix.Line("1.1.0", "trl 1.1.0", agrees | {("i", "dapo"): matrix.cell(rows, "i", [CASE])}),
+    ]
+    assert matrix_page.shown(lines[1].cells["i", "dapo"]) == printed
+    assert matrix.exit_code(lines) == code
 
 
 def test_the_matrix_has_a_column_for_each_loss_type_and_every_case_can_be_built():
@@ -168,6 +298,9 @@ def test_the_matrix_is_printed_and_written_and_lines_survive_being_killed(tmp_pa
     first = matrix._line("trl", "1.0.0", asked, ["i"], tmp_path)
     monkeypatch.setattr(matrix, "rows", lambda *_: pytest.fail("asked again"))
     assert matrix._line("trl", "1.0.0", asked, ["i"], tmp_path) == first
+    monkeypatch.setattr(matrix, "rows", lambda made, cases, wanted: [row(case=cases[0].id, **KNOWN)])
+    known = matrix._line("trl", "1.1.0", asked, ["i"], tmp_path)
+    assert matrix._read(tmp_path / "1.1.0.json") == known and known.cells["i", "grpo"].known == ("dapo-window",)
     assert first.cells["i", "grpo"].verdict == "agree" and matrix.exit_code([first]) == 0
 
 
@@ -177,13 +310,15 @@ class Made:
 
 def test_a_comparison_under_each_sides_defaults_shows_what_moved_inside_the_gates(monkeypatch):
     looks = [Look([row(headroom=0.1, value=v)], {"beta": 0.0, "top_k": k}) for v, k in ((1.0, None), (2.0, 0))]
+    looks[1] = dataclasses.replace(looks[1], sampled="Unsupported: no trainer")
     stub = type("E", (), {"partners": "torch", "versions": {"trl": "1"}, "of": classmethod(lambda cls, specs: cls)})
     monkeypatch.setattr(compare, "Environment", stub)
     monkeypatch.setattr(compare, "cases", lambda: [("named", CASE)])
-    monkeypatch.setattr(compare, "both", lambda *_: looks)
+    monkeypatch.setattr(compare, "both", lambda *_, **__: looks)
     plain, _ = compare.compare((["trl==1"], ["trl==2"]))
     assert "0 worse (+), 0 better (-), 0 otherwise moved (~)" in plain
     assert "GRPOConfig, defaults changed: top_k None -> 0" in plain
+    assert "sampled tokens: none to compare, before: None; after: Unsupported: no trainer" in plain
     own, code = compare.compare((["trl==1"], ["trl==2"]), all_defaults=True)
     assert "1 otherwise moved (~)" in own and code == 0
     looks[1] = Look([row(**WRONG)], {})

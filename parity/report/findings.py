@@ -30,6 +30,8 @@ class Finding:
         classes: how many of the cases are logic, and how many precision.
         dtypes: those it was seen in.
         cells: (dtype, device, quantity) of everything that fails in these cases, roots or not.
+        minimised: True where `rows` are of a minimised case, False where the run had no time left to minimise it, None
+            where nothing is ever minimised (a frozen case, a check of a trainer).
         off: ‖error‖ ÷ ‖oracle‖ of its gradients, ascending, where both are finite: how much of the gradient it costs.
     """
 
@@ -46,6 +48,7 @@ class Finding:
     dtypes: tuple[str, ...]
     cells: frozenset[tuple[str, str, str | None]]
     off: tuple[float, ...] = ()
+    minimised: bool | None = None
 
 
 @dataclasses.dataclass
@@ -177,8 +180,15 @@ def _finding(roots: frozenset[str], parts: Sequence[_Part]) -> Finding:
         classes=dict(classes),
         dtypes=tuple(sorted({p.source.dtype for p in parts})),
         cells=frozenset((r["dtype"], r["device"], r.get("quantity")) for p in parts for r in p.failing),
+        minimised=_minimised(source.rows, parts),
         off=tuple(sorted(r["dist"] / r["value_oracle"] for p in parts for r in p.failing if _sized_gradient(r))),
     )
+
+
+def _minimised(shown: Iterable[Row], parts: Iterable[_Part]) -> bool | None:
+    if any(r.get("minimised") for r in shown):
+        return True
+    return False if any(r.get("minimised") is False for p in parts for r in p.failing) else None
 
 
 def _sized_gradient(row: Row) -> bool:

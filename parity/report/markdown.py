@@ -44,6 +44,8 @@ def _render(summary: Summary, full: int) -> str:
     out += _table(summary.lines)
     if summary.findings:
         out += ["### New findings", ""]
+        if told := wording.as_drawn(summary):
+            out += [told, ""]
         for number, finding in enumerate(summary.findings[:LISTED], 1):
             out += _finding(f"{number}.", finding, number <= full)
         out += _more(summary.findings)

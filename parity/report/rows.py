@@ -56,7 +56,10 @@ def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Mapping
                 f"row {who}: {bad} is not strict JSON ({error}); write null for what is not finite"
             ) from None
         # One system call a line: a kill leaves at most one line cut, and two writers never mix within one.
-        file.write(line.encode() + b"\n")
+        try:
+            file.write(line.encode() + b"\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
     with file:
         yield write

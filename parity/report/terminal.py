@@ -40,6 +40,8 @@ def render(summary: Summary, console: Console) -> None:
     if summary.findings:
         console.print()
         console.print(Rule("New findings", align="left", style="red"))
+        if told := wording.as_drawn(summary):
+            say(console, told)
         for number, finding in enumerate(summary.findings, 1):
             console.print()
             _finding_in_summary(number, finding, console, full=number <= IN_FULL)
@@ -113,10 +115,14 @@ def _numbers(counters: Iterable[str], longest: int, header: bool = True) -> Tabl
     return table
 
 
+def _which(finding: Finding) -> str:
+    return "; the smallest of those drawn:" if finding.minimised is False else "; the smallest:"
+
+
 def _finding_in_summary(number: int, finding: Finding, console: Console, full: bool) -> None:
     mark = f"known {finding.known}" if finding.known else f"new {number}"
     say(console, f"{mark} · {finding.implementation} · {wording.title(finding)}", "bold" if full else "")
-    say(console, f"  {wording.spread(finding)}{'; the smallest:' if full else ''}")
+    say(console, f"  {wording.spread(finding)}{_which(finding) if full else ''}")
     if full:
         render_finding(finding.rows, console)
         return

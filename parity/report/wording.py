@@ -63,6 +63,17 @@ def outcome(summary: Summary) -> str:
     return f"{text}, {known:,} known"
 
 
+def as_drawn(summary: Summary) -> str:
+    """How many new findings are shown unminimised, because a run gives minimising a limited time; "" for none."""
+    drawn = sum(f.minimised is False for f in summary.findings)
+    if not drawn:
+        return ""
+    return (
+        f"{drawn:,} of {count(len(summary.findings), 'new finding')} as drawn: the run's time for minimising was used up; "
+        f"with --implementation it goes to one"
+    )
+
+
 def about(summary: Summary) -> str:
     """Profile, seed, device, revision and time of the run, as far as the header tells."""
     h = summary.header

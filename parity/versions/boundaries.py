@@ -1,25 +1,26 @@
 """The boundary of each history record, found by bisecting between its outermost releases: a record's own proof.
 
-Records share releases, so each release is asked once for all records that want it, in one process, and again only
-where a pair is confirmed.
+All records are searched in step: of the releases that any search needs next, the one that most of them need is asked,
+for all of those in one process. Every answer is on disk before the next one is sought.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packaging.version import Version
 
-from parity.versions.bisect import Find, Measurement
-from parity.versions.checks import Row
-from parity.versions.client import cache_folder
+from parity.versions.bisect import Find, Found, Measurement, bisect
+from parity.versions.client import EnvironmentUnusable, cache_folder
 from parity.versions.environment import Environment
 from parity.versions.history import MISSED, RECALLED, UNUSABLE, Record, distinct
-from parity.versions.probe import rows
-from parity.versions.search import search
+from parity.versions.probe import TIMEOUT, look
+from parity.versions.releases import releases
+from parity.versions.resolve import save_json
 
 
 @dataclass(frozen=True)
@@ -84,59 +85,124 @@ def _version(specs: Sequence[str]) -> str:
     return specs[0].partition("==")[2]
 
 
-class Shared:
-    """Rows of all records by environment; the n-th time that a record asks one, it gets rows of the n-th process."""
+@dataclass(frozen=True)
+class Question:
+    """A release that a search needs; `repeat` counts from 0, a pair is asked again in a process of its own."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
-        self.records = records
-        self._found: dict[str, list[list[Row]]] = {}
-        self._asked: dict[tuple[str, str], int] = {}
+    package: str
+    version: str
+    repeat: int
 
-    def check(self, record: Record) -> Callable[[Environment], Measurement]:
-        """The record's check, over the shared rows."""
 
-        def measure(made: Environment) -> Measurement:
-            number = self._asked.get((record.id, made.name), 0)
-            self._asked[record.id, made.name] = number + 1
-            found = self._found.setdefault(made.name, [])
-            while len(found) <= number:
-                own = [r for r in self.records if r.package == record.package]
-                found.append(rows(made, *distinct([r.check for r in own])))
-            return record.check.judged(found[number])
+class _Wanted(Exception):
+    """Stops a search at the first release that it needs and nobody has asked yet."""
 
-        return measure
+
+class Search:
+    """One record's search over what is known so far; `known` is kept in `path`, and resumed from it."""
+
+    def __init__(self, record: Record, asked: Ends, path: Path) -> None:
+        self.record, self.ends, self.path = record, asked, path
+        self.candidates: list[str] = []
+        self.known: dict[str, Measurement] = {}
+        try:
+            kept = json.loads(path.read_text())
+            self.known = {key: Measurement(**entry) for key, entry in kept.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            pass
+
+    def step(self) -> Found[str] | Question:
+        """The end of the search, or what it needs next. The search is deterministic, so it is run from its beginning."""
+        missing: list[Question] = []
+
+        def measure(version: str, repeat: int) -> Measurement:
+            if (found := self.known.get(f"{version} {repeat}")) is None:
+                missing.append(Question(self.record.package, version, repeat))
+                raise _Wanted
+            return found
+
+        try:
+            return bisect(self.candidates, measure, find=self.ends.find, confirm=1)
+        except _Wanted:
+            return missing[0]
+
+    def tell(self, asked: Question, answer: Measurement, *, keep: bool) -> None:
+        """Adds an answer; what could not be run is not kept: a resumed search should see for itself."""
+        self.known[f"{asked.version} {asked.repeat}"] = answer
+        if keep:
+            save_json(self.path, {key: asdict(one) for key, one in self.known.items() if one.versions})
 
 
 def boundaries(records: Sequence[Record], say: Callable[[str], None]) -> list[Boundary]:
     """Bisects every change that the records claim; killed, it goes on where it stopped."""
-    shared, out, states = Shared(records), [], []
-    for record in records:
-        for asked in ends(record):
-            states.append(_state(record, asked))
-            report = search(
-                record.package,
-                good=asked.good,
-                bad=asked.bad,
-                check=shared.check(record),
-                about=record.id,
-                find=asked.find,
-                state=states[-1],
-                alone=False,
-                confirm=1,
-                say=say,
-            )
-            found = report.found
-            count = len({version for version, _ in found.measured})
-            out.append(Boundary(record, asked, found.outcome, found.low, found.high, count))
-            say(f"{record.id}: {_told(out[-1])}")
-    for state in states:
-        state.unlink(missing_ok=True)
-    return out
+    searches = [Search(record, one, _state(record, one)) for record in records for one in ends(record)]
+    for package in {one.record.package for one in searches}:
+        own = [one for one in searches if one.record.package == package]
+        widest = [
+            f(v, key=Version) for f, v in ((min, [o.ends.older for o in own]), (max, [o.ends.newer for o in own]))
+        ]
+        listed = [one.version for one in releases(package, *widest)]
+        for one in own:
+            older, newer = Version(one.ends.older), Version(one.ends.newer)
+            inside = {version for version in listed if older <= Version(version) <= newer}
+            # An end was named by its version, which also finds a yanked release; the list leaves those out.
+            one.candidates = sorted(inside | {one.ends.older, one.ends.newer}, key=Version)
+    found = advance(searches, answers, say)
+    for one in searches:
+        one.path.unlink(missing_ok=True)
+    return found
+
+
+Ask = Callable[[Question, Sequence[Record]], "list[Measurement]"]
+
+
+def advance(searches: Sequence[Search], ask: Ask, say: Callable[[str], None]) -> list[Boundary]:
+    """Runs all searches to their ends; `ask` answers a question for several records, in their order."""
+    done: dict[int, Boundary] = {}
+    while True:
+        wanted: dict[Question, list[Search]] = {}
+        for number, one in enumerate(searches):
+            if number in done:
+                continue
+            step = one.step()
+            if isinstance(step, Question):
+                wanted.setdefault(step, []).append(one)
+                continue
+            count = len({version for version, _ in step.measured})
+            done[number] = Boundary(one.record, one.ends, step.outcome, step.low, step.high, count)
+            say(f"{one.record.id}: {_told(done[number])}")
+        if not wanted:
+            return [done[number] for number in range(len(searches))]
+        asked = max(wanted, key=lambda question: len(wanted[question]))
+        waiting = sum(map(len, wanted.values()))
+        again = " again" if asked.repeat else ""
+        say(
+            f"{asked.package} {asked.version}{again}: {len(wanted[asked])} of {waiting} searches that are not at their end"
+        )
+        for one, answer in zip(wanted[asked], ask(asked, [one.record for one in wanted[asked]]), strict=True):
+            one.tell(asked, answer, keep=bool(answer.versions))
+            say(f"  {one.record.id}: {answer.verdict}{f': {answer.message}' if answer.message else ''}")
+
+
+def answers(asked: Question, records: Sequence[Record]) -> list[Measurement]:
+    """What the records' checks answer on a release, from one process; each from its own where that one ends early."""
+    try:
+        made = Environment.of([f"{asked.package}=={asked.version}"])
+        cases, implementations = distinct([record.check for record in records])
+        exactly: dict[str, list[str]] = {}
+        for record in records:
+            exactly.setdefault(record.check.case.id, []).append(record.check.implementation)
+        rows = look(made, cases, implementations, exactly=exactly, timeout=TIMEOUT * len(cases)).rows
+    except EnvironmentUnusable as error:
+        if len(records) == 1:
+            return [Measurement("unsupported", message=str(error))]
+        return [answers(asked, [record])[0] for record in records]
+    return [replace(record.check.judged(rows), versions=made.versions) for record in records]
 
 
 def _state(record: Record, asked: Ends) -> Path:
     question = f"{record.id} {record.check.case.id} {record.check.about} {asked}"
-    return cache_folder("bisect") / f"history-{hashlib.sha256(question.encode()).hexdigest()[:12]}.json"
+    return cache_folder("bisect") / f"record-{hashlib.sha256(question.encode()).hexdigest()[:12]}.json"
 
 
 def _told(one: Boundary) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from packaging.utils import canonicalize_name
 
-from parity.versions.client import EnvironmentUnusable, cache_folder, cache_root
+from parity.versions.client import EnvironmentUnusable, cache_folder
 
 FOUND, NOT_FOUND, USAGE, UNUSABLE = 0, 1, 2, 3
 
@@ -30,7 +30,7 @@ def _usable(command: Callable[..., int]) -> Callable[..., None]:
         except BrokenPipeError:
             raise
         except OSError as error:
-            click.echo(f"parity: {error.filename or cache_root()}: {error.strerror or error}", err=True)
+            click.echo(f"parity: {error.filename or 'a file'}: {error.strerror or error}", err=True)
         sys.exit(UNUSABLE)
 
     return run
@@ -182,7 +182,7 @@ def matrix_command(
 ) -> int:
     """Every release of a range: headroom by implementation and loss type, on the terminal and as a page.
 
-    Killed, it goes on where it stopped. Exit 1 when the newest release is wrong somewhere.
+    Killed, it goes on where it stopped. Exit 1 when the newest release fails where the ledger knows of nothing.
     """
     from rich.console import Console
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,33 @@ def cases() -> Cases:
     return [(name, case) for name, case in found if case.family in FAMILIES and case.tensors is None]
 
 
-def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[str]:
-    """The named ones, else all of a run from TRL and Liger that need no interpreter, and those of `packages`."""
+def twins() -> Cases:
+    """Every trainer once, all of a window in one sequence a time, by the id of the case: what profile pr runs of them."""
+    from parity import trainers
+
+    found = [case for name in trainers.names() for case in trainers.cases(name, "pr", 0)]
+    return [(case.id, case) for case in found if case.settings["check"] == "twins"]
+
+
+def of(frozen: Cases, wanted: Sequence[str]) -> Cases:
+    """The cases that some wanted implementation can run."""
     from parity.implementations import select
 
-    chosen = [i for i in select(named) if i.family in FAMILIES]
+    families = {one.family for one in select(wanted)}
+    return [(name, case) for name, case in frozen if case.family in families]
+
+
+def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[str]:
+    """The named ones, else all of a run from TRL and Liger that need no interpreter, those of `packages`, and trainers.
+
+    Of the trainers those as released and on their fused path: what `parity.fixes` mends is no release's.
+    """
+    from parity.implementations import select
+    from parity.trainers import is_trainer
+
+    chosen = [i for i in select(named) if i.family in FAMILIES or is_trainer(i.family)]
     if not named:
+        chosen = [i for i in chosen if not i.id.endswith("-trainer.fixed")]
         others = set(packages) - set(QUICK)
         chosen = [i for i in chosen if i.library in others or (i.library in QUICK and not i.interpreted)]
     return [i.id for i in chosen]
@@ -65,11 +87,12 @@ def compare(
     if parsed[0] == parsed[1]:
         raise UsageError(f"compare: both sides are {', '.join(map(str, parsed[0]))}; name two")
     sides = [Environment.of(one) for one in specs]
-    frozen = cases()
+    wanted = implementations(named, (spec.name for one in parsed for spec in one))
+    frozen = of([*cases(), *twins()], wanted)
     asked = [frozen, frozen]
     if all_defaults:
         asked = [_with_defaults(frozen, one.config) for one in both(sides, [[], []], ())]
-    seen = both(sides, asked, implementations(named, (spec.name for one in parsed for spec in one)))
+    seen = both(sides, asked, wanted, sampled=not named)
     found = [one.rows for one in seen]
     judged = [sum(r["verdict"] in ("agree", "disagree") for r in rows) for rows in found]
     if not all(judged):
@@ -86,14 +109,36 @@ def compare(
         f"{n} {a} -> {b}" for n in PARTNERS if (a := sides[0].versions.get(n)) != (b := sides[1].versions.get(n))
     ]
     lines.append(f"packages: {', '.join(packages) or 'the same'}")
+    if not named:
+        lines.append(sampled_moved(*(one.sampled for one in seen)))
     return "\n".join([*lines, *_settings_moved(*(one.config for one in seen))]), int(counts["+"] > 0)
 
 
-def both(made: Sequence[Environment], asked: Sequence[Cases], wanted: Sequence[str]) -> list[Look]:
+def sampled_moved(before: list[list[int]] | str | None, after: list[list[int]] | str | None) -> str:
+    """One line: whether GRPOTrainer samples the same tokens at the same seed, and the first that differs."""
+    if not isinstance(before, list) or not isinstance(after, list):
+        told = [f"{side}: {one}" for side, one in (("before", before), ("after", after)) if not isinstance(one, list)]
+        return f"sampled tokens: none to compare, {'; '.join(told)}"
+    different = [i for i, pair in enumerate(zip_longest(before, after)) if pair[0] != pair[1]]
+    if not different:
+        return f"sampled tokens: the same, {sum(map(len, before))} in {len(before)} completions of GRPOTrainer"
+    i = different[0]
+    one, two = (side[i] if i < len(side) else [] for side in (before, after))
+    at = next(j for j, pair in enumerate(zip_longest(one, two)) if pair[0] != pair[1])
+    tokens = [str(side[at]) if at < len(side) else "the end" for side in (one, two)]
+    return (
+        f"sampled tokens: {len(different)} of {max(len(before), len(after))} completions of GRPOTrainer differ, first "
+        f"in completion {i}, token {at}: {tokens[0]} -> {tokens[1]}"
+    )
+
+
+def both(
+    made: Sequence[Environment], asked: Sequence[Cases], wanted: Sequence[str], *, sampled: bool = False
+) -> list[Look]:
     """What each environment shows of its cases, the environments at the same time."""
 
     def one(environment: Environment, frozen: Cases) -> Look:
-        return look(environment, [case for _, case in frozen], wanted, config=True)
+        return look(environment, [case for _, case in frozen], wanted, config=True, sampled=sampled)
 
     with ThreadPoolExecutor(len(made)) as pool:
         return list(pool.map(one, made, asked))
@@ -129,7 +174,8 @@ def first_difference(
     Raises:
         UsageError: when nothing differs in the direction asked for; it says what does in the other.
     """
-    frozen, wanted = cases(), implementations(named, [package])
+    wanted = implementations(named, [package])
+    frozen = of([*cases(), *twins()], wanted)
     made = [Environment.of([f"{package}=={version}"], hold) for version in (older, newer)]
     found = both(made, [frozen, frozen], wanted)
     different = moved(*(side(one.rows, frozen) for one in found))

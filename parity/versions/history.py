@@ -165,7 +165,8 @@ def _judged(record: Record, specs: tuple[str, ...], bad: bool, found: Sequence[R
             plain, _ = of(found, case, record.reference)
             beside = "" if implementation == record.reference else f"reference {amount(plain)}, "
             parts.append(f"{name} {amount(own)} ({beside}definition {amount(exact)})")
-            factor = own / exact if own is not None and exact else None
+            if name == "gradient norm":
+                factor = own / exact if own is not None and exact else None
     return Finding(record, specs, bad, answer.verdict, right, "".join(f"; {part}" for part in parts), factor)
 
 

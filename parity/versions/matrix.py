@@ -19,6 +19,7 @@ from parity.case import Case
 from parity.errors import UsageError
 from parity.families import family
 from parity.families.policy_inputs import LOSS_TYPES
+from parity.session import FAILING
 from parity.versions.checks import Row
 from parity.versions.client import EnvironmentUnusable, cache_folder
 from parity.versions.compare import QUICK
@@ -46,12 +47,19 @@ class Cell:
     """An implementation on the cases of a column: the greatest headroom, or why there is none.
 
     `verdict`: disagree if any quantity did, agree if all judged ones did, else the last verdict; `headroom` None where
-    nothing was judged, or where a failure has no size; `worst`: the quantity that used most, or the message.
+    nothing was judged, or where a failure has no size; `worst`: the quantity that used most, or the message; `known`:
+    the ledger entries that its failures fall under, empty where one of them is new.
     """
 
     verdict: str
     headroom: float | None
     worst: str
+    known: tuple[str, ...] = ()
+
+    @property
+    def new(self) -> bool:
+        """Whether something failed that the ledger does not know."""
+        return self.verdict in FAILING and not self.known
 
 
 @dataclass(frozen=True)
@@ -144,7 +152,9 @@ def _line(package: str, version: str, asked: Mapping[str, Sequence[Case]], wante
 def _read(file: Path) -> Line | None:
     try:
         kept = json.loads(file.read_text())
-        cells = {(one, column): Cell(**value) for one, column, value in kept["cells"]}
+        cells = {
+            (one, column): Cell(**value | {"known": tuple(value["known"])}) for one, column, value in kept["cells"]
+        }
         return Line(kept["version"], kept["partners"], cells)
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -157,18 +167,27 @@ def cell(found: Sequence[Row], implementation: str, cases: Sequence[Case]) -> Ce
     judged = [
         r for r in mine if r["quantity"] is not None and r["verdict"] in ("agree", "disagree", "nondeterministic")
     ]
+    failing = [r.get("known") for r in mine if r["verdict"] in FAILING]
+    entries = {entry for entry in failing if entry}
+    known = tuple(sorted(entries)) if all(failing) else ()
     if crashed := next((r for r in mine if r["verdict"] == "crashed"), None):
-        return Cell("crashed", None, crashed["message"])
+        return Cell("crashed", None, crashed["message"], known)
     if not judged:
         last = mine[-1] if mine else {"verdict": "unsupported", "message": "not among the implementations there"}
         return Cell(last["verdict"], None, last["message"])
-    worst = max(judged, key=lambda r: (r["verdict"] != "agree", math.inf if r["headroom"] is None else r["headroom"]))
-    return Cell(worst["verdict"], worst["headroom"], worst["quantity"])
+    worst = max(judged, key=_badness)
+    return Cell(worst["verdict"], worst["headroom"], worst["quantity"], known)
+
+
+def _badness(row: Row) -> tuple[bool, bool, float]:
+    """New failures before known ones, and those before what agrees; then by headroom."""
+    failing = row["verdict"] != "agree"
+    return failing and not row.get("known"), failing, math.inf if row["headroom"] is None else row["headroom"]
 
 
 def exit_code(lines: Sequence[Line]) -> int:
-    """0, 1 when the newest release that could be judged is wrong somewhere, 3 when none could be judged."""
+    """0, 1 when the newest release that could be judged fails where the ledger knows of nothing, 3 when none could."""
     judged = [line for line in lines if any(c.verdict in ("agree", "disagree") for c in line.cells.values())]
     if not judged:
         return 3
-    return int(any(c.verdict in ("disagree", "crashed") for c in judged[-1].cells.values()))
+    return int(any(c.new for c in judged[-1].cells.values()))

@@ -19,7 +19,7 @@ BANDS = ((0.5, "easy", "green"), (1.0, "near", "yellow"), (10.0, "over", "red"),
 SHORT = {"refused": "refused", "unsupported": "–", "crashed": "crashed", "nondeterministic": "flaky"}
 LEGEND = (
     "headroom, the share of a gate that is used: above 1 is wrong; inf: a NaN, a missing gradient, or a value where the "
-    "mask implies 0; –: unsupported"
+    "mask implies 0; *: known, in the ledger; –: unsupported"
 )
 
 
@@ -27,6 +27,10 @@ def shown(cell: Cell | None) -> str:
     """A cell as it is printed."""
     if cell is None:
         return "–"
+    return _level(cell) + ("*" if cell.known else "")
+
+
+def _level(cell: Cell) -> str:
     if cell.verdict not in ("agree", "disagree"):
         return SHORT.get(cell.verdict, cell.verdict)
     level = cell.headroom
@@ -86,4 +90,10 @@ def write(package: str, name: str, lines: Sequence[Line], path: Path) -> None:
         legend=LEGEND,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        beside.write_text(page, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None

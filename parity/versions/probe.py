@@ -1,7 +1,7 @@
 """Cases through implementations inside an environment, as result rows: what history, bisect and compare look through.
 
 `python -m parity.versions.probe` reads a plan (JSON) from its standard input and prints one row a line, and the defaults
-of GRPOConfig where the plan asks for them; `look` is the caller's side.
+of GRPOConfig and the tokens that its trainer samples where the plan asks for them; `look` is the caller's side.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parity.case import Case
@@ -19,17 +19,20 @@ from parity.versions.environment import Environment
 from parity.worker import environment
 
 TIMEOUT = 600.0
-ROW, CONFIG = "parity-row ", "parity-config "
+ROW, CONFIG, SAMPLED = "parity-row ", "parity-config ", "parity-sampled "
 
 Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What a probe saw: result rows, and name -> default of the fields of GRPOConfig (empty if not asked for)."""
+    """What a probe saw: result rows; name -> default of the fields of GRPOConfig (empty if not asked for); and the token
+    ids of the completions that its trainer samples, or why there are none (None if not asked for).
+    """
 
     rows: list[Row]
     config: dict[str, Any]
+    sampled: list[list[int]] | str | None = None
 
 
 def rows(made: Environment, cases: Sequence[Case], implementations: Sequence[str]) -> list[Row]:
@@ -43,20 +46,28 @@ def look(
     implementations: Sequence[str],
     *,
     config: bool = False,
+    sampled: bool = False,
+    exactly: Mapping[str, Sequence[str]] | None = None,
     timeout: float = TIMEOUT,
 ) -> Look:
     """Every case through the named implementations and the references of its family, in the environment.
 
+    `exactly`: id of a case -> the implementations that it goes through, and no reference: what a search asks.
+    Failing rows carry the id of the ledger entry that they fall under, in `known`.
     On the CPU, one thread, without repeated calls and relations: the same cases, the same rows, wherever it runs.
     EnvironmentUnusable when the process dies or takes longer than `timeout` seconds; the message is its last line.
     """
     plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations), "config": config}
+    plan["sampled"] = sampled
+    plan["exactly"] = {case: list(ids) for case, ids in (exactly or {}).items()}
     done = _ran(made, json.dumps(plan), timeout)
     if done.returncode:
         last = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
         raise EnvironmentUnusable(f"environment {made.name}: {last}")
-    marked = {mark: [json.loads(line.removeprefix(mark)) for line in _lines(done, mark)] for mark in (ROW, CONFIG)}
-    return Look(marked[ROW], marked[CONFIG][0] if config else {})
+    marked = {
+        mark: [json.loads(line.removeprefix(mark)) for line in _lines(done, mark)] for mark in (ROW, CONFIG, SAMPLED)
+    }
+    return Look(marked[ROW], marked[CONFIG][0] if config else {}, marked[SAMPLED][0] if sampled else None)
 
 
 def _lines(done: subprocess.CompletedProcess[str], mark: str) -> list[str]:
@@ -73,25 +84,45 @@ def _ran(made: Environment, plan: str, timeout: float) -> subprocess.CompletedPr
 
 def main() -> int:
     """Runs the plan in this process."""
+    from parity import data
     from parity.implementations import select
+    from parity.ledger import Ledger
     from parity.run import run_case
+    from parity.session import FAILING
     from parity.worker import prepare
 
     prepare("cpu", threads=1)
     plan = json.load(sys.stdin)
+    ledger = Ledger.load(data.ledger_file())
     wanted = select(plan["implementations"])
+    references = [one for one in select(()) if one.role == "reference"]
     for raw in plan["cases"]:
         case = Case.from_json(raw)
-        references = [one for one in select(()) if one.role == "reference"]
         chosen = {one.id: one for one in (*references, *wanted) if one.family == case.family}
+        if only := plan["exactly"].get(case.id):
+            chosen = {name: one for name, one in chosen.items() if name in only}
         for row in run_case(case, chosen.values(), "cpu", thorough=False):
+            if row["verdict"] in FAILING:
+                row["known"] = ledger.match(row, case)
             _print(ROW, row)
     if plan["config"]:
         _print(CONFIG, _config())
+    if plan["sampled"]:
+        _print(SAMPLED, _sampled())
     return 0
 
 
-def _print(mark: str, content: dict[str, Any]) -> None:
+def _sampled() -> list[list[int]] | str:
+    """The sampled tokens; a release that cannot build its own trainer here is no reason to lose the rows."""
+    from parity.trainers import sampled
+
+    try:
+        return sampled.tokens()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _print(mark: str, content: Any) -> None:
     sys.stdout.write(f"\n{mark}{json.dumps(content, allow_nan=False)}\n")
     sys.stdout.flush()
 

@@ -127,12 +127,15 @@ def _read(kept: Path) -> Lock | None:
 def save_json(path: Path, content: object) -> None:
     """Writes strict JSON so that a reader sees the old file or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+    left = memoryview(json.dumps(content, indent=1, allow_nan=False).encode())
+    # Unbuffered: what a full disk refuses must show here, while there is still somebody to remove the file.
+    with tempfile.NamedTemporaryFile("wb", buffering=0, dir=path.parent, suffix=".tmp", delete=False) as file:
         try:
-            file.write(json.dumps(content, indent=1, allow_nan=False))
-        except BaseException:
+            while left:
+                left = left[file.write(left) :]
+        except OSError as error:
             Path(file.name).unlink()
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from None
     Path(file.name).replace(path)
 
 
