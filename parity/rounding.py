@@ -122,6 +122,10 @@ class _Noise:
         return out.view(x.shape).to(x.device)
 
 
+MANY = 1024
+"""Terms of a sum from which on equal ones are counted."""
+
+
 class MonteCarlo(TorchDispatchMode):
     """Perturb every rounded operation of a float64 computation, forward and backward, as a `Recipe` would round it.
 
@@ -165,7 +169,7 @@ class MonteCarlo(TorchDispatchMode):
             lse = (args[0] - out).nan_to_num_(0.0, 0.0, 0.0).abs_().amax(args[1], keepdim=True) * self._shifted(out)
             # torch's CPU kernel rounds Σ exp and its logarithm to the dtype of the logits
             top = out.amax(args[1], keepdim=True).nan_to_num_(0.0, 0.0, 0.0).abs_()
-            walk = out.shape[args[1]] ** 0.5 / 4  # lanes or blocks of it are summed in order
+            walk = self._walk(out, args[1])
             scale = self.u_sum * (2 * lse + walk) + self.u_softmax * (1 + top)
             return self.rounded(out + self.scattered(scale, out), self.recipe.softmax)
         if name == "_log_softmax_backward_data":
@@ -182,6 +186,18 @@ class MonteCarlo(TorchDispatchMode):
         if name == "exp":  # finite in float64, but not in the recipe's dtype: the ratio of a token that is far off
             return self.rounded(torch.where(out > self.largest_exp, torch.inf, out))
         return self.rounded(out)
+
+    @staticmethod
+    def _walk(out: torch.Tensor, dim: int) -> torch.Tensor | float:
+        """What summing exp(out) along `dim` in a few lanes costs, in u: √V/4, a random walk, and m/64 for m equal terms.
+
+        Equal terms (logits that a softcap saturates) round the same way at every addition: a lane of n of them is off
+        by up to n·u/4, and a vector unit has sixteen or so. It matters from a thousand terms on.
+        """
+        walk = float(out.shape[dim] ** 0.5 / 4)
+        if out.shape[dim] < MANY:
+            return walk
+        return walk + (out >= out.amax(dim, keepdim=True) - 2.0**-12).sum(dim, keepdim=True) / 64
 
     def _shifted(self, out: torch.Tensor) -> torch.Tensor:
         """√2 in half of the replicas and 0 in the others, (R, 1, …): two honest ways to a log-softmax.

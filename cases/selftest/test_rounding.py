@@ -268,3 +268,16 @@ def test_a_recipe_names_what_it_moves():
     assert recipe.resolve("bf16").describe() == "logits=bf16 accumulate=bf16"
     assert recipe.resolve("fp32") == Recipe()
     assert Recipe().describe() == "fp32"
+
+
+def test_equal_terms_of_a_sum_round_the_same_way():
+    """A saturated softcap: a hundred thousand logits of ±1, whose exponentials float32 sums with a drift, not a walk."""
+    found = []
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        z = torch.where(torch.rand(1, 131073, generator=generator) > 0.5, 1.0, -1.0).double()
+        exact = torch.log_softmax(z, -1)
+        real = (torch.log_softmax(z.float(), -1).double() - exact).abs().max()
+        spread = torch.stack([under_seed(k, lambda v: torch.log_softmax(v, -1), z) - exact for k in range(8)])
+        found.append(float(real / spread.abs().amax((1, 2)).square().mean().sqrt()))
+    assert 0.05 < max(found) < 2
