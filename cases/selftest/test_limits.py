@@ -60,7 +60,7 @@ def test_an_error_that_is_not_reached_says_how_many_cases_catch_one_percent():
 
 def test_the_pooled_slope_is_the_floor_where_slopes_are_alike():
     own = [found(1e-3)] * 40
-    assert table.pooled(own, 40) == pytest.approx(2.0**-20 + 1e-9)
+    assert table.pooled(own, 40) == pytest.approx(2.0**-21 + 1e-9)
     assert table.pooled(own[:1], 40) == NEVER
 
 

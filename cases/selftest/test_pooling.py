@@ -9,7 +9,7 @@ import pytest
 from parity.pooling import POOL_FLOOR, POOL_MINIMUM, mean_slope, pooled
 
 
-def rows(scale: float, count: int = 100, dtype: str = "fp32", noise: float = 1e-4, loud: int = 5):
+def rows(scale: float, count: int = 100, dtype: str = "fp32", noise: float = 1e-4, loud: int = 5, device="cpu"):
     """Agreeing rows with slopes of `scale` plus noise within their unit; a few of them are nothing but noise."""
     rng = random.Random(3)
     for k in range(count):
@@ -20,6 +20,7 @@ def rows(scale: float, count: int = 100, dtype: str = "fp32", noise: float = 1e-
             "family": "logprobs",
             "quantity": "grad_weight",
             "dtype": dtype,
+            "device": device,
             "verdict": "agree",
             "slope": slope,
             "gates": {"slope": abs(slope) / (6 * unit)},
@@ -45,6 +46,10 @@ def test_a_bias_below_the_floor_is_rounding():
     small = POOL_FLOOR["bf16"] / 2
     (row,) = pooled(list(rows(small, dtype="bf16", noise=1e-6)))
     assert row["verdict"] == "agree"
+    large = 3 * POOL_FLOOR["bf16"]
+    for device, verdict in (("cpu", "disagree"), ("cuda", "agree")):
+        (row,) = pooled(list(rows(large, dtype="bf16", noise=1e-6, device=device)))
+        assert row["verdict"] == verdict, device
 
 
 def test_too_few_cases_are_not_pooled():
