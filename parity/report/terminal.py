@@ -77,11 +77,12 @@ def _table(family: str, lines: Sequence[Line], console: Console) -> None:
     console.print(Text(f"{family} · {', '.join(devices)}", style="bold"))
     table = _numbers(shown, longest if beside else 0)
     for name, found in groups.items():
-        if beside and len(found) > 1 and all(line.verdict == "unsupported" for line in found):
+        nothing = len(found) > 1 and all(line.verdict == "unsupported" for line in found)
+        if nothing:
             cells = [f"{sum(f(line.counts) for line in found):,}" for f in shown.values()]
-            table.add_row(Text(name), "all", *cells, "", "", Text("unsupported", style=COLOURS.get("unsupported", "")))
-            continue
-        for k, line in enumerate(found):
+            verdict = Text("unsupported", style=COLOURS.get("unsupported", ""))
+            table.add_row(Text(name if beside else ""), "all", *cells, "", "", verdict)
+        for k, line in enumerate([] if nothing else found):
             cells = [f"{f(line.counts):,}" for f in shown.values()]
             verdict = Text(wording.line_verdict(line, ids=False), style=COLOURS.get(line.verdict, "bold red"))
             first = name if beside and k == 0 else ""
