@@ -15,7 +15,7 @@ from typing import Any
 from parity import data, pool, trainers
 from parity.case import Case
 from parity.errors import UsageError
-from parity.families import NAMES, family
+from parity.families import NAMES, defaults, family
 from parity.header import header, resolve_device
 from parity.implementations import load, select
 from parity.ledger import Ledger
@@ -150,7 +150,7 @@ def execute(options: Options, progress: Any) -> Result:
     run_id = secrets.token_hex(4)
     head = header(run_id, device, options.profile, seed)
     every = (*NAMES, *trainers.names())
-    head["header"]["dimensions"] = {n: {k: s.default for k, s in family(n).settings.items()} for n in every}
+    head["header"]["dimensions"] = {n: defaults(family(n).settings) for n in every}
     rows: list[Row] = []
     verdicts: dict[str, bool | None] = {}
     lost: list[str] = []

@@ -13,12 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from parity.audit.answers import ANSWERS
+from parity.audit.answers import ANSWERS, FINDINGS
+from parity.audit.command import AGREE, NEW, NOTHING
 from parity.audit.table import COLOURS
 from parity.report.markdown import code, escape
-
-AGREE, NEW, NOTHING = 0, 1, 3
-FINDINGS = ("ignored", "wrong", "crashed")
 
 Row = Mapping[str, Any]
 

@@ -29,6 +29,11 @@ class Setting:
     choices: tuple[Any, ...] | None = None
 
 
+def defaults(settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """Name -> default of every setting."""
+    return {name: setting.default for name, setting in settings.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """The tensors of a case, given alike to oracle, reference and candidate.

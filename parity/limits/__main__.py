@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -30,16 +31,15 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="folder for detection-limit-*.svg")
     parser.add_argument("--read", type=Path, nargs="+", help="rows of earlier runs instead of measuring, all families")
     options = parser.parse_args()
-    found: list[Found] = [Found(**json.loads(row)) for f in options.read or () for row in f.read_text().splitlines()]
-    begun = time.process_time()
-    for name in () if options.read else options.family or FAMILIES:
-        for dtype in DTYPES:
+    found = [Found(**json.loads(row)) for file in options.read or () for row in file.read_text().splitlines()]
+    if not options.read:
+        begun = time.process_time()
+        for name, dtype in itertools.product(options.family or FAMILIES, DTYPES):
             for case in drawn(name, dtype, options.cases, options.seed):
                 bench = Bench.of(case)
                 for kind in list(LOGITS)[: 1 if dtype == "fp32" else None]:
                     found += measure(name, dtype, kind, bench)
             print(f"{name} {dtype}: {time.process_time() - begun:.0f} CPU-seconds so far", file=sys.stderr, flush=True)
-    if not options.read:
         options.rows.parent.mkdir(parents=True, exist_ok=True)
         with options.rows.open("w") as file:
             for one in found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.rule import Rule
@@ -77,17 +77,8 @@ def _table(family: str, lines: Sequence[Line], console: Console) -> None:
     console.print(Text(f"{family} · {', '.join(devices)}", style="bold"))
     table = _numbers(shown, longest if beside else 0)
     for name, found in groups.items():
-        nothing = len(found) > 1 and all(line.verdict == "unsupported" for line in found)
-        if nothing:
-            cells = [f"{sum(f(line.counts) for line in found):,}" for f in shown.values()]
-            verdict = Text("unsupported", style=COLOURS.get("unsupported", ""))
-            table.add_row(Text(name if beside else ""), "all", *cells, "", "", verdict)
-        for k, line in enumerate([] if nothing else found):
-            cells = [f"{f(line.counts):,}" for f in shown.values()]
-            verdict = Text(wording.line_verdict(line, ids=False), style=COLOURS.get(line.verdict, "bold red"))
-            first = name if beside and k == 0 else ""
-            at = Text(wording.at(line.worst))
-            table.add_row(Text(first), line.dtype, *cells, wording.line_headroom(line), at, verdict)
+        for k, cells in enumerate(_cells(found, list(shown.values()))):
+            table.add_row(Text(name if beside and k == 0 else ""), *cells)
         if not beside:
             say(console, name)
             console.print(table)
@@ -102,6 +93,18 @@ def _table(family: str, lines: Sequence[Line], console: Console) -> None:
     )
     for name, reason in idle:
         say(console, f"  {name}: {reason}", "dim")
+
+
+def _cells(found: Sequence[Line], counters: Sequence[Callable[[Counts], int]]) -> Iterator[list[str | Text]]:
+    """What stands beside an implementation's name, a row for each dtype; one row where nothing could run in any."""
+    if len(found) > 1 and all(line.verdict == "unsupported" for line in found):
+        totals = [f"{sum(f(line.counts) for line in found):,}" for f in counters]
+        yield ["all", *totals, "", "", Text("unsupported", style=COLOURS.get("unsupported", ""))]
+        return
+    for line in found:
+        verdict = Text(wording.line_verdict(line, ids=False), style=COLOURS.get(line.verdict, "bold red"))
+        counts = [f"{f(line.counts):,}" for f in counters]
+        yield [line.dtype, *counts, wording.line_headroom(line), Text(wording.at(line.worst)), verdict]
 
 
 def _numbers(counters: Iterable[str], longest: int, header: bool = True) -> Table:

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from parity.case import Case, hashes
 from parity.errors import Unsupported
-from parity.families import Inputs, Setting
+from parity.families import Inputs, Setting, defaults
 from parity.families import family as loss_family
 from parity.rounding import exact_mark
 from parity.trainers import drive, recorded, twin_runs, windows
 from parity.trainers.check import Cell, Result, check, holds, reported
 from parity.trainers.exact import Double, Step
 from parity.trainers.gradients import gradients
-from parity.trainers.twins import SETTINGS
+from parity.trainers.twins import SETTINGS, plain_twin
 from parity.trainers.windows import Sequences
 
 STEPS, ITERATIONS = 4, 2
@@ -116,9 +116,7 @@ def same_rollouts(cell: Cell) -> Iterator[Result]:
 
 
 def _settings(cell: Cell) -> SimpleNamespace:
-    plain = {name: setting.default for name, setting in SETTINGS.items()}
-    given = {n: v for n, v in vars(cell.settings).items() if n in plain}
-    return SimpleNamespace(**{**plain, **given})
+    return plain_twin(**{n: v for n, v in vars(cell.settings).items() if n in SETTINGS})
 
 
 def _once(cell: Cell) -> None:
@@ -285,7 +283,7 @@ def _definition(
     """
     fam = loss_family("policy")
     temperature = SAMPLING[cell.settings.sampling]["temperature"]
-    settings = {name: setting.default for name, setting in fam.settings.items()} | windows.head_settings(model)
+    settings = defaults(fam.settings) | windows.head_settings(model)
     settings |= {"loss_type": s.loss, "beta": s.beta, "temperature": temperature}
     with torch.no_grad(), Double():
         tensors = windows.policy_tensors(window, model)

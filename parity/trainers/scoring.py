@@ -19,7 +19,7 @@ from torch import Tensor
 from parity.case import DTYPES, Case, normal
 from parity.errors import Unsupported
 from parity.evaluate import exact as by_oracle
-from parity.families import Inputs, Setting
+from parity.families import Inputs, Setting, defaults
 from parity.families import family as loss_family
 from parity.judge import Judgement, judge
 from parity.rounding import Recipe
@@ -181,7 +181,7 @@ def _judged(bench: Bench, name: str, recipe: Recipe, value: Tensor) -> Judgement
 def _inputs(model: Any, batch: Batch, s: Any, hidden: Tensor) -> Inputs:
     fam = loss_family("logprobs")
     head = model.get_output_embeddings()
-    settings = {name: setting.default for name, setting in fam.settings.items()} | windows.head_settings(model)
+    settings = defaults(fam.settings) | windows.head_settings(model)
     settings |= {"temperature": TEMPERATURE, "entropy": "value", "B": 1, "T": len(hidden), "H": hidden.shape[-1]}
     settings["V"] = head.weight.shape[0]
     ids = batch.ids[:, -batch.scored.shape[1] :][batch.scored]

@@ -18,7 +18,7 @@ from parity.trainers.check import Cell, Result, check, holds
 from parity.trainers.exact import Step
 from parity.trainers.gradients import gradients
 from parity.trainers.ranks import Plan, Rank
-from parity.trainers.twins import SETTINGS, SPLIT, by_definition
+from parity.trainers.twins import SPLIT, by_definition, plain_twin
 from parity.trainers.windows import Row
 
 LOSS = "dapo"
@@ -142,5 +142,4 @@ def _can_be_bare(trainer: str) -> bool:
 
 def _settings(trainer: str) -> SimpleNamespace:
     """A window of eight in two processes, accumulated where accumulating is not itself a finding."""
-    plain = {name: setting.default for name, setting in SETTINGS.items()}
-    return SimpleNamespace(**{**plain, "loss": LOSS, "split": "4x1" if trainer in SPLIT else "2x2"})
+    return plain_twin(loss=LOSS, split="4x1" if trainer in SPLIT else "2x2")

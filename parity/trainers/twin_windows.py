@@ -18,7 +18,7 @@ from parity.trainers import models, recorded, twin_runs, windows
 from parity.trainers.check import Cell, Result, check, holds, judged
 from parity.trainers.exact import Step
 from parity.trainers.gradients import gradients
-from parity.trainers.twins import LOSSES, SETTINGS, by_definition
+from parity.trainers.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.windows import Row
 
 KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "generation")
@@ -51,9 +51,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
 )
 def beyond_one_window(cell: Cell) -> Iterator[Result]:
     """Evaluation, incomplete windows, second steps and resumed runs follow the same definition."""
-    plain = {name: setting.default for name, setting in SETTINGS.items()}
-    s = SimpleNamespace(**{**plain, "loss": cell.settings.loss})
-    yield from RUNS[cell.settings.kind](cell.case.family, s)
+    yield from RUNS[cell.settings.kind](cell.case.family, plain_twin(loss=cell.settings.loss))
 
 
 def _evaluation(trainer: str, s: SimpleNamespace) -> Iterator[Result]:

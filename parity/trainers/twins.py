@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from parity.families import Setting
+from parity.families import Setting, defaults
 from parity.trainers import drive, parting, recorded, twin_runs, windows
 from parity.trainers.check import Cell, Result, check, holds, judged
 from parity.trainers.exact import AutocastRounding, Step, StepRounding
@@ -37,6 +37,12 @@ SETTINGS = {
     "tools": Setting(False, "some completion tokens are a tool's, GRPO only", (False, True)),
     "precision": Setting("fp32", "float32, or autocast to bfloat16", ("fp32", "autocast")),
 }
+
+
+def plain_twin(**given: Any) -> SimpleNamespace:
+    """The settings of a twin that differs in nothing but what is given."""
+    return SimpleNamespace(**defaults(SETTINGS) | given)
+
 
 ACCUMULATED: dict[str, tuple[Mapping[str, Any], ...]] = {
     "grpo-trainer": ({"loss": "dapo", "beta": 0.04}, {"loss": "grpo"}),

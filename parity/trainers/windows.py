@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from parity.case import Case, normal
-from parity.families import Inputs
+from parity.families import Inputs, defaults
 from parity.families import family as loss_family
 from parity.families.divergence import divergence
 from parity.rounding import exact_mark
@@ -195,8 +195,7 @@ def grpo(
 ) -> Tensor:
     """Family `policy` on the model's hidden states and head, the window as one batch; `own`: token ids -> tool mask."""
     fam = loss_family("policy")
-    defaults = {name: s.default for name, s in fam.settings.items()}
-    s = SimpleNamespace(**{**defaults, **head_settings(model), **settings})
+    s = SimpleNamespace(**{**defaults(fam.settings), **head_settings(model), **settings})
     tensors = policy_tensors(window, model)
     if s.beta != 0.0:
         with torch.no_grad():
