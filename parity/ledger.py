@@ -22,14 +22,15 @@ from parity.errors import UsageError
 from parity.families import family
 
 _REQUIRED = ("id", "family", "implementations", "quantities", "reason", "date", "case")
-_KNOWN = {*_REQUIRED, "link", "settings", "dtypes", "devices", "verdicts", "versions", "class", "gates"}
+_KNOWN = {*_REQUIRED, "link", "settings", "dtypes", "devices", "verdicts", "versions", "variants", "class", "gates"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A known finding. Scope fields that are empty hold for everything; `family` may be a pattern ("*-trainer").
 
-    `settings` maps a setting or feature to a value, a list of values, or a table with `min`, `max` or `not`.
+    `settings` maps a setting or feature to a value, a list of values, or a table with `min`, `max` or `not`. `variants`
+    are names of definitions other than the oracle's: a row is inside when one of them explains all that failed with it.
     """
 
     id: str
@@ -46,6 +47,7 @@ class Entry:
     verdicts: tuple[str, ...] = ("disagree",)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gates: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
 
     def covers_implementation(self, implementation: str) -> bool:
         """Whether the entry names this implementation."""
@@ -71,6 +73,7 @@ class Entry:
             and (not self.dtypes or row["dtype"] in self.dtypes)
             and (not self.devices or row["device"] in self.devices)
             and (not self.gates or row["gate"] in self.gates)
+            and (not self.variants or row.get("variant") in self.variants)
             and all(_holds(facts.get(name), wanted) for name, wanted in self.settings.items())
             and self.in_force()
         )

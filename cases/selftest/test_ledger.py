@@ -46,6 +46,16 @@ def test_scope(ledger):
     assert loaded.match(row(), family("logprobs").case(1, "fp32", {"bias": "banned", "V": 4})) is None
 
 
+def test_a_scope_of_variants_holds_what_they_explain(ledger):
+    ledger.write_text(ENTRY.replace('quantities = ["grad_*"]', 'quantities = ["grad_*"]\nvariants = ["capped KL"]'))
+    loaded = Ledger.load(ledger)
+    case = family("logprobs").case(1, "fp32", {"bias": "banned", "V": 9})
+    assert loaded.match(row(variant="capped KL"), case) == "x"
+    assert loaded.match(row(variant="exchanged mixture"), case) is None
+    assert loaded.match(row(variant=None), case) is None
+    assert loaded.match(row(), case) is None
+
+
 def test_stale(ledger):
     (entry,) = Ledger.load(ledger).entries
     assert stale(entry, [row()]) is False

@@ -1,5 +1,6 @@
 """The policy oracle against the definitions written out in 50 digits: value, metrics and gradient."""
 
+import dataclasses
 import random
 
 import mpmath as mp
@@ -13,6 +14,7 @@ from parity.honest.written_out import Policy, Values
 from parity.rounding import exact_mark
 
 FAMILY = family("policy")
+E = float(mp.e)
 CHOICES = {
     "importance_sampling_level": ["token", "sequence"],
     "epsilon": [0.2, 0.05],
@@ -153,8 +155,7 @@ def loss_of(x, **settings):
 
 def test_on_paper():
     """Both tokens have log-prob -log 2; the ratios are e and 1/e, the advantage 2."""
-    e = float(mp.e)
-    x = by_hand()
+    e, x = E, by_hand()
     assert loss_of(x) == pytest.approx(-(1.2 * 2 + 2 / e) / 2)
     assert loss_of(x, delta=1.1) == pytest.approx(-(1.1 * 2 + 2 / e) / 2)
     assert loss_of(x, delta=None, loss_type="luspo") == pytest.approx(-(1.2 * 2 + 2 / e))
@@ -165,3 +166,30 @@ def test_on_paper():
     assert loss_of(x) == pytest.approx(-2.0), "the mean log-ratio is 0"
     x = by_hand().replace(advantages=torch.tensor([-2.0]))
     assert loss_of(x) == pytest.approx((e * 2 + 0.8 * 2) / 2), "a negative advantage is not clipped from above"
+
+
+@pytest.mark.parametrize(
+    ("log_r", "ratio", "definition", "capped", "slope"),
+    [
+        (2.0, 1.0, E**2 - 3, E**2 - 3, -2.0),
+        (3.0, 1.0, E**3 - 4, 10.0, 0.0),
+        (-12.0, 1.0, 11 + E**-12, 10.0, 0.0),
+        (-10.0, 1.0, 9 + E**-10, 9 + E**-10, 10.0),
+        (1.0, 20.0, 20 * (E - 2), 10.0, 0.0),
+        (25.0, 1e-9, 1e-9 * (E**25 - 26), 1e-9 * (E**20 - 21), 1e-9 * (E**20 - 21)),
+    ],
+)
+def test_capped_kl_on_paper(log_r, ratio, definition, capped, slope):
+    """One token of log-prob -log 2 and advantage 0: the loss is the KL term k3·w, its slope k3·w - (e^log_r - 1)·w."""
+    half = -float(mp.log(2))
+    x = by_hand(beta=1.0, use_bias_correction_kl=True).replace(
+        mask=torch.tensor([[1.0, 0.0]]),
+        advantages=torch.zeros(1),
+        ref_logps=torch.tensor([[half + log_r, 0.0]], dtype=torch.float64),
+        old_logps=torch.tensor([[half - float(mp.log(ratio)), 0.0]], dtype=torch.float64),
+    )
+    variant = dataclasses.replace(FAMILY, oracle=FAMILY.variants["capped KL"])
+    found = exact(variant, x)
+    assert loss_of(x) == pytest.approx(definition)
+    assert float(found["loss"]) == pytest.approx(capped)
+    assert float(found["_slope"][0, 0]) == pytest.approx(slope)

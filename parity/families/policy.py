@@ -21,10 +21,16 @@ from parity.rounding import Mark
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 WINDOW_NORMALISED = ("dapo", "cispo", "vespo")
+KL_CAP, KL_LOG_RATIO_CAP = 10.0, 20.0
+"""Of the variant "capped KL", nats a token: the KL term and |lp_ref - lp|."""
 
 
 def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
     """The loss of one micro-batch, (…), and its metrics; `_logps` and `_terms` are (…, B, T)."""
+    return _losses(x, mark, divergence)
+
+
+def _losses(x: Inputs, mark: Mark, measure: Any) -> dict[str, torch.Tensor]:
     s = x.settings
     z = head.logits(x, mark)
     all_logps = torch.log_softmax(z, -1)
@@ -51,10 +57,7 @@ def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
         l = l * x.importance_sampling_ratio
     kl = None
     if s.beta != 0.0:
-        log_r = torch.where(x.mask.bool(), x.ref_logps - lp, 0.0)
-        kl = log_r.exp() - log_r - 1
-        if s.use_bias_correction_kl:
-            kl = kl * w
+        kl = measure(torch.where(x.mask.bool(), x.ref_logps - lp, 0.0), w if s.use_bias_correction_kl else None)
         l = l + s.beta * kl
     l = l.expand(lp.shape)
     loss, terms = aggregate(s, l, mask, float(x.num_items_in_batch))
@@ -64,6 +67,24 @@ def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
         terms = terms - s.entropy_coef * entropy * share
         loss = loss - s.entropy_coef * (entropy * share).sum((-2, -1))
     return {"loss": loss, "_logps": lp, "_terms": terms} | metrics(s, w, advantages, mask, kl, entropy)
+
+
+def divergence(log_r: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+    """k3 of each token, exp(log r) - log r - 1 with log r = lp_ref - lp; times w where its bias is corrected."""
+    kl = log_r.exp() - log_r - 1
+    return kl if w is None else kl * w
+
+
+def _capped_divergence(log_r: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+    return divergence(log_r.clamp(-KL_LOG_RATIO_CAP, KL_LOG_RATIO_CAP), w).clamp(max=KL_CAP)
+
+
+def capped_kl(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
+    """The loss with |log r| capped at 20 before k3 and the KL term at 10 after its bias correction, as Unsloth has it.
+
+    A token at the cap (log r above 2.6 or below -11 where nothing is corrected) has no gradient from its KL term.
+    """
+    return _losses(x, mark, _capped_divergence)
 
 
 def _mean(values: torch.Tensor, mask: torch.Tensor, keepdim: bool = False) -> torch.Tensor:
@@ -296,6 +317,7 @@ FAMILY: Family = Family(
     exact=frozenset({"clip_ratio", "clip_low", "clip_high"}),
     zeros=zeros,
     features=features,
+    variants={"capped KL": capped_kl},
     demands=demands,
     required=("hidden", "weight", "ids", "mask", "advantages"),
     relations={
