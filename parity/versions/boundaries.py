@@ -18,7 +18,7 @@ from parity.versions.bisect import Find, Found, Measurement, bisect
 from parity.versions.client import EnvironmentUnusable, cache_folder
 from parity.versions.environment import Environment
 from parity.versions.history import MISSED, RECALLED, UNUSABLE, Record, distinct
-from parity.versions.probe import TIMEOUT, look
+from parity.versions.probe import CPU_LIMIT, look
 from parity.versions.releases import releases
 from parity.versions.resolve import save_json
 
@@ -192,7 +192,7 @@ def answers(asked: Question, records: Sequence[Record]) -> list[Measurement]:
         exactly: dict[str, list[str]] = {}
         for record in records:
             exactly.setdefault(record.check.case.id, []).append(record.check.implementation)
-        rows = look(made, cases, implementations, exactly=exactly, timeout=TIMEOUT * len(cases)).rows
+        rows = look(made, cases, implementations, exactly=exactly, cpu_limit=CPU_LIMIT * len(cases)).rows
     except EnvironmentUnusable as error:
         if len(records) == 1:
             return [Measurement("unsupported", message=str(error))]

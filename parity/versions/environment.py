@@ -17,9 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import parity
-from parity.versions import build
+from parity.versions import build, limited
 from parity.versions.client import EnvironmentUnusable, cache_root
 from parity.versions.resolve import PARTNERS, RECIPES, Lock, lock
 from parity.versions.spec import Spec, SpecError, parse_all
@@ -89,12 +90,13 @@ class Environment:
         cwd: Path | None = None,
         capture: bool = False,
         stdin: str | None = None,
-        timeout: float | None = None,
+        cpu_limit: float | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command in it, `parity` importable and PYTHONPATH otherwise empty: `run(["python", "-m", "parity"])`.
 
         Its scripts come first on PATH. `settings` are added to the process environment, `stdin` is what it reads.
-        Nothing is checked: the caller reads `returncode`. subprocess.TimeoutExpired after `timeout` seconds.
+        Nothing is checked: the caller reads `returncode`. `cpu_limit`: seconds of CPU time, of it and its children
+        together; LimitExceeded beyond them, or after `limited.BACKSTOP` times as many on the clock.
         """
         variables = build.clean(os.environ)
         path = os.pathsep.join([str(self.root / "bin"), variables.get("PATH", os.defpath)])
@@ -102,17 +104,15 @@ class Environment:
         with build.claim(self.root, shared=True):
             if not self.python.exists():
                 raise EnvironmentUnusable(f"environment {self.name} was removed meanwhile; ask for it again")
-            return subprocess.run(
-                list(argv),
-                env={**variables, **_settings(self.versions), **own, **(settings or {})},
-                cwd=cwd,
-                capture_output=capture,
-                input=stdin,
-                text=True,
-                errors="replace",
-                timeout=timeout,
-                check=False,
-            )
+            how: dict[str, Any] = {
+                "env": {**variables, **_settings(self.versions), **own, **(settings or {})},
+                "cwd": cwd,
+                "errors": "replace",
+            }
+            if cpu_limit is None:
+                return subprocess.run(list(argv), capture_output=capture, input=stdin, text=True, check=False, **how)
+            pipe = subprocess.PIPE if capture else None
+            return limited.run(argv, cpu=cpu_limit, stdin=stdin, stdout=pipe, stderr=pipe, **how)
 
 
 def environments_root() -> Path:

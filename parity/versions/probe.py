@@ -16,9 +16,11 @@ from typing import Any
 from parity.case import Case
 from parity.versions.client import EnvironmentUnusable, one_line
 from parity.versions.environment import Environment
+from parity.versions.limited import LimitExceeded
 from parity.worker import environment
 
-TIMEOUT = 600.0
+CPU_LIMIT = 600.0
+"""Seconds of CPU time of a probe, its children included; on the clock `limited.BACKSTOP` times as many."""
 ROW, CONFIG, SAMPLED = "parity-row ", "parity-config ", "parity-sampled "
 
 Row = dict[str, Any]
@@ -48,19 +50,20 @@ def look(
     config: bool = False,
     sampled: bool = False,
     exactly: Mapping[str, Sequence[str]] | None = None,
-    timeout: float = TIMEOUT,
+    cpu_limit: float = CPU_LIMIT,
 ) -> Look:
     """Every case through the named implementations and the references of its family, in the environment.
 
     `exactly`: id of a case -> the implementations that it goes through, and no reference: what a search asks.
     Failing rows carry the id of the ledger entry that they fall under, in `known`.
     On the CPU, one thread, without repeated calls and relations: the same cases, the same rows, wherever it runs.
-    EnvironmentUnusable when the process dies or takes longer than `timeout` seconds; the message is its last line.
+    EnvironmentUnusable when the process dies, with its last line, or is ended: after `cpu_limit` seconds of CPU time, or
+    `limited.BACKSTOP` times as many on the clock; the message says which.
     """
     plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations), "config": config}
     plan["sampled"] = sampled
     plan["exactly"] = {case: list(ids) for case, ids in (exactly or {}).items()}
-    done = _ran(made, json.dumps(plan), timeout)
+    done = _ran(made, json.dumps(plan), cpu_limit)
     if done.returncode:
         last = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
         raise EnvironmentUnusable(f"environment {made.name}: {last}")
@@ -74,12 +77,12 @@ def _lines(done: subprocess.CompletedProcess[str], mark: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(mark)]
 
 
-def _ran(made: Environment, plan: str, timeout: float) -> subprocess.CompletedProcess[str]:
+def _ran(made: Environment, plan: str, cpu_limit: float) -> subprocess.CompletedProcess[str]:
     command = ["python", "-W", "ignore", "-m", "parity.versions.probe"]
     try:
-        return made.run(command, settings=environment("cpu", 1), capture=True, stdin=plan, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise EnvironmentUnusable(f"environment {made.name}: no answer in {timeout:.0f} s") from None
+        return made.run(command, settings=environment("cpu", 1), capture=True, stdin=plan, cpu_limit=cpu_limit)
+    except LimitExceeded as error:
+        raise EnvironmentUnusable(f"environment {made.name}: {error}") from None
 
 
 def main() -> int:
