@@ -36,6 +36,7 @@ class Recipe:
         matmul_backward: the same for the backward products.
         logits: dtype in which logits (or a tile of them) are stored.
         dlogits: dtype in which the gradient of the logits is stored.
+        teacher: dtype in which a teacher's logits are stored, where it is not that of `logits`, or None.
         elementwise: dtype in which every elementwise operation rounds its result.
         softmax: dtype of the log-softmax over the vocabulary, as stored and as read again by its backward.
         accumulate: dtype in which partial gradients are summed across chunks.
@@ -51,6 +52,7 @@ class Recipe:
     matmul_backward: str = "ieee"
     logits: str = "fp32"
     dlogits: str = "fp32"
+    teacher: str | None = None
     elementwise: str = "fp32"
     softmax: str = "fp32"
     accumulate: str = "fp32"
@@ -351,16 +353,18 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
 
     An oracle calls `mark("parameter", x)` on hidden states, weight and bias before use, `mark("states", x)` on what a
     model stores in its own dtype whatever the implementation, `mark("logits", z)` on logits as a matrix product or
-    a bias addition leaves them, and `mark("selected", logps, size)` on the selected log-probs, with `size()` the root of
-    the sum of squares of the products that make the selected logit, and `mark("entropy", h, size, along)` on an
-    entropy, with `size()` the terms of logsumexp(z) - E[z], as which it may be computed, and `along()` a function of the
-    logits along whose gradient the rounding of E[z] enters the entropy's gradient.
+    a bias addition leaves them, `mark("teacher", z)` on a teacher's, `mark("selected", logps, size)` on the selected
+    log-probs, with `size()` the root of the sum of squares of the products that make the selected logit, and
+    `mark("entropy", h, size, along)` on an entropy, with `size()` the terms of logsumexp(z) - E[z], as which it may be
+    computed, and `along()` a function of the logits along whose gradient the rounding of E[z] enters the entropy's
+    gradient.
     """
     recipe = mode.recipe
     table = {
         "parameter": (recipe.inputs, recipe.inputs),
         "states": (mode.dtype, mode.dtype),
         "logits": (recipe.logits, recipe.dlogits),
+        "teacher": (recipe.teacher or recipe.logits, recipe.dlogits),
     }
 
     def mark(

@@ -80,7 +80,7 @@ def teacher_logits(x: Inputs, mark: Mark, vocabulary: int) -> torch.Tensor:
     bias = None if x.teacher_bias is None else x.teacher_bias[..., :vocabulary]
     weight = x.teacher_weight[..., :vocabulary, :]
     teacher: Any = SimpleNamespace(hidden=x.teacher_hidden, weight=weight, bias=bias, settings=settings)
-    return head.logits(teacher, mark)
+    return head.logits(teacher, lambda name, *of: mark("teacher" if name == "logits" else name, *of))
 
 
 def sparse(x: Inputs, lp: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

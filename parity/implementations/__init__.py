@@ -70,7 +70,7 @@ class Implementation:
         if inputs.settings.context == "tf32" and inputs.hidden.is_cuda:
             recipe = dataclasses.replace(recipe, matmul="tf32", matmul_backward="tf32")
         if inputs.settings.context == "autocast":
-            recipe = dataclasses.replace(recipe, inputs="bf16", logits="bf16", dlogits="bf16")
+            recipe = dataclasses.replace(recipe, inputs="bf16", logits="bf16", dlogits="bf16", teacher=None)
         return recipe.resolve(inputs.case.dtype)
 
     def version(self) -> str | None:

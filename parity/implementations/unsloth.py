@@ -145,10 +145,15 @@ def efficient_each(x: Inputs) -> Outputs:
 
 
 def _jsd_chunks(x: Inputs) -> Recipe:
-    """Logits leave the product in the dtype of the head and are float32 from there; head gradients sum in its dtype."""
+    """Logits leave the product in the dtype of the head and are float32 from there; head gradients sum in its dtype.
+
+    The teacher's head has a dtype of its own, that of the case, whatever the student's is.
+    """
     chunks = math.ceil(x.settings.B * x.settings.T / (x.settings.chunk_size or JSD_CHUNK))
     dtype = plain.head_dtype(x)
-    return Recipe(logits=dtype, dlogits=dtype, accumulate=dtype, partials=max(1, chunks), output="fp32")
+    return Recipe(
+        logits=dtype, teacher="input", dlogits=dtype, accumulate=dtype, partials=max(1, chunks), output="fp32"
+    )
 
 
 @implementation(
