@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from parity import limited
 from parity.run import Row
 from parity.worker import environment
 
@@ -23,7 +24,10 @@ MAX_RESTARTS = 20
 
 @dataclasses.dataclass
 class Worker:
-    """A worker process with the shards it still has to do."""
+    """A worker process with the shards it still has to do.
+
+    `last`: when it said something last; `computed`: its CPU time when it had been silent since, None before that.
+    """
 
     plan: dict[str, Any]
     shards: list[dict[str, Any]]
@@ -32,6 +36,7 @@ class Worker:
     at: int = 0
     shrinking: bool = False
     last: float = 0.0
+    computed: float | None = None
     restarts: int = 0
     errors: Path | None = None
     finished: bool = False
@@ -40,9 +45,10 @@ class Worker:
 def run(plans: list[dict[str, Any]], timeout: float, first_timeout: float) -> Iterator[dict[str, Any]]:
     """Run every plan in a process of its own and yield events: {"row": …}, {"at": …}, {"entry": …}, {"lost": …}.
 
-    An implementation that is silent for `timeout` seconds (the first of a process: `first_timeout`, it imports) is
-    killed: its row is timed-out. A process that ends before it is done gives a crashed row. Either way a new process
-    goes on behind the case, without that implementation on it.
+    An implementation that is silent for `timeout` seconds of CPU time (the first of a process: `first_timeout`, it
+    imports), or for `limited.BACKSTOP` times as many on the clock, is killed: its row is timed-out. A process that ends
+    before it is done gives a crashed row. Either way a new process goes on behind the case, without that implementation
+    on it.
     """
     events: queue.Queue[tuple[Worker, dict[str, Any] | None]] = queue.Queue()
     workers = [Worker(plan, list(plan["shards"])) for plan in plans]
@@ -56,14 +62,14 @@ def run(plans: list[dict[str, Any]], timeout: float, first_timeout: float) -> It
                     worker, event = events.get(timeout=0.5)
                 except queue.Empty:
                     for worker in workers:
-                        limit = timeout if worker.started else first_timeout
-                        if not worker.finished and time.monotonic() - worker.last > limit:
+                        message = _silent(worker, timeout if worker.started else first_timeout)
+                        if message:
                             assert worker.process is not None
                             worker.process.kill()
                             worker.process.wait()
-                            yield from _lost(worker, events, Path(folder), f"no answer for {limit:.0f} s", "timed-out")
+                            yield from _lost(worker, events, Path(folder), message, "timed-out")
                     continue
-                worker.last = time.monotonic()
+                worker.last, worker.computed = time.monotonic(), None
                 if event is None:
                     if worker.finished or worker.process is None or worker.process.poll() is None:
                         continue
@@ -74,6 +80,20 @@ def run(plans: list[dict[str, Any]], timeout: float, first_timeout: float) -> It
             for worker in workers:
                 if worker.process is not None and worker.process.poll() is None:
                     worker.process.kill()
+
+
+def _silent(worker: Worker, limit: float) -> str:
+    """Why a worker has been silent for too long, or nothing; on a loaded machine the clock alone says little."""
+    if worker.finished or worker.process is None:
+        return ""
+    if worker.computed is None:
+        worker.computed = limited.cpu_time(worker.process.pid)
+    waited = time.monotonic() - worker.last
+    if waited <= limit:
+        return ""
+    spent = limited.cpu_time(worker.process.pid) - worker.computed
+    over = spent > limit or waited > limited.BACKSTOP * limit
+    return f"no answer for {waited:.0f} s, {spent:.0f} s of them CPU time" if over else ""
 
 
 def _passed_on(worker: Worker, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -103,7 +123,7 @@ def _start(worker: Worker, events: Any, folder: Path) -> None:
     command = [sys.executable, "-m", "parity.worker", str(plan)]
     with worker.errors.open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env, text=True)
-    worker.process, worker.last, worker.started = process, time.monotonic(), None
+    worker.process, worker.last, worker.started, worker.computed = process, time.monotonic(), None, None
 
     def read() -> None:
         assert process.stdout is not None

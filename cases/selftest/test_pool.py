@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from parity import data, pool
+import pytest
+
+from parity import data, limited, pool
 from parity.runner import frozen_cases
 
 
@@ -34,10 +36,15 @@ def test_death_is_crashed_and_the_others_go_on(tmp_path):
     assert not [e for e in events if "lost" in e]
 
 
-def test_a_hang_is_timed_out_and_the_others_go_on(tmp_path):
-    events = run(tmp_path, ["hangs", "right"], 4.0)
-    assert "timed-out" in verdicts(events, "hangs")
+@pytest.mark.parametrize(("name", "backstop"), [("hangs", 1.5), ("spins", 1000.0)])
+def test_a_hang_is_timed_out_and_the_others_go_on(tmp_path, monkeypatch, name, backstop):
+    """One that sleeps by the clock, one that computes by its CPU time, however long that takes."""
+    monkeypatch.setattr(limited, "BACKSTOP", backstop)
+    events = run(tmp_path, [name, "right"], 4.0)
+    assert "timed-out" in verdicts(events, name)
     assert verdicts(events, "right").count("agree") >= 5
+    told = [e["row"]["message"] for e in events if "row" in e and e["row"]["verdict"] == "timed-out"]
+    assert all("s of them CPU time" in message for message in told)
 
 
 def test_an_exception_is_crashed(tmp_path):

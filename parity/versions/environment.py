@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import parity
-from parity.versions import build, limited
+from parity import limited
+from parity.versions import build
 from parity.versions.client import EnvironmentUnusable, cache_root
 from parity.versions.resolve import PARTNERS, RECIPES, Lock, lock
 from parity.versions.spec import Spec, SpecError, parse_all

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parity.case import Case
+from parity.limited import LimitExceeded
 from parity.versions.client import EnvironmentUnusable, one_line
 from parity.versions.environment import Environment
-from parity.versions.limited import LimitExceeded
 from parity.worker import environment
 
 CPU_LIMIT = 600.0

@@ -1,4 +1,4 @@
-"""A process held to CPU time: a loaded machine slows it without ending it, and one that hangs is ended all the same."""
+"""Processes held to CPU time: a loaded machine slows one without ending it, and one that hangs is ended all the same."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(argv: Sequence[str], *, cpu: float, stdin: str | None = None, **popen: A
                     out, err = process.communicate(timeout=INTERVAL)
                     return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
                 except subprocess.TimeoutExpired:
-                    spent = max(spent, _cpu_time(process.pid))
+                    spent = max(spent, cpu_time(process.pid))
                 passed = time.monotonic() - start
                 if spent > cpu:
                     raise LimitExceeded(f"used {spent:.1f} s of CPU time, its limit is {cpu:g} s")
@@ -61,8 +61,8 @@ def _tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _cpu_time(pid: int) -> float:
-    """Seconds that a process and its descendants have computed so far."""
+def cpu_time(pid: int) -> float:
+    """Seconds of CPU time that a process, its living descendants and those that it waited for have used so far."""
     total = 0.0
     for one in _tree(pid):
         try:

@@ -8,7 +8,8 @@ import time
 import psutil
 import pytest
 
-from parity.versions import limited, probe
+from parity import limited
+from parity.versions import probe
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
 
