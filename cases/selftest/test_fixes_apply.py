@@ -172,4 +172,4 @@ def test_what_fails_leaves_nothing_behind(monkeypatch):
     monkeypatch.undo()
     with apply(made) as applied:
         assert applied["use_selective_log_probs"]
-    assert str(applied).count("\n") == 6
+    assert str(applied).count("\n") == 7

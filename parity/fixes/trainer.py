@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from parity.fixes import patches, teacher, wiring
-from parity.fixes.accumulation import divide_by_accumulation
 from parity.fixes.patch import Patch
 
 
@@ -54,8 +53,9 @@ def apply(trainer: Any) -> Applied:
     In this order: `lift_text_config_attributes` for the model and, as "lift_text_config_attributes (reference)", for a
     reference model; `require_input_grads`; `divide_by_accumulation` where its own step does not;
     `keep_gradient_checkpointing` where the trainer checkpoints;
-    `mask_teacher_padding` where it distils from a teacher server; `use_selective_log_probs` where TRL has a fused LM
-    head; `use_fused_policy_loss` where the trainer is on its Liger path. A fix with nothing to repair gives its
+    `mask_teacher_padding` where it distils from a teacher server; `use_model_logits` where TRL's fused LM head does not
+    compute the model's own logits; `use_selective_log_probs` where TRL has a fused LM head; `use_fused_policy_loss`
+    where the trainer is on its Liger path. A fix with nothing to repair gives its
     reason. If one of them raises, those before it are undone. Patches of modules (checkpointing, teacher, log-probs)
     hold for the whole process until they are undone, the others for this trainer.
     """
@@ -65,9 +65,10 @@ def apply(trainer: Any) -> Applied:
         steps.append(lambda: _renamed(patches.lift_text_config_attributes(reference)))
     steps += [
         lambda: patches.require_input_grads(trainer),
-        lambda: divide_by_accumulation(trainer),
+        lambda: patches.divide_by_accumulation(trainer),
         lambda: _keep_checkpointing(trainer),
         lambda: _mask_teacher(trainer),
+        lambda: patches.use_model_logits(trainer),
         wiring.use_selective_log_probs,
         lambda: wiring.use_fused_policy_loss(trainer),
     ]
