@@ -49,15 +49,12 @@ def use_model_logits(trainer_or_model: Any) -> Patch:
     partitions the head. A hook is seen if it is there when this is called. Accepts a trainer (its model and reference
     model) or a model.
     """
-    models = [trainer_or_model]
-    if not isinstance(trainer_or_model, nn.Module):
-        models = [getattr(trainer_or_model, name, None) for name in ("model", "ref_model")]
-    found = {id(m): m for model in models if isinstance(model, nn.Module) for m in model.modules() if _fused(m)}
+    found = fused_models(trainer_or_model)
     if not found:
         return Patch(NAME, reason="no model has a fused LM head: log-probs come from its own logits")
     in_float32 = bool(getattr(getattr(trainer_or_model, "args", None), "cast_lm_head_to_fp32", False))
     changed, reasons, undo = [], [], []
-    for model in found.values():
+    for model in found:
         kind = type(model).__name__
         if any(getattr(f, _ACTIVE, [False])[0] for f in _chain(vars(model)["forward"])):
             reasons.append("already applied")
@@ -75,9 +72,27 @@ def use_model_logits(trainer_or_model: Any) -> Patch:
     return Patch(NAME, tuple(changed), reason=None if changed else "; ".join(dict.fromkeys(reasons)), _undo=undo)
 
 
+def fused_models(trainer_or_model: Any) -> list[nn.Module]:
+    """The models, of a trainer policy and reference, whose forward TRL has given a fused LM head."""
+    models = [trainer_or_model]
+    if not isinstance(trainer_or_model, nn.Module):
+        models = [getattr(trainer_or_model, name, None) for name in ("model", "ref_model")]
+    inside = [m for model in models if isinstance(model, nn.Module) for m in model.modules() if _fused(m)]
+    return list({id(m): m for m in inside}.values())
+
+
+def fused_outputs(model: nn.Module) -> tuple[str, ...]:
+    """The per-token fields that a fused LM head was asked for at construction; none where that cannot be read."""
+    for function in _chain(vars(model)["forward"]):
+        if inspect.isfunction(function) and "outputs" in function.__code__.co_freevars:
+            return tuple(inspect.getclosurevars(function).nonlocals["outputs"])
+    return ()
+
+
 def _chain(function: Any) -> Iterator[Any]:
     """A function and everything that it wraps: accelerate puts autocast around a forward."""
     while function is not None:
+        function = getattr(function, "__func__", function)  # of a method
         yield function
         function = getattr(function, "__wrapped__", None)
 
