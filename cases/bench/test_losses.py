@@ -71,7 +71,15 @@ def test_forward_and_backward(benchmark, family, size, dtype, turn, name):
     run, norms, peak, why = first(known, name, inputs)
     benchmark.group = f"{family} {size} {dtype}"
     benchmark.extra_info.update(
-        table=family, size=str(size), dtype=dtype, turn=turn, name=name, peak=peak, why=why, timer=TIMER.__name__
+        table=family,
+        size=str(size),
+        dtype=dtype,
+        turn=turn,
+        name=name,
+        peak=peak,
+        why=why,
+        timer=TIMER.__name__,
+        device=DEVICE,
     )
     if run is None:
         benchmark.pedantic(lambda: None, rounds=1)

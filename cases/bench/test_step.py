@@ -60,7 +60,7 @@ def test_step(benchmark, shape, turn, name):
     run, peak, why = first(shared(shape), name, shape)
     benchmark.group = f"step {shape}"
     benchmark.extra_info.update(
-        table="step", size=str(shape), dtype=DTYPE, turn=turn, name=name, why=why, timer=TIMER.__name__
+        table="step", size=str(shape), dtype=DTYPE, turn=turn, name=name, why=why, timer=TIMER.__name__, device=DEVICE
     )
     if run is None:
         benchmark.pedantic(lambda: None, rounds=1)

@@ -58,9 +58,9 @@ def test_interpreted_kernels_are_not_timed():
         losses.prepared(load()["cce.default"], given)
 
 
-def record(name, turn, seconds, peak=100, why=None):
+def record(name, turn, seconds, peak=100, why=None, device="cpu"):
     info = {"table": "logprobs", "size": "1 x 2 x 3", "dtype": "fp32", "name": name, "turn": turn, "peak": peak}
-    return {"extra_info": info | {"why": why}, "stats": {"mean": seconds}}
+    return {"extra_info": info | {"why": why, "device": device}, "stats": {"mean": seconds}}
 
 
 RECORDS = [
@@ -84,6 +84,28 @@ def test_ratios_are_paired_by_round(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.startswith("some CPU, 2026-11-20\n\n**logprobs, 1 x 2 x 3, fp32**")
     assert (tmp_path / "plot.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "device", "told"),
+    [
+        ((0.5, 1.5), "cuda", "pays: cce.unfiltered takes 0.62 (0.50 to 0.75) of our torch path's time"),
+        ((1.5, 2.5), "cuda", "does not pay: cce.unfiltered takes 1.38 (1.25 to 1.50)"),
+        ((0.5, 2.5), "cuda", "rounds disagree: cce.unfiltered takes 0.88 (0.50 to 1.25)"),
+        ((0.5, 1.5), "cpu", "not decided: no Triton kernel was timed"),
+    ],
+)
+def test_whether_a_triton_path_would_pay_is_decided_by_the_rounds(seconds, device, told):
+    """Filtered gradients are no peer to be as fast as."""
+    records = [record("fixes.selective_log_probs", turn, s, device=device) for turn, s in enumerate((1.0, 2.0))]
+    records += [record("cce.unfiltered", turn, s, peak=50, device=device) for turn, s in enumerate(seconds)]
+    records += [record("cce.default", turn, 0.1, peak=5, device=device) for turn in range(2)]
+    last = report.decisions(report.cells(records)).splitlines()[-1]
+    assert told in last
+    assert "| cce.unfiltered: 2.00 |" in last
+    assert "cce.default" not in last
+    lost = record("fixes.selective_log_probs", 0, 0.0, peak=None, why="out of memory", device=device)
+    assert "ours was not measured" in report.decisions(report.cells([lost]))
 
 
 def test_out_of_memory_is_a_cell_even_of_ours():

@@ -172,4 +172,26 @@ def test_what_fails_leaves_nothing_behind(monkeypatch):
     monkeypatch.undo()
     with apply(made) as applied:
         assert applied["use_selective_log_probs"]
-    assert str(applied).count("\n") == 6
+    assert str(applied).count("\n") == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("SFTTrainer", "the trainer also takes is_top1 of TRL's kernel"),
+        ("DPOTrainer", "the trainer also takes is_top1, mean_logits of TRL's kernel"),
+        ("CPOTrainer", "no model of the trainer has a fused LM head"),
+    ],
+)
+def test_a_trainer_that_needs_nothing_is_left_alone(name, reason):
+    """Nothing of the process is rebound for it, and one kernel scores its policy and its reference."""
+    from parity.trainers import drive, models
+
+    utils = needs_fused_head()
+    kernel = utils._ChunkedLogProbFunction
+    config = drive.found(name.replace("Trainer", "Config"))
+    args = drive.arguments(config, "cpu", {"gradient_checkpointing": False})
+    with apply(drive.build(name, models.model("llama"), args)) as applied:
+        assert not applied
+        assert applied["use_selective_log_probs"].reason == reason
+        assert utils._ChunkedLogProbFunction is kernel

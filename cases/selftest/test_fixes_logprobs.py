@@ -415,8 +415,8 @@ def test_narrow_dlogits_neither_bias_nor_underflow(dtype, monkeypatch):
         ({"token_chunk_size": 2.0}, "token_chunk_size=2.0: must be a whole number"),
         ({"temperature": None}, "temperature=None: must be a number"),
         ({"softcap": "30"}, "softcap='30': must be a number"),
-        ({"temperature": 1e-39}, "logit_scale=1.0, temperature=1e-39: logit_scale / temperature overflows float32"),
-        ({"softcap": 1e39}, "softcap=1e.39, temperature=1.0: softcap / temperature overflows float32"),
+        ({"temperature": 1e-38}, "logit_scale=1.0, temperature=1e-38: logit_scale / temperature is beyond 2..64"),
+        ({"softcap": 1e39}, "softcap=1e.39, temperature=1.0: softcap / temperature is beyond 2..64"),
         ({"filter_eps": 1e-3}, "filter_eps=0.001: only backend='cce'"),
         ({"backend": "triton"}, "backend='triton'"),
         ({"ids": torch.tensor([0, 5])}, r"ids: 5 is outside \[0, 5\)"),
@@ -426,6 +426,10 @@ def test_narrow_dlogits_neither_bias_nor_underflow(dtype, monkeypatch):
         ({"weight": torch.zeros(5, 4)}, r"hidden of shape \(2, 3\)"),
         ({"weight": torch.zeros(0, 3)}, r"weight of shape \(0, 3\)"),
         ({"bias": torch.zeros(4)}, r"bias of shape \(4,\)"),
+        ({"hidden": None}, "hidden=None: must be a tensor"),
+        ({"weight": [[1.0]]}, r"weight=\[\[1.0\]\]: must be a tensor"),
+        ({"bias": 0.5}, "bias=0.5: must be a tensor"),
+        ({"ignore_index": None}, "ignore_index=None: must be a whole number"),
         ({"hidden": torch.zeros(2, 3, dtype=torch.int64)}, "hidden of dtype torch.int64"),
         ({"backend": "cce"}, "backend=.cce."),
         ({"backend": "cce", "entropy": True}, "entropy needs backend='chunked'"),
@@ -511,3 +515,26 @@ def test_cce_needs_triton(monkeypatch):
     hidden, weight, _, ids = draw((2, 4), 32, 131, torch.float16, bias=False)
     with pytest.raises(ValueError, match="on cpu: Triton does not run"):
         selective_log_probs(hidden, weight, ids, backend="cce")
+
+
+def test_a_second_derivative_is_refused_and_not_0():
+    """create_graph=True gives the gradient; differentiating that raises, though the cotangent requires no gradient."""
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(7, 4)
+    logps, entropies = selective_log_probs(hidden, weight, torch.tensor([0, 5, 6]), entropy=True)
+    (once,) = torch.autograd.grad(logps.sum() + entropies.sum(), hidden, retain_graph=True)
+    (gradient,) = torch.autograd.grad(logps.sum() + entropies.sum(), hidden, create_graph=True)
+    assert torch.equal(once, gradient)
+    with pytest.raises(RuntimeError, match="not differentiable twice"):
+        (hidden.square().sum() + gradient.square().sum()).backward()
+
+
+def test_a_graph_break_inside_compile_and_refused_where_there_must_be_none():
+    hidden, weight, ids = torch.randn(3, 4), torch.randn(7, 4), torch.tensor([0, 5, 6])
+
+    def step(h):
+        return selective_log_probs(h * 2, weight, ids) * 3
+
+    torch.testing.assert_close(torch.compile(step, backend="eager")(hidden), step(hidden))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(step, backend="eager", fullgraph=True)(hidden)

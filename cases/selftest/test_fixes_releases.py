@@ -12,7 +12,7 @@ from parity.versions.environment import Environment
 
 pytest.importorskip("trl")
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1200)  # making an environment takes minutes, on a busy machine many
 
 
 def in_environment(spec, script, *arguments):
@@ -21,7 +21,7 @@ def in_environment(spec, script, *arguments):
         made = Environment.of([spec])
     except EnvironmentUnusable as error:
         pytest.skip(f"environment cannot be made here: {error}")
-    done = made.run(["python", str(FIXTURES / script), *arguments], capture=True, timeout=250)
+    done = made.run(["python", str(FIXTURES / script), *arguments], capture=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -72,7 +72,7 @@ def test_generation_keeps_checkpointing_in_every_trainer(release):
     """Imported before or after the patch, holding a switch by value; as released again once it is undone."""
     if release is None:
         command = [sys.executable, str(FIXTURES / "checkpointing.py")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-2000:]
         found = json.loads(done.stdout.splitlines()[-1])
     else:

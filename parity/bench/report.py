@@ -1,4 +1,4 @@
-"""Records of pytest-benchmark -> the tables and the plot of docs/performance.md.
+"""Records of pytest-benchmark -> the tables, the decisions and the plot of docs/performance.md.
 
 `python -m parity.bench.report reports/benchmark.json [--plot docs/performance.svg]`
 """
@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 OURS = {"logprobs": "fixes.selective_log_probs", "policy": "fixes.FusedLinearGRPOLoss", "step": "ours"}
+INEXACT = ("cce.default",)  # drops gradients below its filter, so it is no peer to be as fast as
+TRITON = ("cce.unfiltered", "trl.ChunkedLogProbFunction", "trl.GRPOTrainer", "liger.triton_grpo_loss")
+"""Peers that run Triton kernels of their own on CUDA; on the CPU they are interpreted or take a torch path."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Cell:
     peaks: dict[str, int]
     phases: dict[str, float]
     why: str | None
+    device: str = "cpu"
 
     def ratio(self, ours: Cell) -> tuple[float, float, float] | None:
         """Seconds over ours in the rounds that both were in (a run may be interrupted): median, least, greatest.
@@ -53,7 +57,18 @@ def cells(records: Iterable[dict[str, Any]]) -> list[Cell]:
         by_phase = [r["extra_info"].get("seconds", {}) for r in rounds]
         phases = {p: statistics.median(s[p] for s in by_phase) for p in by_phase[0]}
         found.append(
-            Cell(table, size, dtype, name, timed, info.get("peak"), info.get("peaks", {}), phases, info["why"])
+            Cell(
+                table,
+                size,
+                dtype,
+                name,
+                timed,
+                info.get("peak"),
+                info.get("peaks", {}),
+                phases,
+                info["why"],
+                info.get("device", "cpu"),
+            )
         )
     return found
 
@@ -71,6 +86,46 @@ def tables(found: Sequence[Cell]) -> str:
         out += [_row(_cells(cell, ours, phases)) for cell in sorted(group, key=lambda c: c.name != ours.name)]
         out.append("")
     return "\n".join(out)
+
+
+def decisions(found: Sequence[Cell]) -> str:
+    """Markdown: ours against the fastest and the leanest correct peer, and whether a Triton path of our own would pay.
+
+    It pays where a peer's Triton kernel was faster than our torch path in every round, it does not where it was slower
+    in every round; else the rounds disagree and more of them are needed.
+    """
+    head = ["", "fastest peer: our time ÷ its", "leanest peer: our peak ÷ its", "a Triton path of our own"]
+    out = [_row(head), _row(["---"] * len(head))]
+    for table, size, dtype in dict.fromkeys((c.table, c.size, c.dtype) for c in found if c.table != "step"):
+        group = [c for c in found if (c.table, c.size, c.dtype) == (table, size, dtype) and not c.why]
+        ours = next((c for c in group if c.name == OURS[table]), None)
+        where = f"{table}, {size}, {dtype}"
+        if ours is None:
+            out.append(_row([where, "ours was not measured", "", ""]))
+            continue
+        peers = [(c, r) for c in group if c is not ours and c.name not in INEXACT and (r := c.ratio(ours))]
+        fast = min(peers, key=lambda peer: peer[1][0], default=None)
+        lean = min((c for c, _ in peers if c.peak), key=lambda c: c.peak or 0, default=None)
+        kernels = [(c, r) for c, r in peers if c.name in TRITON and c.device == "cuda"]
+        out.append(
+            _row(
+                [
+                    where,
+                    "no peer" if fast is None else f"{fast[0].name}: {1 / fast[1][0]:.2f}",
+                    "no peer" if lean is None else f"{lean.name}: {(ours.peak or 0) / (lean.peak or 1):.2f}",
+                    _pays(min(kernels, key=lambda peer: peer[1][0], default=None)),
+                ]
+            )
+        )
+    return "\n".join([*out, ""])
+
+
+def _pays(kernel: tuple[Cell, tuple[float, float, float]] | None) -> str:
+    if kernel is None:
+        return "not decided: no Triton kernel was timed"
+    cell, (median, least, greatest) = kernel
+    told = f"{cell.name} takes {median:.2f} ({least:.2f} to {greatest:.2f}) of our torch path's time"
+    return f"{'pays' if greatest < 1 else 'does not pay' if least > 1 else 'rounds disagree'}: {told}"
 
 
 def _cells(cell: Cell, ours: Cell, phases: Sequence[str]) -> list[str]:
@@ -144,7 +199,7 @@ def _place(ratio: float) -> float:
 
 
 def main() -> None:
-    """Prints the tables of a pytest-benchmark JSON file; `--plot FILE` writes the plot."""
+    """Prints tables and decisions of a pytest-benchmark JSON file; `--plot FILE` writes the plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("records", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -154,6 +209,7 @@ def main() -> None:
     machine = data["machine_info"]
     print(f"{machine['cpu'].get('brand_raw', machine['processor'])}, {data['datetime'][:10]}\n")
     print(tables(found))
+    print(decisions(found))
     if options.plot:
         options.plot.write_text(plot(found))
 

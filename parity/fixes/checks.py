@@ -31,14 +31,25 @@ def check_positive(name: str, value: Any, *, optional: bool = False) -> None:
         raise ValueError(f"{name}={value}: must be positive and finite")
 
 
+def check_tensors(required: dict[str, Any], optional: dict[str, Any]) -> None:
+    """ValueError naming the first of these arguments that is no tensor, or neither that nor None."""
+    for name, value in (required | optional).items():
+        if not isinstance(value, Tensor) and not (value is None and name in optional):
+            raise ValueError(f"{name}={value!r}: must be a tensor")
+
+
 def check_count(name: str, value: Any) -> None:
     """ValueError unless `value` is None or a whole number of at least 1."""
     if value is not None and not (isinstance(value, numbers.Integral) and int(value) >= 1):
         raise ValueError(f"{name}={value!r}: must be a whole number, at least 1")
 
 
+# Logits up to this, times a factor up to this, stay within float32. Products of 16-bit numbers reach 2**45 at H = 8192.
+LARGEST_FACTOR = 2.0**64
+
+
 def check_transform(temperature: Any, softcap: Any, logit_scale: Any) -> None:
-    """ValueError unless `softcap(logit_scale * z) / temperature` has finite factors in float32."""
+    """ValueError unless every factor of `softcap(logit_scale * z) / temperature` is at most 2**64."""
     check_positive("temperature", temperature)
     check_positive("softcap", softcap, optional=True)
     check_positive("logit_scale", logit_scale)
@@ -46,8 +57,10 @@ def check_transform(temperature: Any, softcap: Any, logit_scale: Any) -> None:
     if softcap is not None:
         factors = [("logit_scale", logit_scale, "softcap", softcap), ("softcap", softcap, "temperature", temperature)]
     for above, value, below, divisor in factors:
-        if float(value) / float(divisor) > torch.finfo(torch.float32).max:
-            raise ValueError(f"{above}={value}, {below}={divisor}: {above} / {below} overflows float32")
+        if float(value) / float(divisor) > LARGEST_FACTOR:
+            raise ValueError(
+                f"{above}={value}, {below}={divisor}: {above} / {below} is beyond 2**64, too much for float32"
+            )
 
 
 @torch._disable_dynamo  # as in logprobs.py
@@ -124,6 +137,8 @@ def check_values(
             bad = tensor.isinf() if name == "sampling_per_token_logps" else ~tensor.isfinite()
             found.append((name, tensor, bad & mask))
     if num_items is not None:
+        if not isinstance(num_items, Tensor):
+            _number("num_items_in_batch", num_items)
         count = torch.as_tensor(num_items, device=mask.device)
         if count.numel() != 1:
             raise ValueError(f"num_items_in_batch of shape {tuple(count.shape)}: expected one number")

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 # Below this the exponential is 0 in every dtype; clamping to it keeps 0 * inf out of sums over masked entries.
 _NEGLIGIBLE = -1e4
@@ -176,8 +175,17 @@ class ChunkedLogProbs(torch.autograd.Function):
         return logps, None if entropy is None else _spread(entropy, rows, hidden.shape[0], result)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = ChunkedLogProbs._backward(ctx, grad_logps, grad_entropy)
+        if not torch.is_grad_enabled():
+            return found
+        # create_graph=True: without this the gradients would pass for constants.
+        leaves = [x for x in (*ctx.saved_tensors[:3], grad_logps, grad_entropy) if x is not None]
+        return tuple(None if x is None else _Once.apply(x, *leaves) for x in found)
+
+    @staticmethod
+    def _backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, shift, total, delta, entropy, others = ctx.saved_tensors
         settings, rows = ctx.settings, ctx.rows
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -216,6 +224,18 @@ class ChunkedLogProbs(torch.autograd.Function):
                 hidden, weight, bias, ids, rows, factors, unit, settings, needs_hidden, needs_weight, needs_bias
             )
         return *grads, None, None, None
+
+
+class _Once(torch.autograd.Function):
+    """A gradient, as a function of what it was made of, that refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *leaves: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError("selective_log_probs and FusedLinearGRPOLoss are not differentiable twice")
 
 
 def _backward_tiles(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parity.fixes import policy
-from parity.fixes.checks import check_positive, check_settings, check_shapes, check_values, columns, like
+from parity.fixes.checks import check_positive, check_settings, check_shapes, check_tensors, check_values, columns, like
 from parity.fixes.chunked import precision
 from parity.fixes.logprobs import chunked_log_probs
 from parity.fixes.metrics import PolicyMetrics, measure
@@ -45,6 +45,9 @@ class FusedLinearGRPOLoss(torch.nn.Module):
     `high_mean`, `region_mean`, `low_min`, `high_max`, `cispo_clip_ratio`, `vespo/phi_seq_mean`, `policy_loss`. Means
     run over loss tokens, or over sequences where there is one value per sequence. Clip fractions are of w itself,
     before delta. `low_min` and `high_max` are NaN when no sequence has a token, as in TRL.
+
+    Under autocast as in `selective_log_probs`; inside torch.compile it is a graph break, which `fullgraph=True` refuses.
+    Not differentiable twice (RuntimeError).
 
     Rounding: logits as in `selective_log_probs` ("chunked"); log-probs, entropies, loss and metrics in float64, loss
     and metrics rounded once to float32; gradients in the dtype of their inputs, rounded once.
@@ -145,6 +148,12 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         accumulation, per_generation = current_gradient_accumulation_steps, steps_per_generation
         check_positive("current_gradient_accumulation_steps", accumulation, optional=True)
         check_positive("steps_per_generation", per_generation, optional=True)
+        required = {"_input": _input, "lin_weight": lin_weight, "selected_token_ids": selected_token_ids}
+        required |= {"attention_mask": attention_mask, "advantages": advantages}
+        given = {"old_per_token_logps": old_per_token_logps, "sampling_per_token_logps": sampling_per_token_logps}
+        given["ref_per_token_logps"] = ref_per_token_logps
+        optional = {"bias": bias, "vllm_is_ratio": vllm_is_ratio, "ref_input": ref_input, "ref_weight": ref_weight}
+        check_tensors(required, optional | {"ref_bias": ref_bias} | given)
         mask = attention_mask != 0
         if mask.dim() != 2 or selected_token_ids.shape != mask.shape:
             raise ValueError(
@@ -158,8 +167,8 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         if needs_ref and ref_per_token_logps is None and (ref_input is None or ref_weight is None):
             raise ValueError(f"beta={self.beta}: needs ref_per_token_logps, or ref_input and ref_weight")
         advantages, ratio = columns(advantages, mask, "advantages"), columns(vllm_is_ratio, mask, "vllm_is_ratio")
-        given = {"old_per_token_logps": old_per_token_logps, "sampling_per_token_logps": sampling_per_token_logps}
-        given["ref_per_token_logps"] = ref_per_token_logps if needs_ref else None
+        if not needs_ref:
+            given["ref_per_token_logps"] = None
         for name, tensor in given.items():
             if tensor is not None and tensor.shape != mask.shape:
                 raise ValueError(f"{name} of shape {tuple(tensor.shape)}: expected {tuple(mask.shape)}")

@@ -21,7 +21,7 @@ import os
 import torch
 from torch import Tensor
 
-from parity.fixes.checks import check_count, check_shapes, check_transform
+from parity.fixes.checks import check_count, check_shapes, check_tensors, check_transform
 from parity.fixes.chunked import ChunkedLogProbs, Settings, precision, statistics_dtype
 
 
@@ -69,15 +69,19 @@ def selective_log_probs(
             are not 1 where they must be.
 
     `chunk_size` is the number of vocabulary entries in a tile and `token_chunk_size` the number of tokens; the
-    defaults suit the device. They change rounding order only. Not differentiable twice; opaque to torch.compile (a
-    graph break). Under ZeRO-3 gather the head around the call.
+    defaults suit the device. They change rounding order only. Not differentiable twice (RuntimeError); opaque to
+    torch.compile: a graph break, which `fullgraph=True` refuses. Under ZeRO-3 gather the head around the call.
 
-    Raises ValueError for shapes that do not fit, ids outside [0, V), a temperature, softcap, or logit_scale that is
-    not positive and finite, an empty vocabulary, and a backend that cannot honour the settings.
+    Raises ValueError for what is no tensor, shapes that do not fit, ids outside [0, V), a temperature, softcap, or
+    logit_scale that is not positive and finite or whose ratio is beyond 2**64, an empty vocabulary, and a backend that
+    cannot honour the settings.
 
     Source: the softmax identities above; interface after TRL 1.16.0 `selective_log_softmax` and
     `ChunkedLogProbFunction`.
     """
+    check_tensors({"hidden": hidden, "weight": weight, "ids": ids}, {"bias": bias})
+    if not isinstance(ignore_index, int):
+        raise ValueError(f"ignore_index={ignore_index!r}: must be a whole number")
     check_shapes(hidden, weight, bias, ids)
     check_transform(temperature, softcap, logit_scale)
     check_count("chunk_size", chunk_size)

@@ -20,15 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parity.fixes.accumulation import divide_by_accumulation
+from parity.fixes.logits import use_model_logits
 from parity.fixes.patch import ORIGINAL, Patch
 from parity.fixes.teacher import mask_teacher_padding
 
 __all__ = [
     "Patch",
+    "divide_by_accumulation",
     "keep_gradient_checkpointing",
     "lift_text_config_attributes",
     "mask_teacher_padding",
     "require_input_grads",
+    "use_model_logits",
 ]
 
 
@@ -209,10 +213,11 @@ def require_input_grads(
     where nothing is trained.
 
     With `peft_config`, first the steps that lead to a PEFT model, in order: "merge" an existing adapter into the base
-    (logits unchanged), "prepare" with `peft.prepare_model_for_kbit_training` (a model that is not quantised is frozen
-    and its 16-bit parameters become float32), "adapt" with `get_peft_model`, "checkpoint" to turn checkpointing on in
-    the wrapped model with `gradient_checkpointing_kwargs`, "inputs" for the hook. They are not undone; the hook is.
-    `patch.model` is the model to train; a trainer is given it, unless its optimizer exists already (ValueError).
+    (logits unchanged; a quantised base rounds the merged weights to its grid again), "prepare" with
+    `peft.prepare_model_for_kbit_training` (a model that is not quantised is frozen and its 16-bit parameters become
+    float32), "adapt" with `get_peft_model`, "checkpoint" to turn checkpointing on in the wrapped model with
+    `gradient_checkpointing_kwargs`, "inputs" for the hook. They are not undone; the hook is. `patch.model` is the model
+    to train; a trainer is given it, unless its optimizer exists already (ValueError).
     """
     name = "require_input_grads"
     trainer = None if isinstance(trainer_or_model, nn.Module) else trainer_or_model

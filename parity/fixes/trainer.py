@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from parity.fixes import patches, teacher, wiring
-from parity.fixes.accumulation import divide_by_accumulation
+from parity.fixes import logits, patches, teacher, wiring
 from parity.fixes.patch import Patch
 
 
@@ -53,9 +52,10 @@ def apply(trainer: Any) -> Applied:
 
     In this order: `lift_text_config_attributes` for the model and, as "lift_text_config_attributes (reference)", for a
     reference model; `require_input_grads`; `divide_by_accumulation` where its own step does not;
-    `keep_gradient_checkpointing` where the trainer checkpoints;
-    `mask_teacher_padding` where it distils from a teacher server; `use_selective_log_probs` where TRL has a fused LM
-    head; `use_fused_policy_loss` where the trainer is on its Liger path. A fix with nothing to repair gives its
+    `keep_gradient_checkpointing` where the trainer checkpoints; `mask_teacher_padding` where it distils from a teacher
+    server; `use_model_logits` where TRL's fused LM head does not compute the model's own logits;
+    `use_selective_log_probs` where the trainer's models have a fused LM head and ask it for nothing but log-probs and
+    entropies; `use_fused_policy_loss` where the trainer is on its Liger path. A fix with nothing to repair gives its
     reason. If one of them raises, those before it are undone. Patches of modules (checkpointing, teacher, log-probs)
     hold for the whole process until they are undone, the others for this trainer.
     """
@@ -65,10 +65,11 @@ def apply(trainer: Any) -> Applied:
         steps.append(lambda: _renamed(patches.lift_text_config_attributes(reference)))
     steps += [
         lambda: patches.require_input_grads(trainer),
-        lambda: divide_by_accumulation(trainer),
+        lambda: patches.divide_by_accumulation(trainer),
         lambda: _keep_checkpointing(trainer),
         lambda: _mask_teacher(trainer),
-        wiring.use_selective_log_probs,
+        lambda: patches.use_model_logits(trainer),
+        lambda: _selective(trainer),
         lambda: wiring.use_fused_policy_loss(trainer),
     ]
     with contextlib.ExitStack() as applied:
@@ -94,3 +95,14 @@ def _mask_teacher(trainer: Any) -> Patch:
     if not hasattr(trainer, teacher.SERVER_LOSS):
         return Patch("mask_teacher_padding", reason="the trainer has no teacher-server loss")
     return teacher.mask_teacher_padding()
+
+
+def _selective(trainer: Any) -> Patch:
+    name = "use_selective_log_probs"
+    asked = [logits.fused_outputs(model) for model in logits.fused_models(trainer)]
+    other = sorted({field for fields in asked for field in fields} - {"log_probs", "entropy"})
+    if other:  # policy and reference from two kernels would differ by rounding where they must not
+        return Patch(name, reason=f"the trainer also takes {', '.join(other)} of TRL's kernel")
+    if not asked and wiring.head_is_in_the_model():
+        return Patch(name, reason="no model of the trainer has a fused LM head")
+    return wiring.use_selective_log_probs()

@@ -76,6 +76,11 @@ def use_selective_log_probs() -> Patch:
     return Patch(name, changed=tuple(changed), _undo=[functools.partial(rebind, replacement, original)])
 
 
+def head_is_in_the_model() -> bool:
+    """Whether TRL puts its fused LM head into a model's forward (1.15 on), where it can be seen; else into the trainer."""
+    return hasattr(sys.modules.get("trl.trainer.utils"), "add_fused_lm_head")
+
+
 _LOSS_ATTRIBUTES = ("liger_loss", "liger_grpo_loss")
 _TRAINER_SETTINGS = {
     "loss_type": "bnpo",  # 0.17 had no other

@@ -221,6 +221,10 @@ def _ask_patched(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
     ids = batch.ids.to(model.device)
     if hasattr(utils, "add_fused_lm_head"):
         utils.add_fused_lm_head(model, temperature=batch.temperature)
+        if cell.way == "fixed":
+            from parity.fixes.patches import use_model_logits
+
+            use_model_logits(model)
         out = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
         logps = out.log_probs
     elif hasattr(utils, "patch_chunked_lm_head"):
