@@ -1,5 +1,9 @@
 """An implementation that hangs or takes the process down is a verdict, and the run goes on."""
 
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,15 +40,40 @@ def test_death_is_crashed_and_the_others_go_on(tmp_path):
     assert not [e for e in events if "lost" in e]
 
 
-@pytest.mark.parametrize(("name", "backstop"), [("hangs", 1.5), ("spins", 1000.0)])
-def test_a_hang_is_timed_out_and_the_others_go_on(tmp_path, monkeypatch, name, backstop):
-    """One that sleeps by the clock, one that computes by its CPU time, however long that takes."""
-    monkeypatch.setattr(limited, "BACKSTOP", backstop)
-    events = run(tmp_path, [name, "right"], 4.0)
-    assert "timed-out" in verdicts(events, name)
+def test_a_hang_is_timed_out_and_the_others_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(limited, "BACKSTOP", 1.5)
+    events = run(tmp_path, ["hangs", "right"], 4.0)
+    assert "timed-out" in verdicts(events, "hangs")
     assert verdicts(events, "right").count("agree") >= 5
-    told = [e["row"]["message"] for e in events if "row" in e and e["row"]["verdict"] == "timed-out"]
-    assert all("s of them CPU time" in message for message in told)
+
+
+@pytest.mark.parametrize(
+    ("program", "backstop", "message"),
+    [
+        ("while True: pass", 1000.0, r"no answer for \d+ s, [12] s of them CPU time"),
+        ("import time; time.sleep(60)", 3.0, r"no answer for 3 s, 0 s of them CPU time"),
+    ],
+)
+def test_a_silent_worker_has_its_cpu_time_and_then_the_clock(monkeypatch, program, backstop, message):
+    """Under a limit of 1 s: one that computes at 1 s of CPU time, however late; one that sleeps at 3 s of the clock."""
+    monkeypatch.setattr(limited, "BACKSTOP", backstop)
+    with subprocess.Popen([sys.executable, "-S", "-c", program]) as process:
+        try:
+            worker = pool.Worker({}, [], process, last=time.monotonic())
+            while not (told := pool._silent(worker, 1.0)):
+                time.sleep(0.1)
+            assert re.fullmatch(message, told)
+        finally:
+            process.kill()
+
+
+def test_waiting_for_a_core_is_no_hang(monkeypatch):
+    monkeypatch.setattr(limited, "BACKSTOP", 1000.0)
+    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"]) as process:
+        try:
+            assert pool._silent(pool.Worker({}, [], process, last=time.monotonic() - 600), 180.0) == ""
+        finally:
+            process.kill()
 
 
 def test_an_exception_is_crashed(tmp_path):
