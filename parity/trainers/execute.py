@@ -9,7 +9,7 @@ from typing import Any
 from parity.case import Case
 from parity.execute import Outcome, guarded
 from parity.implementations import Implementation
-from parity.trainers import family
+from parity.trainers import drive, family, way
 from parity.trainers.check import REPORTED, Cell, Check, Result
 
 Row = dict[str, Any]
@@ -27,16 +27,19 @@ def rows(
     reference: dict[str, Row] = {}
     against: str | None = None
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
-        way = implementation.id.rpartition(".")[2]
-        if way not in found.ways:
+        if way(implementation) not in found.ways:
             continue
         announce(implementation)
-        for row in _rows(found, Cell(case, settings, way, device), implementation):
+        for row in _rows(
+            found, Cell(case, settings, way(implementation), device, implementation.stands_in), implementation
+        ):
             if implementation.role == "reference":
                 reference[row["quantity"]], against = row, implementation.id
             else:
-                row["against"] = against
-                row["value_reference"] = reference.get(row["quantity"], {}).get("value")
+                plain = reference.get(row["quantity"], {})
+                row["against"], row["value_reference"] = against, plain.get("value")
+                if row["blame"] == "candidate" and plain.get("verdict") == "disagree":
+                    row["blame"] = "both"
             yield row
 
 
@@ -66,7 +69,8 @@ def attempt(found: Check, cell: Cell, implementation: Implementation) -> tuple[O
     results: list[Result] = []
 
     def run() -> Outcome:
-        results.extend(found.run(cell))
+        with drive.standing_in(cell.own):
+            results.extend(found.run(cell))
         return Outcome("ran") if results else Outcome("unsupported", message="nothing was measured", blame="harness")
 
     return guarded(implementation, run), results
