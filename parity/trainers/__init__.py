@@ -25,6 +25,7 @@ MODULES = (
     "scoring",
     "advantages",
     "twins",
+    "losses",
     "twin_windows",
     "rollouts",
     "twin_processes",

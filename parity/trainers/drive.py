@@ -21,7 +21,6 @@ import torch
 from parity.case import hashes
 from parity.errors import Unsupported
 from parity.implementations.trl_trainer import annotated, environment_kept
-from parity.implementations.user import loaded
 from parity.trainers import models
 from parity.trainers.check import Cell
 
@@ -34,9 +33,9 @@ OWN: ContextVar[type | None] = ContextVar("OWN", default=None)
 
 
 @contextlib.contextmanager
-def standing_in(spec: str) -> Iterator[None]:
-    """Within it `found` gives the class FILE.py:NAME instead of the TRL trainer that it extends; nothing if empty."""
-    token = OWN.set(loaded(spec) if spec else None)
+def standing_in(kind: type) -> Iterator[None]:
+    """Within it `found` gives `kind` instead of the TRL trainer that it extends."""
+    token = OWN.set(kind)
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from parity.case import Case
 from parity.execute import Outcome, guarded
 from parity.implementations import Implementation
+from parity.implementations.user import loaded
 from parity.trainers import drive, family, way
 from parity.trainers.check import REPORTED, Cell, Check, Result
 
@@ -44,9 +46,7 @@ def rows(
 
 
 def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[Row]:
-    from parity.run import empty_row
-
-    base = empty_row(cell.case, implementation.id, cell.device) | {"role": implementation.role, "recipe": "fp32"}
+    base = _base(cell, implementation)
     missing = implementation.missing()
     if missing:
         yield base | {"verdict": "unsupported", "message": missing}
@@ -64,12 +64,24 @@ def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[
         yield base | _row(result, implementation.role, flaky)
 
 
+def _base(cell: Cell, implementation: Implementation) -> Row:
+    from parity.run import empty_row
+
+    return empty_row(cell.case, implementation.id, cell.device) | {"role": implementation.role, "recipe": "fp32"}
+
+
+def judged_row(cell: Cell, implementation: Implementation, result: Result) -> Row:
+    """The row of one judged quantity, taken as it is: not run twice."""
+    return _base(cell, implementation) | _row(result, implementation.role, flaky=False)
+
+
 def attempt(found: Check, cell: Cell, implementation: Implementation) -> tuple[Outcome, list[Result]]:
     """Run the check once; what it raised as an outcome. A check that measured nothing is a fault of the harness."""
     results: list[Result] = []
 
     def run() -> Outcome:
-        with drive.standing_in(cell.own):
+        own = drive.standing_in(loaded(cell.own)) if cell.own else contextlib.nullcontext()
+        with own:
             results.extend(found.run(cell))
         return Outcome("ran") if results else Outcome("unsupported", message="nothing was measured", blame="harness")
 
