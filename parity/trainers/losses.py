@@ -91,9 +91,9 @@ def _moved(trainer: str, loss: str) -> Iterator[dict[str, Any]]:
     if trainer != "dpo-trainer":
         return
     yield {"beta": 0.05, "model": "qwen2"}
+    yield {"weighting": True}
     if loss != "sft":
         yield {"ld_alpha": 0.4}
-        yield {"weighting": True}
     if loss in SMOOTHED and loss != "exo_pair":
         yield {"smoothing": 0.1}
     if loss == "discopop":

@@ -27,7 +27,7 @@ class Pairs:
         s: beta, smoothing, divergence, alpha, ld_alpha and tau.
         logps, ref: log-probs (N,) of chosen and rejected, weighted by ld_alpha behind the shorter one's length (LD-DPO,
             arXiv 2409.06411).
-        scores: f'(π/π_ref) of chosen and rejected, (N,) (f-DPO, arXiv 2309.16240), up to a constant.
+        scores: f'(π/π_ref) of chosen and rejected, (N,) (f-DPO, arXiv 2309.16240), 0 where they are equal.
         lengths: tokens of chosen and rejected, (N,).
         tokens: log-probs (T_i,) of the chosen.
     """
@@ -70,9 +70,12 @@ def _summed(sides: Sequence[Sequence[Tensor]], ld_alpha: float) -> list[Tensor]:
 
 
 def _score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(u) without its constant, u = exp(ratio), as f-DPO's table 1: log u, -1/u, log(2u/(1 + u)), (1 - u^-α)/α."""
+    """f'(u), u = exp(ratio), as f-DPO's table 1: log u, 1 - 1/u, log(2u/(1 + u)), (1 - u^-α)/α.
+
+    The paper's constant cancels between chosen and rejected; here f'(1) = 0, which losses per token need.
+    """
     if divergence == "forward_kl":
-        return -torch.exp(-ratio)
+        return 1 - torch.exp(-ratio)
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(ratio)
     if divergence == "alpha_divergence":
