@@ -7,7 +7,7 @@ import functools
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -193,12 +193,23 @@ class Session:
         """Rows of a case, the known ones marked; pairs that killed a worker before are left out."""
         skip = {i for c, i in shard.skip if c == case.id} if shard else set()
         usable = [i for i in chosen if i.id not in skip]
+        extends = {i.id: i.extends for i in usable}
+        agreed: set[tuple[str, str]] = set()
         for row in run_case(
             case, usable, self.device, thorough, lambda i: self.emit({"start": [case.id, i.id, case.to_json()]})
         ):
             if row["verdict"] in FAILING:
-                row["known"] = self.ledger.match(row, case)
+                row["known"] = self._known(row, case, extends[row["implementation"]], agreed)
+            else:
+                agreed.add((row["implementation"], row["quantity"]))
             yield row
+
+    def _known(self, row: Row, case: Case, extended: str, agreed: Set[tuple[str, str]]) -> str | None:
+        """The ledger's entry of a failing row; a trainer inherits those of the class it extends, unless that agrees here."""
+        found = self.ledger.match(row, case)
+        if found or not extended or (extended, row["quantity"]) in agreed:
+            return found
+        return self.ledger.match({**row, "implementation": extended}, case)
 
 
 @dataclasses.dataclass

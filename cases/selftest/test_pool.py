@@ -29,7 +29,11 @@ def run(tmp_path: Path, names: list[str], timeout: float) -> list[dict]:
 
 
 def verdicts(events: list[dict], name: str) -> list[str]:
-    return [e["row"]["verdict"] for e in events if "row" in e and e["row"]["implementation"] == f"kernels.py:{name}"]
+    return [
+        e["row"]["verdict"]
+        for e in events
+        if "row" in e and e["row"]["implementation"] == f"fixtures/kernels.py:{name}"
+    ]
 
 
 def test_death_is_crashed_and_the_others_go_on(tmp_path):

@@ -21,7 +21,7 @@ def session(name, tmp_path, ledger="") -> tuple[Session, list]:
     path.write_text(ledger)
     events: list = []
     own = Session(
-        implementations=[from_file(f"{KERNELS}:{name}")],
+        implementations=[*from_file(f"{KERNELS}:{name}")],
         profile_name="quick",
         profile=PROFILE,
         dtypes=("fp32",),
@@ -60,7 +60,7 @@ def test_a_finding_is_minimised_and_frozen(tmp_path):
     assert found[0]["verdict"] == "disagree"
     frozen = list((tmp_path / "findings").glob("*.json"))
     assert Case.load(frozen[0]).family == "logprobs"
-    assert json.loads(frozen[0].read_text())["implementation"] == "kernels.py:wrong_beyond_eight"
+    assert json.loads(frozen[0].read_text())["implementation"] == "fixtures/kernels.py:wrong_beyond_eight"
 
 
 def test_what_there_is_no_time_to_minimise_is_reported_as_drawn(tmp_path):
@@ -79,7 +79,7 @@ def test_what_there_is_no_time_to_minimise_is_reported_as_drawn(tmp_path):
 
 def test_the_time_for_minimising_is_one_for_all_findings_of_a_worker(tmp_path):
     own, events = session("wrong_beyond_eight", tmp_path)
-    own.implementations = [*own.implementations, from_file(f"{KERNELS}:scaled")]
+    own.implementations = [*own.implementations, *from_file(f"{KERNELS}:scaled")]
     own.profile = dataclasses.replace(PROFILE, findings=9, shrink_seconds=60.0, minimise_seconds=1e-6)
     own.drawn(Shard("logprobs", 0, 60, seed=3))
     assert own.minimised == 1 and own.minimising > 1e-6, "the first uses it up"

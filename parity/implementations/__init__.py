@@ -47,6 +47,8 @@ class Implementation:
         every: on the CPU, run it on one case in `every` (a cost, not a narrowing: which cases is a hash of their id).
         sources: dotted names of the code it runs, for reports that cite file and line.
         opt_in: leave it out of a run that does not name it.
+        stands_in: FILE.py:NAME of a user's trainer that is run in the place of the TRL class that it extends.
+        extends: id of the implementation whose known findings it inherits, where that does not agree on the same case.
     """
 
     id: str
@@ -63,6 +65,8 @@ class Implementation:
     every: int = 1
     sources: tuple[str, ...] = ()
     opt_in: bool = False
+    stands_in: str = ""
+    extends: str = ""
 
     def recipe_for(self, inputs: Inputs) -> Recipe:
         """The recipe on these inputs, autocast and tf32 products included (a GPU's; CPUs have none)."""
@@ -134,7 +138,7 @@ def select(ids: Iterable[str], family: str | None = None) -> list[Implementation
 
     known, ids = load() | trainers.implementations(), list(ids)
     named = [i for i in ids if ".py:" not in i]
-    added = [from_file(i) for i in ids if ".py:" in i]
+    added = [one for i in ids if ".py:" in i for one in from_file(i)]
     chosen: list[Implementation] = []
     for name in named:
         matches = [i for i in known.values() if i.id == name or i.id.startswith(f"{name}.")]
@@ -148,7 +152,7 @@ def select(ids: Iterable[str], family: str | None = None) -> list[Implementation
             for i in known.values()
             if not i.opt_in and (not added or (i.role == "reference" and i.family in families))
         ]
-    unique = {i.id: i for i in chosen + added}
+    unique = {(i.id, i.family): i for i in chosen + added}
     return [i for i in unique.values() if family is None or i.family == family]
 
 

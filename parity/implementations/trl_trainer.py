@@ -16,6 +16,7 @@ import io
 import logging
 import os
 import tempfile
+import typing
 import warnings
 from typing import Any
 
@@ -78,11 +79,22 @@ def environment_kept() -> Any:
         os.environ.update(before)
 
 
-def config_class() -> Any:
-    """The installed GRPOConfig."""
+def config_class(kind: Any = None) -> Any:
+    """The installed GRPOConfig, or the subclass of it that `__init__` of a trainer class is annotated with."""
     from trl import GRPOConfig
 
-    return GRPOConfig
+    return GRPOConfig if kind is None else annotated(kind, GRPOConfig)
+
+
+def annotated(kind: type, config: Any) -> Any:
+    """The subclass of `config` that the nearest `__init__` with an annotated `args` asks for, else `config` itself."""
+    for base in kind.__mro__:
+        with contextlib.suppress(Exception):  # an annotation may name what was imported for type checkers alone
+            hint = typing.get_type_hints(vars(base)["__init__"]).get("args")
+            for one in (hint, *typing.get_args(hint)):
+                if inspect.isclass(one) and issubclass(one, config):
+                    return one
+    return config
 
 
 @functools.cache
@@ -91,8 +103,8 @@ def fields() -> dict[str, Any]:
     return {f.name: f.default for f in dataclasses.fields(config_class())}
 
 
-def arguments(x: Inputs, liger: bool = False) -> Any:
-    """A GRPOConfig for the case; what the version lacks must be at the case's default.
+def arguments(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
+    """A GRPOConfig for the case (of `kind` if given); what the version lacks must be at the case's default.
 
     Raises:
         Unsupported: for a moved setting that the installed version has no field for.
@@ -127,7 +139,7 @@ def arguments(x: Inputs, liger: bool = False) -> Any:
     kwargs |= {n: v for n, v in fixed.items() if n in known and n not in kwargs}
     if liger:
         kwargs |= _liger_flags(known)
-    return config_class()(**kwargs)
+    return config_class(kind)(**kwargs)
 
 
 def _relevant(s: Any) -> set[str]:
@@ -146,19 +158,20 @@ def _liger_flags(known: dict[str, Any]) -> dict[str, Any]:
     return {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(layers, False)}
 
 
-def trainer(x: Inputs, liger: bool = False) -> Any:
-    """A real GRPOTrainer over the replay model, in the mode of the case."""
+def trainer(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
+    """A real GRPOTrainer over the replay model, in the mode of the case; of `kind`, a subclass of it, if given."""
     from trl import GRPOTrainer
 
+    made: Any = GRPOTrainer if kind is None else kind
     s = x.settings
     extra: dict[str, Any] = {}
     if s.head == "lora":
         extra["peft_config"] = _lora_config(x)
     built = model(x)
     with quiet(), environment_kept():
-        args = arguments(x, liger)
+        args = arguments(x, liger, kind)
         beta, args.beta = args.beta, 0.0  # reference log-probs are given: no reference model has to be loaded
-        out = GRPOTrainer(
+        out = made(
             model=built,
             reward_funcs=_zero_reward,
             args=args,
@@ -174,7 +187,7 @@ def trainer(x: Inputs, liger: bool = False) -> Any:
                     holder.compiled = False
     out.model.train(s.mode == "train")
     out.current_gradient_accumulation_steps = s.accumulation
-    if mentions("control.should_evaluate"):  # 0.17 asks the control, not the model, which of the two it is
+    if mentions("control.should_evaluate", made):  # 0.17 asks the control, not the model, which of the two it is
         out.control.should_evaluate = s.mode == "eval"
     return out
 
@@ -189,13 +202,14 @@ def _lora_config(x: Inputs) -> Any:
 def batch(x: Inputs, out: Any) -> dict[str, Any]:
     """The inputs dict of `compute_loss`: prompts padded left, completions right, and what the case adds."""
     s = x.settings
+    kind: Any = type(out)
     device = x.hidden.device
-    require(x.tool_mask is None or mentions("tool_mask"), "the installed version reads no tool_mask")
-    given = s.beta == 0.0 or mentions('"ref_per_token_logps"')
+    require(x.tool_mask is None or mentions("tool_mask", kind), "the installed version reads no tool_mask")
+    given = s.beta == 0.0 or mentions('"ref_per_token_logps"', kind)
     require(given, "the installed version takes reference log-probs from its own reference model")
-    shaped = x.advantages.dim() == 1 or mentions("advantages.dim()")
+    shaped = x.advantages.dim() == 1 or mentions("advantages.dim()", kind)
     require(shaped, "the installed version takes advantages of shape (B,) only")
-    divides = mentions("current_gradient_accumulation_steps") or s.accumulation == 1 or s.mode == "eval"
+    divides = mentions("current_gradient_accumulation_steps", kind) or s.accumulation == 1 or s.mode == "eval"
     require(divides, "the installed version leaves the division by the accumulation steps to training_step")
     inputs: dict[str, Any] = {
         "prompt_ids": torch.zeros(s.B, PROMPT, dtype=torch.long, device=device),
@@ -209,31 +223,37 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
     }
     if x.tool_mask is not None:
         inputs["tool_mask"] = x.tool_mask
-        if mentions("self.tools"):  # 0.26 and 0.27 look at it for trainers with tools only
+        if mentions("self.tools", kind):  # 0.26 and 0.27 look at it for trainers with tools only
             out.tools = [_zero_reward]
-    if x.old_logps is not None and mentions("self.num_iterations"):  # 0.17 looks at them from the second iteration on
+    if x.old_logps is not None and mentions(
+        "self.num_iterations", kind
+    ):  # 0.17 looks at them from the second iteration on
         out.num_iterations = 2
     if x.sampling_logps is not None:
         inputs["sampling_per_token_logps"] = x.sampling_logps
     if x.importance_sampling_ratio is not None:
-        require(mentions("importance_sampling_ratio"), "the installed version reads no importance_sampling_ratio")
+        require(mentions("importance_sampling_ratio", kind), "the installed version reads no importance_sampling_ratio")
         inputs["importance_sampling_ratio"] = x.importance_sampling_ratio
         out.use_vllm, out.vllm_importance_sampling_correction = True, True
     return inputs
 
 
 @functools.cache
-def mentions(text: str) -> bool:
-    """Whether the source of the installed trainer's losses has this text: what a version reads, it can be given."""
+def mentions(text: str, kind: Any = None) -> bool:
+    """Whether the source of the installed trainer's losses has this text: what a version reads, it can be given.
+
+    Of a subclass `kind` its own losses count too, and those that they override.
+    """
     from trl import GRPOTrainer
 
-    methods = [getattr(GRPOTrainer, name, None) for name in ("_compute_loss", "compute_liger_loss")]
+    bases = GRPOTrainer.__mro__ if kind is None else kind.__mro__
+    methods = [vars(base).get(name) for base in bases for name in ("_compute_loss", "compute_liger_loss")]
     return any(text in inspect.getsource(method) for method in methods if method is not None)
 
 
-def outputs(x: Inputs, liger: bool) -> Outputs:
+def outputs(x: Inputs, liger: bool = False, kind: Any = None) -> Outputs:
     """Loss and metrics of one micro-batch as the trainer computes and logs them."""
-    out = trainer(x, liger)
+    out = trainer(x, liger, kind)
     _install_adapter(x, out)
     with quiet():
         loss = out.compute_loss(out.model, batch(x, out))
@@ -303,7 +323,7 @@ METRIC_NAMES = frozenset(METRICS) - (frozenset() if _since("0.20") else {"entrop
 )
 def grpo_trainer(x: Inputs) -> Outputs:
     """`GRPOTrainer.compute_loss`, the trainer's plain path."""
-    return outputs(x, liger=False)
+    return outputs(x)
 
 
 def _has_liger_path() -> bool:

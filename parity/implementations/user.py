@@ -1,17 +1,20 @@
-"""A user's own function, judged without touching the package: FILE.py:NAME, called by the names of its parameters.
+"""A user's own function or trainer, judged without touching the package: FILE.py:NAME.
 
-The function takes what it needs of a family's tensors and settings, by name; a case that moves anything it has no
-parameter for is unsupported. It may carry attributes `recipe` (a `parity.rounding.Recipe`), `outputs` (optional outputs
-it returns) and `contexts`.
+A function is called by the names of its parameters: it takes what it needs of a family's tensors and settings, by name; a
+case that moves anything it has no parameter for is unsupported. It may carry attributes `recipe` (a
+`parity.rounding.Recipe`), `outputs` (optional outputs it returns) and `contexts`. A subclass of one of TRL's trainers goes
+through the checks of that trainer, see `parity.trainers.own`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,33 +41,62 @@ ALIASES = {
 DEFAULT_RECIPE = Recipe(output="any")
 
 
-def from_file(spec: str) -> Implementation:
-    """Load FILE.py:NAME as a candidate; its family is the one whose required parameters it has.
+def from_file(spec: str) -> list[Implementation]:
+    """Load FILE.py:NAME as a candidate: of the family whose required parameters a function has; of its trainer's checks, and
+    of family `policy` where it is a GRPOTrainer, if NAME is a subclass of one of TRL's trainers.
+
+    The id is the path from the working directory, so that what a report prints can be replayed.
 
     Raises:
         UsageError: when the file, the name or the family cannot be found.
+    """
+    found, id = loaded(spec), _id(spec)
+    if isinstance(found, Implementation):
+        return [found]
+    if inspect.isclass(found):
+        from parity.trainers.own import implementations
+
+        return implementations(found, id)
+    return [from_function(found, id)]
+
+
+def loaded(spec: str) -> Any:
+    """What FILE.py:NAME names: a callable or an `Implementation`. The file is executed once, however often it is named.
+
+    Raises:
+        UsageError: when there is no such file or name, or the file does not import.
     """
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not file.is_file():
         raise UsageError(f"implementation {spec!r}: {path} is not a file")
-    module_spec = importlib.util.spec_from_file_location(f"parity_user_{file.stem}", file)
-    assert module_spec is not None and module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module
     try:
-        module_spec.loader.exec_module(module)
+        module = _module(file)
     except Exception as error:
         raise UsageError(f"implementation {spec!r}: importing {path} fails: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if isinstance(function, Implementation):
-        return function
-    if not callable(function):
+    found = getattr(module, name, None)
+    if not isinstance(found, Implementation) and not callable(found):
         public = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
         raise UsageError(
             f"implementation {spec!r}: no function {name!r} in {path}, it has {', '.join(public) or 'none'}"
         )
-    return from_function(function, f"{file.name}:{name}")
+    return found
+
+
+@functools.cache
+def _module(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"parity_user_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _id(spec: str) -> str:
+    path, _, name = spec.rpartition(":")
+    file, here = Path(path).resolve(), Path.cwd()
+    return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{name}"
 
 
 def from_function(function: Callable[..., Any], id: str) -> Implementation:

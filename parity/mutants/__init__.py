@@ -17,6 +17,16 @@ from parity.mutants.conduct import MISCONDUCT
 
 CONTEXTS = {"logprobs": ("plain", "autocast", "checkpoint"), "policy": ("plain", "autocast"), "divergence": ("plain",)}
 FAMILIES = tuple(CONTEXTS)
+TRAINERS = (
+    "sft-trainer",
+    "dpo-trainer",
+    "kto-trainer",
+    "grpo-trainer",
+    "rloo-trainer",
+    "online-dpo-trainer",
+    "distillation-trainer",
+)
+"""Trainers with mutants, see `parity.mutants.trainers`."""
 OFFERED = {
     "logprobs": dict.fromkeys(("entropy",), ""),
     "policy": {"kl": "kl-metric", "entropy": "entropy-metric"},

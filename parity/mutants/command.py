@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 
 from parity.errors import UsageError
-from parity.mutants import FAMILIES, table
+from parity.mutants import FAMILIES, TRAINERS, table
 from parity.mutants.matrix import Fate, kill_matrix
 
 ROWS = Path("reports/mutants.ndjson")
@@ -23,10 +23,10 @@ def run(
         UsageError: for a family without mutants.
     """
     for name in families:
-        if name not in FAMILIES:
-            raise UsageError(f"family {name!r} has no mutants, choose from {', '.join(FAMILIES)}")
+        if name not in (*FAMILIES, *TRAINERS):
+            raise UsageError(f"family {name!r} has no mutants, choose from {', '.join((*FAMILIES, *TRAINERS))}")
     fates: list[Fate] = []
-    for done in kill_matrix(range(seeds), cases, families or FAMILIES, workers):
+    for done in kill_matrix(range(seeds), cases, families or (*FAMILIES, *TRAINERS), workers):
         fates += done
         table.write(fates, ROWS)
         wrong = sum(not fate.right for fate in done)

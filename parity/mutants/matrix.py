@@ -16,7 +16,7 @@ from parity import protocol
 from parity.case import Case
 from parity.execute import Outcome, execute
 from parity.families import family
-from parity.mutants import FAMILIES, Mutant, controls, mutants, originals
+from parity.mutants import FAMILIES, TRAINERS, Mutant, controls, mutants, originals
 from parity.profiles import PROFILES, SHARDS
 from parity.run import Bench, _rows, confirmed
 from parity.session import FAILING, repeated
@@ -153,6 +153,10 @@ def _task(name: str, seed: int, budget: int) -> list[Fate]:
     from parity.worker import prepare
 
     prepare("cpu", 1)
+    if name in TRAINERS:
+        from parity.mutants.trainers import fates
+
+        return fates(name, seed, budget)
     return stream_fates(name, seed, budget, mutants(name), controls(name))
 
 
@@ -161,10 +165,17 @@ def kill_matrix(
 ) -> Iterator[list[Fate]]:
     """The fates of every mutant and control, a list for each seed and family as it is done.
 
-    A stream ends after `budget` cases, or after as many as a run of profile pr draws.
+    A stream ends after `budget` cases, or after as many as a run of profile pr draws. The cells of a trainer are listed,
+    not drawn: one stream, of the first seed, is all there is to see.
     """
-    limit = {name: min(budget or 10**9, PROFILES[PROFILE].cases[name]) for name in families}
-    tasks = [(name, seed, limit[name]) for seed in seeds for name in limit]
+    chosen, streams = tuple(families), tuple(seeds)
+    limit = {name: PROFILES[PROFILE].cases.get(name, 10**9) for name in chosen}
+    tasks = [
+        (name, seed, min(budget or 10**9, limit[name]))
+        for number, seed in enumerate(streams)
+        for name in chosen
+        if name not in TRAINERS or number == 0
+    ]
     if workers == 1:
         yield from (_task(*task) for task in tasks)
         return

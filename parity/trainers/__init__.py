@@ -25,6 +25,7 @@ MODULES = (
     "scoring",
     "advantages",
     "twins",
+    "losses",
     "twin_windows",
     "rollouts",
     "twin_processes",
@@ -39,6 +40,11 @@ def load() -> dict[str, Check]:
     for name in MODULES:
         importlib.import_module(f"{__name__}.{name}")
     return CHECKS
+
+
+def way(implementation: Implementation) -> str:
+    """The way of `WAYS` in which an implementation is run; a user's own trainer runs as a released one does."""
+    return "released" if implementation.stands_in else implementation.id.rpartition(".")[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +145,12 @@ def implementations() -> dict[str, Implementation]:
         for way in (w for w in WAYS if w in ways):
             id = f"{trainer}.{way}"
             role = "reference" if way == "released" else "candidate"
-            out[id] = Implementation(id, trainer, role, _not_an_adapter, library="trl", dtypes=frozenset({"fp32"}))
+            out[id] = Implementation(id, trainer, role, not_an_adapter, library="trl", dtypes=frozenset({"fp32"}))
     return out
 
 
-def _not_an_adapter(inputs: Any) -> Any:
+def not_an_adapter(inputs: Any) -> Any:
+    """What stands for the adapter of an implementation that checks drive."""
     raise TypeError("a trainer check is run by parity.trainers.run, not as an adapter")
 
 

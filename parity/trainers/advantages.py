@@ -97,7 +97,7 @@ def table(name: str) -> tuple[Tensor, list[float]]:
 def _asked(cell: Cell, rewards: Tensor, weights: list[float]) -> Tensor:
     """What the trainer makes of the table, on completions that it generated."""
     s = cell.settings
-    config = drive.found(f"{cell.trainer.removesuffix('Trainer')}Config")
+    config = drive.config(cell.trainer)
     wanted: dict[str, Any] = {"beta": 0.0, "num_generations": GROUP, "per_device_train_batch_size": 2 * GROUP}
     wanted |= {"max_completion_length": 3, "reward_weights": weights, "gradient_checkpointing": False}
     known = drive.fields(config)

@@ -126,12 +126,16 @@ def _size(x: Any) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A case of a check in one way of use: what a check function is given."""
+    """A case of a check in one way of use: what a check function is given.
+
+    `own`: FILE.py:NAME of a user's trainer that stands in for TRL's class, or nothing; `drive` sees to it.
+    """
 
     case: Case
     settings: SimpleNamespace
     way: str
     device: str
+    own: str = ""
 
     @property
     def trainer(self) -> str:

@@ -142,7 +142,7 @@ BETA = 0.5
 
 
 def _built(cell: Cell, **wanted: Any) -> Any:
-    config = drive.found(f"{cell.trainer.removesuffix('Trainer')}Config")
+    config = drive.config(cell.trainer)
     peft = None
     if cell.settings.head == "lora":
         peft = drive.lora_config((*models.PROJECTIONS, "lm_head"))

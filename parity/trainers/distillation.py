@@ -237,7 +237,7 @@ def divergence_parts(cell: Cell) -> Iterator[Result]:
 
 def _module() -> Any:
     trainer, _ = server.classes()
-    return importlib.import_module(trainer.__module__)
+    return importlib.import_module(next(b.__module__ for b in trainer.__mro__ if b.__module__.startswith("trl.")))
 
 
 def _rows(peak: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.errors import Unsupported
 from parity.families import Setting
 from parity.families.divergence import divergence
-from parity.trainers import models, recorded, server
+from parity.trainers import drive, models, recorded, server
 from parity.trainers.check import Cell, Result, check, judged
 from parity.trainers.distillation import ARCHITECTURE, SPLIT, beta_setting, cells
 from parity.trainers.exact import Step
@@ -39,10 +38,7 @@ from parity.trainers.gradients import finite, gradients
 )
 def ragged_control(cell: Cell) -> Iterator[Result]:
     """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
-    try:
-        from trl.experimental.gkd import GKDConfig, GKDTrainer
-    except ImportError:
-        raise Unsupported("the installed version has no experimental GKDTrainer") from None
+    kind, config = drive.found(cell.trainer), drive.config(cell.trainer)
     batch, accumulation = map(int, cell.settings.split.split("x"))
     wanted = recorded.PLAIN | {
         "output_dir": tempfile.gettempdir(),
@@ -54,12 +50,12 @@ def ragged_control(cell: Cell) -> Iterator[Result]:
         "max_length": 32,
         "use_cpu": True,
     }
-    known = {f.name for f in dataclasses.fields(GKDConfig)}
+    known = {f.name for f in dataclasses.fields(config)}
     with models.quiet():
-        trainer = GKDTrainer(
+        trainer = kind(
             model=models.model(ARCHITECTURE),
             teacher_model=models.model("qwen2"),
-            args=GKDConfig(**{k: v for k, v in wanted.items() if k in known}),
+            args=config(**{k: v for k, v in wanted.items() if k in known}),
             train_dataset=server.dataset(messages=True, prompts=cell.settings.prompts),
             processing_class=models.tokenizer(),
         )

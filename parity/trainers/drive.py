@@ -12,6 +12,7 @@ import pkgutil
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from parity.case import hashes
 from parity.errors import Unsupported
-from parity.implementations.trl_trainer import environment_kept
+from parity.implementations.trl_trainer import annotated, environment_kept
 from parity.trainers import models
 from parity.trainers.check import Cell
 
@@ -27,13 +28,42 @@ REENTRANT, NON_REENTRANT, CUSTOM, OFF = "reentrant", "non-reentrant", "custom", 
 PROMPTS, COMPLETION = 2, 8
 
 
-@functools.cache
+OWN: ContextVar[type | None] = ContextVar("OWN", default=None)
+"""A user's trainer, which stands in for the class of TRL that it extends."""
+
+
+@contextlib.contextmanager
+def standing_in(kind: type) -> Iterator[None]:
+    """Within it `found` gives `kind` instead of the TRL trainer that it extends."""
+    token = OWN.set(kind)
+    try:
+        yield
+    finally:
+        OWN.reset(token)
+
+
 def found(name: str) -> type:
-    """A class of the installed TRL by name, in `trl` or wherever in `trl.experimental` it lives.
+    """A class of the installed TRL by name, in `trl` or wherever in `trl.experimental` it lives; or what stands in for it.
 
     Raises:
         Unsupported: when the installed version has none, or when the module that defines it does not import; with why.
     """
+    return in_place(_released(name))
+
+
+def in_place(released: type) -> type:
+    """A TRL class, or the user's trainer that stands in for it."""
+    own = OWN.get()
+    return own if own is not None and issubclass(own, released) else released
+
+
+def config(trainer: str) -> type:
+    """The config class of a trainer, that of what stands in for it if its `__init__` is annotated with one of its own."""
+    return annotated(found(trainer), found(f"{trainer.removesuffix('Trainer')}Config"))
+
+
+@functools.cache
+def _released(name: str) -> type:
     import trl
 
     failed: list[Exception] = []

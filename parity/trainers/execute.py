@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from parity.case import Case
 from parity.execute import Outcome, guarded
 from parity.implementations import Implementation
-from parity.trainers import family
+from parity.implementations.user import loaded
+from parity.trainers import drive, family, way
 from parity.trainers.check import REPORTED, Cell, Check, Result
 
 Row = dict[str, Any]
@@ -27,23 +29,24 @@ def rows(
     reference: dict[str, Row] = {}
     against: str | None = None
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
-        way = implementation.id.rpartition(".")[2]
-        if way not in found.ways:
+        if way(implementation) not in found.ways:
             continue
         announce(implementation)
-        for row in _rows(found, Cell(case, settings, way, device), implementation):
+        for row in _rows(
+            found, Cell(case, settings, way(implementation), device, implementation.stands_in), implementation
+        ):
             if implementation.role == "reference":
                 reference[row["quantity"]], against = row, implementation.id
             else:
-                row["against"] = against
-                row["value_reference"] = reference.get(row["quantity"], {}).get("value")
+                plain = reference.get(row["quantity"], {})
+                row["against"], row["value_reference"] = against, plain.get("value")
+                if row["blame"] == "candidate" and plain.get("verdict") == "disagree":
+                    row["blame"] = "both"
             yield row
 
 
 def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[Row]:
-    from parity.run import empty_row
-
-    base = empty_row(cell.case, implementation.id, cell.device) | {"role": implementation.role, "recipe": "fp32"}
+    base = _base(cell, implementation)
     missing = implementation.missing()
     if missing:
         yield base | {"verdict": "unsupported", "message": missing}
@@ -61,12 +64,25 @@ def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[
         yield base | _row(result, implementation.role, flaky)
 
 
+def _base(cell: Cell, implementation: Implementation) -> Row:
+    from parity.run import empty_row
+
+    return empty_row(cell.case, implementation.id, cell.device) | {"role": implementation.role, "recipe": "fp32"}
+
+
+def judged_row(cell: Cell, implementation: Implementation, result: Result) -> Row:
+    """The row of one judged quantity, taken as it is: not run twice."""
+    return _base(cell, implementation) | _row(result, implementation.role, flaky=False)
+
+
 def attempt(found: Check, cell: Cell, implementation: Implementation) -> tuple[Outcome, list[Result]]:
     """Run the check once; what it raised as an outcome. A check that measured nothing is a fault of the harness."""
     results: list[Result] = []
 
     def run() -> Outcome:
-        results.extend(found.run(cell))
+        own = drive.standing_in(loaded(cell.own)) if cell.own else contextlib.nullcontext()
+        with own:
+            results.extend(found.run(cell))
         return Outcome("ran") if results else Outcome("unsupported", message="nothing was measured", blame="harness")
 
     return guarded(implementation, run), results

@@ -52,7 +52,7 @@ def run(cell: Cell) -> Step:
         Unsupported: where the trainer cannot be asked for this cell, or computed no reference log-probs.
     """
     s = cell.settings
-    config = drive.found(f"{cell.trainer.removesuffix('Trainer')}Config")
+    config = drive.config(cell.trainer)
     wanted: dict[str, Any] = {"beta": s.beta, "temperature": s.temperature, **drive.checkpointing(s.checkpointing)}
     if cell.trainer == "GRPOTrainer":
         wanted["loss_type"] = "grpo"

@@ -99,7 +99,7 @@ def gradient_flow(cell: Cell) -> Iterator[Result]:
 def build(cell: Cell) -> Any:
     """The trainer of a cell, its model frozen or adapted as the cell says."""
     s = cell.settings
-    config = drive.found(f"{cell.trainer.removesuffix('Trainer')}Config")
+    config = drive.config(cell.trainer)
     args = drive.arguments(config, cell.device, {"beta": 0.04, **drive.checkpointing(s.checkpointing)})
     model = models.model(s.model)
     peft = None

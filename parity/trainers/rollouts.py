@@ -198,7 +198,7 @@ def _live(cell: Cell, s: SimpleNamespace, source: str, count: int) -> Live:
     name = cell.case.family
     wanted = twin_runs.options(name, s) | SAMPLING[cell.settings.sampling]
     wanted |= {"max_steps": count, "learning_rate": RATE, "num_iterations": ITERATIONS}
-    args = drive.arguments(drive.found("GRPOConfig"), cell.device, wanted, ("num_iterations",))
+    args = drive.arguments(drive.config(cell.trainer), cell.device, wanted, ("num_iterations",))
     data = twin_runs.dataset(name, twin_runs.rows(name))
     run = drive.build(cell.trainer, windows.policy(s.model), args, train_dataset=data, reward_funcs=_reward)
     install(run, source)

@@ -111,7 +111,7 @@ class Batch:
 
 def _built(cell: Cell) -> Any:
     s = cell.settings
-    config = drive.found(f"{cell.trainer.removesuffix('Trainer')}Config")
+    config = drive.config(cell.trainer)
     wanted = {"temperature": TEMPERATURE, "beta": 0.0, "gradient_checkpointing": False}
     cast = {"cast_lm_head_to_fp32": True} if s.cast_lm_head_to_fp32 else {}
     args = drive.arguments(config, cell.device, wanted | cast, tuple(cast))

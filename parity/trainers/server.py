@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from parity.errors import Unsupported
-from parity.implementations.trl_trainer import environment_kept
-from parity.trainers import exact, models, recorded
+from parity.implementations.trl_trainer import annotated, environment_kept
+from parity.trainers import drive, exact, models, recorded
 from parity.trainers.teacher import Teacher
 
 SAMPLES = {"ragged": ((2, 5), (4, 2)), "equal": ((3, 5), (3, 2))}
@@ -26,7 +26,7 @@ IGNORED = -100
 
 
 def classes() -> tuple[type, type]:
-    """Trainer and config of the installed release.
+    """Trainer and config of the installed release, or what stands in for them.
 
     Raises:
         Unsupported: when it has no teacher-server path.
@@ -34,7 +34,7 @@ def classes() -> tuple[type, type]:
     try:
         from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
 
-        return ServerDistillationTrainer, ServerDistillationConfig
+        return _in_place(ServerDistillationTrainer, ServerDistillationConfig)
     except ImportError:
         pass
     try:
@@ -43,7 +43,12 @@ def classes() -> tuple[type, type]:
         raise Unsupported("the installed version has no distillation from a teacher server") from None
     if not hasattr(DistillationTrainer, "_get_teacher_token_logprobs_from_server"):
         raise Unsupported("the installed version has no distillation from a teacher server")
-    return DistillationTrainer, DistillationConfig
+    return _in_place(DistillationTrainer, DistillationConfig)
+
+
+def _in_place(trainer: type, config: type) -> tuple[type, type]:
+    chosen = drive.in_place(trainer)
+    return chosen, annotated(chosen, config)
 
 
 def rows(prompts: str = "ragged") -> list[dict[str, str]]:

@@ -125,7 +125,7 @@ def build(
     """
     name = CLASSES[trainer]
     chosen = rows(trainer) if part is None else part
-    config = drive.found(f"{name.removesuffix('Trainer')}Config")
+    config = drive.config(name)
     path = {} if way == "released" else _fused(config, required=way == "fused")
     masked = uncounted(trainer, chosen)
     args = drive.arguments(config, "cpu", {**options(trainer, s), **path, **masked, **more}, (*needed(s), *masked))

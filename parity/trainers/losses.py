@@ -1,0 +1,163 @@
+"""Every loss of the preference trainers, KTO's with its KL and weights, and DFT: one batch by its definition."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.errors import Unsupported
+from parity.families import Setting
+from parity.trainers import drive, preference, twin_runs, windows
+from parity.trainers.check import Cell, Result, check, holds, judged
+from parity.trainers.exact import Step
+from parity.trainers.gradients import finite, gradients
+from parity.trainers.twins import plain_twin
+
+OWN = {
+    "dpo-trainer": tuple(preference.DPO),
+    "kto-trainer": ("kto", "apo_zero_unpaired"),
+    "sft-trainer": ("nll", "dft"),
+    "online-dpo-trainer": ("sigmoid", "ipo"),
+}
+"""Trainer -> its loss types."""
+
+LOSSES = tuple(dict.fromkeys(name for names in OWN.values() for name in names))
+
+SETTINGS = {
+    "loss": Setting("sigmoid", "loss_type of the trainer's config", LOSSES),
+    "beta": Setting(0.3, "beta of the config", (0.3, 0.05)),
+    "smoothing": Setting(0.0, "label_smoothing", (0.0, 0.1)),
+    "divergence": Setting(
+        "reverse_kl",
+        "f_divergence_type",
+        ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
+    ),
+    "alpha": Setting(0.5, "f_alpha_divergence_coef", (0.5, 0.3)),
+    "ld_alpha": Setting(1.0, "ld_alpha: weight of the tokens behind the shorter one's length", (1.0, 0.4)),
+    "weighting": Setting(False, "use_weighting", (False, True)),
+    "tau": Setting(0.05, "discopop_tau", (0.05, 0.5)),
+    "desirable": Setting(1.0, "desirable_weight", (1.0, 0.7)),
+    "undesirable": Setting(1.0, "undesirable_weight", (1.0, 1.3)),
+    "model": Setting(
+        "llama", "tiny model; KTO's estimate of the KL is positive for llama, negative for qwen2", ("llama", "qwen2")
+    ),
+}
+
+NEEDED = {
+    "smoothing": "label_smoothing",
+    "divergence": "f_divergence_type",
+    "alpha": "f_alpha_divergence_coef",
+    "ld_alpha": "ld_alpha",
+    "weighting": "use_weighting",
+    "tau": "discopop_tau",
+    "desirable": "desirable_weight",
+    "undesirable": "undesirable_weight",
+}
+"""Setting -> the field of the config that it is."""
+
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
+SCORED = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
+"""DPO's losses with label smoothing; those that f-divergences are defined for."""
+
+PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("dpo-trainer", {"loss": "robust", "smoothing": 0.1, "divergence": "js_divergence"}),
+    ("dpo-trainer", {"loss": "aot", "ld_alpha": 0.4}),
+    ("kto-trainer", {"loss": "kto", "desirable": 0.7, "undesirable": 1.3}),
+    ("sft-trainer", {"loss": "dft"}),
+)
+
+
+def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """In pr four; in nightly every loss of every trainer, and with each of the settings that it honours."""
+    if profile in ("quick", "pr"):
+        yield from PR if profile == "pr" else ()
+        return
+    for trainer, names in OWN.items():
+        for loss in names:
+            plain = {"loss": loss, **({"smoothing": 0.1} if loss == "exo_pair" else {})}  # ε = 0 is log 0
+            yield trainer, plain
+            yield from ((trainer, {**plain, **more}) for more in _moved(trainer, loss))
+
+
+def _moved(trainer: str, loss: str) -> Iterator[dict[str, Any]]:
+    if trainer == "kto-trainer":
+        yield {"desirable": 0.7, "undesirable": 1.3}
+        yield {"model": "qwen2"}
+    if trainer != "dpo-trainer":
+        return
+    yield {"beta": 0.05, "model": "qwen2"}
+    yield {"weighting": True}
+    if loss != "sft":
+        yield {"ld_alpha": 0.4}
+    if loss in SMOOTHED and loss != "exo_pair":
+        yield {"smoothing": 0.1}
+    if loss == "discopop":
+        yield {"tau": 0.5}
+    if loss in SCORED:
+        yield {"divergence": "forward_kl"}
+        yield {"divergence": "js_divergence"}
+        yield {"divergence": "alpha_divergence"}
+    if loss == "sigmoid":
+        yield {"divergence": "alpha_divergence", "alpha": 0.3}
+
+
+@check("losses", tuple(OWN), SETTINGS, cells)
+def losses(cell: Cell) -> Iterator[Result]:
+    """One batch of eight: loss and every gradient as the definition of its loss type has them."""
+    trainer, s = cell.case.family, cell.settings
+    if s.loss not in OWN[trainer]:
+        raise Unsupported(f"{trainer} has no loss type {s.loss}: {', '.join(OWN[trainer])}")
+    known = drive.fields(drive.config(cell.trainer))
+    missing = [f for name, f in NEEDED.items() if getattr(s, name) != SETTINGS[name].default and f not in known]
+    if missing:
+        raise Unsupported(f"{cell.trainer} of the installed version has no {', '.join(missing)}")
+    run = twin_runs.build(trainer, plain_twin(model=s.model, split="8x1"), cell.way, **_options(trainer, s))
+    steps = twin_runs.train(run, cell.way)
+    step = Step(windows.policy(s.model, torch.float64), _definition(trainer, s))
+    if s.loss == "kto":
+        others = preference.mismatched(_window(trainer))
+        z = float(preference.shift(others, s.model, windows.policy(s.model, torch.float64)))
+        yield holds("estimate", (z > 0) is (s.model == "llama"), f"{z:.3g}: the cell tests nothing", "exact", value=z)
+    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
+    yield finite(steps.gradients[0])
+    yield gradients(step, steps.gradients[0])
+
+
+def _options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
+    out: dict[str, Any] = {"loss_type": s.loss}
+    if trainer != "sft-trainer":
+        out["beta"] = s.beta
+    if trainer == "dpo-trainer":
+        out |= {"label_smoothing": s.smoothing, "f_divergence_type": s.divergence, "discopop_tau": s.tau}
+        out |= {"f_alpha_divergence_coef": s.alpha, "use_weighting": s.weighting}
+        out |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}
+    if trainer == "kto-trainer":
+        out |= {"desirable_weight": s.desirable, "undesirable_weight": s.undesirable}
+    return out
+
+
+def _window(trainer: str) -> windows.Sequences:
+    return twin_runs.sequences(trainer, twin_runs.rows(trainer))
+
+
+def _definition(trainer: str, s: SimpleNamespace) -> Callable[[Any], Tensor]:
+    chosen, window = twin_runs.rows(trainer), _window(trainer)
+    if trainer == "dpo-trainer":
+        return functools.partial(preference.dpo, (window, windows.sequences(chosen, "other")), s.model, s)
+    if s.loss == "kto":
+        others = preference.mismatched(window)
+        return functools.partial(preference.kto, window, others, [r.label for r in chosen], s.model, s)
+    if s.loss == "apo_zero_unpaired":
+        return functools.partial(preference.apo_zero_unpaired, window, [r.label for r in chosen], s.model, s)
+    if s.loss == "dft":
+        return functools.partial(preference.dft, window)
+    if s.loss == "ipo":
+        return functools.partial(preference.online_ipo, windows.preferred(chosen), s.model, s.beta)
+    if trainer == "online-dpo-trainer":
+        return functools.partial(windows.dpo, windows.preferred(chosen), s.model, s.beta)
+    return functools.partial(windows.sft, window)
