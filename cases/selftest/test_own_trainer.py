@@ -74,6 +74,13 @@ def test_a_dropped_ratio_is_the_subclass_s_fault():
     assert found["WithoutSampler", "loss"]["blame"] == "candidate"
 
 
+def test_a_check_that_does_not_drive_the_class_says_so():
+    case = family("sft-trainer").case(0, "fp32", {"check": "processes"})
+    own = [i for i in from_file(f"{FILE}:Unpacked") if i.family == case.family]
+    (row,) = run_case(case, own, "cpu")
+    assert row["verdict"] == "unsupported" and "check processes does not drive" in row["message"]
+
+
 def test_a_config_of_its_own_is_what_it_is_given():
     case = family("policy").case(3, "fp32", {"B": 2, "T": 3, "V": 7, "H": 5})
     found = rows("Scaled", case)

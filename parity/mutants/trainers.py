@@ -26,8 +26,6 @@ from parity.trainers.check import TRAINERS, Cell, Result
 from parity.trainers.execute import attempt, judged_row
 
 PROFILES = ("pr", "nightly")
-ALONE = ("processes", "found", "divergence-parts", "sentinel")
-"""Checks that do not drive the class here: in processes of their own, or functions beside it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +275,7 @@ def cells(family: str, seed: int) -> Iterator[Case]:
     seen: set[str] = set()
     for profile in PROFILES:
         for case in trainers.cases(family, profile, seed):
-            if case.id not in seen and case.settings["check"] not in ALONE:
+            if case.id not in seen and trainers.family(family).check(case).drives:
                 seen.add(case.id)
                 yield case
 

@@ -159,6 +159,8 @@ class Check:
             judge; any other exception is a verdict (refused, crashed).
         ways: the ways of `WAYS` in which it is run.
         doc: first line of the function's docstring, for listings.
+        drives: whether it drives the trainer's class in this process, so that a user's own can stand in for it; else it
+            looks at functions beside the class, or starts processes of its own.
     """
 
     name: str
@@ -168,6 +170,7 @@ class Check:
     run: Callable[[Cell], Iterator[Result]]
     ways: tuple[str, ...] = ("released", "fixed")
     doc: str = ""
+    drives: bool = True
 
 
 CHECKS: dict[str, Check] = {}
@@ -179,6 +182,7 @@ def check(
     settings: Mapping[str, Setting],
     cells: Cells,
     ways: tuple[str, ...] = ("released", "fixed"),
+    drives: bool = True,
 ) -> Callable[[Callable[[Cell], Iterator[Result]]], Callable[[Cell], Iterator[Result]]]:
     """Register a function as `Check(name, …)`.
 
@@ -195,7 +199,7 @@ def check(
         if other is not None and other.run.__module__ != run.__module__:
             raise UsageError(f"check {name!r} is registered by {other.run.__module__} and {run.__module__}")
         doc = (run.__doc__ or "").strip().partition("\n")[0]
-        CHECKS[name] = Check(name, wanted, settings, cells, run, ways, doc)
+        CHECKS[name] = Check(name, wanted, settings, cells, run, ways, doc, drives)
         return run
 
     return register

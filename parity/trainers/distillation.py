@@ -172,6 +172,7 @@ def _at_padding(batches: list[dict[str, Any]], seen: list[Tensor]) -> Result:
     {"beta": beta_setting(1.0)},
     lambda profile, seed: [("server-distillation-trainer", {"beta": b}) for b in (0.5, 1.0)],
     ways=("released",),
+    drives=False,
 )
 def sentinel(cell: Cell) -> Iterator[Result]:
     """A log-prob that the teacher does not have where the loss needs it: the trainer must refuse, not train on it."""
@@ -199,6 +200,7 @@ def sentinel(cell: Cell) -> Iterator[Result]:
     {"beta": beta_setting(1.0), "peak": Setting(1.0, "spread of the logits", (1.0, 50.0))},
     lambda profile, seed: [("server-distillation-trainer", {"beta": b, "peak": p}) for b in BETAS for p in (1.0, 50.0)],
     ways=("released",),
+    drives=False,
 )
 def divergence_parts(cell: Cell) -> Iterator[Result]:
     """`_add_tail_bucket` and `_jsd_divergence` alone, in float64: finite forward and backward once padding is masked.

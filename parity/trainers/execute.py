@@ -48,6 +48,8 @@ def rows(
 def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[Row]:
     base = _base(cell, implementation)
     missing = implementation.missing()
+    if cell.own and not found.drives:
+        missing = f"check {found.name} does not drive the trainer's class in this process: nothing can stand in for it"
     if missing:
         yield base | {"verdict": "unsupported", "message": missing}
         return

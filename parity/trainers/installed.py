@@ -62,6 +62,7 @@ def described() -> Iterator[tuple[str, str]]:
     {"package": Setting("trl", "where trainers are looked for", ("trl",))},
     lambda profile, seed: [("sft-trainer", {})] if profile != "quick" else [],
     ways=("released",),
+    drives=False,
 )
 def found_all(cell: Cell) -> Iterator[Result]:
     """Every trainer of the installed version has a check, or a reason why it has none."""

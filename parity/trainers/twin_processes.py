@@ -52,6 +52,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     },
     cells,
     ways=("released",),
+    drives=False,
 )
 def processes(cell: Cell) -> Iterator[Result]:
     """The window dealt out to two ranks: both take the gradient of the whole window."""
