@@ -1,6 +1,7 @@
 """The twins against trainers that are wrong on purpose: each fault must show in the quantity that is about it."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -8,7 +9,18 @@ import torch
 from parity import trainers
 from parity.errors import Unsupported
 from parity.fixes.accumulation import divide_by_accumulation
-from parity.trainers import drive, installed, ranks, recorded, twin_processes, twin_runs, twin_windows, twins, windows
+from parity.trainers import (
+    drive,
+    installed,
+    ranks,
+    recorded,
+    twin_processes,
+    twin_runs,
+    twin_windows,
+    twins,
+    windows,
+    zero,
+)
 from parity.trainers.exact import Step
 from parity.trainers.execute import rows
 from parity.trainers.gradients import gradients
@@ -180,6 +192,40 @@ def test_what_two_ranks_may_do_wrong(monkeypatch, quantities, damage):
     monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
     got = verdicts(outcome("sft-trainer", check="processes"))
     assert {q for q, verdict in got.items() if verdict == "disagree"} == quantities
+
+
+def test_a_tied_matrix_that_is_sharded_as_two(monkeypatch):
+    """A wrapper that copies the head instead of sharing the embeddings: each gets its own part of the gradient."""
+    plain = twin_processes._settings("sft-trainer", "qwen2")
+    plain.split = "4x2"  # in one process the window is twice as large
+    run = twin_runs.build("sft-trainer", plain)
+    run.model.lm_head.weight = torch.nn.Parameter(run.model.lm_head.weight.detach().clone())
+    steps = recorded.train(run)
+    sequences = twin_runs.seen(steps.batches)
+    found = [ranks.Rank(dict(steps.gradients[0]), list(half), sharded=1) for half in (sequences[:4], sequences[4:])]
+    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
+    got = outcome("sft-trainer", check="processes", sharding="fsdp2", model="qwen2")
+    assert {q for q, row in got.items() if row["verdict"] == "disagree"} == {"gradient"}
+    assert "first model.embed_tokens.weight" in got["gradient"]["message"]
+
+
+def test_zero_where_deepspeed_is_not_installed(monkeypatch):
+    monkeypatch.setattr(twin_processes.importlib.util, "find_spec", lambda name: None)
+    (row,) = outcome("sft-trainer", check="processes", sharding="zero3").values()
+    assert row["verdict"] == "unsupported"
+    assert "deepspeed is not installed" in row["message"]
+
+
+def test_zero_where_deepspeed_does_not_import(monkeypatch):
+    """As it is where a package that it needs is missing: the rank says so, and it is no verdict on the trainer."""
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(Unsupported, match="deepspeed does not import"), zero.recorded():
+        pass
+    monkeypatch.setattr(twin_processes.importlib.util, "find_spec", lambda name: name)
+    found = [ranks.Rank({}, [], failure="Unsupported: deepspeed does not import: no hjson")] * 2
+    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
+    (row,) = outcome("sft-trainer", check="processes", sharding="zero3").values()
+    assert (row["verdict"], row["message"]) == ("unsupported", "deepspeed does not import: no hjson")
 
 
 def test_a_rank_that_fails_says_why(monkeypatch):
