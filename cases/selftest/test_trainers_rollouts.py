@@ -1,6 +1,7 @@
 """Same rollouts, other log-probs: sources that are wrong on purpose, and the split of a loss difference by hand."""
 
 import pytest
+import torch
 
 pytest.importorskip("trl")
 
@@ -45,6 +46,41 @@ def test_live_runs_are_reported(monkeypatch):
     assert parts["total"]["message"].startswith("steps 1 to 4: 0, ")
 
 
+def test_greedy_under_autocast_moves_log_probs_by_less_than_a_nat():
+    """At the rate of temperature 1 a step would move a log-prob by thousands, and exp(log-ratio) would be infinite."""
+    found = outcome(check="live-rollouts", sampling="greedy", precision="autocast", beta=0.04)
+    assert {r["verdict"] for r in found.values()} == {"agree"}
+
+
+def test_a_policy_that_runs_away_is_no_verdict_and_says_why(monkeypatch):
+    monkeypatch.setattr(rollouts, "rate", lambda sampling: rollouts.RATE)
+    found = outcome(check="live-rollouts", sampling="greedy", precision="autocast", beta=0.04)
+    (row,) = found.values()
+    assert row["verdict"] == "unsupported"
+    assert "loss inf at step 2" in row["message"]
+    assert "infinite in float32 by definition" in row["message"]
+
+
+def test_a_loss_that_is_not_finite_without_need(monkeypatch):
+    monkeypatch.setitem(rollouts.SCORES, "cut-cross-entropy", lambda *args: torch.nan * rollouts._plain(*args))
+    found = outcome(check="live-rollouts", source="cut-cross-entropy", beta=0.04)
+    assert {q: r["verdict"] for q, r in found.items()} == {"finite loss": "disagree"}
+    assert "log-probs by cut-cross-entropy: loss nan at step 1" in found["finite loss"]["message"]
+
+
+def test_log_probs_move_as_at_temperature_1():
+    """By hand: with L = -log p of one of two logits (z/τ), a step at rate r moves log p by 2r(1-p)²/τ² to first order."""
+    moved = {}
+    for sampling, options in rollouts.SAMPLING.items():
+        temperature = options["temperature"]
+        z = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        loss = -torch.log_softmax(z / temperature, 0)[0]
+        loss.backward()
+        after = torch.log_softmax((z - rollouts.rate(sampling) * z.grad) / temperature, 0)[0]
+        moved[sampling] = float((after + loss).detach())
+    assert moved["greedy"] == pytest.approx(moved["sampled"], rel=1e-6)
+
+
 def test_a_source_that_draws_from_the_generator_of_the_rollouts(monkeypatch):
     install = rollouts.install
 
@@ -58,8 +94,6 @@ def test_a_source_that_draws_from_the_generator_of_the_rollouts(monkeypatch):
                 return generate(*args, **kwargs)
 
             trainer._generate = other
-
-    import torch
 
     monkeypatch.setattr(rollouts, "install", drawing)
     found = outcome(check="live-rollouts")["first rollouts"]

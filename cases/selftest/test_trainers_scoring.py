@@ -45,7 +45,8 @@ def test_a_batch_size_that_is_ignored(monkeypatch):
     assert disagreeing(outcome(batch="3")) == {"calls"}
 
 
-def test_a_mask_of_other_rows(monkeypatch):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_mask_of_other_rows(monkeypatch, dtype):
     """Every chunk is given the attention mask of the rows before: the head is right, the model under it is not."""
 
     def change(score):
@@ -55,7 +56,7 @@ def test_a_mask_of_other_rows(monkeypatch):
         return scored
 
     altered(monkeypatch, change)
-    assert "gradient" in disagreeing(outcome(batch="1"))
+    assert "gradient" in disagreeing(outcome(batch="1", dtype=dtype))
 
 
 def test_a_head_in_another_precision_than_told(monkeypatch):

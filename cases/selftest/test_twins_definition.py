@@ -10,6 +10,7 @@ from parity.rounding import IEEE_FP32
 from parity.trainers import models, windows
 from parity.trainers.exact import AutocastRounding, Double, Step, StepRounding, logits
 from parity.trainers.gradients import forward_order, gradients
+from parity.trainers.narrow import BackboneRounding, Wide
 
 WINDOW = windows.sequences(windows.rows())
 
@@ -151,6 +152,73 @@ def test_autocast_is_judged_by_bfloat16_and_no_wider():
     assert gradients(coarse, found).agrees
     wrong = {name: 1.1 * g for name, g in found.items()}
     assert not gradients(coarse, wrong).agrees
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """The step of a model in bfloat16, and the gradients that the model itself gives of it."""
+    model = models.model("llama", torch.bfloat16).train()
+
+    def loss(model):
+        pairs = zip(logits(model, [t for t, _ in WINDOW]), WINDOW, strict=True)
+        return torch.cat([own_logps(z.float(), tokens, start) for z, (tokens, start) in pairs]).mean()
+
+    loss(model).backward()
+    step = Step(models.model("llama", torch.bfloat16).double().train(), loss, BackboneRounding)
+    return step, {name: p.grad for name, p in model.named_parameters()}
+
+
+def own_logps(z, tokens, start):
+    return -torch.log_softmax(z[start - 1 : -1], -1).gather(-1, torch.tensor(tokens[start:]).unsqueeze(-1))[:, 0]
+
+
+def test_a_model_in_bfloat16_is_judged_by_what_it_loses(narrow):
+    """Its own error is that of a replica: neither wider, so that damage shows, nor narrower, so that honesty passes."""
+    step, found = narrow
+    assert gradients(step, found).agrees
+    ratios = []
+    for name, exact in step.exact.items():
+        errors = (step.unit(name, 12).replicas - exact).flatten(1).norm(dim=1)
+        ratios.append(float((found[name].double() - exact).norm() / errors.square().mean().sqrt()))
+    assert 0.7 < sorted(ratios)[len(ratios) // 2] < 1.4
+
+
+@pytest.mark.parametrize("factor", [0.95, 1.05])
+def test_five_percent_on_every_gradient_of_a_model_in_bfloat16(narrow, factor):
+    step, found = narrow
+    assert not gradients(step, {name: factor * g for name, g in found.items()}).agrees
+
+
+def test_a_row_of_a_gradient_in_bfloat16(narrow):
+    step, found = narrow
+    found = {name: g.clone() for name, g in found.items()}
+    found["model.layers.1.mlp.up_proj.weight"][7] = 0
+    assert "first model.layers.1.mlp.up_proj.weight" in gradients(step, found).message
+
+
+def test_norms_of_a_model_in_bfloat16_round_in_float32():
+    """Without the casts that open a region its norms would round in bfloat16 too, and the unit be that of another model."""
+    norm = models.model("llama", torch.bfloat16).double().model.norm
+    x = torch.randn(64, norm.weight.shape[0], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    exact, errors = norm(x), {}
+    for name in ("regions", "none"):
+        mode = BackboneRounding(IEEE_FP32, "fp32", 3)
+        with Wide(mode) if name == "regions" else Double(), mode:
+            found = norm(x)
+        errors[name] = float((found - exact).detach().norm())
+    assert errors["none"] > 1.3 * errors["regions"]
+
+
+def test_a_replica_that_is_not_finite_is_an_error():
+    """Entries where replicas overflow are not judged: of such replicas alone, anything at all would agree."""
+
+    class Broken(StepRounding):
+        def rounded(self, out, dtype=None):
+            return out * torch.nan
+
+    broken = Step(windows.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model), Broken)
+    with pytest.raises(FloatingPointError, match="embed_tokens"):
+        broken.replicas(1)
 
 
 @pytest.mark.parametrize("op", ["softmax", "addmm", "embedding", "silu"])

@@ -1,6 +1,7 @@
 """The twins against trainers that are wrong on purpose: each fault must show in the quantity that is about it."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -8,7 +9,18 @@ import torch
 from parity import trainers
 from parity.errors import Unsupported
 from parity.fixes.accumulation import divide_by_accumulation
-from parity.trainers import drive, installed, ranks, recorded, twin_processes, twin_runs, twins, windows
+from parity.trainers import (
+    drive,
+    installed,
+    ranks,
+    recorded,
+    twin_processes,
+    twin_runs,
+    twin_windows,
+    twins,
+    windows,
+    zero,
+)
 from parity.trainers.exact import Step
 from parity.trainers.execute import rows
 from parity.trainers.gradients import gradients
@@ -122,6 +134,29 @@ def test_uneven_windows():
     assert (kto["windows"], kto["gradient of window 2"]) == ("agree", "disagree")
 
 
+def test_the_uneven_window_of_online_dpo_by_hand():
+    """With our fix (g₁ + g₂)/2 of a micro-batch of two prompts and one of one; as released g₁ + g₂; right is (2g₁ + g₂)/3."""
+    trainer, s = "online-dpo-trainer", twin_processes._settings("online-dpo-trainer")
+    s.split, part = "2x2", twin_runs.rows("online-dpo-trainer")[:7]
+    for way, factor in (("fixed", 0.5), ("released", 1.0)):
+        run = twin_runs.build(trainer, s, part=part, max_steps=-1, num_train_epochs=1, dataloader_drop_last=False)
+        steps = twin_runs.train(run, way)
+        batches = [twin_windows.found_rows(trainer, part, [batch]) for batch in steps.window(1)]
+        assert [len(rows) for rows in batches] == [2, 1]
+        first, second = (twin_windows._step(trainer, s.model, tuple(rows)).exact for rows in batches)
+        for name, found in steps.gradients[1].items():
+            expected = factor * (first[name] + second[name])
+            assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["second", "resumed"])
+def test_later_windows_of_online_dpo(kind):
+    as_released = outcome("online-dpo-trainer", check="windows", kind=kind)["gradient of step 2"]
+    assert "is 2 times the definition's" in as_released["message"]
+    fixed = outcome("online-dpo-trainer", check="windows", kind=kind, way="fixed")
+    assert set(verdicts(fixed).values()) == {"agree"}
+
+
 def test_every_trainer_is_covered_or_explained(monkeypatch):
     assert outcome("sft-trainer", check="found")["trainers"]["verdict"] == "agree"
     real = installed.classes()
@@ -154,9 +189,43 @@ def test_what_two_ranks_may_do_wrong(monkeypatch, quantities, damage):
     halves = (sequences[:4], sequences[4:])
     found = [ranks.Rank({n: g.clone() for n, g in steps.gradients[0].items()}, list(half)) for half in halves]
     damage(found)
-    monkeypatch.setattr(twin_processes, "_launched", lambda count, sharding, tokens: {"sft-trainer": found})
+    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
     got = verdicts(outcome("sft-trainer", check="processes"))
     assert {q for q, verdict in got.items() if verdict == "disagree"} == quantities
+
+
+def test_a_tied_matrix_that_is_sharded_as_two(monkeypatch):
+    """A wrapper that copies the head instead of sharing the embeddings: each gets its own part of the gradient."""
+    plain = twin_processes._settings("sft-trainer", "qwen2")
+    plain.split = "4x2"  # in one process the window is twice as large
+    run = twin_runs.build("sft-trainer", plain)
+    run.model.lm_head.weight = torch.nn.Parameter(run.model.lm_head.weight.detach().clone())
+    steps = recorded.train(run)
+    sequences = twin_runs.seen(steps.batches)
+    found = [ranks.Rank(dict(steps.gradients[0]), list(half), sharded=1) for half in (sequences[:4], sequences[4:])]
+    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
+    got = outcome("sft-trainer", check="processes", sharding="fsdp2", model="qwen2")
+    assert {q for q, row in got.items() if row["verdict"] == "disagree"} == {"gradient"}
+    assert "first model.embed_tokens.weight" in got["gradient"]["message"]
+
+
+def test_zero_where_deepspeed_is_not_installed(monkeypatch):
+    monkeypatch.setattr(twin_processes.importlib.util, "find_spec", lambda name: None)
+    (row,) = outcome("sft-trainer", check="processes", sharding="zero3").values()
+    assert row["verdict"] == "unsupported"
+    assert "deepspeed is not installed" in row["message"]
+
+
+def test_zero_where_deepspeed_does_not_import(monkeypatch):
+    """As it is where a package that it needs is missing: the rank says so, and it is no verdict on the trainer."""
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(Unsupported, match="deepspeed does not import"), zero.recorded():
+        pass
+    monkeypatch.setattr(twin_processes.importlib.util, "find_spec", lambda name: name)
+    found = [ranks.Rank({}, [], failure="Unsupported: deepspeed does not import: no hjson")] * 2
+    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
+    (row,) = outcome("sft-trainer", check="processes", sharding="zero3").values()
+    assert (row["verdict"], row["message"]) == ("unsupported", "deepspeed does not import: no hjson")
 
 
 def test_a_rank_that_fails_says_why(monkeypatch):
@@ -191,14 +260,14 @@ def test_ranks_that_do_not_do_as_told(monkeypatch, sharding, rank, quantities):
     steps = recorded.train(twin_runs.build("sft-trainer", plain))
     own = twin_runs.seen(steps.batches)
     found = [ranks.Rank(steps.gradients[0], half, **rank) for half in (own[:4], own[4:])]
-    monkeypatch.setattr(twin_processes, "_launched", lambda count, sharding, tokens: {"sft-trainer": found})
+    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
     got = verdicts(outcome("sft-trainer", check="processes", sharding=sharding))
     assert {q for q, verdict in got.items() if verdict == "disagree"} == quantities
 
 
 def test_sharding_that_does_not_happen_is_not_agreement(monkeypatch):
     found = [ranks.Rank({}, [], kind="MULTI_CPU")] * 2
-    monkeypatch.setattr(twin_processes, "_launched", lambda count, sharding, tokens: {"sft-trainer": found})
+    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
     got = outcome("sft-trainer", check="processes", sharding="configured")
     assert [row["verdict"] for row in got.values()] == ["unsupported"]
     assert "trains as MULTI_CPU" in next(iter(got.values()))["message"]

@@ -59,6 +59,10 @@ class StepRounding(MonteCarlo):
     is added, not of the result, which may be smaller by cancellation.
     """
 
+    def casts(self) -> Double:
+        """What makes the model's casts to float32 casts to float64, for the time of a replica."""
+        return Double()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.quiet:
             return func(*args, **(kwargs or {}))
@@ -113,9 +117,9 @@ class Step:
         self._replicas: list[Gradients] = []
         self._losses: list[Tensor] = []
 
-    def _run(self, mode: MonteCarlo | None) -> tuple[Tensor, Gradients]:
+    def _run(self, mode: StepRounding | None) -> tuple[Tensor, Gradients]:
         named = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
-        with Double():
+        with Double() if mode is None else mode.casts():
             if mode is None:
                 loss = self._loss(self._model)
                 found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
@@ -128,9 +132,17 @@ class Step:
         return loss.detach(), dict(zip(named, grads, strict=True))
 
     def replicas(self, count: int) -> None:
-        """Makes sure that there are `count` replicas."""
+        """Makes sure that there are `count` replicas.
+
+        Raises:
+            FloatingPointError: for one that is not finite, naming the parameter: entries where a replica overflows are not
+                judged, and a step of nothing else would pass whatever it is given.
+        """
         while len(self._replicas) < count:
             loss, grads = self._run(self._rounding(IEEE_FP32, "fp32", 7919 * (1 + len(self._replicas))))
+            lost = [n for n, g in grads.items() if bool((self.exact[n].isfinite() & ~g.isfinite()).any())]
+            if lost:
+                raise FloatingPointError(f"the replica's gradient of {lost[0]} is not finite where the exact one is")
             self._losses.append(loss)
             self._replicas.append(grads)
 

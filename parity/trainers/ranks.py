@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from parity.errors import Unsupported
+from parity.trainers import zero
 from parity.worker import environment
 
 TIMEOUT = 300.0
@@ -57,8 +58,8 @@ class Plan:
     Attributes:
         trainers: families whose twins they train, one after the other -> settings of the twin, as `twins.SETTINGS`.
         bare: trainer -> rows whose completions are left out of the loss.
-        sharding: "none", "configured" (fsdp="full_shard" as a user writes it) or "fsdp2" (the same where accelerate would
-            not shard on this device).
+        sharding: "none", "configured" (fsdp="full_shard" as a user writes it), "fsdp2" (the same where accelerate would
+            not shard on this device) or "zero3" (DeepSpeed).
     """
 
     trainers: Mapping[str, Mapping[str, Any]]
@@ -75,7 +76,7 @@ def launch(plan: Plan, ranks: int) -> dict[str, list[Rank]]:
     with tempfile.TemporaryDirectory(prefix="parity-ranks-") as name:
         folder, port = Path(name), _free_port()
         (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
-        running = [_start(folder, rank, ranks, port) for rank in range(ranks)]
+        running = [_start(folder, rank, ranks, port, plan.sharding) for rank in range(ranks)]
         _wait(running, folder)
         return {trainer: [_read(folder, trainer, rank) for rank in range(ranks)] for trainer in plan.trainers}
 
@@ -87,9 +88,11 @@ def _free_port() -> int:
         return port
 
 
-def _start(folder: Path, rank: int, ranks: int, port: int) -> subprocess.Popen[bytes]:
+def _start(folder: Path, rank: int, ranks: int, port: int, sharding: str) -> subprocess.Popen[bytes]:
     joining = dict(zip(JOINING, (rank, rank, ranks, ranks, "127.0.0.1", port), strict=True))
     settings = {name: str(value) for name, value in joining.items()} | {"ACCELERATE_USE_CPU": "true"}
+    if sharding == "zero3":
+        settings |= zero.SETTINGS
     with open(folder / f"{rank}.log", "wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "parity.trainers.ranks", str(folder / "plan.json")],
@@ -153,21 +156,32 @@ def main(argv: Sequence[str]) -> int:
 def _trained(plan: Plan, trainer: str) -> Rank:
     from parity.trainers import recorded, twin_runs
 
-    bare, more = plan.bare.get(trainer, ()), {} if plan.sharding == "none" else FULL_SHARD
+    bare = plan.bare.get(trainer, ())
     part = [dataclasses.replace(row, counted=i not in bare) for i, row in enumerate(twin_runs.rows(trainer))]
+    stepped: list[tuple[int, dict[str, Tensor]]] = []
     try:
-        run = twin_runs.build(trainer, SimpleNamespace(**plan.trainers[trainer]), part=part, **more)
-        steps = recorded.train(run)
+        with zero.recorded() if plan.sharding == "zero3" else contextlib.nullcontext(stepped) as stepped:
+            settings = SimpleNamespace(**plan.trainers[trainer])
+            run = twin_runs.build(trainer, settings, part=part, **CONFIGS[plan.sharding])
+            steps = recorded.train(run)
     except Exception as error:  # on every rank alike, or the others wait for this one until the launch gives up
         traceback.print_exc()
         return Rank({}, [], failure=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}")
-    found = {n: g.contiguous() for n, g in steps.gradients[0].items() if g is not None}
+    gradients = {n: g for n, g in steps.gradients[0].items() if g is not None}
+    sharded, found = stepped[0] if stepped else (steps.sharded, gradients)
     kind = run.accelerator.distributed_type.value
-    return Rank(found, twin_runs.seen(steps.window(0)), steps.sharded, kind)
+    return Rank({n: g.contiguous() for n, g in found.items()}, twin_runs.seen(steps.window(0)), sharded, kind)
 
 
 FULL_SHARD: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
 """What turns FSDP2 on in a config, each decoder layer a unit of its own."""
+CONFIGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "configured": FULL_SHARD,
+    "fsdp2": FULL_SHARD,
+    "zero3": zero.CONFIG,
+}
+"""Plan.sharding -> arguments of the trainer's config."""
 
 
 @contextlib.contextmanager

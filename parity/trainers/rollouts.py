@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,9 @@ from parity.trainers.windows import Sequences
 STEPS, ITERATIONS = 4, 2
 """Optimizer steps, and how many are taken on one generation live: at ratio 1 a loss says nothing of log-probs."""
 RATE = 0.002
-"""Of four steps: small enough that the policy does not run away."""
+"""Of four steps at temperature 1: small enough that the policy does not run away."""
+OVERFLOW = 128 * math.log(2)
+"""Nats beyond which exp(log-ratio) is infinite in float32, and a KL or an unclipped ratio with it, by definition."""
 SOURCES = {
     "own": "the trainer's own, in the cell's way",
     "plain": "log_softmax of the model's own logits",
@@ -156,7 +159,14 @@ def live_rollouts(cell: Cell) -> Iterator[Result]:
     """
     s = _settings(cell)
     _once(cell)
-    runs = [_finite(cell, s, source) for source in (cell.settings.source, "plain")]
+    sources = (cell.settings.source, "plain")
+    runs = [_run(cell, s, source) for source in sources]
+    broken = [
+        f"log-probs by {source}: {told}" for source, run in zip(sources, runs, strict=True) if (told := run.broken)
+    ]
+    yield holds("finite loss", not broken, "; ".join(broken))
+    if broken:
+        return
     counts = [len(run.losses) for run in runs]
     yield holds("steps", counts == [STEPS, STEPS], f"{counts} steps instead of {STEPS}", gate="exact")
     apart = first_difference(*(run.windows for run in runs))
@@ -171,40 +181,84 @@ def live_rollouts(cell: Cell) -> Iterator[Result]:
 
 @dataclasses.dataclass(frozen=True)
 class Live:
-    """What a run did, step by step: its loss, what it was given, its sequences, the parameters at which it was taken."""
+    """What a run did, step by step: its loss, what it was given, its sequences, the parameters at which it was taken.
+
+    `furthest`: largest log-ratio of a token, in nats, reference to policy or policy to the one that generated, as scored.
+    """
 
     losses: list[float]
     batches: list[dict[str, Any]]
     windows: list[Sequences]
     parameters: list[dict[str, Tensor]]
+    furthest: list[float]
+
+    @property
+    def broken(self) -> str | None:
+        """The first loss that is not finite, with what the run scored; None where all are.
+
+        Raises:
+            Unsupported: where that is the definition's value in float32, exp(log-ratio) being infinite.
+        """
+        step = next((i for i, loss in enumerate(self.losses) if not math.isfinite(loss)), None)
+        if step is None:
+            return None
+        told = f"loss {self.losses[step]} at step {step + 1}, largest log-ratio {self.furthest[step]:.0f} nats"
+        if self.furthest[step] > OVERFLOW:
+            raise Unsupported(f"{told}: infinite in float32 by definition")
+        return told
 
 
-def _finite(cell: Cell, s: SimpleNamespace, source: str) -> Live:
-    """A run of all steps.
-
-    Raises:
-        Unsupported: when the policy has no finite logits left to generate from; with the losses up to there.
-    """
+def _run(cell: Cell, s: SimpleNamespace, source: str) -> Live:
+    """A run of all steps; of those on the first generation where nothing finite is left to generate from."""
     try:
         return _live(cell, s, source, STEPS)
     except RuntimeError as error:
         if "probability tensor" not in str(error):
             raise
-    losses = ", ".join(f"{loss:.3g}" for loss in _live(cell, s, source, ITERATIONS).losses)
-    raise Unsupported(f"log-probs by {source}: no finite logits to generate from behind losses {losses}")
+    return _live(cell, s, source, ITERATIONS)
+
+
+def rate(sampling: str) -> float:
+    """The learning rate at which log-probs move as they do at temperature 1: `RATE`·τ².
+
+    The gradient of a log-prob of logits/τ is 1/τ times that of the logits, and so is that of the loss: a step moves it by
+    rate/τ².
+    """
+    temperature: float = SAMPLING[sampling]["temperature"]
+    return RATE * temperature**2
 
 
 def _live(cell: Cell, s: SimpleNamespace, source: str, count: int) -> Live:
     name = cell.case.family
     wanted = twin_runs.options(name, s) | SAMPLING[cell.settings.sampling]
-    wanted |= {"max_steps": count, "learning_rate": RATE, "num_iterations": ITERATIONS}
+    wanted |= {"max_steps": count, "learning_rate": rate(cell.settings.sampling), "num_iterations": ITERATIONS}
     args = drive.arguments(drive.config(cell.trainer), cell.device, wanted, ("num_iterations",))
     data = twin_runs.dataset(name, twin_runs.rows(name))
     run = drive.build(cell.trainer, windows.policy(s.model), args, train_dataset=data, reward_funcs=_reward)
     install(run, source)
+    scored: list[Tensor] = []
+    drive.spied(run, "_get_per_token_logps_and_entropies", functools.partial(_keep, scored))
     with drive.seeded(), drive.fixed(cell, run) if source == "own" else drive.seeded():
         steps = recorded.train(run)
-    return Live(steps.losses, steps.batches, [twin_runs.seen([batch]) for batch in steps.batches], steps.parameters)
+    furthest = [_furthest(batch, logps) for batch, logps in zip(steps.batches, scored, strict=True)]
+    windows_of_steps = [twin_runs.seen([batch]) for batch in steps.batches]
+    return Live(steps.losses, steps.batches, windows_of_steps, steps.parameters, furthest)
+
+
+def _keep(scored: list[Tensor], args: Any, kwargs: Any, out: Any) -> None:
+    if torch.is_grad_enabled():  # the policy in the loss, not what scores the generation
+        scored.append((out["logps"] if isinstance(out, dict) else out[0]).detach())
+
+
+def _furthest(batch: Mapping[str, Any], logps: Tensor) -> float:
+    reference, old = batch.get("ref_per_token_logps"), batch.get("old_per_token_logps")
+    scored = batch["completion_mask"].bool()
+    ratios = [0.0]
+    if reference is not None:
+        ratios.append(float((reference - logps)[scored].max()))
+    if old is not None:
+        ratios.append(float((logps - old)[scored].max()))
+    return max(ratios)
 
 
 def _reward(completions: Any, **kwargs: Any) -> list[float]:

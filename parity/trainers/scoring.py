@@ -1,8 +1,8 @@
 """The log-probs that a trainer takes of stored completions: however many at once, head in float32 or not, asked for more.
 
-Two judgements. Of a float32 model the gradient of every parameter, against the model's own logits in float64. Of any
-model its head alone: what the trainer made of the hidden states that its own backbone handed over, against family
-`logprobs` on those very numbers. The head needs no unit for a bfloat16 backbone, whose norms compute in float32.
+Two judgements. The gradient of every parameter, against the model's own logits in float64; of a model in bfloat16 the
+replicas round as it does (`narrow`). And the head alone: what the trainer made of the hidden states that its own backbone
+handed over, against family `logprobs` on those very numbers, which needs no unit for the backbone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from parity.trainers import drive, models, windows
 from parity.trainers.check import Cell, Result, check, holds, judged
 from parity.trainers.exact import CONFIRMING, REPLICAS, Step, logits
 from parity.trainers.gradients import gradients
+from parity.trainers.narrow import BackboneRounding
 from parity.trainers.windows import Sequences
 
 TEMPERATURE = 0.7
@@ -77,9 +78,8 @@ def scoring(cell: Cell) -> Iterator[Result]:
     chunks = -(-batch.ids.shape[0] // _size(s.batch))
     yield holds("calls", len(backbone) == chunks, f"{len(backbone)} forward passes instead of {chunks}", gate="exact")
     yield from _head(trainer.model, batch, s, logps, entropies, backbone)
-    if s.dtype == "fp32":
-        named = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
-        yield gradients(_by_definition(s.model), {n: p.grad for n, p in named.items()})
+    named = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
+    yield gradients(_by_definition(s.model, s.dtype), {n: p.grad for n, p in named.items()})
 
 
 def _size(batch: str) -> int:
@@ -210,17 +210,19 @@ def _recipe(s: Any, calls: int) -> Recipe:
     return out
 
 
-@functools.lru_cache(maxsize=3)
-def _by_definition(architecture: str) -> Step:
-    """Σ cotangent · log-prob by the model's own logits, in float64."""
+@functools.lru_cache(maxsize=6)
+def _by_definition(architecture: str, dtype: str) -> Step:
+    """Σ cotangent · log-prob by the model's own logits, in float64, at the parameters that it has in `dtype`."""
     batch = Batch()
     slopes = [g[seen].double() for g, seen in zip(batch.cotangent, batch.scored, strict=True)]
 
     def weighted(model: Any) -> Tensor:
         found = []
         for z, (tokens, start) in zip(logits(model, [t for t, _ in batch.sequences]), batch.sequences, strict=True):
-            logps = torch.log_softmax(z[start - 1 : -1] / TEMPERATURE, -1)
+            logps = torch.log_softmax(z[start - 1 : -1].float() / TEMPERATURE, -1)
             found.append(logps.gather(-1, torch.tensor(tokens[start:]).unsqueeze(-1))[:, 0])
         return torch.stack([(g * logps).sum() for g, logps in zip(slopes, found, strict=True)]).sum()
 
-    return Step(models.model(architecture, torch.float64).train(), weighted)
+    if dtype == "fp32":
+        return Step(models.model(architecture, torch.float64).train(), weighted)
+    return Step(models.model(architecture, DTYPES[dtype]).double().train(), weighted, BackboneRounding)

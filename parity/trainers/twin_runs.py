@@ -128,17 +128,18 @@ def build(
     config = drive.config(name)
     path = {} if way == "released" else _fused(config, required=way == "fused")
     masked = uncounted(trainer, chosen)
-    args = drive.arguments(config, "cpu", {**options(trainer, s), **path, **masked, **more}, (*needed(s), *masked))
     data = dataset(trainer, chosen)
     given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
+    policy = windows.policy(s.model)  # before a config that would have every model loaded in shards
     if trainer in ("dpo-trainer", "kto-trainer", "online-dpo-trainer"):
         given["ref_model"] = models.model(s.model)
     if trainer == "distillation-trainer":
         given["teacher_model"] = models.model("qwen2")
+    args = drive.arguments(config, "cpu", {**options(trainer, s), **path, **masked, **more}, (*needed(s), *masked))
     tokenizer = models.tokenizer()
     side, tokenizer.padding_side = tokenizer.padding_side, "right" if s.padding == "right" else "left"
     try:
-        out = drive.build(name, windows.policy(s.model), args, **given)
+        out = drive.build(name, policy, args, **given)
     finally:
         tokenizer.padding_side = side
     if s.padding == "none" and not getattr(out, "padding_free", True):

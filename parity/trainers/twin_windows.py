@@ -22,15 +22,14 @@ from parity.trainers.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.windows import Row
 
 KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "generation")
-TRAINERS = tuple(t for t in twin_runs.CLASSES if t != "online-dpo-trainer")
-"""Online DPO has no loss in evaluation, and its windows are those of its prompts."""
+TRAINERS = tuple(twin_runs.CLASSES)
 STORED = tuple(t for t in TRAINERS if t not in twin_runs.SAMPLED)
 RATE = 0.05
 """Learning rate of the runs whose second step must differ from the first."""
 
 
 def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Nightly: every kind for the trainers on stored data, evaluation for all; pr: SFT's incomplete window."""
+    """Nightly: every kind but generation, which is SAMPLED's, evaluation for all; pr: SFT's incomplete window."""
     if profile in ("quick", "pr"):
         yield from [("sft-trainer", {"kind": "uneven"})] if profile == "pr" else []
         return
@@ -47,14 +46,14 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     TRAINERS,
     {"kind": Setting("evaluation", "what is looked at", KINDS), "loss": SETTINGS["loss"]},
     cells,
-    ways=("released",),
+    ways=("released", "fixed"),
 )
 def beyond_one_window(cell: Cell) -> Iterator[Result]:
     """Evaluation, incomplete windows, second steps and resumed runs follow the same definition."""
-    yield from RUNS[cell.settings.kind](cell.case.family, plain_twin(loss=cell.settings.loss))
+    yield from RUNS[cell.settings.kind](cell.case.family, cell.way, plain_twin(loss=cell.settings.loss))
 
 
-def _evaluation(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
+def _evaluation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     """The loss that evaluation reports on the window is the loss that training takes its gradient of."""
     run = twin_runs.build(trainer, s, per_device_eval_batch_size=8, num_generations_eval=windows.GENERATIONS)
     with models.quiet():
@@ -63,21 +62,23 @@ def _evaluation(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
     yield judged("evaluation loss", step.judge_loss(loss), loss, step.loss)
 
 
-def _incomplete(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
+def _incomplete(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     """Five sequences in windows of four: the second step is the gradient of the one that is left."""
-    yield from _epoch(trainer, s, 5, "1x4", expected=(4, 1))
+    yield from _epoch(trainer, way, s, 5, "1x4", expected=(4, 1))
 
 
-def _uneven(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
+def _uneven(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     """Seven sequences two by two in windows of four: the last micro-batch of the last window holds one."""
-    yield from _epoch(trainer, s, 7, "2x2", expected=(4, 3))
+    yield from _epoch(trainer, way, s, 7, "2x2", expected=(4, 3))
 
 
-def _epoch(trainer: str, s: SimpleNamespace, count: int, split: str, expected: tuple[int, ...]) -> Iterator[Result]:
+def _epoch(
+    trainer: str, way: str, s: SimpleNamespace, count: int, split: str, expected: tuple[int, ...]
+) -> Iterator[Result]:
     part = twin_runs.rows(trainer)[:count]
     s = SimpleNamespace(**{**vars(s), "split": split})
     run = twin_runs.build(trainer, s, part=part, max_steps=-1, num_train_epochs=1, dataloader_drop_last=False)
-    steps = recorded.train(run)
+    steps = twin_runs.train(run, way)
     sizes = tuple(len(found_rows(trainer, part, steps.window(i))) for i in range(len(steps.gradients)))
     yield holds("windows", sizes == expected, f"windows of {sizes} sequences instead of {expected}", gate="exact")
     last = len(steps.gradients) - 1
@@ -98,19 +99,20 @@ def found_rows(trainer: str, part: Sequence[Row], batches: list[dict[str, Any]])
     return [row for row, (tokens, _) in zip(part, own, strict=True) if tokens in seen]
 
 
-def _second(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
+def _second(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     """Two steps of four sequences: the second gradient is that of the definition at the parameters it was taken at."""
-    steps = recorded.train(_two_steps(trainer, s))
+    steps = twin_runs.train(_two_steps(trainer, s), way)
     yield from _second_gradient(trainer, s, steps, 1)
 
 
-def _resumed(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
+def _resumed(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     """The same from a checkpoint after the first step: same parameters, same sequences, gradient of the definition."""
     folder = Path(tempfile.mkdtemp(prefix="parity-resumed-"))
     try:
-        whole = recorded.train(_two_steps(trainer, s, save_strategy="steps", save_steps=1, output_dir=str(folder)))
+        saved = _two_steps(trainer, s, save_strategy="steps", save_steps=1, output_dir=str(folder))
+        whole = twin_runs.train(saved, way)
         run = _two_steps(trainer, s, output_dir=str(folder))
-        resumed = recorded.train(run, resume_from_checkpoint=str(folder / "checkpoint-1"))
+        resumed = twin_runs.train(run, way, resume_from_checkpoint=str(folder / "checkpoint-1"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if len(resumed.gradients) != 1:
@@ -140,13 +142,13 @@ def _second_gradient(trainer: str, s: SimpleNamespace, steps: recorded.Steps, at
     yield gradients(step, steps.gradients[at], "gradient of step 2")
 
 
-def _generation(trainer: str, s: SimpleNamespace) -> Iterator[Result]:
+def _generation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     """Two steps on one generation: the second one's ratios are to the policy that generated, not to the last one."""
     s = SimpleNamespace(**{**vars(s), "split": "2x2"})
     run = twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, steps_per_generation=4)
     if getattr(run.args, "steps_per_generation", None) != 4:
         raise Unsupported("the config of the installed version has no steps_per_generation")
-    steps = recorded.train(run)
+    steps = twin_runs.train(run, way)
     old = windows.policy(s.model, torch.float64)
     whole = windows.sequences(twin_runs.rows(trainer), eos=False)
     generation = windows.Generation(whole, old, steps=2)
