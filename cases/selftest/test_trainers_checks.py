@@ -176,8 +176,8 @@ def test_a_trainer_whose_module_does_not_import_keeps_the_reason(monkeypatch):
 
     monkeypatch.setattr(drive.importlib, "import_module", failing)
     with pytest.raises(Unsupported, match=r"ORPOTrainer does not import: ImportError: libfoo.so.2"):
-        drive.found.__wrapped__("ORPOTrainer")
+        drive._released.__wrapped__("ORPOTrainer")
     with pytest.raises(Unsupported, match="has no BrandNewTrainer"):
-        drive.found.__wrapped__("BrandNewTrainer")
-    assert drive.found.__wrapped__("CPOTrainer").__name__ == "CPOTrainer"
-    assert drive.found.__wrapped__("OnlineDPOConfig").__name__ == "OnlineDPOConfig"
+        drive._released.__wrapped__("BrandNewTrainer")
+    assert drive._released.__wrapped__("CPOTrainer").__name__ == "CPOTrainer"
+    assert drive._released.__wrapped__("OnlineDPOConfig").__name__ == "OnlineDPOConfig"
