@@ -203,8 +203,19 @@ def test_dropout_is_no_difference():
     assert not logits.use_model_logits(fused(model))
 
 
-def test_it_is_taken_back_under_autocast_that_came_later():
-    accelerate = pytest.importorskip("accelerate")
+@pytest.fixture
+def fresh_accelerator():
+    """accelerate keeps one state for a process: other tests' must not decide the precision here, nor ours theirs."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_it_is_taken_back_under_autocast_that_came_later(fresh_accelerator):
+    import accelerate
+
     model = fused(halved(models.model("llama")))
     released = asked(model).log_probs
     patch = logits.use_model_logits(model)
