@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -156,6 +157,19 @@ def _jsd_chunks(x: Inputs) -> Recipe:
     )
 
 
+def _scaler(x: Inputs) -> Any:
+    """What stands for the GradScaler that a scaled upstream gradient comes from; None where no loss is scaled.
+
+    Its scale is a power of two, the largest that the upstream gradient holds. The loss takes its gradients in the forward
+    pass, in the dtype of the head, and asks for the scaler so that they do not underflow there.
+    """
+    upstream = abs(float(x.cotangents["loss"])) if x.settings.cotangent == "scaled" else 0.0
+    if upstream == 0.0:
+        return None
+    scale = 2.0 ** math.floor(math.log2(upstream))
+    return SimpleNamespace(get_scale=lambda: scale)
+
+
 @implementation(
     "unsloth.distillation_chunked_jsd",
     family="divergence",
@@ -171,7 +185,10 @@ def distillation_chunked_jsd(x: Inputs) -> Outputs:
     heads(x)
     s = x.settings
     require(s.extra_vocabulary == 0, "one vocabulary: both heads have V rows")
-    found = accepted(module, "distillation_chunked_jsd")(
+    function = accepted(module, "distillation_chunked_jsd")
+    # A release that has no such parameter is judged without: then loss scaling saves nothing.
+    options = {"scaler": _scaler(x)} if "scaler" in inspect.signature(function).parameters else {}
+    found = function(
         x.hidden,
         x.teacher_hidden,
         x.weight,
@@ -187,5 +204,6 @@ def distillation_chunked_jsd(x: Inputs) -> Outputs:
         student_final_logit_softcapping=s.softcap or 0.0,
         teacher_final_logit_softcapping=s.teacher_softcap or 0.0,
         temperature=s.temperature,
+        **options,
     )
     return {"loss": found[0]}

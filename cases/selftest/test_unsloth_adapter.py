@@ -1,4 +1,7 @@
-"""The recipe of Unsloth's distillation loss, on its arithmetic written in plain torch: unsloth-zoo is not installed here."""
+"""The adapter of Unsloth's distillation loss and its recipe, on the loss written in plain torch: it is not installed here."""
+
+import sys
+import types
 
 import pytest
 import torch
@@ -6,7 +9,7 @@ import torch
 from parity.families import family
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import Implementation
-from parity.implementations.unsloth import _jsd_chunks
+from parity.implementations.unsloth import _jsd_chunks, distillation_chunked_jsd
 from parity.run import run_case
 
 BOTH_HEADS_NARROW = {"B": 3, "T": 8, "V": 256, "H": 64, "teacher_H": 100, "teacher_peak": 4.0, "beta": 0.75}
@@ -47,3 +50,40 @@ def test_the_students_do_not(dtype):
     settings = STUDENT_IN_FP32 | {"peak": 4.0, "teacher_peak": 0.05}
     assert disagreeing(settings, name) == set()
     assert "grad_weight" in disagreeing(settings, name, student=dtype)
+
+
+def asked(monkeypatch, function, **settings):
+    """The inputs of a float16 case and what the adapter hands to `function`, the released one's stand-in."""
+    module = types.ModuleType("unsloth_zoo.rl_replacements")
+    module.distillation_chunked_jsd = function
+    monkeypatch.setitem(sys.modules, "unsloth_zoo", types.ModuleType("unsloth_zoo"))
+    monkeypatch.setitem(sys.modules, "unsloth_zoo.rl_replacements", module)
+    sys.modules["unsloth_zoo"].rl_replacements = module
+    fam = family("divergence")
+    x = fam.build(fam.case(7, "fp16", settings))
+    return x, distillation_chunked_jsd(x)["loss"]
+
+
+def released(*tensors, scaler=None, **options):
+    return [scaler]
+
+
+def older(*tensors, beta, chunk_size, **options):
+    return [sorted(options)]
+
+
+def test_a_scaled_upstream_gradient_comes_with_its_scaler(monkeypatch):
+    """The loss takes its gradients in float16 before it sees the upstream gradient: the scale is what it asks for."""
+    x, scaler = asked(monkeypatch, released, cotangent="scaled")
+    scale, upstream = scaler.get_scale(), abs(float(x.cotangents["loss"]))
+    assert upstream / 2 < scale <= upstream
+    assert torch.frexp(torch.tensor(scale)).mantissa == 0.5, "a power of two, so that scaling rounds nothing"
+
+
+@pytest.mark.parametrize("cotangent", ["ones", "random", "zero"])
+def test_no_scaler_where_no_loss_is_scaled(monkeypatch, cotangent):
+    assert asked(monkeypatch, released, cotangent=cotangent)[1] is None
+
+
+def test_a_release_without_the_parameter_gets_none(monkeypatch):
+    assert "scaler" not in asked(monkeypatch, older, cotangent="scaled")[1]
