@@ -133,6 +133,11 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     gates = {"structure": 0.0}
     message, overflows = "", False
     if not bool(same.all()):
+        beyond = ~same & torch.isinf(v) & torch.isfinite(o)
+        if bool((same | beyond).all()):
+            nearest = judge(torch.where(beyond, v.sign() * largest, v).to(value), unit, dtype)
+            if nearest.agrees:
+                return nearest
         gates["structure"] = math.inf
         overflows = bool(skip.any()) and bool((torch.isinf(v) | same).all())
         nan, inf = int((torch.isnan(v) & ~same).sum()), int((torch.isinf(v) & ~same).sum())

@@ -75,7 +75,7 @@ def _from_rows(name: str, path: Path) -> Case | None:
 
 def replay(name: str, ids: Sequence[str], device: str, issue: bool, console: Console) -> int:
     """Run the case through the named implementations (else the one it was found with, else all) and print the findings."""
-    from parity.report import terminal
+    from parity.report import failure
 
     case, found_with = find(name)
     if issue and trainers.is_trainer(case.family):
@@ -93,7 +93,8 @@ def replay(name: str, ids: Sequence[str], device: str, issue: bool, console: Con
         return _issue(case, chosen, rows, console)
     for implementation in chosen:
         own = [r for r in rows if r["implementation"] == implementation.id]
-        terminal.render_finding(own, console)
+        failure.render_finding(own, console)
+        failure.render_rest(own, console)
     return exit_code([r for r in rows if r["implementation"] in wanted])
 
 

@@ -310,6 +310,19 @@ def test_replicas_that_do_not_stack_are_refused():
         judge(torch.zeros(3), Unit(torch.zeros(3).double(), torch.zeros(12, 4).double()), torch.float32)
 
 
+@pytest.mark.parametrize(("spread", "agrees"), [(2e4, True), (1e3, False)])
+def test_an_infinity_is_judged_as_the_largest_number(spread, agrees):
+    """A sum of huge terms that cancel: no replica overflows, and an honest evaluation may."""
+    torch.manual_seed(0)
+    exact = torch.full((1, 8), 500.0, dtype=torch.float64)
+    u = Unit(exact, exact + (spread * torch.randn(60, 1, 8, dtype=torch.float64)).clamp(-6e4, 6e4))
+    value = torch.full((1, 8), 500.0).half()
+    value[0, 3] = torch.inf
+    found = judge(value, u, torch.float16)
+    assert found.agrees is agrees
+    assert agrees or found.gates["structure"] == math.inf
+
+
 def test_an_infinity_beside_overflowing_replicas_is_worth_more_replicas():
     truth = torch.tensor([1.0, 2.0], dtype=torch.float64)
     calm, wild = torch.tensor([[1.0, 2.0]] * 2).double(), torch.tensor([[1.0, 2.0], [torch.inf, 2.0]]).double()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from parity.fixes.accumulation import divide_by_accumulation
 from parity.fixes.logits import use_model_logits
+from parity.fixes.padding import mask_padded_log_probs
 from parity.fixes.patch import ORIGINAL, Patch
 from parity.fixes.teacher import mask_teacher_padding
 
@@ -30,6 +31,7 @@ __all__ = [
     "divide_by_accumulation",
     "keep_gradient_checkpointing",
     "lift_text_config_attributes",
+    "mask_padded_log_probs",
     "mask_teacher_padding",
     "require_input_grads",
     "use_model_logits",

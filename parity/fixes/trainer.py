@@ -52,6 +52,7 @@ def apply(trainer: Any) -> Applied:
 
     In this order: `lift_text_config_attributes` for the model and, as "lift_text_config_attributes (reference)", for a
     reference model; `require_input_grads`; `divide_by_accumulation` where its own step does not;
+    `mask_padded_log_probs` where its own step logs sums over padding;
     `keep_gradient_checkpointing` where the trainer checkpoints; `mask_teacher_padding` where it distils from a teacher
     server; `use_model_logits` where TRL's fused LM head does not compute the model's own logits;
     `use_selective_log_probs` where the trainer's models have a fused LM head and ask it for nothing but log-probs and
@@ -66,6 +67,7 @@ def apply(trainer: Any) -> Applied:
     steps += [
         lambda: patches.require_input_grads(trainer),
         lambda: patches.divide_by_accumulation(trainer),
+        lambda: patches.mask_padded_log_probs(trainer),
         lambda: _keep_checkpointing(trainer),
         lambda: _mask_teacher(trainer),
         lambda: patches.use_model_logits(trainer),

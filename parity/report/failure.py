@@ -56,6 +56,22 @@ def render_finding(rows: Sequence[Row], console: Console) -> None:
         console.print(Text(f"replay   {lead['replay']}", style="bold"), soft_wrap=True)
 
 
+def render_rest(rows: Sequence[Row], console: Console) -> None:
+    """Print one line of an implementation on one case where no row fails: agrees and how nearly, or why nothing was judged."""
+    if any(r["verdict"] in FAILING for r in rows):
+        return
+    judged = [r for r in rows if r["verdict"] in JUDGED]
+    if judged:
+        worst = max(judged, key=headroom)
+        size = f"largest headroom {headroom(worst):.2g} ({worst['quantity']}, gate {worst['gate']})"
+        text = f"{len(judged)} {'quantity' if len(judged) == 1 else 'quantities'}, {size}"
+        verdict = "agrees"
+    else:
+        row = max(rows, key=lambda r: r["verdict"] == "refused")
+        verdict, text = row["verdict"], row["message"]
+    say(console, f"{verdict:<11} {rows[0]['implementation']} · {text}", COLOURS.get(verdict.removesuffix("s"), ""))
+
+
 def text_of(rows: Sequence[Row], width: int = 110) -> str:
     """The failure text without colour."""
     out = io.StringIO()

@@ -26,6 +26,7 @@ MODULES = (
     "advantages",
     "twins",
     "losses",
+    "metrics",
     "twin_windows",
     "rollouts",
     "twin_processes",

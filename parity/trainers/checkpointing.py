@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from parity.case import normal
+from parity.errors import Unsupported
 
 
 class Carrying:
@@ -46,15 +47,27 @@ def install(model: Any, checkpoint: bool = True) -> Carrying:
     wrapper = Carrying()
     for name, layer in layers(model):
         carried = normal(1, f"carried {name.rpartition('.')[2]}", (model.config.get_text_config().hidden_size,))
-        inside = dict(layer.named_modules())
-        last = next(n for suffix in ("down_proj", "fc2", "o_proj") for n in inside if n.endswith(suffix))
-        inside[last].register_forward_hook(functools.partial(_carry, layer, wrapper, carried))
+        _added_to_the_residual(layer).register_forward_hook(functools.partial(_carry, layer, wrapper, carried))
     if checkpoint:
         for module in model.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module._gradient_checkpointing_func = wrapper
                 module.gradient_checkpointing = True
     return wrapper
+
+
+def _added_to_the_residual(layer: Any) -> Any:
+    """The projection of a layer whose output goes into the residual stream: its MLP's where that has one, else attention's.
+
+    Raises:
+        Unsupported: for a layer without a projection of a known name.
+    """
+    inside = dict(layer.named_modules())
+    for suffix in ("down_proj", "fc2", "mlp.Wo", "o_proj"):
+        for name, module in inside.items():
+            if name.endswith(suffix):
+                return module
+    raise Unsupported(f"{type(layer).__name__} has no projection that the custom checkpointing wrapper knows")
 
 
 def _carry(layer: Any, wrapper: Carrying, carried: Any, module: Any, inputs: Any, output: Any) -> Any:

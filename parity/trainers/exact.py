@@ -170,3 +170,30 @@ class Step:
         self.replicas(REPLICAS)
         unit = Unit(self.loss, torch.stack(self._losses), scalar=True)
         return judge(torch.tensor(value, dtype=torch.float32), unit, torch.float32)
+
+
+class Scalars:
+    """Numbers of a model by their definition, and as many replicas of them as a judgement needs; without gradients.
+
+    `model` as of `Step`; `define`: model -> name -> 0-dim tensor.
+
+    Attributes:
+        exact: name -> value, float64.
+    """
+
+    def __init__(self, model: Any, define: Callable[[Any], Mapping[str, Tensor]]):
+        self._model, self._define = model, define
+        self.exact = self._run(None)
+        self._replicas: list[Mapping[str, Tensor]] = []
+
+    def _run(self, mode: StepRounding | None) -> Mapping[str, Tensor]:
+        casts = Double() if mode is None else mode.casts()
+        with torch.no_grad(), casts, mode or contextlib.nullcontext():
+            return self._define(self._model)
+
+    def judge(self, name: str, value: float) -> Judgement:
+        """The scalar gate on one of them."""
+        while len(self._replicas) < REPLICAS:
+            self._replicas.append(self._run(StepRounding(IEEE_FP32, "fp32", 7919 * (1 + len(self._replicas)))))
+        unit = Unit(self.exact[name], torch.stack([r[name] for r in self._replicas]), scalar=True)
+        return judge(torch.tensor(value, dtype=torch.float32), unit, torch.float32)

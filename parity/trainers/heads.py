@@ -14,7 +14,7 @@ def quantise(model: Any, kind: str) -> None:
     """Exchange the head of `model` for a quantised one of the same weights; kinds that are none leave it as it is.
 
     "quantised": `bitsandbytes.nn.Linear4bit`, nf4, computing in float32, frozen. "fake-quantised": `torch.ao.nn.qat.Linear`,
-    whose forward rounds the weight to an int8 grid and whose backward passes the gradient on as it is.
+    whose forward rounds the weight to an int8 grid and whose backward passes the gradient on as it is (no weight is clipped).
 
     Raises:
         Unsupported: where bitsandbytes is not installed, with the command that installs it.
@@ -61,6 +61,8 @@ def _eight_bits_faked(head: Any) -> Any:
 
     head.qconfig = QConfig(activation=default_fake_quant, weight=default_weight_fake_quant)
     out = Linear.from_float(head)
-    out.weight_fake_quant(out.weight)  # the grid of these weights, kept: a step must not move it
+    # The grid of these weights, kept: a step must not move it. A little wider than they are, because the largest would sit at
+    # 127.5 steps, where rounding decides whether it is clipped and has no gradient.
+    out.weight_fake_quant(1.05 * out.weight)
     out.weight_fake_quant.disable_observer()
     return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
@@ -106,7 +108,7 @@ def _moved(trainer: str, loss: str) -> Iterator[dict[str, Any]]:
         yield {"divergence": "alpha_divergence", "alpha": 0.3}
 
 
-@check("losses", tuple(OWN), SETTINGS, cells)
+@check("losses", tuple(OWN), SETTINGS, cells, ways=("released", "fused", "fixed"))
 def losses(cell: Cell) -> Iterator[Result]:
     """One batch of eight: loss and every gradient as the definition of its loss type has them."""
     trainer, s = cell.case.family, cell.settings
@@ -116,8 +118,13 @@ def losses(cell: Cell) -> Iterator[Result]:
     missing = [f for name, f in NEEDED.items() if getattr(s, name) != SETTINGS[name].default and f not in known]
     if missing:
         raise Unsupported(f"{cell.trainer} of the installed version has no {', '.join(missing)}")
-    run = twin_runs.build(trainer, plain_twin(model=s.model, split="8x1"), cell.way, **_options(trainer, s))
+    options = _options(trainer, s)
+    if trainer == "dpo-trainer" and "f_divergence_type" in known:
+        options["f_divergence_type"] = _offered(cell.trainer, "f_divergence_type", s.divergence)
+    path = "fused" if cell.way == "fused" else "released"  # no fix of ours replaces a fused loss of these trainers
+    run = twin_runs.build(trainer, plain_twin(model=s.model, split="8x1"), path, **options)
     steps = twin_runs.train(run, cell.way)
+    yield twin_runs.all_there(trainer, steps)
     step = Step(windows.policy(s.model, torch.float64), _definition(trainer, s))
     if s.loss == "kto":
         others = preference.mismatched(_window(trainer))
@@ -128,12 +135,29 @@ def losses(cell: Cell) -> Iterator[Result]:
     yield gradients(step, steps.gradients[0])
 
 
+def _offered(trainer: str, name: str, value: str) -> Any:
+    """`value` as the field `name` of the trainer's config has it: of its enum where its default is of one (trl <= 0.27).
+
+    Raises:
+        Unsupported: neither the enum nor the choices that the field documents have it.
+    """
+    field = next(f for f in dataclasses.fields(drive.config(trainer)) if f.name == name)
+    kind = type(field.default)
+    if issubclass(kind, enum.Enum):
+        choices = {member.value: member for member in kind}
+    else:
+        choices = {choice: choice for choice in field.metadata.get("choices", (value,))}
+    if value not in choices:
+        raise Unsupported(f"{name}={value}: {trainer} of the installed version has {', '.join(choices)}")
+    return choices[value]
+
+
 def _options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     out: dict[str, Any] = {"loss_type": s.loss}
     if trainer != "sft-trainer":
         out["beta"] = s.beta
     if trainer == "dpo-trainer":
-        out |= {"label_smoothing": s.smoothing, "f_divergence_type": s.divergence, "discopop_tau": s.tau}
+        out |= {"label_smoothing": s.smoothing, "discopop_tau": s.tau}
         out |= {"f_alpha_divergence_coef": s.alpha, "use_weighting": s.weighting}
         out |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}
     if trainer == "kto-trainer":

@@ -72,6 +72,7 @@ def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
     steps = Steps()
     compute_loss, training_step = trainer.compute_loss, trainer.training_step
     scored = _scores_in_forward(trainer)
+    earlier = vars(trainer).get("_forward")
 
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -123,6 +124,8 @@ def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
         del trainer.compute_loss, trainer.training_step
         if scored is not None:
             del trainer._forward
+            if earlier is not None:
+                trainer._forward = earlier
         trainer.remove_callback(recorder)
     return steps
 

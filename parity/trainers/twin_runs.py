@@ -17,6 +17,7 @@ from torch import Tensor
 from parity.errors import Unsupported
 from parity.implementations.trl_trainer import mentions
 from parity.trainers import drive, models, recorded, windows
+from parity.trainers.check import Result, holds
 from parity.trainers.windows import Row, Sequences
 
 BETA = {
@@ -102,6 +103,7 @@ def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     }
     out |= {"loss_type": s.loss} if trainer == "grpo-trainer" else {}
     out |= {"loss_type": "apo_zero_unpaired"} if trainer == "kto-trainer" else {}
+    out |= {"max_completion_length": None} if trainer in ("dpo-trainer", "kto-trainer") else {}  # up to 0.28
     out |= {"pad_to_multiple_of": 16} if s.padding == "extra" else {}
     out |= {"padding_free": True} if s.padding == "none" else {}
     out |= {"bf16": True} if s.precision == "autocast" else {}
@@ -256,12 +258,24 @@ def seen(batches: list[dict[str, Any]]) -> Sequences:
     return out
 
 
+def all_there(trainer: str, steps: recorded.Steps) -> Result:
+    """Every sequence of the window, each once, prompt and completion as they were given."""
+    wanted, got = sorted(expected(trainer)), sorted(seen(steps.batches))
+    missing = [w for w in wanted if w not in got]
+    message = (
+        f"{len(got)} of {len(wanted)} sequences; missing {missing[:1]}, got {[g for g in got if g not in wanted][:1]}"
+    )
+    return holds("sequences", wanted == got, message, gate="exact", value=float(len(got)))
+
+
 def _of_batch(batch: Mapping[str, Any]) -> Sequences:
     if "prompt_ids" in batch:
         tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         present = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         loss = torch.cat([torch.zeros_like(batch["prompt_mask"]), batch["completion_mask"]], 1)
         return [_one(*row) for row in zip(tokens, present, loss, strict=True)]
+    if "chosen_input_ids" in batch:  # DPO up to 0.28
+        return [pair for side in ("chosen", "rejected") for pair in _beside_the_prompt(batch, side)]
     if "input_ids" not in batch:
         raise Unsupported(f"a batch of {', '.join(sorted(batch))} is not a layout that can be read")
     tokens = batch["input_ids"]
@@ -271,6 +285,14 @@ def _of_batch(batch: Mapping[str, Any]) -> Sequences:
     starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist() + [tokens.shape[1]]  # packed into one row
     pieces = [slice(a, b) for a, b in itertools.pairwise(starts)]
     return [_one(tokens[0, p], torch.ones_like(tokens[0, p]), loss[0, p]) for p in pieces]
+
+
+def _beside_the_prompt(batch: Mapping[str, Any], side: str) -> Sequences:
+    """Sequences of a layout that keeps prompt and completion apart."""
+    names = ("prompt", side)
+    tokens, present = (torch.cat([batch[f"{n}_{what}"] for n in names], 1) for what in ("input_ids", "attention_mask"))
+    loss = torch.cat([torch.zeros_like(batch["prompt_input_ids"]), batch[f"{side}_attention_mask"]], 1)
+    return [_one(*row) for row in zip(tokens, present, loss, strict=True)]
 
 
 def _one(tokens: Tensor, present: Tensor, loss: Tensor) -> tuple[list[int], int]:

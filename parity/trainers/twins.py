@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from parity.families import Setting, defaults
-from parity.trainers import drive, parting, recorded, twin_runs, windows
-from parity.trainers.check import Cell, Result, check, holds, judged
+from parity.trainers import drive, parting, twin_runs, windows
+from parity.trainers.check import Cell, Result, check, judged
 from parity.trainers.exact import AutocastRounding, Step, StepRounding
 from parity.trainers.gradients import finite, gradients
 
@@ -75,7 +75,7 @@ def twins(cell: Cell) -> Iterator[Result]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s, trainer = cell.settings, cell.case.family
     steps = twin_runs.train(twin_runs.build(trainer, s, cell.way), cell.way, weigh=s.checkpointing != drive.OFF)
-    yield _all_there(trainer, steps)
+    yield twin_runs.all_there(trainer, steps)
     step = by_definition(trainer, s)
     yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
     yield finite(steps.gradients[0])
@@ -107,16 +107,6 @@ def _saved(cell: Cell, checkpointed: int) -> Result:
     plain = twin_runs.train(twin_runs.build(cell.case.family, s, cell.way), cell.way, weigh=True).activations
     message = f"{checkpointed} bytes of activations are kept, {plain} without checkpointing: it does nothing"
     return Result("saved activations", {"bytes": checkpointed / plain}, float(checkpointed), float(plain), message)
-
-
-def _all_there(trainer: str, steps: recorded.Steps) -> Result:
-    """Every sequence of the window, each once, prompt and completion as they were given."""
-    wanted, got = sorted(twin_runs.expected(trainer)), sorted(twin_runs.seen(steps.batches))
-    missing = [w for w in wanted if w not in got]
-    message = (
-        f"{len(got)} of {len(wanted)} sequences; missing {missing[:1]}, got {[g for g in got if g not in wanted][:1]}"
-    )
-    return holds("sequences", wanted == got, message, gate="exact", value=float(len(got)))
 
 
 def by_definition(trainer: str, s: SimpleNamespace) -> Step:

@@ -1,0 +1,57 @@
+"""`mask_padded_log_probs`: KL and entropy that a trainer logs without the positions behind a completion's end."""
+
+import functools
+import inspect
+import re
+from typing import Any
+
+from torch import Tensor
+
+from parity.fixes.patch import ORIGINAL, Patch
+
+NAME = "mask_padded_log_probs"
+_UNMASKED = re.compile(r"^\s*kl = logprobs - ref_logprobs$", re.MULTILINE)
+
+
+def mask_padded_log_probs(trainer: Any) -> Patch:
+    """Log-probs of padding are 0 in a trainer that sums them up for what it logs.
+
+    OnlineDPOTrainer (trl 0.22.2 to 1.16.0) logs `objective/kl`, `objective/non_score_reward`, `objective/rlhf_reward` and
+    `objective/entropy` as sums over every position of the padded batch: log-probs of pad tokens given a finished
+    completion are counted, and a batch of unequal lengths shows a KL of any size and sign. The loss masks them itself and
+    stays as it is.
+
+    Wraps `trainer._forward`, for this trainer alone. Nothing is done where the trainer's step sums nothing unmasked (its
+    source is read).
+    """
+    forward = getattr(trainer, "_forward", None)
+    if forward is None or "completion_mask" not in inspect.signature(forward).parameters:
+        return Patch(NAME, reason="the trainer scores no completions in a method of its own")
+    if hasattr(forward, ORIGINAL):
+        return Patch(NAME, reason="already applied")
+    if not _unmasked(type(trainer).training_step):
+        return Patch(NAME, reason="the trainer's step sums no log-probs of padding")
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def masked(*args: Any, **kwargs: Any) -> Tensor:
+        mask = signature.bind(*args, **kwargs).arguments["completion_mask"]
+        logps: Tensor = forward(*args, **kwargs)
+        return logps.masked_fill(mask.to(logps.device) == 0, 0.0)
+
+    setattr(masked, ORIGINAL, forward)
+    trainer._forward = masked
+
+    def undo() -> None:
+        if vars(trainer).get("_forward") is masked:
+            del trainer._forward
+
+    return Patch(NAME, changed=("trainer._forward",), _undo=[undo])
+
+
+def _unmasked(step: Any) -> bool:
+    """Whether a training step takes a KL from log-probs as they are."""
+    try:
+        return _UNMASKED.search(inspect.getsource(step)) is not None
+    except (OSError, TypeError):
+        return False
