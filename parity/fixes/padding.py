@@ -16,7 +16,7 @@ _UNMASKED = re.compile(r"^\s*kl = logprobs - ref_logprobs$", re.MULTILINE)
 def mask_padded_log_probs(trainer: Any) -> Patch:
     """Log-probs of padding are 0 in a trainer that sums them up for what it logs.
 
-    OnlineDPOTrainer (trl 0.22.2 to 1.16.0) logs `objective/kl`, `objective/non_score_reward`, `objective/rlhf_reward` and
+    OnlineDPOTrainer (trl 0.13.0 to 1.16.0) logs `objective/kl`, `objective/non_score_reward`, `objective/rlhf_reward` and
     `objective/entropy` as sums over every position of the padded batch: log-probs of pad tokens given a finished
     completion are counted, and a batch of unequal lengths shows a KL of any size and sign. The loss masks them itself and
     stays as it is.
