@@ -42,9 +42,13 @@ class Edit:
 SCORE, LOSS, LOGPS = "_generate_and_score_completions", "_compute_loss", "_get_per_token_logps_and_entropies"
 FIRST_TOKEN = ("labels[:, :-logits_to_keep] = -100", "labels[:, : labels.size(1) - logits_to_keep + 1] = -100")
 ATTENDED = ('"attention_mask": attention_mask_batch}', '"attention_mask": torch.ones_like(attention_mask_batch)}')
+ADAPTER_ON = "the reference is scored with the adapter that is trained"
+REFERENCE_ADAPTER = ('adapter_name="ref" if "ref" in model.peft_config else None', 'adapter_name="default"')
+UNWRAPPED = tuple(text.replace("model.peft", "ref_model_unwrapped.peft") for text in REFERENCE_ADAPTER)
 
 EDITS: dict[str, tuple[Edit, ...]] = {
     "grpo-trainer": (
+        Edit("adapter-on", ADAPTER_ON, SCORE, *REFERENCE_ADAPTER),
         Edit("first-token", "the first completion token is not scored", LOGPS, *FIRST_TOKEN),
         Edit("padding-attended", "the attention mask is all ones", LOGPS, *ATTENDED),
         Edit(
@@ -131,6 +135,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "rloo-trainer": (
+        Edit("adapter-on", ADAPTER_ON, SCORE, *REFERENCE_ADAPTER),
         Edit("first-token", "the first completion token is not scored", LOGPS, *FIRST_TOKEN),
         Edit("padding-attended", "the attention mask is all ones", LOGPS, *ATTENDED),
         Edit(
@@ -156,6 +161,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "dpo-trainer": (
+        Edit("adapter-on", ADAPTER_ON, LOSS, *UNWRAPPED),
+        Edit(
+            "reward", "logged rewards without beta", LOSS, "self.beta * chosen_logratios.detach()", "chosen_logratios"
+        ),
         Edit(
             "mean",
             "the policy's log-probs are averaged",
@@ -180,6 +189,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "kto-trainer": (
+        Edit("adapter-on", ADAPTER_ON, LOSS, *UNWRAPPED),
         Edit(
             "no-kl",
             "the KL estimate is 0",
@@ -217,6 +227,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "online-dpo-trainer": (
+        Edit("adapter-on", ADAPTER_ON, "training_step", "with self.model.disable_adapter():", "if True:"),
         Edit("padding", "padding counts", "training_step", "(cr_logprobs * ~cr_padding_mask)", "cr_logprobs"),
         Edit(
             "padding-attended",

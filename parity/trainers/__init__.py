@@ -27,6 +27,7 @@ MODULES = (
     "twins",
     "losses",
     "metrics",
+    "adapters",
     "twin_windows",
     "rollouts",
     "twin_processes",

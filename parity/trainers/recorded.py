@@ -132,7 +132,8 @@ def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
 
 def _scores_in_forward(trainer: Any) -> Any:
     """The method in which online DPO scores completions, inside a training step that calls no `compute_loss`; else None."""
-    return getattr(trainer, "_forward", None) if type(trainer).__name__ == "OnlineDPOTrainer" else None
+    online = any(base.__name__ == "OnlineDPOTrainer" for base in type(trainer).__mro__)
+    return getattr(trainer, "_forward", None) if online else None
 
 
 @contextlib.contextmanager

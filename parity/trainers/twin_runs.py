@@ -116,9 +116,16 @@ def needed(s: SimpleNamespace) -> tuple[str, ...]:
 
 
 def build(
-    trainer: str, s: SimpleNamespace, way: str = "released", part: Sequence[Row] | None = None, **more: Any
+    trainer: str,
+    s: SimpleNamespace,
+    way: str = "released",
+    part: Sequence[Row] | None = None,
+    adapter: Any = None,
+    **more: Any,
 ) -> Any:
     """The trainer over the window or a part of it, in a way of `check.WAYS`; `more` goes to its config.
+
+    With an `adapters.Adapter` it trains that one instead of the whole model.
 
     "fused" and "fixed" take the version's fused path; "fixed" goes without where there is none.
 
@@ -132,8 +139,11 @@ def build(
     masked = uncounted(trainer, chosen)
     data = dataset(trainer, chosen)
     given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
-    policy = windows.policy(s.model)  # before a config that would have every model loaded in shards
-    if trainer in ("dpo-trainer", "kto-trainer", "online-dpo-trainer"):
+    # Before a config that would have every model loaded in shards.
+    policy = windows.policy(s.model) if adapter is None else adapter.model(s.model)
+    if adapter is not None:
+        given["peft_config"] = adapter.config()
+    elif trainer in ("dpo-trainer", "kto-trainer", "online-dpo-trainer"):
         given["ref_model"] = models.model(s.model)
     if trainer == "distillation-trainer":
         given["teacher_model"] = models.model("qwen2")
@@ -144,6 +154,8 @@ def build(
         out = drive.build(name, policy, args, **given)
     finally:
         tokenizer.padding_side = side
+    if adapter is not None:
+        adapter.move(out.model)
     if s.padding == "none" and not getattr(out, "padding_free", True):
         raise Unsupported("padding_free=True: the installed version falls back to padding")
     if trainer in SAMPLED:
@@ -321,7 +333,7 @@ def definition(
     if trainer == "kto-trainer":
         return functools.partial(windows.kto, window, [r.label for r in chosen], s.model, beta)
     if trainer == "rloo-trainer":
-        return functools.partial(windows.rloo, window, generation)
+        return functools.partial(windows.rloo, window, s.model, beta, generation)
     if trainer == "grpo-trainer":
         settings = {"loss_type": s.loss, "beta": beta, "max_completion_length": drive.COMPLETION}
         own = external if s.tools else None

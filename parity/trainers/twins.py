@@ -28,7 +28,7 @@ LOSSES = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 SETTINGS = {
     "model": Setting("llama", "tiny model", ("llama", "qwen2", "gemma2", "cohere", "qwen3_moe")),
     "loss": Setting("grpo", "loss type of GRPO; bnpo is left out: a mean over the micro-batch by definition", LOSSES),
-    "beta": Setting(0.0, "weight of the KL term of GRPO", (0.0, 0.04)),
+    "beta": Setting(0.0, "weight of the KL in GRPO and RLOO", (0.0, 0.04)),
     "split": Setting("8x1", "batch x accumulation", SPLITS),
     "padding": Setting(
         "left", "side of the tokenizer, to a multiple of 16, or none", ("left", "right", "extra", "none")
@@ -64,7 +64,9 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for settings in some:
             yield from ((trainer, {**settings, "split": split}) for split in SPLITS)
         for name, setting in SETTINGS.items():
-            if name in ("loss", "beta", "tools") and trainer != "grpo-trainer":
+            if name in ("loss", "tools") and trainer != "grpo-trainer":
+                continue
+            if name == "beta" and trainer not in ("grpo-trainer", "rloo-trainer"):
                 continue
             split = SPLIT.get(trainer, "2x4")
             yield from ((trainer, {name: v, "split": split}) for v in setting.choices or () if name != "split")

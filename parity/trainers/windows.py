@@ -22,7 +22,7 @@ from parity.families import Inputs, defaults
 from parity.families import family as loss_family
 from parity.families.divergence import divergence
 from parity.rounding import exact_mark
-from parity.trainers import exact, models
+from parity.trainers import drive, exact, models
 from parity.trainers.drive import reward
 
 PROMPT_LENGTHS = (2, 6, 3, 5, 2, 4, 7, 3)
@@ -30,6 +30,8 @@ LENGTHS = (7, 1, 4, 8, 2, 6, 3, 5)
 """Tokens of each completion: no two alike, so that a mean of means is not the mean."""
 OTHER_LENGTHS = (3, 6, 2, 2, 8, 1, 5, 4)
 NUDGE = 0.05
+ADAPTED, HANDED_OVER, ADAPTER_SIZE = "+adapter", 3, 0.1
+"""Suffix of an architecture with the adapter that a trainer is handed, seed of that adapter, size of its weights."""
 GENERATIONS = 2
 CLIP = 0.2
 """ε of the clipped ratio, TRL's default in GRPO and RLOO."""
@@ -90,8 +92,35 @@ def policy(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @functools.cache
 def reference(architecture: str) -> Any:
-    """The saved model in float64, without gradients."""
-    return models.model(architecture, torch.float64).eval().requires_grad_(False)
+    """The saved model in float64, without gradients; of "llama+adapter" with the adapter that a trainer is handed."""
+    name = architecture.removesuffix(ADAPTED)
+    out = models.model(name, torch.float64)
+    if name != architecture:
+        out = adapted(out, HANDED_OVER)
+    return out.eval().requires_grad_(False)
+
+
+def adapted(base: Any, seed: int, **options: Any) -> Any:
+    """`base` with a LoRA whose weights are drawn from `seed`, in the dtype of the base."""
+    import peft
+
+    with models.quiet():
+        out = peft.get_peft_model(base, drive.lora_config(**options), autocast_adapter_dtype=False)
+    fill_adapter(out, seed)
+    return out
+
+
+def fill_adapter(model: Any, seed: int) -> None:
+    """Weights of the adapter that is trained, by parameter name, none of them zero; a saved copy away from its original."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".ref." in name:
+                continue
+            if "lora_" in name:
+                parameter.copy_(ADAPTER_SIZE * normal(seed, name, parameter.shape).to(parameter))
+            elif "modules_to_save" in name:
+                share = 1 + NUDGE * normal(seed, name, parameter.shape)
+                parameter.copy_((parameter.float() * share.float()).to(parameter))
 
 
 def completion_logps(model: Any, window: Sequences, temperature: float = 1.0) -> list[Tensor]:
@@ -165,16 +194,24 @@ class Generation:
         return values[[self.whole.index(sequence) for sequence in window]]
 
 
-def rloo(window: Sequences, generation: Generation | None, model: Any) -> Tensor:
-    """-mean of min(ρA, clip(ρ)A), ρ = π/π_old, A the reward minus the mean of the group's others (arXiv 2402.14740)."""
-    r = rewards(window if generation is None else generation.whole)
-    advantages = (r - (r.sum(1, keepdim=True) - r) / (GENERATIONS - 1)).flatten()
+def rloo(window: Sequences, architecture: str, beta: float, generation: Generation | None, model: Any) -> Tensor:
+    """-mean of min(ρA, clip(ρ)A), ρ = π/π_old, A the reward minus the mean of the group's others (arXiv 2402.14740).
+
+    The reward is less β(log π_old - log π_ref) of the whole completion.
+    """
+    whole = window if generation is None else generation.whole
     logps = sums(model, window)
     old = logps.detach()
+    r = rewards(whole)
+    with torch.no_grad():
+        if generation is not None:
+            old = sums(generation.old, window)
+        if beta != 0.0:
+            then = old if generation is None else sums(generation.old, whole)
+            r = r - beta * (then - sums(reference(architecture), whole)).view(r.shape)
+    advantages = (r - (r.sum(1, keepdim=True) - r) / (GENERATIONS - 1)).flatten()
     if generation is not None:
         advantages = generation.of(window, advantages)
-        with torch.no_grad():
-            old = sums(generation.old, window)
     ratio = (logps - old).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
 
@@ -229,7 +266,8 @@ def policy_tensors(window: Sequences, model: Any) -> dict[str, Tensor | None]:
     width = max(len(t) for t, _ in window)
     tokens = torch.tensor([t + [models.PAD] * (width - len(t)) for t, _ in window])
     attention = torch.tensor([[1] * len(t) + [0] * (width - len(t)) for t, _ in window])
-    hidden = model.base_model(input_ids=tokens, attention_mask=attention, use_cache=False).last_hidden_state
+    backbone = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+    hidden = backbone(input_ids=tokens, attention_mask=attention, use_cache=False).last_hidden_state
     pieces = [hidden[i, start - 1 : len(t) - 1] for i, (t, start) in enumerate(window)]
     counts = [len(t) - start for t, start in window]
     mask = padded([torch.ones(n, dtype=torch.float64) for n in counts])
