@@ -172,7 +172,7 @@ def test_what_fails_leaves_nothing_behind(monkeypatch):
     monkeypatch.undo()
     with apply(made) as applied:
         assert applied["use_selective_log_probs"]
-    assert str(applied).count("\n") == 7
+    assert str(applied).count("\n") == len(applied.patches) - 1
 
 
 @pytest.mark.parametrize(

@@ -70,11 +70,22 @@ def test_dpo_of_two_pairs_on_paper():
     assert float(windows.dpo((chosen, rejected), "llama", 0.3, model).detach()) == pytest.approx(total / 2, rel=1e-6)
 
 
-def test_leave_one_out_of_two_is_the_difference():
-    r = windows.rewards(WINDOW)
-    expected = torch.stack([r[:, 0] - r[:, 1], r[:, 1] - r[:, 0]], 1)
-    loss = float(windows.rloo(WINDOW, None, windows.policy("llama", torch.float64)).detach())
-    assert loss == pytest.approx(-float(expected.mean()), abs=1e-12)
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_leave_one_out_of_two_is_the_difference(beta):
+    """With a reward that is less the KL of the policy that generated."""
+    model, old = windows.policy("llama", torch.float64), models.model("llama", torch.float64)
+    with torch.no_grad():
+        old.get_output_embeddings().weight.mul_(1.001)
+        now, then = windows.sums(model, WINDOW), windows.sums(old, WINDOW)
+        kl = (then - windows.sums(windows.reference("llama"), WINDOW)).view(-1, 2)
+        assert kl.abs().max() > 1e-3
+        found = windows.rloo(WINDOW, "llama", beta, windows.Generation(WINDOW, old, 1), model)
+    r = windows.rewards(WINDOW) - beta * kl
+    a = torch.stack([r[:, 0] - r[:, 1], r[:, 1] - r[:, 0]], 1).flatten()
+    ratio = (now - then).exp()
+    expected = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).mean()
+    assert abs(float(expected)) > 1e-3
+    assert float(found) == pytest.approx(float(expected), abs=1e-12)
 
 
 def test_sequences_are_scored_as_if_alone():
