@@ -28,6 +28,7 @@ MODULES = (
     "losses",
     "metrics",
     "adapters",
+    "sampler",
     "twin_windows",
     "rollouts",
     "twin_processes",

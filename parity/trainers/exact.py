@@ -7,6 +7,7 @@ softmax, rotary angles) along to float64.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ REPLICAS, CONFIRMING = 12, 60
 
 CERTAIN = 10.0
 """Headroom beyond which more replicas cannot make a disagreement an agreement."""
+
+FARTHEST = 0.05
+"""Share of the norm of all gradients by which a replica in float32 may differ from them."""
 
 Gradients = dict[str, Tensor]
 Loss = Callable[[Any], Tensor]
@@ -101,6 +105,11 @@ def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     return [found[i, : len(ids)] for i, ids in enumerate(sequences)]
 
 
+def _total(gradients: Mapping[str, Tensor]) -> float:
+    """The norm of all of them together, at least the smallest number whose square is one."""
+    return max(math.sqrt(sum(float(g.square().sum()) for g in gradients.values())), 1e-150)
+
+
 class Step:
     """One optimizer window by its definition: exact gradients, and as many replicas of them as were asked for.
 
@@ -136,13 +145,20 @@ class Step:
 
         Raises:
             FloatingPointError: for one that is not finite, naming the parameter: entries where a replica overflows are not
-                judged, and a step of nothing else would pass whatever it is given.
+                judged, and a step of nothing else would pass whatever it is given; in float32 for one whose gradients are
+                `FARTHEST` from the exact ones: that is another step, not its rounding.
         """
         while len(self._replicas) < count:
             loss, grads = self._run(self._rounding(IEEE_FP32, "fp32", 7919 * (1 + len(self._replicas))))
             lost = [n for n, g in grads.items() if bool((self.exact[n].isfinite() & ~g.isfinite()).any())]
             if lost:
                 raise FloatingPointError(f"the replica's gradient of {lost[0]} is not finite where the exact one is")
+            if self._rounding is StepRounding:
+                apart = float(_total({n: g - self.exact[n] for n, g in grads.items()}) / _total(self.exact))
+                if apart > FARTHEST:
+                    raise FloatingPointError(
+                        f"a replica's gradients are {apart:.2g} from the exact ones: no rounding does that"
+                    )
             self._losses.append(loss)
             self._replicas.append(grads)
 

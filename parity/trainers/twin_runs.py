@@ -206,9 +206,7 @@ def _hand_out(trainer: Any, name: str, chosen: Sequence[Row]) -> None:
     original = getattr(trainer, "_generate_single_turn", None)
     if original is None:
         raise Unsupported("the installed version does not generate in a method of its own")
-    handed = re.findall(r"return ((?:\w+, )*completion_ids(?:, \w+)*)\n", inspect.getsource(original))
-    if not handed:
-        raise Unsupported("_generate_single_turn of the installed version does not return completion_ids by that name")
+    names = handed_names(original)
     stored: dict[tuple[int, ...], list[list[int]]] = {}
     end = [models.EOS] if truncating(name, chosen) else []
     for row in chosen:
@@ -220,10 +218,23 @@ def _hand_out(trainer: Any, name: str, chosen: Sequence[Row]) -> None:
         left = {k: list(v) for k, v in stored.items()}
         completion_ids = [left[tuple(p)].pop(0) for p in prompt_ids]
         known = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "extra_fields": {}}
-        out = tuple(known.get(n) for n in handed[0].split(", "))
+        out = tuple(known.get(n) for n in names)
         return out if len(out) > 1 else out[0]
 
+    generate.original = original  # type: ignore[attr-defined]
     trainer._generate_single_turn = generate
+
+
+def handed_names(generate: Any) -> list[str]:
+    """The names of what a trainer's method of generation returns.
+
+    Raises:
+        Unsupported: where it does not return completion_ids by that name.
+    """
+    handed = re.findall(r"return ((?:\w+, )*completion_ids(?:, \w+)*)\n", inspect.getsource(generate))
+    if not handed:
+        raise Unsupported(f"{generate.__name__} of the installed version does not return completion_ids by that name")
+    return str(handed[0]).split(", ")
 
 
 def _generate_stored(trainer: Any, chosen: Sequence[Row]) -> None:

@@ -229,8 +229,12 @@ def grpo(
     own: Callable[[Tensor], Tensor] | None,
     generation: Generation | None,
     model: Any,
+    ratio: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Family `policy` on the model's hidden states and head, the window as one batch; `own`: token ids -> tool mask."""
+    """Family `policy` on the model's hidden states and head, the window as one batch; `own`: token ids -> tool mask.
+
+    `ratio`: log-probs (N, T) and mask -> the sampler's importance ratio.
+    """
     fam = loss_family("policy")
     s = SimpleNamespace(**{**defaults(fam.settings), **head_settings(model), **settings})
     tensors = policy_tensors(window, model)
@@ -246,8 +250,13 @@ def grpo(
     if own is not None:
         mask, tokens = tensors["mask"], tensors["ids"]
         assert mask is not None and tokens is not None
-        mask = mask * own(tokens)
+        mask = torch.where(own(tokens) != 0, mask, torch.zeros_like(mask))  # a replica rounds a product's 0 too
         tensors |= {"mask": mask, "num_items_in_batch": mask.sum()}
+    if ratio is not None:
+        assert tensors["mask"] is not None
+        with torch.no_grad():
+            found = padded(completion_logps(model, window))
+            tensors["importance_sampling_ratio"] = ratio(found, tensors["mask"])
     inputs = Inputs(Case("policy", 0, "fp64"), s, tensors, (), {})
     return fam.oracle(inputs, exact_mark)["loss"]
 
