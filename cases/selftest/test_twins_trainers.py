@@ -285,3 +285,10 @@ def test_the_module_at_which_runs_part(monkeypatch):
     monkeypatch.setattr(twin_runs, "build", damaged)
     message = outcome("sft-trainer", checkpointing=drive.NON_REENTRANT)["gradient"]["message"]
     assert "the runs part at model.layers.1.mlp (relative difference 0.01)" in message
+
+
+def test_packed_rows_are_packed_and_right():
+    run = twin_runs.build("sft-trainer", twins.plain_twin(padding="packed", split="1x8"))
+    steps = twin_runs.train(run, "released")
+    assert len(steps.batches) == 2, "eight sequences in two rows"
+    assert set(verdicts(outcome("sft-trainer", padding="packed", split="1x8")).values()) == {"agree"}

@@ -68,9 +68,11 @@ def _saved(kind: str) -> dict[str, Any]:
 
 
 def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """In pr GRPO and DPO; in nightly every trainer with every kind, and with checkpointing."""
+    """In pr every trainer that has a reference once; in nightly every trainer with every kind, and with checkpointing."""
     if profile in ("quick", "pr"):
-        yield from (("grpo-trainer", {}), ("dpo-trainer", {"adapter": "existing"})) if profile == "pr" else ()
+        existing = ("dpo-trainer", "rloo-trainer")
+        one = ((t, {"adapter": "existing"} if t in existing else {}) for t in REFERRED)
+        yield from one if profile == "pr" else ()
         return
     for trainer in TRAINERS:
         for kind in KINDS if trainer in REFERRED else ("new", "saved-head"):

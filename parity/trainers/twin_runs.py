@@ -36,6 +36,8 @@ CLASSES = {
     "distillation-trainer": "DistillationTrainer",
     "online-dpo-trainer": "OnlineDPOTrainer",
 }
+PACKED = 48
+"""Tokens of a row of packed sequences: the window fills two, no sequence is cut."""
 PAIRED = ("dpo-trainer", "online-dpo-trainer")
 SAMPLED = ("grpo-trainer", "rloo-trainer", "distillation-trainer")
 """Trainers that generate in a method of their own: the stored completions are handed out instead, as they are."""
@@ -106,13 +108,14 @@ def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     out |= {"max_completion_length": None} if trainer in ("dpo-trainer", "kto-trainer") else {}  # up to 0.28
     out |= {"pad_to_multiple_of": 16} if s.padding == "extra" else {}
     out |= {"padding_free": True} if s.padding == "none" else {}
+    out |= {"packing": True, "max_length": PACKED} if s.padding == "packed" else {}
     out |= {"bf16": True} if s.precision == "autocast" else {}
     return out
 
 
 def needed(s: SimpleNamespace) -> tuple[str, ...]:
     """Config fields without which the twin would be the same run twice."""
-    return tuple({"extra": ["pad_to_multiple_of"], "none": ["padding_free"]}.get(s.padding, []))
+    return {"extra": ("pad_to_multiple_of",), "none": ("padding_free",), "packed": ("packing",)}.get(s.padding, ())
 
 
 def build(

@@ -31,7 +31,9 @@ SETTINGS = {
     "beta": Setting(0.0, "weight of the KL in GRPO and RLOO", (0.0, 0.04)),
     "split": Setting("8x1", "batch x accumulation", SPLITS),
     "padding": Setting(
-        "left", "side of the tokenizer, to a multiple of 16, or none", ("left", "right", "extra", "none")
+        "left",
+        "side of the tokenizer, to a multiple of 16, none, or several sequences packed into a row (SFT)",
+        ("left", "right", "extra", "none", "packed"),
     ),
     "checkpointing": Setting(drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT)),
     "tools": Setting(False, "some completion tokens are a tool's, GRPO only", (False, True)),
@@ -46,6 +48,7 @@ def plain_twin(**given: Any) -> SimpleNamespace:
 
 ACCUMULATED: dict[str, tuple[Mapping[str, Any], ...]] = {
     "grpo-trainer": ({"loss": "dapo", "beta": 0.04}, {"loss": "grpo"}),
+    "rloo-trainer": ({"beta": 0.04}, {}),
 }
 
 
@@ -69,7 +72,8 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
             if name == "beta" and trainer not in ("grpo-trainer", "rloo-trainer"):
                 continue
             split = SPLIT.get(trainer, "2x4")
-            yield from ((trainer, {name: v, "split": split}) for v in setting.choices or () if name != "split")
+            values = [v for v in setting.choices or () if v != "packed" or trainer == "sft-trainer"]
+            yield from ((trainer, {name: v, "split": split}) for v in values if name != "split")
 
 
 @check("twins", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
