@@ -26,6 +26,7 @@ SETTINGS = {
     "adapter": Setting("new", "; ".join(f"{k}: {v}" for k, v in KINDS.items()), tuple(KINDS)),
     "model": Setting("llama", "tiny model", ("llama", "qwen3")),
     "checkpointing": Setting(drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT)),
+    "precomputed": Setting(False, "precompute_ref_log_probs, DPO and KTO", (False, True)),
 }
 TRAINERS = tuple(twin_runs.CLASSES)
 REFERRED = tuple(t for t in TRAINERS if t not in ("sft-trainer", "distillation-trainer"))
@@ -77,6 +78,8 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for trainer in TRAINERS:
         for kind in KINDS if trainer in REFERRED else ("new", "saved-head"):
             yield trainer, {"adapter": kind}
+            if trainer in ("dpo-trainer", "kto-trainer"):
+                yield trainer, {"adapter": kind, "precomputed": True}
         yield trainer, {"model": "qwen3"}
         for checkpointing in (drive.REENTRANT, drive.NON_REENTRANT):
             yield trainer, {"checkpointing": checkpointing}
@@ -90,7 +93,10 @@ def adapters(cell: Cell) -> Iterator[Result]:
         raise Unsupported(f"{trainer} has no reference: an existing adapter is a new one to it")
     adapter = Adapter(s.adapter)
     twin = plain_twin(model=s.model, split="8x1", beta=0.04, checkpointing=s.checkpointing)
-    steps = twin_runs.train(twin_runs.build(trainer, twin, cell.way, adapter=adapter), cell.way)
+    more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
+    if more and "precompute_ref_log_probs" not in drive.fields(drive.config(cell.trainer)):
+        raise Unsupported(f"{cell.trainer} of the installed version has no precompute_ref_log_probs")
+    steps = twin_runs.train(twin_runs.build(trainer, twin, cell.way, adapter=adapter, **more), cell.way)
     yield twin_runs.all_there(trainer, steps)
     by = SimpleNamespace(**vars(twin) | {"model": adapter.reference(s.model)})
     step = Step(adapter.policy(s.model), twin_runs.definition(trainer, by))

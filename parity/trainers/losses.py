@@ -21,7 +21,7 @@ from parity.trainers.gradients import finite, gradients
 from parity.trainers.twins import plain_twin
 
 OWN = {
-    "dpo-trainer": tuple(preference.DPO),
+    "dpo-trainer": (*preference.DPO, *preference.MIXED),
     "kto-trainer": ("kto", "apo_zero_unpaired"),
     "sft-trainer": ("nll", "dft"),
     "online-dpo-trainer": ("sigmoid", "ipo"),
@@ -45,6 +45,7 @@ SETTINGS = {
     "tau": Setting(0.05, "discopop_tau", (0.05, 0.5)),
     "desirable": Setting(1.0, "desirable_weight", (1.0, 0.7)),
     "undesirable": Setting(1.0, "undesirable_weight", (1.0, 1.3)),
+    "precomputed": Setting(False, "precompute_ref_log_probs", (False, True)),
     "model": Setting(
         "llama", "tiny model; KTO's estimate of the KL is positive for llama, negative for qwen2", ("llama", "qwen2")
     ),
@@ -59,6 +60,7 @@ NEEDED = {
     "tau": "discopop_tau",
     "desirable": "desirable_weight",
     "undesirable": "undesirable_weight",
+    "precomputed": "precompute_ref_log_probs",
 }
 """Setting -> the field of the config that it is."""
 
@@ -90,11 +92,15 @@ def _moved(trainer: str, loss: str) -> Iterator[dict[str, Any]]:
     if trainer == "kto-trainer":
         yield {"desirable": 0.7, "undesirable": 1.3}
         yield {"model": "qwen2"}
+        yield {"precomputed": True}
     if trainer != "dpo-trainer":
         return
+    if loss in ("sigmoid", "ipo"):
+        yield {"precomputed": True}
+        yield {"precomputed": True, "ld_alpha": 0.4}
     yield {"beta": 0.05, "model": "qwen2"}
     yield {"weighting": True}
-    if loss != "sft":
+    if loss not in ("sft", *preference.MIXED):
         yield {"ld_alpha": 0.4}
     if loss in SMOOTHED and loss != "exo_pair":
         yield {"smoothing": 0.1}
@@ -154,12 +160,17 @@ def _offered(trainer: str, name: str, value: str) -> Any:
 
 def _options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     out: dict[str, Any] = {"loss_type": s.loss}
+    if s.loss in preference.MIXED:
+        mixed = preference.MIXED[s.loss]
+        out = {"loss_type": list(mixed), "loss_weights": list(mixed.values())}
     if trainer != "sft-trainer":
         out["beta"] = s.beta
     if trainer == "dpo-trainer":
         out |= {"label_smoothing": s.smoothing, "discopop_tau": s.tau}
         out |= {"f_alpha_divergence_coef": s.alpha, "use_weighting": s.weighting}
         out |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}
+    if trainer in ("dpo-trainer", "kto-trainer"):
+        out |= {"precompute_ref_log_probs": s.precomputed}
     if trainer == "kto-trainer":
         out |= {"desirable_weight": s.desirable, "undesirable_weight": s.undesirable}
     return out

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,10 +96,14 @@ def quiet() -> Iterator[None]:
     )
     for _, disable, _ in bars:
         disable()
+    told = os.environ.get("TQDM_DISABLE")
+    os.environ["TQDM_DISABLE"] = "1"  # TRL's bars around precomputed log-probs
     try:
         with without_warnings():
             yield
     finally:
+        if os.environ.pop("TQDM_DISABLE", None) and told is not None:
+            os.environ["TQDM_DISABLE"] = told
         for shown, _, enable in bars:
             if shown:
                 enable()

@@ -125,10 +125,14 @@ DPO: Losses = {
 """Loss type of DPOTrainer -> loss of each pair, (N,)."""
 
 
+MIXED = {"mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}}
+"""Name of ours -> loss types of DPOTrainer and their weights; MPO (arXiv 2411.10442, equation 2)."""
+
+
 def dpo(window: tuple[Sequences, Sequences], architecture: str, s: SimpleNamespace, model: Any) -> Tensor:
     """The mean over the pairs, each times its WPO weight where that is on (arXiv 2406.11827, equation 2)."""
     pairs = Pairs(window, architecture, s, model)
-    loss = DPO[s.loss](pairs)
+    loss = torch.stack([w * DPO[name](pairs) for name, w in MIXED.get(s.loss, {s.loss: 1.0}).items()]).sum(0)
     if s.weighting:
         weights = [_alignment(model, w) for w in window]
         loss = loss * weights[0] * weights[1]
