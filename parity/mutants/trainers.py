@@ -23,7 +23,7 @@ from parity.ledger import Ledger
 from parity.mutants.matrix import Fate
 from parity.trainers import drive
 from parity.trainers.check import TRAINERS, Cell, Result
-from parity.trainers.execute import attempt, judged_row
+from parity.trainers.execute import attempt, judged_row, stopped_row
 
 PROFILES = ("pr", "nightly")
 
@@ -356,6 +356,8 @@ def _killed_by(
     """Dead of the first quantity that disagrees, or of a crash; not of what the ledger knows of the released class."""
     dead: dict[str, Any] = {"dtype": cell.case.dtype, "case": cell.case.to_json()}
     if outcome.verdict == "crashed":
+        if ledger.match(stopped_row(cell, implementation, outcome), cell.case) is not None:
+            return fate
         return dataclasses.replace(fate, gate="crashed", message=outcome.message, **dead)
     for result in results:
         row = judged_row(cell, implementation, result)

@@ -55,7 +55,7 @@ def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[
         return
     outcome, results = attempt(found, cell, implementation)
     if outcome.verdict != "ran":
-        yield base | {"verdict": outcome.verdict, "message": outcome.message, "blame": outcome.blame}
+        yield stopped_row(cell, implementation, outcome)
         return
     again = None
     if not all(r.agrees for r in results):
@@ -75,6 +75,12 @@ def _base(cell: Cell, implementation: Implementation) -> Row:
 def judged_row(cell: Cell, implementation: Implementation, result: Result) -> Row:
     """The row of one judged quantity, taken as it is: not run twice."""
     return _base(cell, implementation) | _row(result, implementation.role, flaky=False)
+
+
+def stopped_row(cell: Cell, implementation: Implementation, outcome: Outcome) -> Row:
+    """The row of a check that did not run to its end."""
+    told = {"verdict": outcome.verdict, "message": outcome.message, "blame": outcome.blame}
+    return _base(cell, implementation) | told
 
 
 def attempt(found: Check, cell: Cell, implementation: Implementation) -> tuple[Outcome, list[Result]]:
