@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from parity.report import html, junit, markdown, terminal
-from parity.report.failure import text_of
+from parity.report.failure import render_rest, text_of
 from parity.report.summary import summarise
 
 LONG = "some_library.a_fused_linear_policy_loss_with_a_name_that_does_not_fit_into_a_column_of_any_kind"
@@ -154,6 +154,19 @@ def test_the_failure_text_in_its_order(width):
     )
     wrapped = [line for line in text.splitlines() if not line.startswith("replay")]
     assert max(map(len, wrapped)) <= width
+
+
+def test_what_replay_says_where_nothing_fails():
+    """A line an implementation: how nearly it agrees, or why it was not judged; none without rows."""
+    agreeing = {**LOSS, "verdict": "agree"}
+    declined = {**LOSS, "verdict": "unsupported", "quantity": None, "message": "no fused path"}
+    out = io.StringIO()
+    console = Console(file=out, width=100, color_system=None)
+    for rows in ([agreeing], [declined], [], [GRADIENT, agreeing]):
+        render_rest(rows, console)
+    first, second = out.getvalue().splitlines()
+    assert first == "agrees      lib.loss · 1 quantity, largest headroom 0.2 (loss, gate scalar)"
+    assert second == "unsupported lib.loss · no fused path"
 
 
 def test_the_whole_failure_text():

@@ -292,3 +292,19 @@ def test_packed_rows_are_packed_and_right():
     steps = twin_runs.train(run, "released")
     assert len(steps.batches) == 2, "eight sequences in two rows"
     assert set(verdicts(outcome("sft-trainer", padding="packed", split="1x8")).values()) == {"agree"}
+
+
+@pytest.mark.parametrize("trainer", ["dpo-trainer", "grpo-trainer"])
+def test_a_reference_that_follows_the_policy(trainer):
+    assert set(verdicts(outcome(trainer, "windows", kind="synced")).values()) == {"agree"}
+
+
+@pytest.mark.parametrize(("alpha", "seen"), [(0.5, {"reference", "gradient of step 2"}), (0.6, set())])
+def test_a_reference_that_follows_it_otherwise_is_seen(monkeypatch, alpha, seen):
+    """The trainer mixes 0.6, the definition something else."""
+    mix = twin_windows.MIXED
+    build = twin_windows._two_steps
+    monkeypatch.setattr(twin_windows, "_two_steps", lambda *a, **k: build(*a, **{**k, "ref_model_mixup_alpha": mix}))
+    monkeypatch.setattr(twin_windows, "MIXED", alpha)
+    found = verdicts(outcome("dpo-trainer", "windows", kind="synced"))
+    assert {q for q, verdict in found.items() if verdict == "disagree"} == seen

@@ -57,8 +57,11 @@ def render_finding(rows: Sequence[Row], console: Console) -> None:
 
 
 def render_rest(rows: Sequence[Row], console: Console) -> None:
-    """Print one line of an implementation on one case where no row fails: agrees and how nearly, or why nothing was judged."""
-    if any(r["verdict"] in FAILING for r in rows):
+    """Print one line of an implementation on one case where no row fails: agrees and how nearly, or why nothing was judged.
+
+    Nothing where it has no rows: a check may be defined for some ways of using a trainer only.
+    """
+    if not rows or any(r["verdict"] in FAILING for r in rows):
         return
     judged = [r for r in rows if r["verdict"] in JUDGED]
     if judged:

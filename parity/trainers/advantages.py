@@ -42,7 +42,9 @@ SETTINGS = {
         "sum_then_normalize", "GRPO: of several functions", ("sum_then_normalize", "normalize_then_sum")
     ),
     "normalize": Setting(False, "RLOO: normalize_advantages", (False, True)),
+    "clipped": Setting(False, "RLOO: reward_clip_range of 0.5 to 1.25, of the weighted sum", (False, True)),
 }
+CLIP = (0.5, 1.25)
 
 
 def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -57,6 +59,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield "grpo-trainer", {"rewards": rewards, "aggregation": "normalize_then_sum"}
         for normalize in (False, True):
             yield "rloo-trainer", {"rewards": rewards, "normalize": normalize}
+        yield "rloo-trainer", {"rewards": rewards, "clipped": True}
 
 
 @check("advantages", ("grpo-trainer", "rloo-trainer"), SETTINGS, cells, ways=("released",))
@@ -110,7 +113,10 @@ def _asked(cell: Cell, rewards: Tensor, weights: list[float]) -> Tensor:
         wanted |= {"scale_rewards": s.scale_rewards == "group" if old else s.scale_rewards}
         wanted |= {"multi_objective_aggregation": s.aggregation}
     else:
+        if s.clipped and "reward_clip_range" not in known:
+            raise Unsupported("RLOOConfig has no reward_clip_range in the installed version")
         wanted |= {"normalize_advantages": s.normalize}
+        wanted |= {"reward_clip_range": CLIP} if s.clipped else {}
     functions = [_returning(column, "nan" if s.rewards == "nan" else None) for column in rewards.T.tolist()]
     if s.rewards == "group-of-one":
         wanted |= {"num_generations_eval": 1}
@@ -181,6 +187,8 @@ def _normalised_first(rewards: Tensor, weights: list[float]) -> tuple[Tensor, Te
 
 def _rloo(cell: Cell, rewards: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
     x = _summed(rewards, weights)
+    if cell.settings.clipped:
+        x = x.clamp(*CLIP)
     n = (~x.isnan()).sum(1, keepdim=True)
     others = (x.nansum(1, keepdim=True) - x) / (n - 1)
     exact = (x - others).masked_fill(n < 2, NOBODY)

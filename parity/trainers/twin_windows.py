@@ -14,28 +14,34 @@ import torch
 
 from parity.errors import Unsupported
 from parity.families import Setting
-from parity.trainers import models, recorded, twin_runs, windows
+from parity.trainers import drive, models, recorded, twin_runs, windows
 from parity.trainers.check import Cell, Result, check, holds, judged
 from parity.trainers.exact import Step
 from parity.trainers.gradients import gradients
 from parity.trainers.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.windows import Row
 
-KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "generation")
+KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "synced", "generation")
 TRAINERS = tuple(twin_runs.CLASSES)
+SYNCED = ("dpo-trainer", "kto-trainer", "grpo-trainer", "rloo-trainer")
+"""Trainers with sync_ref_model."""
+MIXED = 0.6
+"""ref_model_mixup_alpha of the runs."""
 STORED = tuple(t for t in TRAINERS if t not in twin_runs.SAMPLED)
 RATE = 0.05
 """Learning rate of the runs whose second step must differ from the first."""
 
 
 def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Nightly: every kind but generation, which is SAMPLED's, evaluation for all; pr: SFT's incomplete window."""
+    """Nightly: every kind, those that a trainer has; evaluation for all; pr: SFT's incomplete window."""
     if profile in ("quick", "pr"):
         yield from [("sft-trainer", {"kind": "uneven"})] if profile == "pr" else []
         return
     for trainer in TRAINERS:
-        for kind in KINDS[:-1] if trainer in STORED else KINDS[:1]:
+        for kind in KINDS[:-2] if trainer in STORED else KINDS[:1]:
             yield trainer, {"kind": kind}
+    for trainer in SYNCED:
+        yield trainer, {"kind": "synced"}
     for loss in LOSSES:
         yield "grpo-trainer", {"kind": "generation", "loss": loss}
     yield "rloo-trainer", {"kind": "generation"}
@@ -127,6 +133,35 @@ def _resumed(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     yield from _second_gradient(trainer, s, resumed, 0)
 
 
+def _synced(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+    """sync_ref_model after each of two steps: the reference is (1 - a)·reference + a·policy (TR-DPO, arXiv 2404.09656).
+
+    The second step's gradient is that of the definition with this reference.
+    """
+    s = SimpleNamespace(**{**vars(s), "beta": 0.04})
+    if trainer not in SYNCED or "sync_ref_model" not in drive.fields(drive.config(twin_runs.CLASSES[trainer])):
+        raise Unsupported("the trainer of the installed version has no sync_ref_model")
+    run = _two_steps(trainer, s, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=MIXED)
+    steps = twin_runs.train(run, way)
+    first, moved = models.model(s.model, torch.float64), models.model(s.model, torch.float64)
+    _mix(first, steps.parameters[1])
+    _mix(moved, steps.parameters[1])
+    _mix(moved, dict(run.accelerator.unwrap_model(run.model).named_parameters()))
+    found = dict(run.accelerator.unwrap_model(run.ref_model).named_parameters())
+    wanted = dict(moved.named_parameters())
+    off = {n: float((found[n].double() - w).abs().max() / (6 * 2.0**-24 * w.abs().max())) for n, w in wanted.items()}
+    worst = max(off, key=lambda name: off[name])
+    yield Result("reference", {"bound": off[worst]}, message=f"furthest off: {worst}" if off[worst] > 1 else "")
+    with windows.referring(first.eval().requires_grad_(False)):
+        yield from _second_gradient(trainer, s, steps, 1)
+
+
+def _mix(reference: Any, policy: Mapping[str, Any]) -> None:
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.mul_(1 - MIXED).add_(policy[name].double(), alpha=MIXED)
+
+
 def _two_steps(trainer: str, s: SimpleNamespace, **more: Any) -> Any:
     s = SimpleNamespace(**{**vars(s), "split": "2x2"})
     return twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, **more)
@@ -160,4 +195,4 @@ def _generation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
         yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
 
 
-RUNS = dict(zip(KINDS, (_evaluation, _incomplete, _uneven, _second, _resumed, _generation), strict=True))
+RUNS = dict(zip(KINDS, (_evaluation, _incomplete, _uneven, _second, _resumed, _synced, _generation), strict=True))

@@ -7,9 +7,10 @@ papers; each is a mean over the window, however a trainer cuts it into micro-bat
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,6 +99,18 @@ def reference(architecture: str) -> Any:
     if name != architecture:
         out = adapted(out, HANDED_OVER)
     return out.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def referring(model: Any) -> Iterator[None]:
+    """Within it every definition takes `model`, in float64 and without gradients, for its reference."""
+    global reference
+    saved = reference
+    reference = lambda architecture: model  # type: ignore[assignment]  # noqa: E731
+    try:
+        yield
+    finally:
+        reference = saved
 
 
 def adapted(base: Any, seed: int, **options: Any) -> Any:
