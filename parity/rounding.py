@@ -41,6 +41,7 @@ class Recipe:
         softmax: dtype of the log-softmax over the vocabulary, as stored and as read again by its backward.
         accumulate: dtype in which partial gradients are summed across chunks.
         partials: how many partial gradients are summed so (the roundings grow with its square root).
+        upstream: factor, at most 1, that gradients meet only after `accumulate` has held them: they overflow there sooner.
         inputs: dtype to which the parameters are cast before use (autocast), or None.
         tanh: "ieee", or "sigmoid" for 2σ(2x) - 1, whose error is absolute near zero.
         selected: dtype to which the products h·W[id] of the selected logit are rounded one by one, where an
@@ -57,6 +58,7 @@ class Recipe:
     softmax: str = "fp32"
     accumulate: str = "fp32"
     partials: int = 1
+    upstream: float = 1.0
     inputs: str | None = None
     tanh: str = "ieee"
     selected: str = "fp32"
@@ -67,14 +69,14 @@ class Recipe:
         named: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         changes: dict[str, Any] = {k: dtype for k, v in named.items() if v == "input"}
         out = dataclasses.replace(self, **changes)
-        return out if out.accumulate != "fp32" else dataclasses.replace(out, partials=1)
+        return out if out.accumulate != "fp32" else dataclasses.replace(out, partials=1, upstream=1.0)
 
     def describe(self) -> str:
         """The fields away from their default, for a result row: "logits=bf16 dlogits=bf16", or "fp32"."""
         parts = [
             f"{f.name}={getattr(self, f.name)}"
             for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default and f.name != "partials"
+            if getattr(self, f.name) != f.default and f.name not in ("partials", "upstream")
         ]
         return " ".join(parts) or "fp32"
 
@@ -272,8 +274,9 @@ class MonteCarlo(TorchDispatchMode):
         return UNIT_ROUNDOFF[self.recipe.accumulate] * self.recipe.partials**0.5
 
     def range_partial(self) -> float:
-        """Beyond which a partial sum of partial gradients may overflow the dtype that holds it."""
-        return LARGEST[self.recipe.accumulate] if self.u_partial() else torch.inf
+        """Beyond which a sum of partial gradients, without the upstream gradient, may overflow the dtype that holds it."""
+        held = self.u_partial() > 0.0 or self.recipe.upstream < 1.0
+        return LARGEST[self.recipe.accumulate] * self.recipe.upstream if held else torch.inf
 
     def stored(self, x: torch.Tensor, forward: str | None, backward: str | None) -> torch.Tensor:
         """x as if its value had been stored in dtype `forward` and its gradient in dtype `backward`; None: not stored."""

@@ -37,6 +37,7 @@ def _chunks(x: Inputs) -> Recipe:
         softmax=dtype,
         accumulate=dtype,
         partials=chunks,
+        upstream=plain.upstream(x),
         output="fp32",
     )
 
@@ -75,7 +76,9 @@ def _tiles(x: Inputs) -> Recipe:
     """float32 from the projection's output on; the gradient of the logits and its sums in the dtype of the inputs."""
     s = x.settings
     chunks = math.ceil(s.V / s.H)
-    return Recipe(logits="input", dlogits="input", accumulate="input", partials=min(chunks, s.B * s.T) + 1)
+    partials = min(chunks, s.B * s.T) + 1
+    upstream = plain.upstream(x)
+    return Recipe(logits="input", dlogits="input", accumulate="input", partials=partials, upstream=upstream)
 
 
 @implementation(

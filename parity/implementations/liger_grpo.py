@@ -15,11 +15,12 @@ from parity.rounding import Recipe
 
 def _fused(x: Inputs) -> Recipe:
     """Tiles of logits in the dtype of the hidden states, float32 from there; head gradients of the chunks of sequences
-    are summed in the dtype of the head."""
+    are summed in the dtype of the head, in the forward pass."""
     return Recipe(
         logits="input",
         accumulate="fp32" if x.weight.dtype == torch.float32 else "input",
         partials=x.settings.B,
+        upstream=plain.upstream(x),
         inputs=None if x.weight.dtype == x.hidden.dtype else "input",
     )
 

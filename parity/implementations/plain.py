@@ -30,6 +30,12 @@ def cast(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
     return hidden if x.settings.context == "autocast" else hidden.to(x.weight.dtype)
 
 
+def upstream(x: Inputs) -> float:
+    """|upstream gradient of the loss|, at most 1: what gradients meet late that a loss takes in its forward pass."""
+    factor = abs(float(x.cotangents["loss"]))
+    return min(1.0, factor) if factor > 0.0 else 1.0
+
+
 def head_dtype(x: Inputs) -> str:
     """The dtype in which the head leaves logits, as a recipe names it."""
     return "fp32" if x.weight.dtype == torch.float32 else "input"

@@ -153,7 +153,13 @@ def _jsd_chunks(x: Inputs) -> Recipe:
     chunks = math.ceil(x.settings.B * x.settings.T / (x.settings.chunk_size or JSD_CHUNK))
     dtype = plain.head_dtype(x)
     return Recipe(
-        logits=dtype, teacher="input", dlogits=dtype, accumulate=dtype, partials=max(1, chunks), output="fp32"
+        logits=dtype,
+        teacher="input",
+        dlogits=dtype,
+        accumulate=dtype,
+        partials=max(1, chunks),
+        upstream=plain.upstream(x),
+        output="fp32",
     )
 
 
