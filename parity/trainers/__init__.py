@@ -29,6 +29,7 @@ MODULES = (
     "metrics",
     "adapters",
     "sampler",
+    "truncation",
     "twin_windows",
     "rollouts",
     "twin_processes",
