@@ -149,13 +149,16 @@ def _relevant(s: Any) -> set[str]:
     return out - (set() if s.beta else {"use_bias_correction_kl"})
 
 
+LIGER_LAYERS = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
+"""What `use_liger_kernel` exchanges in a model besides the trainer's loss, for every model of the process."""
+
+
 def _liger_flags(known: dict[str, Any]) -> dict[str, Any]:
     """The loss path alone: since 0.25 `use_liger_kernel` would patch the model's layers as well."""
     if known.get("use_liger_loss") is False:
         return {"use_liger_loss": True}
     require("use_liger_kernel" in known, "GRPOConfig has neither use_liger_loss nor use_liger_kernel")
-    layers = ("rope", "rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
-    return {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(layers, False)}
+    return {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(LIGER_LAYERS, False)}
 
 
 def trainer(x: Inputs, liger: bool = False, kind: Any = None) -> Any:

@@ -20,7 +20,7 @@ import torch
 
 from parity.case import hashes
 from parity.errors import Unsupported
-from parity.implementations.trl_trainer import annotated, environment_kept
+from parity.implementations.trl_trainer import LIGER_LAYERS, annotated, environment_kept
 from parity.trainers import models
 from parity.trainers.check import Cell
 
@@ -179,8 +179,7 @@ def fused(config: type) -> dict[str, Any]:
 
     if "use_liger_kernel" not in known or Version(trl.__version__) >= Version("1.15.0"):
         raise Unsupported(f"{config.__name__} of trl {trl.__version__} has no fused path beside the plain one")
-    layers = ("rope", "rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
-    return {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(layers, False)}
+    return {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(LIGER_LAYERS, False)}
 
 
 def prompts() -> Any:

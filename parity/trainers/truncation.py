@@ -44,14 +44,14 @@ def truncation(cell: Cell) -> Iterator[Result]:
     """The sequences that reach the loss are cut where the config says, and loss and gradients are theirs."""
     trainer, s = cell.case.family, cell.settings
     known = drive.fields(drive.config(cell.trainer))
-    more = {"max_length": MAX_LENGTH, "truncation_mode": s.mode}
+    limits: dict[str, Any] = {"max_length": MAX_LENGTH, "truncation_mode": s.mode}
     if "truncation_mode" not in known:
         if s.mode != "keep_start":
             raise Unsupported(f"{cell.trainer} of the installed version has no truncation_mode")
-        del more["truncation_mode"]
+        del limits["truncation_mode"]
     twin = plain_twin(model=s.model, split=s.split)
     path = "fused" if cell.way == "fused" else "released"
-    steps = twin_runs.train(twin_runs.build(trainer, twin, path, **more), cell.way)
+    steps = twin_runs.train(twin_runs.build(trainer, twin, path, **limits), cell.way)
     rows = twin_runs.rows(trainer)
     window = cut(windows.sequences(rows), s.mode)
     other = cut(windows.sequences(rows, "other"), s.mode)
