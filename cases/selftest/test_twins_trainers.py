@@ -9,6 +9,7 @@ import torch
 from parity import trainers
 from parity.errors import Unsupported
 from parity.fixes.accumulation import divide_by_accumulation
+from parity.mutants.trainers import EDITS, mutated
 from parity.trainers import (
     drive,
     installed,
@@ -308,3 +309,15 @@ def test_a_reference_that_follows_it_otherwise_is_seen(monkeypatch, alpha, seen)
     monkeypatch.setattr(twin_windows, "MIXED", alpha)
     found = verdicts(outcome("dpo-trainer", "windows", kind="synced"))
     assert {q for q, verdict in found.items() if verdict == "disagree"} == seen
+
+
+@pytest.mark.parametrize("trainer", ["grpo-trainer", "rloo-trainer"])
+def test_truncated_completions_are_not_trained_on(trainer):
+    assert set(verdicts(outcome(trainer, "windows", kind="truncated")).values()) == {"agree"}
+
+
+def test_truncated_completions_that_are_trained_on_are_seen():
+    edit = next(e for e in EDITS["grpo-trainer"] if e.name == "truncated")
+    with drive.standing_in(mutated("grpo-trainer", edit)):
+        found = verdicts(outcome("grpo-trainer", "windows", kind="truncated"))
+    assert {q for q, verdict in found.items() if verdict == "disagree"} == {"loss", "gradient"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import shutil
 import tempfile
@@ -21,7 +22,7 @@ from parity.trainers.gradients import gradients
 from parity.trainers.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.windows import Row
 
-KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "synced", "generation")
+KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "synced", "truncated", "generation")
 TRAINERS = tuple(twin_runs.CLASSES)
 SYNCED = ("dpo-trainer", "kto-trainer", "grpo-trainer", "rloo-trainer")
 """Trainers with sync_ref_model."""
@@ -38,10 +39,13 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from [("sft-trainer", {"kind": "uneven"})] if profile == "pr" else []
         return
     for trainer in TRAINERS:
-        for kind in KINDS[:-2] if trainer in STORED else KINDS[:1]:
+        for kind in KINDS[:-3] if trainer in STORED else KINDS[:1]:
             yield trainer, {"kind": kind}
     for trainer in SYNCED:
         yield trainer, {"kind": "synced"}
+    for loss in LOSSES:
+        yield "grpo-trainer", {"kind": "truncated", "loss": loss}
+    yield "rloo-trainer", {"kind": "truncated"}
     for loss in LOSSES:
         yield "grpo-trainer", {"kind": "generation", "loss": loss}
     yield "rloo-trainer", {"kind": "generation"}
@@ -156,6 +160,18 @@ def _synced(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
         yield from _second_gradient(trainer, s, steps, 1)
 
 
+def _truncated(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+    """mask_truncated_completions: three of eight completions have no <eos>, earn their rewards, and are not trained on."""
+    if trainer not in ("grpo-trainer", "rloo-trainer"):
+        raise Unsupported("the trainer generates no completions that could be truncated")
+    part = [dataclasses.replace(r, counted=i not in (1, 4, 5)) for i, r in enumerate(twin_runs.rows(trainer))]
+    steps = twin_runs.train(twin_runs.build(trainer, s, part=part), way)
+    with windows.earning(twin_runs.sequences(trainer, twin_runs.rows(trainer))):
+        step = Step(windows.policy(s.model, torch.float64), twin_runs.definition(trainer, s, part))
+        yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
+        yield gradients(step, steps.gradients[0])
+
+
 def _mix(reference: Any, policy: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
@@ -195,4 +211,6 @@ def _generation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
         yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
 
 
-RUNS = dict(zip(KINDS, (_evaluation, _incomplete, _uneven, _second, _resumed, _synced, _generation), strict=True))
+RUNS = dict(
+    zip(KINDS, (_evaluation, _incomplete, _uneven, _second, _resumed, _synced, _truncated, _generation), strict=True)
+)

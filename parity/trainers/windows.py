@@ -184,6 +184,18 @@ def rewards(window: Sequences) -> Tensor:
     return torch.tensor(reward(completions=texts), dtype=torch.float64).view(-1, GENERATIONS)
 
 
+@contextlib.contextmanager
+def earning(window: Sequences) -> Iterator[None]:
+    """Within it every definition takes the rewards of these sequences, whatever is left of them in a loss."""
+    global rewards
+    saved, earned = rewards, rewards(window)
+    rewards = lambda window: earned  # noqa: E731
+    try:
+        yield
+    finally:
+        rewards = saved
+
+
 def preferred(chosen: Sequence[Row]) -> tuple[Sequences, Sequences]:
     """Of each row the completion with the higher reward, and the other one: what online DPO calls chosen and rejected."""
     first, second = (sequences(chosen, name) for name in ("completion", "other"))
