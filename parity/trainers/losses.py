@@ -45,6 +45,7 @@ SETTINGS = {
     "tau": Setting(0.05, "discopop_tau", (0.05, 0.5)),
     "desirable": Setting(1.0, "desirable_weight", (1.0, 0.7)),
     "undesirable": Setting(1.0, "undesirable_weight", (1.0, 1.3)),
+    "whole": Setting(False, "SFT: completion_only_loss=False, prompts are trained on", (False, True)),
     "precomputed": Setting(False, "precompute_ref_log_probs", (False, True)),
     "model": Setting(
         "llama", "tiny model; KTO's estimate of the KL is positive for llama, negative for qwen2", ("llama", "qwen2")
@@ -61,6 +62,7 @@ NEEDED = {
     "desirable": "desirable_weight",
     "undesirable": "undesirable_weight",
     "precomputed": "precompute_ref_log_probs",
+    "whole": "completion_only_loss",
 }
 """Setting -> the field of the config that it is."""
 
@@ -93,6 +95,8 @@ def _moved(trainer: str, loss: str) -> Iterator[dict[str, Any]]:
         yield {"desirable": 0.7, "undesirable": 1.3}
         yield {"model": "qwen2"}
         yield {"precomputed": True}
+    if trainer == "sft-trainer":
+        yield {"whole": True}
     if trainer != "dpo-trainer":
         return
     if loss in ("sigmoid", "ipo"):
@@ -130,7 +134,8 @@ def losses(cell: Cell) -> Iterator[Result]:
     path = "fused" if cell.way == "fused" else "released"  # no fix of ours replaces a fused loss of these trainers
     run = twin_runs.build(trainer, plain_twin(model=s.model, split="8x1"), path, **options)
     steps = twin_runs.train(run, cell.way)
-    yield twin_runs.all_there(trainer, steps)
+    if not s.whole:  # else its sequences count from their first token on
+        yield twin_runs.all_there(trainer, steps)
     step = Step(windows.policy(s.model, torch.float64), _definition(trainer, s))
     if s.loss == "kto":
         others = preference.mismatched(_window(trainer))
@@ -169,6 +174,8 @@ def _options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
         out |= {"label_smoothing": s.smoothing, "discopop_tau": s.tau}
         out |= {"f_alpha_divergence_coef": s.alpha, "use_weighting": s.weighting}
         out |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}
+    if trainer == "sft-trainer" and s.whole:
+        out |= {"completion_only_loss": False}
     if trainer in ("dpo-trainer", "kto-trainer"):
         out |= {"precompute_ref_log_probs": s.precomputed}
     if trainer == "kto-trainer":
@@ -182,6 +189,8 @@ def _window(trainer: str) -> windows.Sequences:
 
 def _definition(trainer: str, s: SimpleNamespace) -> Callable[[Any], Tensor]:
     chosen, window = twin_runs.rows(trainer), _window(trainer)
+    if s.whole:
+        window = [(tokens, 1) for tokens, _ in window]
     if trainer == "dpo-trainer":
         return functools.partial(preference.dpo, (window, windows.sequences(chosen, "other")), s.model, s)
     if s.loss == "kto":
