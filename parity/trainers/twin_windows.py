@@ -16,13 +16,13 @@ import torch
 from parity.errors import Unsupported
 from parity.families import Setting
 from parity.trainers import drive, models, recorded, twin_runs, windows
-from parity.trainers.check import Cell, Result, check, holds, judged
+from parity.trainers.check import Cell, Result, check, holds, judged, within
 from parity.trainers.exact import Step
 from parity.trainers.gradients import gradients
 from parity.trainers.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.windows import Row
 
-KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "synced", "truncated", "generation")
+KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "synced", "truncated", "adaptive", "generation")
 TRAINERS = tuple(twin_runs.CLASSES)
 SYNCED = ("dpo-trainer", "kto-trainer", "grpo-trainer", "rloo-trainer")
 """Trainers with sync_ref_model."""
@@ -39,13 +39,14 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from [("sft-trainer", {"kind": "uneven"})] if profile == "pr" else []
         return
     for trainer in TRAINERS:
-        for kind in KINDS[:-3] if trainer in STORED else KINDS[:1]:
+        for kind in KINDS[:-4] if trainer in STORED else KINDS[:1]:
             yield trainer, {"kind": kind}
     for trainer in SYNCED:
         yield trainer, {"kind": "synced"}
     for loss in LOSSES:
         yield "grpo-trainer", {"kind": "truncated", "loss": loss}
     yield "rloo-trainer", {"kind": "truncated"}
+    yield "grpo-trainer", {"kind": "adaptive"}
     for loss in LOSSES:
         yield "grpo-trainer", {"kind": "generation", "loss": loss}
     yield "rloo-trainer", {"kind": "generation"}
@@ -172,6 +173,28 @@ def _truncated(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
         yield gradients(step, steps.gradients[0])
 
 
+def _adaptive(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+    """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): below the target the bonus grows by a step and is applied.
+
+    Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it.
+    """
+    if "use_adaptive_entropy" not in drive.fields(drive.config(twin_runs.CLASSES[trainer])):
+        raise Unsupported("the trainer of the installed version has no use_adaptive_entropy")
+    adaptive: dict[str, Any] = {"use_adaptive_entropy": True, "entropy_target": 100.0}
+    adaptive |= {"entropy_coef": 0.1, "entropy_coef_delta": 0.05}
+    s = SimpleNamespace(**{**vars(s), "split": "4x1"})
+    run = twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, **adaptive)
+    steps = twin_runs.train(run, way)
+    rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(1))
+    model = windows.policy(s.model, torch.float64)
+    model.load_state_dict(steps.parameters[1])
+    settings = {"loss_type": s.loss, "beta": 0.0, "max_completion_length": drive.COMPLETION, "entropy_coef": 0.15}
+    window = twin_runs.sequences(trainer, rows)
+    step = Step(model, functools.partial(windows.grpo, window, s.model, settings, None, None))
+    yield within("coefficient", float(run.entropy_coef), 0.2, 1e-12, "0.1 and twice 0.05")
+    yield gradients(step, steps.gradients[1], "gradient of step 2")
+
+
 def _mix(reference: Any, policy: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
@@ -212,5 +235,9 @@ def _generation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
 
 
 RUNS = dict(
-    zip(KINDS, (_evaluation, _incomplete, _uneven, _second, _resumed, _synced, _truncated, _generation), strict=True)
+    zip(
+        KINDS,
+        (_evaluation, _incomplete, _uneven, _second, _resumed, _synced, _truncated, _adaptive, _generation),
+        strict=True,
+    )
 )
