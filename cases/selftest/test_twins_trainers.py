@@ -321,3 +321,11 @@ def test_truncated_completions_that_are_trained_on_are_seen():
     with drive.standing_in(mutated("grpo-trainer", edit)):
         found = verdicts(outcome("grpo-trainer", "windows", kind="truncated"))
     assert {q for q, verdict in found.items() if verdict == "disagree"} == {"loss", "gradient"}
+
+
+def test_the_entropy_bonus_follows_the_entropy(monkeypatch):
+    assert set(verdicts(outcome("grpo-trainer", "windows", kind="adaptive")).values()) == {"agree"}
+    build = twin_runs.build
+    monkeypatch.setattr(twin_runs, "build", lambda *a, **k: build(*a, **{**k, "entropy_target": 0.01}))
+    found = verdicts(outcome("grpo-trainer", "windows", kind="adaptive"))
+    assert set(found.values()) == {"disagree"}, "above the target it shrinks and is not applied"

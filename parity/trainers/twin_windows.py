@@ -22,7 +22,8 @@ from parity.trainers.gradients import gradients
 from parity.trainers.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.windows import Row
 
-KINDS = ("evaluation", "incomplete", "uneven", "second", "resumed", "synced", "truncated", "adaptive", "generation")
+OF_STORED = ("evaluation", "incomplete", "uneven", "second", "resumed")
+KINDS = (*OF_STORED, "synced", "truncated", "adaptive", "generation")
 TRAINERS = tuple(twin_runs.CLASSES)
 SYNCED = ("dpo-trainer", "kto-trainer", "grpo-trainer", "rloo-trainer")
 """Trainers with sync_ref_model."""
@@ -39,7 +40,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from [("sft-trainer", {"kind": "uneven"})] if profile == "pr" else []
         return
     for trainer in TRAINERS:
-        for kind in KINDS[:-4] if trainer in STORED else KINDS[:1]:
+        for kind in OF_STORED if trainer in STORED else ("evaluation",):
             yield trainer, {"kind": kind}
     for trainer in SYNCED:
         yield trainer, {"kind": "synced"}
