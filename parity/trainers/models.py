@@ -48,7 +48,8 @@ def saved(name: str) -> Path:
 
     folder = _folder() / name
     with quiet():
-        model = getattr(transformers, ARCHITECTURES[name].model)(config(name))
+        given = config(name)  # unsupported where transformers lacks the architecture
+        model = getattr(transformers, ARCHITECTURES[name].model)(given)
         fill(model)
         _scale_head(model)
         model.save_pretrained(folder)
@@ -74,9 +75,10 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """
     import transformers
 
+    folder = saved(name)
     kind = getattr(transformers, ARCHITECTURES[name].model)
     with quiet(), outside():
-        out = kind.from_pretrained(saved(name), torch_dtype=dtype, attn_implementation="eager")
+        out = kind.from_pretrained(folder, torch_dtype=dtype, attn_implementation="eager")
     if hasattr(out, "set_experts_implementation"):  # the grouped product of transformers 5 knows no float64
         out.set_experts_implementation("eager")
     return out
