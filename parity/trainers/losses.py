@@ -126,6 +126,10 @@ def losses(cell: Cell) -> Iterator[Result]:
         raise Unsupported(f"{trainer} has no loss type {s.loss}: {', '.join(OWN[trainer])}")
     known = drive.fields(drive.config(cell.trainer))
     missing = [f for name, f in NEEDED.items() if getattr(s, name) != SETTINGS[name].default and f not in known]
+    if s.loss != OWN[trainer][0] and "loss_type" not in known:  # a field that a config lacks is left out of it
+        missing.append("loss_type")
+    if s.loss in preference.MIXED and "loss_weights" not in known:
+        missing.append("loss_weights")
     if missing:
         raise Unsupported(f"{cell.trainer} of the installed version has no {', '.join(missing)}")
     options = _options(trainer, s)
