@@ -1,8 +1,6 @@
 """What trainers log: the released online DPO sums over padding, the patch mends it, and a metric that is off is seen."""
 
-import inspect
 import math
-import textwrap
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 from parity import trainers
 from parity.fixes.padding import mask_padded_log_probs
 from parity.implementations import select
+from parity.mutants.trainers import EDITS, mutated
 from parity.trainers import drive, exact, metrics, models, twin_runs, windows
 from parity.trainers.execute import rows
 from parity.trainers.twins import plain_twin
@@ -50,25 +49,10 @@ def test_what_the_installed_trainers_log_is_judged_and_right(trainer, logged):
     assert found.keys() >= logged
 
 
-def altered(monkeypatch, trainer, method, old, new):
-    """The trainer with one passage of its source changed."""
-    kind = drive.found(trainer)
-    source = inspect.getsource(getattr(kind, method))
-    assert source.count(old) == 1, "the passage is not in the installed release"
-    space = vars(inspect.getmodule(kind)).copy()
-    exec(textwrap.dedent(source.replace(old, new)), space)
-    monkeypatch.setattr(kind, method, space[method])
-
-
-def test_a_reward_without_beta_is_seen(monkeypatch):
-    altered(
-        monkeypatch,
-        "DPOTrainer",
-        "_compute_loss",
-        "chosen_rewards = self.beta * chosen_logratios.detach()",
-        "chosen_rewards = chosen_logratios.detach()",
-    )
-    assert disagreeing(verdicts("dpo-trainer")) >= {"rewards/chosen", "rewards/margins"}
+def test_a_reward_without_beta_is_seen():
+    edit = next(e for e in EDITS["dpo-trainer"] if e.name == "reward")
+    with drive.standing_in(mutated("dpo-trainer", edit)):
+        assert disagreeing(verdicts("dpo-trainer")) >= {"rewards/chosen", "rewards/margins"}
 
 
 def test_the_entropy_of_the_prompt_is_seen(monkeypatch):

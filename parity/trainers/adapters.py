@@ -12,9 +12,9 @@ import torch
 from parity.errors import Unsupported
 from parity.families import Setting
 from parity.trainers import drive, models, twin_runs, windows
-from parity.trainers.check import Cell, Result, check, judged
+from parity.trainers.check import Cell, Result, check
 from parity.trainers.exact import Step
-from parity.trainers.gradients import finite, gradients
+from parity.trainers.gradients import first_step
 from parity.trainers.twins import plain_twin
 
 KINDS = {
@@ -100,6 +100,4 @@ def adapters(cell: Cell) -> Iterator[Result]:
     yield twin_runs.all_there(trainer, steps)
     by = SimpleNamespace(**vars(twin) | {"model": adapter.reference(s.model)})
     step = Step(adapter.policy(s.model), twin_runs.definition(trainer, by))
-    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
-    yield finite(steps.gradients[0])
-    yield gradients(step, steps.gradients[0])
+    yield from first_step(step, steps)

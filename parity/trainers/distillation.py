@@ -19,9 +19,9 @@ from parity.families import Setting
 from parity.families.divergence import completed, divergence
 from parity.fixes import patches
 from parity.trainers import models, recorded, server
-from parity.trainers.check import Cell, Result, check, holds, judged, within
+from parity.trainers.check import Cell, Result, check, holds, within
 from parity.trainers.exact import Step
-from parity.trainers.gradients import finite, gradients
+from parity.trainers.gradients import first_step
 from parity.trainers.teacher import Teacher, scorer, serving
 
 BETAS, SPLITS = (0.0, 0.5, 1.0), ("1x2", "2x1")
@@ -85,9 +85,7 @@ def teacher_server(cell: Cell) -> Iterator[Result]:
     window = [server.samples(batch) for batch in steps.batches]
     yield holds("sequences", sorted(len(t) for b in window for t, _ in b) == [6, 7], f"the window holds {window}")
     step = Step(models.model(ARCHITECTURE, torch.float64).train(), functools.partial(_loss, window, teacher, s))
-    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
-    yield finite(steps.gradients[0])
-    yield gradients(step, steps.gradients[0])
+    yield from first_step(step, steps)
     yield _at_padding(steps.batches, seen)
 
 

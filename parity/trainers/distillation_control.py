@@ -14,10 +14,10 @@ from torch import Tensor
 from parity.families import Setting
 from parity.families.divergence import divergence
 from parity.trainers import drive, models, recorded, server
-from parity.trainers.check import Cell, Result, check, judged
+from parity.trainers.check import Cell, Result, check
 from parity.trainers.distillation import ARCHITECTURE, SPLIT, beta_setting, cells
 from parity.trainers.exact import Step
-from parity.trainers.gradients import finite, gradients
+from parity.trainers.gradients import first_step
 
 
 @check(
@@ -64,9 +64,7 @@ def ragged_control(cell: Cell) -> Iterator[Result]:
     local = all(n is None for n in steps.items)
     definition = functools.partial(_dense, window, cell.settings.beta, local)
     step = Step(models.model(ARCHITECTURE, torch.float64).train(), definition)
-    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
-    yield finite(steps.gradients[0])
-    yield gradients(step, steps.gradients[0])
+    yield from first_step(step, steps)
 
 
 def _dense(window: list[list[server.Sample]], beta: float, local: bool, model: Any) -> Tensor:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
 from parity.judge import Judgement
-from parity.trainers.check import Result, holds
+from parity.trainers.check import Result, holds, judged
 from parity.trainers.exact import Step
+from parity.trainers.recorded import Steps
 
 SHOWN = 5
+
+
+def first_step(step: Step, steps: Steps) -> Iterator[Result]:
+    """Loss and gradients of the one optimizer step of a run: finite, and the definition's."""
+    loss = sum(steps.losses)
+    yield judged("loss", step.judge_loss(loss), loss, step.loss)
+    yield finite(steps.gradients[0])
+    yield gradients(step, steps.gradients[0])
 
 
 def gradients(step: Step, found: Mapping[str, Tensor | None], quantity: str = "gradient") -> Result:

@@ -15,9 +15,9 @@ from torch import Tensor
 from parity.errors import Unsupported
 from parity.families import Setting
 from parity.trainers import drive, preference, twin_runs, windows
-from parity.trainers.check import Cell, Result, check, holds, judged
+from parity.trainers.check import Cell, Result, check, holds
 from parity.trainers.exact import Step
-from parity.trainers.gradients import finite, gradients
+from parity.trainers.gradients import first_step
 from parity.trainers.twins import plain_twin
 
 OWN = {
@@ -135,8 +135,7 @@ def losses(cell: Cell) -> Iterator[Result]:
     options = _options(trainer, s)
     if trainer == "dpo-trainer" and "f_divergence_type" in known:
         options["f_divergence_type"] = _offered(cell.trainer, "f_divergence_type", s.divergence)
-    path = "fused" if cell.way == "fused" else "released"  # no fix of ours replaces a fused loss of these trainers
-    run = twin_runs.build(trainer, plain_twin(model=s.model, split="8x1"), path, **options)
+    run = twin_runs.build(trainer, plain_twin(model=s.model, split="8x1"), twin_runs.unfixed(cell.way), **options)
     steps = twin_runs.train(run, cell.way)
     if not s.whole:  # else its sequences count from their first token on
         yield twin_runs.all_there(trainer, steps)
@@ -145,9 +144,7 @@ def losses(cell: Cell) -> Iterator[Result]:
         others = preference.mismatched(_window(trainer))
         z = float(preference.shift(others, s.model, windows.policy(s.model, torch.float64)))
         yield holds("estimate", (z > 0) is (s.model == "llama"), f"{z:.3g}: the cell tests nothing", "exact", value=z)
-    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
-    yield finite(steps.gradients[0])
-    yield gradients(step, steps.gradients[0])
+    yield from first_step(step, steps)
 
 
 def _offered(trainer: str, name: str, value: str) -> Any:

@@ -52,34 +52,39 @@ class Batch:
         self.lengths = torch.tensor([len(t) - start for t, start in window], dtype=torch.float64)
 
 
-def _pairs(window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> Values:
+def _dpo(window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> Values:
     """DPO's own: rewards are β(log π - log π_ref) of a whole completion, means over the pairs."""
-    chosen, rejected = (Batch(w, s.model, model) for w in window)
-    both = Batch([*window[0], *window[1]], s.model, model)
-    return _preferences(chosen, rejected, s.beta) | {
-        "rewards/accuracies": (chosen.logps - chosen.ref > rejected.logps - rejected.ref).double().mean(),
-        "entropy": both.entropy,
-    }
+    batch = Batch([*window[0], *window[1]], s.model, model)
+    return _pairs(batch, s.beta) | {"entropy": batch.entropy}
 
 
-def _preferences(chosen: Batch, rejected: Batch, beta: float) -> Values:
+def _pairs(batch: Batch, beta: float) -> Values:
+    """Of the chosen, which come first, and the rejected in the same order."""
+    count = len(batch.logps) // 2
+    delta = batch.logps - batch.ref
+    accuracy = (delta[:count] > delta[count:]).double().mean()
+    return _preferences(batch, torch.arange(2 * count) < count, beta) | {"rewards/accuracies": accuracy}
+
+
+def _preferences(batch: Batch, chosen: Tensor, beta: float) -> Values:
+    """Rewards and log-probs of those that `chosen` (N,) is true for, and of the others."""
     out = {}
-    for name, side in (("chosen", chosen), ("rejected", rejected)):
-        out[f"rewards/{name}"] = beta * (side.logps - side.ref).mean()
-        out[f"logps/{name}"] = side.logps.mean()
+    for name, side in (("chosen", chosen), ("rejected", ~chosen)):
+        out[f"rewards/{name}"] = beta * (batch.logps - batch.ref)[side].mean()
+        out[f"logps/{name}"] = batch.logps[side].mean()
     return out | {"rewards/margins": out["rewards/chosen"] - out["rewards/rejected"]}
 
 
 def _online(window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> Values:
     """Online DPO's: `objective/` of all completions, KL and -log π summed over the tokens of each, then their mean."""
-    both = Batch([*window[0], *window[1]], s.model, model)
-    kl, scores = both.logps - both.ref, _scores([*window[0], *window[1]])
-    found = _pairs(window, s, model)
-    return {k: v for k, v in found.items() if k.startswith(("rewards/", "logps/"))} | {
+    both = [*window[0], *window[1]]
+    batch, scores = Batch(both, s.model, model), _scores(both)
+    kl = batch.logps - batch.ref
+    return _pairs(batch, s.beta) | {
         "objective/kl": kl.mean(),
         "objective/non_score_reward": -s.beta * kl.mean(),
         "objective/rlhf_reward": (scores - s.beta * kl).mean(),
-        "objective/entropy": -both.logps.mean(),
+        "objective/entropy": -batch.logps.mean(),
         "objective/scores": scores.mean(),
     }
 
@@ -90,11 +95,10 @@ def _scores(window: Sequences) -> Tensor:
 
 def _unpaired(window: Sequences, labels: Sequence[bool], s: SimpleNamespace, model: Any) -> Values:
     """KTO's: as DPO's, over the desirable and over the undesirable completions; KL on completions of other prompts."""
-    kinds = ([w for w, label in zip(window, labels, strict=True) if label is kind] for kind in (True, False))
-    good, bad = (Batch(side, s.model, model) for side in kinds)
-    return _preferences(good, bad, s.beta) | {
+    batch = Batch(window, s.model, model)
+    return _preferences(batch, torch.tensor(labels), s.beta) | {
         "kl": preference.shift(preference.mismatched(window), s.model, model),
-        "entropy": Batch(window, s.model, model).entropy,
+        "entropy": batch.entropy,
     }
 
 
@@ -125,7 +129,7 @@ def _defined(trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
     rows = twin_runs.rows(trainer)
     window = twin_runs.sequences(trainer, rows)
     if trainer == "dpo-trainer":
-        return functools.partial(_pairs, (window, windows.sequences(rows, "other")), s)
+        return functools.partial(_dpo, (window, windows.sequences(rows, "other")), s)
     if trainer == "online-dpo-trainer":
         return functools.partial(_online, windows.preferred(rows), s)
     if trainer == "kto-trainer":
@@ -153,8 +157,9 @@ def metrics(cell: Cell) -> Iterator[Result]:
     more = {**LOGGED, "beta": s.beta, **({"loss_type": "kto"} if trainer == "kto-trainer" else {})}
     if trainer == "sft-trainer":
         del more["beta"]
-    path = "fused" if cell.way == "fused" else "released"
-    run = twin_runs.build(trainer, plain_twin(model=s.model, split="8x1", beta=s.beta), path, **more)
+    run = twin_runs.build(
+        trainer, plain_twin(model=s.model, split="8x1", beta=s.beta), twin_runs.unfixed(cell.way), **more
+    )
     yield twin_runs.all_there(trainer, twin_runs.train(run, cell.way))
     logged: Mapping[str, Any] = next((entry for entry in run.state.log_history if "loss" in entry), {})
     define = _defined(trainer, s)

@@ -17,7 +17,7 @@ from parity.families import Setting
 from parity.implementations.trl_trainer import mentions
 from parity.trainers import drive, exact, twin_runs, windows
 from parity.trainers.check import Cell, Result, check, judged
-from parity.trainers.gradients import finite, gradients
+from parity.trainers.gradients import first_step
 from parity.trainers.twins import plain_twin
 from parity.trainers.windows import Sequences
 
@@ -74,9 +74,7 @@ def sampler(cell: Cell) -> Iterator[Result]:
     weigh = functools.partial(ratio, s, windows.padded(given)) if s.correction else None
     define = functools.partial(windows.grpo, window, twin.model, settings, own, None, ratio=weigh)
     step = exact.Step(windows.policy(twin.model, torch.float64), define)
-    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
-    yield finite(steps.gradients[0])
-    yield gradients(step, steps.gradients[0])
+    yield from first_step(step, steps)
     logged: Mapping[str, Any] = next((entry for entry in run.state.log_history if "loss" in entry), {})
     if not s.correction or s.split != "8x1":
         return  # over several micro-batches the log has a mean of their values

@@ -11,9 +11,9 @@ import torch
 from parity.errors import Unsupported
 from parity.families import Setting
 from parity.trainers import drive, twin_runs, windows
-from parity.trainers.check import Cell, Result, check, holds, judged
+from parity.trainers.check import Cell, Result, check, holds
 from parity.trainers.exact import Step
-from parity.trainers.gradients import finite, gradients
+from parity.trainers.gradients import first_step
 from parity.trainers.twins import plain_twin
 from parity.trainers.windows import Sequences
 
@@ -50,8 +50,7 @@ def truncation(cell: Cell) -> Iterator[Result]:
             raise Unsupported(f"{cell.trainer} of the installed version has no truncation_mode")
         del limits["truncation_mode"]
     twin = plain_twin(model=s.model, split=s.split)
-    path = "fused" if cell.way == "fused" else "released"
-    steps = twin_runs.train(twin_runs.build(trainer, twin, path, **limits), cell.way)
+    steps = twin_runs.train(twin_runs.build(trainer, twin, twin_runs.unfixed(cell.way), **limits), cell.way)
     rows = twin_runs.rows(trainer)
     window = cut(windows.sequences(rows), s.mode)
     other = cut(windows.sequences(rows, "other"), s.mode)
@@ -67,9 +66,7 @@ def truncation(cell: Cell) -> Iterator[Result]:
         "kto-trainer": functools.partial(windows.kto, window, [r.label for r in rows], s.model, beta),
     }[trainer]
     step = Step(windows.policy(s.model, torch.float64), define)
-    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
-    yield finite(steps.gradients[0])
-    yield gradients(step, steps.gradients[0])
+    yield from first_step(step, steps)
 
 
 def cut(window: Sequences, mode: str) -> Sequences:

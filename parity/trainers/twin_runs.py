@@ -170,6 +170,11 @@ def build(
     return out
 
 
+def unfixed(way: str) -> str:
+    """The way to build a run in for trainers whose fused loss no fix of ours replaces: "fixed" patches their plain path."""
+    return "fused" if way == "fused" else "released"
+
+
 def uncounted(trainer: str, chosen: Sequence[Row]) -> dict[str, Any]:
     """The config's arguments with which the trainer's own batching leaves out the rows that are not counted.
 

@@ -102,15 +102,18 @@ def reference(architecture: str) -> Any:
 
 
 @contextlib.contextmanager
-def referring(model: Any) -> Iterator[None]:
-    """Within it every definition takes `model`, in float64 and without gradients, for its reference."""
-    global reference
-    saved = reference
-    reference = lambda architecture: model  # type: ignore[assignment]  # noqa: E731
+def _standing(name: str, function: Callable[[Any], Any]) -> Iterator[None]:
+    """Within it the function `name` of this module is another one."""
+    saved, globals()[name] = globals()[name], function
     try:
         yield
     finally:
-        reference = saved
+        globals()[name] = saved
+
+
+def referring(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Within it every definition takes `model`, in float64 and without gradients, for its reference."""
+    return _standing("reference", lambda architecture: model)
 
 
 def adapted(base: Any, seed: int, **options: Any) -> Any:
@@ -184,16 +187,10 @@ def rewards(window: Sequences) -> Tensor:
     return torch.tensor(reward(completions=texts), dtype=torch.float64).view(-1, GENERATIONS)
 
 
-@contextlib.contextmanager
-def earning(window: Sequences) -> Iterator[None]:
+def earning(window: Sequences) -> contextlib.AbstractContextManager[None]:
     """Within it every definition takes the rewards of these sequences, whatever is left of them in a loss."""
-    global rewards
-    saved, earned = rewards, rewards(window)
-    rewards = lambda window: earned  # noqa: E731
-    try:
-        yield
-    finally:
-        rewards = saved
+    earned = rewards(window)
+    return _standing("rewards", lambda window: earned)
 
 
 def preferred(chosen: Sequence[Row]) -> tuple[Sequences, Sequences]:
