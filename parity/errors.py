@@ -7,3 +7,7 @@ class UsageError(Exception):
 
 class Unsupported(Exception):
     """Raised by an adapter for a case that its implementation does not claim to handle; the message says what and why."""
+
+
+class OracleError(FloatingPointError):
+    """The harness's own definition or its replicas cannot be judged with: a fault of ours, never a skipped case."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from parity.errors import Unsupported
+from parity.errors import OracleError, Unsupported
 from parity.evaluate import gradient_name
 from parity.families import Inputs
 from parity.implementations import Implementation, Outputs
@@ -147,6 +147,8 @@ def guarded(implementation: Implementation, run: Callable[[], Outcome]) -> Outco
         return Outcome("unsupported", message=str(error))
     except torch.OutOfMemoryError as error:
         return Outcome("out-of-memory", message=_first_line(error))
+    except OracleError as error:
+        return Outcome("crashed", message=f"the harness's own oracle: {_first_line(error)}", blame="harness")
     except Exception as error:
         return _classified(implementation, error)
 

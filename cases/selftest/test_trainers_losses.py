@@ -152,3 +152,15 @@ def test_cells_of_nightly_name_every_loss_of_every_trainer():
                 )
             )
         )
+
+
+def test_hinge_is_judged_and_its_replicas_keep_the_pairs_that_are_off(monkeypatch):
+    """A replica rounds the 0 of a pair beyond the margin to either side; relu's backward would let it back in."""
+    case = family("dpo-trainer").case(0, "fp32", {"check": "losses", "loss": "hinge"})
+    chosen = [i for i in select(()) if i.id == "dpo-trainer.released"]
+    rows = list(run_case(case, chosen))
+    assert {r["verdict"] for r in rows} == {"agree"} and {r["quantity"] for r in rows} >= {"loss", "gradient"}
+    monkeypatch.setattr(preference, "_positive", torch.relu)
+    assert [(r["verdict"], r["blame"]) for r in run_case(case, chosen) if r["quantity"] is None] == [
+        ("crashed", "harness")
+    ], "an oracle that cannot be judged with is a fault, not a skipped case"

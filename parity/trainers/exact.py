@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
+from parity.errors import OracleError
 from parity.judge import Judgement, Unit, judge
 from parity.rounding import IEEE_FP32, MonteCarlo
 
@@ -144,7 +145,7 @@ class Step:
         """Makes sure that there are `count` replicas.
 
         Raises:
-            FloatingPointError: for one that is not finite, naming the parameter: entries where a replica overflows are not
+            OracleError: for one that is not finite, naming the parameter: entries where a replica overflows are not
                 judged, and a step of nothing else would pass whatever it is given; in float32 for one whose gradients are
                 `FARTHEST` from the exact ones: that is another step, not its rounding.
         """
@@ -152,11 +153,11 @@ class Step:
             loss, grads = self._run(self._rounding(IEEE_FP32, "fp32", 7919 * (1 + len(self._replicas))))
             lost = [n for n, g in grads.items() if bool((self.exact[n].isfinite() & ~g.isfinite()).any())]
             if lost:
-                raise FloatingPointError(f"the replica's gradient of {lost[0]} is not finite where the exact one is")
+                raise OracleError(f"the replica's gradient of {lost[0]} is not finite where the exact one is")
             if self._rounding is StepRounding:
                 apart = float(_total({n: g - self.exact[n] for n, g in grads.items()}) / _total(self.exact))
                 if apart > FARTHEST:
-                    raise FloatingPointError(
+                    raise OracleError(
                         f"a replica's gradients are {apart:.2g} from the exact ones: no rounding does that"
                     )
             self._losses.append(loss)

@@ -94,6 +94,11 @@ def _robust(p: Pairs) -> Tensor:
     return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
 
 
+def _positive(x: Tensor) -> Tensor:
+    """max(0, x). Not relu: its backward asks whether the result is above 0, and a replica rounds a 0 to either side."""
+    return torch.where(x > 0, x, torch.zeros_like(x))
+
+
 def _nca(p: Pairs) -> Tensor:
     w, loser = (p.s.beta * r for r in p.ratios)
     return -logsigmoid(w) - 0.5 * logsigmoid(-w) - 0.5 * logsigmoid(-loser)
@@ -107,7 +112,7 @@ def _discopop(p: Pairs) -> Tensor:
 
 DPO: Losses = {
     "sigmoid": lambda p: -logsigmoid(p.s.beta * p.d),  # DPO, arXiv 2305.18290
-    "hinge": lambda p: torch.relu(1 - p.s.beta * p.d),  # SLiC-HF, arXiv 2305.10425
+    "hinge": lambda p: _positive(1 - p.s.beta * p.d),  # SLiC-HF, arXiv 2305.10425
     "ipo": lambda p: (p.averaged - 1 / (2 * p.s.beta)) ** 2,  # arXiv 2310.12036, per token as its authors confirmed
     "exo_pair": _exo,  # arXiv 2402.00856, equation 16
     "nca_pair": _nca,  # arXiv 2402.05369
