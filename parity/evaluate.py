@@ -77,7 +77,7 @@ def replicas(family: Family, inputs: Inputs, recipe: Recipe, count: int, seed: i
     done = 0
     while done < count:
         width = min(stack, count - done)
-        mode = MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + done)
+        mode = MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + done, own_grid=done == 0)
         x = to_double(inputs, width)
         with mode:
             part = _run(family, x, recipe_mark(mode), mode)

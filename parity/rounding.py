@@ -8,10 +8,11 @@ is the unit in which the judge measures an error. A family's author writes the d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,6 +38,12 @@ class Recipe:
         logits: dtype in which logits (or a tile of them) are stored.
         dlogits: dtype in which the gradient of the logits is stored.
         teacher: dtype in which a teacher's logits are stored, where it is not that of `logits`, or None.
+        teacher_softmax: dtype in which the operations from a teacher's logits to its log-probs round, its log-softmax
+            included, where it is not that of `elementwise` and `softmax`, or None.
+        teacher_elementwise: dtype in which elementwise operations on a teacher's log-probs alone round their result,
+            where it is not that of `elementwise`, or None.
+        bias: dtype in which a bias is used and the gradient of the logits is summed for it, where it is not that of
+            `inputs` and `dlogits`, or None.
         elementwise: dtype in which every elementwise operation rounds its result.
         softmax: dtype of the log-softmax over the vocabulary, as stored and as read again by its backward.
         accumulate: dtype in which partial gradients are summed across chunks.
@@ -54,6 +61,9 @@ class Recipe:
     logits: str = "fp32"
     dlogits: str = "fp32"
     teacher: str | None = None
+    teacher_softmax: str | None = None
+    teacher_elementwise: str | None = None
+    bias: str | None = None
     elementwise: str = "fp32"
     softmax: str = "fp32"
     accumulate: str = "fp32"
@@ -69,7 +79,17 @@ class Recipe:
         named: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         changes: dict[str, Any] = {k: dtype for k, v in named.items() if v == "input"}
         out = dataclasses.replace(self, **changes)
+        out = dataclasses.replace(
+            out,
+            teacher=_other(out.teacher, out.logits),
+            teacher_softmax=_other(out.teacher_softmax, out.elementwise, out.softmax),
+            teacher_elementwise=_other(out.teacher_elementwise, out.elementwise),
+        )
         return out if out.accumulate != "fp32" else dataclasses.replace(out, partials=1, upstream=1.0)
+
+    def stored_wide(self) -> Recipe:
+        """The recipe with float32 wherever something is stored, cast or rounded."""
+        return Recipe(self.matmul, self.matmul_backward, tanh=self.tanh, output=self.output)
 
     def describe(self) -> str:
         """The fields away from their default, for a result row: "logits=bf16 dlogits=bf16", or "fp32"."""
@@ -79,6 +99,11 @@ class Recipe:
             if getattr(self, f.name) != f.default and f.name not in ("partials", "upstream")
         ]
         return " ".join(parts) or "fp32"
+
+
+def _other(dtype: str | None, *like: str) -> str | None:
+    """`dtype`, or None where it is the same as each of `like`."""
+    return None if all(dtype == name for name in like) else dtype
 
 
 IEEE_FP32 = Recipe()
@@ -137,22 +162,38 @@ class MonteCarlo(TorchDispatchMode):
     log-softmax or log-sum-exp its row's u·(2|logsumexp| + 1 + √V/4)·ξ, any other rounded operation x·(1 + u·ξ) + η·ξ
     with η the smallest normal of float32; results that no rounding touches are left alone. ξ is uniform in ±1 per
     element. An exponential beyond the range of the elementwise dtype is infinite. In float16 and bfloat16 the result is
-    rounded to their bits instead, on a grid stretched at random.
+    rounded to their bits instead, on a grid stretched at random; with `own_grid` the first replica's is not stretched, for
+    what is systematic about the numbers that a dtype has (a float32 head, rounded, may be the teacher's).
     """
 
-    def __init__(self, recipe: Recipe, dtype: str, seed: int):
+    def __init__(self, recipe: Recipe, dtype: str, seed: int, own_grid: bool = False):
         super().__init__()
+        self.own_grid = own_grid
         self.recipe = recipe.resolve(dtype)
         self.dtype = dtype
         self.noise = _Noise(seed)
         self.backward = False
         self.quiet = False
         self.u_sum = UNIT_ROUNDOFF["fp32"]
-        self.u = UNIT_ROUNDOFF[self.recipe.elementwise]
-        self.u_softmax = UNIT_ROUNDOFF[self.recipe.softmax]
         self.eta = torch.finfo(torch.float32).smallest_normal
-        self.largest = LARGEST[self.recipe.elementwise] if self.recipe.elementwise == "fp16" else None
-        self.largest_exp = LARGEST[self.recipe.elementwise]
+        self.take(self.recipe.elementwise, self.recipe.softmax)
+
+    def take(self, elementwise: str, softmax: str) -> None:
+        """Round elementwise operations to `elementwise` and a log-softmax to `softmax` from here on."""
+        self.elementwise, self.softmax = elementwise, softmax
+        self.u = UNIT_ROUNDOFF[elementwise]
+        self.u_softmax = UNIT_ROUNDOFF[softmax]
+        self.largest = LARGEST[elementwise] if elementwise == "fp16" else None
+        self.largest_exp = LARGEST[elementwise]
+
+    def __enter__(self) -> MonteCarlo:
+        _RUNNING.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _RUNNING.pop()
+        super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -170,18 +211,13 @@ class MonteCarlo(TorchDispatchMode):
                 scale = scale + func(args[0].square(), *args[1:], **kwargs).sqrt_().mul_(partial)
             return self.rounded(out + self.scattered(scale, out))
         if name == "_log_softmax":
-            lse = (args[0] - out).nan_to_num_(0.0, 0.0, 0.0).abs_().amax(args[1], keepdim=True) * self._shifted(out)
-            # torch's CPU kernel rounds Σ exp and its logarithm to the dtype of the logits
-            top = out.amax(args[1], keepdim=True).nan_to_num_(0.0, 0.0, 0.0).abs_()
-            walk = self._walk(out, args[1])
-            scale = self.u_sum * (2 * lse + walk) + self.u_softmax * (1 + top)
-            return self.rounded(out + self.scattered(scale, out), self.recipe.softmax)
+            return self.rounded(self.log_softmax(out, args[0], args[1]), self.softmax)
         if name == "_log_softmax_backward_data":
             flushed = (
                 args[0].sum(args[2], keepdim=True).abs_().mul_(self.eta)
             )  # p·Σg with a p below the smallest normal
             scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum) + flushed
-            return self.rounded(out + self.scattered(scale, out), self.recipe.softmax)
+            return self.rounded(out + self.scattered(scale, out), self.softmax)
         if name == "logsumexp":  # the sum of exponentials rounds relatively, so its logarithm by an absolute amount
             walk = 1 + (args[0].numel() / max(out.numel(), 1)) ** 0.5 / 4
             return self.rounded(out + self.scattered(self.u_sum * (2 * out.abs() + walk), out))
@@ -190,6 +226,21 @@ class MonteCarlo(TorchDispatchMode):
         if name == "exp":  # finite in float64, but not in the recipe's dtype: the ratio of a token that is far off
             return self.rounded(torch.where(out > self.largest_exp, torch.inf, out))
         return self.rounded(out)
+
+    def log_softmax(self, out: torch.Tensor, z: torch.Tensor, dim: int) -> torch.Tensor:
+        """`out` = log-softmax of z before it is stored; a row with a single possible token is 0 whatever rounds.
+
+        torch's CPU kernel rounds Σ exp(z - max) and its logarithm to the dtype of the logits, alike for equal sums.
+        """
+        top = out.amax(dim, keepdim=True).nan_to_num_(0.0, 0.0, 0.0)
+        lse = (z - out).nan_to_num_(0.0, 0.0, 0.0).abs_().amax(dim, keepdim=True) * self._shifted(out)
+        scale = self.u_sum * (2 * lse + self._walk(out, dim))
+        if self.u_softmax > NARROW:
+            stored = self._grid(self._grid((-top).exp(), self.softmax).log(), self.softmax)
+            out = out - torch.where(torch.isfinite(stored) & (top < 0), stored + top, 0.0)
+        else:
+            scale = scale + self.u_softmax * (1 + top.abs())
+        return torch.where(top == 0, out, out + self.scattered(scale, out))
 
     @staticmethod
     def _walk(out: torch.Tensor, dim: int) -> torch.Tensor | float:
@@ -218,7 +269,7 @@ class MonteCarlo(TorchDispatchMode):
 
     def rounded(self, out: torch.Tensor, dtype: str | None = None) -> torch.Tensor:
         """A result as rounded to `dtype` (none: the recipe's for elementwise operations): x·(1 + u·ξ) + η·ξ, or on its grid."""
-        dtype = self.recipe.elementwise if dtype is None else dtype
+        dtype = self.elementwise if dtype is None else dtype
         u = UNIT_ROUNDOFF[dtype]
         if u > NARROW:
             noisy = self._grid(out, dtype) + self.eta * self.noise.like(out)
@@ -239,6 +290,8 @@ class MonteCarlo(TorchDispatchMode):
         Independent noise never does that.
         """
         stretch = 1.5 + 0.5 * self.noise.like(x.new_empty(x.shape[:1] + (1,) * (x.dim() - 1)))
+        if self.own_grid:
+            stretch[0] = 1.0
         scaled = x * stretch
         carry = scaled * (UNIT_ROUNDOFF[dtype] * 2.0**53 + 1)  # Veltkamp's splitting: the leading bits of x
         rounded = carry - (carry - scaled)
@@ -316,6 +369,30 @@ class MonteCarlo(TorchDispatchMode):
             self.quiet = False
 
 
+_RUNNING: list[MonteCarlo] = []
+"""The Monte Carlo modes that are entered, the innermost last."""
+
+
+@contextlib.contextmanager
+def of_teacher(part: Literal["softmax", "elementwise"]) -> Iterator[None]:
+    """What an oracle computes of a teacher alone, without gradient: rounded as the recipe's `teacher_<part>` says.
+
+    "softmax" is the way from its logits to its log-probs, "elementwise" what is computed of its log-probs. An exact run
+    rounds nothing.
+    """
+    mode = _RUNNING[-1] if _RUNNING else None
+    dtype = None if mode is None else getattr(mode.recipe, f"teacher_{part}")
+    if mode is None or dtype is None:
+        yield
+        return
+    before = mode.elementwise, mode.softmax
+    mode.take(dtype, dtype)
+    try:
+        yield
+    finally:
+        mode.take(*before)
+
+
 class _Stored(torch.autograd.Function):
     """Identity where a recipe keeps a narrower dtype: perturbs the value forward and its gradient backward."""
 
@@ -354,9 +431,10 @@ def exact_mark(
 def recipe_mark(mode: MonteCarlo) -> Mark:
     """The marks at which an oracle tells where a recipe may store a narrower dtype.
 
-    An oracle calls `mark("parameter", x)` on hidden states, weight and bias before use, `mark("states", x)` on what a
-    model stores in its own dtype whatever the implementation, `mark("logits", z)` on logits as a matrix product or
-    a bias addition leaves them, `mark("teacher", z)` on a teacher's, `mark("selected", logps, size)` on the selected
+    An oracle calls `mark("parameter", x)` on hidden states and weight before use, `mark("bias", b)` on a bias,
+    `mark("states", x)` on what a model stores in its own dtype whatever the implementation, `mark("logits", z)` on logits
+    as a matrix product leaves them and `mark("biased", z)` on their sum with a bias, `mark("teacher", z)` on a teacher's
+    in both places, `mark("selected", logps, size)` on the selected
     log-probs, with `size()` the root of the sum of squares of the products that make the selected logit, and
     `mark("entropy", h, size, along)` on an entropy, with `size()` the terms of logsumexp(z) - E[z], as which it may be
     computed, and `along()` a function of the logits along whose gradient the rounding of E[z] enters the entropy's
@@ -366,7 +444,9 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
     table = {
         "parameter": (recipe.inputs, recipe.inputs),
         "states": (mode.dtype, mode.dtype),
+        "bias": (recipe.bias or recipe.inputs, recipe.bias or recipe.inputs),
         "logits": (recipe.logits, recipe.dlogits),
+        "biased": (recipe.logits, recipe.bias or recipe.dlogits),
         "teacher": (recipe.teacher or recipe.logits, recipe.dlogits),
     }
 

@@ -37,7 +37,7 @@ class Bench:
     family: Family
     inputs: Inputs
     exact: Quantities
-    _replicas: dict[tuple[Recipe, int], Quantities] = dataclasses.field(default_factory=dict)
+    _replicas: dict[tuple[Recipe, int, bool], Quantities] = dataclasses.field(default_factory=dict)
     _narrowed: dict[frozenset[str], Bench] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -63,17 +63,25 @@ class Bench:
             self._narrowed[absent] = Bench(self.family, inputs, exact(self.family, _on_cpu(inputs)))
         return self._narrowed[absent]
 
-    def replicas(self, recipe: Recipe, count: int) -> Quantities:
-        """Replicas under a resolved recipe, computed once."""
-        key = (recipe, count)
+    def replicas(self, recipe: Recipe, count: int, finer: bool = False) -> Quantities:
+        """Replicas under a resolved recipe, computed once; with `finer` as many again that store nothing narrow."""
+        key = (recipe, count, finer)
         if key not in self._replicas:
-            seed = zlib.crc32(self.inputs.case.id.encode())
-            self._replicas[key] = replicas(self.family, _on_cpu(self.inputs), recipe, count, seed)
+            if finer:
+                both = self.replicas(recipe, count), self.replicas(recipe.stored_wide(), count)
+                self._replicas[key] = {
+                    n: torch.cat([q[n] for q in both]) if both[0][n].dim() > value.dim() else both[0][n]
+                    for n, value in self.exact.items()
+                    if n in both[0]
+                }
+            else:
+                seed = zlib.crc32(self.inputs.case.id.encode())
+                self._replicas[key] = replicas(self.family, _on_cpu(self.inputs), recipe, count, seed)
         return self._replicas[key]
 
-    def unit(self, name: str, recipe: Recipe, count: int = REPLICAS) -> Unit:
-        """What quantity `name` is measured with under a recipe."""
-        found = self.replicas(recipe, count)
+    def unit(self, name: str, recipe: Recipe, count: int = REPLICAS, finer: bool = False) -> Unit:
+        """What quantity `name` is measured with under a recipe; `finer` as in `replicas`."""
+        found = self.replicas(recipe, count, finer)
         value = self.exact[name]
         stack = found[name]
         if stack.dim() == value.dim():  # no leaf reaches it: one value for all replicas
@@ -133,9 +141,14 @@ def expected(bench: Bench, implementation: Implementation, recipe: Recipe) -> di
 
 
 def judge_all(
-    bench: Bench, implementation: Implementation, outcome: Outcome, recipe: Recipe, count: int = REPLICAS
+    bench: Bench,
+    implementation: Implementation,
+    outcome: Outcome,
+    recipe: Recipe,
+    count: int = REPLICAS,
+    finer: bool = False,
 ) -> dict[str, Judgement]:
-    """Every quantity the implementation should hand out, judged; and each that it should not."""
+    """Every quantity the implementation should hand out, judged; and each that it should not. `finer`: see `Bench`."""
     wanted = expected(bench, implementation, recipe)
     judged = {}
     for name, dtype in wanted.items():
@@ -143,7 +156,7 @@ def judge_all(
         if value is None:
             judged[name] = failed("no gradient" if name.startswith("grad_") else "missing")
             continue
-        judged[name] = judge(value, bench.unit(name, recipe, count), dtype or value.dtype)
+        judged[name] = judge(value, bench.unit(name, recipe, count, finer), dtype or value.dtype)
     for name in outcome.quantities:
         if name.startswith("grad_") and name not in wanted:
             judged[name] = failed("a gradient where none was asked for")
@@ -151,7 +164,11 @@ def judge_all(
 
 
 def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
-    """Judge; while something disagrees, be it by a finite amount or where replicas overflow, judge with more replicas."""
+    """Judge; while something disagrees, be it by a finite amount or where replicas overflow, judge with more replicas.
+
+    The last word has replicas among its own that store nothing narrow, for an implementation may be more precise than
+    its recipe: where float16 flushes a gradient to 0 in every replica, their spread hides what float32 adds to it.
+    """
     recipe = implementation.recipe_for(bench.inputs)
     judged = judge_all(bench, implementation, outcome, recipe)
     s = bench.inputs.settings
@@ -159,6 +176,9 @@ def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) ->
     for count in (CONFIRMATION, max(CONFIRMATION, min(LAST_WORD, LAST_WORD_LOGITS // size))):
         if any(not j.agrees and (math.isfinite(j.headroom) or j.overflows) for j in judged.values()):
             judged = judge_all(bench, implementation, outcome, recipe, count)
+    if recipe != recipe.stored_wide() and any(not j.agrees and math.isfinite(j.headroom) for j in judged.values()):
+        finer = judge_all(bench, implementation, outcome, recipe, count, finer=True)
+        judged = {name: finer[name] if finer[name].agrees else j for name, j in judged.items()}
     return judged
 
 

@@ -26,7 +26,7 @@ from parity.case import Case
 from parity.families import Family, Inputs, Relation, head
 from parity.families import divergence_inputs as inputs_of
 from parity.families.logprobs import IGNORE_INDEX
-from parity.rounding import Mark
+from parity.rounding import Mark, of_teacher
 
 LARGEST_LOG_MASS = -1e-7
 """Ceiling of log Σ exp before the tail is taken, so that the tail stays a probability (TRL's `_add_tail_bucket`)."""
@@ -49,7 +49,8 @@ def _loss(x: Inputs, mark: Mark, measure: Any, zero_padded: bool = False) -> dic
         lp, lq, gone = sparse(x, logps[..., rows, :], rows)
         terms = measure(lp, lq, gone, gone, s.beta)
     else:  # every position: where one overflows in a narrow dtype, so does its gradient, label or not
-        lq = torch.log_softmax(teacher_logits(x, mark, logps.shape[-1]), -1)
+        with of_teacher("softmax"):
+            lq = torch.log_softmax(teacher_logits(x, mark, logps.shape[-1]), -1)
         gone_p = _pad(inputs_of.excluded(x.bias, s.softcap, logps), logps)
         terms = measure(logps, lq, gone_p, inputs_of.excluded_by_teacher(x, lq), s.beta)
         terms = terms.masked_fill(ignored.unsqueeze(-1), 0.0)
@@ -80,7 +81,7 @@ def teacher_logits(x: Inputs, mark: Mark, vocabulary: int) -> torch.Tensor:
     bias = None if x.teacher_bias is None else x.teacher_bias[..., :vocabulary]
     weight = x.teacher_weight[..., :vocabulary, :]
     teacher: Any = SimpleNamespace(hidden=x.teacher_hidden, weight=weight, bias=bias, settings=settings)
-    return head.logits(teacher, lambda name, *of: mark("teacher" if name == "logits" else name, *of))
+    return head.logits(teacher, lambda name, *of: mark("teacher" if name in ("logits", "biased") else name, *of))
 
 
 def sparse(x: Inputs, lp: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -113,7 +114,9 @@ def divergence(
     `gone_p` and `gone_q` mark what a distribution excludes by definition; a log-prob that overflowed is not among it.
     `exchanged` gives the mixture the other weights, M = beta·p + (1 - beta)·q.
     """
-    p, q = lp.exp(), lq.exp()
+    p = lp.exp()
+    with of_teacher("elementwise"):
+        q = lq.exp()
     log_p, log_q = lp.masked_fill(gone_p, 0.0), lq.masked_fill(gone_q, 0.0)
     if beta == 0.0:
         return (q * (log_q - log_p)).masked_fill(gone_q, 0.0)
@@ -122,7 +125,8 @@ def divergence(
     weight_q = 1 - beta if exchanged else beta
     nothing = gone_p & gone_q
     a = (lp * _grid(lp) + math.log(1 - weight_q)).masked_fill(nothing, 0.0)
-    b = (lq * _grid(lq) + math.log(weight_q)).masked_fill(nothing, 0.0)
+    with of_teacher("elementwise"):
+        b = (lq * _grid(lq) + math.log(weight_q)).masked_fill(nothing, 0.0)
     top = torch.maximum(a, b).detach()
     log_m = top + ((a - top).exp() + (b - top).exp()).log()
     teacher = (q * (log_q - log_m)).masked_fill(gone_q, 0.0)
@@ -171,10 +175,16 @@ def features(case: Case) -> dict[str, Any]:
         "teacher excludes": dense and teacher,
         "both exclude": dense and student and teacher,
         "anything excluded": dense and (student or teacher),
+        "fp16 sum": case.dtype == "fp16" and 5 * _nats(s) * s.B * s.T > 65504,
         "fp16 overflow": case.dtype == "fp16" and 5 * s.peak * s.logit_scale / s.temperature > 65504,
         "logit_std": s.peak * s.logit_scale / s.temperature,
         "tokens": s.B * s.T,
     }
+
+
+def _nats(s: Any) -> float:
+    """The size of the log-probs of student and teacher, whichever is larger."""
+    return float(max(s.peak * abs(s.logit_scale), s.teacher_peak * abs(s.teacher_logit_scale)) / s.temperature)
 
 
 def demands(x: Inputs) -> set[str]:

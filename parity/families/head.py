@@ -138,7 +138,7 @@ def logits(x: Inputs, mark: Mark) -> torch.Tensor:
         )  # autocast casts all three
         z = mark("logits", z + mark("logits", low_rank @ mark("parameter", x.lora_b).mT))
     if x.bias is not None:
-        z = mark("logits", z + mark("parameter", x.bias).unsqueeze(-2))
+        z = mark("biased", z + mark("bias", x.bias).unsqueeze(-2))
     if s.logit_scale != 1.0:
         z = z * s.logit_scale
     if s.softcap is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch.nn.functional import linear
@@ -17,6 +18,7 @@ from parity.rounding import Recipe
 
 BLOCK = 5
 Pair = tuple[torch.Tensor, torch.Tensor]
+Width = Literal["wide", "stored", "narrow"]
 Measure = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
@@ -25,28 +27,30 @@ def _finished(z: torch.Tensor, scale: float, softcap: float | None, temperature:
     return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
 
 
-def _logits(x: Inputs, wide: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Student's and teacher's z, (B·T, V): in float32, or stored in the dtype of the head before scale and softcap."""
+def _logits(x: Inputs, width: Width) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Student's and teacher's z, (B·T, V): in float32, or stored in the dtype of the head, at first or throughout."""
     s = x.settings
 
     def project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if wide:
+        if width == "wide":
             return linear(hidden.float(), weight.float(), None if bias is None else bias.float()).float()
-        return linear(hidden.to(weight.dtype), weight, bias).float()
+        z = linear(hidden.to(weight.dtype), weight, bias)
+        return z if width == "narrow" else z.float()
 
     student = _finished(project(x.hidden.flatten(0, 1), x.weight, x.bias), s.logit_scale, s.softcap, s.temperature)
     if s.sparse != "none":
         return student, None
     if x.teacher_logits is not None:
-        return student, x.teacher_logits.flatten(0, 1)[:, : s.V].float() / s.temperature
+        teacher = x.teacher_logits.flatten(0, 1)[:, : s.V]
+        return student, (teacher if width == "narrow" else teacher.float()) / s.temperature
     bias = None if x.teacher_bias is None else x.teacher_bias[: s.V]
     raw = project(x.teacher_hidden.flatten(0, 1), x.teacher_weight[: s.V], bias)
     return student, _finished(raw, s.teacher_logit_scale, s.teacher_softcap, s.temperature)
 
 
-def _log_probs(x: Inputs, wide: bool) -> Pair:
+def _log_probs(x: Inputs, width: Width) -> Pair:
     """Log-probs of the label positions, over the vocabulary or the completed support."""
-    student, teacher = _logits(x, wide)
+    student, teacher = _logits(x, width)
     rows = x.ids.flatten() != IGNORE_INDEX
     lp = torch.log_softmax(student, -1)[rows]
     if teacher is not None:
@@ -60,15 +64,20 @@ def _log_probs(x: Inputs, wide: bool) -> Pair:
     return torch.cat([lp, tails[0]], -1), torch.cat([lq, tails[1]], -1)
 
 
+def _finite(logps: torch.Tensor) -> torch.Tensor:
+    return logps.clamp(min=-60000.0 if logps.dtype == torch.float16 else -1e30)
+
+
 def by_log_mixture(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Tensor:
     """The definition in log space, per token."""
-    lp, lq = lp.clamp(min=-1e30), lq.clamp(min=-1e30)  # exp is 0 there, and 0 times a finite number is 0
+    lp, lq = _finite(lp), _finite(lq)  # exp is 0 there, and 0 times a finite number is 0
     if beta == 0.0:
         return (lq.exp() * (lq - lp)).sum(-1)
     if beta == 1.0:
         return (lp.exp() * (lp - lq)).sum(-1)
     m = torch.logaddexp(lp + math.log(1 - beta), lq + math.log(beta))
-    return (beta * lq.exp() * (lq - m) + (1 - beta) * lp.exp() * (lp - m)).sum(-1)
+    # the weight comes last: beta times a probability of two quanta of float16 is two quanta again
+    return (beta * (lq.exp() * (lq - m)) + (1 - beta) * (lp.exp() * (lp - m))).sum(-1)
 
 
 def by_blocks(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Tensor:
@@ -82,26 +91,45 @@ def by_blocks(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Road:
-    """A road from inputs to the loss, and the recipe it computes in."""
+    """A road from inputs to the loss, and the recipe it computes in.
 
-    wide: bool
+    Attributes:
+        width: float32 throughout, from the stored logits on, or nowhere: the dtype of each head down to its terms.
+        measure: the divergence of each token.
+        weighted_last: whether the sum over the tokens is divided, or every token.
+    """
+
+    width: Width
     measure: Measure
     weighted_last: bool
 
     def __call__(self, x: Inputs) -> Outputs:
-        per_token = self.measure(*_log_probs(x, self.wide), x.settings.beta)
+        per_token = self.measure(*_log_probs(x, self.width), x.settings.beta).float()
         count = (x.ids != IGNORE_INDEX).sum().clamp(min=1) if x.num_items_in_batch is None else x.num_items_in_batch
         return {"loss": per_token.sum() / count if self.weighted_last else (per_token / count).sum()}
 
     def recipe(self, x: Inputs) -> Recipe:
-        """float32, or logits stored in the dtype of the case (the student's gradient in that of its head)."""
-        if self.wide:
+        """float32; logits stored in the dtype of their head; or everything in it, the teacher's in its own."""
+        if self.width == "wide":
             return Recipe()
-        return Recipe(logits="input", dlogits="fp32" if x.weight.dtype == torch.float32 else "input")
+        dtype = "fp32" if x.weight.dtype == torch.float32 else "input"
+        teacher = None if x.settings.sparse != "none" else "input"
+        if self.width == "stored":
+            return Recipe(logits=dtype, dlogits=dtype, teacher=teacher)
+        return Recipe(
+            logits=dtype,
+            dlogits=dtype,
+            teacher=teacher,
+            teacher_softmax=teacher,
+            teacher_elementwise=teacher,
+            elementwise=dtype,
+            softmax=dtype,
+        )
 
 
 ROADS = {
-    "ieee": Road(True, by_log_mixture, True),
-    "stored": Road(False, by_log_mixture, False),
-    "blocks": Road(False, by_blocks, True),
+    "ieee": Road("wide", by_log_mixture, True),
+    "stored": Road("stored", by_log_mixture, False),
+    "blocks": Road("stored", by_blocks, True),
+    "narrow": Road("narrow", by_log_mixture, False),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -116,9 +117,17 @@ def _log_probs(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _kernel(x: Inputs) -> Recipe:
-    """Log-probs in the dtype of the head, float32 inside the kernel, which stores their gradient as they are."""
+    """Log-probs in the dtype of each head, float32 inside the kernel, which stores their gradient as they are."""
     dtype = plain.head_dtype(x)
-    return Recipe(logits="input", dlogits=dtype, elementwise="input", softmax="input", output="any")
+    return Recipe(
+        logits=dtype,
+        dlogits=dtype,
+        elementwise=dtype,
+        softmax=dtype,
+        teacher="input",
+        teacher_softmax="input",
+        output="any",
+    )
 
 
 @implementation(
@@ -166,12 +175,17 @@ def kl_div(x: Inputs) -> Outputs:
     return {"loss": loss(student[rows], teacher[rows])}
 
 
+def _narrow_teacher(x: Inputs) -> Recipe:
+    """As `_tiles`, beside a teacher whose model scales and caps its logits in the dtype of its head."""
+    return dataclasses.replace(_tiles(x), teacher_softmax="input")
+
+
 @implementation(
     "liger.fused_linear_kl_div",
     family="divergence",
     role="candidate",
     library="liger-kernel",
-    recipe=_tiles,
+    recipe=_narrow_teacher,
     contexts=frozenset({"plain", "checkpoint"}),
     interpreted=True,
     every=8,

@@ -35,15 +35,22 @@ def teacher_logits(x: Inputs) -> torch.Tensor:
 
 
 def materialised(x: Inputs) -> Recipe:
-    """Everything in the dtype of the logits, the log-softmax included."""
+    """Everything in the dtype of the logits, the log-softmax included; beside a float32 head the teacher alone."""
     dtype = plain.head_dtype(x)
     if x.settings.context == "autocast":
         softmax = "fp32" if x.hidden.is_cuda else "bf16"
         return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=softmax, output="any")
-    if x.settings.sparse != "none":
-        return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output="any")
-    # a head in float32 leaves the teacher's logits in the dtype of the case
-    return Recipe(logits="input", dlogits=dtype, elementwise="input", softmax="input", output="any")
+    teacher = None if x.settings.sparse != "none" else "input"  # its head has the dtype of the case, a support float32
+    return Recipe(
+        logits=dtype,
+        dlogits=dtype,
+        elementwise=dtype,
+        softmax=dtype,
+        teacher=teacher,
+        teacher_softmax=teacher,
+        teacher_elementwise=teacher,
+        output="any",
+    )
 
 
 def _generalized_jsd(function: Any, x: Inputs) -> Outputs:
@@ -98,8 +105,11 @@ def heads(x: Inputs) -> None:
 
 
 def _tiles(x: Inputs) -> Recipe:
-    """float32 tiles of logits, the gradient stored in the dtype of the hidden states, to which the head is cast."""
-    return Recipe(dlogits="input", inputs=None if x.weight.dtype == x.hidden.dtype else "input")
+    """float32 tiles of logits, their gradient stored in the dtype of the hidden states, to which the weight is cast.
+
+    The bias stays as it is, and its gradient is summed from the float32 tile.
+    """
+    return Recipe(dlogits="input", inputs=None if x.weight.dtype == x.hidden.dtype else "input", bias="fp32")
 
 
 def _chunked(x: Inputs) -> Outputs:
@@ -327,4 +337,4 @@ def self_distillation(x: Inputs) -> Outputs:
         student = complete(_student_logps(x)[labelled].gather(-1, x.support_ids[labelled]))
         per_token = module.compute_divergence(student, complete(x.support_logps[labelled]), s.beta)
     count = labelled.sum().clamp(min=1) if x.num_items_in_batch is None else x.num_items_in_batch
-    return {"loss": per_token.sum() / count}
+    return {"loss": per_token.float().sum() / count}
