@@ -2,17 +2,20 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+from parity.case import DTYPES, Case
 from parity.evaluate import exact, replicas
 from parity.execute import execute
 from parity.families import family
 from parity.honest import control
-from parity.implementations import Implementation
+from parity.implementations import Implementation, load
 from parity.judge import Unit, judge
-from parity.rounding import MonteCarlo, Recipe, recipe_mark
+from parity.rounding import MonteCarlo, Recipe, of_teacher, recipe_mark
+from parity.run import LAST_WORD, Bench, confirmed, judge_all
 
 FAMILY = family("logprobs")
 SETTINGS = {"B": 3, "T": 5, "V": 61, "H": 16, "entropy": "gradient", "bias": "random"}
@@ -157,6 +160,109 @@ def test_equal_subnormals_round_equally():
             assert float(stored.max() - stored.min()) < 1e-37
             errors.append(abs(float(stored.mean() - x.mean())) / 2.0**-24)
         assert 0.1 < max(errors) <= 0.5
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_narrow_log_softmax_is_torchs_own(dtype):
+    """On the dtype's own grid a replica has the very bits of torch's CPU kernel, which rounds Σ exp and its logarithm."""
+    generator = torch.Generator().manual_seed(0)
+    for v in (2, 7, 41, 300):
+        z = torch.randn(200, v, generator=generator).to(DTYPES[dtype])
+        with MonteCarlo(Recipe(softmax=dtype), dtype, 1, own_grid=True):
+            replica = torch.log_softmax(z.double()[None], -1)
+        real, once = torch.log_softmax(z, -1), torch.log_softmax(z.double(), -1).to(DTYPES[dtype])
+        same = float((replica[0].to(DTYPES[dtype]) == real).double().mean())
+        assert same > max(0.9, float((once == real).double().mean()) + 0.05), (v, same)  # float32's noise decides ties
+
+
+@pytest.mark.parametrize("softmax", ["fp32", "bf16"])
+def test_a_single_possible_token_has_log_prob_zero(softmax):
+    """V = 1, or every other token excluded: z - max - log 1 rounds nowhere."""
+    z = torch.tensor([[[2.7, -torch.inf]], [[-1.3, -torch.inf]]], dtype=torch.float64)
+    for rows in (z[..., :1], z):
+        found = under(Recipe(softmax=softmax), "bf16", lambda v: torch.log_softmax(v, -1), rows)
+        assert float(found[..., 0].abs().max()) < 1e-37
+
+
+def test_equal_rows_have_equal_log_probs_in_a_narrow_dtype():
+    """-log 7 for every token of every flat row: what adding log β to it rounds by is common to all, not dithered."""
+    z = torch.zeros(3, 50, 7, dtype=torch.float64)
+    found = under(Recipe(softmax="bf16"), "bf16", lambda v: torch.log_softmax(v, -1), z)
+    assert float((found.amax((1, 2)) - found.amin((1, 2))).max()) < 1e-6
+    assert float((found + math.log(7)).abs().max()) > 1e-4
+
+
+def test_the_first_replica_rounds_on_the_own_grid_of_the_dtype():
+    """A float32 head cast to bf16 may be the teacher's, and then every gradient is 0: no random grid shows that."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 30, generator=generator, dtype=torch.float64)
+    mode = MonteCarlo(Recipe(), "bf16", 1, own_grid=True)
+    with mode:
+        stored = mode.store(x, "bf16")
+    own = [torch.equal(stored[r], x[r].bfloat16().double()) for r in range(4)]
+    assert own == [True, False, False, False]
+
+
+def test_a_teacher_rounds_in_its_own_dtype():
+    """Beside a float32 student: its logits' way to log-probs, and what is computed of them, in float16."""
+    x = torch.full((2, 3), 0.3, dtype=torch.float64)
+    mode = MonteCarlo(Recipe(teacher_softmax="fp16", teacher_elementwise="bf16"), "fp16", 2)
+
+    def error() -> float:
+        return float((x * 1.1 / (x * 0 + 0.33) - 1).abs().max())
+
+    with mode:
+        student = error()
+        with of_teacher("softmax"):
+            half = error()
+            overflow = x * 4e5
+        with of_teacher("elementwise"):
+            brain = error()
+        after = error()
+    assert max(student, after) < 1e-6 < 1e-5 < half < 2e-3 < brain * 2
+    assert torch.isinf(overflow).all()
+    with of_teacher("softmax"):
+        assert error() < 1e-15
+    with MonteCarlo(Recipe(), "fp16", 2), of_teacher("softmax"):
+        assert error() < 1e-6
+
+
+def test_more_precise_than_its_recipe():
+    """A gradient of 1.5e-14 that float16 would flush, and float32 leaves with an error of 4e-13: honest either way."""
+    path = Path(__file__).parents[1] / "regressions" / "divergence-bias-beside-flushed-logits.json"
+    bench = Bench.of(Case.load(path))
+    recipe = Recipe(dlogits="input", inputs="input")  # as if the bias were summed from what is stored in float16
+    implementation = dataclasses.replace(load()["trl.ChunkedDivergenceFunction"], recipe=recipe)
+    outcome = execute(implementation, bench.inputs)
+    resolved = implementation.recipe_for(bench.inputs)
+    assert not judge_all(bench, implementation, outcome, resolved, LAST_WORD)["grad_bias"].agrees
+    assert all(j.agrees for j in confirmed(bench, implementation, outcome).values())
+    wrong = {name: v + 1e-3 if name == "grad_bias" else v for name, v in outcome.quantities.items()}
+    judged = confirmed(bench, implementation, dataclasses.replace(outcome, quantities=wrong))
+    assert not judged["grad_bias"].agrees
+
+
+def test_a_recipe_that_says_nothing_apart_is_the_same_recipe():
+    """Recipes that coincide for a dtype share their replicas: a teacher stored as the student is no other recipe."""
+    narrow = dict.fromkeys(("logits", "elementwise", "softmax"), "input")
+    teacher = dict.fromkeys(("teacher", "teacher_softmax", "teacher_elementwise"), "input")
+    assert Recipe(**narrow, **teacher).resolve("fp16") == Recipe(**narrow).resolve("fp16")
+    assert Recipe(**teacher).resolve("fp16") != Recipe().resolve("fp16")
+    assert Recipe(**teacher).resolve("fp32") == Recipe().resolve("fp32")
+
+
+def test_a_bias_is_summed_from_what_is_stored_or_not():
+    """The gradient of the logits flushes to 0 in float16; the bias sums the tile before that, or after."""
+    b = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+    h = torch.ones(2, 4, 3, dtype=torch.float64, requires_grad=True)
+    for bias, expected in (("fp32", 4e-12), (None, 0.0)):
+        mode = MonteCarlo(Recipe(dlogits="fp16", bias=bias), "fp16", 0)
+        mark = recipe_mark(mode)
+        with mode:
+            z = mark("biased", mark("logits", h * 1.0) + mark("bias", b).unsqueeze(-2))
+            grad_b, grad_h = torch.autograd.grad(z, [b, h], torch.full_like(z, 1e-12))
+        assert float(grad_b.abs().max()) == pytest.approx(expected, rel=1e-3, abs=1e-30), bias
+        assert float(grad_h.abs().max()) < 1e-30
 
 
 def test_a_log_sum_exp_near_zero_rounds_absolutely():
