@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from parity.families import Family, Inputs
-from parity.rounding import Mark, MonteCarlo, Recipe, exact_mark, recipe_mark
+from parity.recipe import Recipe
+from parity.rounding import Mark, MonteCarlo, exact_mark, recipe_mark
 
 STACK_LIMIT = 1 << 22
 """Largest number of logits in one stack of replicas; beyond it a stack is split."""

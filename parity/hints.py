@@ -9,7 +9,7 @@ import torch
 from parity.execute import Outcome
 
 if TYPE_CHECKING:
-    from parity.run import Bench
+    from parity.assess import Bench
 
 
 def hints(bench: Bench, name: str, outcome: Outcome) -> list[str]:

@@ -12,7 +12,7 @@ import math
 import torch
 
 from parity.case import DTYPES
-from parity.rounding import HALF_SUBNORMAL, LARGEST, UNIT_ROUNDOFF
+from parity.recipe import HALF_SUBNORMAL, LARGEST, UNIT_ROUNDOFF
 
 NORM, MAX, ROW, SLOPE, SCALAR, FIRST_ORDER = 3.0, 6.0, 6.0, 6.0, 6.0, 10.0
 """Multiples of the unit that each gate allows; docs/judging.md holds the measurements behind them."""

@@ -1,15 +1,14 @@
-"""What honest rounding costs on these very inputs: recipes, and replicas of any oracle under Monte Carlo arithmetic.
+"""What honest rounding costs on these very inputs: replicas of any oracle under Monte Carlo arithmetic.
 
-An implementation declares a `Recipe`: in which precision it multiplies, stores and accumulates. A *replica* is the
-float64 oracle run again with every rounded operation, forward and backward, perturbed by the unit roundoff of that
-recipe (Monte Carlo arithmetic, Parker 1997; Denis et al. 2016, doi:10.1109/ARITH.2016.31). The spread of the replicas
-is the unit in which the judge measures an error. A family's author writes the definition and nothing else.
+An implementation declares a `Recipe`. A *replica* is the float64 oracle run again with every rounded operation, forward
+and backward, perturbed by the unit roundoff of that recipe (Monte Carlo arithmetic, Parker 1997; Denis et al. 2016,
+doi:10.1109/ARITH.2016.31). The spread of the replicas is the unit in which the judge measures an error. A family's author
+writes the definition and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
@@ -18,95 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.case import DTYPES
+from parity.recipe import HALF_SUBNORMAL, LARGEST, UNIT_ROUNDOFF, Recipe
 
-UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
-HALF_SUBNORMAL = {
-    name: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 for name, dtype in DTYPES.items()
-}
-LARGEST = {name: torch.finfo(dtype).max for name, dtype in DTYPES.items()}
 NARROW = 2.0**-20
 """Unit roundoffs above it round on a grid (`MonteCarlo._grid`), those below by independent noise."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """The precision in which an implementation computes; "input" stands for the dtype of the case.
-
-    Attributes:
-        matmul: precision in which forward products are multiplied, "ieee" or "tf32".
-        matmul_backward: the same for the backward products.
-        logits: dtype in which logits (or a tile of them) are stored.
-        dlogits: dtype in which the gradient of the logits is stored.
-        teacher: dtype in which a teacher's logits are stored, where it is not that of `logits`, or None.
-        teacher_softmax: dtype in which the operations from a teacher's logits to its log-probs round, its log-softmax
-            included, where it is not that of `elementwise` and `softmax`, or None.
-        teacher_elementwise: dtype in which elementwise operations on a teacher's log-probs alone round their result,
-            where it is not that of `elementwise`, or None.
-        bias: dtype in which a bias is used and the gradient of the logits is summed for it, where it is not that of
-            `inputs` and `dlogits`, or None.
-        elementwise: dtype in which every elementwise operation rounds its result.
-        softmax: dtype of the log-softmax over the vocabulary, as stored and as read again by its backward.
-        accumulate: dtype in which partial gradients are summed across chunks.
-        partials: how many partial gradients are summed so (the roundings grow with its square root).
-        upstream: factor, at most 1, that gradients meet only after `accumulate` has held them: they overflow there sooner.
-        inputs: dtype to which the parameters are cast before use (autocast), or None.
-        tanh: "ieee", or "sigmoid" for 2σ(2x) - 1, whose error is absolute near zero.
-        selected: dtype to which the products h·W[id] of the selected logit are rounded one by one, where an
-            implementation computes it apart from the logits of the log-sum-exp.
-        output: dtype of values handed out, "fp32" or "input", or "any"; gradients have the dtype of their tensor.
-    """
-
-    matmul: str = "ieee"
-    matmul_backward: str = "ieee"
-    logits: str = "fp32"
-    dlogits: str = "fp32"
-    teacher: str | None = None
-    teacher_softmax: str | None = None
-    teacher_elementwise: str | None = None
-    bias: str | None = None
-    elementwise: str = "fp32"
-    softmax: str = "fp32"
-    accumulate: str = "fp32"
-    partials: int = 1
-    upstream: float = 1.0
-    inputs: str | None = None
-    tanh: str = "ieee"
-    selected: str = "fp32"
-    output: str = "fp32"
-
-    def resolve(self, dtype: str) -> Recipe:
-        """The recipe with "input" replaced by `dtype`: recipes that coincide for a dtype share their replicas."""
-        named: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        changes: dict[str, Any] = {k: dtype for k, v in named.items() if v == "input"}
-        out = dataclasses.replace(self, **changes)
-        out = dataclasses.replace(
-            out,
-            teacher=_other(out.teacher, out.logits),
-            teacher_softmax=_other(out.teacher_softmax, out.elementwise, out.softmax),
-            teacher_elementwise=_other(out.teacher_elementwise, out.elementwise),
-        )
-        return out if out.accumulate != "fp32" else dataclasses.replace(out, partials=1, upstream=1.0)
-
-    def stored_wide(self) -> Recipe:
-        """The recipe with float32 wherever something is stored, cast or rounded."""
-        return Recipe(self.matmul, self.matmul_backward, tanh=self.tanh, output=self.output)
-
-    def describe(self) -> str:
-        """The fields away from their default, for a result row: "logits=bf16 dlogits=bf16", or "fp32"."""
-        parts = [
-            f"{f.name}={getattr(self, f.name)}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default and f.name not in ("partials", "upstream")
-        ]
-        return " ".join(parts) or "fp32"
-
-
-def _other(dtype: str | None, *like: str) -> str | None:
-    """`dtype`, or None where it is the same as each of `like`."""
-    return None if all(dtype == name for name in like) else dtype
-
-
-IEEE_FP32 = Recipe()
 
 aten = torch.ops.aten
 _MATMULS = {aten.mm.default, aten.bmm.default}
@@ -228,7 +143,7 @@ class MonteCarlo(TorchDispatchMode):
         return self.rounded(out)
 
     def log_softmax(self, out: torch.Tensor, z: torch.Tensor, dim: int) -> torch.Tensor:
-        """`out` = log-softmax of z before it is stored; a row with a single possible token is 0 whatever rounds.
+        """`out` = log-softmax of z before it is stored.
 
         torch's CPU kernel rounds Σ exp(z - max) and its logarithm to the dtype of the logits, alike for equal sums.
         """
@@ -240,7 +155,7 @@ class MonteCarlo(TorchDispatchMode):
             out = out - torch.where(torch.isfinite(stored) & (top < 0), stored + top, 0.0)
         else:
             scale = scale + self.u_softmax * (1 + top.abs())
-        return torch.where(top == 0, out, out + self.scattered(scale, out))
+        return out + self.scattered(scale, out)
 
     @staticmethod
     def _walk(out: torch.Tensor, dim: int) -> torch.Tensor | float:

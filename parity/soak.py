@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from parity.assess import Bench, confirmed, judge_all
 from parity.case import Case
 from parity.execute import execute
 from parity.families import family
@@ -30,7 +31,7 @@ from parity.honest.wrong import WRONG, Wrong
 from parity.implementations import Implementation
 from parity.judge import Judgement
 from parity.profiles import PROFILES
-from parity.run import Bench, confirmed, judge_all, skip_reason
+from parity.run import skip_reason
 from parity.space import cases, draws
 
 PROGRESS = 100

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from parity.assess import Bench
 from parity.case import Case, normal
 from parity.families import family
 from parity.implementations import Implementation, load
@@ -22,7 +23,7 @@ from parity.issue.calls import CALLS
 from parity.issue.definition import DEFINITIONS
 from parity.issue.sources import located
 from parity.issue.tensors import helpers, number
-from parity.run import Bench, Row, run_case
+from parity.run import Row, run_case
 
 LIBRARIES = {
     "trl": {"trl"},

@@ -7,11 +7,11 @@ import xml.etree.ElementTree
 
 import pytest
 
+from parity.assess import Bench
 from parity.families import family
 from parity.limits import measure, plot, table
 from parity.limits.measure import GATES, GRID, JUDGES, NEVER, Found
 from parity.profiles import PROFILES
-from parity.run import Bench
 
 
 @pytest.mark.parametrize("size", [GRID[0], GRID[5], 1e-3, 0.3, 1.0])

@@ -8,13 +8,13 @@ import mpmath as mp
 import pytest
 import torch
 
+from parity.assess import Bench, confirmed
 from parity.evaluate import exact, to_double
 from parity.execute import execute
 from parity.families import family
 from parity.honest.divergence import ROADS
 from parity.implementations import Implementation
 from parity.rounding import exact_mark
-from parity.run import Bench, confirmed
 from parity.soak import drawn
 
 FAMILY = family("divergence")

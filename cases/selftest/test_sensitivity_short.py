@@ -2,9 +2,10 @@
 
 import pytest
 
+from parity.assess import Bench, confirmed
 from parity.execute import execute
 from parity.honest.wrong import WRONG
-from parity.run import Bench, confirmed, skip_reason
+from parity.run import skip_reason
 from parity.soak import drawn
 
 CASES = 48

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity.rounding import IEEE_FP32
+from parity.recipe import IEEE_FP32
 from parity.trainers import models, windows
 from parity.trainers.exact import AutocastRounding, Double, Step, StepRounding, logits
 from parity.trainers.gradients import forward_order, gradients

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from parity.assess import CONFIRMATION, Bench, expected, judge_all
 from parity.audit import places
 from parity.audit.probes import Probe
 from parity.audit.running import entry_points, run
@@ -18,7 +19,7 @@ from parity.evaluate import Quantities
 from parity.execute import Outcome
 from parity.implementations import Implementation
 from parity.judge import Judgement
-from parity.run import CONFIRMATION, Bench, expected, judge_all, skip_reason
+from parity.run import skip_reason
 
 ANSWERS = ("honoured", "ignored", "wrong", "refused", "crashed", "absent", "not run")
 """Moves alike; does not move; moves otherwise; a clear error; an unclear one; no such parameter; nothing to judge."""

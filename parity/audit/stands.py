@@ -6,10 +6,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from parity.assess import Bench
 from parity.audit.probes import Pair, Probe, pair
 from parity.evaluate import exact
 from parity.families import Inputs, family
-from parity.run import Bench
 
 MOVES = 0.05
 """Least relative change of a quantity of the definition: a hundred times the rounding of float16, twelve of bfloat16."""

@@ -17,7 +17,8 @@ import torch
 from parity.case import Case, integers, normal, rounded, uniform
 from parity.errors import UsageError
 from parity.families import Inputs, Setting, head
-from parity.rounding import UNIT_ROUNDOFF, exact_mark
+from parity.recipe import UNIT_ROUNDOFF
+from parity.rounding import exact_mark
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 

@@ -16,7 +16,7 @@ from parity.honest.divergence import ROADS
 from parity.honest.logprobs import HEADS, Head
 from parity.honest.policy import policy
 from parity.implementations import Implementation, Outputs
-from parity.rounding import Recipe
+from parity.recipe import Recipe
 
 METRICS = frozenset({"kl", "entropy", "clip_ratio", "clip_low", "clip_high"})
 

@@ -14,7 +14,7 @@ from parity.families import Inputs
 from parity.families.divergence import LARGEST_LOG_MASS
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import Outputs
-from parity.rounding import Recipe
+from parity.recipe import Recipe
 
 BLOCK = 5
 Pair = tuple[torch.Tensor, torch.Tensor]

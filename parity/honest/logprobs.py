@@ -12,7 +12,7 @@ from torch.nn.functional import linear, log_softmax
 from parity.families import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain, require
-from parity.rounding import Recipe
+from parity.recipe import Recipe
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

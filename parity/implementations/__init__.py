@@ -19,7 +19,7 @@ import torch
 
 from parity.errors import Unsupported, UsageError
 from parity.families import Inputs
-from parity.rounding import IEEE_FP32, Recipe
+from parity.recipe import IEEE_FP32, Recipe
 
 MODULES = ("trl", "trl_trainer", "cce", "liger", "liger_grpo", "trl_divergence", "liger_divergence", "unsloth", "fixes")
 ENTRY_POINTS = "parity.implementations"

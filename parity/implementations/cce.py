@@ -17,7 +17,7 @@ import torch
 
 from parity.families import Inputs
 from parity.implementations import Outputs, implementation, require
-from parity.rounding import Recipe
+from parity.recipe import Recipe
 
 SOURCES = (
     "cut_cross_entropy.linear_cross_entropy.linear_cross_entropy",

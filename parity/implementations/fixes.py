@@ -5,7 +5,7 @@ from __future__ import annotations
 from parity.families import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import Outputs, cce, implementation, plain, require
-from parity.rounding import Recipe
+from parity.recipe import Recipe
 
 
 def _chunked(x: Inputs) -> Recipe:

@@ -11,7 +11,7 @@ from parity.families import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import Outputs, accepted, implementation, plain, require
 from parity.implementations.trl_divergence import heads, teacher_logits
-from parity.rounding import Recipe
+from parity.recipe import Recipe
 
 
 def _bare(x: Inputs) -> None:

@@ -10,7 +10,7 @@ import torch
 from parity.families import Inputs
 from parity.families.policy import CLIPPED, WINDOW_NORMALISED
 from parity.implementations import Outputs, implementation, plain, require
-from parity.rounding import Recipe
+from parity.recipe import Recipe
 
 
 def _fused(x: Inputs) -> Recipe:

@@ -12,7 +12,7 @@ from parity.errors import Unsupported
 from parity.families import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import Outputs, accepted, implementation, plain, require
-from parity.rounding import Recipe
+from parity.recipe import Recipe
 
 DEFAULT_CHUNK = 32768
 

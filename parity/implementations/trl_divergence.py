@@ -14,7 +14,7 @@ import torch
 from parity.families import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import Outputs, accepted, implementation, plain, require
-from parity.rounding import Recipe
+from parity.recipe import Recipe
 
 CONTEXTS = frozenset({"plain", "autocast", "checkpoint", "compile"})
 

@@ -27,7 +27,7 @@ from parity.families import Inputs
 from parity.families.policy import WINDOW_NORMALISED
 from parity.implementations import Outputs, implementation, plain, require
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
-from parity.rounding import Recipe
+from parity.recipe import Recipe
 
 SETTINGS = (
     "loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl temperature "

@@ -19,7 +19,7 @@ from parity.families.logprobs import IGNORE_INDEX
 from parity.families.policy import WINDOW_NORMALISED
 from parity.implementations import Outputs, accepted, implementation, plain, require
 from parity.implementations.trl_divergence import heads
-from parity.rounding import Recipe
+from parity.recipe import Recipe
 
 JSD_CHUNK = 256
 """Default of `distillation_chunked_jsd`."""

@@ -2,7 +2,7 @@
 
 A function is called by the names of its parameters: it takes what it needs of a family's tensors and settings, by name; a
 case that moves anything it has no parameter for is unsupported. It may carry attributes `recipe` (a
-`parity.rounding.Recipe`), `outputs` (optional outputs it returns) and `contexts`. A subclass of one of TRL's trainers goes
+`parity.recipe.Recipe`), `outputs` (optional outputs it returns) and `contexts`. A subclass of one of TRL's trainers goes
 through the checks of that trainer, see `parity.trainers.own`.
 """
 
@@ -22,7 +22,7 @@ import torch
 from parity.errors import UsageError
 from parity.families import NAMES, Family, Inputs, family
 from parity.implementations import Implementation, Outputs, require
-from parity.rounding import Recipe
+from parity.recipe import Recipe
 
 ALIASES = {
     "input_ids": "ids",

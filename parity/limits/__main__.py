@@ -19,9 +19,9 @@ def main() -> int:
     from parity.worker import prepare
 
     prepare("cpu", threads=1)
+    from parity.assess import Bench
     from parity.limits import plot, table
     from parity.limits.measure import DTYPES, FAMILIES, LOGITS, Found, drawn, measure
-    from parity.run import Bench
 
     parser = argparse.ArgumentParser(prog="python -m parity.limits", description=__doc__)
     parser.add_argument("--cases", type=int, default=60, help="drawn cases of each family and dtype")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from parity.assess import CONFIRMATION, LAST_WORD, LAST_WORD_LOGITS, REPLICAS, Bench, expected
 from parity.case import Case
 from parity.execute import Outcome, execute
 from parity.families import family
@@ -23,7 +24,6 @@ from parity.honest.policy import policy
 from parity.implementations import Implementation, Outputs
 from parity.judge import Judgement, judge
 from parity.pooling import allowed_slope
-from parity.run import CONFIRMATION, LAST_WORD, LAST_WORD_LOGITS, REPLICAS, Bench, expected
 from parity.space import cases, draws
 
 OCTAVES, STEPS = 24, 4

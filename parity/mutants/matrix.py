@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from parity import protocol
+from parity.assess import Bench, confirmed
 from parity.case import Case
 from parity.execute import Outcome, execute
 from parity.families import family
 from parity.mutants import FAMILIES, TRAINERS, Mutant, controls, mutants, originals
 from parity.profiles import PROFILES, SHARDS
-from parity.run import Bench, _rows, confirmed
+from parity.run import _rows
 from parity.session import FAILING, repeated
 from parity.space import cases, draws
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from parity.case import uniform
 from parity.errors import Unsupported
 from parity.families import Setting
-from parity.rounding import UNIT_ROUNDOFF
+from parity.recipe import UNIT_ROUNDOFF
 from parity.trainers import drive, models
 from parity.trainers.check import Cell, Result, check
 

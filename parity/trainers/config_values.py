@@ -17,7 +17,7 @@ from parity.case import normal
 from parity.errors import Unsupported
 from parity.families import Setting
 from parity.judge import Unit, judge
-from parity.rounding import IEEE_FP32
+from parity.recipe import IEEE_FP32
 from parity.trainers import drive, heads, models
 from parity.trainers.check import Cell, Result, check, judged
 from parity.trainers.exact import CONFIRMING, REPLICAS, Double, Step, StepRounding

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from parity.errors import OracleError
 from parity.judge import Judgement, Unit, judge
-from parity.rounding import IEEE_FP32, MonteCarlo
+from parity.recipe import IEEE_FP32
+from parity.rounding import MonteCarlo
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parity.errors import Unsupported
 from parity.judge import ROW
-from parity.rounding import IEEE_FP32, UNIT_ROUNDOFF
+from parity.recipe import IEEE_FP32, UNIT_ROUNDOFF
 from parity.trainers import checkpointing, drive, models
 from parity.trainers.check import Cell
 from parity.trainers.exact import REPLICAS, Double, StepRounding

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.rounding import LARGEST, Recipe
+from parity.recipe import LARGEST, Recipe
 from parity.trainers.exact import Double, StepRounding
 
 aten = torch.ops.aten

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.assess import Bench
 from parity.case import DTYPES, Case, normal
 from parity.errors import Unsupported
 from parity.evaluate import exact as by_oracle
 from parity.families import Inputs, Setting, defaults
 from parity.families import family as loss_family
 from parity.judge import Judgement, judge
-from parity.rounding import Recipe
-from parity.run import Bench
+from parity.recipe import Recipe
 from parity.trainers import drive, models, windows
 from parity.trainers.check import Cell, Result, check, holds, judged
 from parity.trainers.exact import CONFIRMING, REPLICAS, Step, logits

@@ -1,0 +1,97 @@
+"""Recipes: the precision in which an implementation multiplies, stores and accumulates, as it declares it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from parity.case import DTYPES
+
+UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+HALF_SUBNORMAL = {
+    name: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 for name, dtype in DTYPES.items()
+}
+LARGEST = {name: torch.finfo(dtype).max for name, dtype in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The precision in which an implementation computes; "input" stands for the dtype of the case.
+
+    Attributes:
+        matmul: precision in which forward products are multiplied, "ieee" or "tf32".
+        matmul_backward: the same for the backward products.
+        logits: dtype in which logits (or a tile of them) are stored.
+        dlogits: dtype in which the gradient of the logits is stored.
+        teacher: dtype in which a teacher's logits are stored, where it is not that of `logits`, or None.
+        teacher_softmax: dtype in which the operations from a teacher's logits to its log-probs round, its log-softmax
+            included, where it is not that of `elementwise` and `softmax`, or None.
+        teacher_elementwise: dtype in which elementwise operations on a teacher's log-probs alone round their result,
+            where it is not that of `elementwise`, or None.
+        bias: dtype in which a bias is used and the gradient of the logits is summed for it, where it is not that of
+            `inputs` and `dlogits`, or None.
+        elementwise: dtype in which every elementwise operation rounds its result.
+        softmax: dtype of the log-softmax over the vocabulary, as stored and as read again by its backward.
+        accumulate: dtype in which partial gradients are summed across chunks.
+        partials: how many partial gradients are summed so (the roundings grow with its square root).
+        upstream: factor, at most 1, that gradients meet only after `accumulate` has held them: they overflow there sooner.
+        inputs: dtype to which the parameters are cast before use (autocast), or None.
+        tanh: "ieee", or "sigmoid" for 2σ(2x) - 1, whose error is absolute near zero.
+        selected: dtype to which the products h·W[id] of the selected logit are rounded one by one, where an
+            implementation computes it apart from the logits of the log-sum-exp.
+        output: dtype of values handed out, "fp32" or "input", or "any"; gradients have the dtype of their tensor.
+    """
+
+    matmul: str = "ieee"
+    matmul_backward: str = "ieee"
+    logits: str = "fp32"
+    dlogits: str = "fp32"
+    teacher: str | None = None
+    teacher_softmax: str | None = None
+    teacher_elementwise: str | None = None
+    bias: str | None = None
+    elementwise: str = "fp32"
+    softmax: str = "fp32"
+    accumulate: str = "fp32"
+    partials: int = 1
+    upstream: float = 1.0
+    inputs: str | None = None
+    tanh: str = "ieee"
+    selected: str = "fp32"
+    output: str = "fp32"
+
+    def resolve(self, dtype: str) -> Recipe:
+        """The recipe with "input" replaced by `dtype`: recipes that coincide for a dtype share their replicas."""
+        named: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        changes: dict[str, Any] = {k: dtype for k, v in named.items() if v == "input"}
+        out = dataclasses.replace(self, **changes)
+        out = dataclasses.replace(
+            out,
+            teacher=_other(out.teacher, out.logits),
+            teacher_softmax=_other(out.teacher_softmax, out.elementwise, out.softmax),
+            teacher_elementwise=_other(out.teacher_elementwise, out.elementwise),
+        )
+        return out if out.accumulate != "fp32" else dataclasses.replace(out, partials=1, upstream=1.0)
+
+    def stored_wide(self) -> Recipe:
+        """The recipe with float32 wherever something is stored, cast or rounded."""
+        return Recipe(self.matmul, self.matmul_backward, tanh=self.tanh, output=self.output)
+
+    def describe(self) -> str:
+        """The fields away from their default, for a result row: "logits=bf16 dlogits=bf16", or "fp32"."""
+        parts = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default and f.name not in ("partials", "upstream")
+        ]
+        return " ".join(parts) or "fp32"
+
+
+def _other(dtype: str | None, *like: str) -> str | None:
+    """`dtype`, or None where it is the same as each of `like`."""
+    return None if all(dtype == name for name in like) else dtype
+
+
+IEEE_FP32 = Recipe()
