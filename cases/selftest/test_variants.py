@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parity import run
+from parity import assess
 from parity.families import family
 from parity.implementations import Implementation
 from parity.run import run_case
@@ -50,13 +50,13 @@ def test_a_variant_that_computes_the_same_here_explains_nothing(monkeypatch):
     """Near the reference no cap is reached: however many replicas the second look has, the first one's word stands."""
     near = {**FAR, "ref": "near"}
     seen = []
-    judge_all = run.judge_all
+    judge_all = assess.judge_all
 
     def watched(bench, *rest):
         seen.append(bench.family.oracle)
         return judge_all(bench, *rest)
 
-    monkeypatch.setattr(run, "judge_all", watched)
+    monkeypatch.setattr(assess, "judge_all", watched)
     found = rows(near, cap=10.0, factor=0.75)
     assert found["loss"]["verdict"] == "disagree" and found["loss"]["variant"] is None
     assert set(seen) == {family("policy").oracle}
