@@ -205,7 +205,7 @@ class MonteCarlo(TorchDispatchMode):
         Independent noise never does that.
         """
         stretch = 1.5 + 0.5 * self.noise.like(x.new_empty(x.shape[:1] + (1,) * (x.dim() - 1)))
-        if self.own_grid:
+        if self.own_grid and stretch.dim() > 0:
             stretch[0] = 1.0
         scaled = x * stretch
         carry = scaled * (UNIT_ROUNDOFF[dtype] * 2.0**53 + 1)  # Veltkamp's splitting: the leading bits of x

@@ -202,6 +202,8 @@ def test_the_first_replica_rounds_on_the_own_grid_of_the_dtype():
         stored = mode.store(x, "bf16")
     own = [torch.equal(stored[r], x[r].bfloat16().double()) for r in range(4)]
     assert own == [True, False, False, False]
+    with mode:
+        assert mode.store(x[0, 0], "bf16").dim() == 0
 
 
 def test_a_teacher_rounds_in_its_own_dtype():
