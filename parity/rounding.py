@@ -135,7 +135,11 @@ class MonteCarlo(TorchDispatchMode):
             return self.rounded(out + self.scattered(scale, out), self.softmax)
         if name == "logsumexp":  # the sum of exponentials rounds relatively, so its logarithm by an absolute amount
             walk = 1 + (args[0].numel() / max(out.numel(), 1)) ** 0.5 / 4
-            return self.rounded(out + self.scattered(self.u_sum * (2 * out.abs() + walk), out))
+            out = out + self.scattered(self.u_sum * (2 * out.abs() + walk), out)
+            if self.u > NARROW:
+                keep = bool(args[2]) if len(args) > 2 else kwargs.get("keepdim", False)
+                out = out + self.off(out - args[0].amax(args[1], keepdim=keep), self.elementwise)
+            return self.rounded(out)
         if name == "tanh" and self.recipe.tanh == "sigmoid":
             return self.rounded(out + 2 * self.u * self.noise.like(out))
         if name == "exp":  # finite in float64, but not in the recipe's dtype: the ratio of a token that is far off
@@ -143,19 +147,23 @@ class MonteCarlo(TorchDispatchMode):
         return self.rounded(out)
 
     def log_softmax(self, out: torch.Tensor, z: torch.Tensor, dim: int) -> torch.Tensor:
-        """`out` = log-softmax of z before it is stored.
-
-        torch's CPU kernel rounds Σ exp(z - max) and its logarithm to the dtype of the logits, alike for equal sums.
-        """
+        """`out` = log-softmax of z before it is stored."""
         top = out.amax(dim, keepdim=True).nan_to_num_(0.0, 0.0, 0.0)
         lse = (z - out).nan_to_num_(0.0, 0.0, 0.0).abs_().amax(dim, keepdim=True) * self._shifted(out)
         scale = self.u_sum * (2 * lse + self._walk(out, dim))
         if self.u_softmax > NARROW:
-            stored = self._grid(self._grid((-top).exp(), self.softmax).log(), self.softmax)
-            out = out - torch.where(torch.isfinite(stored) & (top < 0), stored + top, 0.0)
+            out = out - self.off(-top, self.softmax)
         else:
             scale = scale + self.u_softmax * (1 + top.abs())
         return out + self.scattered(scale, out)
+
+    def off(self, log_sum: torch.Tensor, dtype: str) -> torch.Tensor:
+        """By how much log Σ exp(z - max) is off: torch's CPU kernels round the sum and its logarithm to a narrow dtype.
+
+        Equal sums are off alike, and a single possible token is not: the logarithm of 1 is 0 in any dtype.
+        """
+        stored = self._grid(self._grid(log_sum.exp(), dtype).log(), dtype)
+        return torch.where(torch.isfinite(stored) & (log_sum > 0), stored - log_sum, 0.0)
 
     @staticmethod
     def _walk(out: torch.Tensor, dim: int) -> torch.Tensor | float:

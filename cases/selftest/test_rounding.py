@@ -176,6 +176,22 @@ def test_a_narrow_log_softmax_is_torchs_own(dtype):
         assert same > max(0.9, float((once == real).double().mean()) + 0.05), (v, same)  # float32's noise decides ties
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_narrow_log_sum_exp_loses_what_torchs_loses(dtype):
+    """log(e^-0.0029 + e^-9.2 + …): float16 rounds Σ exp(z - max) to 1, and the mass beside the first token is gone."""
+    generator = torch.Generator().manual_seed(0)
+    for v in (2, 7, 41, 300):
+        z = (torch.randn(200, v, generator=generator) * 6).to(DTYPES[dtype])
+        with MonteCarlo(Recipe(elementwise=dtype), dtype, 1, own_grid=True):
+            replica = torch.logsumexp(z.double()[None], -1)[0].to(DTYPES[dtype])
+        real, once = torch.logsumexp(z, -1), torch.logsumexp(z.double(), -1).to(DTYPES[dtype])
+        assert float((replica == real).double().mean()) >= float((once == real).double().mean()), v
+    x = torch.tensor([[[-0.0029259, -9.19, -12.5]]], dtype=torch.float64).half()
+    with MonteCarlo(Recipe(elementwise="fp16"), "fp16", 1, own_grid=True):
+        lost = torch.logsumexp(x.double(), -1)
+    assert float(lost) == float(torch.logsumexp(x, -1)) == float(x[0, 0, 0])
+
+
 def test_a_single_possible_token_rounds_in_float32_alone():
     """V = 1, or every other token excluded: Σ exp is 1 in any dtype, but z - log Z may be computed by way of log Z."""
     z = torch.tensor([[[2.7, -torch.inf]], [[-1.3, -torch.inf]]], dtype=torch.float64).repeat(12, 1, 1)
