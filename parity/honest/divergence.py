@@ -75,7 +75,8 @@ def by_log_mixture(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Ten
         return (lq.exp() * (lq - lp)).sum(-1)
     if beta == 1.0:
         return (lp.exp() * (lp - lq)).sum(-1)
-    m = torch.logaddexp(lp + math.log(1 - beta), lq + math.log(beta))
+    # not logaddexp: its backward divides by 1 + exp(b - a), which is infinite in float16 from e^11 on
+    m = torch.stack(torch.broadcast_tensors(lp + math.log(1 - beta), lq + math.log(beta))).logsumexp(0)
     # the weight comes last: beta times a probability of two quanta of float16 is two quanta again
     return (beta * (lq.exp() * (lq - m)) + (1 - beta) * (lp.exp() * (lp - m))).sum(-1)
 
