@@ -361,7 +361,7 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
     log-probs, with `size()` the root of the sum of squares of the products that make the selected logit, and
     `mark("entropy", h, size, along)` on an entropy, with `size()` the terms of logsumexp(z) - E[z], as which it may be
     computed, and `along()` a function of the logits along whose gradient the rounding of E[z] enters the entropy's
-    gradient.
+    gradient; `mark("divergence", zero, size, along)` makes of 0 such a rounding of the student's divergence.
     """
     recipe = mode.recipe
     table = {
@@ -379,7 +379,7 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
         size: Callable[[], torch.Tensor] | None = None,
         along: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        if name == "entropy":
+        if name in ("entropy", "divergence"):
             return x if size is None else mode.spread(x, size, "fp32", along)
         if name == "selected":
             return x if recipe.selected == "fp32" or size is None else mode.spread(x, size, recipe.selected)

@@ -50,12 +50,44 @@ def _loss(x: Inputs, mark: Mark, measure: Any, zero_padded: bool = False) -> dic
         terms = measure(lp, lq, gone, gone, s.beta)
     else:  # every position: where one overflows in a narrow dtype, so does its gradient, label or not
         with of_teacher("softmax"):
-            lq = torch.log_softmax(teacher_logits(x, mark, logps.shape[-1]), -1)
+            w = teacher_logits(x, mark, logps.shape[-1])
+            lq = torch.log_softmax(w, -1)
         gone_p = _pad(inputs_of.excluded(x.bias, s.softcap, logps), logps)
         terms = measure(logps, lq, gone_p, inputs_of.excluded_by_teacher(x, lq), s.beta)
         terms = terms.masked_fill(ignored.unsqueeze(-1), 0.0)
+        if s.beta != 0.0:
+            terms = _of_student(terms, z, logps, w, lq, s.beta, mark)
     terms = terms / normaliser(x)
     return {"loss": terms.sum((-2, -1)), "_logps": logps, "_terms": terms}
+
+
+def _of_student(
+    terms: torch.Tensor,
+    z: torch.Tensor,
+    lp: torch.Tensor,
+    w: torch.Tensor,
+    lq: torch.Tensor,
+    beta: float,
+    mark: Mark,
+) -> torch.Tensor:
+    """`terms`, where a replica rounds KL(p‖·) as Σ p·(z - w) - log Z_p + log Z_q, which a kernel sums in one pass.
+
+    The gradient p·(log p - log q - KL(p‖q)) then takes the rounding of the KL as it is: along p, the gradient of log Z_p.
+    """
+    weight = 1.0 if beta == 1.0 else 1 - beta
+
+    def size() -> torch.Tensor:
+        return weight * (_log_partition(z, lp).detach().abs() + _log_partition(w, lq).abs())
+
+    nothing = torch.zeros_like(terms[..., :1].squeeze(-1)).requires_grad_(z.requires_grad)
+    rounding = mark("divergence", nothing, size, lambda: _log_partition(z, lp))
+    return torch.cat([terms[..., :1] + rounding.unsqueeze(-1), terms[..., 1:]], -1)
+
+
+def _log_partition(z: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
+    """log Z = z - log p, from the log-probs at hand, (…, B·T)."""
+    top = z.detach().argmax(-1, keepdim=True)
+    return (z.gather(-1, top) - logps.gather(-1, top)).squeeze(-1)
 
 
 def _pad(gone: torch.Tensor, lp: torch.Tensor) -> torch.Tensor:
@@ -124,9 +156,9 @@ def divergence(
         return (p * (log_p - log_q)).masked_fill(gone_p, 0.0)
     weight_q = 1 - beta if exchanged else beta
     nothing = gone_p & gone_q
-    a = (lp * _grid(lp) + math.log(1 - weight_q)).masked_fill(nothing, 0.0)
+    a = (lp * _grid(lp) + math.log(1 - weight_q) * _grid(lp)).masked_fill(nothing, 0.0)
     with of_teacher("elementwise"):
-        b = (lq * _grid(lq) + math.log(weight_q)).masked_fill(nothing, 0.0)
+        b = (lq * _grid(lq) + math.log(weight_q) * _grid(lq)).masked_fill(nothing, 0.0)
     top = torch.maximum(a, b).detach()
     log_m = top + ((a - top).exp() + (b - top).exp()).log()
     teacher = (q * (log_q - log_m)).masked_fill(gone_q, 0.0)
@@ -135,7 +167,7 @@ def divergence(
 
 
 def _grid(logps: torch.Tensor) -> torch.Tensor:
-    """1, rounded once in each replica: close log-probs lie on one grid, so adding a constant rounds them all alike."""
+    """1, rounded once in each replica: close log-probs lie on one grid, and a constant is the same for every token."""
     one = torch.ones_like(logps[..., :1, :1].detach())
     return one * one
 
