@@ -6,6 +6,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 
 import torch
 
@@ -111,13 +112,17 @@ class Bench:
         )
 
     def in_float32(self) -> Bench:
-        """The same values with every parameter in float32, to tell logic from precision."""
+        """The same values with every parameter in float32 and outside autocast, to tell logic from precision."""
         case = dataclasses.replace(self.inputs.case, dtype="fp32")
+        settings = SimpleNamespace(**vars(self.inputs.settings))
+        if settings.context == "autocast":
+            settings.context = "plain"
         tensors = {
             k: v.float() if v is not None and v.dtype in (torch.float16, torch.bfloat16) else v
             for k, v in self.inputs.tensors.items()
         }
-        return Bench(self.family, dataclasses.replace(self.inputs, case=case, tensors=tensors), self.exact)
+        inputs = dataclasses.replace(self.inputs, case=case, tensors=tensors, settings=settings)
+        return Bench(self.family, inputs, self.exact)
 
 
 def _on(inputs: Inputs, device: str) -> Inputs:
@@ -184,7 +189,7 @@ def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) ->
 
 def classify(bench: Bench, implementation: Implementation, failing: Sequence[str]) -> dict[str, str]:
     """ "logic" for each quantity that float32 does not mend and no other float32 recipe explains, else "precision"."""
-    narrow = bench.inputs.case.dtype != "fp32"
+    narrow = bench.inputs.case.dtype != "fp32" or bench.inputs.settings.context == "autocast"
     precise = bench.in_float32() if narrow else bench
     outcome = execute(implementation, precise.inputs)
     if outcome.verdict == "ran":

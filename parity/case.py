@@ -67,7 +67,9 @@ class Case:
         """
         if not isinstance(data, dict):
             raise UsageError(f"{source}: a case is a JSON object, got {type(data).__name__}")
-        if data.get("schema") != SCHEMA:
+        if "schema" not in data:
+            raise UsageError(f'{source}: no key "schema" (this parity writes "schema": {SCHEMA})')
+        if data["schema"] != SCHEMA:
             raise UsageError(f"{source}: schema {data.get('schema')!r} is not readable here, expected {SCHEMA}")
         expected = {"family": str, "seed": int, "dtype": str, "settings": dict}
         for name, kind in expected.items():

@@ -159,6 +159,10 @@ def _classified(implementation: Implementation, error: Exception) -> Outcome:
     message = f"{type(error).__name__}: {_first_line(error)}"
     own = [i for i, f in enumerate(files) if f.startswith(OWN)]
     theirs = [i for i, f in enumerate(files) if _is_library(f)]
+    raised = bool(theirs) and theirs[-1] == len(files) - 1
+    if implementation.is_function:  # its adapter is the harness's for every function: what fails is the user's
+        clear = raised and isinstance(error, REFUSALS) and not isinstance(error, TypeError | KeyError)
+        return Outcome("refused" if clear else "crashed", message=message)
     if (
         implementation.interpreted
         and any("triton" in Path(f).parts for f in files[-4:])
@@ -169,7 +173,7 @@ def _classified(implementation: Implementation, error: Exception) -> Outcome:
         return Outcome(
             "unsupported", message=f"adapter {implementation.id} does not know this version: {message}", blame="harness"
         )
-    if theirs and theirs[-1] == len(files) - 1 and isinstance(error, REFUSALS):
+    if raised and isinstance(error, REFUSALS):
         return Outcome("refused", message=message)
     return Outcome("crashed", message=message)
 

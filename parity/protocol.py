@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from parity.execute import Outcome, backward, execute, forward, fresh, guarded, surroundings
+from parity.execute import Outcome, backward, execute, forward, fresh, gradients, guarded, surroundings
 from parity.families import Family, Inputs
 from parity.implementations import Implementation
 
@@ -103,6 +103,30 @@ def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, firs
         if (value is None) != (now is None) or (value is not None and now is not None and not _close_bits(value, now)):
             out.append(f"{name} differs when called again after another case")
     return out
+
+
+def interleaved(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
+    """What is kept for the backward belongs to its call: forward A, forward B, backward A gives the gradients of A.
+
+    A preference loss does so with its two halves, and so does every loss of two terms.
+    """
+
+    def run() -> Outcome:
+        a, b = fresh(inputs), fresh(other)
+        with surroundings(implementation, a):
+            outputs = forward(implementation, a)
+            forward(implementation, b)
+            backward(a, outputs)
+        return Outcome("ran", gradients(a))
+
+    then = guarded(implementation, run)
+    if then.verdict != "ran":
+        return [f"a second forward before the backward of the first: {then.verdict}, {then.message}"]
+    return [
+        f"{name} differs when another forward comes before its backward"
+        for name, now in then.quantities.items()
+        if (was := first.quantities.get(name)) is not None and now is not None and not _close_bits(was, now)
+    ]
 
 
 def _close_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

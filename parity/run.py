@@ -132,6 +132,7 @@ def _rows(bench: Bench, implementation: Implementation, thorough: bool) -> Itera
     if thorough:
         other = bench.beside()
         leaks += protocol.repeated(implementation, inputs, other, outcome)
+        leaks += protocol.interleaved(implementation, inputs, other, outcome)
         leaks += protocol.accumulation(implementation, inputs)
         for name, (holds, message) in protocol.relations(bench.family, implementation, inputs, outcome).items():
             yield base | _logic_row(f"relation: {name}", "relation", holds, message)

@@ -17,7 +17,7 @@ from parity.case import Case
 from parity.errors import UsageError
 from parity.families import NAMES, defaults, family
 from parity.header import header, resolve_device
-from parity.implementations import load, select
+from parity.implementations import load, select, user
 from parity.ledger import Ledger
 from parity.pooling import pooled
 from parity.profiles import PROFILES, SHARDS
@@ -199,9 +199,22 @@ def judge_run(
             nothing.append(f"required {item}: {count} judged comparisons, at least {MINIMUM_REQUIRED} expected")
     new = collections.Counter(r["implementation"] for r in rows if r["verdict"] in FAILING and not r["known"])
     found = [f"{count} new failing rows of {name}" for name, count in new.most_common()]
+    own = {name: user.identifier(name) for name in options.implementations if ".py:" in name}
+    nothing += [
+        f"{name}: nothing was compared, {_why(id, rows)}"
+        for name, id in own.items()
+        if not comparisons[id] and not new[id]
+    ]
     rotten = [f"ledger entry {name} no longer reproduces: its case agrees" for name in stale]
     code = NOTHING if nothing else NEW if found else STALE if rotten else AGREE
     return code, nothing + found + rotten
+
+
+def _why(id: str, rows: Iterable[Row]) -> str:
+    """The commonest reason for which the cases of an implementation could not be judged, a refusal before all others."""
+    given = [(r["verdict"] == "refused", f"{r['verdict']}: {r['message']}") for r in rows if r["implementation"] == id]
+    counted = collections.Counter(given)
+    return max(counted, key=lambda key: (key[0], counted[key]))[1] if counted else "no case was drawn for it"
 
 
 def cases_compared(rows: Iterable[Row]) -> collections.Counter[str]:

@@ -54,13 +54,13 @@ class Session:
     minimising: float = 0.0
 
     def frozen(self, shard: Shard, found: Sequence[tuple[str, Case, Mapping[str, Any]]]) -> None:
-        """Run frozen cases, every implementation of their family on each (or those that the file names)."""
+        """Run frozen cases, every implementation of their family on each, or those that the file names and a user's own."""
         for number, (name, case, extra) in enumerate(found):
             if number < shard.resume or case.family != shard.family:
                 continue
             self.emit({"at": number})
             only = extra.get("implementations")
-            chosen = [i for i in self._of(case) if only is None or i.id in only]
+            chosen = [i for i in self._of(case) if only is None or i.id in only or i.is_function]
             thorough = not extra.get("fast", False)
             rows = []
             for row in self._run(case, chosen, shard, thorough):

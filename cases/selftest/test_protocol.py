@@ -1,5 +1,6 @@
 """The protocol gate and the exact relations: every leak is seen, named and undone; honest code passes."""
 
+import dataclasses
 import os
 import random
 
@@ -230,3 +231,51 @@ def test_tf32_is_a_call_context_that_is_left_again():
         assert [r["quantity"] for r in rows if r["verdict"] == "disagree"] == ["protocol"]
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+class _Workspace(torch.autograd.Function):
+    """Log-probs whose probabilities for the backward stand in one buffer for all calls."""
+
+    buffer: dict[str, torch.Tensor] = {}
+
+    @staticmethod
+    def forward(ctx, hidden, weight, ids):
+        logps = torch.log_softmax(hidden @ weight.T, -1)
+        _Workspace.buffer["p"] = logps.exp()
+        ctx.save_for_backward(hidden, weight, ids)
+        return logps.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx, g):
+        hidden, weight, ids = ctx.saved_tensors
+        dz = -_Workspace.buffer["p"] * g.unsqueeze(-1)
+        dz = dz.scatter_add(-1, ids.long().unsqueeze(-1), g.unsqueeze(-1))
+        return dz @ weight, dz.flatten(0, 1).T @ hidden.flatten(0, 1), None
+
+
+def test_what_is_kept_for_the_backward_belongs_to_its_call():
+    """A buffer for all calls: A, B, A with each backward at once sees nothing; two forwards before a backward do."""
+    x = inputs(bias="none")
+    shared = wrong(lambda v: {"logps": _Workspace.apply(v.hidden, v.weight, v.ids)})
+    shared = dataclasses.replace(shared, outputs=frozenset())
+    other, first = inputs(seed=4, bias="none"), execute(shared, x)
+    assert first.verdict == "ran"
+    assert protocol.repeated(shared, x, other, first) == []
+    found = protocol.interleaved(shared, x, other, first)
+    assert sorted(m.split()[0] for m in found) == ["grad_hidden", "grad_weight"]
+    rows = list(run_case(x.case, [shared]))
+    (protocol_row,) = [r for r in rows if r["quantity"] == "protocol"]
+    assert "another forward comes before its backward" in protocol_row["message"]
+    for control_ in CONTROLS["logprobs"]:
+        assert protocol.interleaved(control_, x, other, execute(control_, x)) == [], control_.id
+
+
+def test_two_forwards_that_cannot_be_are_named():
+    def once(x):
+        if torch.equal(x.hidden, other.hidden):
+            raise RuntimeError("busy")
+        return PLAIN.call(x)
+
+    x, other = inputs(), inputs(seed=4)
+    found = protocol.interleaved(wrong(once), x, other, execute(wrong(once), x))
+    assert found == ["a second forward before the backward of the first: crashed, RuntimeError: busy"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import importlib
 import importlib.metadata
@@ -67,6 +68,11 @@ class Implementation:
     opt_in: bool = False
     stands_in: str = ""
     extends: str = ""
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is a user's own function, FILE.py:NAME, and no subclass of a trainer."""
+        return ".py:" in self.id and not self.extends
 
     def recipe_for(self, inputs: Inputs) -> Recipe:
         """The recipe on these inputs, autocast and tf32 products included (a GPU's; CPUs have none)."""
@@ -143,7 +149,7 @@ def select(ids: Iterable[str], family: str | None = None) -> list[Implementation
     for name in named:
         matches = [i for i in known.values() if i.id == name or i.id.startswith(f"{name}.")]
         if not matches:
-            raise UsageError(f"implementation {name!r} is unknown, choose from {', '.join(known)}, or FILE.py:NAME")
+            raise UsageError(f"implementation {name!r} is unknown, {_instead(name, known)}")
         chosen += matches
     if not named:
         families = {i.family for i in added}
@@ -154,6 +160,16 @@ def select(ids: Iterable[str], family: str | None = None) -> list[Implementation
         ]
     unique = {(i.id, i.family): i for i in chosen + added}
     return [i for i in unique.values() if family is None or i.family == family]
+
+
+def _instead(name: str, known: Iterable[str]) -> str:
+    """What may have been meant by a name that is no implementation."""
+    if name.endswith(".py"):
+        return f"name what to take from the file: {name}:NAME"
+    close = difflib.get_close_matches(name, list(known), 1, 0.75)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"choose from {', '.join(known)}, or FILE.py:NAME"
 
 
 def require(condition: bool, reason: str) -> None:

@@ -8,6 +8,7 @@ through the checks of that trainer, see `parity.trainers.own`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -41,6 +42,25 @@ ALIASES = {
 DEFAULT_RECIPE = Recipe(output="any")
 
 
+def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
+    """What a function declares, float32 if nothing; autocast's dtype in what it makes of 16-bit logits.
+
+    Under autocast the product leaves bf16 logits, on which every further operation of plain torch rounds to bf16, the
+    log-softmax too where autocast does not take it to float32 (the CPU).
+    """
+    declared = getattr(function, "recipe", DEFAULT_RECIPE)
+
+    def recipe(x: Inputs) -> Recipe:
+        found: Recipe = declared(x) if callable(declared) else declared
+        if x.settings.context != "autocast":
+            return found
+        return dataclasses.replace(
+            found, elementwise="bf16", softmax=found.softmax if x.hidden.is_cuda else "bf16", output="any"
+        )
+
+    return recipe
+
+
 def from_file(spec: str) -> list[Implementation]:
     """Load FILE.py:NAME as a candidate: of the family whose required parameters a function has; of its trainer's checks, and
     of family `policy` where it is a GRPOTrainer, if NAME is a subclass of one of TRL's trainers.
@@ -50,7 +70,7 @@ def from_file(spec: str) -> list[Implementation]:
     Raises:
         UsageError: when the file, the name or the family cannot be found.
     """
-    found, id = loaded(spec), _id(spec)
+    found, id = loaded(spec), identifier(spec)
     if isinstance(found, Implementation):
         return [found]
     if inspect.isclass(found):
@@ -76,10 +96,10 @@ def loaded(spec: str) -> Any:
         raise UsageError(f"implementation {spec!r}: importing {path} fails: {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not isinstance(found, Implementation) and not callable(found):
-        public = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
-        raise UsageError(
-            f"implementation {spec!r}: no function {name!r} in {path}, it has {', '.join(public) or 'none'}"
-        )
+        own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
+        public = [n for n, v in own.items() if (inspect.isfunction(v) or inspect.isclass(v)) and not n.startswith("_")]
+        what = f"{name!r} in {path} is not callable" if hasattr(module, name) else f"no {name!r} in {path}"
+        raise UsageError(f"implementation {spec!r}: {what}; functions and classes there: {', '.join(public) or 'none'}")
     return found
 
 
@@ -93,7 +113,7 @@ def _module(file: Path) -> ModuleType:
     return module
 
 
-def _id(spec: str) -> str:
+def identifier(spec: str) -> str:
     path, _, name = spec.rpartition(":")
     file, here = Path(path).resolve(), Path.cwd()
     return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{name}"
@@ -119,11 +139,15 @@ def from_function(function: Callable[..., Any], id: str) -> Implementation:
         family=chosen.name,
         role="candidate",
         call=call,
-        recipe=getattr(function, "recipe", DEFAULT_RECIPE),
+        recipe=recipe_of(function),
         outputs=frozenset(getattr(function, "outputs", ())),
         contexts=frozenset(getattr(function, "contexts", ("plain", "autocast", "checkpoint", "compile"))),
         sources=(f"{function.__module__}.{function.__qualname__}",),
     )
+
+
+class Returned(Exception):
+    """What a user's function returned is no output of its family."""
 
 
 def _call(function: Callable[..., Any], fam: Family, names: set[str], open_ended: bool, x: Inputs) -> Outputs:
@@ -132,11 +156,11 @@ def _call(function: Callable[..., Any], fam: Family, names: set[str], open_ended
     label = getattr(function, "__name__", "the function")
     for needed in sorted(fam.demands(x)):
         require(open_ended or needed in canonical, f"{label} has no parameter {needed}")
+    parameters = inspect.signature(function).parameters
     kwargs = {canonical[n]: v for n, v in offered.items() if n in canonical}
+    kwargs = {n: v for n, v in kwargs.items() if v is not None or parameters[n].default is inspect.Parameter.empty}
     unknown = {
-        n
-        for n, p in inspect.signature(function).parameters.items()
-        if n in names and ALIASES.get(n, n) not in offered and p.default is p.empty
+        n for n, p in parameters.items() if n in names and ALIASES.get(n, n) not in offered and p.default is p.empty
     }
     require(not unknown, f"{label} wants {', '.join(sorted(unknown))}, which family {fam.name} does not have")
     if open_ended:
@@ -150,6 +174,10 @@ def _named(result: Any, fam: Family) -> Outputs:
         return {fam.outputs[0]: result}
     if isinstance(result, Mapping):
         return dict(result)
+    if not isinstance(result, tuple | list) or not result or not isinstance(result[0], torch.Tensor):
+        raise Returned(
+            f"returned {type(result).__name__}, expected a tensor, a tuple that begins with one, or a dict of outputs"
+        )
     first, *rest = result
     out = {fam.outputs[0]: first}
     for name, value in zip(fam.outputs[1:], rest, strict=False):

@@ -243,7 +243,7 @@ def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: 
     given: dict[str, Any] = {"model": model, "args": args, "processing_class": models.tokenizer(), **more}
     data = preferences if trainer in PREFERENCES else texts if trainer == "SFTTrainer" else prompts
     given.setdefault("train_dataset", data())
-    if trainer in REWARDED and "reward_funcs" in inspect.signature(kind).parameters:
+    if trainer in REWARDED and _takes(kind, "reward_funcs"):
         given.setdefault("reward_funcs", reward)
     elif trainer in REWARDED:
         given.setdefault("judge", _judge())
@@ -251,6 +251,19 @@ def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: 
         given["peft_config"] = peft_config
     with models.quiet(), environment_kept():
         return kind(**given)
+
+
+def _takes(kind: type, name: str) -> bool:
+    """Whether the constructor of a trainer has the parameter, that of TRL's class where a subclass passes *args, **kwargs on."""
+    for cls in kind.__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        parameters = inspect.signature(vars(cls)["__init__"]).parameters
+        if name in parameters:
+            return True
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return False
+    return False
 
 
 @contextlib.contextmanager
