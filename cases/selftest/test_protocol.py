@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parity import protocol
-from parity.execute import execute
+from parity.execute import Outcome, execute
 from parity.families import family
 from parity.honest import CONTROLS, control
 from parity.implementations import Implementation
@@ -279,3 +279,20 @@ def test_two_forwards_that_cannot_be_are_named():
     x, other = inputs(), inputs(seed=4)
     found = protocol.interleaved(wrong(once), x, other, execute(wrong(once), x))
     assert found == ["a second forward before the backward of the first: crashed, RuntimeError: busy"]
+
+
+def test_subnormals_on_the_way_do_not_double():
+    """A gradient of 1e-37 that passed through 1e-40: its double is off by 7e-42, and that is no logic."""
+    value = torch.tensor([1e-37, 1.0])
+    for off, holds in ((7e-42, True), (1e-36, True), (1e-3, False)):
+        then = value * 2 + torch.tensor([off, 0.0]) if off < 1e-30 else value * 2 + off
+        found, message = protocol._related(
+            Outcome("ran", {"grad_hidden": value}), Outcome("ran", {"grad_hidden": then}), {"grad_hidden": 2.0}, "why"
+        )
+        assert found is holds, (off, message)
+    small = torch.tensor([1e-37])
+    for off, holds in ((7e-42, True), (1e-37, False)):
+        found, _ = protocol._related(
+            Outcome("ran", {"g": small}), Outcome("ran", {"g": small * 2 + off}), {"g": 2.0}, "why"
+        )
+        assert found is holds, off
