@@ -72,6 +72,7 @@ class Recipe:
             teacher=_other(out.teacher, out.logits),
             teacher_softmax=_other(out.teacher_softmax, out.elementwise, out.softmax),
             teacher_elementwise=_other(out.teacher_elementwise, out.elementwise),
+            bias=_other(out.bias, out.inputs or "fp32", out.dlogits),
         )
         return out if out.accumulate != "fp32" else dataclasses.replace(out, partials=1, upstream=1.0)
 

@@ -268,6 +268,9 @@ def test_a_recipe_that_says_nothing_apart_is_the_same_recipe():
     assert Recipe(**narrow, **teacher).resolve("fp16") == Recipe(**narrow).resolve("fp16")
     assert Recipe(**teacher).resolve("fp16") != Recipe().resolve("fp16")
     assert Recipe(**teacher).resolve("fp32") == Recipe().resolve("fp32")
+    tiles = Recipe(dlogits="input", bias="fp32")
+    assert tiles.resolve("fp32") == Recipe()
+    assert tiles.resolve("bf16").bias == "fp32"
 
 
 def test_a_bias_is_summed_from_what_is_stored_or_not():
