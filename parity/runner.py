@@ -199,11 +199,9 @@ def judge_run(
             nothing.append(f"required {item}: {count} judged comparisons, at least {MINIMUM_REQUIRED} expected")
     new = collections.Counter(r["implementation"] for r in rows if r["verdict"] in FAILING and not r["known"])
     found = [f"{count} new failing rows of {name}" for name, count in new.most_common()]
-    own = {name: user.identifier(name) for name in options.implementations if ".py:" in name}
+    own = {i.id for name in options.implementations if ".py:" in name for i in user.from_file(name)}
     nothing += [
-        f"{name}: nothing was compared, {_why(id, rows)}"
-        for name, id in own.items()
-        if not comparisons[id] and not new[id]
+        f"{id}: nothing was compared, {_why(id, rows)}" for id in sorted(own) if not comparisons[id] and not new[id]
     ]
     rotten = [f"ledger entry {name} no longer reproduces: its case agrees" for name in stale]
     code = NOTHING if nothing else NEW if found else STALE if rotten else AGREE

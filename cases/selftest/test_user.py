@@ -104,22 +104,39 @@ def test_none_does_not_replace_a_default():
     assert execute(from_function(chunked, "a.py:chunked"), bench().inputs).verdict == "ran"
 
 
-def row(verdict, message="", name="my_kernel.py:wrong"):
+def row(verdict, message="", name="own"):
     empty = {"case": "logprobs-1", "known": None, "quantity": None}
     return empty | {"implementation": name, "verdict": verdict, "message": message}
 
 
-def test_own_code_that_was_never_compared_is_no_success():
+def own_file(tmp_path, text):
+    """FILE.py:own of a file with this text."""
+    file = tmp_path / "my_kernel.py"
+    file.write_text(text)
+    return f"{file}:own"
+
+
+def test_own_code_that_was_never_compared_is_no_success(tmp_path):
     """The reference was compared, and exit code 0 would say that the user's function agrees."""
-    options = Options(implementations=("my_kernel.py:wrong",))
+    spec = own_file(tmp_path, "def own(hidden, weight, ids): ...\n")
+    options = Options(implementations=(spec,))
     reference = row("agree", name="trl.selective_log_softmax")
-    rows = [reference, row("unsupported", "no bias"), row("unsupported", "no bias"), row("refused", "not for you")]
+    unsupported = row("unsupported", "no bias", spec)
+    rows = [reference, unsupported, unsupported, row("refused", "not for you", spec)]
     code, reasons = judge_run(options, rows, [], [], "cpu")
     assert code == 3
-    assert reasons == ["my_kernel.py:wrong: nothing was compared, refused: not for you"]
-    assert judge_run(options, [*rows, row("agree")], [], [], "cpu")[0] == 0
-    assert judge_run(options, [*rows, row("crashed", "boom")], [], [], "cpu")[0] == 1
+    assert reasons == [f"{spec}: nothing was compared, refused: not for you"]
+    assert judge_run(options, [*rows, row("agree", name=spec)], [], [], "cpu")[0] == 0
+    assert judge_run(options, [*rows, row("crashed", "boom", spec)], [], [], "cpu")[0] == 1
     assert "no case was drawn" in judge_run(options, [reference], [], [], "cpu")[1][0]
+
+
+def test_an_implementation_in_a_file_is_known_by_its_own_id(tmp_path):
+    text = "from parity.implementations import Implementation\nown = Implementation('mine', 'logprobs', 'candidate', len)\n"
+    options = Options(implementations=(own_file(tmp_path, text),))
+    assert judge_run(options, [row("agree", name="mine")], [], [], "cpu") == (0, [])
+    code, reasons = judge_run(options, [row("agree", name="trl.selective_log_softmax")], [], [], "cpu")
+    assert (code, reasons) == (3, ["mine: nothing was compared, no case was drawn for it"])
 
 
 def test_a_name_that_is_not_there(tmp_path):
