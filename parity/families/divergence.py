@@ -77,17 +77,11 @@ def _of_student(
     weight = 1.0 if beta == 1.0 else 1 - beta
 
     def size() -> torch.Tensor:
-        return weight * (_log_partition(z, lp).detach().abs() + _log_partition(w, lq).abs())
+        return weight * (head.log_partition(z, lp).detach().abs() + head.log_partition(w, lq).abs())
 
-    nothing = torch.zeros_like(terms[..., :1].squeeze(-1)).requires_grad_(z.requires_grad)
-    rounding = mark("divergence", nothing, size, lambda: _log_partition(z, lp))
+    nothing = torch.zeros_like(terms[..., 0]).requires_grad_(z.requires_grad)
+    rounding = mark("divergence", nothing, size, lambda: head.log_partition(z, lp))
     return torch.cat([terms[..., :1] + rounding.unsqueeze(-1), terms[..., 1:]], -1)
-
-
-def _log_partition(z: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
-    """log Z = z - log p, from the log-probs at hand, (…, B·T)."""
-    top = z.detach().argmax(-1, keepdim=True)
-    return (z.gather(-1, top) - logps.gather(-1, top)).squeeze(-1)
 
 
 def _pad(gone: torch.Tensor, lp: torch.Tensor) -> torch.Tensor:

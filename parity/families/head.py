@@ -173,11 +173,15 @@ def entropy(x: Inputs, z: torch.Tensor, all_logps: torch.Tensor, mark: Mark) -> 
         return 2 * torch.logsumexp(z.detach(), -1).abs().unflatten(-1, x.ids.shape)
 
     def total() -> torch.Tensor:
-        """logsumexp(z), from the log-probs at hand."""
-        top = z.detach().argmax(-1, keepdim=True)
-        return (z.gather(-1, top) - all_logps.gather(-1, top)).squeeze(-1).unflatten(-1, x.ids.shape)
+        return log_partition(z, all_logps).unflatten(-1, x.ids.shape)
 
     return mark("entropy", value, size, total)
+
+
+def log_partition(z: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
+    """log Z = logsumexp(z) = z - log p, (…, B·T), from the log-probs at hand."""
+    top = z.detach().argmax(-1, keepdim=True)
+    return (z.gather(-1, top) - logps.gather(-1, top)).squeeze(-1)
 
 
 def draw_head(

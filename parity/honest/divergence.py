@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from parity.families import Inputs
 from parity.families.divergence import LARGEST_LOG_MASS
 from parity.families.logprobs import IGNORE_INDEX
-from parity.implementations import Outputs
+from parity.implementations import Outputs, plain
 from parity.recipe import Recipe
 
 BLOCK = 5
@@ -76,7 +76,7 @@ def by_log_mixture(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Ten
     if beta == 1.0:
         return (lp.exp() * (lp - lq)).sum(-1)
     # not logaddexp: its backward divides by 1 + exp(b - a), which is infinite in float16 from e^11 on
-    m = torch.stack(torch.broadcast_tensors(lp + math.log(1 - beta), lq + math.log(beta))).logsumexp(0)
+    m = torch.stack([lp + math.log(1 - beta), lq + math.log(beta)]).logsumexp(0)
     # the weight comes last: beta times a probability of two quanta of float16 is two quanta again
     return (beta * (lq.exp() * (lq - m)) + (1 - beta) * (lp.exp() * (lp - m))).sum(-1)
 
@@ -113,18 +113,12 @@ class Road:
         """float32; logits stored in the dtype of their head; or everything in it, the teacher's in its own."""
         if self.width == "wide":
             return Recipe()
-        dtype = "fp32" if x.weight.dtype == torch.float32 else "input"
-        teacher = None if x.settings.sparse != "none" else "input"
+        dtype, teacher = plain.head_dtype(x), None if x.settings.sparse != "none" else "input"
+        stored = Recipe(logits=dtype, dlogits=dtype, teacher=teacher)
         if self.width == "stored":
-            return Recipe(logits=dtype, dlogits=dtype, teacher=teacher)
-        return Recipe(
-            logits=dtype,
-            dlogits=dtype,
-            teacher=teacher,
-            teacher_softmax=teacher,
-            teacher_elementwise=teacher,
-            elementwise=dtype,
-            softmax=dtype,
+            return stored
+        return dataclasses.replace(
+            stored, elementwise=dtype, softmax=dtype, teacher_softmax=teacher, teacher_elementwise=teacher
         )
 
 

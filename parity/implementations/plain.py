@@ -36,6 +36,11 @@ def upstream(x: Inputs) -> float:
     return min(1.0, factor) if factor > 0.0 else 1.0
 
 
+def autocast_softmax(x: Inputs) -> str:
+    """The dtype of a log-softmax of bf16 logits under autocast: CUDA takes it to float32, the CPU does not."""
+    return "fp32" if x.hidden.is_cuda else "bf16"
+
+
 def head_dtype(x: Inputs) -> str:
     """The dtype in which the head leaves logits, as a recipe names it."""
     return "fp32" if x.weight.dtype == torch.float32 else "input"

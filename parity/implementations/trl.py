@@ -20,8 +20,8 @@ DEFAULT_CHUNK = 32768
 def _stored(x: Inputs) -> Recipe:
     """Everything in the dtype of the head: the plain path."""
     dtype = plain.head_dtype(x)
-    if x.settings.context == "autocast":  # CUDA takes log_softmax and logsumexp to float32, the CPU does not
-        return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax="fp32" if x.hidden.is_cuda else "bf16")
+    if x.settings.context == "autocast":
+        return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=plain.autocast_softmax(x))
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output=dtype)
 
 

@@ -38,7 +38,7 @@ def materialised(x: Inputs) -> Recipe:
     """Everything in the dtype of the logits, the log-softmax included; beside a float32 head the teacher alone."""
     dtype = plain.head_dtype(x)
     if x.settings.context == "autocast":
-        softmax = "fp32" if x.hidden.is_cuda else "bf16"
+        softmax = plain.autocast_softmax(x)
         return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=softmax, output="any")
     teacher = None if x.settings.sparse != "none" else "input"  # its head has the dtype of the case, a support float32
     return Recipe(

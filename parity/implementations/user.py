@@ -22,7 +22,7 @@ import torch
 
 from parity.errors import UsageError
 from parity.families import NAMES, Family, Inputs, family
-from parity.implementations import Implementation, Outputs, require
+from parity.implementations import Implementation, Outputs, plain, require
 from parity.recipe import Recipe
 
 ALIASES = {
@@ -43,10 +43,9 @@ DEFAULT_RECIPE = Recipe(output="any")
 
 
 def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
-    """What a function declares, float32 if nothing; autocast's dtype in what it makes of 16-bit logits.
+    """What a function declares, float32 if nothing; bf16 in what it makes of autocast's logits.
 
-    Under autocast the product leaves bf16 logits, on which every further operation of plain torch rounds to bf16, the
-    log-softmax too where autocast does not take it to float32 (the CPU).
+    Every operation of plain torch that follows an autocast product rounds to bf16, the log-softmax too on the CPU.
     """
     declared = getattr(function, "recipe", DEFAULT_RECIPE)
 
@@ -54,9 +53,8 @@ def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
         found: Recipe = declared(x) if callable(declared) else declared
         if x.settings.context != "autocast":
             return found
-        return dataclasses.replace(
-            found, elementwise="bf16", softmax=found.softmax if x.hidden.is_cuda else "bf16", output="any"
-        )
+        softmax = found.softmax if x.hidden.is_cuda else plain.autocast_softmax(x)
+        return dataclasses.replace(found, elementwise="bf16", softmax=softmax)
 
     return recipe
 
@@ -70,7 +68,7 @@ def from_file(spec: str) -> list[Implementation]:
     Raises:
         UsageError: when the file, the name or the family cannot be found.
     """
-    found, id = loaded(spec), identifier(spec)
+    found, id = loaded(spec), _id(spec)
     if isinstance(found, Implementation):
         return [found]
     if inspect.isclass(found):
@@ -113,7 +111,7 @@ def _module(file: Path) -> ModuleType:
     return module
 
 
-def identifier(spec: str) -> str:
+def _id(spec: str) -> str:
     path, _, name = spec.rpartition(":")
     file, here = Path(path).resolve(), Path.cwd()
     return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{name}"
