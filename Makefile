@@ -26,30 +26,31 @@ help:  ## list the targets
 	@echo "make parity ARGS='--implementation my_kernel.py:my_loss' passes options through (parity run --help)"
 
 parity: $(READY)  ## compare every installed loss with its float64 definition (profile pr)
-	$(PY) -m parity.cli run $(ARGS)
+	$(PY) -m parity run $(ARGS)
 
 nightly: $(READY)  ## the same with fresh, many more cases; every history record; Unsloth in an environment of its own
 	status=0; \
-	$(PY) -m parity.cli run --profile nightly $(ARGS) || status=$$?; \
-	$(PY) -m parity.cli history || status=$$?; \
-	$(PY) -m parity.cli run --with unsloth-zoo==$(UNSLOTH) --implementation unsloth --reports reports/unsloth || status=$$?; \
+	$(PY) -m parity run --profile nightly $(ARGS) || status=$$?; \
+	$(PY) -m parity history || status=$$?; \
+	$(PY) -m parity run --with unsloth-zoo==$(UNSLOTH) --implementation unsloth --reports reports/unsloth || status=$$?; \
 	exit $$status
 
 test: $(READY)  ## everything the project tests
 	$(PY) -m pytest cases -n $(WORKERS) --dist loadfile $(ARGS)
 
-check: $(READY)  ## ruff and types
+check: $(READY)  ## ruff, types, and the layers of the imports
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
 
 bench: $(READY)  ## time and memory, side by side (pytest-benchmark)
 	@mkdir -p reports
 	$(PY) -m pytest -q cases/bench --benchmark-only --benchmark-json=reports/benchmark.json $(ARGS)
-	$(PY) -m parity.bench.report reports/benchmark.json --plot reports/benchmark.svg
+	$(PY) -m parity.tools.bench.report reports/benchmark.json --plot reports/benchmark.svg
 
 doctor: $(READY)  ## what is installed, what can run here, what is missing
-	$(PY) -m parity.cli doctor
+	$(PY) -m parity doctor
 
 clean:  ## remove reports and caches, keep .venv
 	rm -rf reports/* .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -3,15 +3,13 @@
 import pytest
 
 from parity import data
-from parity.families import family
-from parity.implementations import load
-from parity.ledger import Ledger
+from parity.case.drawing import cases, draws
 from parity.plugin import device
-from parity.report.failure import text_of
-from parity.run import run_case
-from parity.runner import DTYPES, FIXED_SEED
-from parity.session import FAILING, selected
-from parity.space import cases, draws
+from parity.registry import facts, family, load, run_case
+from parity.results.ledger import Ledger
+from parity.results.report.failure import text_of
+from parity.running.run import DTYPES, FIXED_SEED
+from parity.running.shard import FAILING, selected
 
 CHOSEN = [i for i in load().values() if not i.opt_in]
 
@@ -31,7 +29,7 @@ def test_drawn(implementation, request) -> None:
             continue
         rows = list(run_case(case, [implementation], device(), thorough=False))
         judged.extend(r for r in rows if r["verdict"] == "agree")
-        new = [r for r in rows if r["verdict"] in FAILING and ledger.match(r, case) is None]
+        new = [r for r in rows if r["verdict"] in FAILING and ledger.match(r, facts(case)) is None]
         assert not new, text_of(rows)
     if not judged:
         pytest.skip(f"{implementation.id}: none of the drawn cases is one that it claims here")

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from parity import data
-from parity.case import Case
-from parity.implementations import select
-from parity.ledger import Ledger
+from parity.case.case import Case
 from parity.plugin import device
-from parity.report.failure import text_of
-from parity.run import run_case
-from parity.session import FAILING
+from parity.registry import facts, run_case, select
+from parity.results.ledger import Ledger
+from parity.results.report.failure import text_of
+from parity.running.shard import FAILING
 
 
 @pytest.mark.parametrize("path", data.frozen_cases(), ids=lambda p: p.stem)
@@ -25,11 +24,13 @@ def test_frozen(path: Path) -> None:
     if absent and len(absent) == len(rows):
         pytest.skip(absent[0])
     ledger = Ledger.load(data.ledger_file())
-    new = [r for r in rows if r["verdict"] in FAILING and ledger.match(r, case) is None]
+    new = [r for r in rows if r["verdict"] in FAILING and ledger.match(r, facts(case)) is None]
     assert not new, "\n".join(
         text_of([r for r in rows if r["implementation"] == new[0]["implementation"]]).splitlines()
     )
-    judged = [r for r in rows if r["verdict"] in ("agree", "disagree", "refused") or ledger.match(r, case) is not None]
+    judged = [
+        r for r in rows if r["verdict"] in ("agree", "disagree", "refused") or ledger.match(r, facts(case)) is not None
+    ]
     assert judged, "nothing was judged"
 
 
@@ -48,6 +49,6 @@ def test_ledger_entry_still_reproduces(entry) -> None:
     deep = any(q.startswith(("protocol", "relation")) for q in entry.quantities)
     rows = list(run_case(case, chosen, device(), thorough=deep))
     ledger = Ledger((entry,), data.cases_dir())
-    known = {r["implementation"] for r in rows if r["verdict"] in FAILING and ledger.match(r, case)}
+    known = {r["implementation"] for r in rows if r["verdict"] in FAILING and ledger.match(r, facts(case))}
     ran = {r["implementation"] for r in rows if r["verdict"] != "unsupported"}
     assert known == {i.id for i in chosen} & ran and known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parity.worker import prepare
+from parity.process import prepare
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

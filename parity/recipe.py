@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parity.case import DTYPES
+from parity.case.case import DTYPES
 
 UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 HALF_SUBNORMAL = {

@@ -22,11 +22,13 @@ from typing import Any
 
 import torch
 
-from parity.case import Case
-from parity.families import Family, Inputs, Relation, head
+from parity.case.case import Case
+from parity.case.family import Family, Mark, Relation
+from parity.case.inputs import Inputs
 from parity.families import divergence_inputs as inputs_of
+from parity.families import head
 from parity.families.logprobs import IGNORE_INDEX
-from parity.rounding import Mark, of_teacher
+from parity.rounding.monte_carlo import of_teacher
 
 LARGEST_LOG_MASS = -1e-7
 """Ceiling of log Σ exp before the tail is taken, so that the tail stays a probability (TRL's `_add_tail_bucket`)."""

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from parity.case import DTYPES, Case, normal, rounded, uniform
+from parity.case.case import DTYPES, Case, normal, rounded, uniform
+from parity.case.inputs import Inputs, Setting
 from parity.errors import UsageError
-from parity.families import Inputs, Setting, head
+from parity.families import head
 from parity.families.logprobs import IGNORE_INDEX
-from parity.rounding import exact_mark
+from parity.rounding.monte_carlo import exact_mark
 
 SETTINGS = head.SETTINGS | {
     "beta": Setting(0.5, "0 forward KL(q‖p), 1 reverse KL(p‖q), between JSD; the teacher's weight in the mixture"),

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from parity.case import DTYPES, Case, integers, normal, uniform
+from parity.case.case import DTYPES, Case, integers, normal, uniform
+from parity.case.family import Mark
+from parity.case.inputs import Inputs, Setting
 from parity.errors import UsageError
-from parity.families import Inputs, Setting
-from parity.rounding import Mark
 
 PEAKS = (0.05, 1.0, 4.0, 12.0, 50.0)
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from parity.case import Case, uniform
-from parity.families import Family, Inputs, Relation, Setting, head
-from parity.rounding import Mark
+from parity.case.case import Case, uniform
+from parity.case.family import Family, Mark, Relation
+from parity.case.inputs import Inputs, Setting
+from parity.families import head
 
 IGNORE_INDEX = -100
 

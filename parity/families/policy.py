@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from parity.case import Case
-from parity.families import Family, Inputs, Relation, head
+from parity.case.case import Case
+from parity.case.family import Family, Mark, Relation
+from parity.case.inputs import Inputs
+from parity.families import head
 from parity.families import policy_inputs as inputs_of
-from parity.rounding import Mark
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 WINDOW_NORMALISED = ("dapo", "cispo", "vespo")

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from parity.case import Case, integers, normal, rounded, uniform
+from parity.case.case import Case, integers, normal, rounded, uniform
+from parity.case.inputs import Inputs, Setting
 from parity.errors import UsageError
-from parity.families import Inputs, Setting, head
+from parity.families import head
 from parity.recipe import UNIT_ROUNDOFF
-from parity.rounding import exact_mark
+from parity.rounding.monte_carlo import exact_mark
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from parity.families import Inputs
-from parity.implementations import Outputs, implementation, require
+from parity.case.inputs import Inputs
+from parity.implementations.implementation import Outputs, implementation, require
 from parity.recipe import Recipe
 
 SOURCES = (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from parity.families import Inputs
+from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
-from parity.implementations import Outputs, cce, implementation, plain, require
+from parity.implementations import cce, plain
+from parity.implementations.implementation import Outputs, implementation, require
 from parity.recipe import Recipe
 
 

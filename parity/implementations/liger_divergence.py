@@ -7,9 +7,10 @@ import math
 
 import torch
 
-from parity.families import Inputs
+from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
-from parity.implementations import Outputs, accepted, implementation, plain, require
+from parity.implementations import plain
+from parity.implementations.implementation import Outputs, accepted, implementation, require
 from parity.implementations.trl_divergence import heads, teacher_logits
 from parity.recipe import Recipe
 

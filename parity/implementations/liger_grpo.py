@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from parity.families import Inputs
+from parity.case.inputs import Inputs
 from parity.families.policy import CLIPPED, WINDOW_NORMALISED
-from parity.implementations import Outputs, implementation, plain, require
+from parity.implementations import plain
+from parity.implementations.implementation import Outputs, implementation, require
 from parity.recipe import Recipe
 
 

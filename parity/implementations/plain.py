@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from parity.families import Inputs
+from parity.case.inputs import Inputs
 
 
 def states(x: Inputs) -> torch.Tensor:

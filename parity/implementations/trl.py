@@ -8,10 +8,11 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
+from parity.case.inputs import Inputs
 from parity.errors import Unsupported
-from parity.families import Inputs
 from parity.families.logprobs import IGNORE_INDEX
-from parity.implementations import Outputs, accepted, implementation, plain, require
+from parity.implementations import plain
+from parity.implementations.implementation import Outputs, accepted, implementation, require
 from parity.recipe import Recipe
 
 DEFAULT_CHUNK = 32768

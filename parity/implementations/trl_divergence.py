@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from parity.families import Inputs
+from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
-from parity.implementations import Outputs, accepted, implementation, plain, require
+from parity.implementations import plain
+from parity.implementations.implementation import Outputs, accepted, implementation, require
 from parity.recipe import Recipe
 
 CONTEXTS = frozenset({"plain", "autocast", "checkpoint", "compile"})

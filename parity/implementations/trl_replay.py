@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parity.families import Inputs
+from parity.case.inputs import Inputs
 
 PROMPT = 2
 """Prompt length: a left-padded pair, so that the first completion token is predicted from a real position."""

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from parity.families import Inputs
+from parity.case.inputs import Inputs
 from parity.families.policy import WINDOW_NORMALISED
-from parity.implementations import Outputs, implementation, plain, require
+from parity.implementations import plain
+from parity.implementations.implementation import Outputs, implementation, require
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.recipe import Recipe
 

@@ -3,7 +3,7 @@
 A function is called by the names of its parameters: it takes what it needs of a family's tensors and settings, by name; a
 case that moves anything it has no parameter for is unsupported. It may carry attributes `recipe` (a
 `parity.recipe.Recipe`), `outputs` (optional outputs it returns) and `contexts`. A subclass of one of TRL's trainers goes
-through the checks of that trainer, see `parity.trainers.own`.
+through the checks of that trainer, see `parity.trainers.rig.user_trainer`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from parity.case.family import Family
+from parity.case.inputs import Inputs
 from parity.errors import UsageError
-from parity.families import NAMES, Family, Inputs, family
-from parity.implementations import Implementation, Outputs, plain, require
+from parity.implementations import plain
+from parity.implementations.implementation import Implementation, Outputs, require
 from parity.recipe import Recipe
 
 ALIASES = {
@@ -59,25 +61,6 @@ def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
     return recipe
 
 
-def from_file(spec: str) -> list[Implementation]:
-    """Load FILE.py:NAME as a candidate: of the family whose required parameters a function has; of its trainer's checks, and
-    of family `policy` where it is a GRPOTrainer, if NAME is a subclass of one of TRL's trainers.
-
-    The id is the path from the working directory, so that what a report prints can be replayed.
-
-    Raises:
-        UsageError: when the file, the name or the family cannot be found.
-    """
-    found, id = loaded(spec), _id(spec)
-    if isinstance(found, Implementation):
-        return [found]
-    if inspect.isclass(found):
-        from parity.trainers.own import implementations
-
-        return implementations(found, id)
-    return [from_function(found, id)]
-
-
 def loaded(spec: str) -> Any:
     """What FILE.py:NAME names: a callable or an `Implementation`. The file is executed once, however often it is named.
 
@@ -111,21 +94,22 @@ def _module(file: Path) -> ModuleType:
     return module
 
 
-def _id(spec: str) -> str:
+def path_id(spec: str) -> str:
     path, _, name = spec.rpartition(":")
     file, here = Path(path).resolve(), Path.cwd()
     return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{name}"
 
 
-def from_function(function: Callable[..., Any], id: str) -> Implementation:
+def from_function(function: Callable[..., Any], id: str, families: Iterable[Family]) -> Implementation:
     """Wrap a function as a candidate of the family that its parameter names fit."""
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     names = {n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     canonical = {ALIASES.get(n, n) for n in names}
-    fits = [f for f in map(family, NAMES) if set(f.required) <= canonical]
+    known = list(families)
+    fits = [f for f in known if set(f.required) <= canonical]
     if not fits:
-        wanted = "; ".join(f"{f.name}: {', '.join(f.required)}" for f in map(family, NAMES))
+        wanted = "; ".join(f"{f.name}: {', '.join(f.required)}" for f in known)
         raise UsageError(f"implementation {id!r}: its parameters {', '.join(sorted(names))} fit no family ({wanted})")
     chosen = max(fits, key=lambda f: len(f.required))
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from parity.case import Case
+from parity.case.case import Case
+from parity.case.inputs import Setting
 from parity.errors import UsageError
-from parity.families import Setting
-from parity.judge import Judgement
+from parity.judging.gates import Judgement
 
 TRAINERS = {
     "grpo-trainer": "GRPOTrainer",
@@ -105,7 +105,7 @@ def reported(quantity: str, value: float, message: str = "", exact: float | None
 
 
 def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "") -> Result:
-    """A quantity judged by the gates of `parity.judge`; tensors show as their norm."""
+    """A quantity judged by the gates of `parity.judging.gates`; tensors show as their norm."""
     return Result(
         quantity,
         j.gates,

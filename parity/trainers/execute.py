@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from parity.case import Case
-from parity.execute import Outcome, guarded
-from parity.implementations import Implementation
+from parity.case.case import Case
+from parity.implementations.implementation import Implementation
 from parity.implementations.user import loaded
-from parity.trainers import drive, family, way
+from parity.judging.compare import empty_row
+from parity.judging.execute import Outcome, guarded
+from parity.trainers.catalogue import family, way
 from parity.trainers.check import REPORTED, Cell, Check, Result
+from parity.trainers.rig import drive
 
 Row = dict[str, Any]
 
@@ -23,7 +25,7 @@ def rows(
     device: str = "cpu",
     announce: Callable[[Implementation], None] = lambda implementation: None,
 ) -> Iterator[Row]:
-    """Rows of a case for each implementation of its trainer, the released one first; see `parity.run.run_case`."""
+    """Rows of a case for each implementation of its trainer, the released one first; see `parity.judging.compare.run_case`."""
     fam = family(case.family)
     settings, found = fam.full_settings(case), fam.check(case)
     reference: dict[str, Row] = {}
@@ -67,9 +69,10 @@ def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[
 
 
 def _base(cell: Cell, implementation: Implementation) -> Row:
-    from parity.run import empty_row
-
-    return empty_row(cell.case, implementation.id, cell.device) | {"role": implementation.role, "recipe": "fp32"}
+    return empty_row(family(cell.case.family), cell.case, implementation.id, cell.device) | {
+        "role": implementation.role,
+        "recipe": "fp32",
+    }
 
 
 def judged_row(cell: Cell, implementation: Implementation, result: Result) -> Row:

@@ -1,0 +1,128 @@
+"""What profile pr draws: every dimension away from its default, every pair of dimensions together, every choice."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+
+import pytest
+
+from parity.case.case import Case
+from parity.registry import family
+from parity.selftest.mutants.matrix import drawn as drawn_cases
+
+FLOOR = 0.03
+"""Share of the cases in which each dimension is away from its default; the rarest, a policy's context, has 0.06."""
+EXCLUDED = {
+    "logprobs": {},
+    "policy": {
+        ("context", "dtype"): "autocast, the one context besides plain, is drawn over float32 parameters",
+        ("context", "head_dtype"): "autocast is drawn over float32 parameters, whose head has no other dtype",
+        ("head", "head_dtype"): "a tied head and a LoRA adapter have the dtype of the model",
+    },
+    "divergence": {
+        ("extra_vocabulary", "sparse"): "a sparse teacher names tokens of the student's vocabulary",
+        ("num_items", "sparse"): "TRL's server losses divide by their own label positions",
+        ("sparse", "teacher"): "a sparse teacher hands out no logits",
+    },
+}
+"""Family -> pairs of dimensions that exclude each other by definition, with the reason."""
+TF32 = {("context", "tf32"): "CPUs have none: on CUDA a share of the float32 cases runs a second time with it"}
+UNDRAWN = {
+    "logprobs": TF32 | {("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles"},
+    "policy": TF32
+    | {
+        ("context", "checkpoint"): "a loss of one scalar is not a block that is checkpointed",
+        ("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles",
+        ("cotangent", "sparse"): "the upstream gradient of one scalar is not sparse",
+    },
+    "divergence": TF32
+    | {
+        ("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles",
+        ("cotangent", "sparse"): "the upstream gradient of one scalar is not sparse",
+    },
+}
+"""Family -> values that profile pr does not draw, with the reason."""
+FEATURES = {
+    "logprobs": ("one token", "V = 1", "V beyond a chunk", "cap active", "V off block"),
+    "policy": (
+        "one sequence",
+        "ragged",
+        "padding",
+        "empty row",
+        "all masked",
+        "V = 1",
+        "cap active",
+        "one position",
+        "delta active",
+        "kl",
+        "old",
+    ),
+    "divergence": (
+        "one token",
+        "V = 1",
+        "cap active",
+        "student excludes",
+        "teacher excludes",
+        "both exclude",
+    ),
+}
+"""Family -> facts of its features that must be drawn both ways."""
+
+
+@dataclasses.dataclass
+class Drawn:
+    """The cases of one family's stream, and for each the dimensions that are away from their default."""
+
+    name: str
+    cases: list[Case]
+    moved: list[set[str]]
+
+
+@pytest.fixture(scope="module", params=sorted(EXCLUDED))
+def drawn(request: pytest.FixtureRequest) -> Drawn:
+    found = list(drawn_cases(request.param, 0))
+    moved = [set(case.settings) | ({"dtype"} if case.dtype != "fp32" else set()) for case in found]
+    return Drawn(request.param, found, moved)
+
+
+def test_every_dimension_is_away_from_its_default_often_enough(drawn: Drawn) -> None:
+    counts = collections.Counter(name for moved in drawn.moved for name in moved)
+    shares = {name: counts[name] / len(drawn.cases) for name in {*family(drawn.name).settings, "dtype"}}
+    assert {name: share for name, share in shares.items() if share < FLOOR} == {}
+
+
+def test_every_pair_of_dimensions_occurs(drawn: Drawn) -> None:
+    seen = {pair for moved in drawn.moved for pair in itertools.combinations(sorted(moved), 2)}
+    pairs = set(itertools.combinations(sorted({*family(drawn.name).settings, "dtype"}), 2))
+    assert sorted(pairs - seen - EXCLUDED[drawn.name].keys()) == []
+
+
+def test_excluded_pairs_do_exclude_each_other(drawn: Drawn) -> None:
+    for pair in EXCLUDED[drawn.name]:
+        assert not any(moved.issuperset(pair) for moved in drawn.moved), pair
+
+
+def test_every_choice_and_dtype_occurs(drawn: Drawn) -> None:
+    fam = family(drawn.name)
+    wanted = {(name, choice) for name, setting in fam.settings.items() for choice in setting.choices or ()}
+    seen = {(name, getattr(fam.full_settings(case), name)) for case in drawn.cases for name, _ in wanted}
+    assert sorted(wanted - seen - UNDRAWN[drawn.name].keys(), key=str) == []
+    assert {case.dtype for case in drawn.cases} == {"fp32", "fp16", "bf16"}
+
+
+def test_every_fact_is_drawn_both_ways(drawn: Drawn) -> None:
+    features = [family(drawn.name).features(case) for case in drawn.cases]
+    for name in FEATURES[drawn.name]:
+        assert {bool(found[name]) for found in features} == {True, False}, name
+
+
+def test_every_loss_type_meets_every_dimension() -> None:
+    """The policy family is eight losses: each with each dimension away from its default, other than those excluded."""
+    found = list(drawn_cases("policy", 0))
+    names = family("policy").settings.keys() - {"loss_type"}
+    seen = {(case.settings.get("loss_type", "grpo"), name) for case in found for name in case.settings}
+    losses = family("policy").settings["loss_type"].choices or ()
+    without_delta = {(loss, "delta") for loss in ("cispo", "sapo", "vespo")}  # their papers have no two-sided clip
+    assert sorted(set(itertools.product(losses, names)) - seen - without_delta) == []

@@ -1,0 +1,99 @@
+"""The command line: exit codes of the contract, one-line errors."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def parity(*words: str, cwd=None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "parity", *words], capture_output=True, text=True, timeout=300, cwd=cwd
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("run", "--dtype", "fp8"), "fp8"),
+        (("run", "--family", "nothing"), "nothing"),
+        (("run", "--implementation", "nobody"), "nobody"),
+        (("run", "--implementation", "gone.py:f"), "gone.py"),
+        (("run", "--implementation", "fixtures/kernels.py:gone"), "gone"),
+        (("run", "--profile", "huge"), "huge"),
+        (("run", "--ledger", "gone.toml"), "gone.toml"),
+        (("run", "--require", "nobody:cpu"), "nobody"),
+        (("replay", "no-such-case"), "no-such-case"),
+        (("report", "gone.ndjson"), "gone.ndjson"),
+    ],
+)
+def test_what_does_not_exist_is_one_line_and_exit_2(words, named):
+    done = parity(*words)
+    assert done.returncode == 2, done.stderr
+    assert named in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not a readable JSON"),
+        ('{"schema": 9}', "schema 9"),
+        ('{"schema": 1, "family": "logprobs", "seed": 1, "dtype": "fp32", "settings": {"V": 0}}', "V=0"),
+    ],
+)
+def test_a_malformed_case_is_one_line_and_exit_2(tmp_path, text, words):
+    path = tmp_path / "case.json"
+    path.write_text(text)
+    done = parity("replay", str(path))
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_replay_follows_the_contract():
+    known = parity("replay", "trl-entropy-minus-inf", "--implementation", "trl.selective_log_softmax")
+    assert known.returncode == 1, known.stderr
+    assert known.stdout.index("class") < known.stdout.index("wrong") < known.stdout.index("replay")
+    fine = parity("replay", "trl-entropy-minus-inf", "--implementation", "fixes.selective_log_probs")
+    assert fine.returncode == 0, fine.stderr
+    neither = parity("replay", "policy-lora-head", "--implementation", "fixes.FusedLinearGRPOLoss")
+    assert neither.returncode == 125, neither.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_line_and_exit_3(tmp_path):
+    words = (
+        "run",
+        "--profile",
+        "quick",
+        "--family",
+        "divergence",
+        "--results",
+        "/dev/full",
+        "--reports",
+        str(tmp_path),
+    )
+    done = parity(*words)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr == "parity: /dev/full: No space left on device\n"
+
+
+def test_nothing_compared_is_exit_3(tmp_path):
+    words = ("run", "--profile", "quick", "--implementation", "trl.GRPOTrainer.liger", "--reports", str(tmp_path))
+    done = parity(*words)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "nothing was compared" in done.stdout
+    assert "0 compared" in done.stdout
+
+
+def test_list_and_doctor():
+    listed = parity("list")
+    assert listed.returncode == 0
+    for word in ("trl.GRPOTrainer", "cce.default", "softcap", "loss_type"):
+        assert word in listed.stdout
+    diagnosed = parity("doctor")
+    assert diagnosed.returncode == 0
+    assert "ratios are generated" in diagnosed.stdout

@@ -1,0 +1,295 @@
+"""The divergence oracle against the definition in 50 digits and on paper; honest implementations before the judge."""
+
+import dataclasses
+import random
+from math import log
+
+import mpmath as mp
+import pytest
+import torch
+
+from parity.implementations.implementation import Implementation
+from parity.judging.assess import confirmed
+from parity.judging.execute import execute
+from parity.registry import bench_of, family
+from parity.rounding.monte_carlo import exact_mark
+from parity.rounding.oracle import exact, to_double
+from parity.selftest.controls.divergence import ROADS
+from parity.selftest.false_alarms import drawn
+
+FAMILY = family("divergence")
+IGNORE_INDEX = -100
+CHOICES = {
+    "peak": [0.05, 1.0, 12.0],
+    "teacher_peak": [0.05, 1.0, 12.0],
+    "temperature": [1.0, 0.7, 0.01, 2.0],
+    "softcap": [None, None, 1.0, 30.0],
+    "teacher_softcap": [None, None, 3.0],
+    "logit_scale": [1.0, 2.5],
+    "teacher_logit_scale": [1.0, 0.0625],
+    "bias": ["none", "random", "banned"],
+    "teacher_bias": ["none", "random", "banned"],
+    "beta": [0.0, 1.0, 0.5, 0.1, 0.999],
+    "teacher": ["head", "logits"],
+    "gap": ["apart", "near", "equal"],
+    "extra_vocabulary": [0, 2],
+    "ignored": ["none", "some", "row", "all"],
+    "num_items": ["none", "given"],
+    "other_tokens": [0, 7],
+    "head_dtype": ["same", "fp32"],
+    "V": [1, 2, 5, 9],
+    "H": [1, 3],
+    "teacher_H": [2],
+    "T": [1, 4],
+    "k": [1, 2, 3],
+    "ragged": [False, True],
+    "tail": [True, False],
+}
+
+
+def inputs(seed, **fixed):
+    """A tiny case, every setting chosen anew; every third has a sparse teacher."""
+    choose = random.Random(seed)
+    settings = {name: choose.choice(values) for name, values in CHOICES.items()} | fixed
+    if seed % 3 == 0 and "sparse" not in fixed:
+        settings |= {"sparse": "topk" if settings["beta"] == 0.0 else choose.choice(["topk", "mixed"])}
+    if settings.get("sparse", "none") != "none":
+        settings |= {"teacher": "head", "extra_vocabulary": 0}
+    return FAMILY.build(FAMILY.case(seed, choose.choice(["fp32", "bf16", "fp16"]), settings))
+
+
+def numbers(tensor):
+    """A tensor as nested lists of 50-digit numbers."""
+    if tensor is None:
+        return None
+    return [numbers(t) for t in tensor] if tensor.dim() else mp.mpf(float(tensor))
+
+
+class Written:
+    """The definition written out with lists: its inputs can be moved by less than float64 resolves."""
+
+    def __init__(self, x):
+        self.x, self.s = x, x.settings
+        self.leaf = {n: numbers(x.tensors[n]) for n in ("hidden", "weight", "bias")}
+        names = ("teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits", "support_logps")
+        self.data = {n: numbers(x.tensors[n]) for n in names}
+
+    def logits(self, hidden, weight, bias, scale, softcap):
+        out = []
+        for v in range(self.s.V):
+            z = mp.fsum(h * w for h, w in zip(hidden, weight[v], strict=True)) + (bias[v] if bias else 0)
+            z *= mp.mpf(scale)
+            out.append(z if softcap is None else softcap * mp.tanh(z / softcap))
+        return out
+
+    def probabilities(self, z):
+        top = max(z)
+        weights = [mp.exp((v - top) / mp.mpf(self.s.temperature)) for v in z]
+        return [w / mp.fsum(weights) for w in weights]
+
+    def pair(self, b, t):
+        """Student's and teacher's probabilities at a position, over the vocabulary or the completed support."""
+        s, leaf, data = self.s, self.leaf, self.data
+        p = self.probabilities(
+            self.logits(leaf["hidden"][b][t], leaf["weight"], leaf["bias"], s.logit_scale, s.softcap)
+        )
+        if s.sparse == "none":
+            if data["teacher_logits"] is not None:
+                return p, self.probabilities(data["teacher_logits"][b][t][: s.V])
+            head = data["teacher_weight"], data["teacher_bias"], s.teacher_logit_scale, s.teacher_softcap
+            return p, self.probabilities(self.logits(data["teacher_hidden"][b][t], *head))
+        named = [
+            (int(i), l)
+            for i, l in zip(self.x.support_ids[b, t], data["support_logps"][b][t], strict=True)
+            if l > -mp.inf
+        ]
+        p, q = [p[i] for i, _ in named], [mp.exp(l) for _, l in named]
+        if s.tail:
+            most = mp.exp(mp.mpf(-1e-7))
+            return p + [1 - min(mp.fsum(p), most)], q + [1 - min(mp.fsum(q), most)]
+        return [v / mp.fsum(p) for v in p], [v / mp.fsum(q) for v in q]
+
+    def loss(self):
+        s, kept = self.s, self.x.ids != IGNORE_INDEX
+        beta = mp.mpf(s.beta)
+
+        def kl(a, b):
+            return mp.fsum(u * mp.log(u / v) for u, v in zip(a, b, strict=True) if u > 0)
+
+        total = mp.mpf(0)
+        for b, t in kept.nonzero().tolist():
+            p, q = self.pair(b, t)
+            if s.beta in (0.0, 1.0):
+                total += kl(p, q) if s.beta else kl(q, p)
+            else:
+                m = [(1 - beta) * u + beta * v for u, v in zip(p, q, strict=True)]
+                total += beta * kl(q, m) + (1 - beta) * kl(p, m)
+        count = max(int(kept.sum()), 1) if s.num_items == "none" else int(self.x.num_items_in_batch)
+        return total / count
+
+
+def certain(x):
+    """Whether the student leaves the tail too little for float64: log(1 - Σ exp) then has few digits, or a floor."""
+    s = x.settings
+    if s.sparse == "none" or not s.tail:
+        return False
+    positions = (x.ids != IGNORE_INDEX).nonzero().tolist()
+    return any(Written(x).pair(b, t)[0][-1] < mp.mpf("1e-4") for b, t in positions)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_values(seed):
+    with mp.workdps(50):
+        x = inputs(seed)
+        truth, value = Written(x).loss(), exact(FAMILY, x)["loss"].item()
+        assert abs(value - truth) <= mp.mpf("1e-8" if certain(x) else "1e-12") * (1 + abs(truth))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_gradient(seed):
+    """Central differences in 50 digits."""
+    with mp.workdps(50):
+        x = inputs(seed + 100)
+        if certain(x):
+            x = inputs(seed + 100, peak=1.0, temperature=2.0, V=9, k=1, softcap=1.0, logit_scale=1.0)
+        values, step, found = Written(x), mp.mpf("1e-18"), exact(FAMILY, x)
+        choose = random.Random(seed)
+        upstream = mp.mpf(float(x.cotangents["loss"]))
+        for name in x.leaves:
+            grad = found[f"grad_{name}"]
+            for _ in range(3):
+                index = tuple(choose.randrange(n) for n in grad.shape)
+                place = values.leaf[name]
+                for i in index[:-1]:
+                    place = place[i]
+                at = place[index[-1]]
+                if not mp.isfinite(at):
+                    assert float(grad[index]) == 0.0
+                    continue
+                place[index[-1]] = at + step
+                above = values.loss()
+                place[index[-1]] = at - step
+                slope = upstream * (above - values.loss()) / (2 * step)
+                place[index[-1]] = at
+                assert abs(float(grad[index]) - slope) <= mp.mpf("1e-9") * (abs(slope) + float(grad.abs().max()) + 1)
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_gradcheck(seed):
+    x = to_double(inputs(seed, peak=1.0, temperature=0.7, bias="random", V=5, k=2, ignored="some", softcap=None))
+    leaves = tuple(x.tensors[name] for name in x.leaves)
+
+    def loss(*tensors):
+        return FAMILY.oracle(x.replace(**dict(zip(x.leaves, tensors, strict=True))), exact_mark)["loss"]
+
+    assert torch.autograd.gradcheck(loss, leaves)
+
+
+def on_paper(beta, p, q, **settings):
+    """One position whose student has probabilities p (through the bias) and whose teacher has q (as logits)."""
+    shape = {"B": 1, "T": 1, "V": len(p), "H": 1, "bias": "random", "beta": beta, "teacher": "logits"}
+    x = FAMILY.build(FAMILY.case(0, "fp32", shape | settings))
+    return x.replace(
+        hidden=torch.ones(1, 1, 1),
+        weight=torch.zeros(len(p), 1),
+        bias=torch.tensor(p, dtype=torch.float64).log(),
+        teacher_logits=torch.tensor(q, dtype=torch.float64).log().view(1, 1, -1),
+    )
+
+
+HALF, SKEW = [0.5, 0.5], [0.75, 0.25]
+FORWARD = 0.75 * log(1.5) + 0.25 * log(0.5)
+REVERSE = 0.5 * log(2 / 3) + 0.5 * log(2)
+MIDDLE = (0.75 * log(6 / 5) + 0.25 * log(2 / 3) + 0.5 * log(4 / 5) + 0.5 * log(4 / 3)) / 2  # M = (5/8, 3/8)
+TENTH = (0.75 * log(10 / 7) + 0.25 * log(10 / 19)) / 10 + (0.5 * log(20 / 21) + 0.5 * log(20 / 19)) * 9 / 10
+BY_HAND = [
+    (0.0, HALF, SKEW, FORWARD),
+    (1.0, HALF, SKEW, REVERSE),
+    (0.5, HALF, SKEW, MIDDLE),
+    (0.1, HALF, SKEW, TENTH),  # M = (21/40, 19/40): a tenth of the teacher
+    (0.0, [*HALF, 0.0], [*SKEW, 0.0], FORWARD),
+    (0.5, [*HALF, 0.0], [*SKEW, 0.0], MIDDLE),
+    (0.5, [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], log(2)),
+    (1.0, [1.0, 0.0], HALF, log(2)),
+]
+
+
+@pytest.mark.parametrize(("beta", "p", "q", "truth"), BY_HAND)
+def test_on_paper(beta, p, q, truth):
+    found = exact(FAMILY, on_paper(beta, p, q))
+    assert found["loss"].item() == pytest.approx(truth, rel=1e-12)
+    assert torch.isfinite(found["grad_bias"]).all()
+    assert not found["grad_bias"][torch.tensor(p) == 0].any(), "an excluded token has no gradient"
+
+
+def test_temperature_on_paper():
+    """Temperature 1/2 squares and renormalises: (3/4, 1/4) becomes (9/10, 1/10)."""
+    found = exact(FAMILY, on_paper(0.0, HALF, SKEW, temperature=0.5))["loss"].item()
+    assert found == pytest.approx(0.9 * log(1.8) + 0.1 * log(0.2), rel=1e-12)
+
+
+def test_tail_on_paper():
+    """A teacher that names one token of probability 1/2 against a student's 1/4: KL((1/2, 1/2)‖(1/4, 3/4))."""
+    x = on_paper(0.0, [0.25, 0.5, 0.25], [1.0, 1.0, 1.0])
+    x = x.replace(
+        teacher_logits=None,
+        support_ids=torch.tensor([[[0, 0]]]),
+        support_logps=torch.tensor([[[0.5, 0.0]]], dtype=torch.float64).log(),
+    )
+    x.settings.sparse = "topk"
+    assert exact(FAMILY, x)["loss"].item() == pytest.approx(REVERSE, rel=1e-12)
+    x.settings.tail = False
+    assert exact(FAMILY, x)["loss"].item() == 0.0, "one token renormalised is certain on both sides"
+
+
+@pytest.mark.parametrize("sparse", ["topk", "mixed"])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_padding(sparse, beta):
+    """-inf at label -100 changes neither the loss nor a gradient, nor does anything finite there."""
+    if sparse == "mixed" and beta == 0.0:
+        return
+    x = inputs(7, sparse=sparse, beta=beta, ignored="some", T=4, V=5, peak=1.0)
+    padded = x.ids == IGNORE_INDEX
+    assert (x.support_logps[padded] == -torch.inf).all()
+    first = exact(FAMILY, x)
+    assert torch.isfinite(first["grad_hidden"]).all()
+    assert not first["grad_hidden"][padded].any()
+    second = exact(FAMILY, x.replace(support_logps=torch.where(padded.unsqueeze(-1), -0.5, x.support_logps)))
+    assert all(torch.equal(first[name], second[name]) for name in first if name[0] != "_")
+
+
+def test_nothing_to_learn():
+    """Every label -100: loss 0 and gradients 0, whatever the normaliser."""
+    found = exact(FAMILY, inputs(1, ignored="all", num_items="given", other_tokens=0))
+    assert found["loss"].item() == 0.0
+    assert not any(found[name].any() for name in found if name.startswith("grad_"))
+
+
+def test_older_mixture():
+    """TRL's GKD up to 0.15: M = beta·p + (1 - beta)·q, so beta 0 is the reverse and beta 1 the forward divergence."""
+    older = dataclasses.replace(FAMILY, oracle=FAMILY.variants["exchanged mixture"])
+    for beta, truth in ((0.0, REVERSE), (1.0, FORWARD), (0.5, MIDDLE)):
+        assert exact(older, on_paper(beta, HALF, SKEW))["loss"].item() == pytest.approx(truth, rel=1e-12)
+    p, q, m = HALF, SKEW, [0.725, 0.275]
+    kl = [sum(u * log(u / v) for u, v in zip(a, m, strict=True)) for a in (q, p)]
+    found = exact(older, on_paper(0.1, p, q))["loss"].item()
+    assert found == pytest.approx(0.1 * kl[0] + 0.9 * kl[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_honest(dtype):
+    """Correct losses by other roads never disagree."""
+    roads = [
+        Implementation(f"honest.divergence.{name}", "divergence", "candidate", road, recipe=road.recipe)
+        for name, road in ROADS.items()
+    ]
+    for case in drawn("divergence", 60, 20, (dtype,)):
+        if case.settings.get("context", "plain") != "plain":
+            continue
+        bench = bench_of(case)
+        for road in roads:
+            outcome = execute(road, bench.inputs)
+            assert outcome.verdict == "ran", outcome.message
+            judged = confirmed(bench, road, outcome)
+            failing = {name: (j.gate, j.headroom, j.message) for name, j in judged.items() if not j.agrees}
+            assert not failing, (road.id, case.to_json())

@@ -1,0 +1,110 @@
+"""The log-prob oracle against the definition in 50 digits, gradcheck, and a stored fp16 that overflows."""
+
+import itertools
+import random
+
+import mpmath as mp
+import pytest
+import torch
+
+from parity.registry import family
+from parity.rounding.monte_carlo import exact_mark
+from parity.rounding.oracle import exact, to_double
+from parity.selftest.controls.written_out import Values
+
+FAMILY = family("logprobs")
+CHOICES = {
+    "peak": [0.05, 1.0, 12.0, 50.0],
+    "targets": ["random", "likely", "edge"],
+    "temperature": [1.0, 0.7, 0.01, 2.0],
+    "softcap": [None, 1.0, 3.0, 30.0],
+    "logit_scale": [1.0, 0.0625, 2.5],
+    "bias": ["none", "random", "banned"],
+    "head_dtype": ["same", "fp32"],
+    "ids_dtype": ["int64", "int32"],
+    "layout": ["contiguous", "strided", "transposed"],
+    "cotangent": ["random", "ones", "scaled", "sparse"],
+    "ignored": ["none", "some", "row", "all"],
+    "entropy": ["value", "gradient"],
+    "V": [1, 2, 5, 9],
+    "H": [1, 3],
+    "T": [1, 4],
+}
+
+
+def inputs(seed, **fixed):
+    """A tiny case, every setting chosen anew."""
+    choose = random.Random(seed)
+    settings = {name: choose.choice(values) for name, values in CHOICES.items()}
+    return FAMILY.build(FAMILY.case(seed, choose.choice(["fp32", "bf16", "fp16"]), settings | fixed))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_values(seed):
+    x = inputs(seed)
+    logps, entropy = Values(x).tokens()
+    found = exact(FAMILY, x)
+    for name, wanted in (("logps", logps), ("entropy", entropy)):
+        for value, truth in zip(found[name].flatten().tolist(), itertools.chain(*wanted), strict=True):
+            assert abs(value - truth) <= mp.mpf("1e-10") * (1 + abs(truth)), name
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_gradient(seed):
+    """Central differences in 50 digits of Σ cotangent·output."""
+    x = inputs(seed + 100)
+    values, step, found = Values(x), mp.mpf("1e-18"), exact(FAMILY, x)
+    upstream = [
+        [mp.mpf(float(v)) for v in x.cotangents[n].flatten()] for n in ("logps", "entropy") if n in x.cotangents
+    ]
+
+    def total():
+        outputs = [itertools.chain(*o) for o in values.tokens()]
+        return mp.fsum(g * v for g, o in zip(upstream, outputs, strict=False) for g, v in zip(g, o, strict=True))
+
+    choose = random.Random(seed)
+    for name in x.leaves:
+        grad = found[f"grad_{name}"]
+        for _ in range(3):
+            index = tuple(choose.randrange(n) for n in grad.shape)
+            place = values.leaf[name]
+            for i in index[:-1]:
+                place = place[i]
+            at = place[index[-1]]
+            if not mp.isfinite(at):
+                assert float(grad[index]) == 0.0
+                continue
+            place[index[-1]] = at + step
+            above = total()
+            place[index[-1]] = at - step
+            slope = (above - total()) / (2 * step)
+            place[index[-1]] = at
+            assert abs(float(grad[index]) - slope) <= mp.mpf("1e-10") * (abs(slope) + float(grad.abs().max()) + 1), name
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gradcheck(seed):
+    x = to_double(inputs(seed + 200, peak=1.0, temperature=0.7, entropy="gradient", bias="random"))
+    leaves = tuple(x.tensors[name] for name in x.leaves)
+
+    def outputs(*tensors):
+        found = FAMILY.oracle(x.replace(**dict(zip(x.leaves, tensors, strict=True))), exact_mark)
+        return found["logps"], found["entropy"]
+
+    assert torch.autograd.gradcheck(outputs, leaves)
+
+
+def test_on_paper():
+    """Two equal logits and one -inf: log-prob -log 2, entropy log 2."""
+    x = FAMILY.build(FAMILY.case(0, "fp32", {"B": 1, "T": 2, "V": 3, "H": 1, "bias": "random", "entropy": "value"}))
+    x = x.replace(
+        hidden=torch.ones(1, 2, 1),
+        weight=torch.tensor([[2.0], [1.0], [9.0]]),
+        bias=torch.tensor([0.0, 1.0, -torch.inf]),
+        ids=torch.tensor([[1, -100]]),
+    )
+    found = exact(FAMILY, x)
+    assert found["logps"].tolist() == [[pytest.approx(-0.6931471805599453), 0.0]]
+    assert found["entropy"].tolist() == [[pytest.approx(0.6931471805599453), 0.0]]
+    assert not found["grad_hidden"][0, 1].any(), "an ignored position has no gradient"
+    assert float(found["grad_weight"][2]) == 0.0, "a banned token has no gradient"

@@ -1,0 +1,195 @@
+"""The policy oracle against the definitions written out in 50 digits: value, metrics and gradient."""
+
+import dataclasses
+import random
+
+import mpmath as mp
+import pytest
+import torch
+
+from parity.families.policy_inputs import LOSS_TYPES
+from parity.registry import family
+from parity.rounding.monte_carlo import exact_mark
+from parity.rounding.oracle import exact, to_double
+from parity.selftest.controls.written_out import Policy, Values
+
+FAMILY = family("policy")
+E = float(mp.e)
+CHOICES = {
+    "importance_sampling_level": ["token", "sequence"],
+    "epsilon": [0.2, 0.05],
+    "epsilon_high": [None, 0.28, 0.5],
+    "delta": [None, 1.1, 1.8, 4.0],
+    "beta": [0.0, 0.04, 0.5],
+    "use_bias_correction_kl": [False, True],
+    "ref": ["near", "apart", "far"],
+    "old": ["mixed", "mixed", "inside", "absent", "extreme"],
+    "ratio": ["none", "token", "sequence"],
+    "ratio_range": ["unit", "wide", "zeros"],
+    "off_policy_mask_threshold": [None, 0.1, 1.0],
+    "sampler": ["none", "given", "nan"],
+    "entropy_quantile": [False, True],
+    "entropy_coef": [0.0, 0.3],
+    "advantages": ["mixed", "positive", "negative", "zero", "equal", "token"],
+    "accumulation": [1, 2, 5],
+    "steps_per_generation": [1, 4, 10],
+    "other_tokens": [0, 7],
+    "max_completion_length": [16, 3],
+    "sapo_temperature_pos": [1.0, 0.6],
+    "sapo_temperature_neg": [1.05, 2.0],
+    "vespo_k_pos": [2.0, 1.0],
+    "vespo_lambda_pos": [3.0, 1.5],
+    "vespo_k_neg": [3.0, 1.5],
+    "vespo_lambda_neg": [2.0, 1.0],
+    "mode": ["train", "eval"],
+    "head": ["plain", "plain", "tied", "lora"],
+    "lengths": [None, [4, 1, 0], [2, 4, 3], [0, 0, 0]],
+    "holes": [False, True],
+    "bias": ["none", "random", "banned"],
+    "softcap": [None, 3.0],
+    "logit_scale": [1.0, 0.3],
+    "temperature": [1.0, 0.7],
+    "peak": [1.0, 4.0],
+    "mask_dtype": ["int64", "bool", "fp32"],
+}
+
+
+def inputs(loss_type, seed):
+    """A tiny case, every setting chosen anew."""
+    choose = random.Random(f"{loss_type}/{seed}")
+    settings = {name: choose.choice(values) for name, values in CHOICES.items()}
+    if loss_type == "cispo":
+        settings["epsilon_high"] = choose.choice([5.0, 1.3])
+    settings |= {"B": 3, "T": 4, "V": 5, "H": 3, "loss_type": loss_type, "grad": "hidden weight bias"}
+    return FAMILY.build(FAMILY.case(seed, "fp32", settings))
+
+
+def close(value, wanted, size=1):
+    return abs(mp.mpf(float(value)) - wanted) <= mp.mpf("1e-11") * (abs(wanted) + size)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("seed", range(12))
+def test_loss_and_metrics(loss_type, seed):
+    x = inputs(loss_type, seed)
+    lp, entropy = Values(x).tokens()
+    definition = Policy(x)
+    found = exact(FAMILY, x)
+    wanted = {"loss": definition.loss(lp, entropy, lp, definition.kept_tokens(entropy))}
+    wanted |= definition.metrics(lp, entropy)
+    assert set(wanted) == {n for n in found if not n.startswith(("grad_", "_"))}
+    for name, value in wanted.items():
+        scale = float(found["_terms"].abs().sum()) + 1e-4 if name == "loss" else 1.0  # k3 near 0 cancels
+        assert close(found[name], value, scale), name
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_gradient(loss_type, seed):
+    """Central differences in 50 digits, with what the definition detaches held where it was."""
+    x = inputs(loss_type, seed + 100)
+    values, definition = Values(x), Policy(x)
+    stop, entropy = values.tokens()
+    kept = definition.kept_tokens(entropy)
+    found = exact(FAMILY, x)
+    upstream = mp.mpf(float(x.cotangents["loss"]))
+    step = mp.mpf("1e-18")
+    choose = random.Random(seed)
+    for name in x.leaves:
+        grad = found[f"grad_{name}"]
+        for _ in range(3):
+            index = tuple(choose.randrange(n) for n in grad.shape)
+            place = values.leaf[name]
+            for i in index[:-1]:
+                place = place[i]
+            if not mp.isfinite(place[index[-1]]):
+                assert float(grad[index]) == 0.0
+                continue
+            kept_value, sides = place[index[-1]], []
+            for sign in (1, -1):
+                place[index[-1]] = kept_value + sign * step
+                sides.append(definition.loss(*values.tokens(), stop, kept))
+            place[index[-1]] = kept_value
+            assert close(grad[index], upstream * (sides[0] - sides[1]) / (2 * step), float(grad.abs().max())), name
+
+
+SMOOTH = {"old": "mixed", "off_policy_mask_threshold": None, "entropy_quantile": False}
+
+
+@pytest.mark.parametrize("loss_type", [l for l in LOSS_TYPES if l not in ("cispo", "vespo")])
+@pytest.mark.parametrize("seed", range(3))
+def test_gradcheck(loss_type, seed):
+    """Losses without a stopped gradient, by torch.autograd.gradcheck as well."""
+    base = inputs(loss_type, seed + 200)
+    settings = {**base.case.settings, **SMOOTH, "bias": "random"}
+    x = to_double(FAMILY.build(FAMILY.case(seed, "fp32", settings)))
+    leaves = tuple(x.tensors[name] for name in x.leaves)
+
+    def loss(*tensors):
+        return FAMILY.oracle(x.replace(**dict(zip(x.leaves, tensors, strict=True))), exact_mark)["loss"]
+
+    assert torch.autograd.gradcheck(loss, leaves)
+
+
+def by_hand(**settings):
+    """Two tokens of one sequence, two token ids with logits ±h: everything below fits on paper."""
+    settings = {"B": 1, "T": 2, "V": 2, "H": 1, "loss_type": "grpo"} | settings
+    x = FAMILY.build(FAMILY.case(0, "fp32", settings))
+    return x.replace(
+        hidden=torch.zeros(1, 2, 1),
+        weight=torch.tensor([[1.0], [-1.0]]),
+        ids=torch.tensor([[0, 1]]),
+        mask=torch.ones(1, 2),
+        advantages=torch.tensor([2.0]),
+        old_logps=torch.tensor([[-1.0, 1.0]]) - torch.tensor(2.0).log(),
+        num_items_in_batch=torch.tensor(2),
+    )
+
+
+def loss_of(x, **settings):
+    """The oracle's loss with some settings exchanged."""
+    for name, value in settings.items():
+        setattr(x.settings, name, value)
+    return float(exact(FAMILY, x)["loss"])
+
+
+def test_on_paper():
+    """Both tokens have log-prob -log 2; the ratios are e and 1/e, the advantage 2."""
+    e, x = E, by_hand()
+    assert loss_of(x) == pytest.approx(-(1.2 * 2 + 2 / e) / 2)
+    assert loss_of(x, delta=1.1) == pytest.approx(-(1.1 * 2 + 2 / e) / 2)
+    assert loss_of(x, delta=None, loss_type="luspo") == pytest.approx(-(1.2 * 2 + 2 / e))
+    assert loss_of(x, loss_type="dr_grpo", max_completion_length=16) == pytest.approx(-(1.2 * 2 + 2 / e) / 16)
+    assert loss_of(x, loss_type="cispo", epsilon_high=2.0) == pytest.approx((2 + 1 / e) * 2 * float(mp.log(2)) / 2)
+    x = by_hand()
+    x.settings.importance_sampling_level = "sequence"
+    assert loss_of(x) == pytest.approx(-2.0), "the mean log-ratio is 0"
+    x = by_hand().replace(advantages=torch.tensor([-2.0]))
+    assert loss_of(x) == pytest.approx((e * 2 + 0.8 * 2) / 2), "a negative advantage is not clipped from above"
+
+
+@pytest.mark.parametrize(
+    ("log_r", "ratio", "definition", "capped", "slope"),
+    [
+        (2.0, 1.0, E**2 - 3, E**2 - 3, -2.0),
+        (3.0, 1.0, E**3 - 4, 10.0, 0.0),
+        (-12.0, 1.0, 11 + E**-12, 10.0, 0.0),
+        (-10.0, 1.0, 9 + E**-10, 9 + E**-10, 10.0),
+        (1.0, 20.0, 20 * (E - 2), 10.0, 0.0),
+        (25.0, 1e-9, 1e-9 * (E**25 - 26), 1e-9 * (E**20 - 21), 1e-9 * (E**20 - 21)),
+    ],
+)
+def test_capped_kl_on_paper(log_r, ratio, definition, capped, slope):
+    """One token of log-prob -log 2 and advantage 0: the loss is the KL term k3·w, its slope k3·w - (e^log_r - 1)·w."""
+    half = -float(mp.log(2))
+    x = by_hand(beta=1.0, use_bias_correction_kl=True).replace(
+        mask=torch.tensor([[1.0, 0.0]]),
+        advantages=torch.zeros(1),
+        ref_logps=torch.tensor([[half + log_r, 0.0]], dtype=torch.float64),
+        old_logps=torch.tensor([[half - float(mp.log(ratio)), 0.0]], dtype=torch.float64),
+    )
+    variant = dataclasses.replace(FAMILY, oracle=FAMILY.variants["capped KL"])
+    found = exact(variant, x)
+    assert loss_of(x) == pytest.approx(definition)
+    assert float(found["loss"]) == pytest.approx(capped)
+    assert float(found["_slope"][0, 0]) == pytest.approx(slope)

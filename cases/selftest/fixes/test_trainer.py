@@ -1,0 +1,197 @@
+"""`apply` on real trainers: what it picks, that the fixed trainer trains, and that everything can be taken back."""
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from parity.fixes import apply, wiring
+
+pytest.importorskip("trl")
+training_file = Path(__file__).parents[3] / "fixtures" / "training.py"
+spec = importlib.util.spec_from_file_location("training", training_file)
+training = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(training)
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+GONE = "this TRL has no fused LM head"
+
+
+def needs_fused_head():
+    from trl.trainer import utils
+
+    if not hasattr(utils, "_ChunkedLogProbFunction"):
+        pytest.skip(GONE)
+    return utils
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often the fused head asked us for log-probs."""
+    calls = []
+    ours = wiring.selective_log_probs
+    monkeypatch.setattr(wiring, "selective_log_probs", lambda *a, **k: calls.append(k) or ours(*a, **k))
+    return calls
+
+
+def test_a_trainer_trains_with_our_log_probs_as_without(counted):
+    """Softcap, temperature, accumulation, ragged completions, old log-probs, entropy bonus: equal in float32."""
+    utils = needs_fused_head()
+    kernel = utils._ChunkedLogProbFunction
+    settings = {"entropy_coef": 0.05, "top_entropy_quantile": 0.8}
+    plain = training.trained(training.trainer(training.model(), **settings))
+    assert not counted
+    made = training.trainer(training.model(), **settings)
+    with apply(made) as applied:
+        assert applied
+        assert "trl.trainer.utils._ChunkedLogProbFunction" in applied["use_selective_log_probs"].changed
+        assert "no fused loss" in applied["use_fused_policy_loss"].reason
+        assert not apply(made)
+        ours = training.trained(made)
+    assert utils._ChunkedLogProbFunction is kernel
+    assert len(counted) >= 4
+    assert {k["softcap"] for k in counted} == {training.SOFTCAP}
+    assert {k["temperature"] for k in counted} == {0.8}
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert mine.get("completions/mean_length") == theirs.get("completions/mean_length")
+        for name in ("loss", "grad_norm", "entropy"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+    assert plain[0]["completions/mean_length"] < 12
+    assert plain[0]["grad_norm"] > 0.01
+
+
+def test_a_forbidden_token_no_longer_ends_the_run(counted):
+    """A logit of -inf: TRL's entropy bonus is NaN, with ours the gradient is finite."""
+    needs_fused_head()
+
+    def step(fixed):
+        policy = training.model()
+        head = policy.get_output_embeddings()
+        head.bias = torch.nn.Parameter(torch.zeros(training.WORDS))
+        with torch.no_grad():
+            head.bias[5] = -torch.inf
+        policy.config.final_logit_softcapping = None  # a cap would lift -inf to -3
+        made = training.trainer(policy, entropy_coef=0.05, max_steps=1)
+        if not fixed:
+            return training.trained(made)[0]["grad_norm"]
+        with apply(made):
+            return training.trained(made)[0]["grad_norm"]
+
+    assert not torch.tensor(step(fixed=False)).isfinite()
+    assert torch.tensor(step(fixed=True)).isfinite()
+
+
+class Counting:
+    """A model's own checkpointing function."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, function, *args, **kwargs):
+        self.calls += 1
+        return checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=True)
+
+
+def frozen_inputs():
+    policy = training.model()
+    policy.get_input_embeddings().requires_grad_(False)
+    # transformers 5 adds an input hook of its own when checkpointing is turned on; older ones do not.
+    policy.enable_input_require_grads = lambda *_: None
+    return policy
+
+
+def checkpointing(policy, own):
+    """A trainer that leaves checkpointing to the model, and a model with a function of its own."""
+    made = training.trainer(policy, gradient_checkpointing_kwargs={"use_reentrant": True}, max_steps=1)
+    policy.gradient_checkpointing_enable({"use_reentrant": True})
+    for layer in policy.model.layers:
+        layer._gradient_checkpointing_func = own
+    return made
+
+
+def test_checkpointing_of_the_models_own_survives_generation_and_trains():
+    own = Counting()
+    policy = frozen_inputs()
+    made = checkpointing(policy, own)
+    before = policy.model.layers[0].mlp.up_proj.weight.detach().clone()
+    with apply(made) as applied:
+        assert "hook on the input embeddings" in applied["require_input_grads"].changed
+        assert len(applied["keep_gradient_checkpointing"]) >= 2
+        entries = training.trained(made)
+    assert own.calls >= 4
+    assert all(layer._gradient_checkpointing_func is own for layer in policy.model.layers)
+    assert entries[0]["grad_norm"] > 0
+    assert not torch.equal(before, policy.model.layers[0].mlp.up_proj.weight)
+    assert not policy.get_input_embeddings()._forward_hooks
+
+
+def test_without_it_generation_overwrites_the_models_own_checkpointing():
+    """The control of the test above."""
+    own = Counting()
+    policy = frozen_inputs()
+    made = checkpointing(policy, own)
+    before = policy.model.layers[0].mlp.up_proj.weight.detach().clone()
+    training.trained(made)
+    assert own.calls == 0
+    assert all(layer._gradient_checkpointing_func is not own for layer in policy.model.layers)
+    assert torch.equal(before, policy.model.layers[0].mlp.up_proj.weight)
+
+
+def test_a_nested_softcap_is_lifted_for_training():
+    transformers = pytest.importorskip("transformers")
+    text = training.model("Gemma3TextConfig", "Gemma3ForCausalLM").config
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4)
+    policy = transformers.Gemma3ForConditionalGeneration(config)
+    made = training.trainer(policy, max_steps=1)
+    assert not hasattr(policy.config, "final_logit_softcapping")
+    with apply(made) as applied:
+        assert applied["lift_text_config_attributes"].changed == ("config.final_logit_softcapping=3.0",)
+        assert policy.config.final_logit_softcapping == 3.0
+        assert training.trained(made)[0]["grad_norm"] > 0
+    assert not hasattr(policy.config, "final_logit_softcapping")
+
+
+def test_what_fails_leaves_nothing_behind(monkeypatch):
+    needs_fused_head()
+    made = training.trainer(
+        frozen_inputs(), gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}
+    )
+
+    def broken(trainer):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(wiring, "use_fused_policy_loss", broken)
+    with pytest.raises(RuntimeError, match="no"):
+        apply(made)
+    assert not made.model.get_input_embeddings()._forward_hooks
+    monkeypatch.undo()
+    with apply(made) as applied:
+        assert applied["use_selective_log_probs"]
+    assert str(applied).count("\n") == len(applied.patches) - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("SFTTrainer", "the trainer also takes is_top1 of TRL's kernel"),
+        ("DPOTrainer", "the trainer also takes is_top1, mean_logits of TRL's kernel"),
+        ("CPOTrainer", "no model of the trainer has a fused LM head"),
+    ],
+)
+def test_a_trainer_that_needs_nothing_is_left_alone(name, reason):
+    """Nothing of the process is rebound for it, and one kernel scores its policy and its reference."""
+    from parity.trainers.rig import drive, models
+
+    utils = needs_fused_head()
+    kernel = utils._ChunkedLogProbFunction
+    config = drive.found(name.replace("Trainer", "Config"))
+    args = drive.arguments(config, "cpu", {"gradient_checkpointing": False})
+    with apply(drive.build(name, models.model("llama"), args)) as applied:
+        assert not applied
+        assert applied["use_selective_log_probs"].reason == reason
+        assert utils._ChunkedLogProbFunction is kernel

@@ -1,0 +1,297 @@
+"""The protocol gate and the exact relations: every leak is seen, named and undone; honest code passes."""
+
+import dataclasses
+import os
+import random
+
+import pytest
+import torch
+
+from parity.implementations.implementation import Implementation
+from parity.judging import side_effects
+from parity.judging.execute import Outcome, execute
+from parity.registry import family, run_case
+from parity.selftest.controls import CONTROLS, control
+
+LOGPROBS, POLICY = family("logprobs"), family("policy")
+PLAIN = control("honest.logprobs.plain")
+LOSS = control("honest.policy.plain")
+
+
+def inputs(fam=LOGPROBS, dtype="fp32", seed=3, **settings):
+    return fam.build(fam.case(seed, dtype, {"V": 11, "H": 5, "bias": "random"} | settings))
+
+
+def wrong(call, base=PLAIN, **fields):
+    """An implementation that does something before or after an honest one."""
+    return Implementation("wrong", base.family, "candidate", call, base.recipe, outputs=base.outputs, **fields)
+
+
+def leaving(effect, base=PLAIN):
+    """The honest one, and an effect on the process that outlives the call."""
+
+    def call(x):
+        out = base.call(x)
+        effect(x)
+        return out
+
+    return wrong(call, base)
+
+
+def damage(name):
+    def effect(x):
+        with torch.no_grad():
+            x.tensors[name].view(-1)[0] += 1
+
+    return effect
+
+
+def rebind(x):
+    torch.nn.functional.softmax = lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize(
+    ("effect", "says"),
+    [
+        (damage("hidden"), "input hidden was changed in place"),
+        (damage("weight"), "input weight was changed in place"),
+        (damage("ids"), "input ids was changed in place"),
+        (lambda x: os.environ.update(UNSLOTH_RETURN_HIDDEN_STATES="1"), "environment variable UNSLOTH_RETURN_HIDDEN"),
+        (lambda x: torch.rand(1), "torch RNG changed"),
+        (lambda x: random.random(), "python RNG changed"),
+        (lambda x: torch.set_grad_enabled(False), "grad mode changed"),
+        (lambda x: torch.set_default_dtype(torch.bfloat16), "default dtype changed"),
+        (lambda x: torch.set_float32_matmul_precision("high"), "float32_matmul_precision changed"),
+        (rebind, "rebound torch.nn.functional.softmax"),
+        (lambda x: torch.use_deterministic_algorithms(True), "deterministic algorithms changed"),
+    ],
+)
+def test_a_leak_is_seen_named_and_undone(effect, says):
+    softmax = torch.nn.functional.softmax
+    try:
+        x = inputs()
+        kept = side_effects.copies(x)
+        _, leaks = side_effects.watched(leaving(effect), x)
+        assert any(says in leak for leak in leaks), leaks
+        assert torch.is_grad_enabled()
+        assert torch.get_default_dtype() == torch.float32
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert "UNSLOTH_RETURN_HIDDEN_STATES" not in os.environ
+        assert all(torch.equal(x.tensors[name], value) for name, value in kept.items())
+    finally:
+        torch.nn.functional.softmax = softmax
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("base", [i.id for group in CONTROLS.values() for i in group])
+def test_honest_code_leaks_nothing_and_holds_every_relation(base, dtype):
+    implementation = control(base)
+    fam = family(implementation.family)
+    for seed, extra in ((1, {}), (2, {"lengths": [3, 1], "beta": 0.04} if fam is POLICY else {"ignored": "some"})):
+        x, other = inputs(fam, dtype, seed, **extra), inputs(fam, dtype, seed + 10, **extra)
+        outcome, leaks = side_effects.watched(implementation, x)
+        assert outcome.verdict == "ran", outcome.message
+        leaks += side_effects.repeated(implementation, x, other, outcome) + side_effects.accumulation(implementation, x)
+        assert not leaks
+        found = side_effects.relations(fam, implementation, x, outcome)
+        assert found or dtype == "fp16"  # a subnormal float16 does not double exactly
+        assert all(holds for holds, _ in found.values()), found
+
+
+def test_state_that_a_call_leaves_to_the_next():
+    seen = []
+
+    def call(x):
+        seen.append(1)
+        out = PLAIN.call(x)
+        return {"logps": out["logps"] + (0.0 if len(seen) == 1 else 1e-3)}
+
+    implementation = wrong(call)
+    x, other = inputs(), inputs(seed=4)
+    first = execute(implementation, x)
+    found = side_effects.repeated(implementation, x, other, first)
+    assert found == ["logps differs when called again after another case"]
+
+
+class Once(torch.autograd.Function):
+    """Halves its saved gradient each time it is asked."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.times = 0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.times += 1
+        return g / ctx.times
+
+
+class Freed(torch.autograd.Function):
+    """Cannot be asked twice."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = x
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        if ctx.kept is None:
+            raise RuntimeError("the buffer was freed")
+        ctx.kept = None
+        return g
+
+
+@pytest.mark.parametrize(("function", "says"), [(Once, "does not add the same gradient"), (Freed, "freed")])
+def test_a_second_backward(function, says):
+    implementation = wrong(lambda x: PLAIN.call(x.replace(hidden=function.apply(x.hidden))))
+    found = side_effects.accumulation(implementation, inputs())
+    assert any(says in leak for leak in found), found
+
+
+class Skewed(torch.autograd.Function):
+    """A backward that is not linear in what comes from above."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g + 0.01 * g * g.abs() + 1e-4
+
+
+@pytest.mark.parametrize("relation", ["cotangent x2", "cotangent 0"])
+def test_a_backward_that_is_not_linear(relation):
+    implementation = wrong(lambda x: PLAIN.call(x.replace(hidden=Skewed.apply(x.hidden))))
+    x = inputs()
+    found = side_effects.relations(LOGPROBS, implementation, x, execute(implementation, x))
+    assert not found[relation][0]
+    assert "grad_hidden" in found[relation][1]
+
+
+def test_garbage_that_reaches_the_loss_through_the_mask():
+    def leaky(x):
+        mask = x.mask.clone()
+        mask.view(-1)[-1] = 1
+        return LOSS.call(x.replace(mask=mask))
+
+    x = inputs(POLICY, lengths=[2, 1])
+    implementation = wrong(leaky, LOSS)
+    holds, message = side_effects.relations(POLICY, implementation, x, execute(implementation, x))["masked garbage"]
+    assert not holds
+    assert "what the mask hides" in message
+
+
+def test_a_loss_that_does_not_scale_with_its_advantages():
+    implementation = wrong(lambda x: LOSS.call(x.replace(advantages=x.advantages.clamp(-0.5, 0.5))), LOSS)
+    x = inputs(POLICY)
+    holds, message = side_effects.relations(POLICY, implementation, x, execute(implementation, x))["advantages x2"]
+    assert not holds
+    assert "linear in the advantages" in message
+
+
+def raising(x):
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("call", "quantity", "verdict"),
+    [
+        (PLAIN.call, "protocol", "agree"),
+        (leaving(damage("ids")).call, "protocol", "disagree"),
+        (lambda x: PLAIN.call(x.replace(hidden=x.hidden.detach())), "grad_hidden", "disagree"),
+        (raising, None, "crashed"),
+    ],
+)
+def test_rows_say_so(call, quantity, verdict):
+    case = LOGPROBS.case(3, "fp32", {"V": 11, "H": 5})
+    rows = {r["quantity"]: r for r in run_case(case, [wrong(call)])}
+    assert rows[quantity]["verdict"] == verdict
+    if verdict == "disagree":
+        assert rows[quantity]["class"] == "logic"
+        assert rows[quantity]["blame"] == "candidate"
+
+
+def test_tf32_is_a_call_context_that_is_left_again():
+    """The precision is high during both passes, what it was afterwards; anything else that is left behind shows."""
+    seen = []
+    case = LOGPROBS.case(3, "fp32", {"context": "tf32", "V": 31})
+    before = torch.get_float32_matmul_precision()
+    rows = list(run_case(case, [leaving(lambda x: seen.append(torch.get_float32_matmul_precision()))]))
+    assert set(seen) == {"high"}
+    assert torch.get_float32_matmul_precision() == before
+    assert {r["verdict"] for r in rows} == {"agree"}
+    try:
+        rows = list(run_case(case, [leaving(lambda x: torch.set_float32_matmul_precision("medium"))]))
+        assert [r["quantity"] for r in rows if r["verdict"] == "disagree"] == ["protocol"]
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class _Workspace(torch.autograd.Function):
+    """Log-probs whose probabilities for the backward stand in one buffer for all calls."""
+
+    buffer: dict[str, torch.Tensor] = {}
+
+    @staticmethod
+    def forward(ctx, hidden, weight, ids):
+        logps = torch.log_softmax(hidden @ weight.T, -1)
+        _Workspace.buffer["p"] = logps.exp()
+        ctx.save_for_backward(hidden, weight, ids)
+        return logps.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx, g):
+        hidden, weight, ids = ctx.saved_tensors
+        dz = -_Workspace.buffer["p"] * g.unsqueeze(-1)
+        dz = dz.scatter_add(-1, ids.long().unsqueeze(-1), g.unsqueeze(-1))
+        return dz @ weight, dz.flatten(0, 1).T @ hidden.flatten(0, 1), None
+
+
+def test_what_is_kept_for_the_backward_belongs_to_its_call():
+    """A buffer for all calls: A, B, A with each backward at once sees nothing; two forwards before a backward do."""
+    x = inputs(bias="none")
+    shared = wrong(lambda v: {"logps": _Workspace.apply(v.hidden, v.weight, v.ids)})
+    shared = dataclasses.replace(shared, outputs=frozenset())
+    other, first = inputs(seed=4, bias="none"), execute(shared, x)
+    assert first.verdict == "ran"
+    assert side_effects.repeated(shared, x, other, first) == []
+    found = side_effects.interleaved(shared, x, other, first)
+    assert sorted(m.split()[0] for m in found) == ["grad_hidden", "grad_weight"]
+    rows = list(run_case(x.case, [shared]))
+    (protocol_row,) = [r for r in rows if r["quantity"] == "protocol"]
+    assert "another forward comes before its backward" in protocol_row["message"]
+    for control_ in CONTROLS["logprobs"]:
+        assert side_effects.interleaved(control_, x, other, execute(control_, x)) == [], control_.id
+
+
+def test_two_forwards_that_cannot_be_are_named():
+    def once(x):
+        if torch.equal(x.hidden, other.hidden):
+            raise RuntimeError("busy")
+        return PLAIN.call(x)
+
+    x, other = inputs(), inputs(seed=4)
+    found = side_effects.interleaved(wrong(once), x, other, execute(wrong(once), x))
+    assert found == ["a second forward before the backward of the first: crashed, RuntimeError: busy"]
+
+
+def test_subnormals_on_the_way_do_not_double():
+    """A gradient of 1e-37 that passed through 1e-40: its double is off by 7e-42, and that is no logic."""
+    value = torch.tensor([1e-37, 1.0])
+    for off, holds in ((7e-42, True), (1e-36, True), (1e-3, False)):
+        then = value * 2 + torch.tensor([off, 0.0]) if off < 1e-30 else value * 2 + off
+        found, message = side_effects._related(
+            Outcome("ran", {"grad_hidden": value}), Outcome("ran", {"grad_hidden": then}), {"grad_hidden": 2.0}, "why"
+        )
+        assert found is holds, (off, message)
+    small = torch.tensor([1e-37])
+    for off, holds in ((7e-42, True), (1e-37, False)):
+        found, _ = side_effects._related(
+            Outcome("ran", {"g": small}), Outcome("ran", {"g": small * 2 + off}), {"g": 2.0}, "why"
+        )
+        assert found is holds, off

@@ -1,0 +1,86 @@
+"""The ledger: mandatory fields, scopes, staleness."""
+
+import json
+
+import pytest
+
+from parity.errors import UsageError
+from parity.registry import facts, family
+from parity.results.ledger import Ledger, stale
+
+ENTRY = """
+[[finding]]
+id = "x"
+family = "logprobs"
+implementations = ["lib.*"]
+quantities = ["grad_*"]
+settings = { bias = "banned", V = { min = 5 } }
+reason = "because"
+date = "2026-11-20"
+case = "case.json"
+"""
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    case = family("logprobs").case(1, "fp32", {"bias": "banned"})
+    (tmp_path / "case.json").write_text(json.dumps(case.to_json()))
+    path = tmp_path / "ledger.toml"
+    path.write_text(ENTRY)
+    return path
+
+
+def row(**changes):
+    base = {"family": "logprobs", "implementation": "lib.f", "quantity": "grad_hidden", "verdict": "disagree"}
+    return base | {"dtype": "fp32", "device": "cpu", "gate": "row"} | changes
+
+
+def test_scope(ledger):
+    loaded = Ledger.load(ledger)
+    inside = family("logprobs").case(1, "fp32", {"bias": "banned", "V": 9})
+    assert loaded.match(row(), facts(inside)) == "x"
+    assert loaded.match(row(implementation="other.f"), facts(inside)) is None
+    assert loaded.match(row(quantity="logps"), facts(inside)) is None
+    assert loaded.match(row(verdict="crashed"), facts(inside)) is None
+    assert loaded.match(row(), facts(family("logprobs").case(1, "fp32", {"bias": "random", "V": 9}))) is None
+    assert loaded.match(row(), facts(family("logprobs").case(1, "fp32", {"bias": "banned", "V": 4}))) is None
+
+
+def test_a_scope_of_variants_holds_what_they_explain(ledger):
+    ledger.write_text(ENTRY.replace('quantities = ["grad_*"]', 'quantities = ["grad_*"]\nvariants = ["capped KL"]'))
+    loaded = Ledger.load(ledger)
+    case = family("logprobs").case(1, "fp32", {"bias": "banned", "V": 9})
+    assert loaded.match(row(variant="capped KL"), facts(case)) == "x"
+    assert loaded.match(row(variant="exchanged mixture"), facts(case)) is None
+    assert loaded.match(row(variant=None), facts(case)) is None
+    assert loaded.match(row(), facts(case)) is None
+
+
+def test_stale(ledger):
+    (entry,) = Ledger.load(ledger).entries
+    assert stale(entry, [row()]) is False
+    assert stale(entry, [row(verdict="agree")]) is True
+    assert stale(entry, [row(verdict="unsupported", quantity=None)]) is None
+    assert stale(entry, [row(implementation="other.f", verdict="agree")]) is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('reason = "because"', "", "reason is mandatory"),
+        ('case = "case.json"', 'case = "gone.json"', "does not exist"),
+        ('date = "2026-11-20"', 'date = "2026-11-20"\nsince = "1"', "'since' is unknown"),
+        ("[[finding]]", "[[finding", "not a readable ledger"),
+    ],
+)
+def test_a_bad_ledger_is_one_line(ledger, old, new, words):
+    ledger.write_text(ENTRY.replace(old, new))
+    with pytest.raises(UsageError, match=words) as error:
+        Ledger.load(ledger)
+    assert "\n" not in str(error.value).strip() or words == "not a readable ledger"
+
+
+def test_ids_are_unique(ledger):
+    ledger.write_text(ENTRY + ENTRY)
+    with pytest.raises(UsageError, match="stands twice"):
+        Ledger.load(ledger)

@@ -1,0 +1,33 @@
+"""Each wrong implementation is caught within a few dozen drawn cases, whatever the seed; its honest twin is not."""
+
+import pytest
+
+from parity.judging.assess import confirmed
+from parity.judging.compare import skip_reason
+from parity.judging.execute import execute
+from parity.registry import bench_of
+from parity.selftest.controls.wrong import WRONG
+from parity.selftest.false_alarms import drawn
+
+CASES = 48
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted(WRONG))
+def test_caught_within_a_few_dozen_cases(name, seed):
+    wrong = WRONG[name]
+    tried = 0
+    for case in drawn(wrong.implementation.family, CASES, 100 + seed, wrong.dtypes):
+        if case.settings.get("V", 7) > 4097:
+            continue
+        bench = bench_of(case).offered(wrong.implementation)
+        if skip_reason(wrong.implementation, case, bench.inputs.settings, "cpu"):
+            continue
+        tried += 1
+        outcome = execute(wrong.implementation, bench.inputs)
+        if outcome.verdict != "ran" or all(j.agrees for j in confirmed(bench, wrong.implementation, outcome).values()):
+            continue
+        honest = confirmed(bench, wrong.base, execute(wrong.base, bench.inputs))
+        assert all(j.agrees for j in honest.values()), "the edit is what disagrees"
+        return
+    pytest.fail(f"not caught in {tried} cases")

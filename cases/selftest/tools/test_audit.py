@@ -1,0 +1,388 @@
+"""The settings audit on implementations whose answer is known: wrong ones, refusing ones, ones without a parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from parity.case.inputs import Inputs
+from parity.cli.commands import main
+from parity.implementations.implementation import Implementation, Outputs
+from parity.implementations.user import from_function
+from parity.registry import family
+from parity.rounding.oracle import exact
+from parity.selftest.controls import control
+from parity.selftest.mutants import mutants, originals
+from parity.tools.audit import releases, responsible, source_lines, table
+from parity.tools.audit.command import NEW, NOTHING, exit_code
+from parity.tools.audit.pairs import Stands
+from parity.tools.audit.probes import PROBES, SHAPES, Probe, pair
+from parity.tools.audit.verdicts import Answer, answer
+
+HONEST = {name: originals(name)[0].implementation for name in ("policy", "logprobs")}
+
+
+def nothing_known(row, case):
+    return None
+
+
+def probe(name: str, label: str) -> Probe:
+    return next(p for p in PROBES[name] if p.label.startswith(label))
+
+
+def asked(implementation: Implementation, label: str, known=nothing_known) -> Answer:
+    stands = Stands(implementation.family, probe(implementation.family, label), "cpu")
+    return answer(implementation, stands, 1, known)
+
+
+def mutant(name: str, mistake: str) -> Implementation:
+    return next(m.implementation for m in mutants(name) if m.name == mistake)
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake", "label", "expected"),
+    [
+        ("policy", "temperature-forgotten", "temperature", "ignored"),
+        ("policy", "softcap-forgotten", "softcap", "ignored"),
+        ("policy", "adapter-ignored", "head=lora", "ignored"),
+        ("policy", "tied-embedding-ignored", "head=tied", "ignored"),
+        ("policy", "epsilon-high-ignored", "epsilon_high", "ignored"),
+        ("policy", "delta-forgotten", "delta", "ignored"),
+        ("policy", "bias-correction-dropped", "use_bias_correction_kl", "ignored"),
+        ("policy", "bias-correction-twice", "use_bias_correction_kl", "wrong"),
+        ("policy", "ratio-dropped", "ratio=token", "ignored"),
+        ("policy", "ratio-as-log", "ratio=token", "wrong"),
+        ("policy", "tool-mask-dropped", "holes", "ignored"),
+        ("policy", "sequence-as-token", "importance_sampling_level", "ignored"),
+        ("policy", "micro-batch-for-batch", "other_tokens", "ignored"),
+        ("policy", "accumulation-twice", "accumulation=4 (dapo)", "wrong"),
+        ("policy", "accumulation-forgotten", "accumulation=4", "ignored"),
+        ("policy", "generation-forgotten", "steps_per_generation", "ignored"),
+        ("logprobs", "bias-forgotten", "bias", "ignored"),
+        ("logprobs", "temperature-before-softcap", "temperature=0.7 (with softcap", "wrong"),
+        ("logprobs", "ignored-scored", "ignored", "wrong"),
+        ("logprobs", "entropy-gradient-missing", "entropy", "wrong"),
+    ],
+)
+def test_wrong_implementations_get_their_answer(name, mistake, label, expected):
+    found = asked(mutant(name, mistake), label)
+    assert (found.answer, found.silent) == (expected, True)
+    assert found.new
+    assert found.gates
+    assert asked(HONEST[name], label).answer == "honoured"
+
+
+def edited(edit, name: str = "policy") -> Implementation:
+    honest = HONEST[name]
+    return dataclasses.replace(honest, id="edited", call=lambda x: edit(x, honest.call))
+
+
+def without_delta(x: Inputs, call) -> Outputs:
+    settings = type(x.settings)(**vars(x.settings) | {"delta": None})
+    return call(dataclasses.replace(x, settings=settings))
+
+
+def test_an_ignored_setting_with_a_warning_is_not_silent():
+    def edit(x: Inputs, call) -> Outputs:
+        if x.settings.delta is not None:
+            warnings.warn("delta is not supported and has no effect", stacklevel=1)
+        return without_delta(x, call)
+
+    found = asked(edited(edit), "delta")
+    assert (found.answer, found.silent) == ("ignored", False)
+
+
+def test_a_clear_error_is_refused_and_an_unclear_one_crashed():
+    def refuse(x: Inputs, call) -> Outputs:
+        if x.settings.delta is not None:
+            raise ValueError(f"delta={x.settings.delta} is not supported")
+        return call(x)
+
+    def crash(x: Inputs, call) -> Outputs:
+        return call(x) if x.settings.delta is None else {"loss": torch.zeros(2) @ torch.zeros(3)}
+
+    refused, crashed = asked(edited(refuse), "delta"), asked(edited(crash), "delta")
+    assert (refused.answer, refused.new) == ("refused", False)
+    assert "delta=1.8 is not supported" in refused.reason
+    assert refused.place.startswith("test_audit.py:")
+    assert (crashed.answer, crashed.new) == ("crashed", True)
+
+
+def test_a_setting_honoured_on_some_cases_alone_is_wrong():
+    def edit(x: Inputs, call) -> Outputs:
+        return without_delta(x, call) if SHAPES[0]["B"] == x.settings.B else call(x)
+
+    stands = Stands("policy", probe("policy", "delta"), "cpu")
+    found = answer(edited(edit), stands, 2, nothing_known)
+    assert found.answer == "wrong"
+    assert {stand.pair.case.settings.get("B") for stand in stands.moving(0, "fp32")} == {3, None}
+
+
+def plain_loss(hidden, weight, ids, mask, advantages, old_logps=None):
+    logps = torch.log_softmax(hidden @ weight.T, -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    ratio = (logps - (logps.detach() if old_logps is None else old_logps)).exp()
+    loss = -torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    return ((loss * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+def test_a_function_without_the_parameter_is_absent_and_says_so():
+    own = from_function(plain_loss, "own")
+    found = asked(own, "delta")
+    assert (found.answer, found.new, found.parameter) == ("absent", False, None)
+    assert "no parameter delta" in found.reason
+    assert asked(own, "old").answer == "honoured"
+    assert asked(own, "lengths").answer == "honoured"
+
+
+def takes_delta(hidden, weight, ids, mask, advantages, old_logps=None, delta=None):
+    return plain_loss(hidden, weight, ids, mask, advantages, old_logps)
+
+
+def test_an_adapter_that_denies_a_parameter_is_told_of_it(monkeypatch):
+    own = from_function(plain_loss, "own")
+    monkeypatch.setattr(source_lines, "_resolved", lambda name: takes_delta)
+    found = asked(own, "delta")
+    assert found.answer == "absent"
+    assert found.parameter is not None and "delta" in found.parameter
+    assert found.new
+    assert responsible.mend(found, None, None).startswith("adapter:")
+
+
+def test_what_the_ledger_covers_is_known_and_no_new_finding():
+    found = asked(mutant("policy", "delta-forgotten"), "delta", lambda row, case: f"entry for {row['implementation']}")
+    assert found.answer == "ignored"
+    assert found.known == ("entry for mutant.policy.delta-forgotten",)
+    assert not found.new
+    partly = asked(mutant("policy", "delta-forgotten"), "delta", lambda row, case: row["quantity"] == "loss" or None)
+    assert partly.known == ()
+
+
+def test_effects_are_ratios_to_the_definition():
+    found = asked(mutant("policy", "accumulation-twice"), "accumulation=4 (dapo)")
+    assert found.loss == pytest.approx(0.25, rel=1e-5)
+    assert found.gradient == pytest.approx(0.25, rel=1e-5)
+    honest = asked(HONEST["policy"], "accumulation=4")
+    assert honest.moved_loss == pytest.approx(0.25, rel=1e-5)
+    assert honest.loss == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(PROBES))
+def test_every_probe_moves_the_definition_or_says_that_it_stays(name):
+    for one in PROBES[name]:
+        for base in range(len(one.bases)):
+            found = next(Stands(name, one, "cpu").moving(base, "fp32"), None)
+            assert found is not None, (
+                f"{one.label}: no case on which the definition {'stays' if one.stays else 'moves'}"
+            )
+
+
+@pytest.mark.parametrize("name", sorted(PROBES))
+def test_labels_tell_probes_apart_and_name_settings_of_the_family(name):
+    labels = [p.label for p in PROBES[name]]
+    assert len(set(labels)) == len(labels)
+    assert {p.setting for p in PROBES[name]} <= set(family(name).settings)
+
+
+def test_both_sides_of_a_pair_share_every_tensor_but_the_settings_own():
+    one = probe("policy", "temperature")
+    made = pair("policy", one, {}, "fp32", 0)
+    assert made.still.settings.temperature == 1.0
+    assert made.moved.settings.temperature == 0.7
+    assert all(made.still.tensors[n] is t for n, t in made.moved.tensors.items())
+    dropped = pair("policy", probe("policy", "ratio=token"), {}, "fp32", 0)
+    assert [n for n, t in dropped.moved.tensors.items() if dropped.still.tensors[n] is not t] == [
+        "importance_sampling_ratio"
+    ]
+    assert len(SHAPES) > 1
+    assert exact(family("policy"), made.moved)["loss"] != exact(family("policy"), made.still)["loss"]
+
+
+SOURCE = "parity.fixes.grpo.FusedLinearGRPOLoss.forward"
+
+
+def test_the_line_that_reads_a_setting_is_found():
+    found = source_lines.place((SOURCE,), ("delta",))
+    module = importlib.import_module("parity.fixes.grpo")
+    file, _, line = found.text.rpartition(":")
+    assert found.read and file == "parity/fixes/grpo.py"
+    assert "delta" in Path(inspect.getsourcefile(module) or "").read_text().splitlines()[int(line) - 1]
+    absent = source_lines.place((SOURCE,), ("no_such_setting",))
+    assert not absent.read
+    assert str(absent).startswith("not read in parity/fixes/grpo.py:")
+
+
+def test_what_is_wrong_without_the_setting_is_not_blamed_on_it():
+    found = asked(mutant("policy", "logps-scaled-1e-2"), "temperature")
+    assert (found.answer, found.new) == ("not run", False)
+    assert "without the setting" in found.reason
+
+    def edit(x: Inputs, call) -> Outputs:
+        out = call(x)
+        return out | {"loss": out["loss"] * 1.1} if SHAPES[0]["B"] == x.settings.B else out
+
+    assert asked(edited(edit), "temperature").answer == "honoured"
+
+
+def test_damage_by_one_implementation_does_not_reach_the_next():
+    stands = Stands("policy", probe("policy", "temperature"), "cpu")
+    damaging = mutant("policy", "hidden-damaged")
+    first, second = (answer(i, stands, 1, nothing_known) for i in (damaging, HONEST["policy"]))
+    assert (first.answer, second.answer) == ("honoured", "honoured")
+
+
+TRAINER = """
+def helper(value):
+    return value.by_function
+
+class Trainer:
+    def __init__(self, args):
+        self.args = args
+        self.kernel = Kernel(cap=args.limit)
+
+    def step(self, inputs):
+        helper(self.args.by_attribute)
+        return self.kernel(inputs["by_key"]), self.further(inputs)
+
+    def further(self, inputs):
+        return inputs.by_method
+
+    def apart(self, inputs):
+        return inputs.elsewhere
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("by_attribute", "helper(self.args.by_attribute)"),
+        ("by_key", 'inputs["by_key"]'),
+        ("by_function", "return value.by_function"),
+        ("by_method", "return inputs.by_method"),
+        ("cap", "self.kernel = Kernel(cap=args.limit)"),
+        ("elsewhere", None),
+    ],
+)
+def test_a_trainer_is_followed_into_what_it_calls_and_what_it_made(name, text, tmp_path, monkeypatch):
+    (tmp_path / "toy_trainer.py").write_text(TRAINER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "toy_trainer", raising=False)
+    found = source_lines.place(("toy_trainer.Trainer.step",), (name,))
+    assert found.read == (text is not None)
+    line = int(found.text.rpartition(":")[2])
+    assert (text or "def step(self, inputs):") in TRAINER.splitlines()[line - 1]
+
+
+def test_a_fix_of_ours_that_says_no_refuses():
+    from parity.fixes import FusedLinearGRPOLoss
+
+    def edit(x: Inputs, call) -> Outputs:
+        if x.settings.delta is not None:
+            FusedLinearGRPOLoss(loss_type="nothing")
+        return call(x)
+
+    found = asked(edited(edit), "delta")
+    assert (found.answer, found.new) == ("refused", False)
+    assert found.place.startswith("parity/fixes/")
+
+
+def test_where_to_mend_follows_the_kernel_called_directly():
+    one = probe("policy", "delta")
+    wired = Answer("policy", "trl.GRPOTrainer.liger", "candidate", one, "ignored", silent=True)
+    kernel = Answer("policy", "liger.FusedLinearGRPOLoss", "candidate", one, "honoured")
+    reference = Answer("policy", "trl.GRPOTrainer", "reference", one, "honoured")
+    lacking, wrong = (dataclasses.replace(kernel, answer=a) for a in ("absent", "wrong"))
+    reading = dataclasses.replace(wired, reads=True, answer="wrong")
+    assert responsible.mend(wired, kernel, reference) == responsible.TRAINER
+    assert responsible.mend(wired, lacking, reference) == responsible.BOTH
+    assert responsible.mend(reading, lacking, reference) == responsible.LACKS
+    assert responsible.mend(reading, kernel, reference) == responsible.MISAPPLIES
+    assert responsible.mend(reading, wrong, reference) == responsible.KERNEL
+    assert responsible.mend(lacking, None, reference) == responsible.LACKS
+    assert responsible.mend(lacking, None, dataclasses.replace(reference, answer="absent")) == ""
+    assert responsible.mend(kernel, None, reference) == ""
+
+
+def test_tables_and_exit_codes():
+    found = asked(mutant("policy", "delta-forgotten"), "delta")
+    fine = asked(HONEST["policy"], "delta")
+    nothing = dataclasses.replace(fine, answer="not run", reason="not installed")
+    assert exit_code([found, fine]) == NEW
+    assert exit_code([fine]) == 0
+    assert exit_code([nothing]) == NOTHING
+    text = table.markdown([found, fine], {0: "kernel"}, "torch 2")
+    assert "| delta=1.8 |" in text
+    assert "ignored" in text and "kernel" in text and "new" in text
+    assert "Honoured: delta=1.8." in text
+    row = table.row(found, "kernel")
+    assert (row["setting"], row["value"], row["answer"], row["mend"]) == ("delta", 1.8, "ignored", "kernel")
+
+
+OWN = """
+import torch
+def loss(hidden, weight, ids, mask, advantages, old_logps=None, delta=None):
+    logps = torch.log_softmax(hidden @ weight.T, -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    ratio = (logps - (logps.detach() if old_logps is None else old_logps)).exp()
+    one = -torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    return ((one * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+"""
+
+
+def test_the_command_on_a_users_own_function(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    monkeypatch.setattr("parity.registry.load", dict)
+    words = ["audit", "--implementation", "own.py:loss", "--setting", "delta", "--setting", "old", "--cases", "1"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 1, done.output
+    assert "1 honoured" in done.output and "1 ignored" in done.output
+    assert Path("reports/audit.md").read_text().startswith("## Settings audit")
+    assert len(Path("reports/audit.ndjson").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--family", "nothing"), "nothing"),
+        (("--setting", "nothing"), "nothing"),
+        (("--device", "tpu"), "tpu"),
+        (("--implementation", "nobody"), "nobody"),
+    ],
+)
+def test_what_does_not_exist_is_one_line_and_exit_2(words, named):
+    done = CliRunner().invoke(main, ["audit", *words])
+    assert done.exit_code == 2
+    assert named in done.output
+    assert len(done.output.strip().splitlines()) == 1
+
+
+def test_a_control_that_the_audit_never_faults():
+    for label in ("temperature", "ratio=token", "loss_type=dapo", "mode"):
+        assert asked(control("honest.policy.reordered"), label).answer == "honoured"
+
+
+def test_the_table_over_releases_keeps_what_some_release_does_not_honour():
+    def row(label: str, answer: str, gradient: float | None = None, mend: str = "") -> dict:
+        return {
+            "implementation": "lib.loss",
+            "label": label,
+            "answer": answer,
+            "gradient": gradient,
+            "mend": responsible,
+        }
+
+    old = [row("ratio=token", "ignored", 17.13, "trainer: does not pass it"), row("tau=0.7", "honoured")]
+    new = [row("ratio=token", "honoured"), row("tau=0.7", "honoured"), row("delta=1.8", "refused")]
+    tables = dict(releases.across({"lib 1.0": old, "lib 2.0": new, "lib 3.0 (unusable)": []}))
+    assert list(tables) == ["lib.loss"]
+    text = releases.markdown(tables, ["lib 1.0", "lib 2.0", "lib 3.0 (unusable)"])
+    assert "| ratio=token | **ignored** ×17.1 (trainer) | honoured |  |" in text
+    assert "| delta=1.8 |  | refused |  |" in text
+    assert "tau" not in text

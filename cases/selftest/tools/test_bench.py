@@ -1,0 +1,174 @@
+"""What the benchmarks measure and how they are told: exact peaks, paired ratios, reasons in cells, accuracy tables."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from parity.errors import Unsupported
+from parity.registry import load
+from parity.results.report import accuracy
+from parity.tools.bench import losses, measure, report
+
+MB = 1 << 20
+
+
+def test_a_peak_is_what_was_live_at_once():
+    with measure.peak("cpu") as found:
+        kept = torch.zeros(MB // 4)
+        with measure.phase("high"):
+            passing = torch.zeros(3 * MB // 4)
+            del passing
+        with measure.phase("low"):
+            again = torch.zeros(MB // 4)
+    assert found.bytes == 4 * MB
+    assert found.phases == {"high": 4 * MB, "low": 2 * MB}
+    assert kept.numel() == again.numel()
+
+
+def test_what_counts_as_out_of_memory():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert measure.out_of_memory(caught.value)
+    assert measure.out_of_memory(torch.OutOfMemoryError())
+    assert not measure.out_of_memory(RuntimeError("shapes"))
+
+
+@pytest.mark.parametrize("family", ["logprobs", "policy"])
+def test_a_pass_of_ours_needs_neither_logits_nor_their_gradient(family):
+    size = losses.Size(2, 64, 16, 4096)
+    given = losses.inputs(family, size, "fp32", "cpu")
+    run = losses.prepared(load()[report.OURS[family]], given)
+    found = run()
+    assert {"grad_hidden", "grad_weight"} < set(found)
+    with measure.peak("cpu") as peak:
+        run()
+    assert peak.bytes < size.B * size.T * size.V * 4
+    assert given.tensors["weight"].grad is None
+
+
+def test_interpreted_kernels_are_not_timed():
+    given = losses.inputs("logprobs", losses.Size(1, 2, 4, 8), "fp32", "cpu")
+    with pytest.raises(Unsupported, match="interpreted"):
+        losses.prepared(load()["cce.default"], given)
+
+
+def record(name, turn, seconds, peak=100, why=None, device="cpu"):
+    info = {"table": "logprobs", "size": "1 x 2 x 3", "dtype": "fp32", "name": name, "turn": turn, "peak": peak}
+    return {"extra_info": info | {"why": why, "device": device}, "stats": {"mean": seconds}}
+
+
+RECORDS = [
+    *(record("fixes.selective_log_probs", turn, s) for turn, s in enumerate((1.0, 2.0, 4.0))),
+    *(record("lib.loss", turn, s, peak=250) for turn, s in enumerate((2.0, 3.0, 4.0))),
+    record("lib.other", 0, 0.0, peak=None, why="out of memory"),
+]
+
+
+def test_ratios_are_paired_by_round(tmp_path):
+    cells = report.cells(RECORDS)
+    assert cells[1].ratio(cells[0]) == (1.5, 1.0, 2.0)
+    told = report.tables(cells)
+    assert "| lib.loss | 1.50 (1.00 to 2.00) | 3 | 2.50 | 0 |" in told
+    assert "| lib.other | out of memory |" in told
+    assert report.plot(cells).count("<circle") == 2
+    path = tmp_path / "benchmark.json"
+    machine = {"cpu": {"brand_raw": "some CPU"}, "processor": "x86_64"}
+    path.write_text(json.dumps({"benchmarks": RECORDS, "machine_info": machine, "datetime": "2026-11-20T22:00:00"}))
+    command = [sys.executable, "-m", "parity.tools.bench.report", str(path), "--plot", str(tmp_path / "plot.svg")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith("some CPU, 2026-11-20\n\n**logprobs, 1 x 2 x 3, fp32**")
+    assert (tmp_path / "plot.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "device", "told"),
+    [
+        ((0.5, 1.5), "cuda", "pays: cce.unfiltered takes 0.62 (0.50 to 0.75) of our torch path's time"),
+        ((1.5, 2.5), "cuda", "does not pay: cce.unfiltered takes 1.38 (1.25 to 1.50)"),
+        ((0.5, 2.5), "cuda", "rounds disagree: cce.unfiltered takes 0.88 (0.50 to 1.25)"),
+        ((0.5, 1.5), "cpu", "not decided: no Triton kernel was timed"),
+    ],
+)
+def test_whether_a_triton_path_would_pay_is_decided_by_the_rounds(seconds, device, told):
+    """Filtered gradients are no peer to be as fast as."""
+    records = [record("fixes.selective_log_probs", turn, s, device=device) for turn, s in enumerate((1.0, 2.0))]
+    records += [record("cce.unfiltered", turn, s, peak=50, device=device) for turn, s in enumerate(seconds)]
+    records += [record("cce.default", turn, 0.1, peak=5, device=device) for turn in range(2)]
+    last = report.decisions(report.cells(records)).splitlines()[-1]
+    assert told in last
+    assert "| cce.unfiltered: 2.00 |" in last
+    assert "cce.default" not in last
+    lost = record("fixes.selective_log_probs", 0, 0.0, peak=None, why="out of memory", device=device)
+    assert "ours was not measured" in report.decisions(report.cells([lost]))
+
+
+def test_out_of_memory_is_a_cell_even_of_ours():
+    """The others keep their seconds and megabytes; there is nothing to divide by."""
+    ours = record("fixes.selective_log_probs", 0, 0.0, peak=None, why="out of memory")
+    told = report.tables(cells := report.cells([ours, record("lib.loss", 0, 2.0, peak=3 * MB)]))
+    assert "| fixes.selective_log_probs | out of memory |" in told
+    assert "| lib.loss |  | 2 |  | 3 |" in told
+    assert report.plot(cells).count("<circle") == 0
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no"), RuntimeError("[enforce fail] DefaultCPUAllocator: no")]
+)
+def test_running_out_of_memory_aborts_no_benchmark(monkeypatch, error):
+    path = Path(__file__).parents[2] / "bench" / "test_losses.py"
+    spec = importlib.util.spec_from_file_location("bench_losses", path)
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(losses, "prepared", fails)
+    assert bench.first({}, "trl.GRPOTrainer", None) == (None, {}, None, "out of memory")
+    monkeypatch.setattr(losses, "prepared", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.first({}, "trl.GRPOTrainer", None)
+
+
+def row(name, case, quantity, dist, oracle=2.0, **fields):
+    made = {"family": "logprobs", "implementation": name, "case": case, "quantity": quantity, "dtype": "fp32"}
+    return (
+        made
+        | {"verdict": "agree", "gates": {"norm": 0.1}, "dist": dist, "value_oracle": oracle, "headroom": 0.5}
+        | fields
+    )
+
+
+def test_accuracy_pairs_the_cases_that_both_were_judged_on():
+    own, peer = "fixes.selective_log_probs", "lib.loss"
+    rows = [
+        *(row(own, case, "logps", 1.0) for case in "abc"),
+        row(peer, "a", "logps", 4.0),
+        row(peer, "b", "logps", None, verdict="disagree"),
+        row(peer, "c", "logps", 0.5, verdict="refused"),
+        row(own, "a", "grad_weight", 0.25, oracle=0.0),
+        row(peer, "a", "grad_weight", 0.0, oracle=0.0, headroom=None),
+        row(own, "a", "relation: cotangent x2", 9.0),
+        row(peer, "a", "relation: cotangent x2", 9.0),
+    ]
+    gradients, values = accuracy.compare(rows, (own,))
+    assert values.pairs == ((0.5, 2.0), (0.5, math.inf))
+    assert (values.median(0), values.worst(1), values.no_farther) == (0.5, math.inf, 1.0)
+    assert gradients.pairs == ((0.25, 0.0),)
+    assert gradients.no_farther == 0.0
+    assert (
+        "| fixes.selective_log_probs | lib.loss | fp32 | values | 2 | 5.0e-01, ∞ | 5.0e-01, ∞ | 100% |"
+        in accuracy.table([values])
+    )
+    assert "| fixes.selective_log_probs | fp32 | values | 3 | 0.50 | 0.50 |" in accuracy.headrooms(rows, (own,))
+    other = {"family": "policy", "headroom": 250.0}
+    told = accuracy.headrooms([*rows, row("lib.other", "a", "loss", 1.0, **other)], (own,), at_least=1)
+    assert "| lib.loss | fp32 | gradients | 1 | ∞ | ∞ |" in told  # a peer of the same family, one headroom missing
+    assert "lib.other" not in told
+    assert "lib.loss" not in accuracy.headrooms(rows, (own,), at_least=3)

@@ -1,0 +1,183 @@
+"""The registry of trainer checks: cases, settings, rows, replay, and what an exception in a check becomes."""
+
+import json
+import math
+
+import pytest
+
+from parity.case.case import Case
+from parity.case.inputs import Setting
+from parity.errors import Unsupported, UsageError
+from parity.registry import family, run_case, select
+from parity.running.find import find
+from parity.running.supervisor import lost_row
+from parity.tools.replay import exit_code
+from parity.trainers import catalogue
+from parity.trainers.check import CHECKS, Cell, Result, check, holds, pairwise, within
+
+SETTINGS = {"kind": Setting("right", "what it does", ("right", "wrong", "absent", "raises", "moody", "silent"))}
+CALLS: list[Cell] = []
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """A check of its own on the GRPO trainer, taken out again."""
+    CALLS.clear()
+
+    @check("toy", ("grpo-trainer",), SETTINGS, lambda profile, seed: [("grpo-trainer", {})], ways=("released", "fixed"))
+    def toy(cell):
+        CALLS.append(cell)
+        kind = cell.settings.kind
+        if kind == "absent":
+            raise Unsupported("nothing to judge")
+        if kind == "raises":
+            raise RuntimeError("broken")
+        if kind == "silent":
+            return
+        value = {"right": 0.0, "wrong": 3.0, "moody": 3.0 if len(CALLS) % 2 else 0.0}[kind]
+        yield within("amount", value, 0.0, 1.0, "too much")
+        yield holds("flag", True)
+
+    yield family("grpo-trainer")
+    del CHECKS["toy"]
+
+
+def rows_of(fam, kind, way="released"):
+    case = fam.case(0, "fp32", {"check": "toy", "kind": kind})
+    return list(run_case(case, select([f"grpo-trainer.{way}"])))
+
+
+def test_rows_of_a_check_follow_the_contract(toy):
+    amount, flag = rows_of(toy, "wrong")
+    assert (amount["family"], amount["implementation"], amount["role"]) == (
+        "grpo-trainer",
+        "grpo-trainer.released",
+        "reference",
+    )
+    assert (amount["verdict"], amount["headroom"], amount["blame"], amount["class"]) == (
+        "disagree",
+        3.0,
+        "reference",
+        "logic",
+    )
+    assert amount["message"] == "too much" and amount["settings"] == {"check": "toy", "kind": "wrong"}
+    assert flag["verdict"] == "agree" and flag["message"] == ""
+    json.dumps([amount, flag], allow_nan=False)
+    assert exit_code([amount, flag]) == 1
+
+
+@pytest.mark.parametrize(
+    "kind, verdict",
+    [("right", "agree"), ("absent", "unsupported"), ("silent", "unsupported"), ("moody", "nondeterministic")],
+)
+def test_verdicts(toy, kind, verdict):
+    assert rows_of(toy, kind)[0]["verdict"] == verdict
+
+
+def test_an_exception_is_a_verdict(toy):
+    row = rows_of(toy, "raises")[0]
+    assert row["verdict"] == "crashed" and "broken" in row["message"]
+
+
+def test_the_released_way_comes_first_and_the_fixed_one_names_it(toy):
+    case = toy.case(0, "fp32", {"check": "toy"})
+    rows = list(run_case(case, select(["grpo-trainer"])))
+    assert [r["implementation"] for r in rows] == ["grpo-trainer.released"] * 2 + ["grpo-trainer.fixed"] * 2
+    assert rows[2]["against"] == "grpo-trainer.released" and rows[2]["role"] == "candidate"
+
+
+def test_a_case_freezes_and_is_found_again(toy, tmp_path):
+    case = toy.case(0, "fp32", {"check": "toy", "kind": "wrong"})
+    path = tmp_path / "finding.json"
+    path.write_text(json.dumps({"case": case.to_json(), "implementation": "grpo-trainer.fixed"}))
+    assert find(str(path)) == (case, "grpo-trainer.fixed")
+    assert Case.load(path).id == case.id
+
+
+def test_a_check_that_takes_the_process_with_it_still_has_a_row(toy):
+    case = toy.case(0, "fp32", {"check": "toy"})
+    row = lost_row(case.id, "grpo-trainer.released", case.to_json(), "timed-out", "no answer for 180 s", "cpu")
+    assert (row["verdict"], row["family"], row["case"]) == ("timed-out", "grpo-trainer", case.id)
+
+
+def test_defaults_are_left_out_of_a_case(toy):
+    assert toy.case(0, "fp32", {"check": "toy", "kind": "right"}).settings == {"check": "toy"}
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"check": "tow"}, "check='tow' is unknown to grpo-trainer"),
+        ({}, "check=None is unknown"),
+        ({"check": "toy", "kin": 1}, "setting 'kin' is unknown to check toy"),
+        ({"check": "toy", "kind": "odd"}, "kind='odd' is not among"),
+    ],
+)
+def test_malformed_cases_name_the_value_and_the_choices(toy, settings, told):
+    with pytest.raises(UsageError, match=told):
+        toy.full_settings(Case("grpo-trainer", 0, "fp32", settings))
+
+
+def test_an_unknown_trainer_is_a_usage_error():
+    with pytest.raises(UsageError, match="unknown"):
+        family("gpro-trainer")
+    with pytest.raises(UsageError, match="'odd'"):
+        check("x", ("grpo-trainer",), {}, lambda profile, seed: [], ways=("odd",))
+
+
+def test_nan_never_agrees():
+    assert not within("kl", math.nan, 0.0, 1.0).agrees
+    assert not within("kl", 0.0, 0.0 + 1e-9, 0.0).agrees
+    assert not Result("kl", {"bound": math.nan}).agrees
+    assert within("kl", 0.0, 0.0, 0.0).agrees
+
+
+def test_pairwise_covers_every_pair():
+    settings = {
+        "a": Setting(0, "", (0, 1, 2)),
+        "b": Setting("x", "", ("x", "y")),
+        "c": Setting(False, "", (False, True)),
+        "free": Setting(1.0, ""),
+    }
+    cells = list(pairwise(settings, 3))
+    for first in "abc":
+        for second in "abc":
+            if first < second:
+                met = {(c[first], c[second]) for c in cells}
+                assert len(met) == len(settings[first].choices) * len(settings[second].choices)
+    assert len(cells) < 3 * 2 * 2 and cells == list(pairwise(settings, 3))
+
+
+@pytest.mark.parametrize("profile", ["quick", "pr", "nightly"])
+def test_every_cell_of_every_profile_is_a_valid_case(profile):
+    for name in catalogue.names():
+        for case in catalogue.cases(name, profile, 5):
+            catalogue.family(name).full_settings(case)
+            assert Case.from_json(case.to_json()) == case
+
+
+def test_profiles_grow():
+    count = {p: sum(len(catalogue.cases(n, p, 1)) for n in catalogue.names()) for p in ("quick", "pr", "nightly")}
+    assert 0 < count["quick"] < count["pr"] < count["nightly"]
+
+
+def test_a_trainer_whose_module_does_not_import_keeps_the_reason(monkeypatch):
+    import importlib
+
+    from parity.errors import Unsupported
+    from parity.trainers.rig import drive
+
+    real = importlib.import_module
+
+    def failing(name, *args):
+        if name == "trl.experimental.orpo":
+            raise ImportError("libfoo.so.2: cannot open shared object file")
+        return real(name, *args)
+
+    monkeypatch.setattr(drive.importlib, "import_module", failing)
+    with pytest.raises(Unsupported, match=r"ORPOTrainer does not import: ImportError: libfoo.so.2"):
+        drive._released.__wrapped__("ORPOTrainer")
+    with pytest.raises(Unsupported, match="has no BrandNewTrainer"):
+        drive._released.__wrapped__("BrandNewTrainer")
+    assert drive._released.__wrapped__("CPOTrainer").__name__ == "CPOTrainer"
+    assert drive._released.__wrapped__("OnlineDPOConfig").__name__ == "OnlineDPOConfig"

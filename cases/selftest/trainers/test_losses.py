@@ -1,0 +1,166 @@
+"""Losses of the preference trainers: each definition by hand on two log-ratios, and each judged in a real trainer."""
+
+import inspect
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parity.errors import Unsupported
+from parity.registry import family, run_case, select
+from parity.trainers.checks import losses
+from parity.trainers.definitions import preference, windows
+from parity.trainers.definitions.preference import DPO, Pairs
+from parity.trainers.rig import drive, twin_runs
+
+PLAIN = {"beta": 0.5, "smoothing": 0.0, "divergence": "reverse_kl", "alpha": 0.5, "ld_alpha": 1.0, "tau": 0.05}
+
+
+def pairs(chosen, rejected, ref_chosen=(0.0,), ref_rejected=(0.0,), lengths=(2, 4), **settings):
+    """Pairs of given log-probs, in nats."""
+    out = Pairs.__new__(Pairs)
+    out.s = SimpleNamespace(**{**PLAIN, **settings})
+    out.logps = [torch.tensor(side, dtype=torch.float64) for side in (chosen, rejected)]
+    out.ref = [torch.tensor(side, dtype=torch.float64) for side in (ref_chosen, ref_rejected)]
+    out.ratios = [a - b for a, b in zip(out.logps, out.ref, strict=True)]
+    out.scores = [preference._score(r, out.s.divergence, out.s.alpha) for r in out.ratios]
+    out.lengths = [torch.tensor([float(n)] * len(chosen), dtype=torch.float64) for n in lengths]
+    out.tokens = [torch.tensor([lp / 2, lp / 2], dtype=torch.float64) for lp in chosen]
+    return out
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "expected"),
+    [
+        # log-ratios 3 and -1, beta 0.5: d = 4, beta·d = 2
+        ("sigmoid", {}, math.log1p(math.exp(-2))),
+        ("hinge", {"beta": 0.125}, 0.5),
+        ("hinge", {}, 0.0),
+        ("ipo", {}, (3 / 2 + 1 / 4 - 1) ** 2),
+        ("sigmoid_norm", {}, math.log1p(math.exp(-0.5 * 1.75))),
+        (
+            "nca_pair",
+            {},
+            math.log1p(math.exp(-1.5)) + 0.5 * math.log1p(math.exp(1.5)) + 0.5 * math.log1p(math.exp(-0.5)),
+        ),
+        ("bco_pair", {}, math.log1p(math.exp(-1.5)) + math.log1p(math.exp(-0.5))),
+        ("sppo_hard", {}, (3 - 1) ** 2 + (-1 + 1) ** 2),
+        ("apo_zero", {}, 1 - sigmoid(1.5) + sigmoid(-0.5)),
+        ("apo_down", {}, sigmoid(1.5) + 1 - sigmoid(2)),
+        ("robust", {"smoothing": 0.1}, (0.9 * math.log1p(math.exp(-2)) - 0.1 * math.log1p(math.exp(2))) / 0.8),
+        ("robust", {}, math.log1p(math.exp(-2))),
+        (
+            "exo_pair",
+            {"smoothing": 0.1},
+            sigmoid(2) * math.log(sigmoid(2) / 0.9) + sigmoid(-2) * math.log(sigmoid(-2) / 0.1),
+        ),
+        ("discopop", {"tau": 2.0}, math.log1p(math.exp(-2)) * (1 - sigmoid(1)) + math.exp(-2) * sigmoid(1)),
+        ("sigmoid", {"divergence": "forward_kl"}, math.log1p(math.exp(-0.5 * (math.exp(1) - math.exp(-3))))),
+        (
+            "sigmoid",
+            {"divergence": "js_divergence"},
+            math.log1p(math.exp(-0.5 * (math.log(sigmoid(3)) - math.log(sigmoid(-1))))),
+        ),
+        (
+            "sigmoid",
+            {"divergence": "alpha_divergence", "alpha": 0.3},
+            math.log1p(math.exp(-0.5 * (math.exp(0.3) - math.exp(-0.9)) / 0.3)),
+        ),
+    ],
+)
+def test_a_pair_by_hand(loss, settings, expected):
+    found = DPO[loss](pairs([2.0], [-4.0], [-1.0], [-3.0], **settings))
+    assert found.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_sorted_losses_compare_order_statistics():
+    two = pairs([2.0, 0.0], [1.0, -3.0], [0.0, 0.5], [0.0, 0.0], beta=1.0)
+    # policy 1 and 3, reference 0 and 0.5: sorted differences 1 and 2.5
+    expected = [math.log1p(math.exp(-1.0)), math.log1p(math.exp(-2.5))]
+    assert DPO["aot"](two).tolist() == pytest.approx(expected)
+    # chosen ratios 2 and -0.5, rejected 1 and -3: sorted differences 2.5 and 1
+    assert DPO["aot_unpaired"](two).tolist() == pytest.approx(expected[::-1])
+    smoothed = DPO["aot"](pairs([2.0, 0.0], [1.0, -3.0], [0.0, 0.5], [0.0, 0.0], beta=1.0, smoothing=0.1))
+    assert smoothed[0].item() == pytest.approx(0.9 * expected[0] + 0.1 * math.log1p(math.exp(1.0)))
+
+
+def test_what_lies_behind_the_shorter_completion_is_weighted():
+    sides = [[torch.tensor([-1.0, -2.0, -4.0])], [torch.tensor([-8.0])]]
+    assert [s.item() for s in preference._summed(sides, 0.5)] == [-1.0 - 3.0, -8.0]
+
+
+def test_prompts_take_the_completion_of_the_sequence_before():
+    window = [([1, 2, 10], 2), ([3, 20, 21], 1), ([4, 5, 6, 30], 3)]
+    assert preference.mismatched(window) == [([1, 2, 30], 2), ([3, 10], 1), ([4, 5, 6, 20, 21], 3)]
+
+
+def test_kto_by_hand(monkeypatch):
+    ratios = {
+        "own": torch.tensor([1.0, -2.0], dtype=torch.float64),
+        "others": torch.tensor([3.0, -1.0], dtype=torch.float64),
+    }
+    monkeypatch.setattr(windows, "log_ratios", lambda model, architecture, window: ratios[window])
+    s = SimpleNamespace(beta=0.5, desirable=0.7, undesirable=1.3)
+    # z = (3 - 1) / 2 = 1: desirable 0.7·(1 - σ(0)), undesirable 1.3·(1 - σ(1.5))
+    found = preference.kto("own", "others", [True, False], "llama", s, None)
+    assert found.item() == pytest.approx((0.7 * 0.5 + 1.3 * (1 - sigmoid(1.5))) / 2)
+    ratios["others"] = -ratios["others"]
+    found = preference.kto("own", "others", [True, False], "llama", s, None)  # z = 0
+    assert found.item() == pytest.approx((0.7 * (1 - sigmoid(0.5)) + 1.3 * (1 - sigmoid(1.0))) / 2)
+    found = preference.apo_zero_unpaired("own", [True, False], "llama", s, None)
+    assert found.item() == pytest.approx((0.7 * (1 - sigmoid(0.5)) + 1.3 * sigmoid(-1.0)) / 2)
+
+
+def test_every_loss_type_of_the_installed_trainers_has_a_definition():
+    source = inspect.getsource(drive.found("DPOTrainer")._compute_loss)
+    named = set(re.findall(r'loss_type == "(\w+)"', source))
+    assert named == set(DPO)
+    assert {name for mixed in preference.MIXED.values() for name in mixed} <= named
+
+
+@pytest.mark.parametrize(("trainer", "settings"), losses.PR)
+def test_a_real_trainer_follows_it(trainer, settings):
+    case = family(trainer).case(0, "fp32", {"check": "losses", **settings})
+    rows = list(run_case(case, [i for i in select(()) if i.id == f"{trainer}.released"]))
+    assert {r["verdict"] for r in rows} == {"agree"} and {r["quantity"] for r in rows} >= {"loss", "gradient"}
+
+
+def test_a_loss_of_another_trainer_is_not_run():
+    case = family("kto-trainer").case(0, "fp32", {"check": "losses", "loss": "hinge"})
+    rows = list(run_case(case, [i for i in select(()) if i.id == "kto-trainer.released"]))
+    assert [(r["verdict"], r["message"]) for r in rows] == [
+        ("unsupported", "kto-trainer has no loss type hinge: kto, apo_zero_unpaired")
+    ]
+
+
+def test_cells_of_nightly_name_every_loss_of_every_trainer():
+    seen = {(t, c["loss"]) for t, c in losses.cells("nightly", 0)}
+    assert seen == {(t, name) for t, names in losses.OWN.items() for name in names}
+    assert all(fam in twin_runs.CLASSES for fam in losses.OWN)
+    with pytest.raises(Unsupported):
+        next(
+            losses.losses(
+                SimpleNamespace(
+                    case=family("sft-trainer").case(0, "fp32", {"check": "losses"}),
+                    settings=SimpleNamespace(loss="kto"),
+                )
+            )
+        )
+
+
+def test_hinge_is_judged_and_its_replicas_keep_the_pairs_that_are_off(monkeypatch):
+    """A replica rounds the 0 of a pair beyond the margin to either side; relu's backward would let it back in."""
+    case = family("dpo-trainer").case(0, "fp32", {"check": "losses", "loss": "hinge"})
+    chosen = [i for i in select(()) if i.id == "dpo-trainer.released"]
+    rows = list(run_case(case, chosen))
+    assert {r["verdict"] for r in rows} == {"agree"} and {r["quantity"] for r in rows} >= {"loss", "gradient"}
+    monkeypatch.setattr(preference, "_positive", torch.relu)
+    assert [(r["verdict"], r["blame"]) for r in run_case(case, chosen) if r["quantity"] is None] == [
+        ("crashed", "harness")
+    ], "an oracle that cannot be judged with is a fault, not a skipped case"

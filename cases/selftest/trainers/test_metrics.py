@@ -1,0 +1,103 @@
+"""What trainers log: the released online DPO sums over padding, the patch mends it, and a metric that is off is seen."""
+
+import math
+
+import pytest
+import torch
+
+from parity.fixes.padding import mask_padded_log_probs
+from parity.registry import select
+from parity.selftest.mutants.trainers import EDITS, mutated
+from parity.trainers import catalogue
+from parity.trainers.checks import metrics
+from parity.trainers.checks.twins import plain_twin
+from parity.trainers.definitions import training_step, windows
+from parity.trainers.execute import rows
+from parity.trainers.rig import drive, models, twin_runs
+
+PADDED = {"objective/kl", "objective/non_score_reward", "objective/rlhf_reward", "objective/entropy"}
+
+
+def verdicts(trainer, way="released", **settings):
+    case = catalogue.family(trainer).case(0, "fp32", {"check": "metrics", **settings})
+    chosen = [i for i in select(()) if i.id == f"{trainer}.{way}"]
+    return {r["quantity"]: r["verdict"] for r in rows(case, chosen)}
+
+
+def disagreeing(found):
+    return {name for name, verdict in found.items() if verdict != "agree"}
+
+
+def test_online_dpo_counts_padding_and_the_fix_does_not():
+    assert disagreeing(verdicts("online-dpo-trainer")) == PADDED
+    fixed = verdicts("online-dpo-trainer", "fixed")
+    assert disagreeing(fixed) == set()
+    assert fixed.keys() > PADDED
+
+
+@pytest.mark.parametrize(
+    ("trainer", "logged"),
+    [
+        ("dpo-trainer", {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "entropy"}),
+        ("kto-trainer", {"rewards/chosen", "rewards/rejected", "rewards/margins", "kl", "entropy", "logps/chosen"}),
+        ("sft-trainer", {"entropy"}),
+        ("grpo-trainer", {"kl", "entropy", "reward", "completions/mean_length"}),
+        ("rloo-trainer", {"kl", "entropy", "reward", "completions/mean_length"}),
+    ],
+)
+def test_what_the_installed_trainers_log_is_judged_and_right(trainer, logged):
+    found = verdicts(trainer)
+    assert disagreeing(found) == set()
+    assert found.keys() >= logged
+
+
+def test_a_reward_without_beta_is_seen():
+    edit = next(e for e in EDITS["dpo-trainer"] if e.name == "reward")
+    with drive.standing_in(mutated("dpo-trainer", edit)):
+        assert disagreeing(verdicts("dpo-trainer")) >= {"rewards/chosen", "rewards/margins"}
+
+
+def test_the_entropy_of_the_prompt_is_seen(monkeypatch):
+    """SFT up to 1.2 took it over the prompt too."""
+    seen = metrics.Batch
+
+    def whole(window, *args):
+        return seen([(tokens, 1) for tokens, _ in window], *args)
+
+    monkeypatch.setattr(metrics, "Batch", whole)
+    assert disagreeing(verdicts("sft-trainer")) == {"entropy"}
+
+
+def test_a_batch_by_hand():
+    """Two tokens of one completion: log-probs, KL and entropy from the model's own logits."""
+    model = windows.policy("llama", torch.float64)
+    tokens, start = [5, 9, 11, 4], 2
+    found = metrics.Batch([(tokens, start)], "llama", model)
+    with torch.no_grad():
+        own, base = (
+            torch.log_softmax(m(torch.tensor([tokens])).logits[0, 1:3], -1) for m in (model, windows.reference("llama"))
+        )
+    assert found.logps.item() == pytest.approx(float(own[0, 11] + own[1, 4]))
+    assert found.ref.item() == pytest.approx(float(base[0, 11] + base[1, 4]))
+    assert found.entropy.item() == pytest.approx(float(-(own.exp() * own).sum(-1).mean()))
+    assert found.lengths.tolist() == [2.0]
+
+
+def test_scalars_are_judged_by_replicas():
+    model = models.model("llama", torch.float64).eval()
+    scalars = training_step.Scalars(model, lambda m: {"x": training_step.logits(m, [[3, 4, 5]])[0].sum()})
+    value = float(scalars.exact["x"])
+    assert scalars.judge("x", value * (1 + 1e-7)).agrees
+    assert not scalars.judge("x", value * (1 + 1e-3)).agrees
+    assert math.isfinite(scalars.judge("x", value).headroom)
+
+
+def test_the_patch_looks_before_it_wraps():
+    for trainer, changed in (("online-dpo-trainer", True), ("sft-trainer", False)):
+        run = twin_runs.build(trainer, plain_twin(split="8x1"))
+        patch = mask_padded_log_probs(run)
+        assert bool(patch) is changed
+        if changed:
+            assert "already applied" in str(mask_padded_log_probs(run))
+        patch.undo()
+        assert "_forward" not in vars(run)

@@ -1,0 +1,76 @@
+"""The sampler's importance ratio: by hand, away from its bounds, right in the released GRPOTrainer, and seen when wrong."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parity.registry import select
+from parity.selftest.mutants.trainers import EDITS, mutated
+from parity.trainers import catalogue
+from parity.trainers.checks import sampler
+from parity.trainers.definitions import windows
+from parity.trainers.execute import rows
+from parity.trainers.rig import drive, twin_runs
+
+WRONG = [edit for edit in EDITS["grpo-trainer"] if edit.name.startswith("sampler-")]
+
+
+def verdicts(**settings):
+    case = catalogue.family("grpo-trainer").case(0, "fp32", {"check": "sampler", **settings})
+    chosen = [i for i in select(()) if i.id == "grpo-trainer.released"]
+    return {r["quantity"]: r["verdict"] for r in rows(case, chosen)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "low", "expected"),
+    [
+        ("token_truncate", None, [[2.0, 0.25, 1.0], [1.0, 2.0, 1.5]]),
+        ("token_truncate", 0.5, [[2.0, 0.5, 1.0], [1.0, 2.0, 1.5]]),
+        ("token_mask", None, [[0.0, 0.25, 1.0], [1.0, 2.0, 1.5]]),
+        ("token_mask", 0.5, [[0.0, 0.0, 1.0], [1.0, 2.0, 1.5]]),
+        ("sequence_truncate", None, [[1.0], [2.0]]),
+        ("sequence_mask", None, [[1.0], [0.0]]),
+        ("sequence_mask", 1.5, [[0.0], [0.0]]),
+    ],
+)
+def test_ratios_by_hand(mode, low, expected):
+    """Token ratios 4, 0.25 and a masked one; 1 (no log-prob), 2 and 1.5: sequences 1 and 3; upper bound 2."""
+    s = SimpleNamespace(mode=mode, low=low, high=2.0)
+    reported = torch.tensor([[-2.0, -1.0, -9.0], [math.nan, -1.0, -1.0]])
+    apart = torch.tensor([[4.0, 0.25, 7.0], [5.0, 2.0, 1.5]], dtype=torch.float64).log()
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+    found = sampler.ratio(s, reported, reported.double().nan_to_num(-3.0) + apart, mask)
+    assert torch.allclose(found, torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("own", [None, twin_runs.external])
+@pytest.mark.parametrize("mode", sampler.MODES)
+def test_no_ratio_is_near_a_bound_and_the_bounds_bite(mode, own):
+    window = twin_runs.sequences("grpo-trainer", twin_runs.rows("grpo-trainer"))
+    s = SimpleNamespace(mode=mode, low=None, high=math.inf)
+    with torch.no_grad():
+        logps = windows.padded(windows.completion_logps(windows.policy("llama", torch.float64), window))
+    mask = windows.padded([torch.ones(len(t) - n) for t, n in window])
+    if own is not None:
+        mask = mask * windows.padded([own(torch.tensor(t[n:])).float() for t, n in window])
+    found = sampler.ratio(s, windows.padded(sampler.log_probs(window, False, own)), logps, mask).flatten()
+    for bound in (0.5, 2.0, 30.0):
+        assert (found / bound - 1).abs().min() > 1e-3
+    assert 0 < int((found > 2.0).sum()) < len(found)
+    assert 0 < int((found < 0.5).sum()) < len(found)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_the_released_trainer_has_it_right(mode):
+    found = verdicts(mode=mode)
+    assert set(found.values()) == {"agree"}
+    assert found.keys() >= {"gradient", "sampling/importance_sampling_ratio/mean"}
+
+
+@pytest.mark.parametrize("edit", WRONG, ids=lambda edit: edit.name)
+def test_a_ratio_that_is_wrong_is_seen(edit):
+    with drive.standing_in(mutated("grpo-trainer", edit)):
+        found = verdicts(tools=True)
+    assert found["gradient"] == "disagree"

@@ -1,0 +1,136 @@
+"""KL at step 1 and gradient flow on real trainers: green where they are right, red where something is lost."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from parity.case.case import Case
+from parity.registry import run_case, select
+from parity.trainers.catalogue import family
+from parity.trainers.check import Cell
+from parity.trainers.checks import step_one
+from parity.trainers.rig import first_step
+
+
+def cell(trainer, settings, way="released"):
+    fam = family(trainer)
+    case = fam.case(0, "fp32", settings)
+    return Cell(case, fam.full_settings(case), way, "cpu")
+
+
+def verdicts(trainer, settings, way):
+    case = family(trainer).case(0, "fp32", settings)
+    return {r["quantity"]: r for r in run_case(case, select([f"{trainer}.{way}"]))}
+
+
+CUSTOM = {"check": "step-one", "checkpointing": "custom"}
+
+
+def test_a_wrapper_of_its_own_is_lost_as_released_and_kept_with_our_fix():
+    released = verdicts("grpo-trainer", CUSTOM, "released")
+    assert {q for q, r in released.items() if r["verdict"] == "disagree"} >= {
+        "kl",
+        "log_ratio",
+        "logps",
+        "checkpointing",
+    }
+    assert released["kl"]["value"] > 1.0 and "KL" in released["kl"]["message"]
+    assert released["ref_logps"]["verdict"] == "agree"
+    assert released["kl by its own log-probs"]["verdict"] == "agree"  # the metric is right: the model is not
+    assert "model.layers.0 lost" in released["checkpointing"]["message"]
+    fixed = verdicts("grpo-trainer", CUSTOM, "fixed")
+    assert all(r["verdict"] == "agree" for r in fixed.values())
+    assert fixed["kl"]["value"] == 0.0
+
+
+@pytest.fixture(scope="module")
+def honest():
+    """One honest step, and its definition."""
+    asked = cell("grpo-trainer", {"check": "step-one", "temperature": 0.7})
+    step = step_one.run(asked)
+    return asked, step, step_one.own(asked, step.ids, step.mask, step.completion)
+
+
+def results(asked, step, truth):
+    found = [*step_one._log_probs(step, truth), *step_one._grpo(asked, step, truth)]
+    return {r.quantity: r for r in found}
+
+
+def test_an_honest_step_agrees(honest):
+    assert all(r.agrees for r in results(*honest).values())
+
+
+def test_one_reference_token_that_is_off_is_named(honest):
+    asked, step, truth = honest
+    off = step.reference.clone()
+    off[1, 0] += 1e-4
+    found = results(asked, dataclasses.replace(step, reference=off), truth)
+    assert {q for q, r in found.items() if not r.agrees} == {"ref_logps", "log_ratio"}
+    assert "sequence 1, completion token 0" in found["ref_logps"].message
+
+
+@pytest.mark.parametrize("kl", [1e-5, -1e-5, math.nan])
+def test_a_kl_that_is_not_zero_disagrees(honest, kl):
+    asked, step, truth = honest
+    found = results(asked, dataclasses.replace(step, log={**step.log, "kl": kl}), truth)
+    assert not found["kl"].agrees and not found["kl by its own log-probs"].agrees
+
+
+def test_a_loss_with_another_temperature_disagrees(honest):
+    asked, step, _ = honest
+    other = cell("grpo-trainer", {"check": "step-one"})
+    found = results(asked, step, step_one.own(other, step.ids, step.mask, step.completion))
+    assert not found["logps"].agrees and not found["ref_logps"].agrees
+
+
+def test_no_kl_is_unsupported_never_zero(honest):
+    asked, step, truth = honest
+    case = Case("grpo-trainer", 0, "fp32", {"check": "step-one", "beta": 0.0})
+    with pytest.raises(Exception, match=r"beta=0.0 is not among"):
+        family("grpo-trainer").full_settings(case)
+    with pytest.raises(step_one.Unsupported, match="no KL"):
+        list(step_one._grpo(asked, dataclasses.replace(step, log={"loss": 0.0}), truth))
+
+
+def test_the_bound_is_near_what_rounding_does(honest):
+    _, _, truth = honest
+    worst = (truth.replicas - truth.logps).abs().amax(0)
+    assert bool((truth.apart > worst).all())
+    assert float(truth.apart.max()) < 1e-3 and float(truth.kl.max()) < 1e-6
+
+
+@pytest.mark.parametrize("trained", ["frozen-embeddings", "lora"])
+def test_dead_parameters_are_listed_and_our_fix_revives_them(monkeypatch, trained):
+    from transformers import PreTrainedModel
+
+    # What TRL before 0.16 and transformers of its day left out: the hook on the input embeddings.
+    monkeypatch.setattr(PreTrainedModel, "enable_input_require_grads", lambda self: None)
+    settings = {"check": "gradient-flow", "trained": trained}
+    released = verdicts("grpo-trainer", settings, "released")
+    assert released["gradients"]["verdict"] == "disagree"
+    assert "layers.0.self_attn.q_proj" in released["gradients"]["message"]
+    assert released["learning rate has an effect"]["verdict"] == "disagree"
+    fixed = verdicts("grpo-trainer", settings, "fixed")
+    assert all(r["verdict"] == "agree" for r in fixed.values())
+
+
+def test_rows_in_the_order_of_the_micro_batch():
+    ids = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    logps = torch.tensor([[0.1], [0.2], [0.3]])
+    assert torch.equal(first_step.in_order(ids[[2, 0]], ids, logps), logps[[2, 0]])
+
+
+def test_the_bound_of_online_dpo_leaves_out_padded_prompts():
+    asked = cell("online-dpo-trainer", {"check": "step-one"})
+    step = step_one.run(asked)
+    truth = step_one.own(asked, step.ids, step.mask, step.completion)
+    assert bool((step.mask[:, 0] == 0).any())  # prompts of unequal length, padded on the left
+    found = {r.quantity: r for r in step_one._online(asked, step, truth)}
+    assert found["kl"].agrees and found["loss"].agrees
+    off = dataclasses.replace(step, log={**step.log, "objective/kl": 1e-3}, loss=math.log(2.0) + 1e-4)
+    found = {r.quantity: r for r in step_one._online(asked, off, truth)}
+    assert not found["kl"].agrees and not found["loss"].agrees

@@ -1,0 +1,253 @@
+"""The steps that twins are judged against: definitions on paper, float64 throughout, and what the gates then see."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parity.recipe import IEEE_FP32
+from parity.trainers.definitions import windows
+from parity.trainers.definitions.bf16_model import BackboneRounding, Wide
+from parity.trainers.definitions.gradients import forward_order, gradients
+from parity.trainers.definitions.training_step import AutocastRounding, Double, Step, StepRounding, logits
+from parity.trainers.rig import models
+
+WINDOW = windows.sequences(windows.rows())
+
+
+@pytest.fixture(scope="module")
+def step():
+    return Step(windows.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The gradients of the same window in float32."""
+    model = windows.policy("llama")
+    windows.sft(WINDOW, model).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_sft_is_the_models_own_loss():
+    model = windows.policy("llama", torch.float64)
+    total = 0.0
+    for tokens, start in WINDOW:
+        labels = torch.tensor([[-100] * start + tokens[start:]])
+        total += float(model(input_ids=torch.tensor([tokens]), labels=labels).loss.detach()) * (len(tokens) - start)
+    with Double():
+        found = float(windows.sft(WINDOW, model).detach())
+    assert found == pytest.approx(total / sum(len(t) - s for t, s in WINDOW), rel=1e-5)
+
+
+def test_preferences_at_the_reference():
+    model = models.model("llama", torch.float64)
+    other = windows.sequences(windows.rows(), "other")
+    with Double():  # as a step is taken; outside, norms and rotary embeddings compute in float32
+        dpo = float(windows.dpo((WINDOW, other), "llama", 0.3, model).detach())
+        kto = float(windows.kto(WINDOW, [True] * 3 + [False] * 5, "llama", 0.3, model).detach())
+    assert dpo == pytest.approx(math.log(2), abs=1e-12)
+    assert kto == pytest.approx(0.5, abs=1e-12)
+
+
+def test_a_model_does_not_remember_the_mode_it_was_first_asked_for_in():
+    windows.reference.cache_clear()
+    with Double():
+        inside = windows.reference("llama")
+    windows.reference.cache_clear()
+    outside = windows.reference("llama")
+    pairs = zip(inside.named_buffers(), outside.named_buffers(), strict=True)
+    assert [name for (name, a), (_, b) in pairs if a.dtype != b.dtype or not torch.equal(a, b)] == []
+
+
+def test_dpo_of_two_pairs_on_paper():
+    model = windows.policy("llama", torch.float64)
+    chosen, rejected = WINDOW[:2], windows.sequences(windows.rows(), "other")[:2]
+    reference = windows.reference("llama")
+    total = 0.0
+    for good, bad in zip(chosen, rejected, strict=True):
+        gap = [float((windows.sums(m, [good]) - windows.sums(m, [bad])).detach()) for m in (model, reference)]
+        total += math.log1p(math.exp(-0.3 * (gap[0] - gap[1])))
+    assert float(windows.dpo((chosen, rejected), "llama", 0.3, model).detach()) == pytest.approx(total / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_leave_one_out_of_two_is_the_difference(beta):
+    """With a reward that is less the KL of the policy that generated."""
+    model, old = windows.policy("llama", torch.float64), models.model("llama", torch.float64)
+    with torch.no_grad():
+        old.get_output_embeddings().weight.mul_(1.001)
+        now, then = windows.sums(model, WINDOW), windows.sums(old, WINDOW)
+        kl = (then - windows.sums(windows.reference("llama"), WINDOW)).view(-1, 2)
+        assert kl.abs().max() > 1e-3
+        found = windows.rloo(WINDOW, "llama", beta, windows.Generation(WINDOW, old, 1), model)
+    r = windows.rewards(WINDOW) - beta * kl
+    a = torch.stack([r[:, 0] - r[:, 1], r[:, 1] - r[:, 0]], 1).flatten()
+    ratio = (now - then).exp()
+    expected = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).mean()
+    assert abs(float(expected)) > 1e-3
+    assert float(found) == pytest.approx(float(expected), abs=1e-12)
+
+
+def test_sequences_are_scored_as_if_alone():
+    model = models.model("gemma2", torch.float64)
+    batch = [t for t, _ in WINDOW[:3]]
+    with Double():
+        together = logits(model, batch)
+        alone = [logits(model, [t])[0] for t in batch]
+    for a, b in zip(together, alone, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+class Narrow(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if torch.is_tensor(out) and out.dtype == torch.float32 and out.numel() > 1:
+            self.found.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere"])
+def test_nothing_falls_back_to_float32(name):
+    model = models.model(name, torch.float64)
+    with Narrow() as undone:
+        logits(model, [[5, 6, 7]])
+    with Double(), Narrow() as narrow:
+        logits(model, [[5, 6, 7]])
+    assert undone.found
+    assert not narrow.found
+
+
+def test_honest_float32_is_within_the_gates(step, plain):
+    assert gradients(step, plain).agrees
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda g: g["lm_head.weight"].mul_(1.001), "first lm_head.weight"),
+        (lambda g: g["model.layers.1.mlp.up_proj.weight"][7].zero_(), "first model.layers.1.mlp.up_proj.weight"),
+        (lambda g: g.update({"model.norm.weight": None}), "model.norm.weight (no gradient)"),
+        (lambda g: g["model.layers.0.self_attn.k_proj.weight"].fill_(torch.nan), "k_proj.weight (not finite)"),
+        (lambda g: [x.mul_(0.125) for x in g.values()], "is 0.125 times the definition's"),
+    ],
+    ids=["scale 1e-3", "a row", "none", "nan", "an eighth"],
+)
+def test_damage_is_seen_and_named(step, plain, damage, told):
+    found = {name: g.clone() for name, g in plain.items()}
+    damage(found)
+    result = gradients(step, found)
+    assert not result.agrees
+    assert told in result.message
+
+
+def test_parameters_in_the_order_of_the_forward_pass(step):
+    order = forward_order(step.exact)
+    assert (order[0], order[-2], order[-1]) == ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    layers = [int(n.split(".")[2]) for n in order if ".layers." in n]
+    assert layers == sorted(layers)
+
+
+def test_autocast_is_judged_by_bfloat16_and_no_wider():
+    def loss(model):
+        return windows.sft(WINDOW, model)
+
+    coarse = Step(windows.policy("llama", torch.float64), loss, AutocastRounding)
+    model = windows.policy("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        windows.sft(WINDOW, model).backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    assert gradients(coarse, found).agrees
+    wrong = {name: 1.1 * g for name, g in found.items()}
+    assert not gradients(coarse, wrong).agrees
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """The step of a model in bfloat16, and the gradients that the model itself gives of it."""
+    model = models.model("llama", torch.bfloat16).train()
+
+    def loss(model):
+        pairs = zip(logits(model, [t for t, _ in WINDOW]), WINDOW, strict=True)
+        return torch.cat([own_logps(z.float(), tokens, start) for z, (tokens, start) in pairs]).mean()
+
+    loss(model).backward()
+    step = Step(models.model("llama", torch.bfloat16).double().train(), loss, BackboneRounding)
+    return step, {name: p.grad for name, p in model.named_parameters()}
+
+
+def own_logps(z, tokens, start):
+    return -torch.log_softmax(z[start - 1 : -1], -1).gather(-1, torch.tensor(tokens[start:]).unsqueeze(-1))[:, 0]
+
+
+def test_a_model_in_bfloat16_is_judged_by_what_it_loses(narrow):
+    """Its own error is that of a replica: neither wider, so that damage shows, nor narrower, so that honesty passes."""
+    step, found = narrow
+    assert gradients(step, found).agrees
+    ratios = []
+    for name, exact in step.exact.items():
+        errors = (step.unit(name, 12).replicas - exact).flatten(1).norm(dim=1)
+        ratios.append(float((found[name].double() - exact).norm() / errors.square().mean().sqrt()))
+    assert 0.7 < sorted(ratios)[len(ratios) // 2] < 1.4
+
+
+@pytest.mark.parametrize("factor", [0.95, 1.05])
+def test_five_percent_on_every_gradient_of_a_model_in_bfloat16(narrow, factor):
+    step, found = narrow
+    assert not gradients(step, {name: factor * g for name, g in found.items()}).agrees
+
+
+def test_a_row_of_a_gradient_in_bfloat16(narrow):
+    step, found = narrow
+    found = {name: g.clone() for name, g in found.items()}
+    found["model.layers.1.mlp.up_proj.weight"][7] = 0
+    assert "first model.layers.1.mlp.up_proj.weight" in gradients(step, found).message
+
+
+def test_norms_of_a_model_in_bfloat16_round_in_float32():
+    """Without the casts that open a region its norms would round in bfloat16 too, and the unit be that of another model."""
+    norm = models.model("llama", torch.bfloat16).double().model.norm
+    x = torch.randn(64, norm.weight.shape[0], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    exact, errors = norm(x), {}
+    for name in ("regions", "none"):
+        mode = BackboneRounding(IEEE_FP32, "fp32", 3)
+        with Wide(mode) if name == "regions" else Double(), mode:
+            found = norm(x)
+        errors[name] = float((found - exact).detach().norm())
+    assert errors["none"] > 1.3 * errors["regions"]
+
+
+def test_a_replica_that_is_not_finite_is_an_error():
+    """Entries where replicas overflow are not judged: of such replicas alone, anything at all would agree."""
+
+    class Broken(StepRounding):
+        def rounded(self, out, dtype=None):
+            return out * torch.nan
+
+    broken = Step(windows.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model), Broken)
+    with pytest.raises(FloatingPointError, match="embed_tokens"):
+        broken.replicas(1)
+
+
+@pytest.mark.parametrize("op", ["softmax", "addmm", "embedding", "silu"])
+def test_what_cancels_is_uncertain_by_its_terms(op):
+    """Each of these results is smaller than what it is summed from, and its spread is that of the terms."""
+    x = torch.tensor([[1.0, 1.0 + 2**-20]], dtype=torch.float64)
+    y = torch.softmax(x, -1)
+    with StepRounding(IEEE_FP32, "fp32", 1):
+        if op == "softmax":
+            out = torch.ops.aten._softmax_backward_data(torch.ones_like(y), y, -1, torch.float64)
+        elif op == "addmm":
+            weight = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+            out = torch.addmm(torch.zeros(1, dtype=torch.float64), x, weight)
+        elif op == "embedding":
+            grads = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+            out = torch.ops.aten.embedding_dense_backward(grads, torch.tensor([0, 0]), 2, -1, False)[:1]
+        else:
+            root = torch.full((1, 2), -1.2784645427610738, dtype=torch.float64)  # where the derivative of silu is 0
+            out = torch.ops.aten.silu_backward(torch.ones_like(root), root)
+    assert float((out - (x[0, 0] - x[0, 1] if op == "addmm" else 0.0)).abs().amax()) > 2.0**-28

@@ -1,0 +1,42 @@
+"""Truncated sequences: the cut by hand, the released trainers, and a cut that is another than the config's."""
+
+import pytest
+
+from parity.registry import select
+from parity.trainers import catalogue
+from parity.trainers.checks import truncation
+from parity.trainers.definitions import windows
+from parity.trainers.execute import rows
+from parity.trainers.rig import twin_runs
+
+
+def verdicts(trainer, **settings):
+    case = catalogue.family(trainer).case(0, "fp32", {"check": "truncation", **settings})
+    return {r["quantity"]: r["verdict"] for r in rows(case, [i for i in select(()) if i.id == f"{trainer}.released"])}
+
+
+def test_the_cut_by_hand():
+    window = [(list(range(12)), 3), ([1, 2, 3], 1)]
+    assert truncation.cut(window, "keep_start") == [(list(range(10)), 3), ([1, 2, 3], 1)]
+    assert truncation.cut(window, "keep_end") == [(list(range(2, 12)), 1), ([1, 2, 3], 1)]
+
+
+@pytest.mark.parametrize("name", ["completion", "other"])
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+def test_some_of_the_window_is_cut_and_all_of_it_can_be_scored(mode, name):
+    window = windows.sequences(twin_runs.rows("dpo-trainer"), name)
+    cut = truncation.cut(window, mode)
+    assert 0 < sum(a != b for a, b in zip(window, cut, strict=True)) < len(window)
+    assert all(0 < start < len(tokens) for tokens, start in cut)
+
+
+@pytest.mark.parametrize("trainer", truncation.TRAINERS)
+def test_the_released_trainers_cut_where_they_say(trainer):
+    assert set(verdicts(trainer).values()) == {"agree"}
+
+
+def test_a_cut_at_the_other_end_is_seen(monkeypatch):
+    cut = truncation.cut
+    monkeypatch.setattr(truncation, "cut", lambda window, mode: cut(window, "keep_end"))
+    found = verdicts("dpo-trainer")
+    assert {q for q, verdict in found.items() if verdict == "disagree"} == {"sequences", "loss", "gradient"}

@@ -1,0 +1,322 @@
+"""The twins against trainers that are wrong on purpose: each fault must show in the quantity that is about it."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+from parity.errors import Unsupported
+from parity.fixes.accumulation import divide_by_accumulation
+from parity.selftest.mutants.trainers import EDITS, mutated
+from parity.trainers import catalogue
+from parity.trainers.checks import installed, twin_processes, twin_windows, twins
+from parity.trainers.checks.twins import SPLIT
+from parity.trainers.definitions import windows
+from parity.trainers.definitions.gradients import gradients
+from parity.trainers.definitions.training_step import Step
+from parity.trainers.execute import rows
+from parity.trainers.rig import drive, ranks, recorder, twin_runs, zero
+
+
+def outcome(trainer, check="twins", way="released", **settings):
+    family = catalogue.family(trainer)
+    case = family.case(0, "fp32", {"check": check, **settings})
+    chosen = [i for i in catalogue.implementations().values() if i.id == f"{trainer}.{way}"]
+    return {row["quantity"]: row for row in rows(case, chosen)}
+
+
+def verdicts(found):
+    return {quantity: row["verdict"] for quantity, row in found.items()}
+
+
+@pytest.mark.parametrize("trainer", list(twin_runs.CLASSES))
+def test_a_window_cut_into_eight(trainer):
+    found = outcome(trainer, split=SPLIT.get(trainer, "1x8"))
+    assert set(verdicts(found).values()) == {"agree"}
+
+
+def test_online_dpo_multiplies_by_the_accumulation():
+    found = outcome("online-dpo-trainer", split="2x4")
+    assert {q for q, verdict in verdicts(found).items() if verdict == "disagree"} == {"gradient"}
+    assert "is 4 times the definition's" in found["gradient"]["message"]
+
+
+@pytest.mark.parametrize("split", ["2x4", "1x8"])
+def test_online_dpo_with_our_fix(split):
+    assert set(verdicts(outcome("online-dpo-trainer", split=split, way="fixed")).values()) == {"agree"}
+
+
+def test_the_fix_of_the_accumulation_looks_before_it_divides():
+    plain = twin_processes._settings("sft-trainer")
+    for trainer, changed in (("online-dpo-trainer", True), ("sft-trainer", False)):
+        run = twin_runs.build(trainer, plain)
+        original = run.accelerator.backward
+        patch = divide_by_accumulation(run)
+        assert bool(patch) is changed
+        if changed:
+            assert "already applied" in str(divide_by_accumulation(run))
+            patch.undo()
+            run.accelerator.gradient_accumulation_steps = 4  # as older releases of transformers set it
+            assert "accelerate divides" in str(divide_by_accumulation(run))
+        assert run.accelerator.backward == original
+
+
+def test_online_dpo_with_the_preference_turned_round(monkeypatch):
+    preferred = windows.preferred
+    monkeypatch.setattr(windows, "preferred", lambda chosen: preferred(chosen)[::-1])
+    twins._by_definition.cache_clear()
+    found = verdicts(outcome("online-dpo-trainer"))
+    twins._by_definition.cache_clear()
+    assert {q for q, verdict in found.items() if verdict == "disagree"} == {"loss", "gradient"}
+
+
+def test_divided_twice(monkeypatch):
+    """What transformers 5.2.0 to 5.5.0 did: accelerate divides by the accumulation steps once more."""
+    build = twin_runs.build
+
+    def divided(*args, **kwargs):
+        trainer = build(*args, **kwargs)
+        trainer.accelerator.gradient_accumulation_steps = 4
+        return trainer
+
+    monkeypatch.setattr(twin_runs, "build", divided)
+    found = outcome("sft-trainer", split="2x4")
+    assert verdicts(found)["loss"] == "agree"
+    assert found["gradient"]["verdict"] == "disagree"
+    assert "is 0.25 times the definition's" in found["gradient"]["message"]
+    assert "first model.embed_tokens.weight" in found["gradient"]["message"]
+
+
+def test_a_lost_sequence(monkeypatch):
+    dataset = twin_runs.dataset
+    monkeypatch.setattr(twin_runs, "dataset", lambda trainer, chosen: dataset(trainer, [*chosen[:7], chosen[0]]))
+    found = outcome("sft-trainer", split="2x4")
+    assert found["sequences"]["verdict"] == "disagree"
+    assert "missing" in found["sequences"]["message"]
+
+
+def test_a_lost_tool_mask(monkeypatch):
+    monkeypatch.setattr(twin_runs, "_with_tools", lambda trainer: None)
+    assert outcome("grpo-trainer", tools=True)["gradient"]["verdict"] == "disagree"
+
+
+def test_checkpointing_that_does_nothing(monkeypatch):
+    monkeypatch.setattr(drive, "checkpointing", lambda kind: {"gradient_checkpointing": False})
+    found = outcome("sft-trainer", checkpointing=drive.NON_REENTRANT)
+    assert found["gradient"]["verdict"] == "agree"
+    assert found["saved activations"]["headroom"] == pytest.approx(1.0)
+
+
+def test_checkpointing_keeps_less():
+    assert outcome("sft-trainer", checkpointing=drive.REENTRANT)["saved activations"]["headroom"] < 0.5
+
+
+def test_a_resumed_run_that_starts_elsewhere(monkeypatch):
+    from transformers import Trainer
+
+    monkeypatch.setattr(Trainer, "_load_from_checkpoint", lambda self, folder, model=None: None)
+    found = outcome("sft-trainer", check="windows", kind="resumed")
+    assert found["parameters"]["verdict"] == "disagree"
+
+
+def test_uneven_windows():
+    assert set(verdicts(outcome("sft-trainer", check="windows", kind="uneven")).values()) == {"agree"}
+    kto = verdicts(outcome("kto-trainer", check="windows", kind="uneven"))
+    assert (kto["windows"], kto["gradient of window 2"]) == ("agree", "disagree")
+
+
+def test_the_uneven_window_of_online_dpo_by_hand():
+    """With our fix (g₁ + g₂)/2 of a micro-batch of two prompts and one of one; as released g₁ + g₂; right is (2g₁ + g₂)/3."""
+    trainer, s = "online-dpo-trainer", twin_processes._settings("online-dpo-trainer")
+    s.split, part = "2x2", twin_runs.rows("online-dpo-trainer")[:7]
+    for way, factor in (("fixed", 0.5), ("released", 1.0)):
+        run = twin_runs.build(trainer, s, part=part, max_steps=-1, num_train_epochs=1, dataloader_drop_last=False)
+        steps = twin_runs.train(run, way)
+        batches = [twin_windows.found_rows(trainer, part, [batch]) for batch in steps.window(1)]
+        assert [len(rows) for rows in batches] == [2, 1]
+        first, second = (twin_windows._step(trainer, s.model, tuple(rows)).exact for rows in batches)
+        for name, found in steps.gradients[1].items():
+            expected = factor * (first[name] + second[name])
+            assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["second", "resumed"])
+def test_later_windows_of_online_dpo(kind):
+    as_released = outcome("online-dpo-trainer", check="windows", kind=kind)["gradient of step 2"]
+    assert "is 2 times the definition's" in as_released["message"]
+    fixed = outcome("online-dpo-trainer", check="windows", kind=kind, way="fixed")
+    assert set(verdicts(fixed).values()) == {"agree"}
+
+
+def test_every_trainer_is_covered_or_explained(monkeypatch):
+    assert outcome("sft-trainer", check="found")["trainers"]["verdict"] == "agree"
+    real = installed.classes()
+    monkeypatch.setattr(installed, "classes", lambda: real | {"BrandNewTrainer": "trl.experimental.new"})
+    found = outcome("sft-trainer", check="found")["trainers"]
+    assert found["verdict"] == "disagree"
+    assert "BrandNewTrainer (trl.experimental.new)" in found["message"]
+
+
+def test_reasons_are_about_trainers_without_checks():
+    assert not set(installed.covered()) & set(installed.UNCOVERED)
+    assert set(installed.covered()) <= set(installed.classes())
+
+
+@pytest.mark.parametrize(
+    ("quantities", "damage"),
+    [
+        ({"gradient"}, lambda found: [g.mul_(2) for rank in found for g in rank.gradients.values()]),
+        ({"ranks"}, lambda found: found[1].gradients["lm_head.weight"].add_(1e-6)),
+        ({"sequences"}, lambda found: found[1].sequences.pop()),
+        ({"sequences", "unequal ranks"}, lambda found: [rank.sequences.clear() for rank in found]),
+    ],
+    ids=["summed", "not reduced", "dropped", "equal"],
+)
+def test_what_two_ranks_may_do_wrong(monkeypatch, quantities, damage):
+    plain = twin_processes._settings("sft-trainer")
+    plain.split = "4x2"  # in one process the window is twice as large
+    steps = recorder.train(twin_runs.build("sft-trainer", plain))
+    sequences = twin_runs.seen(steps.batches)
+    halves = (sequences[:4], sequences[4:])
+    found = [ranks.Rank({n: g.clone() for n, g in steps.gradients[0].items()}, list(half)) for half in halves]
+    damage(found)
+    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
+    got = verdicts(outcome("sft-trainer", check="processes"))
+    assert {q for q, verdict in got.items() if verdict == "disagree"} == quantities
+
+
+def test_a_tied_matrix_that_is_sharded_as_two(monkeypatch):
+    """A wrapper that copies the head instead of sharing the embeddings: each gets its own part of the gradient."""
+    plain = twin_processes._settings("sft-trainer", "qwen2")
+    plain.split = "4x2"  # in one process the window is twice as large
+    run = twin_runs.build("sft-trainer", plain)
+    run.model.lm_head.weight = torch.nn.Parameter(run.model.lm_head.weight.detach().clone())
+    steps = recorder.train(run)
+    sequences = twin_runs.seen(steps.batches)
+    found = [ranks.Rank(dict(steps.gradients[0]), list(half), sharded=1) for half in (sequences[:4], sequences[4:])]
+    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
+    got = outcome("sft-trainer", check="processes", sharding="fsdp2", model="qwen2")
+    assert {q for q, row in got.items() if row["verdict"] == "disagree"} == {"gradient"}
+    assert "first model.embed_tokens.weight" in got["gradient"]["message"]
+
+
+def test_zero_where_deepspeed_is_not_installed(monkeypatch):
+    monkeypatch.setattr(twin_processes.importlib.util, "find_spec", lambda name: None)
+    (row,) = outcome("sft-trainer", check="processes", sharding="zero3").values()
+    assert row["verdict"] == "unsupported"
+    assert "deepspeed is not installed" in row["message"]
+
+
+def test_zero_where_deepspeed_does_not_import(monkeypatch):
+    """As it is where a package that it needs is missing: the rank says so, and it is no verdict on the trainer."""
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(Unsupported, match="deepspeed does not import"), zero.recorded():
+        pass
+    monkeypatch.setattr(twin_processes.importlib.util, "find_spec", lambda name: name)
+    found = [ranks.Rank({}, [], failure="Unsupported: deepspeed does not import: no hjson")] * 2
+    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
+    (row,) = outcome("sft-trainer", check="processes", sharding="zero3").values()
+    assert (row["verdict"], row["message"]) == ("unsupported", "deepspeed does not import: no hjson")
+
+
+def test_a_rank_that_fails_says_why(monkeypatch):
+    monkeypatch.setattr(ranks.sys, "executable", "/bin/false")
+    with pytest.raises(Unsupported, match="rank 0 of 2 failed"):
+        ranks.launch(ranks.Plan({"sft-trainer": {}}), 2)
+
+
+def test_rows_that_are_left_out_of_the_loss():
+    """As a rank without a token has them: neither their tokens nor their number count."""
+    rows = [dataclasses.replace(row, counted=i not in (1, 4)) for i, row in enumerate(twin_runs.rows("sft-trainer"))]
+    plain = twin_processes._settings("sft-trainer")
+    plain.split = "4x2"
+    steps = recorder.train(twin_runs.build("sft-trainer", plain, part=rows))
+    assert sorted(twin_runs.seen(steps.batches)) == sorted(twin_runs.expected("sft-trainer", rows))
+    step = Step(windows.policy("llama", torch.float64), twin_runs.definition("sft-trainer", plain, rows))
+    assert gradients(step, steps.gradients[0]).agrees
+    counted = {n: g * 39 / 44 for n, g in steps.gradients[0].items()}  # as if the five tokens left out were counted
+    assert not gradients(step, counted).agrees
+
+
+@pytest.mark.parametrize(
+    ("sharding", "rank", "quantities"),
+    [
+        ("fsdp2", {"kind": "MULTI_CPU"}, {"sharded"}),
+        ("none", {"failure": "RuntimeError: hangs"}, {"trained"}),
+    ],
+)
+def test_ranks_that_do_not_do_as_told(monkeypatch, sharding, rank, quantities):
+    plain = twin_processes._settings("sft-trainer")
+    plain.split = "4x2"
+    steps = recorder.train(twin_runs.build("sft-trainer", plain))
+    own = twin_runs.seen(steps.batches)
+    found = [ranks.Rank(steps.gradients[0], half, **rank) for half in (own[:4], own[4:])]
+    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
+    got = verdicts(outcome("sft-trainer", check="processes", sharding=sharding))
+    assert {q for q, verdict in got.items() if verdict == "disagree"} == quantities
+
+
+def test_sharding_that_does_not_happen_is_not_agreement(monkeypatch):
+    found = [ranks.Rank({}, [], kind="MULTI_CPU")] * 2
+    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
+    got = outcome("sft-trainer", check="processes", sharding="configured")
+    assert [row["verdict"] for row in got.values()] == ["unsupported"]
+    assert "trains as MULTI_CPU" in next(iter(got.values()))["message"]
+
+
+def test_the_module_at_which_runs_part(monkeypatch):
+    build = twin_runs.build
+
+    def damaged(trainer, s, *args, **kwargs):
+        out = build(trainer, s, *args, **kwargs)
+        if s.checkpointing != drive.OFF:
+            out.model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: 1.01 * output)
+        return out
+
+    monkeypatch.setattr(twin_runs, "build", damaged)
+    message = outcome("sft-trainer", checkpointing=drive.NON_REENTRANT)["gradient"]["message"]
+    assert "the runs part at model.layers.1.mlp (relative difference 0.01)" in message
+
+
+def test_packed_rows_are_packed_and_right():
+    run = twin_runs.build("sft-trainer", twins.plain_twin(padding="packed", split="1x8"))
+    steps = twin_runs.train(run, "released")
+    assert len(steps.batches) == 2, "eight sequences in two rows"
+    assert set(verdicts(outcome("sft-trainer", padding="packed", split="1x8")).values()) == {"agree"}
+
+
+@pytest.mark.parametrize("trainer", ["dpo-trainer", "grpo-trainer"])
+def test_a_reference_that_follows_the_policy(trainer):
+    assert set(verdicts(outcome(trainer, "windows", kind="synced")).values()) == {"agree"}
+
+
+@pytest.mark.parametrize(("alpha", "seen"), [(0.5, {"reference", "gradient of step 2"}), (0.6, set())])
+def test_a_reference_that_follows_it_otherwise_is_seen(monkeypatch, alpha, seen):
+    """The trainer mixes 0.6, the definition something else."""
+    mix = twin_windows.MIXED
+    build = twin_windows._two_steps
+    monkeypatch.setattr(twin_windows, "_two_steps", lambda *a, **k: build(*a, **{**k, "ref_model_mixup_alpha": mix}))
+    monkeypatch.setattr(twin_windows, "MIXED", alpha)
+    found = verdicts(outcome("dpo-trainer", "windows", kind="synced"))
+    assert {q for q, verdict in found.items() if verdict == "disagree"} == seen
+
+
+@pytest.mark.parametrize("trainer", ["grpo-trainer", "rloo-trainer"])
+def test_truncated_completions_are_not_trained_on(trainer):
+    assert set(verdicts(outcome(trainer, "windows", kind="truncated")).values()) == {"agree"}
+
+
+def test_truncated_completions_that_are_trained_on_are_seen():
+    edit = next(e for e in EDITS["grpo-trainer"] if e.name == "truncated")
+    with drive.standing_in(mutated("grpo-trainer", edit)):
+        found = verdicts(outcome("grpo-trainer", "windows", kind="truncated"))
+    assert {q for q, verdict in found.items() if verdict == "disagree"} == {"loss", "gradient"}
+
+
+def test_the_entropy_bonus_follows_the_entropy(monkeypatch):
+    assert set(verdicts(outcome("grpo-trainer", "windows", kind="adaptive")).values()) == {"agree"}
+    build = twin_runs.build
+    monkeypatch.setattr(twin_runs, "build", lambda *a, **k: build(*a, **{**k, "entropy_target": 0.01}))
+    found = verdicts(outcome("grpo-trainer", "windows", kind="adaptive"))
+    assert set(found.values()) == {"disagree"}, "above the target it shrinks and is not applied"

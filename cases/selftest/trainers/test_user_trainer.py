@@ -1,0 +1,128 @@
+"""A user's own trainer goes through the checks of the TRL class that it extends; what it inherits is known, not new."""
+
+import dataclasses
+import os
+
+import pytest
+
+from parity import data
+from parity.case.case import Case
+from parity.case.profiles import Profile
+from parity.errors import UsageError
+from parity.implementations.user import loaded
+from parity.registry import family, from_file, run_case, select
+from parity.results.ledger import Ledger
+from parity.running.find import find
+from parity.running.shard import Session
+
+FILE = "fixtures/trainers.py"
+GRPO = family("grpo-trainer")
+
+
+def rows(name, case):
+    own = [i for i in from_file(f"{FILE}:{name}") if i.family == case.family]
+    references = [i for i in select(()) if i.family == case.family and i.role == "reference"]
+    return {
+        (r["implementation"].rpartition(":")[2], r["quantity"]): r for r in run_case(case, [*references, *own], "cpu")
+    }
+
+
+def verdicts(found, name):
+    return {q: r["verdict"] for (i, q), r in found.items() if i == name}
+
+
+def test_a_subclass_is_a_candidate_of_its_trainer_and_of_the_loss():
+    kinds = {i.family: i for i in from_file(f"{FILE}:Same")}
+    assert set(kinds) == {"grpo-trainer", "policy"}
+    assert {i.id for i in kinds.values()} == {f"{FILE}:Same"}
+    assert {i.role for i in kinds.values()} == {"candidate"}
+    assert [i.family for i in from_file(f"{FILE}:Unpacked")] == ["sft-trainer"]
+    assert {i.id for i in select([f"{FILE}:Same"])} >= {f"{FILE}:Same", "trl.GRPOTrainer", "grpo-trainer.released"}
+
+
+def test_a_class_that_extends_no_trainer_is_refused_with_the_choices():
+    with pytest.raises(UsageError, match="must extend one of TRL's trainers GRPOTrainer, RLOOTrainer"):
+        from_file(f"{FILE}:ScaledConfig")
+
+
+def test_an_id_is_the_path_that_replays_from_here(monkeypatch, tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "kernel.py").write_text("def loss(hidden, weight, ids): return hidden\n")
+    monkeypatch.chdir(tmp_path)
+    assert [i.id for i in from_file("inner/kernel.py:loss")] == ["inner/kernel.py:loss"]
+    assert [i.id for i in from_file(f"{tmp_path}/inner/kernel.py:loss")] == ["inner/kernel.py:loss"]
+    monkeypatch.chdir(tmp_path / "inner")
+    assert [i.id for i in from_file("kernel.py:loss")] == ["kernel.py:loss"]
+    os.mkdir("below")
+    monkeypatch.chdir("below")
+    assert [i.id for i in from_file("../kernel.py:loss")] == [f"{tmp_path}/inner/kernel.py:loss"]
+
+
+def test_a_file_is_executed_once():
+    assert loaded(f"{FILE}:Same") is loaded(os.path.abspath(FILE) + ":Same")
+
+
+def test_a_dropped_ratio_is_the_subclass_s_fault():
+    case, _ = find("cases/history/is-ratio.json")
+    for name, right in (("Same", True), ("WithoutSampler", False)):
+        found = rows(name, case)
+        assert set(verdicts(found, "trl.GRPOTrainer").values()) == {"agree"}
+        assert (set(verdicts(found, name).values()) == {"agree"}) is right, name
+    assert {q for q, v in verdicts(found, "WithoutSampler").items() if v == "disagree"} >= {"loss", "grad_weight"}
+    assert found["WithoutSampler", "loss"]["blame"] == "candidate"
+
+
+def test_a_check_that_does_not_drive_the_class_says_so():
+    case = family("sft-trainer").case(0, "fp32", {"check": "processes"})
+    own = [i for i in from_file(f"{FILE}:Unpacked") if i.family == case.family]
+    (row,) = run_case(case, own, "cpu")
+    assert row["verdict"] == "unsupported" and "check processes does not drive" in row["message"]
+
+
+def test_a_config_of_its_own_is_what_it_is_given():
+    case = family("policy").case(3, "fp32", {"B": 2, "T": 3, "V": 7, "H": 5})
+    found = rows("Scaled", case)
+    assert found["Scaled", "grad_hidden"]["verdict"] == "disagree"
+    assert found["Scaled", "grad_hidden"]["value"] == pytest.approx(
+        1.001 * found["Scaled", "grad_hidden"]["value_oracle"], rel=1e-5
+    )
+
+
+def test_a_twin_judges_the_subclass():
+    case = family("sft-trainer").case(0, "fp32", {"check": "twins", "split": "2x4"})
+    found = rows("Unpacked", case)
+    assert verdicts(found, "sft-trainer.released")["gradient"] == "agree"
+    assert verdicts(found, "Unpacked")["gradient"] == "disagree"
+    assert found["Unpacked", "gradient"]["against"] == "sft-trainer.released"
+
+
+@pytest.fixture
+def session(tmp_path):
+    """A session with the ledger that ships; implementations are set by the test."""
+    return Session((), "quick", Profile({}), ("fp32",), "cpu", Ledger.load(data.ledger_file()), tmp_path, print)
+
+
+def known(session, case):
+    return {
+        r["quantity"]: r["known"] for r in session._run(case, session._of(case), None, False) if r["verdict"] != "agree"
+    }
+
+
+def test_what_the_class_it_extends_does_wrong_is_known(session):
+    case = Case.load(data.cases_dir() / "regressions" / "gc-overwrite.json")
+    session.implementations = from_file(f"{FILE}:Same")
+    assert set(known(session, case).values()) == {"gc-overwrite"}
+    session.implementations = [dataclasses.replace(i, extends="") for i in session.implementations]
+    assert set(known(session, case).values()) == {None}
+
+
+def test_what_the_class_it_extends_does_right_on_the_same_case_is_new(session):
+    case = GRPO.case(0, "fp32", {"check": "twins"})
+    entry = dataclasses.replace(
+        next(e for e in session.ledger.entries if e.id == "gc-overwrite"), quantities=("*",), settings={}
+    )
+    session.ledger = Ledger((entry,), session.ledger.folder)
+    released = next(i for i in select(()) if i.id == "grpo-trainer.released")
+    session.implementations = [released, *from_file(f"{FILE}:Scaled")]
+    found = known(session, case)
+    assert found == {"gradient": None}, "the entry's scope covers it, but the class it extends agrees here"

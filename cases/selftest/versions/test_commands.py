@@ -1,0 +1,99 @@
+"""The commands about versions, on a cache of their own: what is removed, and that no failure is a traceback."""
+
+import io
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from parity.cli.commands import main
+from parity.versions.commands import cli, matrix_page
+from parity.versions.env import build, environment, resolve
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def made(cache, name, days_unused):
+    root = cache / "envs" / name
+    build.site_packages(root).mkdir(parents=True)
+    lock = {"text": "trl==1.0.0\n", "before": "2026-04-13", "linked": [], "checkouts": {}}
+    manifest = root / environment._MANIFEST
+    manifest.write_text(json.dumps({"lock": lock, "imports": {"trl": None, "peft": "ImportError: no"}}))
+    used = time.time() - days_unused * 86400
+    os.utime(manifest, (used, used))
+    return root
+
+
+def parity(*arguments):
+    done = CliRunner().invoke(main, arguments)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+def test_prune_removes_what_was_not_used_and_leaves_what_is_in_use(cache):
+    old, used, young = (made(cache, name, days) for name, days in (("a-1", 40), ("a-2", 40), ("b-1", 3)))
+    listed = parity("env", "list").output
+    assert listed.splitlines()[-1] == f"3 environments in {cache / 'envs'}" and "does not import: peft" in listed
+    with build.claim(used, shared=True):
+        assert parity("env", "prune").output == f"removed a-1\n1 removed; {REBUILT}\n"
+    assert not old.exists() and used.exists() and young.exists()
+    (cache / "envs" / f"{build.BUILDING}c-1").mkdir()
+    assert parity("env", "prune", "b").output == f"removed b-1\n1 removed; {REBUILT}\n"
+    assert parity("env", "prune", "--days", "0").output.startswith("removed a-2")
+    left = [path.name for path in (cache / "envs").iterdir() if path.is_dir()]
+    assert left == [], "left-overs of killed builds go too"
+
+
+REBUILT = "locks are kept, so they can be made again without a network"
+
+
+def test_prune_of_an_unknown_name_says_which_there_are(cache):
+    made(cache, "a-1", 0)
+    done = parity("env", "prune", "zzz")
+    assert (done.exit_code, done.output) == (3, "parity: environment 'zzz': none matches: a-1\n")
+
+
+@pytest.mark.parametrize("command", [["history", "--bisect", "--record", "delta"], ["matrix", "trl", "1.0.0.."]])
+def test_a_cache_that_cannot_be_written_is_one_line(cache, monkeypatch, command):
+    (cache / "file").write_text("")
+    monkeypatch.setenv("PARITY_CACHE", str(cache / "file"))
+    done = parity(*command)
+    assert done.exit_code == 3 and done.output.count("\n") == 1
+    assert f"cache folder {cache / 'file'}" in done.output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_named_and_nothing_half_written_stays(tmp_path, monkeypatch):
+    class Full(io.FileIO):
+        def write(self, content):
+            raise OSError(28, "No space left on device")
+
+    def opened(*_, dir, **__):
+        return Full(Path(dir) / "half.tmp", "w")
+
+    monkeypatch.setattr(resolve.tempfile, "NamedTemporaryFile", opened)
+    with pytest.raises(OSError, match=r"No space left on device: '.*kept\.json'"):
+        resolve.save_json(tmp_path / "kept.json", {"a": 1})
+    assert list(tmp_path.iterdir()) == []
+    page = tmp_path / "page.html"
+    page.write_text("the old one")
+    (tmp_path / ".page.html.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*page\.html'"):
+        matrix_page.write("trl", "policy", [], page)
+    assert page.read_text() == "the old one" and not (tmp_path / ".page.html.part").is_symlink()
+
+
+def test_a_disk_that_fills_up_is_one_line(cache, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", "state.json")
+
+    monkeypatch.setattr(cli, "_check", full)
+    done = parity("bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0")
+    assert (done.exit_code, done.output) == (3, "parity: state.json: No space left on device\n")

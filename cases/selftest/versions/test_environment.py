@@ -1,0 +1,237 @@
+"""A real environment: trl 0.27.2 with the partners of its time, made, damaged, lost and made again."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+
+import parity
+from parity.versions.env import build, client, environment, resolve
+from parity.versions.env.client import EnvironmentUnusable
+from parity.versions.env.environment import Environment
+from parity.versions.env.releases import release, releases, span
+from parity.versions.env.spec import SpecError
+
+ASKED = "trl==0.27.2"
+PROBES = dict(build.PROBES)
+
+
+@pytest.fixture(scope="module")
+def cache():
+    """A cache of its own on the filesystem of the usual one, so that uv can link; skips without an index."""
+    folder = client.cache_root() / "selftest" / uuid.uuid4().hex[:8]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARITY_CACHE", str(folder))
+        # Importing a trainer for the first time takes 15 s: docs/environments.md lists what was imported.
+        patch.setattr(build, "PROBES", {"liger-kernel": PROBES["liger-kernel"], "no-such": "import no_such"})
+        try:
+            release("trl", "0.27.2")
+        except EnvironmentUnusable as error:
+            pytest.skip(f"environments need uv and an index: {error}")
+        yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def made(cache):
+    return Environment.of([ASKED])
+
+
+def left_over(cache):
+    return [path.name for path in (cache / "envs").glob(".*") if path.is_dir()]
+
+
+def test_it_holds_the_version_and_partners_of_its_era(made):
+    assert made.versions["trl"] == "0.27.2"
+    assert made.versions["torch"] == resolve._installed("torch"), "the build that runs here"
+    assert made.versions["transformers"].startswith("5.") and made.versions["liger-kernel"] == "0.7.0"
+    assert made.before == "2026-02-17T18:07:04+00:00"
+    assert made.imports == {"liger-kernel": None}
+    for tool in ("hypothesis", "pytest"):
+        assert made.versions[tool] == resolve._installed(tool)
+
+
+def test_the_harness_runs_in_it_and_trl_comes_from_it(made):
+    program = (
+        "import json, sys, os, importlib.metadata as m, importlib.util as u, parity.versions.env.spec as s;"
+        "import hypothesis, pytest, rich, click, jinja2, safetensors, numpy; trl = u.find_spec('trl').origin;"
+        "print(json.dumps([sys.prefix, trl, m.version('trl'), s.__file__, os.environ.get('EXTRA')]))"
+    )
+    done = made.run(["python", "-c", program], capture=True, settings={"EXTRA": "1"})
+    assert done.returncode == 0, done.stderr
+    prefix, trl, version, spec, extra = json.loads(done.stdout.splitlines()[-1])
+    assert prefix == str(made.root) and trl.startswith(prefix) and version == "0.27.2" and extra == "1"
+    assert spec == resolve.__file__.replace("resolve", "spec"), "this very harness"
+
+
+def test_asking_again_returns_it_at_once(made):
+    start = time.perf_counter()
+    assert Environment.of([ASKED]) == made
+    assert time.perf_counter() - start < 2, "0.25 s on a quiet machine"
+    assert [one.name for one in environment.listing()] == [made.name]
+    assert environment.show("trl-0.27") == made
+    with pytest.raises(EnvironmentUnusable, match=f"none matches: {made.name}"):
+        environment.show("trl-9")
+
+
+@pytest.mark.parametrize(
+    "harmed, content, says",
+    [
+        ("{site}/trl/trainer/grpo_trainer.py", None, "trl/trainer/grpo_trainer.py is gone"),
+        ("{site}/trl/trainer/grpo_trainer.py", "half", "has 4 bytes instead of"),
+        ("{site}/peft-{peft}.dist-info", None, "peft is missing instead of {peft}"),
+        ("{root}/bin/python", None, "its python is gone"),
+    ],
+)
+def test_damage_is_seen_and_named(made, harmed, content, says):
+    locked, names = resolve.lock(environment.parse_all([ASKED])), {"root": made.root, "peft": made.versions["peft"]}
+    victim = build.Path(harmed.format(site=build.site_packages(made.root), **names))
+    # Moved aside, never written to: the file is a hard link into uv's cache.
+    aside = victim.rename(made.root / "aside")
+    try:
+        if content:
+            victim.write_text(content)
+        assert says.format(**names) in str(build.damage(made.root, locked))
+    finally:
+        aside.replace(victim)
+    assert build.damage(made.root, locked) is None
+
+
+def test_a_damaged_one_is_made_again(made, cache):
+    victim = build.site_packages(made.root) / "trl" / "trainer" / "grpo_trainer.py"
+    victim.unlink()
+    assert Environment.of([ASKED]) == made and victim.stat().st_size > 1000
+    assert left_over(cache) == []
+    (made.root / "parity-environment.json").write_text('{"lock":')
+    assert environment.listing() == [] and Environment.of([ASKED]) == made
+
+
+def test_a_lost_one_comes_back_without_a_network(made, monkeypatch):
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    assert environment.prune([made.name]) == [made.name] and not made.root.exists()
+    start = time.perf_counter()
+    again = Environment.of([ASKED])
+    print(f"rebuilt offline in {time.perf_counter() - start:.2f} s")
+    assert again == made
+    assert environment.own_bytes(again) < 200e6, "hard links, not copies"
+
+
+def test_a_killed_build_leaves_nothing_that_looks_like_one(made, cache):
+    environment.prune([made.name])
+    program = f"from parity.versions.env.environment import Environment; Environment.of([{ASKED!r}])"
+    variables = {**os.environ, "PYTHONPATH": str(resolve.Path(parity.__file__).parents[1])}
+    started = subprocess.Popen([sys.executable, "-c", program], env=variables)
+    while not left_over(cache) and started.poll() is None:
+        time.sleep(0.005)
+    started.send_signal(signal.SIGKILL)
+    started.wait()
+    assert environment.listing() == [] and left_over(cache), "killed in the middle of it"
+    assert Environment.of([ASKED]) == made
+    assert left_over(cache) == []
+
+
+def test_one_in_use_is_not_removed(made):
+    program = "from parity.versions import environment; print(environment.prune(unused=None))"
+    done = made.run(["python", "-c", program], capture=True)
+    assert done.stdout.strip() == "[]", done.stderr
+    assert environment.listing() == [made]
+
+
+def test_a_disk_that_fills_up_is_a_message_and_leaves_nothing(made, cache, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    environment.prune([made.name])
+    monkeypatch.setattr(build, "save_json", full)
+    with pytest.raises(EnvironmentUnusable, match="No space left on device"):
+        Environment.of([ASKED])
+    assert environment.listing() == [] and left_over(cache) == []
+    monkeypatch.undo()
+    monkeypatch.setenv("PARITY_CACHE", str(cache))
+
+
+@pytest.mark.parametrize(
+    "specs, hold, says",
+    [
+        (["trl==0.27.99"], [], "there is no version of trl==0.27.99"),
+        (["trl-x-none==1.0"], [], "trl-x-none was not found in the package registry"),
+        (["trl==1.16.0"], ["transformers==4.30.0"], "transformers"),
+    ],
+)
+def test_what_cannot_be_resolved_is_the_resolvers_message_on_one_line(cache, specs, hold, says):
+    with pytest.raises(EnvironmentUnusable) as refusal:
+        Environment.of(specs, hold)
+    assert says in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_the_leading_package_sets_the_era_and_what_is_held_has_no_say(cache):
+    asked = environment.parse_all(["cut-cross-entropy==24.12.1", ASKED])
+    locked = resolve.lock(asked, environment.parse_all(["transformers==5.1.0"]))
+    assert locked.before == "2026-02-17T18:07:04+00:00"
+    pins = locked.pins
+    assert (pins["cut-cross-entropy"], pins["transformers"], pins["liger-kernel"]) == ("24.12.1", "5.1.0", "0.7.0")
+
+
+def test_asked_and_held_is_a_usage_error(cache):
+    with pytest.raises(SpecError, match="trl is both asked for and held"):
+        Environment.of(["trl==1.0.0"], ["trl==1.1.0"])
+
+
+def test_no_network_is_a_message(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    with pytest.raises(EnvironmentUnusable, match=r"Failed to fetch.*Connection refused"):
+        Environment.of(["trl==0.26.0"])
+    with pytest.raises(EnvironmentUnusable, match="Failed to fetch"):
+        releases("trl", "0.26.0", "0.27.0")
+
+
+def test_a_checkout_that_does_not_import_is_the_imports_own_message(cache, tmp_path, monkeypatch):
+    package = tmp_path / "checkout" / "brokenthing"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('cannot import name Missing from transformers')")
+    # A version that only a build can tell, as TRL's.
+    (package.parent / "VERSION").write_text("1.0")
+    (package.parent / "pyproject.toml").write_text(
+        '[project]\nname = "brokenthing"\ndynamic = ["version"]\n[tool.setuptools]\npackages = ["brokenthing"]\n'
+        '[tool.setuptools.dynamic]\nversion = {file = "VERSION"}\n'
+    )
+    monkeypatch.setattr(build, "PROBES", {"brokenthing": "import brokenthing"})
+    spec = f"brokenthing @ {package.parent}"
+    with pytest.raises(EnvironmentUnusable, match="does not import with .*: ImportError: cannot import name Missing"):
+        Environment.of([spec])
+    (package / "__init__.py").write_text("")
+    repaired = Environment.of([spec])
+    assert repaired.versions["brokenthing"] == "1.0" and repaired.checkouts == {"brokenthing": "no git revision"}
+    with pytest.raises(EnvironmentUnusable, match="no package named other came of it"):
+        Environment.of([f"other @ {package.parent}"])
+
+
+def test_where_no_index_has_this_torch_the_running_one_is_shown(cache, monkeypatch):
+    monkeypatch.setenv("UV_FIND_LINKS", "")
+    monkeypatch.setattr(resolve, "_surroundings", lambda: ["without the wheel folder"])
+    monkeypatch.setattr(build, "PROBES", {"torch": "import torch; torch.ones(2).sum()"})
+    if "+" not in resolve._installed("torch"):
+        pytest.skip(f"torch {resolve._installed('torch')} is a build that the index has")
+    shown = Environment.of([ASKED])
+    assert shown.torch == "linked" and shown.imports == {"torch": None}
+    assert shown.versions["torch"] == resolve._installed("torch")
+    assert (build.site_packages(shown.root) / "torch").is_symlink()
+    assert resolve._installed("mypy") is None or "mypy" not in shown.versions, "torch only, not what lies beside it"
+
+
+def test_releases_come_with_their_dates_in_order(cache):
+    found = releases("liger-kernel", "0.6.4", "0.8.0")
+    assert [one.version for one in found] == ["0.6.4", "0.6.5", "0.7.0", "0.8.0"]
+    assert str(found[0].date)[:10] == "2025-11-21"
+    assert [one.version for one in span("cut-cross-entropy", "24.12..24.12")] == ["24.12.1", "24.12.2", "24.12.3"]
+    for text in ("0.19", "a..b"):
+        with pytest.raises(SpecError, match="write LOW..HIGH"):
+            span("trl", text)

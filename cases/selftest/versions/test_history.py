@@ -1,0 +1,135 @@
+"""Two records of the history, each on one release that had the failure and one that does not."""
+
+import dataclasses
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from parity.case.case import Case
+from parity.cli.commands import main
+from parity.errors import UsageError
+from parity.versions.commands import history
+from parity.versions.env.client import EnvironmentUnusable
+from parity.versions.env.environment import Environment
+from parity.versions.search import checks
+
+BAD, GOOD = ("trl==0.28.0",), ("trl==0.29.0",)
+CASE = Case.load(history.folder() / "is-ratio.json")
+
+
+@pytest.fixture(scope="module")
+def findings():
+    try:
+        for specs in (BAD, GOOD):
+            Environment.of(specs)
+    except EnvironmentUnusable as error:
+        pytest.skip(f"environments cannot be made here: {error}")
+    records = [dataclasses.replace(r, bad=(BAD,), good=(GOOD,)) for r in history.load(["is-ratio", "tool-mask"])]
+    return history.recall(records, print)
+
+
+def test_red_on_the_release_that_had_it_and_green_on_the_next(findings):
+    told = {(f.record.id, f.specs): f.verdict for f in findings}
+    assert told == {
+        ("is-ratio", BAD): "disagree",
+        ("tool-mask", BAD): "disagree",
+        ("is-ratio", GOOD): "agree",
+        ("tool-mask", GOOD): "agree",
+    }
+    assert history.exit_code(findings) == history.RECALLED
+    assert history.table(findings).endswith("2 of 2 records recalled")
+
+
+def test_the_dropped_ratio_makes_the_gradient_a_hundred_times_too_large(findings):
+    dropped = next(f for f in findings if f.record.id == "is-ratio" and f.bad)
+    assert 100 < dropped.factor < 300
+    assert "reference" in dropped.told
+    assert "gradient norm" in dropped.told
+
+
+def test_a_release_that_answers_otherwise_is_not_recalled(findings):
+    turned = [dataclasses.replace(f, as_recorded=not f.as_recorded) for f in findings]
+    assert history.exit_code(turned) == history.MISSED
+    assert history.table(turned).endswith("0 of 2 records recalled")
+
+
+def test_an_environment_that_was_not_run_is_not_green(findings):
+    missing = [dataclasses.replace(f, as_recorded=None, verdict="not run") for f in findings]
+    assert history.exit_code(missing) == history.UNUSABLE
+    assert "(not run)" in history.table(missing)
+
+
+def test_every_record_is_readable_and_names_versions_of_both_kinds():
+    records = history.load()
+    assert len(records) >= 20
+    assert all(r.bad and r.good for r in records)
+
+
+def write(folder, **changed):
+    (folder / "history").mkdir(exist_ok=True)
+    (folder / "history" / "x.json").write_text(json.dumps({"case": CASE.to_json()}))
+    fields = {"what": "w", "package": "trl", "bad": ["1"], "good": ["2"], "case": "x.json", "implementation": "a.b"}
+    lines = [f"{k} = {json.dumps(v)}" for k, v in (fields | changed).items()]
+    (folder / "history" / "x.toml").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"bad": []}, "bad is mandatory"),
+        ({"expect": "wrong"}, "expect 'wrong' is unknown"),
+        ({"colour": "red"}, "'colour' is unknown"),
+        ({"case": "y.json"}, "no such case file"),
+    ],
+)
+def test_a_record_that_cannot_be_read_says_why(tmp_path, monkeypatch, changed, message):
+    monkeypatch.setattr(history.data, "cases_dir", lambda: tmp_path)
+    write(tmp_path, **changed)
+    with pytest.raises(UsageError, match=message):
+        history.load()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["history", "--record", "nope"], "record 'nope' is unknown"),
+        (["bisect", "trl", "--good", "0.29.1", "--bad", "0.28.0", "--check", "is-ratio"], "swap them"),
+        (["bisect", "trl", "--good", "0.28.0", "--bad", "0.28.0", "--check", "is-ratio"], "name two releases"),
+        (["bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--case", "none.json"], "no such case file"),
+        (["bisect", "trl", "--good", "0.28.0", "--bad", "0.28.0"], "name two releases"),
+        (["bisect", "trl", "--good", "new", "--bad", "0.28.0"], "'new' is not a version of trl"),
+        (["bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--quantity", "loss"], "--quantity belongs to --case"),
+        (["bisect", "torch", "--good", "1.0.0", "--bad", "1.1.0", "--check", "is-ratio"], "is about trl, not torch"),
+        (["compare", "trl==1.0.0", "trl==1.0.0"], "name two"),
+        (["compare", "trl", "trl==1.0.0"], "neither a version nor a path"),
+        (["matrix", "trl", "1.0.0", "--family", "policy"], "write LOW..HIGH"),
+        (["matrix", "trl", "1.0.0..", "--family", "nope"], "family 'nope' has no matrix"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(command, message):
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 2
+    assert message in done.output
+    assert done.output.count("\n") == 1
+
+
+def row(**changed):
+    base = {"case": "c", "implementation": "i", "quantity": "loss", "verdict": "agree", "headroom": 0.6, "value": 1.0}
+    return base | {"value_oracle": 1.0, "dist": 0.0, "dtype": "fp32", "gate": "scalar", "message": ""} | changed
+
+
+def test_a_check_reads_only_its_own_rows():
+    case = history.load(["is-ratio"])[0].check.case
+    check = checks.Check("x", case, "i", ("grad_*",))
+    own = {"case": case.id, "implementation": "i"}
+    rows = [row(**own, verdict="disagree"), row(**own, quantity="grad_weight", headroom=0.2)]
+    assert (check.answer(rows).verdict, check.answer(rows).headroom) == ("agree", 0.2)
+    rows.append(row(**own, quantity="grad_hidden", verdict="disagree", headroom=None))
+    assert (check.answer(rows).verdict, check.answer(rows).headroom) == ("disagree", None)
+    crash = [row(**own, quantity=None, verdict="crashed", message="no")]
+    assert check.judged(crash).verdict == "crashed", "no judgement, unless the crash is what is looked for"
+    assert dataclasses.replace(check, failure="crashed").judged(crash).verdict == "disagree"
+    refused = [row(**own, quantity=None, verdict="refused", message="no")]
+    assert (check.answer(refused).verdict, check.answer(refused).message) == ("refused", "no")
+    assert check.answer([]).verdict == "unsupported"

@@ -1,0 +1,69 @@
+"""`--with`: the same command inside an environment, with its own exit code; what cannot be made is one line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parity.versions.commands import inside
+from parity.versions.commands.history import folder
+from parity.versions.env.client import EnvironmentUnusable
+from parity.versions.env.environment import Environment
+from parity.versions.env.spec import SpecError
+
+ASKED = "trl==0.28.0"
+
+
+@pytest.fixture(scope="module")
+def made():
+    try:
+        return Environment.of([ASKED])
+    except EnvironmentUnusable as error:
+        pytest.skip(f"environments cannot be made here: {error}")
+
+
+def parity(*arguments, cwd):
+    variables = {**os.environ, "PYTHONPATH": str(Path(inside.__file__).parents[3])}
+    command = [sys.executable, "-m", "parity", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=variables, check=False)
+
+
+def test_a_case_is_replayed_with_the_other_version_and_its_exit_code_passed_on(made, tmp_path):
+    case = str(folder() / "tool-mask.json")
+    done = parity("replay", case, "--implementation", "trl.GRPOTrainer.liger", "--with", ASKED, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "trl 0.28.0" in done.stderr.splitlines()[0]
+    assert "disagree" in done.stdout
+
+
+def test_the_versions_are_told_on_one_line_with_what_does_not_import(made):
+    told = inside.described(made)
+    assert "trl 0.28.0" in told
+    assert "\n" not in told
+
+
+class Unusable:
+    @staticmethod
+    def of(specs):
+        raise EnvironmentUnusable("trl==99.9: no such version")
+
+
+@pytest.mark.parametrize(("command", "code"), [("run", 3), ("audit", 3), ("replay", 125)])
+def test_an_environment_that_cannot_be_made_is_one_line_and_no_judgement(monkeypatch, capsys, command, code):
+    monkeypatch.setattr(inside, "Environment", Unusable)
+    assert inside.run_inside(["trl==99.9"], [command]) == code
+    assert capsys.readouterr().err == "parity: trl==99.9: no such version\n"
+
+
+def test_a_spec_that_cannot_be_read_is_a_usage_error():
+    with pytest.raises(SpecError, match="neither a version nor a path"):
+        inside.run_inside(["trl=1"], ["run"])
+
+
+def test_a_version_that_does_not_exist_ends_with_3(tmp_path):
+    done = parity("run", "--profile", "quick", "--with", "trl==99.9", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,72 @@
+"""Hypothesis strategies that draw cases of a family."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from parity.case.case import Case
+from parity.case.family import Family
+
+CONTEXTS: dict[str, tuple[str, ...]] = {
+    "quick": ("plain",) * 6 + ("checkpoint",),
+    "pr": ("plain",) * 6 + ("checkpoint",),
+}
+"""Call contexts of a draw; autocast joins them in float32, torch.compile in the long profiles (it takes seconds)."""
+
+
+@st.composite
+def cases(draw: Any, family: Family, dtypes: Sequence[str], profile: str) -> Case:
+    """A case of `family` in one of `dtypes`; the defaults of every dimension come first, so that it shrinks to them."""
+    dtype = draw(st.sampled_from(tuple(dtypes)))
+    contexts: tuple[str, ...] = CONTEXTS.get(profile, ("plain",) * 8 + ("checkpoint", "compile"))
+    contexts = tuple(c for c in contexts if c in family.contexts)
+    if dtype == "fp32":
+        contexts += ("autocast",)
+    settings = family.draw(draw, st, dtype, profile, contexts)
+    return family.case(draw(st.integers(0, 1 << 20)), dtype, settings)
+
+
+BATCH = 10
+"""Draws in a batch: behind its tenth example Hypothesis mutates what it has, and draws stop being independent."""
+
+
+def batch(strategy: st.SearchStrategy[Case], key: str, body: Callable[[Case], None]) -> None:
+    """Call `body` on the simplest case and up to nine independent ones; a raised exception is shrunk and raised anew.
+
+    The same key draws the same cases. While shrinking, Hypothesis calls `body` again on smaller cases.
+    """
+
+    @seed(zlib.crc32(key.encode()))
+    @settings(
+        max_examples=BATCH,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+        print_blob=False,
+        report_multiple_bugs=False,
+    )
+    @given(strategy)
+    def stream(case: Case) -> None:
+        body(case)
+
+    stream()
+
+
+def draws(strategy: st.SearchStrategy[Case], key: str, count: int) -> Iterator[Case]:
+    """`count` different cases, drawn in independent batches."""
+    seen: set[str] = set()
+    number = 0
+    while len(seen) < count and number < 10 * count:
+        found: list[Case] = []
+        batch(strategy, f"{key}/{number}", found.append)
+        number += 1
+        for case in found:
+            if case.id not in seen and len(seen) < count:
+                seen.add(case.id)
+                yield case

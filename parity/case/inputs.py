@@ -1,0 +1,75 @@
+"""Settings of a family, and the tensors of a case that oracle, reference and candidate are given alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from parity.case.case import DTYPES, Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One dimension of a family: its default, what it means, and the values it may take (None: see `doc`)."""
+
+    default: Any
+    doc: str
+    choices: tuple[Any, ...] | None = None
+
+
+def defaults(settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """Name -> default of every setting."""
+    return {name: setting.default for name, setting in settings.items()}
+
+
+def fits(value: Any, default: Any) -> bool:
+    """Whether a setting's value is of its default's kind; None stands for a number or a list that may be absent."""
+    if isinstance(value, bool):
+        return isinstance(default, bool)
+    if default is None:
+        return value is None or isinstance(value, int | float | list)
+    return isinstance(value, int | float) if type(default) is float else isinstance(value, type(default))
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The tensors of a case, given alike to oracle, reference and candidate.
+
+    Attributes:
+        case: the case they came from.
+        settings: every setting of the family, defaults filled in, as attributes.
+        tensors: by name; `inputs.hidden` is `inputs.tensors["hidden"]`. Absent optional tensors are None.
+        leaves: the names of the tensors whose gradient is asked for.
+        cotangents: output quantity -> upstream gradient, same shape as the output.
+        undecided: tokens masked out because rounding alone decides on which side of a threshold they fall.
+    """
+
+    case: Case
+    settings: SimpleNamespace
+    tensors: Mapping[str, torch.Tensor | None]
+    leaves: tuple[str, ...]
+    cotangents: Mapping[str, torch.Tensor]
+    undecided: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "tensors":
+            raise AttributeError(name)
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise AttributeError(
+                f"case {self.case.id} has no tensor {name!r}; it has {', '.join(self.tensors)}"
+            ) from None
+
+    def replace(self, **tensors: torch.Tensor | None) -> Inputs:
+        """The same inputs with some tensors exchanged."""
+        return dataclasses.replace(self, tensors={**self.tensors, **tensors})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype of the case."""
+        return DTYPES[self.case.dtype]

@@ -1,0 +1,254 @@
+"""The command line: `parity run`, `list`, `replay`, `doctor`, `report`. Exit codes are those of the contract."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from parity.errors import UsageError
+from parity.versions.commands.cli import COMMANDS
+
+NOT_A_JUDGEMENT = 125
+
+
+class _Group(click.Group):
+    """Turns a `UsageError` into one line on stderr and exit code 2, a full disk into one and 3 (replay: 125)."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            click.echo(f"parity: {error}", err=True)
+            sys.exit(2)
+        except BrokenPipeError:
+            sys.exit(0)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            click.echo(f"parity: {error.filename or 'a file'}: {error.strerror}", err=True)
+            sys.exit(NOT_A_JUDGEMENT if ctx.invoked_subcommand == "replay" else 3)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="llm-parity", prog_name="parity")
+def main() -> None:
+    """Numerical parity of LLM post-training losses: who is wrong, in which quantity, by how much."""
+
+
+def _console() -> Console:
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "110"))
+    return Console(width=width, soft_wrap=False, highlight=False)
+
+
+def _progress() -> Callable[[dict[str, Any], list[dict[str, Any]]], None]:
+    """A line on stderr: rewritten on a terminal, every 20 s elsewhere."""
+    terminal, begun = sys.stderr.isatty(), time.monotonic()
+    last = [begun if not terminal else 0.0]
+
+    def show(event: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        now = time.monotonic()
+        if now - last[0] < (0.2 if terminal else 20.0):
+            return
+        last[0] = now
+        pairs = len({(r["case"], r["implementation"]) for r in rows if r["verdict"] == "agree"})
+        failing = len(
+            {
+                r["implementation"]
+                for r in rows
+                if r["verdict"] not in ("agree", "unsupported", "refused") and not r["known"]
+            }
+        )
+        text = f"{now - begun:5.0f} s  {pairs} implementation-cases agree, {failing} implementations with new findings"
+        click.echo(f"\r{text}\033[K" if terminal else text, err=True, nl=not terminal)
+
+    return show
+
+
+_IMPLEMENTATIONS = click.option(
+    "--implementation",
+    "implementations",
+    multiple=True,
+    metavar="ID|FILE.py:NAME",
+    help="only this one, or your own function",
+)
+"""What `run` and `audit` are told alike."""
+
+
+@main.command("run")
+@click.option("--profile", default="pr", show_default=True, help="quick, pr, nightly or soak")
+@click.option("--family", "families", multiple=True, help="only this family")
+@_IMPLEMENTATIONS
+@click.option("--dtype", "dtypes", multiple=True, help="fp32, fp16 or bf16")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
+@click.option("--seed", type=int, default=None, help="default: fixed in quick and pr, fresh in nightly and soak")
+@click.option("--with", "specs", multiple=True, metavar="PKG==VER", help="in an environment with this version")
+@click.option("--require", multiple=True, metavar="ID[:cpu|cuda]", help="exit 3 unless this was compared")
+@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
+@click.option("--results", type=click.Path(path_type=Path), default=None, help="default: reports/results.ndjson")
+@click.option(
+    "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
+)
+@click.option("--workers", type=int, default=None, help="processes; default: up to 2")
+def run_command(specs: tuple[str, ...], **options: Any) -> None:
+    """Draw cases, run every implementation on them, judge, report."""
+    if specs:
+        sys.exit(_inside(specs))
+    from parity.running.run import Options, execute
+
+    started = Options(**options)
+    result = execute(started, _progress())
+    if sys.stderr.isatty():
+        click.echo("", err=True)
+    _report(result.header, result.rows, started.reports, result.reasons, result.exit_code)
+    sys.exit(result.exit_code)
+
+
+def _inside(specs: tuple[str, ...]) -> int:
+    """Run the same command inside an environment of other versions."""
+    from parity.versions.commands.inside import run_inside
+
+    argv, skip = [], False
+    for word in sys.argv[1:]:
+        if skip:
+            skip = False
+        elif word == "--with":
+            skip = True
+        elif not word.startswith("--with="):
+            argv.append(word)
+    return run_inside(specs, argv)
+
+
+def _report(header: dict[str, Any], rows: list[dict[str, Any]], folder: Path, reasons: list[str], code: int) -> None:
+    from parity.results.report import html, junit, markdown, terminal
+    from parity.results.report.summary import summarise
+
+    summary = summarise(header, rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    console = _console()
+    terminal.render(summary, console)
+    junit.write(summary, folder / "junit.xml")
+    markdown.write(summary, folder / "summary.md")
+    html.write(summary, folder / "index.html")
+    for reason in reasons:
+        console.print(reason, markup=False)
+    console.print(
+        f"reports in {folder}/: results.ndjson, index.html, summary.md, junit.xml; exit code {code}", markup=False
+    )
+
+
+@main.command("list")
+@click.option("--family", "families", multiple=True)
+def list_command(families: tuple[str, ...]) -> None:
+    """Families, implementations (with version and why unavailable), settings."""
+    from parity.cli.listing import show
+
+    show(_console(), families)
+
+
+@main.command("doctor")
+def doctor_command() -> None:
+    """What is installed, what can run here, what is missing and how to get it."""
+    from parity.cli.doctor import diagnose
+
+    sys.exit(diagnose(_console()))
+
+
+@main.command("audit")
+@click.option("--family", "families", multiple=True, help="only this family")
+@_IMPLEMENTATIONS
+@click.option("--setting", "settings", multiple=True, help="only this setting")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
+@click.option("--cases", type=click.IntRange(1), default=2, show_default=True, help="cases for each setting")
+@click.option("--with", "specs", multiple=True, metavar="PKG==VER", help="in an environment with this version")
+@click.option("--release", "releases", multiple=True, metavar="PKG==VER[,…]", help="a column of a table over releases")
+@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
+@click.option(
+    "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
+)
+def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: Any) -> None:
+    """For each implementation and setting: honoured, ignored, wrong, refused or absent, and where to mend it."""
+    if specs and releases:
+        raise UsageError("--with and --release exclude each other: name every package of a release in --release")
+    if specs:
+        sys.exit(_inside(specs))
+    from parity.tools.audit.command import Options, run
+
+    chosen = Options(**options)
+    if releases:
+        from parity.tools.audit.releases import audit_releases
+
+        sys.exit(audit_releases(releases, chosen.argv(), chosen.reports, _console()))
+    sys.exit(run(chosen, _console()))
+
+
+@main.command("replay")
+@click.argument("case")
+@click.option("--implementation", "implementations", multiple=True, metavar="ID|FILE.py:NAME")
+@click.option("--device", default="auto", show_default=True)
+@click.option("--with", "specs", multiple=True, metavar="PKG==VER")
+@click.option("--issue", is_flag=True, help="print what one pastes upstream")
+def replay_command(
+    case: str, implementations: tuple[str, ...], device: str, specs: tuple[str, ...], issue: bool
+) -> None:
+    """Run one case file, ledger entry or finding again: 0 agrees, 1 disagrees, 125 anything that is not a judgement."""
+    if specs:
+        sys.exit(_inside(specs))
+    from parity.tools.replay import replay
+
+    sys.exit(replay(case, implementations, device, issue, _console()))
+
+
+@main.command("report")
+@click.argument("results", type=click.Path(path_type=Path), default=Path("reports/results.ndjson"))
+@click.option(
+    "--reports", type=click.Path(path_type=Path), default=None, help="folder to write to; default: beside the rows"
+)
+def report_command(results: Path, reports: Path | None) -> None:
+    """Rows to terminal, HTML, Markdown and JUnit."""
+    from parity.results.report.rows import read
+
+    header, rows = read(results)
+    _report(header, rows, reports or results.parent, [], 0)
+
+
+@main.command("case", hidden=True)
+@click.argument("path")
+def case_command(path: str) -> None:
+    """Print a case file as it is understood."""
+    from parity.case.case import Case
+    from parity.registry import family
+
+    case = Case.load(path)
+    click.echo(json.dumps({"id": case.id} | vars(family(case.family).full_settings(case)), indent=1))
+
+
+@main.command("mutants")
+@click.option(
+    "--seeds", type=click.IntRange(1), default=1, show_default=True, help="streams of cases; 10 for the full matrix"
+)
+@click.option("--family", "families", multiple=True, help="only this family")
+@click.option("--cases", type=click.IntRange(1), default=None, help="cases of a stream; default: those of profile pr")
+@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="processes")
+@click.option("--markdown", is_flag=True, help="print the matrix as Markdown")
+def mutants_command(**options: Any) -> None:
+    """Run deliberately wrong implementations: exit 0 when all are killed and all correct ones live."""
+    from parity.selftest.mutants.command import run
+
+    sys.exit(run(_console(), **options))
+
+
+for _command in COMMANDS:
+    main.add_command(_command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Implementations: references and candidates, each an adapter function beside the library that it calls.
+
+Adding one is writing a function that takes `Inputs` and returns its outputs by name, under the decorator
+`implementation`. Third-party libraries are imported inside the adapter, never at module level. An adapter maps names and
+shapes; it never repairs what it wraps. Gradients are taken by the harness, from the leaves in `Inputs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from parity.case.inputs import Inputs
+from parity.errors import Unsupported, UsageError
+from parity.recipe import IEEE_FP32, Recipe
+
+MODULES = ("trl", "trl_trainer", "cce", "liger", "liger_grpo", "trl_divergence", "liger_divergence", "unsloth", "fixes")
+ENTRY_POINTS = "parity.implementations"
+
+Outputs = dict[str, torch.Tensor]
+Adapter = Callable[[Inputs], Outputs]
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """A reference or a candidate with its adapter.
+
+    Attributes:
+        id: "library.function", as on the command line and in rows.
+        family: name of the loss family.
+        role: "reference" (the plain upstream code) or "candidate".
+        call: the adapter.
+        recipe: the precision it computes in, or a function of the inputs where that depends on them.
+        library: distribution whose version the row carries, and what `pip install` would install.
+        outputs: optional outputs that it offers.
+        contexts: call contexts that it is judged in.
+        dtypes: dtypes that it claims.
+        around: a context in which the harness takes both passes, where forward alone would not do.
+        interpreted: whether it is a Triton kernel, which runs in the interpreter where there is no GPU.
+        every: on the CPU, run it on one case in `every` (a cost, not a narrowing: which cases is a hash of their id).
+        sources: dotted names of the code it runs, for reports that cite file and line.
+        opt_in: leave it out of a run that does not name it.
+        stands_in: FILE.py:NAME of a user's trainer that is run in the place of the TRL class that it extends.
+        extends: id of the implementation whose known findings it inherits, where that does not agree on the same case.
+    """
+
+    id: str
+    family: str
+    role: str
+    call: Adapter
+    recipe: Recipe | Callable[[Inputs], Recipe] = IEEE_FP32
+    library: str = ""
+    outputs: frozenset[str] = frozenset()
+    contexts: frozenset[str] = frozenset({"plain"})
+    dtypes: frozenset[str] = frozenset({"fp32", "fp16", "bf16"})
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    interpreted: bool = False
+    every: int = 1
+    sources: tuple[str, ...] = ()
+    opt_in: bool = False
+    stands_in: str = ""
+    extends: str = ""
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is a user's own function, FILE.py:NAME, and no subclass of a trainer."""
+        return ".py:" in self.id and not self.extends
+
+    def recipe_for(self, inputs: Inputs) -> Recipe:
+        """The recipe on these inputs, autocast and tf32 products included (a GPU's; CPUs have none)."""
+        recipe = self.recipe if isinstance(self.recipe, Recipe) else self.recipe(inputs)
+        if inputs.settings.context == "tf32" and inputs.hidden.is_cuda:
+            recipe = dataclasses.replace(recipe, matmul="tf32", matmul_backward="tf32")
+        if inputs.settings.context == "autocast":
+            recipe = dataclasses.replace(recipe, inputs="bf16", logits="bf16", dlogits="bf16", teacher=None)
+        return recipe.resolve(inputs.case.dtype)
+
+    def version(self) -> str | None:
+        """Installed version of its library, or None."""
+        return _installed(self.library)
+
+    def missing(self) -> str | None:
+        """Why it cannot run here, with the remedy; None where it can."""
+        if self.library and self.version() is None:
+            return f"{self.library} is not installed: pip install {self.library}"
+        if self.interpreted and _installed("triton") is None:
+            return "triton is not installed: pip install triton (Linux only)"
+        return None
+
+
+@functools.cache
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+REGISTRY: dict[str, Implementation] = {}
+
+
+def implementation(id: str, **fields: Any) -> Callable[[Adapter], Adapter]:
+    """Register an adapter function as `Implementation(id, …)`; see its attributes.
+
+    Raises:
+        UsageError: when another function already has this id.
+    """
+
+    def register(call: Adapter) -> Adapter:
+        known = REGISTRY.get(id)
+        if known is not None and known.call.__module__ != call.__module__:
+            raise UsageError(f"implementation {id!r} is registered by {known.call.__module__} and {call.__module__}")
+        REGISTRY[id] = Implementation(id=id, call=call, **fields)
+        return call
+
+    return register
+
+
+def require(condition: bool, reason: str) -> None:
+    """Raise `Unsupported(reason)` unless the condition holds."""
+    if not condition:
+        raise Unsupported(reason)
+
+
+def accepted(module: Any, name: str) -> Any:
+    """`module.name`, or `Unsupported` saying that the installed version has none."""
+    found = getattr(module, name, None)
+    require(found is not None, f"{module.__name__} has no {name} in the installed version")
+    return found

@@ -1,6 +1,0 @@
-"""What one pastes upstream: a Markdown issue with numbers, code paths, a stand-alone script and versions."""
-
-from parity.issue.standalone import script
-from parity.issue.text import issue_text
-
-__all__ = ["issue_text", "script"]

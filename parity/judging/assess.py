@@ -1,0 +1,225 @@
+"""One implementation on one case held against the definition: its bench, the verdict, and what explains a disagreement."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+
+import torch
+
+from parity.case.case import DTYPES, Case
+from parity.case.family import Family
+from parity.case.inputs import Inputs
+from parity.implementations.implementation import Implementation
+from parity.judging.execute import Outcome, execute
+from parity.judging.gates import Judgement, Unit, failed, judge
+from parity.recipe import Recipe
+from parity.rounding.oracle import Quantities, exact, gradient_name, replicas
+
+REPLICAS = 12
+CONFIRMATION = 60
+"""A disagreement is confirmed with this many replicas: twelve underestimate the spread of some entry now and then."""
+LAST_WORD, LAST_WORD_LOGITS = 480, 1 << 23
+"""And then with this many, as far as that many logits go: where rounding decides which token wins (bf16 logits over a
+temperature of 1e-3) an entry is near 0 in nearly every replica and large in a few."""
+COARSEST = Recipe(logits="input", dlogits="input", elementwise="input", softmax="input", inputs="input", output="input")
+
+
+@dataclasses.dataclass
+class Bench:
+    """A case with what is computed for it once: exact quantities, and replicas by recipe."""
+
+    family: Family
+    inputs: Inputs
+    exact: Quantities
+    _replicas: dict[tuple[Recipe, int, bool], Quantities] = dataclasses.field(default_factory=dict)
+    _narrowed: dict[frozenset[str], Bench] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, family: Family, case: Case, device: str = "cpu") -> Bench:
+        """Build the inputs and run the oracle."""
+        inputs = family.build(case)
+        bench = cls(family, inputs, exact(family, inputs))
+        if device != "cpu":
+            bench.inputs = _on(inputs, device)
+        return bench
+
+    def offered(self, implementation: Implementation) -> Bench:
+        """This bench without upstream gradients on optional outputs that the implementation does not offer."""
+        absent = frozenset(
+            n for n in self.inputs.cotangents if n in self.family.optional and n not in implementation.outputs
+        )
+        if not absent:
+            return self
+        if absent not in self._narrowed:
+            kept = {n: g for n, g in self.inputs.cotangents.items() if n not in absent}
+            inputs = dataclasses.replace(self.inputs, cotangents=kept)
+            self._narrowed[absent] = Bench(self.family, inputs, exact(self.family, _on_cpu(inputs)))
+        return self._narrowed[absent]
+
+    def beside(self) -> Inputs:
+        """The inputs of the next seed, on the same device, with upstream gradients of the same quantities."""
+        case = dataclasses.replace(self.inputs.case, seed=self.inputs.case.seed + 1)
+        other = _on(self.family.build(case), self.inputs.hidden.device.type)
+        return dataclasses.replace(
+            other, cotangents={n: g for n, g in other.cotangents.items() if n in self.inputs.cotangents}
+        )
+
+    def replicas(self, recipe: Recipe, count: int, finer: bool = False) -> Quantities:
+        """Replicas under a resolved recipe, computed once; with `finer` as many again that store nothing narrow."""
+        key = (recipe, count, finer)
+        if key not in self._replicas:
+            if finer:
+                both = self.replicas(recipe, count), self.replicas(recipe.stored_wide(), count)
+                self._replicas[key] = {
+                    n: torch.cat([q[n] for q in both]) if both[0][n].dim() > value.dim() else both[0][n]
+                    for n, value in self.exact.items()
+                    if n in both[0]
+                }
+            else:
+                seed = zlib.crc32(self.inputs.case.id.encode())
+                self._replicas[key] = replicas(self.family, _on_cpu(self.inputs), recipe, count, seed)
+        return self._replicas[key]
+
+    def unit(self, name: str, recipe: Recipe, count: int = REPLICAS, finer: bool = False) -> Unit:
+        """What quantity `name` is measured with under a recipe; `finer` as in `replicas`."""
+        found = self.replicas(recipe, count, finer)
+        value = self.exact[name]
+        stack = found[name]
+        if stack.dim() == value.dim():  # no leaf reaches it: one value for all replicas
+            stack = stack.expand(count, *value.shape)
+        scalar = name in self.family.scalars
+        gradient = name.startswith("grad_")
+        first_order, terms = 0.0, 0.0
+        if scalar and name == "loss" and "_slope" in self.exact:
+            spread = (found["_logps"] - self.exact["_logps"]).square().mean(0)
+            first_order = float((self.exact["_slope"].square() * spread).nan_to_num().sum().sqrt())
+        if scalar and name == "loss" and "_terms" in self.exact:
+            terms = float(self.exact["_terms"].norm()) * self.exact["_terms"].numel() ** 0.5
+        return Unit(
+            exact=value,
+            replicas=stack,
+            compute=recipe.elementwise,
+            zero=self.family.zeros(self.inputs).get(name),
+            entrywise=not gradient or value.dim() == 1,
+            scalar=scalar,
+            counted=name in self.family.exact,
+            first_order=first_order,
+            terms=terms,
+        )
+
+    def in_float32(self) -> Bench:
+        """The same values with every parameter in float32 and outside autocast, to tell logic from precision."""
+        case = dataclasses.replace(self.inputs.case, dtype="fp32")
+        settings = SimpleNamespace(**vars(self.inputs.settings))
+        if settings.context == "autocast":
+            settings.context = "plain"
+        tensors = {
+            k: v.float() if v is not None and v.dtype in (torch.float16, torch.bfloat16) else v
+            for k, v in self.inputs.tensors.items()
+        }
+        inputs = dataclasses.replace(self.inputs, case=case, tensors=tensors, settings=settings)
+        return Bench(self.family, inputs, self.exact)
+
+
+def _on(inputs: Inputs, device: str) -> Inputs:
+    return inputs.replace(**{k: None if v is None else v.to(device) for k, v in inputs.tensors.items()})
+
+
+def _on_cpu(inputs: Inputs) -> Inputs:
+    return _on(inputs, "cpu")
+
+
+def expected(bench: Bench, implementation: Implementation, recipe: Recipe) -> dict[str, torch.dtype | None]:
+    """Quantity -> dtype that it should have (None: any), for everything the implementation should hand out."""
+    fam, inputs = bench.family, bench.inputs
+    out: dict[str, torch.dtype | None] = {}
+    for name in fam.outputs:
+        if name in bench.exact and (name not in fam.optional or name in implementation.outputs):
+            out[name] = None if inputs.settings.context == "autocast" else DTYPES.get(recipe.output)
+    for leaf in inputs.leaves:
+        out[gradient_name(leaf)] = inputs.tensors[leaf].dtype  # type: ignore[union-attr]
+    return out
+
+
+def judge_all(
+    bench: Bench,
+    implementation: Implementation,
+    outcome: Outcome,
+    recipe: Recipe,
+    count: int = REPLICAS,
+    finer: bool = False,
+) -> dict[str, Judgement]:
+    """Every quantity the implementation should hand out, judged; and each that it should not. `finer`: see `Bench`."""
+    wanted = expected(bench, implementation, recipe)
+    judged = {}
+    for name, dtype in wanted.items():
+        value = outcome.quantities.get(name)
+        if value is None:
+            judged[name] = failed("no gradient" if name.startswith("grad_") else "missing")
+            continue
+        judged[name] = judge(value, bench.unit(name, recipe, count, finer), dtype or value.dtype)
+    for name in outcome.quantities:
+        if name.startswith("grad_") and name not in wanted:
+            judged[name] = failed("a gradient where none was asked for")
+    return judged
+
+
+def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
+    """Judge; while something disagrees, be it by a finite amount or where replicas overflow, judge with more replicas.
+
+    The last word has replicas among its own that store nothing narrow, for an implementation may be more precise than
+    its recipe: where float16 flushes a gradient to 0 in every replica, their spread hides what float32 adds to it.
+    """
+    recipe = implementation.recipe_for(bench.inputs)
+    judged = judge_all(bench, implementation, outcome, recipe)
+    s = bench.inputs.settings
+    size = s.V * max(s.B * s.T, s.H)  # the logits or the head, whichever a replica holds more of
+    for count in (CONFIRMATION, max(CONFIRMATION, min(LAST_WORD, LAST_WORD_LOGITS // size))):
+        if any(not j.agrees and (math.isfinite(j.headroom) or j.overflows) for j in judged.values()):
+            judged = judge_all(bench, implementation, outcome, recipe, count)
+    if recipe != recipe.stored_wide() and any(not j.agrees and math.isfinite(j.headroom) for j in judged.values()):
+        finer = judge_all(bench, implementation, outcome, recipe, count, finer=True)
+        judged = {name: finer[name] if finer[name].agrees else j for name, j in judged.items()}
+    return judged
+
+
+def classify(bench: Bench, implementation: Implementation, failing: Sequence[str]) -> dict[str, str]:
+    """ "logic" for each quantity that float32 does not mend and no other float32 recipe explains, else "precision"."""
+    narrow = bench.inputs.case.dtype != "fp32" or bench.inputs.settings.context == "autocast"
+    precise = bench.in_float32() if narrow else bench
+    outcome = execute(implementation, precise.inputs)
+    if outcome.verdict == "ran":
+        recipe = implementation.recipe_for(precise.inputs)
+        if not narrow:  # tf32 is an explanation only where there is such a thing
+            product = "tf32" if bench.inputs.hidden.is_cuda else "ieee"
+            recipe = dataclasses.replace(recipe, matmul=product, matmul_backward=product, tanh="sigmoid")
+        judged = judge_all(precise, implementation, outcome, recipe)
+    else:  # it has no float32: would the coarsest recipe of its dtype explain it?
+        judged = judge_all(
+            bench, implementation, execute(implementation, bench.inputs), COARSEST.resolve(bench.inputs.case.dtype)
+        )
+    return {name: "precision" if name in judged and judged[name].agrees else "logic" for name in failing}
+
+
+def followed_variant(
+    bench: Bench, implementation: Implementation, outcome: Outcome, failing: Iterable[str]
+) -> str | None:
+    """The named variant of the definition that explains every failing quantity, or None.
+
+    One that differs from the definition in none of them on this case explains nothing.
+    """
+    recipe = implementation.recipe_for(bench.inputs)
+    for name, oracle in bench.family.variants.items():
+        fam = dataclasses.replace(bench.family, oracle=oracle)
+        cpu = _on_cpu(bench.inputs)
+        other = Bench(fam, cpu, exact(fam, cpu))
+        if all(q in bench.exact and torch.equal(other.exact[q], bench.exact[q]) for q in failing):
+            continue
+        judged = judge_all(other, implementation, outcome, recipe, CONFIRMATION)
+        if all(q in judged and judged[q].agrees for q in failing):
+            return name
+    return None

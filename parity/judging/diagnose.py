@@ -1,0 +1,67 @@
+"""Names for patterns in an error: what a maintainer would look for first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from parity.judging.execute import Outcome
+
+if TYPE_CHECKING:
+    from parity.judging.assess import Bench
+
+
+def hints(bench: Bench, name: str, outcome: Outcome) -> list[str]:
+    """Sentences about one failing quantity; empty where no pattern has a name."""
+    value, truth = outcome.quantities.get(name), bench.exact.get(name)
+    if value is None or truth is None or value.shape != truth.shape:
+        return []
+    v, o = value.detach().cpu().double(), truth.double()
+    out = []
+    if not bool(torch.isfinite(v).all()):
+        loss = outcome.quantities.get("loss", outcome.quantities.get("logps"))
+        if name.startswith("grad_") and loss is not None and bool(torch.isfinite(loss).all()):
+            out.append("the gradient is not finite behind a finite value")
+        return out
+    if float(o.abs().sum()) == 0.0:
+        return ["the oracle is exactly zero here"] if float(v.abs().sum()) else []
+    if float(v.abs().sum()) == 0.0:
+        return ["all zero where the oracle is not"]
+    factor = float((v * o).sum() / o.square().sum())
+    residual = float((v - factor * o).norm() / (v - o).norm().clamp(min=1e-300))
+    if residual < 0.1:
+        out.append(f"{factor:.6g} times the oracle" + _named_factor(bench, factor))
+    mask = bench.inputs.tensors.get("mask")
+    if mask is not None and v.dim() >= 2 and v.shape[:2] == mask.shape:
+        error = (v - o).abs().flatten(2).sum(-1) if v.dim() > 2 else (v - o).abs()
+        hidden = ~mask.cpu().bool()
+        if bool(hidden.any()) and float(error[hidden].sum()) > 0.5 * float(error.sum()):
+            out.append("the error sits on masked tokens")
+    return out
+
+
+def _named_factor(bench: Bench, factor: float) -> str:
+    s = bench.inputs.settings
+    named = {"temperature": s.temperature, "logit scale": s.logit_scale, "B": float(s.B), "T": float(s.T), "-1": -1.0}
+    for extra in ("accumulation", "steps_per_generation", "max_completion_length", "beta", "epsilon"):
+        if getattr(s, extra, None):
+            named[extra] = float(getattr(s, extra))
+    mask = bench.inputs.tensors.get("mask")
+    if mask is not None:
+        tokens = float(mask.sum())
+        window = float(bench.inputs.num_items_in_batch)
+        named |= {
+            "the tokens of this micro-batch": tokens,
+            "the tokens of the window": window,
+            "tokens ÷ (B·T)": tokens / mask.numel(),
+        }
+        named["tokens ÷ window"] = tokens / max(window, 1.0)
+    ratio = bench.inputs.tensors.get("importance_sampling_ratio")
+    if ratio is not None:
+        named["1 ÷ mean importance ratio"] = 1 / max(float(ratio.mean()), 1e-30)
+    for label, value in named.items():
+        for power, text in ((1, label), (-1, f"1 ÷ ({label})"), (2, f"({label})²")):
+            if value not in (0.0, 1.0) and not (value == -1.0 and power != 1) and abs(factor / value**power - 1) < 2e-3:
+                return f", which is {text}"
+    return ""

@@ -1,0 +1,195 @@
+"""Run one implementation on one set of inputs, forward and backward, in its call context; an exception is a verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+import parity
+from parity.case.inputs import Inputs
+from parity.errors import OracleError, Unsupported
+from parity.implementations.implementation import Implementation, Outputs
+from parity.rounding.oracle import gradient_name
+
+OWN = str(Path(parity.__file__).parent)
+REFUSALS = (ValueError, NotImplementedError, AssertionError, TypeError, KeyError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of running an implementation.
+
+    Attributes:
+        verdict: "ran", or why there is nothing to judge: refused, unsupported, crashed, out-of-memory.
+        quantities: outputs and gradients by name; None for a gradient that should be there and is not.
+        message: of the exception.
+        blame: "harness" where the exception came from the adapter itself.
+    """
+
+    verdict: str
+    quantities: Mapping[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
+    message: str = ""
+    blame: str | None = None
+
+
+PARAMETERS = frozenset({"weight", "bias", "lora_a", "lora_b"})
+"""Inputs that are parameters of a model in real use, and so `nn.Parameter` here."""
+
+
+def fresh(inputs: Inputs) -> Inputs:
+    """The same bits and strides, with leaves that have no history and no gradient."""
+    tensors: dict[str, torch.Tensor | None] = {}
+    for name, tensor in inputs.tensors.items():
+        wanted = name in inputs.leaves
+        if tensor is None:
+            tensors[name] = None
+        elif name in PARAMETERS:
+            tensors[name] = torch.nn.Parameter(tensor.detach(), requires_grad=wanted)
+        else:
+            tensors[name] = tensor.detach().requires_grad_(wanted)
+    return inputs.replace(**tensors)
+
+
+def forward(implementation: Implementation, x: Inputs) -> Outputs:
+    """Call the adapter in the call context of the case: plain, tf32, autocast, torch.compile region, reentrant checkpoint."""
+    context, call = x.settings.context, implementation.call
+    if context in ("plain", "tf32"):
+        return call(x)
+    device = x.hidden.device.type
+    if context == "autocast":
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return call(x)
+    names: list[str] = []
+
+    def on_leaves(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = call(x.replace(**dict(zip(x.leaves, leaves, strict=True))))
+        names[:] = list(out)
+        return tuple(out.values())
+
+    leaves = [x.tensors[name] for name in x.leaves]
+    if context == "checkpoint":
+        values = torch.utils.checkpoint.checkpoint(on_leaves, *leaves, use_reentrant=True)
+    elif context == "compile":
+        torch.compiler.reset()
+        values = torch.compile(on_leaves, backend="aot_eager")(*leaves)
+    else:
+        raise Unsupported(f"context {context!r} is unknown")
+    return dict(zip(names, values, strict=True))
+
+
+@contextlib.contextmanager
+def surroundings(implementation: Implementation, x: Inputs) -> Iterator[None]:
+    """Where both passes run: the implementation's own surroundings, and tf32 products where the case says so."""
+    before = torch.get_float32_matmul_precision()
+    if x.settings.context == "tf32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        with implementation.around():
+            yield
+    finally:
+        if x.settings.context == "tf32" and torch.get_float32_matmul_precision() == "high":
+            torch.set_float32_matmul_precision(before)  # what else is left behind is for the protocol gate to see
+
+
+def upstream(g: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """The cotangent in dtype and device of the output; a stride-0 one keeps its strides."""
+    if g.numel() > 1 and not any(g.stride()):
+        return g.flatten()[0].to(output).expand(g.shape)
+    return g.to(output)
+
+
+def backward(x: Inputs, outputs: Outputs, retain_graph: bool = False) -> None:
+    """Accumulate the gradients of every output that has an upstream gradient into the leaves.
+
+    An output of the wrong shape is left out: the structure gate names it, where autograd would only raise.
+    """
+    given = [(outputs[name], g) for name, g in x.cotangents.items() if name in outputs]
+    pairs = [(out, upstream(g, out)) for out, g in given if out.requires_grad and out.shape == g.shape]
+    if pairs and x.leaves:
+        torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs], retain_graph=retain_graph)
+
+
+def gradients(x: Inputs) -> dict[str, torch.Tensor | None]:
+    """`.grad` of every leaf, None included; a gradient where none was asked for shows as an extra quantity."""
+    out = {gradient_name(name): x.tensors[name].grad for name in x.leaves}  # type: ignore[union-attr]
+    for name, tensor in x.tensors.items():
+        if tensor is not None and name not in x.leaves and tensor.grad is not None:
+            out[gradient_name(name)] = tensor.grad
+    return out
+
+
+def execute(implementation: Implementation, inputs: Inputs) -> Outcome:
+    """Forward and backward on fresh leaves. Never raises for what the implementation does."""
+    x = fresh(inputs)
+    return guarded(implementation, lambda: _both(implementation, x))
+
+
+def _both(implementation: Implementation, x: Inputs) -> Outcome:
+    with surroundings(implementation, x):
+        outputs = forward(implementation, x)
+        backward(x, outputs)
+    detached: dict[str, torch.Tensor | None] = {k: v.detach() for k, v in outputs.items()}
+    return Outcome("ran", detached | gradients(x))
+
+
+def guarded(implementation: Implementation, run: Callable[[], Outcome]) -> Outcome:
+    """Run, and turn whatever is raised into a verdict."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run()
+    except Unsupported as error:
+        return Outcome("unsupported", message=str(error))
+    except torch.OutOfMemoryError as error:
+        return Outcome("out-of-memory", message=_first_line(error))
+    except OracleError as error:
+        return Outcome("crashed", message=f"the harness's own oracle: {_first_line(error)}", blame="harness")
+    except Exception as error:
+        return _classified(implementation, error)
+
+
+def _classified(implementation: Implementation, error: Exception) -> Outcome:
+    """refused: the library raised a clear error itself; crashed: something below it failed; unsupported: our adapter did."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    message = f"{type(error).__name__}: {_first_line(error)}"
+    own = [i for i, f in enumerate(files) if f.startswith(OWN)]
+    theirs = [i for i, f in enumerate(files) if _is_library(f)]
+    raised = bool(theirs) and theirs[-1] == len(files) - 1
+    if implementation.is_function:  # its adapter is the harness's for every function: what fails is the user's
+        clear = raised and isinstance(error, REFUSALS) and not isinstance(error, TypeError | KeyError)
+        return Outcome("refused" if clear else "crashed", message=message)
+    if (
+        implementation.interpreted
+        and any("triton" in Path(f).parts for f in files[-4:])
+        and not torch.cuda.is_available()
+    ):
+        return Outcome("unsupported", message=f"Triton's interpreter: {message}")
+    if own and (not theirs or theirs[-1] < own[-1]):
+        return Outcome(
+            "unsupported", message=f"adapter {implementation.id} does not know this version: {message}", blame="harness"
+        )
+    if raised and isinstance(error, REFUSALS):
+        return Outcome("refused", message=message)
+    return Outcome("crashed", message=message)
+
+
+def _is_library(filename: str) -> bool:
+    """A frame of code under test: not the standard library, torch, triton or the harness."""
+    parts = Path(filename).parts
+    if filename.startswith((OWN, "<")):
+        return False
+    foreign = {"torch", "triton", "importlib", "contextlib.py", "threading.py"}
+    return ("site-packages" not in parts and "lib" not in parts) or (
+        "site-packages" in parts and not foreign & set(parts)
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else ""

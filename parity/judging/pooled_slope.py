@@ -1,0 +1,76 @@
+"""The slope gate over a whole run: a scale error too small for one case shows in the mean of many."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from parity.judging.gates import SLOPE
+
+Row = dict[str, Any]
+
+POOL_MINIMUM = 30
+POOL_SIGMAS = 8.0
+POOL_FLOOR = {"fp32": 2.0**-21, "fp16": 2.0**-12, "bf16": 2.0**-10}
+"""Systematic slope that rounding itself may leave (a constant's rounding), by the dtype of the case, on the CPU: on the
+pinned stack no implementation that agrees comes nearer to its limit than 0.18 (docs/judging.md)."""
+UNMEASURED = 4.0
+"""The floors' multiple on a device where they were not measured yet: tensor cores truncate where a CPU rounds."""
+
+
+def mean_slope(slopes: Sequence[tuple[float, float]], floor: float) -> tuple[float, float]:
+    """Weighted mean and its standard error, of pairs (slope, what its case allows).
+
+    The weight is 1/(σ² + floor²) with σ the sixth part of what the slope gate of the case allows: a case that is all
+    rounding says nothing of a scale and must not carry the error of the mean, and none that is nearly exact may carry
+    the mean. The error is the larger of √(1/Σw) and √(Σw²(s - m)²)/Σw, so that it holds where the units are off too.
+    """
+    weights = [1 / ((allowed / SLOPE) ** 2 + floor**2) for _, allowed in slopes]
+    total = sum(weights)
+    mean = sum(w * s for w, (s, _) in zip(weights, slopes, strict=True)) / total
+    observed = math.sqrt(sum((w * (s - mean)) ** 2 for w, (s, _) in zip(weights, slopes, strict=True))) / total
+    return mean, max(observed, math.sqrt(1 / total))
+
+
+def allowed_slope(slope: float, headroom: float) -> float:
+    """What the slope gate allowed, from a slope and its headroom; 0 for a slope of 0."""
+    return abs(slope) / headroom if headroom > 0 else 0.0
+
+
+def pooled(rows: Sequence[Row]) -> list[Row]:
+    """|mean slope| ≤ max(8·standard error, floor) over the cases of an implementation, quantity and dtype that agree."""
+    groups: dict[tuple[str, str, str, str], list[Row]] = collections.defaultdict(list)
+    for row in rows:
+        slope, headroom = row.get("slope"), row["gates"].get("slope")
+        if row["verdict"] == "agree" and slope is not None and headroom is not None:
+            groups[row["implementation"], row["family"], row["quantity"], row["dtype"]].append(row)
+    out = []
+    for key, found in sorted(groups.items()):
+        if len(found) < POOL_MINIMUM:
+            continue
+        floor = POOL_FLOOR[key[3]] * (1.0 if found[0]["device"] == "cpu" else UNMEASURED)
+        slopes = [(r["slope"], allowed_slope(r["slope"], r["gates"]["slope"])) for r in found]
+        mean, error = mean_slope(slopes, floor)
+        headroom = abs(mean) / max(POOL_SIGMAS * error, floor)
+        agrees = headroom <= 1.0
+        out.append(
+            dict(found[0])
+            | {
+                "case": f"pooled over {len(slopes)} cases",
+                "quantity": f"pooled slope: {key[2]}",
+                "verdict": "agree" if agrees else "disagree",
+                "class": None if agrees else "precision",
+                "blame": None if agrees else "candidate",
+                "gate": "pooled slope",
+                "gates": {"pooled slope": headroom},
+                "headroom": headroom,
+                "slope": mean,
+                "worst": [],
+                "settings": {},
+                "replay": "",
+                "message": "" if agrees else f"mean slope {mean:.3g} over {len(slopes)} cases, error {error:.2g}",
+            }
+        )
+    return out

@@ -1,0 +1,207 @@
+"""The protocol gate and the exact relations: what an implementation must leave alone, and logic without tolerance."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from parity.case.family import Family
+from parity.case.inputs import Inputs
+from parity.implementations.implementation import Implementation
+from parity.judging.execute import Outcome, backward, execute, forward, fresh, gradients, guarded, surroundings
+
+WATCHED = (torch, torch.nn.functional, torch.autograd, torch.utils.checkpoint)
+
+
+def snapshot() -> dict[str, Any]:
+    """Process state that calling a loss must not change."""
+    return {
+        "environment variables": dict(os.environ),
+        "torch RNG": torch.get_rng_state().numpy().tobytes(),
+        "python RNG": hash(random.getstate()),
+        "grad mode": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "module bindings": [(m.__name__, dict(vars(m)), list(map(id, vars(m).values()))) for m in WATCHED],
+    }
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The names of what differs; bindings and variables that merely appeared by an import do not count as bindings."""
+    out = []
+    for name, old in before.items():
+        new = after[name]
+        if name == "module bindings":
+            for (module, then, ids), (_, now, now_ids) in zip(old, new, strict=True):
+                if ids != now_ids:
+                    moved = [k for k, v in then.items() if callable(v) and now.get(k) is not v]
+                    out += [f"rebound {module}.{k}" for k in moved[:3]]
+        elif name == "environment variables":
+            keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+            out += [f"environment variable {k}" for k in keys[:3]]
+        elif new != old:
+            out.append(f"{name} changed")
+    return out
+
+
+def restore(before: Mapping[str, Any]) -> None:
+    """Undo what a check found changed, as far as it can be undone, so that one leak is reported once."""
+    os.environ.clear()
+    os.environ.update(before["environment variables"])
+    torch.set_float32_matmul_precision(before["float32_matmul_precision"])
+    torch.set_default_dtype(before["default dtype"])
+    torch.set_grad_enabled(before["grad mode"])
+
+
+def copies(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Copies of every input tensor, to be held against them afterwards."""
+    return {k: v.detach().clone() for k, v in inputs.tensors.items() if v is not None}
+
+
+def damaged(inputs: Inputs, kept: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of inputs whose bits changed; they are put back."""
+    out = []
+    for name, old in kept.items():
+        now = inputs.tensors[name]
+        assert now is not None
+        if not _same_bits(now, old):
+            out.append(f"input {name} was changed in place")
+            with torch.no_grad():
+                now.detach().copy_(old)
+    return out
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
+
+
+def watched(implementation: Implementation, inputs: Inputs) -> tuple[Outcome, list[str]]:
+    """Execute, and what it left changed; the inputs, environment and modes are put back."""
+    before, kept, settings = snapshot(), copies(inputs), dict(vars(inputs.settings))
+    outcome = execute(implementation, inputs)
+    leaks = changed(before, snapshot()) + damaged(inputs, kept)
+    leaks += [f"setting {name} changed" for name, value in vars(inputs.settings).items() if settings.get(name) != value]
+    vars(inputs.settings).update(settings)
+    restore(before)
+    return outcome, leaks
+
+
+def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
+    """State that leaks: after calls on other inputs, the same inputs must give the same bits (A, B, A)."""
+    execute(implementation, other)
+    again = execute(implementation, inputs)
+    if again.verdict != first.verdict:
+        return [f"second call of the same inputs {again.verdict}: {again.message}"]
+    out = []
+    for name, value in first.quantities.items():
+        now = again.quantities.get(name)
+        if (value is None) != (now is None) or (value is not None and now is not None and not _close_bits(value, now)):
+            out.append(f"{name} differs when called again after another case")
+    return out
+
+
+def interleaved(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
+    """What is kept for the backward belongs to its call: forward A, forward B, backward A gives the gradients of A.
+
+    A preference loss does so with its two halves, and so does every loss of two terms.
+    """
+
+    def run() -> Outcome:
+        a, b = fresh(inputs), fresh(other)
+        with surroundings(implementation, a):
+            outputs = forward(implementation, a)
+            forward(implementation, b)
+            backward(a, outputs)
+        return Outcome("ran", gradients(a))
+
+    then = guarded(implementation, run)
+    if then.verdict != "ran":
+        return [f"a second forward before the backward of the first: {then.verdict}, {then.message}"]
+    return [
+        f"{name} differs when another forward comes before its backward"
+        for name, now in then.quantities.items()
+        if (was := first.quantities.get(name)) is not None and now is not None and not _close_bits(was, now)
+    ]
+
+
+def _close_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal, or apart by no more than a change of summation order (threads and atomics may reorder)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    tolerance = 4 * torch.finfo(a.dtype).eps if a.is_floating_point() else 0
+    a, b = a.double().nan_to_num(), b.double().nan_to_num()
+    scale = torch.maximum(a.abs(), b.abs()).amax() if a.numel() else torch.zeros(())
+    return bool(((a - b).abs() <= tolerance * scale).all())
+
+
+def accumulation(implementation: Implementation, inputs: Inputs) -> list[str]:
+    """Backward into an existing .grad adds, and a second backward with retain_graph adds the same again."""
+    found: list[str] = []
+
+    def run() -> Outcome:
+        x = fresh(inputs)
+        with surroundings(implementation, x):
+            outputs = forward(implementation, x)
+            backward(x, outputs, retain_graph=True)
+            first = {n: None if x.tensors[n].grad is None else x.tensors[n].grad.clone() for n in x.leaves}  # type: ignore[union-attr]
+            backward(x, outputs)
+        for name, grad in first.items():
+            now = x.tensors[name].grad  # type: ignore[union-attr]
+            if grad is not None and torch.isfinite(grad).all() and not _close_bits(now, grad + grad):
+                found.append(f"a second backward into .grad of {name} does not add the same gradient")
+        return Outcome("ran")
+
+    outcome = guarded(implementation, run)
+    if outcome.verdict == "crashed":
+        if "retain_graph" in outcome.message or "second time" in outcome.message:
+            return [f"a second backward with retain_graph=True fails: {outcome.message}"]
+        return [f"a second backward fails: {outcome.message}"]
+    return found
+
+
+def relations(
+    family: Family, implementation: Implementation, inputs: Inputs, first: Outcome
+) -> dict[str, tuple[bool, str]]:
+    """Exact relations that apply: name -> (holds, message). A factor is a power of two, so equality is to the last bit."""
+    out: dict[str, tuple[bool, str]] = {}
+    for name, relation in family.relations.items():
+        changed_inputs = relation.change(inputs)
+        doubles = any(f not in (0.0, 1.0) for f in relation.factor.values())
+        if changed_inputs is None or (doubles and inputs.case.dtype == "fp16"):
+            continue  # a subnormal float16 does not double exactly
+        then = execute(implementation, changed_inputs)
+        if then.verdict != "ran":
+            out[name] = (False, f"{then.verdict} on the changed inputs: {then.message}")
+            continue
+        out[name] = _related(first, then, relation.factor, relation.why)
+    return out
+
+
+def _related(first: Outcome, then: Outcome, factors: Mapping[str, float], why: str) -> tuple[bool, str]:
+    for quantity, value in first.quantities.items():
+        now = then.quantities.get(quantity)
+        if value is None or now is None or (quantity not in factors and factors):
+            continue
+        factor = factors.get(quantity, 1.0)
+        expected = torch.zeros_like(value) if factor == 0.0 else value * factor
+        comparable = torch.isfinite(value) & torch.isfinite(
+            expected
+        )  # what is not finite already is a finding of its own
+        if factor != 0.0:
+            comparable &= torch.isfinite(now)
+        tiny = torch.finfo(value.dtype).smallest_normal * 4 if value.is_floating_point() else 0
+        differs = comparable & (now != expected) & ((now.abs() > tiny) | (expected.abs() > tiny) | (factor == 0.0))
+        if factor != 0.0 and value.dtype != torch.float16:  # what a subnormal on the way lost does not double
+            differs &= (now.double() - expected.double()).abs() > torch.finfo(torch.float32).smallest_normal
+        if bool(differs.any()) and not (
+            factor != 0.0 and _close_bits(torch.where(comparable, now, 0), torch.where(comparable, expected, 0))
+        ):
+            worst = float((now.double() - expected.double()).abs().nan_to_num().amax())
+            return False, f"{quantity} differs by up to {worst:.3g}: {why}"
+    return True, ""

@@ -1,0 +1,173 @@
+"""What there is, by name: loss families, trainers with checks, implementations. The one place that knows all three."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from parity.case.case import Case
+from parity.case.family import Family
+from parity.errors import UsageError
+from parity.implementations import user
+from parity.implementations.implementation import REGISTRY, Implementation
+from parity.judging import compare
+from parity.judging.assess import Bench
+from parity.judging.compare import Row
+from parity.trainers import catalogue, execute
+from parity.trainers.catalogue import TrainerFamily, is_trainer
+
+NAMES = ("logprobs", "policy", "divergence")
+LIBRARIES = (
+    "trl",
+    "trl_trainer",
+    "cce",
+    "liger",
+    "liger_grpo",
+    "trl_divergence",
+    "liger_divergence",
+    "unsloth",
+    "fixes",
+)
+ENTRY_POINTS = "parity.implementations"
+
+_ADDED: dict[str, Family] = {}
+
+
+def add_family(family: Family) -> Family:
+    """Make a family known that is no file of `parity/families`, one in a user's FILE.py for example.
+
+    Raises:
+        UsageError: when the name belongs to another family or to a trainer.
+    """
+    if family.name in NAMES or is_trainer(family.name):
+        raise UsageError(f"family {family.name!r} exists already: choose another name")
+    _ADDED[family.name] = family
+    return family
+
+
+def loss_families() -> tuple[str, ...]:
+    """The names of the loss families, the trainers' checks left out."""
+    return (*NAMES, *_ADDED)
+
+
+def family(name: str) -> Family | TrainerFamily:
+    """The loss family or the trainer called `name`.
+
+    Raises:
+        UsageError: naming what exists.
+    """
+    if is_trainer(name):
+        return catalogue.family(name)
+    return loss_family(name)
+
+
+def loss_family(name: str) -> Family:
+    """The loss family called `name`.
+
+    Raises:
+        UsageError: naming the families that exist.
+    """
+    if name in _ADDED:
+        return _ADDED[name]
+    if name not in NAMES:
+        known = (*loss_families(), *catalogue.TRAINERS)
+        raise UsageError(f"family {name!r} is unknown, choose from {', '.join(known)}")
+    found: Family = importlib.import_module(f"parity.families.{name}").FAMILY
+    return found
+
+
+def load() -> dict[str, Implementation]:
+    """Every implementation of the package and of installed packages with an entry point of `parity.implementations`."""
+    for name in LIBRARIES:
+        importlib.import_module(f"parity.implementations.{name}")
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        entry.load()
+    return REGISTRY | catalogue.implementations()
+
+
+def select(ids: Iterable[str], family: str | None = None) -> list[Implementation]:
+    """The implementations called for: all that are not opt-in, or those named by id, id prefix, or FILE.py:NAME.
+
+    Raises:
+        UsageError: for an id that matches nothing, naming the choices.
+    """
+    known, ids = load(), list(ids)
+    named = [i for i in ids if ".py:" not in i]
+    added = [one for i in ids if ".py:" in i for one in from_file(i)]
+    chosen: list[Implementation] = []
+    for name in named:
+        matches = [i for i in known.values() if i.id == name or i.id.startswith(f"{name}.")]
+        if not matches:
+            raise UsageError(f"implementation {name!r} is unknown, {_instead(name, known)}")
+        chosen += matches
+    if not named:
+        families = {i.family for i in added}
+        chosen = [
+            i
+            for i in known.values()
+            if not i.opt_in and (not added or (i.role == "reference" and i.family in families))
+        ]
+    unique = {(i.id, i.family): i for i in chosen + added}
+    return [i for i in unique.values() if family is None or i.family == family]
+
+
+def from_file(spec: str) -> list[Implementation]:
+    """Load FILE.py:NAME as a candidate: of the family whose required parameters a function has; of its trainer's checks, and
+    of family `policy` where it is a GRPOTrainer, if NAME is a subclass of one of TRL's trainers.
+
+    The id is the path from the working directory, so that what a report prints can be replayed.
+
+    Raises:
+        UsageError: when the file, the name or the family cannot be found.
+    """
+    found, id = user.loaded(spec), user.path_id(spec)
+    if isinstance(found, Implementation):
+        return [found]
+    if inspect.isclass(found):
+        from parity.trainers.rig import user_trainer
+
+        return user_trainer.implementations(found, id)
+    return [user.from_function(found, id, [loss_family(name) for name in loss_families()])]
+
+
+def _instead(name: str, known: Iterable[str]) -> str:
+    """What may have been meant by a name that is no implementation."""
+    if name.endswith(".py"):
+        return f"name what to take from the file: {name}:NAME"
+    close = difflib.get_close_matches(name, list(known), 1, 0.75)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"choose from {', '.join(known)}, or FILE.py:NAME"
+
+
+def facts(case: Case) -> dict[str, Any]:
+    """What a ledger scope may name of a case: its settings with their defaults, its features and its dtype."""
+    of = family(case.family)
+    return vars(of.full_settings(case)) | dict(of.features(case)) | {"dtype": case.dtype}
+
+
+def bench_of(case: Case, device: str = "cpu") -> Bench:
+    """A case of a loss family with its inputs built and its oracle run."""
+    return Bench.of(loss_family(case.family), case, device)
+
+
+def run_case(
+    case: Case,
+    implementations: Iterable[Implementation],
+    device: str = "cpu",
+    thorough: bool | Callable[[Implementation], bool] = True,
+    announce: Callable[[Implementation], Any] = lambda implementation: None,
+) -> Iterator[Row]:
+    """Rows of a case for each implementation, the reference first: of a loss by `judging.compare`, of a trainer's check by
+    `trainers.execute`.
+
+    `thorough` (or what it says of an implementation) adds the repeated calls of the protocol gate and the exact relations
+    to a loss; `announce` is told of each implementation before it runs.
+    """
+    if is_trainer(case.family):
+        return execute.rows(case, implementations, device, announce)
+    return compare.run_case(loss_family(case.family), case, implementations, device, thorough, announce)

@@ -1,0 +1,163 @@
+"""The ledger of known findings: a run stays green on them, reports them apart, and goes red when one stops reproducing.
+
+An entry has a scope, so that it hides nothing beside it: implementations and quantities (with `*`), settings and
+features of the case, dtypes, devices, verdicts, and versions of the libraries. Its own frozen case is what tells whether
+it still holds; random draws never make an entry stale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import importlib.metadata
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from parity.case.case import Case
+from parity.errors import UsageError
+
+_REQUIRED = ("id", "family", "implementations", "quantities", "reason", "date", "case")
+_KNOWN = {*_REQUIRED, "link", "settings", "dtypes", "devices", "verdicts", "versions", "variants", "class", "gates"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A known finding. Scope fields that are empty hold for everything; `family` may be a pattern ("*-trainer").
+
+    `settings` maps a setting or feature to a value, a list of values, or a table with `min`, `max` or `not`. `variants`
+    are names of definitions other than the oracle's: a row is inside when one of them explains all that failed with it.
+    """
+
+    id: str
+    family: str
+    implementations: tuple[str, ...]
+    quantities: tuple[str, ...]
+    reason: str
+    date: str
+    case: str
+    link: str = ""
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dtypes: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    verdicts: tuple[str, ...] = ("disagree",)
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    gates: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+
+    def covers_implementation(self, implementation: str) -> bool:
+        """Whether the entry names this implementation."""
+        return any(fnmatch.fnmatchcase(implementation, p) for p in self.implementations)
+
+    def in_force(self) -> bool:
+        """Whether the installed versions are inside the entry's scope."""
+        for name, specifier in self.versions.items():
+            try:
+                if importlib.metadata.version(name) not in SpecifierSet(specifier, prereleases=True):
+                    return False
+            except importlib.metadata.PackageNotFoundError:
+                return False
+        return True
+
+    def covers(self, row: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+        """Whether a failing row is this finding; `facts` are all settings and features of its case."""
+        return (
+            fnmatch.fnmatchcase(row["family"], self.family)
+            and row["verdict"] in self.verdicts
+            and self.covers_implementation(row["implementation"])
+            and any(fnmatch.fnmatchcase(str(row["quantity"]), p) for p in self.quantities)
+            and (not self.dtypes or row["dtype"] in self.dtypes)
+            and (not self.devices or row["device"] in self.devices)
+            and (not self.gates or row["gate"] in self.gates)
+            and (not self.variants or row.get("variant") in self.variants)
+            and all(_holds(facts.get(name), wanted) for name, wanted in self.settings.items())
+            and self.in_force()
+        )
+
+
+def _holds(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, dict):
+        if "not" in wanted and value == wanted["not"]:
+            return False
+        if ("min" in wanted or "max" in wanted) and not isinstance(value, int | float):
+            return False
+        return wanted.get("min", value) <= value <= wanted.get("max", value) if {"min", "max"} & wanted.keys() else True
+    if isinstance(wanted, list):
+        return value in wanted
+    return bool(value == wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """Every entry, and where it was read."""
+
+    entries: tuple[Entry, ...]
+    folder: Path
+
+    @classmethod
+    def load(cls, path: Path) -> Ledger:
+        """Read a ledger file.
+
+        Raises:
+            UsageError: for an entry without a mandatory field, with an unknown one, or whose case does not exist.
+        """
+        try:
+            data = tomllib.loads(path.read_text())
+        except FileNotFoundError:
+            raise UsageError(f"{path}: no such ledger file") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path}: not a readable ledger: {error}") from None
+        entries = [_entry(raw, path) for raw in data.get("finding", [])]
+        ids = [e.id for e in entries]
+        for double in {i for i in ids if ids.count(i) > 1}:
+            raise UsageError(f"{path}: id {double!r} stands twice")
+        return cls(tuple(entries), path.parent)
+
+    def match(self, row: Mapping[str, Any], facts: Mapping[str, Any]) -> str | None:
+        """The id of the entry that a failing row falls under, or None; `facts` of its case: see `parity.registry.facts`."""
+        return next((e.id for e in self.entries if e.covers(row, facts)), None)
+
+    def frozen(self) -> list[tuple[Entry, Case]]:
+        """Each entry with its own frozen case."""
+        return [(e, Case.load(self.folder / e.case)) for e in self.entries]
+
+
+def _entry(raw: Mapping[str, Any], path: Path) -> Entry:
+    name = raw.get("id", "an entry without id")
+    for field in _REQUIRED:
+        if not raw.get(field):
+            raise UsageError(f"{path}: {name}: {field} is mandatory")
+    for field in raw:
+        if field not in _KNOWN:
+            raise UsageError(f"{path}: {name}: {field!r} is unknown, choose from {', '.join(sorted(_KNOWN))}")
+    if not (path.parent / raw["case"]).exists():
+        raise UsageError(f"{path}: {name}: its case {raw['case']} does not exist")
+    for specifier in raw.get("versions", {}).values():
+        try:
+            SpecifierSet(specifier)
+        except InvalidSpecifier:
+            raise UsageError(f"{path}: {name}: versions {specifier!r} is not a version specifier") from None
+    known = {f.name for f in dataclasses.fields(Entry)}
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in known}
+    fields["date"] = str(fields["date"])
+    return Entry(**fields)
+
+
+def stale(entry: Entry, rows: Sequence[Mapping[str, Any]]) -> bool | None:
+    """Whether the rows of an entry's own case all agree where the entry says they do not; None: it was not evaluated."""
+    inside = [
+        r
+        for r in rows
+        if entry.covers_implementation(r["implementation"])
+        and any(fnmatch.fnmatchcase(str(r["quantity"]), p) for p in entry.quantities)
+        and r["verdict"] in ("agree", *entry.verdicts)
+    ]
+    failing_verdicts = [
+        r for r in rows if entry.covers_implementation(r["implementation"]) and r["verdict"] in entry.verdicts
+    ]
+    if not inside and not failing_verdicts:
+        return None
+    return not failing_verdicts

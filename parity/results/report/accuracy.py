@@ -1,0 +1,143 @@
+"""How near each implementation came to the float64 oracle, against one of them, on the cases that both were judged on.
+
+`python -m parity.results.report.accuracy reports/results.ndjson [--of fixes.selective_log_probs …] [--at-least 30]`
+
+The error of a quantity is ‖value - oracle‖ ÷ ‖oracle‖, whatever the recipe: headroom would allow a coarse recipe more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parity.results.report.rows import Row, read
+
+OURS = ("fixes.selective_log_probs", "fixes.FusedLinearGRPOLoss")
+JUDGED = ("agree", "disagree")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two implementations in one dtype, values or gradients: the paired errors of all that both were judged on."""
+
+    ours: str
+    peer: str
+    kind: str
+    dtype: str
+    pairs: tuple[tuple[float, float], ...]
+
+    @property
+    def no_farther(self) -> float:
+        """Share of the cases in which our error is at most the peer's."""
+        return sum(a <= b for a, b in self.pairs) / len(self.pairs)
+
+    def median(self, side: int) -> float:
+        """Median error: side 0 ours, 1 the peer's."""
+        return statistics.median(pair[side] for pair in self.pairs)
+
+    def worst(self, side: int) -> float:
+        """Greatest error; infinite where a value was missing, NaN or infinite against the oracle."""
+        return max(pair[side] for pair in self.pairs)
+
+
+def compare(rows: Iterable[Row], ours: Sequence[str] = OURS) -> list[Comparison]:
+    """Each of `ours` with every peer of its family, by dtype; counts, relations and pooled slopes left out."""
+    errors: dict[tuple[str, str, str], dict[tuple[str, str], dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in _measured(rows):
+        where = (row["family"], _kind(row), row["dtype"])
+        errors[where][row["case"], row["quantity"]][row["implementation"]] = error(row)
+    found = []
+    for (_, kind, dtype), by_case in sorted(errors.items()):
+        for own in ours:
+            together = [e for e in by_case.values() if own in e]
+            for peer in sorted({name for e in together for name in e if not name.startswith("fixes.")}):
+                pairs = tuple((e[own], e[peer]) for e in together if peer in e)
+                found.append(Comparison(own, peer, kind, dtype, pairs))
+    return found
+
+
+def headrooms(rows: Iterable[Row], ours: Sequence[str] = OURS, at_least: int = 1) -> str:
+    """Markdown: median and worst headroom of each of `ours` and of every peer, by dtype, values and gradients.
+
+    Peers by family; those judged on fewer than `at_least` quantities are left out. A coarse recipe allows more.
+    """
+    found: dict[tuple[bool, str, str, str], list[float]] = defaultdict(list)
+    measured = list(_measured(rows))
+    families = {row["family"] for row in measured if row["implementation"] in ours}
+    for row in measured:
+        if row["family"] in families:
+            value = math.inf if row["headroom"] is None else float(row["headroom"])
+            name = row["implementation"]
+            found[name not in ours, name, row["dtype"], _kind(row)].append(value)
+    lines = ["| implementation | dtype | of | quantities | median headroom | worst |", "|---|---|---|---:|---:|---:|"]
+    for (_, name, dtype, kind), values in sorted(found.items()):
+        if len(values) >= at_least:
+            middle, worst = _headroom(statistics.median(values)), _headroom(max(values))
+            lines.append(f"| {name} | {dtype} | {kind} | {len(values):,} | {middle} | {worst} |")
+    return "\n".join(lines)
+
+
+def _headroom(value: float) -> str:
+    return "∞" if math.isinf(value) else f"{value:.2f}" if value < 100 else f"{value:.0e}"
+
+
+def _measured(rows: Iterable[Row]) -> Iterable[Row]:
+    own = ("relation", "pooled", "protocol")
+    return (
+        row
+        for row in rows
+        if row["verdict"] in JUDGED and "exact" not in row["gates"] and not row["quantity"].startswith(own)
+    )
+
+
+def _kind(row: Row) -> str:
+    return "gradients" if row["quantity"].startswith("grad_") else "values"
+
+
+def error(row: dict[str, Any]) -> float:
+    """‖value - oracle‖ ÷ ‖oracle‖; the distance itself where the oracle is 0, infinite where it is not finite."""
+    if row["dist"] is None or row["value_oracle"] is None:
+        return math.inf
+    return float(row["dist"]) / float(row["value_oracle"]) if row["value_oracle"] else float(row["dist"])
+
+
+def table(found: Sequence[Comparison]) -> str:
+    """Markdown, one line a comparison."""
+    lines = [
+        "| ours | peer | dtype | of | pairs | median: ours, peer | worst: ours, peer | ours no farther |",
+        "|---|---|---|---|---:|---:|---:|---:|",
+    ]
+    for c in sorted(found, key=lambda c: (c.ours, c.dtype, c.kind, c.peer)):
+        pairs = [f"{_short(f(0))}, {_short(f(1))}" for f in (c.median, c.worst)]
+        lines.append(
+            f"| {c.ours} | {c.peer} | {c.dtype} | {c.kind} | {len(c.pairs):,} | {pairs[0]} | {pairs[1]} "
+            f"| {c.no_farther:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def _short(value: float) -> str:
+    return "∞" if math.isinf(value) else f"{value:.1e}"
+
+
+def main() -> None:
+    """Prints the table for a results file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--of", nargs="+", default=list(OURS))
+    parser.add_argument("--at-least", type=int, default=1, metavar="PAIRS", help="leave out peers with fewer pairs")
+    options = parser.parse_args()
+    rows = read(options.results)[1]
+    print(table([c for c in compare(rows, options.of) if len(c.pairs) >= options.at_least]))
+    print()
+    print(headrooms(rows, options.of, options.at_least))
+
+
+if __name__ == "__main__":
+    main()

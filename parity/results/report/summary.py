@@ -1,0 +1,232 @@
+"""What a run came to, counted once for every renderer."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from parity.results.report.coverage import Coverage, Reason, coverage, reasons
+from parity.results.report.findings import Finding, findings, tier
+from parity.results.report.outcomes import FAILING, STOPPED, ImplementationCase, about_run, grouped, headroom
+from parity.results.report.rows import Row
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Implementation-cases by what came of them; each is in exactly one of the first six.
+
+    `compared` is divided once more: agree, known (every failing row is in the ledger), nondeterministic, disagree.
+    """
+
+    compared: int = 0
+    refused: int = 0
+    unsupported: int = 0
+    crashed: int = 0
+    timed_out: int = 0
+    out_of_memory: int = 0
+    agree: int = 0
+    known: int = 0
+    nondeterministic: int = 0
+    disagree: int = 0
+
+    @property
+    def total(self) -> int:
+        """All implementation-cases."""
+        return self.compared + self.refused + self.unsupported + self.crashed + self.timed_out + self.out_of_memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One implementation x family x dtype x device.
+
+    Attributes:
+        implementation: its id.
+        family: of the loss.
+        dtype: of the parameters under test.
+        device: it ran on.
+        role: reference or candidate.
+        counts: of its implementation-cases.
+        worst: the judged row of largest headroom, or None; where something fails anew, the worst of its root
+            quantities; known findings left out where anything else was judged.
+        known: ledger ids of what it fails.
+        verdict: disagree, crashed, timed-out, out-of-memory, nondeterministic, known, agree, or the commoner of refused
+            and unsupported where nothing was compared.
+        reason: the commonest reason for what was not compared, or "".
+    """
+
+    implementation: str
+    family: str
+    dtype: str
+    device: str
+    role: str
+    counts: Counts
+    worst: Row | None
+    known: tuple[str, ...]
+    verdict: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """One quantity of a line: in how many cases it was judged, its worst row, and the verdict over all of them."""
+
+    implementation: str
+    family: str
+    dtype: str
+    device: str
+    quantity: str
+    judged: int
+    failing: int
+    worst: Row
+    known: tuple[str, ...]
+    verdict: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Everything a report says.
+
+    Attributes:
+        run: id of the run.
+        header: what the header row carries under "header".
+        interrupted: whether the last line of the file was cut, so that the run did not come to its end.
+        counts: of all implementation-cases.
+        lines: the table, by family, implementation and dtype.
+        tallies: the same, by quantity.
+        findings: new ones.
+        known: findings that the ledger has.
+        coverage: of each family.
+        reasons: for what was unsupported or refused.
+        undecided: entries that no gate judged, because rounding alone decides about them or a replica overflows.
+    """
+
+    run: str
+    header: Mapping[str, Any]
+    interrupted: bool
+    counts: Counts
+    lines: tuple[Line, ...]
+    tallies: tuple[Tally, ...]
+    findings: tuple[Finding, ...]
+    known: tuple[Finding, ...]
+    coverage: tuple[Coverage, ...]
+    reasons: tuple[Reason, ...]
+    undecided: int
+
+
+DTYPES = ("fp64", "fp32", "fp16", "bf16")
+
+
+def summarise(header: Mapping[str, Any], rows: Iterable[Row]) -> Summary:
+    """Count a run; `header` is the file's first row, `rows` all others (`rows.read` returns the two)."""
+    everything = grouped(rows)
+    cases = [c for c in everything if not about_run(c.rows[0])]
+    found = findings(everything)
+    told = header.get("header", {})
+    dimensions = told.get("dimensions") or {}
+    families = list(dict.fromkeys([c.family for c in cases]))
+    return Summary(
+        run=str(header.get("run", "")),
+        header=told,
+        interrupted=bool(header.get("interrupted", False)),
+        counts=_counts(cases),
+        lines=tuple(_lines(everything)),
+        tallies=tuple(_tallies(everything)),
+        findings=tuple(f for f in found if f.known is None),
+        known=tuple(f for f in found if f.known is not None),
+        coverage=tuple(coverage(f, [c for c in cases if c.family == f], dimensions.get(f, {})) for f in families),
+        reasons=tuple(reasons(cases)),
+        undecided=sum(r.get("undecided") or 0 for c in cases for r in c.judged),
+    )
+
+
+def _counts(cases: Iterable[ImplementationCase]) -> Counts:
+    counter = collections.Counter(c.outcome.replace("-", "_") for c in cases)
+    judged = collections.Counter(_verdict(c.failing) for c in cases if c.outcome == "compared")
+    return Counts(**counter, **judged)
+
+
+def _verdict(failing: Sequence[Row]) -> str:
+    """The verdict over failing rows, the gravest of the new ones first."""
+    new = {r["verdict"] for r in failing if not r.get("known")}
+    for verdict in ("disagree", *STOPPED, "nondeterministic"):
+        if verdict in new:
+            return verdict
+    return "known" if failing else "agree"
+
+
+def _known(failing: Iterable[Row]) -> tuple[str, ...]:
+    return tuple(sorted({r["known"] for r in failing if r.get("known")}))
+
+
+def _worst(rows: Sequence[Row]) -> Row | None:
+    """The row to name: of what fails anew the worst among the roots, else the largest headroom outside the ledger."""
+    new = [r for r in rows if r["verdict"] in FAILING and not r.get("known")]
+    if new:
+        return max(new, key=lambda r: (-tier(r), headroom(r)))
+    return max([r for r in rows if not r.get("known")] or rows, key=headroom, default=None)
+
+
+def _where(case: ImplementationCase) -> tuple[str, str, int, str, str]:
+    """Family, references first, then implementation and dtype: the order of every table."""
+    dtype = f"{DTYPES.index(case.dtype) if case.dtype in DTYPES else 9}{case.dtype}"
+    return case.family, case.device, int(case.rows[0].get("role") != "reference"), case.implementation, dtype
+
+
+def _lines(everything: Iterable[ImplementationCase]) -> list[Line]:
+    groups: dict[tuple[str, str, int, str, str], list[ImplementationCase]] = collections.defaultdict(list)
+    for case in everything:
+        groups[_where(case)].append(case)
+    out = []
+    for _, found in sorted(groups.items()):
+        first = found[0]
+        cases = [c for c in found if not about_run(c.rows[0])]
+        failing = [r for c in found for r in c.failing]
+        judged = [r for c in found for r in c.judged]
+        told = reasons(cases)
+        verdict = _verdict(failing)
+        if not failing and not judged:
+            verdict = max(told, key=lambda r: r.count).verdict if told else "unsupported"
+        out.append(
+            Line(
+                implementation=first.implementation,
+                family=first.family,
+                dtype=first.dtype,
+                device=first.device,
+                role=first.rows[0].get("role") or "candidate",
+                counts=_counts(cases),
+                worst=_worst(judged),
+                known=_known(failing),
+                verdict=verdict,
+                reason=max(told, key=lambda r: r.count).message if told else "",
+            )
+        )
+    return out
+
+
+def _tallies(everything: Iterable[ImplementationCase]) -> list[Tally]:
+    groups: dict[tuple[tuple[str, str, int, str, str], str], list[Row]] = {}
+    for case in everything:
+        for row in case.judged:
+            groups.setdefault((_where(case), row["quantity"]), []).append(row)
+    out = []
+    for _, rows in sorted(groups.items(), key=lambda item: item[0][0]):
+        failing = [r for r in rows if r["verdict"] in FAILING]
+        worst = _worst(rows)
+        assert worst is not None
+        out.append(
+            Tally(
+                implementation=worst["implementation"],
+                family=worst["family"],
+                dtype=worst["dtype"],
+                device=worst["device"],
+                quantity=worst["quantity"],
+                judged=len(rows),
+                failing=len(failing),
+                worst=worst,
+                known=_known(failing),
+                verdict=_verdict(failing),
+            )
+        )
+    return out

@@ -1,0 +1,177 @@
+"""The summary and the failure text on a terminal: 80 columns and up, complete without colour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from parity.results.report import wording
+from parity.results.report.coverage import Coverage
+from parity.results.report.failure import COLOURS, columns, render_finding, say
+from parity.results.report.findings import Finding
+from parity.results.report.summary import Counts, Line, Summary
+
+__all__ = ["render", "render_finding"]
+
+IN_FULL = 10
+"""New findings printed in full; the others get three lines each and are in full in the HTML report."""
+REASONS = 10
+PAIRS = 12
+
+
+def render(summary: Summary, console: Console) -> None:
+    """Print a summary: counts, table, new findings, known findings, coverage."""
+    say(console, " · ".join(wording.counts(summary.counts)), "bold")
+    bad = bool(summary.findings)
+    say(
+        console, f"{summary.counts.total:,} implementation-cases: {wording.outcome(summary)}", "bold red" if bad else ""
+    )
+    say(console, wording.about(summary), "dim")
+    say(console, wording.versions(summary), "dim")
+    if summary.interrupted:
+        say(console, "the run was interrupted: its last row is cut, and whatever came after it is missing", "yellow")
+    for family in dict.fromkeys(line.family for line in summary.lines):
+        console.print()
+        _table(family, [line for line in summary.lines if line.family == family], console)
+    if summary.findings:
+        console.print()
+        console.print(Rule("New findings", align="left", style="red"))
+        if told := wording.as_drawn(summary):
+            say(console, told)
+        for number, finding in enumerate(summary.findings, 1):
+            console.print()
+            _finding_in_summary(number, finding, console, full=number <= IN_FULL)
+    if summary.known:
+        console.print()
+        console.print(Rule("Known findings", align="left", style="yellow"))
+        for number, finding in enumerate(summary.known, 1):
+            _finding_in_summary(number, finding, console, full=False)
+    console.print()
+    console.print(Rule("Coverage", align="left", style="dim"))
+    _coverage(summary, console)
+
+
+def _table(family: str, lines: Sequence[Line], console: Console) -> None:
+    """A table; where names would not fit beside the numbers each stands on a line of its own, never cut.
+
+    Below it which known findings each implementation has, and why some were not compared.
+    """
+    devices = sorted({line.device for line in lines})
+    counters: Mapping[str, Callable[[Counts], int]] = {
+        "compared": lambda c: c.compared,
+        "unsupp.": lambda c: c.unsupported,
+        "refused": lambda c: c.refused,
+        "stopped": lambda c: c.crashed + c.timed_out + c.out_of_memory,
+    }
+    shown = {k: f for k, f in counters.items() if k == "compared" or any(f(line.counts) for line in lines)}
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        name = line.implementation if len(devices) == 1 else f"{line.implementation} ({line.device})"
+        groups.setdefault(name, []).append(line)
+    longest = max(map(len, groups))
+    beside = longest + sum(len(k) + 2 for k in shown) + 50 <= console.width
+    console.print(Text(f"{family} · {', '.join(devices)}", style="bold"))
+    table = _numbers(shown, longest if beside else 0)
+    for name, found in groups.items():
+        for k, cells in enumerate(_cells(found, list(shown.values()))):
+            table.add_row(Text(name if beside and k == 0 else ""), *cells)
+        if not beside:
+            say(console, name)
+            console.print(table)
+            table = _numbers(shown, 0, header=False)
+    if beside:
+        console.print(table)
+    for name, found in groups.items():
+        if known := sorted({id for line in found for id in line.known}):
+            say(console, f"  known in {name}: {', '.join(known)}", "dim")
+    idle = dict.fromkeys(
+        (n, x.reason) for n, found in groups.items() for x in found if not x.counts.compared and x.reason
+    )
+    for name, reason in idle:
+        say(console, f"  {name}: {reason}", "dim")
+
+
+def _cells(found: Sequence[Line], counters: Sequence[Callable[[Counts], int]]) -> Iterator[list[str | Text]]:
+    """What stands beside an implementation's name, a row for each dtype; one row where nothing could run in any."""
+    if len(found) > 1 and all(line.verdict == "unsupported" for line in found):
+        totals = [f"{sum(f(line.counts) for line in found):,}" for f in counters]
+        yield ["all", *totals, "", "", Text("unsupported", style=COLOURS.get("unsupported", ""))]
+        return
+    for line in found:
+        verdict = Text(wording.line_verdict(line, ids=False), style=COLOURS.get(line.verdict, "bold red"))
+        counts = [f"{f(line.counts):,}" for f in counters]
+        yield [line.dtype, *counts, wording.line_headroom(line), Text(wording.at(line.worst)), verdict]
+
+
+def _numbers(counters: Iterable[str], longest: int, header: bool = True) -> Table:
+    table = columns("", "bold")
+    table.show_header = header
+    table.add_column("implementation" if longest else "", no_wrap=True, width=longest or 1)
+    table.add_column("dtype", no_wrap=True, width=5)
+    for heading in (*counters, "headroom"):
+        table.add_column(heading, justify="right", no_wrap=True, width=len(heading))
+    table.add_column("at", overflow="fold", width=20 if longest else 16)
+    table.add_column("verdict", overflow="fold", min_width=8)
+    return table
+
+
+def _which(finding: Finding) -> str:
+    return "; the smallest of those drawn:" if finding.minimised is False else "; the smallest:"
+
+
+def _finding_in_summary(number: int, finding: Finding, console: Console, full: bool) -> None:
+    mark = f"known {finding.known}" if finding.known else f"new {number}"
+    say(console, f"{mark} · {finding.implementation} · {wording.title(finding)}", "bold" if full else "")
+    say(console, f"  {wording.spread(finding)}{_which(finding) if full else ''}")
+    if full:
+        render_finding(finding.rows, console)
+        return
+    if finding.lead.get("message"):
+        say(console, f"  {finding.lead['message']}")
+    if finding.lead.get("replay"):
+        console.print(Text(f"  {finding.lead['replay']}", style="dim"), soft_wrap=True)
+
+
+def _coverage(summary: Summary, console: Console) -> None:
+    for found in summary.coverage:
+        say(
+            console,
+            f"{found.family}: share of {found.compared:,} compared implementation-cases away from each default",
+            "bold",
+        )
+        met = [d for d in reversed(found.dimensions) if d.exercised]
+        say(console, "  " + " · ".join(f"{d.name} {wording.percent(d.share)}" for d in met))
+        say(console, f"  never: {_never(found)}", "yellow" if found.unexercised else "")
+        say(console, f"  pairs: {found.pairs - len(found.never):,} of {found.pairs:,} met{_pairs(found)}")
+    if summary.undecided:
+        say(
+            console,
+            f"{summary.undecided:,} entries undecided: rounding alone decides about them, or a replica overflows",
+            "dim",
+        )
+    for verdict in ("unsupported", "refused"):
+        told = [r for r in summary.reasons if r.verdict == verdict]
+        if told:
+            say(console, f"{verdict}, by reason:", "bold")
+        for reason in told[:REASONS]:
+            say(console, f"  {wording.percent(reason.share):>5}  {reason.message} ({wording.who(reason)})")
+        if len(told) > REASONS:
+            say(console, f"         and {len(told) - REASONS} more reasons (all in the HTML report)", "dim")
+
+
+def _never(found: Coverage) -> str:
+    return (
+        ", ".join(f"{d.name} ({d.drawn:,} drawn, none compared)" if d.drawn else d.name for d in found.unexercised)
+        or "none"
+    )
+
+
+def _pairs(found: Coverage) -> str:
+    if not found.never:
+        return ""
+    text = ", ".join(f"{a} + {b}" for a, b in found.never[:PAIRS])
+    return f"; never together: {text}" + (f" and {len(found.never) - PAIRS} more" if len(found.never) > PAIRS else "")

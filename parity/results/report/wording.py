@@ -1,0 +1,235 @@
+"""The words that every renderer shares, so that terminal, Markdown, JUnit and HTML say the same thing."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from parity.results.report.coverage import Reason
+from parity.results.report.findings import Finding
+from parity.results.report.outcomes import FAILING, headroom
+from parity.results.report.rows import Row
+from parity.results.report.summary import Counts, Line, Summary
+
+ENTRY = ("parameter", "sequence", "position", "token", "masked", "index", "value", "oracle", "error")
+HEADINGS = {"token": "token id", "masked": "masked?", "oracle": "float64"}
+
+
+def count(n: int, noun: str) -> str:
+    """`1,234 cases`, `1 case`."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def percent(share: float) -> str:
+    """A share; what is not nothing never reads 0 %, what is not all never 100 %."""
+    if 0 < share < 0.01:
+        return "<1 %"
+    return ">99 %" if 0.99 < share < 1 else f"{share * 100:.0f} %"
+
+
+def ratio(value: float) -> str:
+    """A headroom."""
+    if math.isinf(value):
+        return "∞"
+    if value == 0:
+        return "0"
+    return f"{value:.2g}" if value < 0.1 else f"{value:.2f}" if value < 100 else f"{value:.3g}"
+
+
+def number(value: Any) -> str:
+    """A value of a quantity; null stands for what was not finite or not there."""
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def counts(c: Counts) -> list[str]:
+    """The opening of every summary: what was compared, and what was not."""
+    parts = [f"{c.agree:,} agree"]
+    parts += [f"{n:,} {word}" for n, word in ((c.known, "known"), (c.nondeterministic, "nondeterministic")) if n]
+    parts.append(f"{c.disagree:,} disagree")
+    out = [f"{c.compared:,} compared ({', '.join(parts)})", f"{c.refused:,} refused", f"{c.unsupported:,} unsupported"]
+    out.append(f"{c.crashed:,} crashed")
+    return out + [f"{n:,} {word}" for n, word in ((c.timed_out, "timed out"), (c.out_of_memory, "out of memory")) if n]
+
+
+def outcome(summary: Summary) -> str:
+    """One line: new and known findings."""
+    new, known = len(summary.findings), len(summary.known)
+    text = count(new, "new finding") if new else "no new findings"
+    return f"{text}, {known:,} known"
+
+
+def as_drawn(summary: Summary) -> str:
+    """How many new findings are shown unminimised, because a run gives minimising a limited time; "" for none."""
+    drawn = sum(f.minimised is False for f in summary.findings)
+    if not drawn:
+        return ""
+    return (
+        f"{drawn:,} of {count(len(summary.findings), 'new finding')} as drawn: the run's time for minimising was used up; "
+        f"with --implementation it goes to one"
+    )
+
+
+def about(summary: Summary) -> str:
+    """Profile, seed, device, revision and time of the run, as far as the header tells."""
+    h = summary.header
+    device = " ".join(str(h[k]) for k in ("device", "device_name") if h.get(k))
+    told = {
+        "run": summary.run,
+        "profile": h.get("profile"),
+        "seed": h.get("seed"),
+        "device": device,
+        "driver": h.get("driver"),
+        "float32 matmul": h.get("float32_matmul_precision"),
+        "Triton": h.get("triton"),
+        "revision": h.get("git"),
+    }
+    parts = [f"{k} {v}" for k, v in told.items() if v not in (None, "")]
+    if h.get("seconds") is not None:
+        parts.append(f"{h['seconds']:,} s")
+    return " · ".join(parts)
+
+
+def versions(summary: Summary) -> str:
+    """The versions that the header tells."""
+    return " · ".join(f"{k} {v}" for k, v in (summary.header.get("versions") or {}).items())
+
+
+def at(row: Row | None) -> str:
+    """Quantity and gate; a gate that only repeats the quantity is left out."""
+    if row is None:
+        return ""
+    quantity, gate = row.get("quantity") or row["verdict"], row.get("gate")
+    return f"{quantity} {gate}" if gate and gate not in quantity else quantity
+
+
+def line_headroom(line: Line) -> str:
+    """The worst headroom of a line of the table."""
+    return "" if line.worst is None else ratio(headroom(line.worst))
+
+
+def line_verdict(line: Line, ids: bool = True) -> str:
+    """The verdict of a line of the table, with the ledger ids it rests on or how many they are."""
+    new = line.verdict.upper() if line.verdict not in ("agree", "known", "refused", "unsupported") else line.verdict
+    known = ", ".join(line.known)
+    if not ids:
+        return f"{len(line.known)} known" if line.verdict == "known" else new
+    return f"known: {known}" if line.verdict == "known" else f"{new}; known: {known}" if known else new
+
+
+def wrong(row: Row) -> str:
+    """Who is wrong, as a clause."""
+    name, against = row["implementation"], row.get("against")
+    blame = row.get("blame")
+    if row.get("variant"):
+        return f"nobody: {name} follows another definition, {row['variant']!r}"
+    if blame == "candidate":
+        return f"the candidate {name}" + (f" (the reference {against} agrees with float64)" if against else "")
+    if blame == "reference":
+        return f"the reference {name}"
+    if blame == "both":
+        return f"both the candidate {name} and the reference {against or ''}".rstrip()
+    if blame == "harness":
+        return f"the harness, in its adapter for {name}"
+    return f"{name}, or what calls it (not decided)"
+
+
+def title(finding: Finding) -> str:
+    """What a finding is, without its size: class or verdict, and where."""
+    where = ", ".join(finding.roots)
+    if not finding.roots:
+        return finding.verdict
+    kind = "nondeterministic" if finding.verdict == "nondeterministic" else cls(finding.lead)
+    return f"{kind} in {where}"
+
+
+def cls(row: Row) -> str:
+    """The class of a failing row, or its verdict where nothing was judged."""
+    return str(row.get("class") or row["verdict"])
+
+
+def spread(finding: Finding) -> str:
+    """In how many cases and dtypes a finding shows, its worst headroom, and what it costs of the gradient."""
+    parts = [count(finding.cases, "case"), " ".join(finding.dtypes)]
+    if len(finding.classes) > 1:
+        parts.append(", ".join(f"{k} in {v:,}" for k, v in sorted(finding.classes.items())))
+    if finding.roots:
+        parts.append(f"worst headroom {ratio(headroom(finding.worst))} at {at(finding.worst)}")
+    if finding.off:
+        median, worst = statistics.median(finding.off), finding.off[-1]
+        more = f", at worst {_of_norm(worst)}" if len(finding.off) > 1 else ""
+        parts.append(f"gradient off by {_of_norm(median)} of its norm{more}")
+    return " · ".join(parts)
+
+
+def _of_norm(share: float) -> str:
+    if share >= 10:
+        return f"{100 * share:.2g} %"
+    return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.2g} %"
+
+
+def settings(values: Mapping[str, Any]) -> str:
+    """Settings away from their default on one line, shapes first."""
+    shapes = "x".join(str(values[k]) for k in "BTVH" if k in values)
+    names = "x".join(k for k in "BTVH" if k in values)
+    rest = [
+        f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in values.items() if k not in ("B", "T", "V", "H")
+    ]
+    return ", ".join(([f"{names} {shapes}"] if shapes else []) + rest)
+
+
+def sizes(row: Row) -> str:
+    """Value against oracle and reference, and the two measures that people ask for first."""
+    parts = [f"value {number(row.get('value'))}", f"float64 {number(row.get('value_oracle'))}"]
+    if row.get("value_reference") is not None:
+        parts.append(f"reference {number(row['value_reference'])}")
+    if row.get("max_abs") is not None:
+        finite = " of the finite entries" if row.get("gate") == "structure" else ""
+        parts.append(f"max |error|{finite} {number(row['max_abs'])}")
+    if row.get("dist") is not None:
+        parts.append(f"torch.dist {number(row['dist'])}")
+    if row.get("allclose") is not None:
+        tolerance = f"atol {row.get('atol') or 0:.2g}, rtol {row.get('rtol') or 0:.2g}"
+        parts.append(f"torch.allclose {row['allclose']} at {tolerance}")
+    return " · ".join(parts)
+
+
+def who(reason: Reason) -> str:
+    """The implementations that a reason is about, by name where they are few."""
+    names = reason.implementations
+    return ", ".join(names) if len(names) <= 3 else f"{len(names)} implementations"
+
+
+def hints(rows: Sequence[Row], lead: Row) -> list[str]:
+    """The messages of everything that fails, the lead's first, each under the quantity it is about."""
+    failing = [lead, *(r for r in rows if r is not lead and r["verdict"] in FAILING)]
+    told = [
+        f"{r['quantity']}: {r['message']}" if r.get("quantity") else r["message"] for r in failing if r.get("message")
+    ]
+    return list(dict.fromkeys(told))
+
+
+def entries(lead: Row) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells of the worst entries of a row."""
+    found = lead.get("worst") or []
+    names = [k for k in ENTRY if any(k in e for e in found)]
+    if "sequence" in names and all(len(e.get("index", ())) <= 2 for e in found):
+        names.remove("index")  # sequence and position say it already
+    return [HEADINGS.get(k, k) for k in names], [[_cell(e, k) for k in names] for e in found]
+
+
+def _cell(entry: Row, name: str) -> str:
+    if name not in entry:
+        return ""
+    value = entry[name]
+    if name == "masked":
+        return "yes" if value else "no"
+    if name == "index":
+        return str(list(value))
+    if name == "parameter":
+        return str(value)
+    return "not finite" if value is None else number(value)

@@ -1,0 +1,1 @@
+"""What honest rounding costs: Monte Carlo arithmetic, and oracles run exactly and as replicas."""

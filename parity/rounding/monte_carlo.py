@@ -1,0 +1,378 @@
+"""What honest rounding costs on these very inputs: replicas of any oracle under Monte Carlo arithmetic.
+
+An implementation declares a `Recipe`. A *replica* is the float64 oracle run again with every rounded operation, forward
+and backward, perturbed by the unit roundoff of that recipe (Monte Carlo arithmetic, Parker 1997; Denis et al. 2016,
+doi:10.1109/ARITH.2016.31). The spread of the replicas is the unit in which the judge measures an error. A family's author
+writes the definition and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parity.case.case import DTYPES
+from parity.case.family import Mark
+from parity.recipe import HALF_SUBNORMAL, LARGEST, UNIT_ROUNDOFF, Recipe
+
+NARROW = 2.0**-20
+"""Unit roundoffs above it round on a grid (`MonteCarlo._grid`), those below by independent noise."""
+
+
+aten = torch.ops.aten
+_MATMULS = {aten.mm.default, aten.bmm.default}
+_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.cumsum.default}
+_EXACT = frozenset(
+    """view _unsafe_view t transpose permute expand unsqueeze squeeze slice slice_backward select select_backward gather
+    index_select index scatter scatter_add where masked_fill minimum maximum clamp clamp_min
+    clamp_max neg abs sign clone detach alias _to_copy lift_fresh zeros_like ones_like new_zeros new_ones
+    new_empty ones zeros full full_like scalar_tensor empty_like empty amax amin max min cat stack split
+    split_with_sizes unbind as_strided index_put embedding embedding_dense_backward sort topk
+    nan_to_num flip roll round floor ceil heaviside unfold constant_pad_nd value_selecting_reduction_backward repeat
+    expand_copy arange rand tril triu diagonal""".split()
+)
+
+
+class _Noise:
+    """Uniform noise in ±1, read at random offsets from one pool drawn per process (drawing it anew dominates the run)."""
+
+    _pool: torch.Tensor | None = None
+    SIZE = 1 << 22
+
+    def __init__(self, seed: int):
+        self._random = random.Random(seed)
+        if _Noise._pool is None:
+            generator = torch.Generator().manual_seed(20261120)
+            _Noise._pool = torch.rand(self.SIZE, generator=generator, dtype=torch.float64) * 2 - 1
+
+    def like(self, x: torch.Tensor) -> torch.Tensor:
+        pool = _Noise._pool
+        assert pool is not None
+        n = x.numel()
+        if n <= self.SIZE // 2:
+            start = self._random.randrange(self.SIZE - n)
+            out = pool[start : start + n]
+        else:  # tile the pool, each copy rolled by a random offset
+            pieces, left = [], n
+            while left > 0:
+                start = self._random.randrange(self.SIZE // 2)
+                pieces.append(pool[start : start + min(left, self.SIZE // 2)])
+                left -= self.SIZE // 2
+            out = torch.cat(pieces)
+        return out.view(x.shape).to(x.device)
+
+
+MANY = 1024
+"""Terms of a sum from which on equal ones are counted."""
+
+
+class MonteCarlo(TorchDispatchMode):
+    """Perturb every rounded operation of a float64 computation, forward and backward, as a `Recipe` would round it.
+
+    Matrix products over K terms get max(2, √K/2)·u·(|A|·|B|)·ξ (tf32: 2·u·√(A²·B²)·ξ besides), sums 2·u·Σ|x|·ξ, a
+    log-softmax or log-sum-exp its row's u·(2|logsumexp| + 1 + √V/4)·ξ, any other rounded operation x·(1 + u·ξ) + η·ξ
+    with η the smallest normal of float32; results that no rounding touches are left alone. ξ is uniform in ±1 per
+    element. An exponential beyond the range of the elementwise dtype is infinite. In float16 and bfloat16 the result is
+    rounded to their bits instead, on a grid stretched at random; with `own_grid` the first replica's is not stretched, for
+    what is systematic about the numbers that a dtype has (a float32 head, rounded, may be the teacher's).
+    """
+
+    def __init__(self, recipe: Recipe, dtype: str, seed: int, own_grid: bool = False):
+        super().__init__()
+        self.own_grid = own_grid
+        self.recipe = recipe.resolve(dtype)
+        self.dtype = dtype
+        self.noise = _Noise(seed)
+        self.backward = False
+        self.quiet = False
+        self.u_sum = UNIT_ROUNDOFF["fp32"]
+        self.eta = torch.finfo(torch.float32).smallest_normal
+        self.take(self.recipe.elementwise, self.recipe.softmax)
+
+    def take(self, elementwise: str, softmax: str) -> None:
+        """Round elementwise operations to `elementwise` and a log-softmax to `softmax` from here on."""
+        self.elementwise, self.softmax = elementwise, softmax
+        self.u = UNIT_ROUNDOFF[elementwise]
+        self.u_softmax = UNIT_ROUNDOFF[softmax]
+        self.largest = LARGEST[elementwise] if elementwise == "fp16" else None
+        self.largest_exp = LARGEST[elementwise]
+
+    def __enter__(self) -> MonteCarlo:
+        _RUNNING.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _RUNNING.pop()
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._schema.name.split("::")[1]
+        if self.quiet or not torch.is_tensor(out) or not out.is_floating_point() or name in _EXACT or name[-1] == "_":
+            return out
+        if func in _MATMULS:
+            return self.product(out, args[0], args[1])
+        if func in _SUMS:
+            scale = func(args[0].abs(), *args[1:], **kwargs).mul_(2 * self.u_sum)
+            partial = self.u_partial() if self.backward else 0.0
+            if partial:  # a bias gradient is summed across chunks as the head's is
+                out = torch.where(scale > 2 * self.u_sum * self.range_partial(), torch.inf, out)
+                scale = scale + func(args[0].square(), *args[1:], **kwargs).sqrt_().mul_(partial)
+            return self.rounded(out + self.scattered(scale, out))
+        if name == "_log_softmax":
+            return self.rounded(self.log_softmax(out, args[0], args[1]), self.softmax)
+        if name == "_log_softmax_backward_data":
+            flushed = (
+                args[0].sum(args[2], keepdim=True).abs_().mul_(self.eta)
+            )  # p·Σg with a p below the smallest normal
+            scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum) + flushed
+            return self.rounded(out + self.scattered(scale, out), self.softmax)
+        if name == "logsumexp":  # the sum of exponentials rounds relatively, so its logarithm by an absolute amount
+            walk = 1 + (args[0].numel() / max(out.numel(), 1)) ** 0.5 / 4
+            out = out + self.scattered(self.u_sum * (2 * out.abs() + walk), out)
+            if self.u > NARROW:
+                keep = bool(args[2]) if len(args) > 2 else kwargs.get("keepdim", False)
+                out = out + self.off(out - args[0].amax(args[1], keepdim=keep), self.elementwise)
+            return self.rounded(out)
+        if name == "tanh" and self.recipe.tanh == "sigmoid":
+            return self.rounded(out + 2 * self.u * self.noise.like(out))
+        if name == "exp":  # finite in float64, but not in the recipe's dtype: the ratio of a token that is far off
+            return self.rounded(torch.where(out > self.largest_exp, torch.inf, out))
+        return self.rounded(out)
+
+    def log_softmax(self, out: torch.Tensor, z: torch.Tensor, dim: int) -> torch.Tensor:
+        """`out` = log-softmax of z before it is stored."""
+        top = out.amax(dim, keepdim=True).nan_to_num_(0.0, 0.0, 0.0)
+        lse = (z - out).nan_to_num_(0.0, 0.0, 0.0).abs_().amax(dim, keepdim=True) * self._shifted(out)
+        scale = self.u_sum * (2 * lse + self._walk(out, dim))
+        if self.u_softmax > NARROW:
+            out = out - self.off(-top, self.softmax)
+        else:
+            scale = scale + self.u_softmax * (1 + top.abs())
+        return out + self.scattered(scale, out)
+
+    def off(self, log_sum: torch.Tensor, dtype: str) -> torch.Tensor:
+        """By how much log Σ exp(z - max) is off: torch's CPU kernels round the sum and its logarithm to a narrow dtype.
+
+        Equal sums are off alike, and a single possible token is not: the logarithm of 1 is 0 in any dtype.
+        """
+        stored = self._grid(self._grid(log_sum.exp(), dtype).log(), dtype)
+        return torch.where(torch.isfinite(stored) & (log_sum > 0), stored - log_sum, 0.0)
+
+    @staticmethod
+    def _walk(out: torch.Tensor, dim: int) -> torch.Tensor | float:
+        """What summing exp(out) along `dim` in a few lanes costs, in u: √V/4, a random walk, and m/64 for m equal terms.
+
+        Equal terms (logits that a softcap saturates) round the same way at every addition: a lane of n of them is off
+        by up to n·u/4, and a vector unit has sixteen or so. It matters from a thousand terms on.
+        """
+        walk = float(out.shape[dim] ** 0.5 / 4)
+        if out.shape[dim] < MANY:
+            return walk
+        return walk + (out >= out.amax(dim, keepdim=True) - 2.0**-12).sum(dim, keepdim=True) / 64
+
+    def _shifted(self, out: torch.Tensor) -> torch.Tensor:
+        """√2 in half of the replicas and 0 in the others, (R, 1, …): two honest ways to a log-softmax.
+
+        A kernel stores the log-sum-exp, whose rounding all log-probs of the row share; torch subtracts the largest logit
+        first and has no such error. Where a later step is far from linear (a tail 1 - Σp of 1e-7) the smaller error is
+        not the milder one.
+        """
+        return (self.noise.like(out.new_empty(out.shape[:1] + (1,) * (out.dim() - 1))) > 0) * 2**0.5
+
+    def scattered(self, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """scale·ξ, of the shape of `scale`, nothing where the scale is not finite: what to add to `out`."""
+        return torch.where(torch.isfinite(scale), scale, 0.0) * self.noise.like(scale)
+
+    def rounded(self, out: torch.Tensor, dtype: str | None = None) -> torch.Tensor:
+        """A result as rounded to `dtype` (none: the recipe's for elementwise operations): x·(1 + u·ξ) + η·ξ, or on its grid."""
+        dtype = self.elementwise if dtype is None else dtype
+        u = UNIT_ROUNDOFF[dtype]
+        if u > NARROW:
+            noisy = self._grid(out, dtype) + self.eta * self.noise.like(out)
+        else:
+            noisy = out + out.abs().mul_(u).add_(self.eta).mul_(self.noise.like(out))
+        noisy = torch.where(torch.isfinite(out), noisy, out)
+        if self.largest is not None:
+            noisy = torch.where(
+                noisy.abs() > self.largest, torch.copysign(torch.full_like(noisy, torch.inf), noisy), noisy
+            )
+        return noisy
+
+    def _grid(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
+        """x rounded to the bits of `dtype`, subnormals to its quantum, on a grid stretched at random, one a replica.
+
+        In a narrow dtype equal values round equally and close ones alike: logits saturated by a softcap tie exactly, a
+        nearly flat distribution moves as one, and a thousand equal probabilities of 3.6 quanta all become 4.
+        Independent noise never does that.
+        """
+        stretch = 1.5 + 0.5 * self.noise.like(x.new_empty(x.shape[:1] + (1,) * (x.dim() - 1)))
+        if self.own_grid and stretch.dim() > 0:
+            stretch[0] = 1.0
+        scaled = x * stretch
+        carry = scaled * (UNIT_ROUNDOFF[dtype] * 2.0**53 + 1)  # Veltkamp's splitting: the leading bits of x
+        rounded = carry - (carry - scaled)
+        quantum = 2 * HALF_SUBNORMAL[dtype]
+        subnormal = scaled.abs() < torch.finfo(DTYPES[dtype]).smallest_normal
+        return torch.where(subnormal, (scaled / quantum).round() * quantum, rounded) / stretch
+
+    def product(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """`out` = a·b, (…, M, N), as the recipe multiplies, before the result is rounded; a subclass may multiply otherwise."""
+        matmul = torch.bmm if a.dim() == 3 else torch.mm
+        # products of few rows are summed one after another: the random walk of Higham and Mary (2019), √K·u, halved
+        walk = max(2.0, a.shape[-1] ** 0.5 / 2)
+        size = matmul(a.abs(), b.abs())
+        beyond = size > self.range_partial() if self.backward else None
+        out = out + size.mul_(walk * self.u_sum).mul_(self.noise.like(out))
+        if beyond is not None:
+            out = torch.where(beyond, torch.copysign(torch.full_like(out, torch.inf), out), out)
+        if a.shape[-1] == 1 and not self.backward and self.recipe.logits in ("fp16", "bf16"):
+            # products of two short mantissas, summed with nothing, round alike along a row: h = 2 - 2⁻⁷ always rounds up
+            row = self.noise.like(out[..., :1])
+            out = out + out * row * UNIT_ROUNDOFF[self.recipe.logits]
+        precision = self.recipe.matmul_backward if self.backward else self.recipe.matmul
+        partial = self.u_partial() if self.backward else 0.0
+        if precision != "ieee" or partial:
+            u = (2 * UNIT_ROUNDOFF[precision] if precision != "ieee" else 0.0) + partial
+            out = out + matmul(a * a, b * b).sqrt_().mul_(u).mul_(self.noise.like(out))
+        return out
+
+    def u_partial(self) -> float:
+        """Relative spread from summing `partials` partial gradients in a narrow dtype."""
+        if self.recipe.accumulate == "fp32" or self.recipe.partials <= 1:
+            return 0.0
+        return UNIT_ROUNDOFF[self.recipe.accumulate] * self.recipe.partials**0.5
+
+    def range_partial(self) -> float:
+        """Beyond which a sum of partial gradients, without the upstream gradient, may overflow the dtype that holds it."""
+        held = self.u_partial() > 0.0 or self.recipe.upstream < 1.0
+        return LARGEST[self.recipe.accumulate] * self.recipe.upstream if held else torch.inf
+
+    def stored(self, x: torch.Tensor, forward: str | None, backward: str | None) -> torch.Tensor:
+        """x as if its value had been stored in dtype `forward` and its gradient in dtype `backward`; None: not stored."""
+        if forward in (None, "fp32") and backward in (None, "fp32"):
+            return x
+        return _Stored.apply(x, self, forward, backward)
+
+    def spread(
+        self,
+        x: torch.Tensor,
+        size: Callable[[], torch.Tensor],
+        dtype: str,
+        along: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """x + δ with δ = 2·u·size·ξ, a rounding that the gradient of x does not see, or sees as δ times `along`'s."""
+        self.quiet = True
+        try:
+            error = 2 * UNIT_ROUNDOFF[dtype] * size() * self.noise.like(x)
+            if along is None or not x.requires_grad:
+                return x + error
+            direction = along()
+            return x + error * (1 + direction - direction.detach())
+        finally:
+            self.quiet = False
+
+    def store(self, x: torch.Tensor, dtype: str | None) -> torch.Tensor:
+        """x perturbed by the unit roundoff of `dtype`, infinite beyond its range."""
+        if dtype in (None, "fp32", "fp64"):
+            return x
+        assert dtype is not None
+        self.quiet = True
+        try:
+            y = self._grid(x, dtype)
+            y = torch.where(y.abs() > LARGEST[dtype], torch.copysign(torch.full_like(y, torch.inf), y), y)
+            return torch.where(torch.isfinite(x), y, x)
+        finally:
+            self.quiet = False
+
+
+_RUNNING: list[MonteCarlo] = []
+"""The Monte Carlo modes that are entered, the innermost last."""
+
+
+@contextlib.contextmanager
+def of_teacher(part: Literal["softmax", "elementwise"]) -> Iterator[None]:
+    """What an oracle computes of a teacher alone, without gradient: rounded as the recipe's `teacher_<part>` says.
+
+    "softmax" is the way from its logits to its log-probs, "elementwise" what is computed of its log-probs. An exact run
+    rounds nothing.
+    """
+    mode = _RUNNING[-1] if _RUNNING else None
+    dtype = None if mode is None else getattr(mode.recipe, f"teacher_{part}")
+    if mode is None or dtype is None:
+        yield
+        return
+    before = mode.elementwise, mode.softmax
+    mode.take(dtype, dtype)
+    try:
+        yield
+    finally:
+        mode.take(*before)
+
+
+class _Stored(torch.autograd.Function):
+    """Identity where a recipe keeps a narrower dtype: perturbs the value forward and its gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mode: MonteCarlo, forward: str | None, backward: str | None) -> torch.Tensor:
+        ctx.mode, ctx.dtype = mode, backward
+        return mode.store(x, forward).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.mode.store(grad, ctx.dtype), None, None, None
+
+
+def exact_mark(
+    name: str,
+    x: torch.Tensor,
+    size: Callable[[], torch.Tensor] | None = None,
+    along: Callable[[], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The mark of an exact run: nothing is stored narrower than float64."""
+    return x
+
+
+def recipe_mark(mode: MonteCarlo) -> Mark:
+    """The marks at which an oracle tells where a recipe may store a narrower dtype.
+
+    An oracle calls `mark("parameter", x)` on hidden states and weight before use, `mark("bias", b)` on a bias,
+    `mark("states", x)` on what a model stores in its own dtype whatever the implementation, `mark("logits", z)` on logits
+    as a matrix product leaves them and `mark("biased", z)` on their sum with a bias, `mark("teacher", z)` on a teacher's
+    in both places, `mark("selected", logps, size)` on the selected
+    log-probs, with `size()` the root of the sum of squares of the products that make the selected logit, and
+    `mark("entropy", h, size, along)` on an entropy, with `size()` the terms of logsumexp(z) - E[z], as which it may be
+    computed, and `along()` a function of the logits along whose gradient the rounding of E[z] enters the entropy's
+    gradient; `mark("divergence", zero, size, along)` makes of 0 such a rounding of the student's divergence.
+    """
+    recipe = mode.recipe
+    table = {
+        "parameter": (recipe.inputs, recipe.inputs),
+        "states": (mode.dtype, mode.dtype),
+        "bias": (recipe.bias or recipe.inputs, recipe.bias or recipe.inputs),
+        "logits": (recipe.logits, recipe.dlogits),
+        "biased": (recipe.logits, recipe.bias or recipe.dlogits),
+        "teacher": (recipe.teacher or recipe.logits, recipe.dlogits),
+    }
+
+    def mark(
+        name: str,
+        x: torch.Tensor,
+        size: Callable[[], torch.Tensor] | None = None,
+        along: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        if name in ("entropy", "divergence"):
+            return x if size is None else mode.spread(x, size, "fp32", along)
+        if name == "selected":
+            return x if recipe.selected == "fp32" or size is None else mode.spread(x, size, recipe.selected)
+        forward, backward = table[name]
+        return mode.stored(x, forward, backward)
+
+    return mark

@@ -1,0 +1,93 @@
+"""Run a family's oracle: once exactly, and as replicas stacked along a leading dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from parity.case.family import Family, Mark
+from parity.case.inputs import Inputs
+from parity.recipe import Recipe
+from parity.rounding.monte_carlo import MonteCarlo, exact_mark, recipe_mark
+
+STACK_LIMIT = 1 << 22
+"""Largest number of logits in one stack of replicas; beyond it a stack is split."""
+
+TEACHER = frozenset({"teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits", "support_logps"})
+REPEATED = frozenset({"hidden", "weight", "bias", "lora_a", "lora_b"}) | TEACHER
+"""Inputs of which every replica has its own copy: every tensor that may be a leaf, and a teacher's, rounded alike."""
+
+Quantities = dict[str, torch.Tensor]
+
+
+def gradient_name(leaf: str) -> str:
+    """The quantity that holds the gradient of a leaf."""
+    return f"grad_{leaf}"
+
+
+def to_double(inputs: Inputs, stack: int | None = None) -> Inputs:
+    """The same inputs in float64, leaves fresh and, with `stack`, repeated along a new leading dimension.
+
+    What the oracle rounds is repeated whether its gradient is asked for or not: a frozen head that all replicas shared
+    would be rounded once for all of them, and the spread would be one sample.
+    """
+    tensors: dict[str, torch.Tensor | None] = {}
+    for name, tensor in inputs.tensors.items():
+        if tensor is not None and tensor.is_floating_point():
+            tensor = tensor.detach().double()
+            if stack is not None and name in REPEATED:
+                tensor = tensor.expand(stack, *tensor.shape)
+            if name in inputs.leaves:
+                tensor = tensor.detach().requires_grad_()
+        tensors[name] = tensor
+    return inputs.replace(**tensors)
+
+
+def _run(family: Family, x: Inputs, mark: Mark, mode: MonteCarlo | None = None) -> Quantities:
+    outputs = family.oracle(x, mark)
+    named = [name for name in x.cotangents if name in outputs]
+    if mode is not None:
+        mode.backward = True
+    leaves = [x.tensors[name] for name in x.leaves]
+    differentiable = [outputs[name] for name in named]
+    found: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
+    if leaves and any(o.requires_grad for o in differentiable):
+        cotangents = [x.cotangents[name].double().expand_as(outputs[name]) for name in named]
+        found = torch.autograd.grad(differentiable, leaves, cotangents, allow_unused=True, retain_graph=mode is None)
+    out = {name: value.detach() for name, value in outputs.items()}
+    for name, leaf, grad in zip(x.leaves, leaves, found, strict=True):
+        assert leaf is not None
+        out[gradient_name(name)] = torch.zeros_like(leaf) if grad is None else grad
+    if mode is None and "_logps" in outputs and outputs["_logps"].requires_grad and named:
+        (slope,) = torch.autograd.grad(outputs[named[0]], outputs["_logps"], allow_unused=True)
+        out["_slope"] = torch.zeros_like(outputs["_logps"]) if slope is None else slope
+    return out
+
+
+def exact(family: Family, inputs: Inputs) -> Quantities:
+    """Outputs and gradients of the definition in float64; `_slope` is ∂loss/∂logps where the family has a loss."""
+    return _run(family, to_double(inputs), exact_mark)
+
+
+def replicas(family: Family, inputs: Inputs, recipe: Recipe, count: int, seed: int) -> Quantities:
+    """`count` replicas of every quantity under the recipe's rounding, stacked: (count, …)."""
+    s = inputs.settings
+    size = max(1, s.B * s.T * s.V)
+    stack = max(1, min(count, STACK_LIMIT // size))
+    parts: list[Mapping[str, torch.Tensor]] = []
+    done = 0
+    while done < count:
+        width = min(stack, count - done)
+        mode = MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + done, own_grid=done == 0)
+        x = to_double(inputs, width)
+        with mode:
+            part = _run(family, x, recipe_mark(mode), mode)
+        # an output that no leaf reaches has no replica dimension; it is the same for all
+        parts.append(part)
+        done += width
+    out = {}
+    for name in parts[0]:
+        pieces = [p[name] for p in parts]
+        out[name] = torch.cat(pieces) if pieces[0].dim() > 0 else torch.stack(pieces)
+    return out

@@ -1,0 +1,63 @@
+"""A case by its name: a file, the id of a ledger entry, or the id of a case that is frozen, listed or in the last rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from parity import data
+from parity.case.case import Case
+from parity.errors import UsageError
+from parity.registry import family
+from parity.results.ledger import Ledger
+from parity.trainers import catalogue
+
+
+def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
+    """A case by file, by the id of a ledger entry, or by the id of a case in reports/; with the implementation it names.
+
+    Raises:
+        UsageError: when nothing has this name.
+    """
+    path = Path(name)
+    if path.suffix == ".json" or path.exists():
+        case = Case.load(path)
+        raw = json.loads(path.read_text())
+        return case, raw.get("implementation")
+    ledger = Ledger.load(data.ledger_file())
+    for entry, case in ledger.frozen():
+        if entry.id == name:
+            return case, None
+    recorded = sorted((data.cases_dir() / "history").glob("*.json"))
+    for file in [*data.frozen_cases(), *recorded, *sorted((reports / "findings").glob("*.json"))]:
+        case = Case.load(file)
+        if name in (case.id, file.stem):
+            return case, json.loads(file.read_text()).get("implementation")
+    for case in (case for trainer in catalogue.names() for case in catalogue.cases(trainer, "pr", 0)):
+        if case.id == name:
+            return case, f"{case.family}.released"
+    drawn = _from_rows(name, reports / "results.ndjson")
+    if drawn is not None:
+        return drawn, None
+    ids = ", ".join(e.id for e in ledger.entries)
+    raise UsageError(f"case {name!r}: no such file, ledger entry ({ids}) or case in {reports}/results.ndjson")
+
+
+def _from_rows(name: str, path: Path) -> Case | None:
+    """Rebuild a case from its rows: they carry its seed and settings."""
+    if not path.exists():
+        return None
+    with path.open() as lines:
+        for line in lines:
+            if f'"{name}"' not in line:
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if row.get("case") == name:
+                fam = family(row["family"])
+                return fam.case(
+                    row["seed"], row["dtype"], {k: v for k, v in row["settings"].items() if k in fam.settings}
+                )
+    return None

@@ -1,0 +1,93 @@
+"""What a run must record about where it ran: versions, device, precision, revision."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import importlib.util
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import parity
+
+PACKAGES = (
+    "torch transformers trl liger-kernel cut-cross-entropy triton accelerate peft datasets unsloth-zoo unsloth vllm "
+    "hypothesis numpy safetensors"
+).split()
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the libraries under test and of what they stand on; the harness under "parity"."""
+    from parity import __version__
+
+    out = {"parity": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            out[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return out
+
+
+def source_hash(module: str) -> str | None:
+    """A digest of a package's Python files: cut-cross-entropy's registry and git releases share version numbers."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(Path(spec.submodule_search_locations[0]).rglob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def revision() -> str | None:
+    """Git revision of the harness's checkout, with "+" when it has changes; None outside a checkout."""
+    root = Path(parity.__file__).parent.parent
+    try:
+        out = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=10"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return out.stdout.strip() or None if out.returncode == 0 else None
+
+
+def resolve_device(name: str) -> str:
+    """ "cpu" or "cuda" for "auto"; what was asked for otherwise."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def header(run: str, device: str, profile: str, seed: int) -> dict[str, Any]:
+    """The first row of a results file."""
+    import torch
+
+    cuda = device == "cuda"
+    return {
+        "schema": 1,
+        "run": run,
+        "header": {
+            "versions": versions(),
+            "cut-cross-entropy source": source_hash("cut_cross_entropy"),
+            "device": device,
+            "device_name": torch.cuda.get_device_name(0) if cuda else platform.processor() or platform.machine(),
+            "driver": torch.version.cuda if cuda else None,
+            "float32_matmul_precision": "highest",
+            "triton": "compiled" if cuda else "interpreted",
+            "profile": profile,
+            "seed": seed,
+            "git": revision(),
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": " ".join(["parity", *sys.argv[1:]]),
+        },
+    }

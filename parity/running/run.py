@@ -1,0 +1,223 @@
+"""A whole run: plan the shards, watch the workers, write rows and reports, and say in the exit code what came out."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from parity import data
+from parity.case.case import Case
+from parity.case.inputs import defaults
+from parity.case.profiles import PROFILES, SHARDS
+from parity.errors import UsageError
+from parity.judging.compare import Row
+from parity.judging.pooled_slope import pooled
+from parity.registry import NAMES, family, from_file, load, select
+from parity.results.ledger import Ledger
+from parity.running import supervisor
+from parity.running.provenance import header, resolve_device
+from parity.running.shard import FAILING
+from parity.trainers import catalogue
+
+FIXED_SEED = 20261120
+MINIMUM_REQUIRED = 20
+TIMEOUT, FIRST_TIMEOUT = 180.0, 300.0
+DTYPES = ("fp32", "fp16", "bf16")
+
+AGREE, NEW, USAGE, NOTHING, STALE = 0, 1, 2, 3, 4
+"""Exit codes of the contract; where several hold the order of precedence is usage, nothing, new, stale."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line asked for."""
+
+    profile: str = "pr"
+    families: tuple[str, ...] = ()
+    implementations: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    device: str = "auto"
+    seed: int | None = None
+    require: tuple[str, ...] = ()
+    ledger: Path | None = None
+    results: Path | None = None
+    reports: Path = Path("reports")
+    workers: int | None = None
+
+
+@dataclasses.dataclass
+class Result:
+    """What a run came to."""
+
+    header: dict[str, Any]
+    rows: list[Row]
+    stale: list[str]
+    lost: list[str]
+    exit_code: int
+    reasons: list[str]
+
+
+def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[dict[str, Any]]:
+    """One plan per worker: the shards of every family dealt out, frozen cases first."""
+    profile = PROFILES[options.profile]
+    chosen = select(options.implementations)
+    families = [f for f in options.families or NAMES if f in NAMES and any(i.family == f for i in chosen)]
+    checked = catalogue.chosen(options.families, chosen)
+    frozen = [f for f in frozen_cases(ledger_path) if profile.frozen_trainers or f[1]["family"] in NAMES]
+    count = options.workers or max(1, min(os.cpu_count() or 1, SHARDS))
+    plan: dict[str, Any] = {
+        "device": device,
+        "threads": 1,
+        "profile": options.profile,
+        "dtypes": list(options.dtypes or DTYPES),
+        "implementations": list(options.implementations),
+        "ledger": str(ledger_path),
+        "findings": str(options.reports / "findings"),
+        "frozen": frozen,
+    }
+    out = [plan | {"shards": []} for _ in range(count)]
+    for number, name in enumerate([*families, *checked]):
+        out[number % count]["shards"].append({"family": name, "index": -1, "count": 0, "seed": seed})
+    for number, name in enumerate(families):
+        total = profile.cases.get(name, 0)
+        for index in range(SHARDS):
+            part = total // SHARDS + (index < total % SHARDS)
+            if part:
+                shard = {"family": name, "index": index, "count": part, "seed": seed}
+                out[(number + index) % count]["shards"].append(shard)
+    for number, name in enumerate(checked):
+        total = len(catalogue.cases(name, options.profile, seed))
+        for index in range(min(SHARDS, total)):
+            part = len(range(index, total, SHARDS))
+            shard = {"family": name, "index": index, "count": part, "seed": seed}
+            out[(number + index) % count]["shards"].append(shard)
+    return [p for p in out if p["shards"]]
+
+
+def frozen_cases(ledger_path: Path) -> list[tuple[str, Any, dict[str, Any]]]:
+    """(name, case JSON, remarks) of the shipped frozen cases and of the cases that the ledger names."""
+    paths = {p.name: p for p in data.frozen_cases()}
+    for entry, _ in Ledger.load(ledger_path).frozen():
+        paths.setdefault(Path(entry.case).name, ledger_path.parent / entry.case)
+    out = []
+    for name, path in sorted(paths.items()):
+        raw = json.loads(path.read_text())
+        extra = {k: v for k, v in raw.items() if k in ("implementations", "fast")} if "case" in raw else {}
+        out.append((name, Case.load(path).to_json(), extra))
+    return out
+
+
+def check(options: Options) -> None:
+    """Refuse what does not exist before anything runs.
+
+    Raises:
+        UsageError: naming the value and the choices.
+    """
+    if options.profile not in PROFILES:
+        raise UsageError(f"profile {options.profile!r} is unknown, choose from {', '.join(PROFILES)}")
+    for name in options.families:
+        family(name)
+    for dtype in options.dtypes:
+        if dtype not in DTYPES:
+            raise UsageError(f"dtype {dtype!r} is unknown, choose from {', '.join(DTYPES)}")
+    select(options.implementations)
+    for item in options.require:
+        name, _, device = item.partition(":")
+        select([name])
+        if device not in ("", "cpu", "cuda"):
+            raise UsageError(f"--require {item!r}: device must be cpu or cuda")
+    if options.device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device {options.device!r} is unknown, choose from auto, cpu, cuda")
+    if options.device == "cuda" and resolve_device("auto") != "cuda":
+        raise UsageError("device 'cuda': torch sees no CUDA device here (parity doctor says why), choose cpu or auto")
+
+
+def execute(options: Options, progress: Any) -> Result:
+    """Run, writing rows as they come; `progress(event, rows)` is told of every event."""
+    from parity.results.report.rows import writer
+
+    check(options)
+    device = resolve_device(options.device)
+    profile = PROFILES[options.profile]
+    seed = options.seed if options.seed is not None else FIXED_SEED if profile.derandomised else secrets.randbits(31)
+    ledger_path = options.ledger or data.ledger_file()
+    plan = plans(options, device, seed, ledger_path)
+    run_id = secrets.token_hex(4)
+    head = header(run_id, device, options.profile, seed)
+    every = (*NAMES, *catalogue.names())
+    head["header"]["dimensions"] = {n: defaults(family(n).settings) for n in every}
+    rows: list[Row] = []
+    verdicts: dict[str, bool | None] = {}
+    lost: list[str] = []
+    begun = time.monotonic()
+    path = options.results or options.reports / "results.ndjson"
+    roles = {i.id: i.role for i in (load() | catalogue.implementations()).values()}
+    with writer(path) as write:
+        write(head)
+
+        def keep(row: Row) -> None:
+            row = {"schema": 1, "run": run_id} | row
+            row["role"] = roles.get(str(row["implementation"]), row["role"])
+            write(row)
+            rows.append(row)
+
+        for event in supervisor.run(plan, TIMEOUT, FIRST_TIMEOUT):
+            if "row" in event:
+                keep(event["row"])
+            elif "entry" in event:
+                verdicts[event["entry"]] = event["stale"]
+            elif "lost" in event:
+                lost.append(event["lost"])
+            progress(event, rows)
+        for row in pooled(rows):
+            keep(row)
+    head["header"]["seconds"] = round(time.monotonic() - begun, 1)
+    stale = sorted(i for i, s in verdicts.items() if s)
+    code, reasons = judge_run(options, rows, stale, lost, device)
+    return Result(head, rows, stale, lost, code, reasons)
+
+
+def judge_run(
+    options: Options, rows: Sequence[Row], stale: Sequence[str], lost: Sequence[str], device: str
+) -> tuple[int, list[str]]:
+    """The exit code and, a line each, why it is not 0."""
+    nothing = [f"a worker was lost: {message}" for message in lost]
+    comparisons = cases_compared(rows)
+    if not sum(comparisons.values()):
+        nothing.append("nothing was compared")
+    for item in options.require:
+        name, _, wanted = item.partition(":")
+        count = sum(n for i, n in comparisons.items() if i == name or i.startswith(f"{name}."))
+        if wanted and wanted != device:
+            count = 0
+        if count < MINIMUM_REQUIRED:
+            nothing.append(f"required {item}: {count} judged comparisons, at least {MINIMUM_REQUIRED} expected")
+    new = collections.Counter(r["implementation"] for r in rows if r["verdict"] in FAILING and not r["known"])
+    found = [f"{count} new failing rows of {name}" for name, count in new.most_common()]
+    own = {i.id for name in options.implementations if ".py:" in name for i in from_file(name)}
+    nothing += [
+        f"{id}: nothing was compared, {_why(id, rows)}" for id in sorted(own) if not comparisons[id] and not new[id]
+    ]
+    rotten = [f"ledger entry {name} no longer reproduces: its case agrees" for name in stale]
+    code = NOTHING if nothing else NEW if found else STALE if rotten else AGREE
+    return code, nothing + found + rotten
+
+
+def _why(id: str, rows: Iterable[Row]) -> str:
+    """The commonest reason for which the cases of an implementation could not be judged, a refusal before all others."""
+    given = [(r["verdict"] == "refused", f"{r['verdict']}: {r['message']}") for r in rows if r["implementation"] == id]
+    counted = collections.Counter(given)
+    return max(counted, key=lambda key: (key[0], counted[key]))[1] if counted else "no case was drawn for it"
+
+
+def cases_compared(rows: Iterable[Row]) -> collections.Counter[str]:
+    """Implementation -> cases through it in which something was judged."""
+    seen = {(r["implementation"], r["case"]) for r in rows if r["verdict"] in ("agree", "disagree", "nondeterministic")}
+    return collections.Counter(name for name, _ in seen)

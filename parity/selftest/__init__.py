@@ -1,0 +1,1 @@
+"""What tests the harness itself: honest controls, mutants, false alarms, sensitivity."""

@@ -1,0 +1,86 @@
+"""Honest implementations: correct code by other roads, which the judge must never call wrong.
+
+They are the controls of everything that tests the harness itself: the soak (`python -m parity.selftest.false_alarms`),
+the sensitivity tests, which make wrong implementations by small edits of these, and the mutants. They know no library
+and stay out of the registry of a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from parity.case.inputs import Inputs
+from parity.implementations.implementation import Implementation, Outputs
+from parity.recipe import Recipe
+from parity.selftest.controls.divergence import ROADS
+from parity.selftest.controls.logprobs import HEADS, Head
+from parity.selftest.controls.policy import policy
+
+METRICS = frozenset({"kl", "entropy", "clip_ratio", "clip_low", "clip_high"})
+
+REORDERED = frozenset({"reordered", "online", "permuted"})
+"""Heads that the policy losses pair with the other order of operations."""
+
+
+def _logprobs(head: Head) -> Callable[[Inputs], Outputs]:
+    def call(x: Inputs) -> Outputs:
+        logps, entropy = head.call(x)
+        return {"logps": logps} | ({"entropy": entropy} if x.settings.entropy != "none" else {})
+
+    return call
+
+
+def _policy(head: Head, reordered: bool) -> Callable[[Inputs], Outputs]:
+    return lambda x: policy(x, head, reordered)
+
+
+def _loss_recipe(head: Head) -> Callable[[Inputs], Recipe]:
+    """The head's recipe; its log-probs are stored in the head's dtype, the loss is float32."""
+
+    def recipe(x: Inputs) -> Recipe:
+        return dataclasses.replace(head.recipe(x), output="fp32")
+
+    return recipe
+
+
+def _of(family: str, name: str, **fields: Any) -> Implementation:
+    return Implementation(id=f"honest.{family}.{name}", family=family, role="candidate", **fields)
+
+
+CONTROLS: dict[str, tuple[Implementation, ...]] = {
+    "logprobs": tuple(
+        _of(
+            "logprobs",
+            name,
+            call=_logprobs(head),
+            recipe=head.recipe,
+            outputs=frozenset({"entropy"}),
+            contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+        )
+        for name, head in HEADS.items()
+    ),
+    "policy": tuple(
+        _of(
+            "policy",
+            name,
+            call=_policy(head, name in REORDERED),
+            recipe=_loss_recipe(head),
+            outputs=METRICS,
+            contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+        )
+        for name, head in HEADS.items()
+        if name != "narrow"  # log-probs in bf16 cannot be told from an old policy's on the wrong side of a clip
+    ),
+    "divergence": tuple(
+        _of("divergence", name, call=road, recipe=road.recipe, contexts=frozenset({"plain", "checkpoint", "compile"}))
+        for name, road in ROADS.items()
+    ),
+}
+"""Family -> its honest implementations."""
+
+
+def control(id: str) -> Implementation:
+    """The honest implementation called `id`, as "honest.logprobs.online"."""
+    return {i.id: i for group in CONTROLS.values() for i in group}[id]

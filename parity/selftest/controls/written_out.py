@@ -1,0 +1,225 @@
+"""The definitions written out token by token in 50 digits (mpmath), from the papers; nothing here calls an oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mpmath as mp
+import torch
+
+from parity.case.inputs import Inputs
+
+Tokens = list[list[Any]]
+
+mp.mp.dps = 50
+
+
+def number(value: Any) -> Any:
+    """A tensor's entry, exactly."""
+    return mp.mpf(float(value))
+
+
+def table(tensor: torch.Tensor) -> list[Any]:
+    """A two- or three-dimensional tensor as nested lists of numbers."""
+    return [table(row) if row.dim() else number(row) for row in tensor]
+
+
+class Values:
+    """Leaves of a case as numbers, so that one entry can be moved."""
+
+    def __init__(self, x: Inputs):
+        self.x = x
+        self.leaf = {
+            name: table(tensor.detach())
+            for name, tensor in x.tensors.items()
+            if tensor is not None and name in ("hidden", "weight", "bias", "lora_a", "lora_b")
+        }
+
+    def logits(self, b: int, t: int) -> list[Any]:
+        """The logits of one token."""
+        s, x, leaf = self.x.settings, self.x, self.leaf
+        hidden = list(leaf["hidden"][b][t])
+        if getattr(s, "head", "plain") == "tied":
+            hidden = [h + w for h, w in zip(hidden, leaf["weight"][int(x.previous_ids[b, t])], strict=True)]
+        out = []
+        for v, row in enumerate(leaf["weight"]):
+            z = mp.fsum(h * w for h, w in zip(hidden, row, strict=True))
+            if getattr(s, "head", "plain") == "lora":
+                low = [mp.fsum(h * a for h, a in zip(hidden, direction, strict=True)) for direction in leaf["lora_a"]]
+                z += mp.fsum(p * q for p, q in zip(low, leaf["lora_b"][v], strict=True))
+            if "bias" in leaf:
+                z += leaf["bias"][v]
+            z *= number(s.logit_scale)
+            if s.softcap is not None:
+                z = number(s.softcap) * mp.tanh(z / number(s.softcap))
+            out.append(z / number(s.temperature))
+        return out
+
+    def logp_and_entropy(self, b: int, t: int) -> tuple[Any, Any]:
+        """Selected log-prob and entropy of one token; an ignored one has neither."""
+        token = int(self.x.ids[b, t])
+        if token == -100:
+            return mp.mpf(0), mp.mpf(0)
+        z = self.logits(b, t)
+        total = mp.fsum(mp.exp(v) for v in z)
+        logs = [v - mp.log(total) for v in z]
+        return logs[token], -mp.fsum(mp.exp(v) * v for v in logs if v != -mp.inf)
+
+    def tokens(self) -> tuple[Tokens, Tokens]:
+        """Two (B, T) lists: log-probs and entropies."""
+        shape = self.x.ids.shape
+        pairs = [[self.logp_and_entropy(b, t) for t in range(shape[1])] for b in range(shape[0])]
+        return [[p[0] for p in row] for row in pairs], [[p[1] for p in row] for row in pairs]
+
+
+def clamp(value: Any, low: Any, high: Any) -> Any:
+    """value held between two bounds."""
+    return max(low, min(high, value))
+
+
+class Policy:
+    """The loss of one micro-batch as a function of log-probs, entropies and the log-probs that no gradient enters."""
+
+    def __init__(self, x: Inputs):
+        self.x, self.s = x, x.settings
+        self.rows, self.width = x.ids.shape
+        self.m = [[int(x.mask[b, t]) for t in range(self.width)] for b in range(self.rows)]
+        self.size = [sum(row) for row in self.m]
+
+    def given(self, name: str, b: int, t: int) -> Any:
+        """An entry of a (B, T) or (B, 1) tensor."""
+        tensor = self.x.tensors[name]
+        assert tensor is not None
+        return number(tensor[b, t if tensor.shape[1] > 1 else 0])
+
+    def advantage(self, b: int, t: int) -> Any:
+        """A of a token, from (B,) or (B, T)."""
+        a = self.x.advantages
+        return number(a[b] if a.dim() == 1 else a[b, t])
+
+    def log_ratio(self, lp: Tokens, stop: Tokens, b: int, t: int) -> Any:
+        """lp - lp_old."""
+        return lp[b][t] - (stop[b][t] if self.x.old_logps is None else self.given("old_logps", b, t))
+
+    def weight(self, lp: Tokens, stop: Tokens, b: int, t: int) -> Any:
+        """Importance weight of a token, or of its sequence."""
+        if self.s.importance_sampling_level == "token":
+            return mp.exp(self.log_ratio(lp, stop, b, t))
+        total = mp.fsum(self.m[b][u] * self.log_ratio(lp, stop, b, u) for u in range(self.width))
+        return mp.exp(total / max(self.size[b], 1))
+
+    def high(self) -> Any:
+        """The upper clip, or for cispo the bound itself."""
+        return number(self.s.epsilon if self.s.epsilon_high is None else self.s.epsilon_high)
+
+    def surrogate(self, lp: Tokens, stop: Tokens, b: int, t: int) -> Any:
+        """The policy term of a token, before masks, sampler ratio and KL."""
+        s, a, w = self.s, self.advantage(b, t), self.weight(lp, stop, b, t)
+        if s.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
+            first = (w if s.delta is None else min(w, number(s.delta))) * a
+            second = clamp(w, 1 - number(s.epsilon), 1 + self.high()) * a
+            return -min(first, second)
+        if s.loss_type == "cispo":
+            return -min(self.weight(stop, stop, b, t), self.high()) * a * lp[b][t]
+        if s.loss_type == "sapo":
+            tau = number(s.sapo_temperature_pos if a > 0 else s.sapo_temperature_neg)
+            return -4 / tau / (1 + mp.exp(-tau * (w - 1))) * a
+        assert s.loss_type == "vespo"
+        low, top = mp.log(mp.mpf("1e-8")), mp.mpf(20)
+        log_w = mp.fsum(self.m[b][u] * clamp(self.log_ratio(stop, stop, b, u), -top, top) for u in range(self.width))
+        ratio = self.x.importance_sampling_ratio
+        if ratio is not None:
+            for u in range(ratio.shape[1]):
+                rho = number(ratio[b, u])
+                log_w += clamp(mp.log(rho) if rho > 0 else -mp.inf, low, top)
+        log_w = clamp(log_w, low, top)
+        k, lam = (s.vespo_k_pos, s.vespo_lambda_pos) if a >= 0 else (s.vespo_k_neg, s.vespo_lambda_neg)
+        return -mp.exp(number(lam) + number(k) * log_w - number(lam) * mp.exp(log_w)) * a * lp[b][t]
+
+    def kept_sequence(self, stop: Tokens, b: int, t: int) -> int:
+        """Off-policy mask of DeepSeek-V3.2."""
+        if self.advantage(b, t) >= 0:
+            return 1
+        name = "old_logps" if self.x.sampling_logps is None else "sampling_logps"
+        if self.x.tensors[name] is None:
+            return 1
+        gaps = [
+            mp.mpf(0) if mp.isnan(self.given(name, b, u)) else self.m[b][u] * (self.given(name, b, u) - stop[b][u])
+            for u in range(self.width)
+        ]
+        return int(mp.fsum(gaps) / max(self.size[b], 1) <= number(self.s.off_policy_mask_threshold))
+
+    def kept_tokens(self, entropy: Tokens) -> list[list[int]]:
+        """Mask times the tokens of highest entropy; the quantile interpolates linearly between order statistics."""
+        if self.x.top_entropy_quantile is None:
+            return self.m
+        values = sorted(entropy[b][t] for b in range(self.rows) for t in range(self.width) if self.m[b][t])
+        if not values:
+            return [[0] * self.width for _ in range(self.rows)]
+        place = (1 - number(self.x.top_entropy_quantile)) * (len(values) - 1)
+        below = int(mp.floor(place))
+        above = min(below + 1, len(values) - 1)
+        threshold = values[below] + (place - below) * (values[above] - values[below])
+        return [[int(self.m[b][t] and entropy[b][t] >= threshold) for t in range(self.width)] for b in range(self.rows)]
+
+    def kl(self, lp: Tokens, stop: Tokens, b: int, t: int) -> Any:
+        """k3 of a token, importance-weighted where the setting asks for it."""
+        r = self.given("ref_logps", b, t) - lp[b][t]
+        k3 = mp.exp(r) - r - 1
+        return k3 * self.weight(lp, stop, b, t) if self.s.use_bias_correction_kl else k3
+
+    def loss(self, lp: Tokens, entropy: Tokens, stop: Tokens, kept: list[list[int]]) -> Any:
+        """The loss; `kept` is the entropy mask, which no gradient enters either."""
+        s = self.s
+        steps = s.accumulation if s.mode == "train" else 1
+        per_row = []
+        for b in range(self.rows):
+            total = mp.mpf(0)
+            for t in range(self.width):
+                if not self.m[b][t]:
+                    continue
+                l = self.surrogate(lp, stop, b, t)
+                if s.off_policy_mask_threshold is not None:
+                    l *= self.kept_sequence(stop, b, t)
+                l *= kept[b][t]
+                if self.x.importance_sampling_ratio is not None and s.loss_type != "vespo":
+                    l *= self.given("importance_sampling_ratio", b, t)
+                if s.beta:
+                    l += number(s.beta) * self.kl(lp, stop, b, t)
+                total += l
+            per_row.append(total)
+        if s.loss_type in ("grpo", "sapo"):
+            out = mp.fsum(p / max(n, 1) for p, n in zip(per_row, self.size, strict=True)) / self.rows / steps
+        elif s.loss_type == "bnpo":
+            out = mp.fsum(per_row) / max(sum(self.size), 1) / steps
+        elif s.loss_type == "dr_grpo":
+            out = mp.fsum(per_row) / (self.rows * s.max_completion_length) / steps
+        elif s.loss_type == "luspo":
+            out = mp.fsum(per_row) / self.rows / steps
+        else:
+            share = mp.mpf(s.accumulation) / s.steps_per_generation if s.mode == "train" else mp.mpf(1)
+            out = mp.fsum(per_row) / (max(int(self.x.num_items_in_batch), 1) * share)
+        if s.entropy_coef:
+            both = [(entropy[b][t], kept[b][t]) for b in range(self.rows) for t in range(self.width)]
+            out -= number(s.entropy_coef) * mp.fsum(h * k for h, k in both) / max(sum(k for _, k in both), 1) / steps
+        return out
+
+    def metrics(self, lp: Tokens, entropy: Tokens) -> dict[str, Any]:
+        """Means over loss tokens; clip fractions at sequence level count sequences."""
+        s, tokens = self.s, [(b, t) for b in range(self.rows) for t in range(self.width) if self.m[b][t]]
+        count = max(len(tokens), 1)
+        out = {"entropy": mp.fsum(entropy[b][t] for b, t in tokens) / count}
+        if s.beta:
+            out["kl"] = mp.fsum(self.kl(lp, lp, b, t) for b, t in tokens) / count
+        places, divisor = tokens, count
+        if s.importance_sampling_level == "sequence" and self.x.advantages.dim() == 1:
+            places, divisor = [(b, 0) for b in range(self.rows)], self.rows
+        facts = [(self.weight(lp, lp, b, t), self.advantage(b, t)) for b, t in places]
+        if s.loss_type == "cispo":
+            out["clip_ratio"] = mp.mpf(sum(w > self.high() and a > 0 for w, a in facts)) / divisor
+        elif s.loss_type not in ("sapo", "vespo"):
+            low = [w < 1 - number(s.epsilon) and a < 0 for w, a in facts]
+            high = [w > 1 + self.high() and a > 0 for w, a in facts]
+            out["clip_low"], out["clip_high"] = mp.mpf(sum(low)) / divisor, mp.mpf(sum(high)) / divisor
+            out["clip_ratio"] = mp.mpf(sum(low) + sum(high)) / divisor
+        return out

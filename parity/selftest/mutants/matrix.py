@@ -1,0 +1,188 @@
+"""The kill matrix: every mutant on its family's stream of drawn cases until its first kill, beside the controls."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import multiprocessing
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from parity.case.case import Case
+from parity.case.drawing import cases, draws
+from parity.case.profiles import PROFILES, SHARDS
+from parity.judging import side_effects
+from parity.judging.assess import Bench, confirmed
+from parity.judging.compare import _rows
+from parity.judging.execute import Outcome, execute
+from parity.registry import bench_of, loss_family
+from parity.running.shard import FAILING, repeated
+from parity.selftest.mutants import FAMILIES, TRAINERS, Mutant, controls, mutants, originals
+
+PROFILE = "pr"
+DTYPES = ("fp32", "fp16", "bf16")
+CONTROL_CASES, CONTROL_SHARE = 24, 8
+"""Controls see the first so many cases of a stream, and one in so many of the rest that the mutants need."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fate:
+    """What became of a mutant or a control on one stream.
+
+    Attributes:
+        cases: cases of the stream until it was killed, or that it survived.
+        judged: quantities, relations and protocol checks judged on them.
+        gate: the gate that killed it, "" for a survivor; quantity, dtype, message and case likewise.
+    """
+
+    family: str
+    name: str
+    mistake: str
+    seed: int
+    cases: int
+    judged: int
+    gate: str = ""
+    quantity: str = ""
+    dtype: str = ""
+    message: str = ""
+    case: dict[str, Any] | None = None
+
+    @property
+    def killed(self) -> bool:
+        """Whether a gate called it wrong."""
+        return bool(self.gate)
+
+    @property
+    def right(self) -> bool:
+        """Whether it met the fate it should: death for a mutant, life for a control that was judged at all."""
+        return self.killed if self.mistake else not self.killed and self.judged > 0
+
+
+def drawn(name: str, seed: int) -> Iterator[Case]:
+    """The cases of a family in profile pr, shard by shard, as `parity.running.shard` draws them."""
+    strategy = cases(loss_family(name), DTYPES, PROFILE)
+    for shard in range(SHARDS):
+        yield from draws(strategy, f"{seed}/{name}/{shard}", PROFILES[PROFILE].cases[name] // SHARDS)
+
+
+def stream_fates(name: str, seed: int, budget: int, chosen: Sequence[Mutant], watched: Sequence[Mutant]) -> list[Fate]:
+    """The fate of the `chosen` mutants and of the controls `watched` on the first `budget` cases of one stream."""
+    warnings.simplefilter("ignore")
+    by_id = {m.implementation.id: m for m in (*chosen, *watched)}
+    alive = {id: Fate(name, m.name, m.mistake, seed, 0, 0) for id, m in by_id.items()}
+    done: dict[str, Fate] = {}
+    for number, case in enumerate(itertools.islice(drawn(name, seed), budget)):
+        if number >= CONTROL_CASES and not any(by_id[id].mistake for id in alive):
+            break
+        controlled = number < CONTROL_CASES or number % CONTROL_SHARE == 0
+        bench = bench_of(case)
+        known = [execute(m.implementation, bench.offered(m.implementation).inputs) for m in originals(name)]
+        for id in list(alive):
+            if not by_id[id].mistake and not controlled:
+                continue
+            alive[id] = _judged(bench, by_id[id], alive[id], known)
+            if alive[id].killed:
+                done[id] = alive.pop(id)
+    return [done.get(id) or alive[id] for id in by_id]
+
+
+def _same(a: Outcome, b: Outcome) -> bool:
+    """Whether every quantity of `a` is in `b` to the last bit."""
+    ran = a.verdict == b.verdict == "ran"
+    return ran and all(name in b.quantities and _same_bits(x, b.quantities[name]) for name, x in a.quantities.items())
+
+
+def _same_bits(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+    if x is None or y is None:
+        return x is y
+    return x.dtype == y.dtype and x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())
+
+
+def _judged(bench: Bench, mutant: Mutant, fate: Fate, known: Sequence[Outcome]) -> Fate:
+    """The fate after one more case, by the code path of a run; what the mutant leaves behind is put back.
+
+    A run goes on to classify a disagreement and to repeat it; a mutant is dead before that. One whose results are to
+    the last bit those of a correct implementation, `known`, is not judged again, unless it is this case's turn for the
+    repeated calls and relations: the judge sees nothing but the results.
+    """
+    case, implementation = bench.inputs.case, mutant.implementation
+    bench = bench.offered(implementation)
+    thorough = repeated(implementation, case, PROFILES[PROFILE].thorough)
+    fate = dataclasses.replace(fate, cases=fate.cases + 1)
+    if mutant.mistake and mutant.pure:
+        outcome, leaks = side_effects.watched(implementation, bench.inputs)
+        same = any(_same(outcome, other) for other in known)
+        if outcome.verdict == "ran" and not same:
+            for quantity, j in confirmed(bench, implementation, outcome).items():
+                if not j.agrees:
+                    return _dead(fate, case, j.gate, quantity, j.message)
+        if not leaks and not thorough and outcome.verdict in ("ran", "unsupported"):
+            return dataclasses.replace(fate, judged=fate.judged + len(outcome.quantities))
+    before, settings = side_effects.snapshot(), dict(vars(bench.inputs.settings))
+    kept = side_effects.copies(
+        bench.inputs
+    )  # only the first call of a run is cleaned up after, and the bench is shared
+    try:
+        for row in _rows(bench, implementation, thorough):
+            fate = dataclasses.replace(fate, judged=fate.judged + (row["verdict"] in ("agree", "disagree")))
+            if row["verdict"] in FAILING:
+                return _dead(fate, case, row["gate"] or row["verdict"], row["quantity"] or "", row["message"])
+        return fate
+    finally:
+        _put_back(before)
+        side_effects.damaged(bench.inputs, kept)
+        vars(bench.inputs.settings).update(settings)
+
+
+def _dead(fate: Fate, case: Case, gate: str, quantity: str, message: str) -> Fate:
+    return dataclasses.replace(
+        fate, gate=gate, quantity=quantity, dtype=case.dtype, message=message, case=case.to_json()
+    )
+
+
+def _put_back(before: dict[str, Any]) -> None:
+    """Undo what a mutant left behind after the calls that the harness does not clean up."""
+    side_effects.restore(before)
+    modules = {m.__name__: m for m in side_effects.WATCHED}
+    for name, bindings, _ in before["module bindings"]:
+        vars(modules[name]).update(bindings)
+
+
+def _task(name: str, seed: int, budget: int) -> list[Fate]:
+    from parity.process import prepare
+
+    prepare("cpu", 1)
+    if name in TRAINERS:
+        from parity.selftest.mutants.trainers import fates
+
+        return fates(name, seed, budget)
+    return stream_fates(name, seed, budget, mutants(name), controls(name))
+
+
+def kill_matrix(
+    seeds: Iterable[int], budget: int | None = None, families: Iterable[str] = FAMILIES, workers: int = 1
+) -> Iterator[list[Fate]]:
+    """The fates of every mutant and control, a list for each seed and family as it is done.
+
+    A stream ends after `budget` cases, or after as many as a run of profile pr draws. The cells of a trainer are listed,
+    not drawn: one stream, of the first seed, is all there is to see.
+    """
+    chosen, streams = tuple(families), tuple(seeds)
+    limit = {name: PROFILES[PROFILE].cases.get(name, 10**9) for name in chosen}
+    tasks = [
+        (name, seed, min(budget or 10**9, limit[name]))
+        for number, seed in enumerate(streams)
+        for name in chosen
+        if name not in TRAINERS or number == 0
+    ]
+    if workers == 1:
+        yield from (_task(*task) for task in tasks)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, spawn, max_tasks_per_child=1) as pool:
+        for done in concurrent.futures.as_completed([pool.submit(_task, *task) for task in tasks]):
+            yield done.result()

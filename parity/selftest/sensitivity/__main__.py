@@ -1,0 +1,57 @@
+"""`python -m parity.selftest.sensitivity`: measure the detection limits, print the tables, draw the picture."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+from parity.registry import bench_of
+
+
+def main() -> int:
+    """Command line: rows to reports/limits.ndjson, tables to standard output, the picture where --plot says.
+
+    Families measured in processes of their own are put together by --read.
+    """
+    from parity.process import prepare
+
+    prepare("cpu", threads=1)
+    from parity.selftest.sensitivity import plot, table
+    from parity.selftest.sensitivity.measure import DTYPES, FAMILIES, LOGITS, Found, drawn, measure
+
+    parser = argparse.ArgumentParser(prog="python -m parity.selftest.sensitivity", description=__doc__)
+    parser.add_argument("--cases", type=int, default=60, help="drawn cases of each family and dtype")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", choices=FAMILIES, action="append")
+    parser.add_argument("--rows", type=Path, default=Path("reports/limits.ndjson"))
+    parser.add_argument("--plot", type=Path, help="folder for detection-limit-*.svg")
+    parser.add_argument("--read", type=Path, nargs="+", help="rows of earlier runs instead of measuring, all families")
+    options = parser.parse_args()
+    found = [Found(**json.loads(row)) for file in options.read or () for row in file.read_text().splitlines()]
+    if not options.read:
+        begun = time.process_time()
+        for name, dtype in itertools.product(options.family or FAMILIES, DTYPES):
+            for case in drawn(name, dtype, options.cases, options.seed):
+                bench = bench_of(case)
+                for kind in list(LOGITS)[: 1 if dtype == "fp32" else None]:
+                    found += measure(name, dtype, kind, bench)
+            print(f"{name} {dtype}: {time.process_time() - begun:.0f} CPU-seconds so far", file=sys.stderr, flush=True)
+        options.rows.parent.mkdir(parents=True, exist_ok=True)
+        with options.rows.open("w") as file:
+            for one in found:
+                file.write(json.dumps(dataclasses.asdict(one), default=str) + "\n")
+    print(f"{table.markdown(found, options.cases)}\n\n{table.tolerances(found)}")
+    if options.plot:
+        for label in LOGITS:
+            path = options.plot / f"detection-limit-{label.split()[0]}.svg"
+            path.write_text(plot.svg(found, label), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Programs beside the run: settings audit, upstream issues, benchmarks."""

@@ -1,0 +1,68 @@
+"""One call of an implementation, with what a user would have heard of it and where an error came from."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from parity.case.inputs import Inputs
+from parity.implementations.implementation import Implementation, Outputs
+from parity.judging import side_effects
+from parity.judging.execute import Outcome
+from parity.tools.audit import source_lines
+
+OURS = "parity/fixes/"
+
+
+def run(implementation: Implementation, inputs: Inputs) -> tuple[Outcome, set[str], str]:
+    """What came of it, what was said, and where an error came from; the inputs, which others share, are put back."""
+    raised: list[str] = []
+
+    def call(x: Inputs) -> Outputs:
+        try:
+            return implementation.call(x)
+        except Exception as error:
+            raised.append(source_lines.raised(error))
+            raise
+
+    with heard() as said:
+        outcome, _ = side_effects.watched(dataclasses.replace(implementation, call=call), inputs)
+    where = raised[0] if raised else ""
+    if where.startswith(OURS) and outcome.verdict == "unsupported":  # our own code that says no is not its adapter
+        outcome = dataclasses.replace(outcome, verdict="refused")
+    return outcome, set(said), where
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """Warnings and log lines of level warning, also those that a filter or a level would keep from a user's eyes here."""
+    said: list[str] = []
+    warn, log = warnings.warn, logging.Logger.warning
+
+    def warned(message: Any, *args: Any, **kwargs: Any) -> Any:
+        said.append(str(message))
+        return warn(message, *args, **kwargs)
+
+    def logged(self: logging.Logger, message: Any, *args: Any, **kwargs: Any) -> Any:
+        said.append(str(message))
+        return log(self, message, *args, **kwargs)
+
+    warnings.warn, logging.Logger.warning = warned, logged  # type: ignore[assignment,method-assign]
+    try:
+        yield said
+    finally:
+        warnings.warn, logging.Logger.warning = warn, log  # type: ignore[method-assign]
+
+
+def entry_points(implementation: Implementation) -> tuple[str, ...]:
+    """Dotted names of the code that runs, also where TRL's trainer has its loss elsewhere than in the loss's method."""
+    trainer = "trl.trainer.grpo_trainer"
+    if implementation.id == "trl.GRPOTrainer":  # since 1.15 the head is fused into the model's forward
+        return (*implementation.sources, f"{trainer}.add_fused_lm_head")
+    if implementation.id == "trl.GRPOTrainer.liger" and source_lines.there(implementation.sources) is None:
+        return (f"{trainer}.GRPOTrainer._compute_loss",)  # in 1.14 the flag changes the log-probs alone
+    return implementation.sources

@@ -1,0 +1,140 @@
+"""`parity audit`: ask every implementation about every setting, print the tables, write rows and Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from parity.errors import UsageError
+from parity.implementations.implementation import Implementation
+from parity.registry import facts, select
+from parity.results.ledger import Ledger
+from parity.tools.audit import table
+from parity.tools.audit.pairs import Stands
+from parity.tools.audit.probes import PROBES
+from parity.tools.audit.responsible import engine, is_wired, mend
+from parity.tools.audit.verdicts import JUDGED, Answer, answer
+
+CASES = 2
+"""Pairs of which every one must move alike."""
+AGREE, NEW, NOTHING = 0, 1, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line asked for."""
+
+    families: tuple[str, ...] = ()
+    implementations: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    device: str = "auto"
+    cases: int = CASES
+    ledger: Path | None = None
+    reports: Path = Path("reports")
+
+    def argv(self) -> list[str]:
+        """The command line that asks for the same elsewhere, without the folder of its reports."""
+        many = {"family": self.families, "implementation": self.implementations, "setting": self.settings}
+        out = [word for option, values in many.items() for value in values for word in (f"--{option}", value)]
+        out += ["--device", self.device, "--cases", str(self.cases)]
+        return out + (["--ledger", str(self.ledger.resolve())] if self.ledger else [])
+
+
+def audit(options: Options) -> tuple[list[Answer], dict[int, str]]:
+    """The answers, and where to mend by their number.
+
+    Raises:
+        UsageError: for a family, implementation or setting that does not exist.
+    """
+    from parity.data import ledger_file
+    from parity.running.provenance import resolve_device
+
+    _check(options)
+    chosen = select(options.implementations)
+    ledger = Ledger.load(options.ledger or ledger_file())
+    device = resolve_device(options.device)
+    answers: list[Answer] = []
+    for name in options.families or tuple(PROBES):
+        own = _with_engines([i for i in chosen if i.family == name])
+        for probe in PROBES[name] if own else ():
+            if options.settings and probe.setting not in options.settings:
+                continue
+            stands = Stands(name, probe, device)
+            answers += [answer(i, stands, options.cases, lambda row, case: ledger.match(row, facts(case))) for i in own]
+    return answers, dict(_mends(answers))
+
+
+def _check(options: Options) -> None:
+    for name in options.families:
+        if name not in PROBES:
+            raise UsageError(f"family {name!r} is not audited, choose from {', '.join(PROBES)}")
+    known = sorted({p.setting for name in options.families or PROBES for p in PROBES[name]})
+    for name in options.settings:
+        if name not in known:
+            raise UsageError(f"setting {name!r} is not audited, choose from {', '.join(known)}")
+    if options.device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device {options.device!r} is unknown, choose from auto, cpu, cuda")
+    if options.device == "cuda" and not _cuda():
+        raise UsageError("device 'cuda': torch sees no CUDA device here (parity doctor says why), choose cpu or auto")
+
+
+def _with_engines(chosen: Sequence[Implementation]) -> list[Implementation]:
+    """The implementations, references first, and the kernels behind them, which decide where to mend."""
+    known = {i.id: i for i in chosen}
+    engines = {e for i in chosen if is_wired(i.id) and (e := engine(i.id)) is not None and e not in known}
+    every = [*chosen, *(select([e])[0] for e in sorted(engines))]
+    return sorted(every, key=lambda i: i.role != "reference")
+
+
+def _mends(answers: Sequence[Answer]) -> Iterator[tuple[int, str]]:
+    by = {(a.implementation, a.family, a.probe.label): a for a in answers}
+    references = {(a.family, a.probe.label): a for a in answers if a.role == "reference"}
+    for number, one in enumerate(answers):
+        behind = engine(one.implementation)
+        kernel = None if behind is None else by.get((behind, one.family, one.probe.label))
+        reference = None if one.role == "reference" else references.get((one.family, one.probe.label))
+        text = mend(one, kernel, reference)
+        if text:
+            yield number, text
+
+
+def exit_code(answers: Sequence[Answer]) -> int:
+    """3 when nothing was judged, 1 for a finding that is not known, else 0."""
+    if not any(a.answer in JUDGED for a in answers):
+        return NOTHING
+    return NEW if any(a.new for a in answers) else AGREE
+
+
+def run(options: Options, console: Console) -> int:
+    """Audit, print, write `audit.ndjson` and `audit.md`; returns the exit code."""
+    from parity.process import prepare
+
+    prepare("cpu" if options.device == "auto" and not _cuda() else options.device, threads=1)
+    from parity.results.report.rows import writer
+    from parity.running.provenance import header, resolve_device
+
+    answers, mends = audit(options)
+    about = header("audit", resolve_device(options.device), "audit", 0)
+    with writer(options.reports / "audit.ndjson") as write:
+        write(about)
+        for number, one in enumerate(answers):
+            write(table.row(one, mends.get(number, "")))
+    versions = ", ".join(f"{k} {v}" for k, v in about["header"]["versions"].items() if k in SHOWN)
+    (options.reports / "audit.md").write_text(table.markdown(answers, mends, versions), encoding="utf-8")
+    table.show(answers, mends, console)
+    code = exit_code(answers)
+    console.print(f"\n{versions}", markup=False)
+    console.print(f"reports in {options.reports}/: audit.ndjson, audit.md; exit code {code}", markup=False)
+    return code
+
+
+SHOWN = ("torch", "transformers", "trl", "liger-kernel", "cut-cross-entropy")
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

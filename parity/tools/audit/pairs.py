@@ -1,0 +1,62 @@
+"""The pairs of a probe with what the definition makes of both sides, computed once for all implementations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from parity.case.inputs import Inputs
+from parity.judging.assess import Bench
+from parity.registry import loss_family
+from parity.rounding.oracle import exact
+from parity.tools.audit.probes import Pair, Probe, pair
+
+MOVES = 0.05
+"""Least relative change of a quantity of the definition: a hundred times the rounding of float16, twelve of bfloat16."""
+TRIES = 16
+"""Pairs drawn until enough of them move."""
+
+
+@dataclasses.dataclass
+class Stand:
+    """Both sides of a pair with what is computed for them once."""
+
+    pair: Pair
+    moved: Bench
+    still: Bench
+
+    @classmethod
+    def of(cls, made: Pair, device: str) -> Stand:
+        """Run the definition on both sides, on the CPU."""
+        fam = loss_family(made.case.family)
+        sides = [Bench(fam, _on(x, device), exact(fam, x)) for x in (made.moved, made.still)]
+        return cls(made, *sides)
+
+    def shift(self) -> float:
+        """The largest relative change of a judged quantity of the definition, infinite where only one side has it."""
+        a, b = self.moved.exact, self.still.exact
+        names = [n for n in a if n in self.pair.moved.cotangents or n.startswith("grad_")]
+        return max(float((a[n] - b[n]).norm() / a[n].norm().clamp(min=1e-30)) if n in b else math.inf for n in names)
+
+
+class Stands:
+    """The pairs of one probe, made when an implementation asks for them and shared by all."""
+
+    def __init__(self, name: str, probe: Probe, device: str):
+        self.name, self.probe, self.device = name, probe, device
+        self._made: dict[tuple[int, str, int], Stand] = {}
+
+    def moving(self, base: int, dtype: str) -> Iterator[Stand]:
+        """Pairs on which the definition moves, or, where the probe says so, stays."""
+        for number in range(TRIES):
+            key = (base, dtype, number)
+            if key not in self._made:
+                made = pair(self.name, self.probe, self.probe.bases[base], dtype, number)
+                self._made[key] = Stand.of(made, self.device)
+            if (self._made[key].shift() >= MOVES) != self.probe.stays:
+                yield self._made[key]
+
+
+def _on(inputs: Inputs, device: str) -> Inputs:
+    return inputs.replace(**{k: None if v is None else v.to(device) for k, v in inputs.tensors.items()})

@@ -1,0 +1,132 @@
+"""One forward and backward of a registered implementation on inputs of a given size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from parity.case.case import DTYPES, Case
+from parity.case.inputs import Inputs
+from parity.errors import Unsupported
+from parity.fixes import selective_log_probs
+from parity.implementations.implementation import Implementation
+from parity.judging import execute
+from parity.registry import family
+
+Pass = Callable[[], dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sequences, tokens a sequence, hidden size, vocabulary."""
+
+    B: int
+    T: int
+    H: int
+    V: int
+
+    def __str__(self) -> str:
+        return f"{self.B * self.T:,} x {self.H:,} x {self.V:,}"
+
+
+SIZES = {
+    "cpu": (Size(2, 64, 256, 8192), Size(4, 128, 512, 32768), Size(8, 256, 1024, 32768)),
+    "cuda": (Size(8, 512, 2048, 128256), Size(16, 1024, 4096, 151936), Size(16, 1024, 4096, 262144)),
+}
+LOGPROBS = (
+    "trl.selective_log_softmax",
+    "trl.ChunkedLogProbFunction",
+    "liger.chunked_selective_logprob",
+    "cce.torch_compile",
+    "cce.unfiltered",
+    "cce.default",
+    "fixes.selective_log_probs",
+)
+POLICY = (
+    "trl.GRPOTrainer",
+    "liger.FusedLinearGRPOLoss",
+    "liger.FusedLinearGRPOLoss.compiled",
+    "liger.triton_grpo_loss",
+    "fixes.FusedLinearGRPOLoss",
+)
+
+
+def shell(name: str, size: Size, dtype: str, **settings: object) -> Inputs:
+    """Inputs of family `name` with every tensor absent: settings for an adapter whose tensors come from elsewhere."""
+    case = Case(name, 0, dtype, {"B": size.B, "T": size.T, "H": size.H, "V": size.V, **settings})
+    return Inputs(case, family(name).full_settings(case), dict.fromkeys(_ABSENT), (), {})
+
+
+def inputs(name: str, size: Size, dtype: str, device: str, **settings: object) -> Inputs:
+    """Inputs of family `name`: logits of standard deviation 3, old log-probs within 0.1 of the policy's."""
+    empty = shell(name, size, dtype, **settings)
+    g = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(size.B, size.T, size.H, generator=g, device=device).to(DTYPES[dtype])
+    weight = torch.randn(size.V, size.H, generator=g, device=device).mul_(3 / size.H**0.5).to(DTYPES[dtype])
+    ids = torch.randint(size.V, (size.B, size.T), generator=g, device=device)
+    leaves, tensors = ("hidden", "weight"), {**empty.tensors, "hidden": hidden, "weight": weight, "ids": ids}
+    if name == "logprobs":
+        cotangents = {"logps": torch.randn(size.B, size.T, generator=g, device=device)}
+        return Inputs(empty.case, empty.settings, tensors, leaves, cotangents)
+    with torch.no_grad():
+        own = selective_log_probs(hidden, weight, ids, temperature=empty.settings.temperature)
+    assert isinstance(own, torch.Tensor)
+    mask = torch.ones_like(ids)
+    tensors |= {"mask": mask, "completion_mask": mask, "num_items_in_batch": mask.sum()}
+    tensors["old_logps"] = own + 0.1 * torch.randn(own.shape, generator=g, device=device)
+    tensors["advantages"] = torch.randn(size.B, generator=g, device=device)
+    return Inputs(empty.case, empty.settings, tensors, leaves, {"loss": torch.ones((), device=device)})
+
+
+_ABSENT = (
+    "bias ignore_index tool_mask old_logps ref_logps sampling_logps importance_sampling_ratio top_entropy_quantile "
+    "lora_a lora_b"
+).split()
+
+
+def prepared(implementation: Implementation, given: Inputs) -> Pass:
+    """A function that runs forward and backward once; what a trainer builds only once is built here.
+
+    Raises:
+        Unsupported: where the implementation cannot be timed on this device.
+    """
+    device = given.hidden.device.type
+    if implementation.interpreted and device == "cpu":
+        raise Unsupported("Triton: interpreted on the CPU, so not timed")
+    if implementation.id == "trl.GRPOTrainer":
+        return _trainer(given)
+
+    def both() -> dict[str, torch.Tensor]:
+        x = execute.fresh(given)
+        with implementation.around():
+            outputs = execute.forward(implementation, x)
+            execute.backward(x, outputs)
+        return _finished(outputs, x)
+
+    return both
+
+
+def _trainer(given: Inputs) -> Pass:
+    from parity.implementations import trl_trainer
+
+    x = execute.fresh(given)
+    trainer = trl_trainer.trainer(x)
+    batch = trl_trainer.batch(x, trainer)
+
+    def both() -> dict[str, torch.Tensor]:
+        for name in x.leaves:
+            x.tensors[name].grad = None  # type: ignore[union-attr]
+        loss = trainer.compute_loss(trainer.model, batch)
+        loss.backward(retain_graph=True)  # the replay model keeps the hidden states' graph
+        return _finished({"loss": loss}, x)
+
+    return both
+
+
+def _finished(outputs: dict[str, torch.Tensor], x: Inputs) -> dict[str, torch.Tensor]:
+    if x.hidden.is_cuda:
+        torch.cuda.synchronize()
+    grads = {name: gradient for name, gradient in execute.gradients(x).items() if gradient is not None}
+    return {name: value.detach() for name, value in outputs.items()} | grads

@@ -1,0 +1,218 @@
+"""Records of pytest-benchmark -> the tables, the decisions and the plot of docs/performance.md.
+
+`python -m parity.tools.bench.report reports/benchmark.json [--plot docs/performance.svg]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OURS = {"logprobs": "fixes.selective_log_probs", "policy": "fixes.FusedLinearGRPOLoss", "step": "ours"}
+INEXACT = ("cce.default",)  # drops gradients below its filter, so it is no peer to be as fast as
+TRITON = ("cce.unfiltered", "trl.ChunkedLogProbFunction", "trl.GRPOTrainer", "liger.triton_grpo_loss")
+"""Peers that run Triton kernels of their own on CUDA; on the CPU they are interpreted or take a torch path."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One implementation at one size: seconds by round, peak bytes, peaks and seconds of phases, or why there are none."""
+
+    table: str
+    size: str
+    dtype: str
+    name: str
+    seconds: dict[int, float]
+    peak: int | None
+    peaks: dict[str, int]
+    phases: dict[str, float]
+    why: str | None
+    device: str = "cpu"
+
+    def ratio(self, ours: Cell) -> tuple[float, float, float] | None:
+        """Seconds over ours in the rounds that both were in (a run may be interrupted): median, least, greatest.
+
+        None without such a round, as where ours ran out of memory.
+        """
+        each = [value / ours.seconds[turn] for turn, value in self.seconds.items() if turn in ours.seconds]
+        return (statistics.median(each), min(each), max(each)) if each else None
+
+
+def cells(records: Iterable[dict[str, Any]]) -> list[Cell]:
+    """The cells of pytest-benchmark's records, in their order."""
+    grouped: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        info = record["extra_info"]
+        grouped.setdefault(tuple(info[k] for k in ("table", "size", "dtype", "name")), []).append(record)
+    found = []
+    for (table, size, dtype, name), rounds in grouped.items():
+        info = rounds[0]["extra_info"]
+        timed = {} if info["why"] else {r["extra_info"]["turn"]: r["stats"]["mean"] for r in rounds}
+        by_phase = [r["extra_info"].get("seconds", {}) for r in rounds]
+        phases = {p: statistics.median(s[p] for s in by_phase) for p in by_phase[0]}
+        found.append(
+            Cell(
+                table,
+                size,
+                dtype,
+                name,
+                timed,
+                info.get("peak"),
+                info.get("peaks", {}),
+                phases,
+                info["why"],
+                info.get("device", "cpu"),
+            )
+        )
+    return found
+
+
+def tables(found: Sequence[Cell]) -> str:
+    """Markdown: one table for each size and dtype."""
+    out = []
+    for table, size, dtype in dict.fromkeys((c.table, c.size, c.dtype) for c in found):
+        group = [c for c in found if (c.table, c.size, c.dtype) == (table, size, dtype)]
+        ours = next(c for c in group if c.name == OURS[table])
+        out += [f"**{table}, {size}, {dtype}**", ""]
+        phases = list(next((c.phases for c in group if c.phases), ()))
+        head = ["", "time ÷ ours", "seconds", "peak ÷ ours", "peak MB", *(f"{p}: s, MB" for p in phases)]
+        out += [_row(head), _row(["---", *["---:"] * (len(head) - 1)])]
+        out += [_row(_cells(cell, ours, phases)) for cell in sorted(group, key=lambda c: c.name != ours.name)]
+        out.append("")
+    return "\n".join(out)
+
+
+def decisions(found: Sequence[Cell]) -> str:
+    """Markdown: ours against the fastest and the leanest correct peer, and whether a Triton path of our own would pay.
+
+    It pays where a peer's Triton kernel was faster than our torch path in every round, it does not where it was slower
+    in every round; else the rounds disagree and more of them are needed.
+    """
+    head = ["", "fastest peer: our time ÷ its", "leanest peer: our peak ÷ its", "a Triton path of our own"]
+    out = [_row(head), _row(["---"] * len(head))]
+    for table, size, dtype in dict.fromkeys((c.table, c.size, c.dtype) for c in found if c.table != "step"):
+        group = [c for c in found if (c.table, c.size, c.dtype) == (table, size, dtype) and not c.why]
+        ours = next((c for c in group if c.name == OURS[table]), None)
+        where = f"{table}, {size}, {dtype}"
+        if ours is None:
+            out.append(_row([where, "ours was not measured", "", ""]))
+            continue
+        peers = [(c, r) for c in group if c is not ours and c.name not in INEXACT and (r := c.ratio(ours))]
+        fast = min(peers, key=lambda peer: peer[1][0], default=None)
+        lean = min((c for c, _ in peers if c.peak), key=lambda c: c.peak or 0, default=None)
+        kernels = [(c, r) for c, r in peers if c.name in TRITON and c.device == "cuda"]
+        out.append(
+            _row(
+                [
+                    where,
+                    "no peer" if fast is None else f"{fast[0].name}: {1 / fast[1][0]:.2f}",
+                    "no peer" if lean is None else f"{lean.name}: {(ours.peak or 0) / (lean.peak or 1):.2f}",
+                    _pays(min(kernels, key=lambda peer: peer[1][0], default=None)),
+                ]
+            )
+        )
+    return "\n".join([*out, ""])
+
+
+def _pays(kernel: tuple[Cell, tuple[float, float, float]] | None) -> str:
+    if kernel is None:
+        return "not decided: no Triton kernel was timed"
+    cell, (median, least, greatest) = kernel
+    told = f"{cell.name} takes {median:.2f} ({least:.2f} to {greatest:.2f}) of our torch path's time"
+    return f"{'pays' if greatest < 1 else 'does not pay' if least > 1 else 'rounds disagree'}: {told}"
+
+
+def _cells(cell: Cell, ours: Cell, phases: Sequence[str]) -> list[str]:
+    if cell.why:
+        return [cell.name, cell.why, *[""] * (3 + len(phases))]
+    ratio, seconds = cell.ratio(ours), statistics.median(cell.seconds.values())
+    assert cell.peak is not None
+    out = [cell.name, "" if ratio is None else "{:.2f} ({:.2f} to {:.2f})".format(*ratio), f"{seconds:.3g}"]
+    out += [f"{cell.peak / ours.peak:.2f}" if ours.peak else "", f"{cell.peak / 1e6:,.0f}"]
+    return out + [f"{cell.phases[p]:.2f}, {cell.peaks.get(p, 0) / 1e6:,.0f}" for p in phases]
+
+
+def _row(texts: Iterable[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+COLOURS = ("#1b6ca8", "#c0392b", "#27864e", "#8e44ad", "#b9770e", "#555555", "#0e7c7b", "#a04000")
+WIDTH, HEIGHT, MARGIN, LIMIT = 760, 420, 60, 16.0
+
+
+def plot(found: Sequence[Cell]) -> str:
+    """SVG: time against peak memory, both over ours and logarithmic; ours is the point (1, 1). Step tables left out."""
+    points = [
+        (c, ratio[0], (c.peak or 0) / (ours.peak or 1))
+        for c in found
+        if c.table != "step" and not c.why
+        for ours in found
+        if (ours.table, ours.size, ours.dtype, ours.name) == (c.table, c.size, c.dtype, OURS[c.table])
+        if (ratio := c.ratio(ours))
+    ]
+    names = list(dict.fromkeys(c.name for c, _, _ in points))
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 220} {HEIGHT}" font-family="sans-serif" '
+        'font-size="12"><rect width="100%" height="100%" fill="white"/>'
+    ]
+    for tick in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16):
+        x, y = _x(tick), _y(tick)
+        colour = "#888" if tick == 1 else "#ddd"
+        label = f"{tick:g}" if tick >= 1 else f"1/{1 / tick:g}"
+        out.append(f'<path d="M{x:.0f} {MARGIN / 2}V{HEIGHT - MARGIN}M{MARGIN} {y:.0f}H{WIDTH}" stroke="{colour}"/>')
+        out.append(f'<text x="{x:.0f}" y="{HEIGHT - MARGIN + 16}" text-anchor="middle">{label}</text>')
+        out.append(f'<text x="{MARGIN - 6}" y="{y + 4:.0f}" text-anchor="end">{label}</text>')
+    out.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 20}" text-anchor="middle">time ÷ ours</text>')
+    out.append(
+        f'<text transform="translate(16 {HEIGHT / 2}) rotate(-90)" text-anchor="middle">peak memory ÷ ours</text>'
+    )
+    for cell, time, memory in points:
+        colour = COLOURS[names.index(cell.name) % len(COLOURS)]
+        fill = colour if cell.dtype == "fp32" else "none"
+        title = f"{cell.name}, {cell.size}, {cell.dtype}: time {time:.2f}, memory {memory:.2f}"
+        circle = f'<circle cx="{_x(time):.1f}" cy="{_y(memory):.1f}" r="5" fill="{fill}" stroke="{colour}">'
+        out.append(f"{circle}<title>{title}</title></circle>")
+    for i, name in enumerate([*names, "filled: fp32, open: bf16"]):
+        colour = COLOURS[i % len(COLOURS)] if i < len(names) else "#000"
+        out.append(f'<text x="{WIDTH + 14}" y="{MARGIN + 20 * i}" fill="{colour}">{name}</text>')
+    return "\n".join([*out, "</svg>", ""])
+
+
+def _x(ratio: float) -> float:
+    return MARGIN + (WIDTH - MARGIN) * _place(ratio)
+
+
+def _y(ratio: float) -> float:
+    return HEIGHT - MARGIN - (HEIGHT - 1.5 * MARGIN) * _place(ratio)
+
+
+def _place(ratio: float) -> float:
+    """0 at 1/8, 1 at 16; what lies beyond sits on the edge."""
+    low, high = math.log2(1 / 8), math.log2(LIMIT)
+    return (min(max(math.log2(ratio), low), high) - low) / (high - low)
+
+
+def main() -> None:
+    """Prints tables and decisions of a pytest-benchmark JSON file; `--plot FILE` writes the plot."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("records", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    data = json.loads(options.records.read_text())
+    found = cells(data["benchmarks"])
+    machine = data["machine_info"]
+    print(f"{machine['cpu'].get('brand_raw', machine['processor'])}, {data['datetime'][:10]}\n")
+    print(tables(found))
+    print(decisions(found))
+    if options.plot:
+        options.plot.write_text(plot(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""`parity replay`: one case again, whatever the ledger says. 0 agrees, 1 disagrees, 125 anything that is no judgement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from parity.case.case import Case
+from parity.errors import UsageError
+from parity.implementations.implementation import Implementation
+from parity.judging.compare import Row
+from parity.process import prepare
+from parity.registry import family, run_case, select
+from parity.running.find import find
+from parity.running.provenance import resolve_device
+from parity.running.shard import FAILING
+from parity.trainers import catalogue
+
+AGREES, DISAGREES, NO_JUDGEMENT = 0, 1, 125
+
+
+def replay(name: str, ids: Sequence[str], device: str, issue: bool, console: Console) -> int:
+    """Run the case through the named implementations (else the one it was found with, else all) and print the findings."""
+    from parity.results.report import failure
+
+    case, found_with = find(name)
+    if issue and catalogue.is_trainer(case.family):
+        raise UsageError(f"case {case.id} is a trainer check: --issue writes the script of a loss; leave it out")
+    family(case.family).full_settings(case)
+    device = resolve_device(device)
+    prepare(device, threads=1)
+    chosen = [i for i in select(ids or ([found_with] if found_with else ())) if i.family == case.family]
+    if not chosen:
+        raise UsageError(f"case {case.id} is of family {case.family}; none of {', '.join(ids)} is")
+    wanted = {i.id for i in chosen}
+    references = [i for i in select(()) if i.family == case.family and i.role == "reference" and i.id not in wanted]
+    rows = list(run_case(case, [*references, *chosen], device))
+    if issue:
+        return _issue(case, chosen, rows, console)
+    for implementation in chosen:
+        own = [r for r in rows if r["implementation"] == implementation.id]
+        failure.render_finding(own, console)
+        failure.render_rest(own, console)
+    return exit_code([r for r in rows if r["implementation"] in wanted])
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """1 when anything judged disagrees, 0 when something was judged and all of it agrees, else 125."""
+    if any(r["verdict"] == "disagree" for r in rows):
+        return DISAGREES
+    if any(r["verdict"] in FAILING for r in rows) or not any(r["verdict"] == "agree" for r in rows):
+        return NO_JUDGEMENT
+    return AGREES
+
+
+def _issue(case: Case, chosen: Sequence[Implementation], rows: list[dict[str, Any]], console: Console) -> int:
+    """Print the upstream report of the first implementation that disagrees."""
+    from parity.tools.issue import issue_text
+
+    for implementation in chosen:
+        own = [r for r in rows if r["implementation"] == implementation.id]
+        if exit_code(own) == DISAGREES:
+            console.file.write(issue_text(case, implementation, rows) + "\n")
+            return DISAGREES
+    console.print(f"case {case.id}: nothing to report, no implementation disagrees here", markup=False)
+    return exit_code(rows)

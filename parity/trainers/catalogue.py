@@ -1,0 +1,178 @@
+"""Checks that need a real trainer: KL at step 1, twins, gradient flow, config values, distillation.
+
+Adding one is writing one function under `parity.trainers.check.check` in a module named in `MODULES`; docs/trainers.md
+shows one. TRL, transformers and PEFT are imported inside the functions, never at module level.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from parity.case.case import Case
+from parity.case.inputs import Setting, fits
+from parity.errors import UsageError
+from parity.implementations.implementation import Implementation
+from parity.trainers.check import CHECKS, TRAINERS, WAYS, Check
+
+MODULES = (
+    "step_one",
+    "gradient_flow",
+    "config_values",
+    "scoring",
+    "advantages",
+    "twins",
+    "losses",
+    "metrics",
+    "adapters",
+    "sampler",
+    "truncation",
+    "twin_windows",
+    "rollouts",
+    "twin_processes",
+    "distillation",
+    "distillation_control",
+    "installed",
+)
+
+
+def load() -> dict[str, Check]:
+    """Every check by name, those of all `MODULES`."""
+    for name in MODULES:
+        importlib.import_module(f"parity.trainers.checks.{name}")
+    return CHECKS
+
+
+def way(implementation: Implementation) -> str:
+    """The way of `WAYS` in which an implementation is run; a user's own trainer runs as a released one does."""
+    return "released" if implementation.stands_in else implementation.id.rpartition(".")[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerFamily:
+    """What cases, ledger and reports ask of a family, for the checks of one trainer."""
+
+    name: str
+
+    @property
+    def checks(self) -> dict[str, Check]:
+        """The checks of this trainer, by name."""
+        return {c.name: c for c in load().values() if self.name in c.trainers}
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """`check` and the settings of every check of this trainer."""
+        checks = self.checks
+        out = {"check": Setting(None, "which check", tuple(checks))}
+        for one in checks.values():
+            out |= one.settings
+        return out
+
+    def full_settings(self, case: Case) -> SimpleNamespace:
+        """Every setting of the case's check, defaults filled in.
+
+        Raises:
+            UsageError: for a check that this trainer does not have, a setting that the check does not have, or a value
+                outside its choices.
+        """
+        found = self.check(case)
+        for name, value in case.settings.items():
+            if name == "check":
+                continue
+            if name not in found.settings:
+                known = ", ".join(found.settings)
+                raise UsageError(f"case {case.id}: setting {name!r} is unknown to check {found.name}, it has {known}")
+            setting = found.settings[name]
+            if setting.choices is not None and value not in setting.choices:
+                choices = ", ".join(map(repr, setting.choices))
+                raise UsageError(f"case {case.id}: {name}={value!r} is not among {choices}")
+            if setting.choices is None and not fits(value, setting.default):
+                raise UsageError(f"case {case.id}: {name}={value!r} is not of the kind of {setting.default!r}")
+        values = {n: case.settings.get(n, s.default) for n, s in found.settings.items()}
+        return SimpleNamespace(check=found.name, **values)
+
+    def check(self, case: Case) -> Check:
+        """The check of a case.
+
+        Raises:
+            UsageError: naming the checks that this trainer has.
+        """
+        checks = self.checks
+        if case.settings.get("check") not in checks:
+            raise UsageError(
+                f"case {case.id}: check={case.settings.get('check')!r} is unknown to {self.name}, "
+                f"choose from {', '.join(checks) or 'none'}"
+            )
+        return checks[case.settings["check"]]
+
+    def case(self, seed: int, dtype: str, settings: Mapping[str, Any]) -> Case:
+        """A case without the settings that are at their check's default."""
+        table = self.checks[settings["check"]].settings
+        kept = {k: v for k, v in settings.items() if k == "check" or v != table[k].default}
+        return Case(self.name, seed, dtype, kept)
+
+    def features(self, case: Case) -> dict[str, Any]:
+        """Nothing besides the settings."""
+        return {}
+
+
+def is_trainer(name: str) -> bool:
+    """Whether a family name is a trainer's."""
+    return name in TRAINERS
+
+
+def names() -> tuple[str, ...]:
+    """The trainers that have a check."""
+    used = {t for c in load().values() for t in c.trainers}
+    return tuple(t for t in TRAINERS if t in used)
+
+
+def family(name: str) -> TrainerFamily:
+    """The trainer called `name`, as a family.
+
+    Raises:
+        UsageError: naming the trainers that have checks.
+    """
+    if name not in TRAINERS:
+        raise UsageError(f"trainer {name!r} is unknown, choose from {', '.join(TRAINERS)}")
+    return TrainerFamily(name)
+
+
+def implementations() -> dict[str, Implementation]:
+    """Every way of using every trainer that some check is run in, by id."""
+    out = {}
+    for trainer in names():
+        ways = {w for c in family(trainer).checks.values() for w in c.ways}
+        for way in (w for w in WAYS if w in ways):
+            id = f"{trainer}.{way}"
+            role = "reference" if way == "released" else "candidate"
+            out[id] = Implementation(id, trainer, role, not_an_adapter, library="trl", dtypes=frozenset({"fp32"}))
+    return out
+
+
+def not_an_adapter(inputs: Any) -> Any:
+    """What stands for the adapter of an implementation that checks drive."""
+    raise TypeError("a trainer check is run by parity.trainers.run, not as an adapter")
+
+
+def cases(name: str, profile: str, seed: int) -> list[Case]:
+    """The cases of a trainer in a profile, those of every check of it, without doubles."""
+    fam = family(name)
+    out: dict[str, Case] = {}
+    for one in fam.checks.values():
+        for trainer, settings in one.cells(profile, seed):
+            if trainer == name:
+                case = fam.case(0, "fp32", {"check": one.name, **settings})
+                fam.full_settings(case)
+                out.setdefault(case.id, case)
+    return list(out.values())
+
+
+def chosen(names_or_none: Iterable[str], every: Iterable[Implementation]) -> tuple[str, ...]:
+    """The trainers among the wanted families (none named: all) that some chosen implementation belongs to."""
+    wanted = tuple(names_or_none) or names()
+    have = {i.family for i in every}
+    return tuple(n for n in wanted if n in TRAINERS and n in have)

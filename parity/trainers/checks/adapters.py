@@ -1,0 +1,104 @@
+"""Training a LoRA: the policy is base and adapter, the reference the base alone, or the adapter as it was handed over."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from parity.case.inputs import Setting
+from parity.errors import Unsupported
+from parity.trainers.check import Cell, Result, check
+from parity.trainers.checks.twins import plain_twin
+from parity.trainers.definitions import windows
+from parity.trainers.definitions.gradients import first_step
+from parity.trainers.definitions.training_step import Step
+from parity.trainers.rig import drive, models, twin_runs
+
+KINDS = {
+    "new": "peft_config: the reference is the base model",
+    "existing": "a PeftModel with an adapter that is trained on: the reference is that adapter before the first step",
+    "saved-head": "peft_config with the LM head in modules_to_save: the reference has the base model's head",
+}
+SETTINGS = {
+    "adapter": Setting("new", "; ".join(f"{k}: {v}" for k, v in KINDS.items()), tuple(KINDS)),
+    "model": Setting("llama", "tiny model", ("llama", "qwen3")),
+    "checkpointing": Setting(drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT)),
+    "precomputed": Setting(False, "precompute_ref_log_probs, DPO and KTO", (False, True)),
+}
+TRAINERS = tuple(twin_runs.CLASSES)
+REFERRED = tuple(t for t in TRAINERS if t not in ("sft-trainer", "distillation-trainer"))
+"""Trainers that have a reference."""
+TRAINED = 2
+"""Seed of the adapter at the step that is judged; `windows.HANDED_OVER` of one at construction."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """What `twin_runs.build` asks for: the model, its peft_config, and the adapter moved after construction."""
+
+    kind: str
+
+    def model(self, architecture: str) -> Any:
+        """What is handed to the trainer."""
+        base = models.model(architecture)
+        return windows.adapted(base, windows.HANDED_OVER) if self.kind == "existing" else base
+
+    def config(self) -> Any:
+        """The trainer's peft_config."""
+        return None if self.kind == "existing" else drive.lora_config(**_saved(self.kind))
+
+    def move(self, model: Any) -> None:
+        """The adapter, away from where it started: a reference that were the policy would show."""
+        windows.fill_adapter(model, TRAINED)
+
+    def policy(self, architecture: str) -> Any:
+        """The policy in float64."""
+        base = models.model(architecture, torch.float64)
+        return windows.adapted(base, TRAINED, **_saved(self.kind)).train()
+
+    def reference(self, architecture: str) -> str:
+        """What `windows.reference` knows the reference by."""
+        return architecture + (windows.ADAPTED if self.kind == "existing" else "")
+
+
+def _saved(kind: str) -> dict[str, Any]:
+    return {"modules_to_save": ["lm_head"]} if kind == "saved-head" else {}
+
+
+def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """In pr every trainer that has a reference once; in nightly every trainer with every kind, and with checkpointing."""
+    if profile in ("quick", "pr"):
+        existing = ("dpo-trainer", "rloo-trainer")
+        one = ((t, {"adapter": "existing"} if t in existing else {}) for t in REFERRED)
+        yield from one if profile == "pr" else ()
+        return
+    for trainer in TRAINERS:
+        for kind in KINDS if trainer in REFERRED else ("new", "saved-head"):
+            yield trainer, {"adapter": kind}
+            if trainer in ("dpo-trainer", "kto-trainer"):
+                yield trainer, {"adapter": kind, "precomputed": True}
+        yield trainer, {"model": "qwen3"}
+        for checkpointing in (drive.REENTRANT, drive.NON_REENTRANT):
+            yield trainer, {"checkpointing": checkpointing}
+
+
+@check("adapters", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
+def adapters(cell: Cell) -> Iterator[Result]:
+    """One batch with a LoRA: loss and every gradient of the adapter, by the reference that its kind implies."""
+    trainer, s = cell.case.family, cell.settings
+    if s.adapter == "existing" and trainer not in REFERRED:
+        raise Unsupported(f"{trainer} has no reference: an existing adapter is a new one to it")
+    adapter = Adapter(s.adapter)
+    twin = plain_twin(model=s.model, split="8x1", beta=0.04, checkpointing=s.checkpointing)
+    more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
+    if more and "precompute_ref_log_probs" not in drive.fields(drive.config(cell.trainer)):
+        raise Unsupported(f"{cell.trainer} of the installed version has no precompute_ref_log_probs")
+    steps = twin_runs.train(twin_runs.build(trainer, twin, cell.way, adapter=adapter, **more), cell.way)
+    yield twin_runs.all_there(trainer, steps)
+    by = SimpleNamespace(**vars(twin) | {"model": adapter.reference(s.model)})
+    step = Step(adapter.policy(s.model), twin_runs.definition(trainer, by))
+    yield from first_step(step, steps)

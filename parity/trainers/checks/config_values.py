@@ -1,0 +1,259 @@
+"""What lies between hidden states and log-probs must be applied by every log-prob path: held against the model's own.
+
+Softcap, logit scale, a head's bias, tied heads, adapters on the head, copies of it, hooks on it: the model's own forward
+applies them; a trainer that multiplies hidden states by `lm_head.weight` itself has to find each one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.case.case import normal
+from parity.case.inputs import Setting
+from parity.errors import Unsupported
+from parity.judging.gates import Unit, judge
+from parity.recipe import IEEE_FP32
+from parity.trainers.check import Cell, Result, check, judged
+from parity.trainers.definitions.gradients import gradients
+from parity.trainers.definitions.training_step import CONFIRMING, REPLICAS, Double, Step, StepRounding
+from parity.trainers.rig import drive, models, quantised_heads
+
+HEADS = {
+    "plain": "as the model has it",
+    "lora": "a LoRA on it",
+    "modules_to_save": "in modules_to_save: PEFT trains a copy",
+    "hook": "with a forward hook that halves its output, as steering and quantisation libraries install",
+    "quantised": "in 4 bits (bitsandbytes, nf4), frozen",
+    "fake-quantised": "trained as int8 will see it (torch.ao.nn.qat.Linear)",
+}
+SETTINGS = {
+    "model": Setting("llama", "tiny model", tuple(models.ARCHITECTURES)),
+    "head": Setting("plain", "; ".join(f"{k}: {v}" for k, v in HEADS.items()), tuple(HEADS)),
+    "temperature": Setting(0.7, "of the log-probs, where the trainer has one"),
+}
+TRAINERS = ("grpo-trainer", "rloo-trainer", "async-grpo-trainer", "dpo-trainer", "sft-trainer")
+PROMPT, LENGTH = 3, 12
+
+
+def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """In pr one nested softcap and one head that is not what it seems; in nightly every model and every head."""
+    yield "grpo-trainer", {"model": "gemma4"}
+    if profile == "quick":
+        return
+    yield "sft-trainer", {"head": "modules_to_save"}
+    if profile == "pr":
+        return
+    for trainer in TRAINERS:
+        for name in models.ARCHITECTURES:
+            yield trainer, {"model": name}
+        for head in HEADS:
+            yield trainer, {"head": head}
+            yield trainer, {"model": "gemma2", "head": head}
+
+
+@check("config-values", TRAINERS, SETTINGS, cells)
+def config_values(cell: Cell) -> Iterator[Result]:
+    """Log-probs (or the loss made of them) and every gradient equal those of the model's own logits."""
+    batch = Batch(cell)
+    truth = altered(models.model(cell.settings.model, torch.float64), cell).eval()
+    step = Step(truth, batch.definition)
+    value, model, handed = batch.ask(cell)
+    value.backward()
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    found = {n: None if p.grad is None else p.grad.cpu() for n, p in named.items()}
+    if handed is not None:
+        yield _log_probs(handed.detach().cpu(), truth, batch)
+    else:
+        j = step.judge_loss(float(value.detach()))
+        yield judged("loss", j, value, step.loss, f"{float(value):.6g} instead of {float(step.loss):.6g}")
+    yield gradients(step, found)
+
+
+def _log_probs(handed: Tensor, truth: Any, batch: Batch) -> Result:
+    def judgement(count: int) -> tuple[Any, Tensor]:
+        with torch.no_grad(), Double():
+            exact = batch.logps(truth)
+            with StepRounding(IEEE_FP32, "fp32", 20261120):
+                stack = batch.logps(truth, count).view(count, *exact.shape)
+        return judge(handed, Unit(exact, stack, entrywise=True), handed.dtype), exact
+
+    j, exact = judgement(REPLICAS)
+    if not j.agrees:
+        j, exact = judgement(CONFIRMING)
+    e = (handed.double() - exact).abs()
+    b, t = divmod(int(e.argmax()), e.shape[1])
+    told = f"worst at sequence {b}, token {t}: {float(handed[b, t]):.5g}, {float(exact[b, t]):.5g} by the model's own logits"
+    return judged("logps", j, handed, exact, told)
+
+
+class Batch:
+    """Two sequences with a prompt each, and a cotangent; what a trainer makes of them and what its definition is.
+
+    Attributes:
+        ids: (2, LENGTH), no padding.
+        cotangent: upstream gradient of the log-probs of the completion, (2, LENGTH - PROMPT).
+    """
+
+    def __init__(self, cell: Cell):
+        self.ids = torch.tensor([[int(w[1:]) for w in models.words(5, f"row {i}", LENGTH).split()] for i in range(2)])
+        self.cotangent = normal(5, "cotangent", (2, LENGTH - PROMPT))
+        self.trainer = cell.trainer
+        scored = cell.trainer in ("GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
+        self.temperature = cell.settings.temperature if scored else 1.0
+
+    def logps(self, model: Any, copies: int = 1) -> Tensor:
+        """Log-probs of the completion tokens by the model's own forward, (copies·2, LENGTH - PROMPT)."""
+        rows = self.ids.repeat(copies, 1)
+        z = model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False).logits / self.temperature
+        logps = torch.log_softmax(z[:, :-1], -1).gather(-1, rows[:, 1:, None]).squeeze(-1)
+        return logps[:, PROMPT - 1 :]
+
+    def definition(self, model: Any) -> Tensor:
+        """The scalar whose gradients are compared, by the model's own logits."""
+        logps = self.logps(model)
+        if self.trainer == "SFTTrainer":
+            return -logps.mean()
+        if self.trainer == "DPOTrainer":  # the reference is the policy, without its adapter if it has one
+            with torch.no_grad(), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
+                reference = self.logps(model)
+            chosen, rejected = (logps - reference).sum(1)
+            return -torch.nn.functional.logsigmoid(BETA * (chosen - rejected))
+        return (logps * self.cotangent.to(logps)).sum()
+
+    def ask(self, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
+        """The same scalar by the trainer's own path, the model whose gradients it has, and the log-probs, if handed out."""
+        return ASK[self.trainer](self, cell)
+
+    def inputs(self) -> dict[str, Tensor]:
+        """What a collator makes of the sequences."""
+        ones = torch.ones_like(self.ids)
+        completion = ones.clone()
+        completion[:, :PROMPT] = 0
+        out = {"input_ids": self.ids, "attention_mask": ones, "completion_mask": completion}
+        return out | {"labels": self.ids.masked_fill(completion == 0, -100)} if self.trainer == "SFTTrainer" else out
+
+
+BETA = 0.5
+
+
+def _built(cell: Cell, **wanted: Any) -> Any:
+    config = drive.config(cell.trainer)
+    peft = None
+    if cell.settings.head == "lora":
+        peft = drive.lora_config((*models.PROJECTIONS, "lm_head"))
+    elif cell.settings.head == "modules_to_save":
+        peft = drive.lora_config(modules_to_save=["lm_head"])
+    args = drive.arguments(config, cell.device, {"gradient_checkpointing": False, **wanted})
+    trainer = drive.build(cell.trainer, _model(cell), args, peft)
+    _fill(trainer.model, cell.settings.head)
+    trainer.model.train()
+    return trainer
+
+
+def _model(cell: Cell) -> Any:
+    """The model that a trainer is given: its head quantised, where that is asked for before any trainer sees it.
+
+    With our fix the values of a nested text config also at the top, where some code reads them.
+    """
+    model = models.model(cell.settings.model)
+    quantised_heads.quantise(model, cell.settings.head)
+    if cell.way == "fixed":
+        from parity.fixes.patches import lift_text_config_attributes
+
+        lift_text_config_attributes(model)
+    return model
+
+
+def altered(model: Any, cell: Cell) -> Any:
+    """The definition's model with the same head, adapters and hooks as the trainer's."""
+    import peft
+
+    head = cell.settings.head
+    if head == "lora":
+        model = peft.get_peft_model(
+            model, drive.lora_config((*models.PROJECTIONS, "lm_head")), autocast_adapter_dtype=False
+        )
+    elif head == "modules_to_save":
+        model = peft.get_peft_model(model, drive.lora_config(modules_to_save=["lm_head"]), autocast_adapter_dtype=False)
+    elif head == "quantised":
+        quantised_heads.dequantised(model, models.model(cell.settings.model))
+    elif head == "fake-quantised":
+        quantised_heads.quantise(model, head)
+    _fill(model, head)
+    return model.double()
+
+
+def _fill(model: Any, head: str) -> None:
+    """Adapters by parameter name, B not zero, so that they show; a saved copy away from its original; the hook."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * normal(2, name, parameter.shape).to(parameter))
+            elif "modules_to_save" in name:
+                parameter.mul_(1.0 + 0.2 * normal(2, name, parameter.shape).to(parameter))
+    if head == "hook":
+        model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 0.5 * output)
+
+
+def _ask_scores(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
+    trainer = _built(cell, temperature=batch.temperature, beta=0.0)
+    score = getattr(trainer, "_get_per_token_logps_and_entropies", None) or trainer._get_per_token_logps
+    with drive.fixed(cell, trainer):
+        ids = batch.ids.to(trainer.model.device)
+        out = score(trainer.model, ids, torch.ones_like(ids), LENGTH - PROMPT)
+    logps = out[0] if isinstance(out, tuple) else out
+    return (logps * batch.cotangent.to(logps)).sum(), trainer.model, logps
+
+
+def _ask_patched(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
+    """AsyncGRPOTrainer needs a vLLM server to exist; what it does to the model it does with one function of TRL's."""
+    import trl.trainer.utils as utils
+
+    if cell.settings.head in ("lora", "modules_to_save"):
+        raise Unsupported("the trainer itself builds adapters, and it needs a vLLM server")
+    model = _model(cell).train().to(cell.device)
+    _fill(model, cell.settings.head)
+    ids = batch.ids.to(model.device)
+    if hasattr(utils, "add_fused_lm_head"):
+        utils.add_fused_lm_head(model, temperature=batch.temperature)
+        if cell.way == "fixed":
+            from parity.fixes.patches import use_model_logits
+
+            use_model_logits(model)
+        out = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
+        logps = out.log_probs
+    elif hasattr(utils, "patch_chunked_lm_head"):
+        utils.patch_chunked_lm_head(model, chunk_size=32, temperature=batch.temperature)
+        completion = torch.ones_like(ids)
+        out = model(input_ids=ids, attention_mask=completion, labels=ids, completion_mask=completion, use_cache=False)
+        logps = out["log_probs"] if isinstance(out, dict) else out.log_probs
+    else:
+        raise Unsupported("this version of TRL patches no model for AsyncGRPOTrainer")
+    logps = logps[:, -(LENGTH - PROMPT) :]
+    return (logps * batch.cotangent.to(logps)).sum(), model, logps
+
+
+def _ask_loss(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
+    wanted = {"beta": BETA} if cell.trainer == "DPOTrainer" else {}
+    trainer = _built(cell, **wanted, max_length=64)
+    if getattr(trainer, "ref_model", None) is not None:
+        quantised_heads.quantise(trainer.ref_model, cell.settings.head)
+        if cell.settings.head == "hook":
+            _fill(trainer.ref_model, "hook")
+    with models.quiet(), drive.fixed(cell, trainer):
+        inputs = {k: v.to(trainer.model.device) for k, v in batch.inputs().items()}
+        return trainer.compute_loss(trainer.model, inputs), trainer.model, None
+
+
+ASK: dict[str, Callable[[Batch, Cell], tuple[Tensor, Any, Tensor | None]]] = {
+    "GRPOTrainer": _ask_scores,
+    "RLOOTrainer": _ask_scores,
+    "AsyncGRPOTrainer": _ask_patched,
+    "DPOTrainer": _ask_loss,
+    "SFTTrainer": _ask_loss,
+}

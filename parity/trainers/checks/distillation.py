@@ -1,0 +1,253 @@
+"""Checks of distillation: a teacher behind HTTP, its parts in isolation, and GKD with a local teacher as the control.
+
+A server hands out log-probs of few tokens; TRL pads ragged completions with -inf and must keep that out of the loss. In
+trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the first step (reverse KL, beta 1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.case.inputs import Setting
+from parity.families.divergence import completed, divergence
+from parity.fixes import patches
+from parity.trainers.check import Cell, Result, check, holds, within
+from parity.trainers.definitions.gradients import first_step
+from parity.trainers.definitions.training_step import Step
+from parity.trainers.rig import models, recorder, teacher_client
+from parity.trainers.rig.teacher_server import Teacher, scorer, serving
+
+BETAS, SPLITS = (0.0, 0.5, 1.0), ("1x2", "2x1")
+ARCHITECTURE = "llama"
+
+
+def beta_setting(default: float) -> Setting:
+    """The setting `beta` with the default of a check."""
+    return Setting(default, "teacher's weight in the divergence: 0 forward KL, 1 reverse KL", BETAS)
+
+
+SPLIT = Setting("2x1", "batch x accumulation", SPLITS)
+
+
+def cells(trainer: str, profile: str, seed: int) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    """Every beta with every split; in the short profiles beta 0, and 1 accumulated, where the padding leaked."""
+    for beta in BETAS:
+        for split in SPLITS:
+            if profile in ("nightly", "soak") or (beta, split) in ((0.0, "2x1"), (1.0, "1x2")):
+                yield trainer, {"beta": beta, "split": split}
+
+
+@contextlib.contextmanager
+def _way(way: str) -> Iterator[None]:
+    """With the padding masked, in the way "fixed"."""
+    if way == "fixed":
+        with patches.mask_teacher_padding():
+            yield
+    else:
+        yield
+
+
+@functools.cache
+def _teacher_model() -> Any:
+    return models.model("qwen2").eval()
+
+
+@check(
+    "teacher-server",
+    ("server-distillation-trainer",),
+    {
+        "beta": beta_setting(1.0),
+        "split": SPLIT,
+        "temperature": Setting(1.0, "of student and teacher", (1.0, 0.7)),
+        "top_k": Setting(1, "tokens the teacher hands out; above 1 at beta 0 alone", (1, 4)),
+    },
+    functools.partial(cells, "server-distillation-trainer"),
+)
+def teacher_server(cell: Cell) -> Iterator[Result]:
+    """Distillation from a real HTTP teacher on ragged completions: finite, by the definition, exactly 0 at padding."""
+    s = cell.settings
+    with serving(scorer(_teacher_model())) as teacher, _way(cell.way):
+        trainer = teacher_client.trainer(
+            teacher, ARCHITECTURE, s.split, beta=s.beta, temperature=s.temperature, loss_top_k=s.top_k
+        )
+        seen: list[Tensor] = []
+        handle = trainer.model.register_forward_hook(functools.partial(_keep_logits, seen))
+        steps = recorder.train(trainer)
+        handle.remove()
+        yield from _handed_over(trainer, steps.batches, teacher)
+    window = [teacher_client.samples(batch) for batch in steps.batches]
+    yield holds("sequences", sorted(len(t) for b in window for t, _ in b) == [6, 7], f"the window holds {window}")
+    step = Step(models.model(ARCHITECTURE, torch.float64).train(), functools.partial(_loss, window, teacher, s))
+    yield from first_step(step, steps)
+    yield _at_padding(steps.batches, seen)
+
+
+def _keep_logits(seen: list[Tensor], module: Any, args: Any, output: Any) -> None:
+    if output.logits.requires_grad:
+        output.logits.retain_grad()
+        seen.append(output.logits)
+
+
+def _loss(window: list[list[teacher_client.Sample]], teacher: Teacher, s: Any, model: Any) -> Tensor:
+    """Mean over the micro-batches of each one's mean over its completion tokens: the server path's own normaliser."""
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in window:
+        terms = []
+        for logps, (tokens, start) in zip(
+            teacher_client.student_logps(model, batch, s.temperature), batch, strict=True
+        ):
+            answer = teacher.answers[tuple(tokens)][start:].double()
+            terms.append(_sparse(logps, answer, torch.tensor(tokens[start:]), s).sum(-1))
+        total = total + torch.cat(terms).mean() / len(window)
+    return total
+
+
+def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, s: Any) -> Tensor:
+    """Divergence terms on the support that a server gives, completed by a tail bucket: (T, K + 1).
+
+    beta 0: the teacher's k likeliest; 1: the token that is there; between: both, once where they are the same.
+    """
+    top = answer.topk(s.top_k, -1).indices
+    actual = tokens.unsqueeze(-1)
+    support = top if s.beta == 0.0 else actual if s.beta == 1.0 else torch.cat([top, actual], -1)
+    gone = torch.zeros_like(support, dtype=torch.bool)
+    if support.shape[-1] == 2 and s.beta not in (0.0, 1.0):
+        gone[:, 1] = support[:, 0] == support[:, 1]
+    p, q = (completed(x.gather(-1, support), gone, tail=True) for x in (logps, answer))
+    gone = torch.cat([gone, torch.zeros_like(gone[:, :1])], -1)
+    return divergence(p, q, gone, gone, s.beta)
+
+
+def _handed_over(trainer: Any, batches: list[dict[str, Any]], teacher: Teacher) -> Iterator[Result]:
+    """The getter's contract: -inf exactly where there is no label, elsewhere what the server said of that token."""
+    wrong: list[str] = []
+    for number, batch in enumerate(batches):
+        tokens, mask, labels = teacher_client.layout(batch)
+        given = batch if "labels" in batch else {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+        start = trainer._compute_prompt_length(given)
+        got = trainer._get_teacher_token_logprobs_from_server(given, start)
+        width = got["actual_logprobs"].shape[1]
+        for i, (sequence, prompt) in enumerate(teacher_client.samples(batch)):
+            label = labels[i, start : start + width]
+            told = teacher.answers[tuple(sequence)][prompt:]
+            expected = torch.full((width,), -torch.inf)
+            expected[label != teacher_client.IGNORED] = told.gather(
+                -1, label[label != teacher_client.IGNORED].unsqueeze(-1)
+            )[:, 0]
+            top = torch.full((width,), -torch.inf)
+            top[label != teacher_client.IGNORED] = told.amax(-1)
+            for name, truth in (("actual_logprobs", expected), ("topk_logprobs", top)):
+                value = got[name][i] if name == "actual_logprobs" else got[name][i, :, 0]
+                if not torch.equal(value, truth):
+                    wrong.append(
+                        f"{name} of sequence {i} in micro-batch {number}: {value.tolist()}, not {truth.tolist()}"
+                    )
+    yield holds("teacher log-probs", not wrong, "; ".join(wrong[:2]), gate="exact")
+
+
+def _at_padding(batches: list[dict[str, Any]], seen: list[Tensor]) -> Result:
+    """The gradient of the logits where no label is predicted."""
+    largest, where = 0.0, ""
+    if len(seen) != len(batches):
+        raise RuntimeError(f"{len(seen)} student forward passes recorded for {len(batches)} micro-batches")
+    for number, (batch, logits) in enumerate(zip(batches, seen, strict=True)):
+        labels = teacher_client.layout(batch)[2]
+        predicts = torch.nn.functional.pad(labels[:, 1:] != teacher_client.IGNORED, (0, 1))
+        gradient = torch.zeros_like(logits) if logits.grad is None else logits.grad
+        outside = gradient[~predicts].abs()
+        if not bool((outside == 0).all()):
+            largest, where = float(outside.amax()), f"micro-batch {number}"
+    message = f"gradient {largest:.3g} at positions without a label in {where}"
+    return holds("gradient at padding", not where, message, gate="zero", value=largest)
+
+
+@check(
+    "sentinel",
+    ("server-distillation-trainer",),
+    {"beta": beta_setting(1.0)},
+    lambda profile, seed: [("server-distillation-trainer", {"beta": b}) for b in (0.5, 1.0)],
+    ways=("released",),
+    drives=False,
+)
+def sentinel(cell: Cell) -> Iterator[Result]:
+    """A log-prob that the teacher does not have where the loss needs it: the trainer must refuse, not train on it."""
+    whole = scorer(_teacher_model())
+    gone = {tuple(teacher_client.ids(row["prompt"])) for row in teacher_client.rows()[:1]}
+
+    def partial(tokens: list[int]) -> Tensor:
+        out = whole(tokens)
+        return out.clone().index_fill_(0, torch.tensor([3]), torch.nan) if tuple(tokens[:2]) in gone else out
+
+    with serving(partial) as teacher:
+        trainer = teacher_client.trainer(teacher, ARCHITECTURE, "2x1", beta=cell.settings.beta)
+        try:
+            recorder.train(trainer)
+            told = ""
+        except ValueError as error:
+            told = str(error)
+    message = f"trained although the teacher has no log-prob for one position, or said otherwise: {told!r}"
+    yield holds("missing log-prob refused", "1/7" in told and "missing" in told, message)
+
+
+@check(
+    "divergence-parts",
+    ("server-distillation-trainer",),
+    {"beta": beta_setting(1.0), "peak": Setting(1.0, "spread of the logits", (1.0, 50.0))},
+    lambda profile, seed: [("server-distillation-trainer", {"beta": b, "peak": p}) for b in BETAS for p in (1.0, 50.0)],
+    ways=("released",),
+    drives=False,
+)
+def divergence_parts(cell: Cell) -> Iterator[Result]:
+    """`_add_tail_bucket` and `_jsd_divergence` alone, in float64: finite forward and backward once padding is masked.
+
+    Bound: each term is a product of a probability and a difference of log-probs, formed with some ten roundings; the tail
+    log(1 - Σ exp) is uncertain by u / (1 - Σ exp) besides, of which both sides have at most 1e-7: 64·u·(1 + |log-prob|)
+    for values, 64·u·1e7 where a tail is at its floor.
+    """
+    module, beta = _module(), cell.settings.beta
+    lp, lq, padded = _rows(cell.settings.peak)
+    values, slopes = [], []
+    for own in (False, True):
+        leaf = lp.clone().requires_grad_()
+        teacher = lq.masked_fill(padded, 0.0)  # what the server path does with its sentinel
+        valid = torch.ones_like(leaf, dtype=torch.bool)
+        if own:
+            p, q = (completed(x, ~valid, tail=True) for x in (leaf, teacher))
+            gone = torch.zeros_like(p, dtype=torch.bool)
+            terms = divergence(p, q, gone, gone, beta)
+        else:
+            (p, support), (q, _) = module._add_tail_bucket(leaf, valid), module._add_tail_bucket(teacher, valid)
+            terms = module._jsd_divergence(p, q, beta, support)
+        kept = terms[~padded[:, 0]]
+        values.append(kept.detach())
+        slopes.append(torch.autograd.grad(kept.sum(), leaf)[0])
+    finite = bool(values[0].isfinite().all() and slopes[0].isfinite().all())
+    yield holds("finite", finite, "the divergence or its gradient is not finite after masking")
+    u = 2.0**-53 * 64
+    floor = float((1 - lp.exp().sum(-1)).clamp(min=1e-7).amin())
+    for name, (theirs, ours) in {"terms": values, "gradient": slopes}.items():
+        allowed = u * (1 + float(lp.abs().amax())) / floor
+        yield within(name, float((theirs - ours).abs().amax()), 0.0, allowed, "against the definition, float64")
+    leaked = float(slopes[0][padded[:, 0]].abs().amax())
+    yield holds("gradient at padding", leaked == 0.0, f"{leaked:.3g} at a masked row", gate="zero", value=leaked)
+
+
+def _module() -> Any:
+    trainer, _ = teacher_client.classes()
+    return importlib.import_module(next(b.__module__ for b in trainer.__mro__ if b.__module__.startswith("trl.")))
+
+
+def _rows(peak: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Student's and teacher's log-probs (6, 1) of one token out of eight, and where a row is padding."""
+    from parity.case.case import normal
+
+    lp, lq = (torch.log_softmax(normal(0, name, (6, 8)) * peak, -1)[:, :1] for name in ("student", "teacher"))
+    padded = torch.tensor([False, False, True, False, True, False]).unsqueeze(-1)
+    return lp, lq.masked_fill(padded, -torch.inf), padded

@@ -1,0 +1,88 @@
+"""GKD with a teacher in the same process, on the same ragged completions: the control of the teacher-server checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.case.inputs import Setting
+from parity.families.divergence import divergence
+from parity.trainers.check import Cell, Result, check
+from parity.trainers.checks.distillation import ARCHITECTURE, SPLIT, beta_setting, cells
+from parity.trainers.definitions.gradients import first_step
+from parity.trainers.definitions.training_step import Step
+from parity.trainers.rig import drive, models, recorder, teacher_client
+
+
+@check(
+    "ragged-control",
+    ("gkd-trainer",),
+    {
+        "beta": beta_setting(1.0),
+        "split": SPLIT,
+        "prompts": Setting("equal", "lengths of the prompts", ("equal", "ragged")),
+    },
+    lambda profile, seed: [
+        (trainer, {**settings, "prompts": prompts})
+        for trainer, settings in cells("gkd-trainer", profile, seed)
+        for prompts in teacher_client.SAMPLES
+        if profile in ("nightly", "soak") or (prompts == "ragged" and settings["beta"] == 1.0)
+    ],
+    ways=("released",),
+)
+def ragged_control(cell: Cell) -> Iterator[Result]:
+    """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
+    kind, config = drive.found(cell.trainer), drive.config(cell.trainer)
+    batch, accumulation = map(int, cell.settings.split.split("x"))
+    wanted = recorder.PLAIN | {
+        "output_dir": tempfile.gettempdir(),
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulation,
+        "lmbda": 0.0,
+        "beta": cell.settings.beta,
+        "temperature": 1.0,
+        "max_length": 32,
+        "use_cpu": True,
+    }
+    known = {f.name for f in dataclasses.fields(config)}
+    with models.quiet():
+        trainer = kind(
+            model=models.model(ARCHITECTURE),
+            teacher_model=models.model("qwen2"),
+            args=config(**{k: v for k, v in wanted.items() if k in known}),
+            train_dataset=teacher_client.dataset(messages=True, prompts=cell.settings.prompts),
+            processing_class=models.tokenizer(),
+        )
+    steps = recorder.train(trainer)
+    window = [teacher_client.samples(b) for b in steps.batches]
+    local = all(n is None for n in steps.items)
+    definition = functools.partial(_dense, window, cell.settings.beta, local)
+    step = Step(models.model(ARCHITECTURE, torch.float64).train(), definition)
+    yield from first_step(step, steps)
+
+
+def _dense(window: list[list[teacher_client.Sample]], beta: float, local: bool, model: Any) -> Tensor:
+    """Mean over the completion tokens of the window; `local`: of each micro-batch, then over those (before 1.10)."""
+    parts = []
+    for batch in window:
+        with torch.no_grad():  # in every replica anew: the trainer rounds its teacher as it rounds its student
+            teacher = teacher_client.student_logps(_teacher(), batch, 1.0)
+        pairs = zip(teacher_client.student_logps(model, batch, 1.0), teacher, strict=True)
+        parts.append(torch.cat([_divergence(lp, lq, beta).sum(-1) for lp, lq in pairs]))
+    return torch.stack([p.mean() for p in parts]).mean() if local else torch.cat(parts).mean()
+
+
+@functools.cache
+def _teacher() -> Any:
+    return models.model("qwen2", torch.float64).eval().requires_grad_(False)
+
+
+def _divergence(lp: Tensor, lq: Tensor, beta: float) -> Tensor:
+    gone = torch.zeros_like(lp, dtype=torch.bool)
+    return divergence(lp, lq, gone, gone, beta)

@@ -1,0 +1,147 @@
+"""Gradient flow: after one step every trainable parameter has a finite gradient that is not zero, and has moved.
+
+Reentrant checkpointing gives no gradient at all when nothing that enters the checkpointed layers requires one, as with
+frozen embeddings: "None of the inputs have requires_grad=True", a warning that may not be printed. The loss then
+wanders and the learning rate has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.case.case import normal
+from parity.case.inputs import Setting
+from parity.errors import Unsupported
+from parity.trainers.check import Cell, Result, check, holds, pairwise
+from parity.trainers.rig import drive, models
+
+TRAINERS = (
+    "grpo-trainer",
+    "rloo-trainer",
+    "online-dpo-trainer",
+    "dpo-trainer",
+    "sft-trainer",
+    "cpo-trainer",
+    "orpo-trainer",
+    "gmpo-trainer",
+)
+TRAINED = {
+    "all": "every parameter",
+    "frozen-embeddings": "all but the embeddings",
+    "lora": "a LoRA that the trainer makes from peft_config",
+    "lora-given": "a PEFT model handed to the trainer",
+}
+SETTINGS = {
+    "model": Setting("llama", "tiny model", ("llama", "qwen3", "gemma2", "gemma4", "qwen3_moe")),
+    "checkpointing": Setting(
+        drive.REENTRANT, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT)
+    ),
+    "trained": Setting("lora", "; ".join(f"{k}: {v}" for k, v in TRAINED.items()), tuple(TRAINED)),
+}
+
+
+def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """In pr the two that failed; in nightly every pair of values, per trainer."""
+    if profile == "quick":
+        return
+    yield "grpo-trainer", {"trained": "frozen-embeddings"}
+    yield "online-dpo-trainer", {}
+    if profile == "pr":
+        return
+    for number, trainer in enumerate(TRAINERS):
+        for cell in pairwise(SETTINGS, seed + number):
+            yield trainer, cell
+
+
+@check("gradient-flow", TRAINERS, SETTINGS, cells)
+def gradient_flow(cell: Cell) -> Iterator[Result]:
+    """One step gives every trainable parameter a finite gradient that is not zero, and moves it."""
+    trainer = build(cell)
+    seen: dict[str, Tensor | None] = {}
+    _record(trainer, seen)
+    named = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
+    before = {n: p.detach().clone() for n, p in named.items()}
+    failure = ""
+    with drive.fixed(cell, trainer):
+        try:
+            log = drive.train(trainer)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            log, failure = {}, str(error).partition("\n")[0]
+    reached = _reached(cell, named)
+    dead = [n for n in reached if seen.get(n) is None or not bool(seen[n].any())]  # type: ignore[union-attr]
+    infinite = [n for n, g in seen.items() if g is not None and not bool(g.isfinite().all())]
+    still = [n for n in reached if torch.equal(named[n].detach(), before[n])]
+    yield holds(
+        "gradients",
+        not dead,
+        _told("no gradient", dead, reached, failure),
+        value=float(len(reached) - len(dead)),
+        exact=float(len(reached)),
+    )
+    yield holds("finite gradients", not infinite, _told("not finite", infinite, named, ""))
+    yield holds(
+        "learning rate has an effect",
+        not still,
+        _told("did not move", still, reached, failure),
+        value=float(len(reached) - len(still)),
+        exact=float(len(reached)),
+    )
+    norm = log.get("grad_norm")
+    yield holds("grad_norm", norm is not None and 0.0 < float(norm) < float("inf"), f"grad_norm {norm}", value=norm)
+
+
+def build(cell: Cell) -> Any:
+    """The trainer of a cell, its model frozen or adapted as the cell says."""
+    s = cell.settings
+    config = drive.config(cell.trainer)
+    args = drive.arguments(config, cell.device, {"beta": 0.04, **drive.checkpointing(s.checkpointing)})
+    model = models.model(s.model)
+    peft = None
+    if s.trained == "frozen-embeddings":
+        if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+            raise Unsupported(f"{s.model}: its embeddings are its head")
+        model.get_input_embeddings().requires_grad_(False)
+    elif s.trained == "lora":
+        peft = drive.lora_config(models.targets(s.model))
+    elif s.trained == "lora-given":
+        import peft as library
+
+        model = library.get_peft_model(model, drive.lora_config(models.targets(s.model)))
+    trainer = drive.build(cell.trainer, model, args, peft)
+    with torch.no_grad():  # with B at zero, A has no gradient by definition
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.02 * normal(2, name, parameter.shape).to(parameter))
+    return trainer
+
+
+def _record(trainer: Any, seen: dict[str, Tensor | None]) -> None:
+    """Keep a copy of every gradient as the optimizer finds it."""
+    from transformers import TrainerCallback
+
+    class Recorder(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            for name, parameter in trainer.model.named_parameters():
+                if parameter.requires_grad:
+                    seen[name] = None if parameter.grad is None else parameter.grad.detach().clone()
+
+    trainer.add_callback(Recorder())
+
+
+def _reached(cell: Cell, named: Mapping[str, Any]) -> list[str]:
+    """The trainable parameters that text reaches: not the vision tower, nor an expert that no token was routed to."""
+    away = ("vision", "multi_modal_projector", "embed_vision", "experts", "router")
+    return [n for n in named if not any(part in n for part in away)]
+
+
+def _told(what: str, names: list[str], of: Any, failure: str) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    return f"{len(names)} of {len(of)} parameters {what}: {shown}" + (f" ({failure})" if failure else "")

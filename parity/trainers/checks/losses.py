@@ -1,0 +1,209 @@
+"""Every loss of the preference trainers, KTO's with its KL and weights, and DFT: one batch by its definition."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.case.inputs import Setting
+from parity.errors import Unsupported
+from parity.trainers.check import Cell, Result, check, holds
+from parity.trainers.checks.twins import plain_twin
+from parity.trainers.definitions import preference, windows
+from parity.trainers.definitions.gradients import first_step
+from parity.trainers.definitions.training_step import Step
+from parity.trainers.rig import drive, twin_runs
+
+OWN = {
+    "dpo-trainer": (*preference.DPO, *preference.MIXED),
+    "kto-trainer": ("kto", "apo_zero_unpaired"),
+    "sft-trainer": ("nll", "dft"),
+    "online-dpo-trainer": ("sigmoid", "ipo"),
+}
+"""Trainer -> its loss types."""
+
+LOSSES = tuple(dict.fromkeys(name for names in OWN.values() for name in names))
+
+SETTINGS = {
+    "loss": Setting("sigmoid", "loss_type of the trainer's config", LOSSES),
+    "beta": Setting(0.3, "beta of the config", (0.3, 0.05)),
+    "smoothing": Setting(0.0, "label_smoothing", (0.0, 0.1)),
+    "divergence": Setting(
+        "reverse_kl",
+        "f_divergence_type",
+        ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
+    ),
+    "alpha": Setting(0.5, "f_alpha_divergence_coef", (0.5, 0.3)),
+    "ld_alpha": Setting(1.0, "ld_alpha: weight of the tokens behind the shorter one's length", (1.0, 0.4)),
+    "weighting": Setting(False, "use_weighting", (False, True)),
+    "tau": Setting(0.05, "discopop_tau", (0.05, 0.5)),
+    "desirable": Setting(1.0, "desirable_weight", (1.0, 0.7)),
+    "undesirable": Setting(1.0, "undesirable_weight", (1.0, 1.3)),
+    "whole": Setting(False, "SFT: completion_only_loss=False, prompts are trained on", (False, True)),
+    "precomputed": Setting(False, "precompute_ref_log_probs", (False, True)),
+    "model": Setting(
+        "llama", "tiny model; KTO's estimate of the KL is positive for llama, negative for qwen2", ("llama", "qwen2")
+    ),
+}
+
+NEEDED = {
+    "smoothing": "label_smoothing",
+    "divergence": "f_divergence_type",
+    "alpha": "f_alpha_divergence_coef",
+    "ld_alpha": "ld_alpha",
+    "weighting": "use_weighting",
+    "tau": "discopop_tau",
+    "desirable": "desirable_weight",
+    "undesirable": "undesirable_weight",
+    "precomputed": "precompute_ref_log_probs",
+    "whole": "completion_only_loss",
+}
+"""Setting -> the field of the config that it is."""
+
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
+SCORED = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
+"""DPO's losses with label smoothing; those that f-divergences are defined for."""
+
+PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("dpo-trainer", {"loss": "robust", "smoothing": 0.1, "divergence": "js_divergence"}),
+    ("dpo-trainer", {"loss": "aot", "ld_alpha": 0.4}),
+    ("kto-trainer", {"loss": "kto", "desirable": 0.7, "undesirable": 1.3}),
+    ("sft-trainer", {"loss": "dft"}),
+)
+
+
+def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """In pr four; in nightly every loss of every trainer, and with each of the settings that it honours."""
+    if profile in ("quick", "pr"):
+        yield from PR if profile == "pr" else ()
+        return
+    for trainer, names in OWN.items():
+        for loss in names:
+            plain = {"loss": loss, **({"smoothing": 0.1} if loss == "exo_pair" else {})}  # ε = 0 is log 0
+            yield trainer, plain
+            yield from ((trainer, {**plain, **more}) for more in _moved(trainer, loss))
+
+
+def _moved(trainer: str, loss: str) -> Iterator[dict[str, Any]]:
+    if trainer == "kto-trainer":
+        yield {"desirable": 0.7, "undesirable": 1.3}
+        yield {"model": "qwen2"}
+        yield {"precomputed": True}
+    if trainer == "sft-trainer":
+        yield {"whole": True}
+    if trainer != "dpo-trainer":
+        return
+    if loss in ("sigmoid", "ipo"):
+        yield {"precomputed": True}
+        yield {"precomputed": True, "ld_alpha": 0.4}
+    yield {"beta": 0.05, "model": "qwen2"}
+    yield {"weighting": True}
+    if loss not in ("sft", *preference.MIXED):
+        yield {"ld_alpha": 0.4}
+    if loss in SMOOTHED and loss != "exo_pair":
+        yield {"smoothing": 0.1}
+    if loss == "discopop":
+        yield {"tau": 0.5}
+    if loss in SCORED:
+        yield {"divergence": "forward_kl"}
+        yield {"divergence": "js_divergence"}
+        yield {"divergence": "alpha_divergence"}
+    if loss == "sigmoid":
+        yield {"divergence": "alpha_divergence", "alpha": 0.3}
+
+
+@check("losses", tuple(OWN), SETTINGS, cells, ways=("released", "fused", "fixed"))
+def losses(cell: Cell) -> Iterator[Result]:
+    """One batch of eight: loss and every gradient as the definition of its loss type has them."""
+    trainer, s = cell.case.family, cell.settings
+    if s.loss not in OWN[trainer]:
+        raise Unsupported(f"{trainer} has no loss type {s.loss}: {', '.join(OWN[trainer])}")
+    known = drive.fields(drive.config(cell.trainer))
+    missing = [f for name, f in NEEDED.items() if getattr(s, name) != SETTINGS[name].default and f not in known]
+    if s.loss != OWN[trainer][0] and "loss_type" not in known:  # a field that a config lacks is left out of it
+        missing.append("loss_type")
+    if s.loss in preference.MIXED and "loss_weights" not in known:
+        missing.append("loss_weights")
+    if missing:
+        raise Unsupported(f"{cell.trainer} of the installed version has no {', '.join(missing)}")
+    options = _options(trainer, s)
+    if trainer == "dpo-trainer" and "f_divergence_type" in known:
+        options["f_divergence_type"] = _offered(cell.trainer, "f_divergence_type", s.divergence)
+    run = twin_runs.build(trainer, plain_twin(model=s.model, split="8x1"), twin_runs.unfixed(cell.way), **options)
+    steps = twin_runs.train(run, cell.way)
+    if not s.whole:  # else its sequences count from their first token on
+        yield twin_runs.all_there(trainer, steps)
+    step = Step(windows.policy(s.model, torch.float64), _definition(trainer, s))
+    if s.loss == "kto":
+        others = preference.mismatched(_window(trainer))
+        z = float(preference.shift(others, s.model, windows.policy(s.model, torch.float64)))
+        yield holds("estimate", (z > 0) is (s.model == "llama"), f"{z:.3g}: the cell tests nothing", "exact", value=z)
+    yield from first_step(step, steps)
+
+
+def _offered(trainer: str, name: str, value: str) -> Any:
+    """`value` as the field `name` of the trainer's config has it: of its enum where its default is of one (trl <= 0.27).
+
+    Raises:
+        Unsupported: neither the enum nor the choices that the field documents have it.
+    """
+    field = next(f for f in dataclasses.fields(drive.config(trainer)) if f.name == name)
+    kind = type(field.default)
+    if issubclass(kind, enum.Enum):
+        choices = {member.value: member for member in kind}
+    else:
+        choices = {choice: choice for choice in field.metadata.get("choices", (value,))}
+    if value not in choices:
+        raise Unsupported(f"{name}={value}: {trainer} of the installed version has {', '.join(choices)}")
+    return choices[value]
+
+
+def _options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
+    out: dict[str, Any] = {"loss_type": s.loss}
+    if s.loss in preference.MIXED:
+        mixed = preference.MIXED[s.loss]
+        out = {"loss_type": list(mixed), "loss_weights": list(mixed.values())}
+    if trainer != "sft-trainer":
+        out["beta"] = s.beta
+    if trainer == "dpo-trainer":
+        out |= {"label_smoothing": s.smoothing, "discopop_tau": s.tau}
+        out |= {"f_alpha_divergence_coef": s.alpha, "use_weighting": s.weighting}
+        out |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}
+    if trainer == "sft-trainer" and s.whole:
+        out |= {"completion_only_loss": False}
+    if trainer in ("dpo-trainer", "kto-trainer"):
+        out |= {"precompute_ref_log_probs": s.precomputed}
+    if trainer == "kto-trainer":
+        out |= {"desirable_weight": s.desirable, "undesirable_weight": s.undesirable}
+    return out
+
+
+def _window(trainer: str) -> windows.Sequences:
+    return twin_runs.sequences(trainer, twin_runs.rows(trainer))
+
+
+def _definition(trainer: str, s: SimpleNamespace) -> Callable[[Any], Tensor]:
+    chosen, window = twin_runs.rows(trainer), _window(trainer)
+    if s.whole:
+        window = [(tokens, 1) for tokens, _ in window]
+    if trainer == "dpo-trainer":
+        return functools.partial(preference.dpo, (window, windows.sequences(chosen, "other")), s.model, s)
+    if s.loss == "kto":
+        others = preference.mismatched(window)
+        return functools.partial(preference.kto, window, others, [r.label for r in chosen], s.model, s)
+    if s.loss == "apo_zero_unpaired":
+        return functools.partial(preference.apo_zero_unpaired, window, [r.label for r in chosen], s.model, s)
+    if s.loss == "dft":
+        return functools.partial(preference.dft, window)
+    if s.loss == "ipo":
+        return functools.partial(preference.online_ipo, windows.preferred(chosen), s.model, s.beta)
+    if trainer == "online-dpo-trainer":
+        return functools.partial(windows.dpo, windows.preferred(chosen), s.model, s.beta)
+    return functools.partial(windows.sft, window)

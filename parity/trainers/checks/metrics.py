@@ -1,0 +1,176 @@
+"""Metrics that a trainer logs of one batch, held against what their names and the trainers' documentation say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.case.inputs import Setting
+from parity.errors import Unsupported
+from parity.trainers.check import Cell, Result, check, holds, judged
+from parity.trainers.checks.twins import plain_twin
+from parity.trainers.definitions import preference, training_step, windows
+from parity.trainers.definitions.windows import Sequences
+from parity.trainers.rig import twin_runs
+
+MODELS = ("llama", "qwen2", "gemma2")
+SETTINGS = {
+    "model": Setting("llama", "tiny model; KTO's estimate of the KL is 0 for qwen2", MODELS),
+    "beta": Setting(0.3, "beta of the config", (0.3, 0.04)),
+}
+PR: tuple[tuple[str, Mapping[str, Any]], ...] = (("online-dpo-trainer", {}), ("grpo-trainer", {"beta": 0.04}))
+LOGGED = {"logging_strategy": "steps", "logging_steps": 1}
+COUNTED = ("rewards/accuracies", "completions/mean_length", "reward", "objective/scores")
+"""Metrics that are a count, or made of what is exact in float32."""
+
+Values = dict[str, Tensor]
+
+
+class Batch:
+    """One batch of stored sequences by a model: log-probs, distributions, and log-ratios to the reference.
+
+    Attributes:
+        lengths: tokens of each completion, (N,).
+        logps: log π(completion), (N,); ref: log π_ref(completion), (N,).
+        tokens: log π of every token of every completion, one after the other; ref_tokens likewise.
+        entropy: mean over them of -Σ π log π.
+    """
+
+    def __init__(self, window: Sequences, architecture: str, model: Any):
+        own, dists = [], []
+        for z, (tokens, start) in zip(training_step.logits(model, [t for t, _ in window]), window, strict=True):
+            dists.append(torch.log_softmax(z[start - 1 : -1], -1))
+            own.append(dists[-1].gather(-1, torch.tensor(tokens[start:]).unsqueeze(-1))[:, 0])
+        base = windows.completion_logps(windows.reference(architecture), window)
+        self.logps, self.ref = (torch.stack([t.sum() for t in side]) for side in (own, base))
+        self.tokens, self.ref_tokens, table = torch.cat(own), torch.cat(base), torch.cat(dists)
+        self.entropy = -(table.exp() * table).sum(-1).mean()
+        self.lengths = torch.tensor([len(t) - start for t, start in window], dtype=torch.float64)
+
+
+def _dpo(window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> Values:
+    """DPO's own: rewards are β(log π - log π_ref) of a whole completion, means over the pairs."""
+    batch = Batch([*window[0], *window[1]], s.model, model)
+    return _pairs(batch, s.beta) | {"entropy": batch.entropy}
+
+
+def _pairs(batch: Batch, beta: float) -> Values:
+    """Of the chosen, which come first, and the rejected in the same order."""
+    count = len(batch.logps) // 2
+    delta = batch.logps - batch.ref
+    accuracy = (delta[:count] > delta[count:]).double().mean()
+    return _preferences(batch, torch.arange(2 * count) < count, beta) | {"rewards/accuracies": accuracy}
+
+
+def _preferences(batch: Batch, chosen: Tensor, beta: float) -> Values:
+    """Rewards and log-probs of those that `chosen` (N,) is true for, and of the others."""
+    out = {}
+    for name, side in (("chosen", chosen), ("rejected", ~chosen)):
+        out[f"rewards/{name}"] = beta * (batch.logps - batch.ref)[side].mean()
+        out[f"logps/{name}"] = batch.logps[side].mean()
+    return out | {"rewards/margins": out["rewards/chosen"] - out["rewards/rejected"]}
+
+
+def _online(window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> Values:
+    """Online DPO's: `objective/` of all completions, KL and -log π summed over the tokens of each, then their mean."""
+    both = [*window[0], *window[1]]
+    batch, scores = Batch(both, s.model, model), _scores(both)
+    kl = batch.logps - batch.ref
+    return _pairs(batch, s.beta) | {
+        "objective/kl": kl.mean(),
+        "objective/non_score_reward": -s.beta * kl.mean(),
+        "objective/rlhf_reward": (scores - s.beta * kl).mean(),
+        "objective/entropy": -batch.logps.mean(),
+        "objective/scores": scores.mean(),
+    }
+
+
+def _scores(window: Sequences) -> Tensor:
+    return windows.rewards(window).flatten()
+
+
+def _unpaired(window: Sequences, labels: Sequence[bool], s: SimpleNamespace, model: Any) -> Values:
+    """KTO's: as DPO's, over the desirable and over the undesirable completions; KL on completions of other prompts."""
+    batch = Batch(window, s.model, model)
+    return _preferences(batch, torch.tensor(labels), s.beta) | {
+        "kl": preference.shift(preference.mismatched(window), s.model, model),
+        "entropy": batch.entropy,
+    }
+
+
+def _sft(window: Sequences, s: SimpleNamespace, model: Any) -> Values:
+    """SFT's: the mean over the completion tokens."""
+    return {"entropy": Batch(window, s.model, model).entropy}
+
+
+def _sampled(trainer: str, window: Sequences, s: SimpleNamespace, model: Any) -> Values:
+    """GRPO's and RLOO's: entropy and KL are means over the completion tokens.
+
+    KL of GRPO: r - 1 - log r with r = π_ref/π, as in its loss (arXiv 2402.03300, equation 4); of RLOO: log π - log π_ref.
+    """
+    batch = Batch(window, s.model, model)
+    d = batch.ref_tokens - batch.tokens
+    return {
+        "kl": (torch.expm1(d) - d).mean() if trainer == "grpo-trainer" else -d.mean(),
+        "entropy": batch.entropy,
+        "reward": _scores(window).mean(),
+        "completions/mean_length": batch.lengths.mean(),
+    }
+
+
+TRAINERS = ("dpo-trainer", "kto-trainer", "sft-trainer", "online-dpo-trainer", "grpo-trainer", "rloo-trainer")
+
+
+def _defined(trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
+    rows = twin_runs.rows(trainer)
+    window = twin_runs.sequences(trainer, rows)
+    if trainer == "dpo-trainer":
+        return functools.partial(_dpo, (window, windows.sequences(rows, "other")), s)
+    if trainer == "online-dpo-trainer":
+        return functools.partial(_online, windows.preferred(rows), s)
+    if trainer == "kto-trainer":
+        return functools.partial(_unpaired, window, [r.label for r in rows], s)
+    if trainer == "sft-trainer":
+        return functools.partial(_sft, window, s)
+    return functools.partial(_sampled, trainer, window, s)
+
+
+def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """In pr two; in nightly every trainer with every model."""
+    if profile in ("quick", "pr"):
+        yield from PR if profile == "pr" else ()
+        return
+    for trainer in TRAINERS:
+        for model in MODELS:
+            yield trainer, {"model": model}
+        yield trainer, {"beta": 0.04}
+
+
+@check("metrics", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
+def metrics(cell: Cell) -> Iterator[Result]:
+    """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
+    trainer, s = cell.case.family, cell.settings
+    more = {**LOGGED, "beta": s.beta, **({"loss_type": "kto"} if trainer == "kto-trainer" else {})}
+    if trainer == "sft-trainer":
+        del more["beta"]
+    run = twin_runs.build(
+        trainer, plain_twin(model=s.model, split="8x1", beta=s.beta), twin_runs.unfixed(cell.way), **more
+    )
+    yield twin_runs.all_there(trainer, twin_runs.train(run, cell.way))
+    logged: Mapping[str, Any] = next((entry for entry in run.state.log_history if "loss" in entry), {})
+    define = _defined(trainer, s)
+    truth = training_step.Scalars(windows.policy(s.model, torch.float64), define)
+    names = [name for name in truth.exact if name in logged]
+    if not names:
+        raise Unsupported(f"{cell.trainer} of the installed version logs none of {', '.join(truth.exact)}")
+    for name in names:
+        value, should = float(logged[name]), float(truth.exact[name])
+        if name in COUNTED:
+            yield holds(name, abs(value - should) <= 2.0**-20 * max(1.0, abs(should)), "", "scalar", value, should)
+        else:
+            yield judged(name, truth.judge(name, value), value, truth.exact[name])

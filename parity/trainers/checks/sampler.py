@@ -1,0 +1,193 @@
+"""A sampler whose log-probs are not the trainer's: the importance ratio that GRPO makes of both, and the loss with it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.case.case import normal
+from parity.case.inputs import Setting
+from parity.errors import Unsupported
+from parity.implementations.trl_trainer import mentions
+from parity.trainers.check import Cell, Result, check, judged
+from parity.trainers.checks.twins import plain_twin
+from parity.trainers.definitions import training_step, windows
+from parity.trainers.definitions.gradients import first_step
+from parity.trainers.definitions.windows import Sequences
+from parity.trainers.rig import drive, twin_runs
+
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+SETTINGS = {
+    "mode": Setting("sequence_mask", "vllm_importance_sampling_mode", MODES),
+    "low": Setting(None, "vllm_importance_sampling_clip_min", (None, 0.5)),
+    "high": Setting(2.0, "vllm_importance_sampling_clip_max, in older releases _cap", (2.0, 30.0)),
+    "correction": Setting(True, "vllm_importance_sampling_correction", (True, False)),
+    "loss": Setting("dapo", "loss type", ("dapo", "grpo", "dr_grpo")),
+    "beta": Setting(0.0, "weight of the KL", (0.0, 0.04)),
+    "split": Setting("8x1", "batch x accumulation", ("8x1", "2x4")),
+    "tools": Setting(False, "some completion tokens are a tool's: the sampler reports 0 for them", (False, True)),
+    "missing": Setting(False, "the sampler has no log-prob for one token of each completion", (False, True)),
+}
+APART = 0.6
+"""Spread of a token's log-prob at the sampler around the trainer's, nats: no ratio is near a bound."""
+FIELDS = {"mode": "vllm_importance_sampling_mode", "low": "vllm_importance_sampling_clip_min"}
+
+PR: tuple[Mapping[str, Any], ...] = ({"mode": "token_truncate"}, {"tools": True, "split": "2x4"})
+
+
+def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """In pr two; in nightly every mode with every bound, and each other setting with a mode of tokens and of sequences."""
+    if profile in ("quick", "pr"):
+        yield from (("grpo-trainer", s) for s in PR if profile == "pr")
+        return
+    for mode in MODES:
+        for low in (None, 0.5):
+            for high in (2.0, 30.0):
+                yield "grpo-trainer", {"mode": mode, "low": low, "high": high}
+    for mode in ("token_truncate", "sequence_mask"):
+        for name in ("correction", "loss", "beta", "split", "tools", "missing"):
+            for value in SETTINGS[name].choices or ():
+                yield "grpo-trainer", {"mode": mode, name: value}
+
+
+@check("sampler", ("grpo-trainer",), SETTINGS, cells, ways=("released", "fused", "fixed"))
+def sampler(cell: Cell) -> Iterator[Result]:
+    """Loss, every gradient and the logged ratio by exp(log π - log π_sampler), truncated or masked as the mode says."""
+    s = cell.settings
+    twin = plain_twin(loss=s.loss, beta=s.beta, split=s.split)
+    run = twin_runs.build("grpo-trainer", twin, cell.way, **_options(cell), logging_strategy="steps", logging_steps=1)
+    window = twin_runs.sequences("grpo-trainer", twin_runs.rows("grpo-trainer"))
+    own = twin_runs.external if s.tools else None
+    given = log_probs(window, s.missing, own)
+    _report(run, window, given)
+    if own is not None:
+        _call_tools(run, own)
+    run.use_vllm = True
+    steps = twin_runs.train(run, cell.way)
+    yield twin_runs.all_there("grpo-trainer", steps)
+    settings = {"loss_type": s.loss, "beta": s.beta, "max_completion_length": drive.COMPLETION}
+    weigh = functools.partial(ratio, s, windows.padded(given)) if s.correction else None
+    define = functools.partial(windows.grpo, window, twin.model, settings, own, None, ratio=weigh)
+    step = training_step.Step(windows.policy(twin.model, torch.float64), define)
+    yield from first_step(step, steps)
+    logged: Mapping[str, Any] = next((entry for entry in run.state.log_history if "loss" in entry), {})
+    if not s.correction or s.split != "8x1":
+        return  # over several micro-batches the log has a mean of their values
+    measured = functools.partial(_measured, s, window, windows.padded(given), own)
+    truth = training_step.Scalars(windows.policy(twin.model, torch.float64), measured)
+    for name in truth.exact:
+        if name in logged:
+            yield judged(name, truth.judge(name, float(logged[name])), float(logged[name]), truth.exact[name])
+
+
+def _options(cell: Cell) -> dict[str, Any]:
+    """The config's fields of the correction.
+
+    Raises:
+        Unsupported: where the installed version has none, or lacks a setting that is not at its default.
+    """
+    s, known = cell.settings, drive.fields(drive.config(cell.trainer))
+    if "vllm_importance_sampling_correction" not in known:
+        raise Unsupported("the installed version does not correct for the sampler's log-probs")
+    if s.mode not in ("token_truncate",) and FIELDS["mode"] not in known:
+        raise Unsupported(f"the installed version has no {FIELDS['mode']}: it truncates the ratios of tokens")
+    if s.low is not None and FIELDS["low"] not in known:
+        raise Unsupported(f"the installed version has no {FIELDS['low']}")
+    if s.tools and not mentions("tool_mask"):
+        raise Unsupported("the installed version reads no tool_mask")
+    newer = "vllm_importance_sampling_clip_max" in known
+    wanted = {
+        "vllm_importance_sampling_correction": s.correction,
+        FIELDS["mode"]: s.mode,
+        FIELDS["low"]: s.low,
+        f"vllm_importance_sampling_{'clip_max' if newer else 'cap'}": s.high,
+    }
+    return {k: v for k, v in wanted.items() if k in known}
+
+
+def log_probs(window: Sequences, missing: bool, own: Any) -> list[Tensor]:
+    """What the sampler reports of each completion, (T_i,) float32: NaN where it has none, 0 for a tool's token."""
+    out = []
+    with torch.no_grad():
+        exactly = windows.completion_logps(windows.policy("llama", torch.float64), window)
+    for i, (logps, (tokens, start)) in enumerate(zip(exactly, window, strict=True)):
+        reported = (logps + APART * normal(21, f"sampler {i}", logps.shape).double()).float()
+        if own is not None:
+            reported = reported * own(torch.tensor(tokens[start:])).float()
+        if missing:
+            reported[len(reported) // 2] = math.nan
+        out.append(reported)
+    return out
+
+
+def _report(trainer: Any, window: Sequences, given: list[Tensor]) -> None:
+    """The sampler's log-probs beside the stored completions, in the lists in which a server's arrive."""
+    generate = trainer._generate_single_turn
+    names = twin_runs.handed_names(generate.original)
+    if "logprobs" not in names:
+        raise Unsupported(f"_generate_single_turn of the installed version returns {', '.join(names)}: no logprobs")
+    known = {(tuple(t[:n]), tuple(t[n:])): lp for (t, n), lp in zip(window, given, strict=True)}
+
+    def generate_and_score(prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        out = list(generate(prompts, *args, **kwargs))
+        ids = [windows.ids(p) if isinstance(p, str) else list(p) for p in prompts]
+        completions = out[names.index("completion_ids")]
+        reported = [known[tuple(p), tuple(c)].tolist() for p, c in zip(ids, completions, strict=True)]
+        out[names.index("logprobs")] = [[None if math.isnan(x) else x for x in lp] for lp in reported]
+        return tuple(out)
+
+    trainer._generate_single_turn = generate_and_score
+
+
+def _call_tools(trainer: Any, own: Callable[[Tensor], Tensor]) -> None:
+    """Tokens of the stored completions that are a tool's, by the mask that a tool-calling generation returns."""
+    generate = trainer._generate
+    names = twin_runs.handed_names(generate)
+    if "tool_mask" not in names:
+        raise Unsupported(f"_generate of the installed version returns {', '.join(names)}: no tool_mask")
+
+    def generate_with_tools(*args: Any, **kwargs: Any) -> Any:
+        out = list(generate(*args, **kwargs))
+        completions = out[names.index("completion_ids")]
+        out[names.index("tool_mask")] = [own(torch.tensor(c)).tolist() for c in completions]
+        return tuple(out)
+
+    trainer._generate = generate_with_tools
+
+
+def ratio(s: SimpleNamespace, reported: Tensor, logps: Tensor, mask: Tensor) -> Tensor:
+    """exp(log π - log π_sampler) of tokens (N, T) or of sequences (N, 1); 1 for a token whose log-prob is missing."""
+    counted = mask > 0.5  # a replica rounds the 0 of a mask to the smallest numbers
+    apart = torch.where(counted & ~reported.isnan(), logps - reported.double().nan_to_num(0.0), 0.0)
+    if s.mode.startswith("sequence"):
+        apart = apart.sum(-1, keepdim=True)
+    found = apart.exp()
+    low = -math.inf if s.low is None else s.low
+    if s.mode.endswith("truncate"):
+        return found.clamp(low, s.high)
+    return torch.where((found < low) | (found > s.high), 0.0, found)
+
+
+def _measured(s: SimpleNamespace, window: Sequences, reported: Tensor, own: Any, model: Any) -> dict[str, Tensor]:
+    """What is logged: |log π - log π_sampler| of the tokens that count, and the ratios."""
+    logps = windows.padded(windows.completion_logps(model, window))
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(t[n:]) for t, n in window], batch_first=True)
+    mask = windows.padded([torch.ones(len(t) - n, dtype=torch.bool) for t, n in window])
+    if own is not None:
+        mask = mask & own(ids).bool()
+    apart = (logps - reported.double()).abs()[mask & ~reported.isnan()]
+    found = ratio(s, reported, logps, mask)
+    found = found.flatten() if s.mode.startswith("sequence") else found[mask]
+    return {
+        "sampling/sampling_logp_difference/mean": apart.mean(),
+        "sampling/sampling_logp_difference/max": apart.max(),
+        "sampling/importance_sampling_ratio/min": found.min(),
+        "sampling/importance_sampling_ratio/mean": found.mean(),
+        "sampling/importance_sampling_ratio/max": found.max(),
+    }

@@ -1,0 +1,245 @@
+"""What lies beyond one full window: evaluation, the last and incomplete one, a second step, and a resumed run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from parity.case.inputs import Setting
+from parity.errors import Unsupported
+from parity.trainers.check import Cell, Result, check, holds, judged, within
+from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
+from parity.trainers.definitions import windows
+from parity.trainers.definitions.gradients import gradients
+from parity.trainers.definitions.training_step import Step
+from parity.trainers.definitions.windows import Row
+from parity.trainers.rig import drive, models, recorder, twin_runs
+
+OF_STORED = ("evaluation", "incomplete", "uneven", "second", "resumed")
+KINDS = (*OF_STORED, "synced", "truncated", "adaptive", "generation")
+TRAINERS = tuple(twin_runs.CLASSES)
+SYNCED = ("dpo-trainer", "kto-trainer", "grpo-trainer", "rloo-trainer")
+"""Trainers with sync_ref_model."""
+MIXED = 0.6
+"""ref_model_mixup_alpha of the runs."""
+STORED = tuple(t for t in TRAINERS if t not in twin_runs.SAMPLED)
+RATE = 0.05
+"""Learning rate of the runs whose second step must differ from the first."""
+
+
+def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Nightly: every kind, those that a trainer has; evaluation for all; pr: SFT's incomplete window."""
+    if profile in ("quick", "pr"):
+        yield from [("sft-trainer", {"kind": "uneven"})] if profile == "pr" else []
+        return
+    for trainer in TRAINERS:
+        for kind in OF_STORED if trainer in STORED else ("evaluation",):
+            yield trainer, {"kind": kind}
+    for trainer in SYNCED:
+        yield trainer, {"kind": "synced"}
+    for loss in LOSSES:
+        yield "grpo-trainer", {"kind": "truncated", "loss": loss}
+    yield "rloo-trainer", {"kind": "truncated"}
+    yield "grpo-trainer", {"kind": "adaptive"}
+    for loss in LOSSES:
+        yield "grpo-trainer", {"kind": "generation", "loss": loss}
+    yield "rloo-trainer", {"kind": "generation"}
+
+
+@check(
+    "windows",
+    TRAINERS,
+    {"kind": Setting("evaluation", "what is looked at", KINDS), "loss": SETTINGS["loss"]},
+    cells,
+    ways=("released", "fixed"),
+)
+def beyond_one_window(cell: Cell) -> Iterator[Result]:
+    """Evaluation, incomplete windows, second steps and resumed runs follow the same definition."""
+    yield from RUNS[cell.settings.kind](cell.case.family, cell.way, plain_twin(loss=cell.settings.loss))
+
+
+def _evaluation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+    """The loss that evaluation reports on the window is the loss that training takes its gradient of."""
+    run = twin_runs.build(trainer, s, per_device_eval_batch_size=8, num_generations_eval=windows.GENERATIONS)
+    with models.quiet():
+        loss = float(run.evaluate()["eval_loss"])
+    step = by_definition(trainer, s)
+    yield judged("evaluation loss", step.judge_loss(loss), loss, step.loss)
+
+
+def _incomplete(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+    """Five sequences in windows of four: the second step is the gradient of the one that is left."""
+    yield from _epoch(trainer, way, s, 5, "1x4", expected=(4, 1))
+
+
+def _uneven(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+    """Seven sequences two by two in windows of four: the last micro-batch of the last window holds one."""
+    yield from _epoch(trainer, way, s, 7, "2x2", expected=(4, 3))
+
+
+def _epoch(
+    trainer: str, way: str, s: SimpleNamespace, count: int, split: str, expected: tuple[int, ...]
+) -> Iterator[Result]:
+    part = twin_runs.rows(trainer)[:count]
+    s = SimpleNamespace(**{**vars(s), "split": split})
+    run = twin_runs.build(trainer, s, part=part, max_steps=-1, num_train_epochs=1, dataloader_drop_last=False)
+    steps = twin_runs.train(run, way)
+    sizes = tuple(len(found_rows(trainer, part, steps.window(i))) for i in range(len(steps.gradients)))
+    yield holds("windows", sizes == expected, f"windows of {sizes} sequences instead of {expected}", gate="exact")
+    last = len(steps.gradients) - 1
+    step = _step(trainer, s.model, tuple(found_rows(trainer, part, steps.window(last))))
+    yield gradients(step, steps.gradients[last], f"gradient of window {last + 1}")
+
+
+@functools.lru_cache(maxsize=4)
+def _step(trainer: str, model: str, rows: tuple[Row, ...]) -> Step:
+    s = SimpleNamespace(model=model, beta=SETTINGS["beta"].default)
+    return Step(windows.policy(model, torch.float64), twin_runs.definition(trainer, s, rows))
+
+
+def found_rows(trainer: str, part: Sequence[Row], batches: list[dict[str, Any]]) -> list[Row]:
+    """The rows whose completion is among the sequences of these micro-batches."""
+    seen = [tokens for tokens, _ in twin_runs.seen(batches)]
+    own = windows.sequences(part, eos=trainer not in twin_runs.SAMPLED)
+    return [row for row, (tokens, _) in zip(part, own, strict=True) if tokens in seen]
+
+
+def _second(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+    """Two steps of four sequences: the second gradient is that of the definition at the parameters it was taken at."""
+    steps = twin_runs.train(_two_steps(trainer, s), way)
+    yield from _second_gradient(trainer, s, steps, 1)
+
+
+def _resumed(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+    """The same from a checkpoint after the first step: same parameters, same sequences, gradient of the definition."""
+    folder = Path(tempfile.mkdtemp(prefix="parity-resumed-"))
+    try:
+        saved = _two_steps(trainer, s, save_strategy="steps", save_steps=1, output_dir=str(folder))
+        whole = twin_runs.train(saved, way)
+        run = _two_steps(trainer, s, output_dir=str(folder))
+        resumed = twin_runs.train(run, way, resume_from_checkpoint=str(folder / "checkpoint-1"))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if len(resumed.gradients) != 1:
+        yield holds("steps", False, f"{len(resumed.gradients)} steps after resuming at 1 of 2")
+        return
+    moved = [n for n, p in whole.parameters[1].items() if not torch.equal(p, resumed.parameters[0][n])]
+    yield holds(
+        "parameters", not moved, f"{len(moved)} parameters differ after resuming, first {moved[:1]}", gate="exact"
+    )
+    same = twin_runs.seen(whole.window(1)) == twin_runs.seen(resumed.window(0))
+    yield holds("sequences", same, "the resumed run goes on with other sequences", gate="exact")
+    yield from _second_gradient(trainer, s, resumed, 0)
+
+
+def _synced(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+    """sync_ref_model after each of two steps: the reference is (1 - a)·reference + a·policy (TR-DPO, arXiv 2404.09656).
+
+    The second step's gradient is that of the definition with this reference.
+    """
+    s = SimpleNamespace(**{**vars(s), "beta": 0.04})
+    if trainer not in SYNCED or "sync_ref_model" not in drive.fields(drive.config(twin_runs.CLASSES[trainer])):
+        raise Unsupported("the trainer of the installed version has no sync_ref_model")
+    run = _two_steps(trainer, s, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=MIXED)
+    steps = twin_runs.train(run, way)
+    first, moved = models.model(s.model, torch.float64), models.model(s.model, torch.float64)
+    _mix(first, steps.parameters[1])
+    _mix(moved, steps.parameters[1])
+    _mix(moved, dict(run.accelerator.unwrap_model(run.model).named_parameters()))
+    found = dict(run.accelerator.unwrap_model(run.ref_model).named_parameters())
+    wanted = dict(moved.named_parameters())
+    off = {n: float((found[n].double() - w).abs().max() / (6 * 2.0**-24 * w.abs().max())) for n, w in wanted.items()}
+    worst = max(off, key=lambda name: off[name])
+    yield Result("reference", {"bound": off[worst]}, message=f"furthest off: {worst}" if off[worst] > 1 else "")
+    with windows.referring(first.eval().requires_grad_(False)):
+        yield from _second_gradient(trainer, s, steps, 1)
+
+
+def _truncated(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+    """mask_truncated_completions: three of eight completions have no <eos>, earn their rewards, and are not trained on."""
+    if trainer not in ("grpo-trainer", "rloo-trainer"):
+        raise Unsupported("the trainer generates no completions that could be truncated")
+    part = [dataclasses.replace(r, counted=i not in (1, 4, 5)) for i, r in enumerate(twin_runs.rows(trainer))]
+    steps = twin_runs.train(twin_runs.build(trainer, s, part=part), way)
+    with windows.earning(twin_runs.sequences(trainer, twin_runs.rows(trainer))):
+        step = Step(windows.policy(s.model, torch.float64), twin_runs.definition(trainer, s, part))
+        yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
+        yield gradients(step, steps.gradients[0])
+
+
+def _adaptive(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+    """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): below the target the bonus grows by a step and is applied.
+
+    Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it.
+    """
+    if "use_adaptive_entropy" not in drive.fields(drive.config(twin_runs.CLASSES[trainer])):
+        raise Unsupported("the trainer of the installed version has no use_adaptive_entropy")
+    adaptive: dict[str, Any] = {"use_adaptive_entropy": True, "entropy_target": 100.0}
+    adaptive |= {"entropy_coef": 0.1, "entropy_coef_delta": 0.05}
+    s = SimpleNamespace(**{**vars(s), "split": "4x1"})
+    run = twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, **adaptive)
+    steps = twin_runs.train(run, way)
+    rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(1))
+    model = windows.policy(s.model, torch.float64)
+    model.load_state_dict(steps.parameters[1])
+    settings = {"loss_type": s.loss, "beta": 0.0, "max_completion_length": drive.COMPLETION, "entropy_coef": 0.15}
+    window = twin_runs.sequences(trainer, rows)
+    step = Step(model, functools.partial(windows.grpo, window, s.model, settings, None, None))
+    yield within("coefficient", float(run.entropy_coef), 0.2, 1e-12, "0.1 and twice 0.05")
+    yield gradients(step, steps.gradients[1], "gradient of step 2")
+
+
+def _mix(reference: Any, policy: Mapping[str, Any]) -> None:
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.mul_(1 - MIXED).add_(policy[name].double(), alpha=MIXED)
+
+
+def _two_steps(trainer: str, s: SimpleNamespace, **more: Any) -> Any:
+    s = SimpleNamespace(**{**vars(s), "split": "2x2"})
+    return twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, **more)
+
+
+def _second_gradient(trainer: str, s: SimpleNamespace, steps: recorder.Steps, at: int) -> Iterator[Result]:
+    rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(at))
+    if len(rows) != 4:
+        raise Unsupported(f"the second window holds {len(rows)} known sequences instead of 4")
+    model = windows.policy(s.model, torch.float64)
+    model.load_state_dict(steps.parameters[at])
+    step = Step(model, twin_runs.definition(trainer, s, rows))
+    yield gradients(step, steps.gradients[at], "gradient of step 2")
+
+
+def _generation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+    """Two steps on one generation: the second one's ratios are to the policy that generated, not to the last one."""
+    s = SimpleNamespace(**{**vars(s), "split": "2x2"})
+    run = twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, steps_per_generation=4)
+    if getattr(run.args, "steps_per_generation", None) != 4:
+        raise Unsupported("the config of the installed version has no steps_per_generation")
+    steps = twin_runs.train(run, way)
+    old = windows.policy(s.model, torch.float64)
+    whole = windows.sequences(twin_runs.rows(trainer), eos=False)
+    generation = windows.Generation(whole, old, steps=2)
+    for number, parameters in enumerate(steps.parameters):
+        rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(number))
+        model = windows.policy(s.model, torch.float64)
+        model.load_state_dict(parameters)
+        step = Step(model, twin_runs.definition(trainer, s, rows, generation))
+        yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
+
+
+RUNS = dict(
+    zip(
+        KINDS,
+        (_evaluation, _incomplete, _uneven, _second, _resumed, _synced, _truncated, _adaptive, _generation),
+        strict=True,
+    )
+)

@@ -1,0 +1,128 @@
+"""Twins: runs of a real trainer that must give the same gradients, each judged against the definition in float64.
+
+A twin differs from the plain run in one thing that has no place in the loss: how the window is cut into micro-batches,
+where the padding stands, whether activations are checkpointed. What is judged is one optimizer window of stored data,
+eight sequences of unequal lengths that go in through a dataset and come out of the trainer's own batching.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from parity.case.inputs import Setting, defaults
+from parity.trainers.check import Cell, Result, check, judged
+from parity.trainers.definitions import first_divergence, windows
+from parity.trainers.definitions.gradients import finite, gradients
+from parity.trainers.definitions.training_step import AutocastRounding, Step, StepRounding
+from parity.trainers.rig import drive, twin_runs
+
+TRAINERS = tuple(twin_runs.CLASSES)
+SPLITS = ("8x1", "4x2", "2x4", "1x8")
+LOSSES = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+SETTINGS = {
+    "model": Setting("llama", "tiny model", ("llama", "qwen2", "gemma2", "cohere", "qwen3_moe")),
+    "loss": Setting("grpo", "loss type of GRPO; bnpo is left out: a mean over the micro-batch by definition", LOSSES),
+    "beta": Setting(0.0, "weight of the KL in GRPO and RLOO", (0.0, 0.04)),
+    "split": Setting("8x1", "batch x accumulation", SPLITS),
+    "padding": Setting(
+        "left",
+        "side of the tokenizer, to a multiple of 16, none, or several sequences packed into a row (SFT)",
+        ("left", "right", "extra", "none", "packed"),
+    ),
+    "checkpointing": Setting(drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT)),
+    "tools": Setting(False, "some completion tokens are a tool's, GRPO only", (False, True)),
+    "precision": Setting("fp32", "float32, or autocast to bfloat16", ("fp32", "autocast")),
+}
+
+
+def plain_twin(**given: Any) -> SimpleNamespace:
+    """The settings of a twin that differs in nothing but what is given."""
+    return SimpleNamespace(**defaults(SETTINGS) | given)
+
+
+ACCUMULATED: dict[str, tuple[Mapping[str, Any], ...]] = {
+    "grpo-trainer": ({"loss": "dapo", "beta": 0.04}, {"loss": "grpo"}),
+    "rloo-trainer": ({"beta": 0.04}, {}),
+}
+
+
+SPLIT = {"online-dpo-trainer": "8x1"}
+"""Where the other settings are looked at in one micro-batch: what accumulation does wrong would hide what they do."""
+
+
+def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """In pr each trainer 1x8; in nightly every value of every setting by itself, per trainer, and GRPO's losses at 2x4."""
+    for trainer in TRAINERS:
+        some = ACCUMULATED.get(trainer, ({},))
+        if profile in ("quick", "pr"):
+            if profile == "pr" or trainer in ("sft-trainer", "grpo-trainer"):
+                yield trainer, {**some[0], "split": SPLIT.get(trainer, "1x8")}
+            continue
+        for settings in some:
+            yield from ((trainer, {**settings, "split": split}) for split in SPLITS)
+        for name, setting in SETTINGS.items():
+            if name in ("loss", "tools") and trainer != "grpo-trainer":
+                continue
+            if name == "beta" and trainer not in ("grpo-trainer", "rloo-trainer"):
+                continue
+            split = SPLIT.get(trainer, "2x4")
+            values = [v for v in setting.choices or () if v != "packed" or trainer == "sft-trainer"]
+            yield from ((trainer, {name: v, "split": split}) for v in values if name != "split")
+
+
+@check("twins", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
+def twins(cell: Cell) -> Iterator[Result]:
+    """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
+    s, trainer = cell.settings, cell.case.family
+    steps = twin_runs.train(twin_runs.build(trainer, s, cell.way), cell.way, weigh=s.checkpointing != drive.OFF)
+    yield twin_runs.all_there(trainer, steps)
+    step = by_definition(trainer, s)
+    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
+    yield finite(steps.gradients[0])
+    result = gradients(step, steps.gradients[0])
+    yield result if result.agrees else dataclasses.replace(result, message=f"{result.message}; {_parting(cell)}")
+    if s.checkpointing != drive.OFF:
+        yield _saved(cell, steps.activations)
+
+
+PLAIN = ("padding", "checkpointing", "precision")
+"""What the run that a twin is compared with has at its default; it is cut into the same micro-batches."""
+
+
+def _parting(cell: Cell) -> str:
+    """Where the twin and the plain run part, or that they do not: both disagree with the definition."""
+    plain = SimpleNamespace(**vars(cell.settings) | {name: SETTINGS[name].default for name in PLAIN})
+    if plain == cell.settings and cell.way == "released":
+        return "this is the plain run"
+    first, second = (
+        first_divergence.outputs(twin_runs.build(cell.case.family, s, way))
+        for s, way in ((plain, "released"), (cell.settings, cell.way))
+    )
+    return first_divergence.told(first, second)
+
+
+def _saved(cell: Cell, checkpointed: int) -> Result:
+    """Checkpointing that keeps as many activations as none does nothing, whatever the config says."""
+    s = SimpleNamespace(**{**vars(cell.settings), "checkpointing": drive.OFF})
+    plain = twin_runs.train(twin_runs.build(cell.case.family, s, cell.way), cell.way, weigh=True).activations
+    message = f"{checkpointed} bytes of activations are kept, {plain} without checkpointing: it does nothing"
+    return Result("saved activations", {"bytes": checkpointed / plain}, float(checkpointed), float(plain), message)
+
+
+def by_definition(trainer: str, s: SimpleNamespace) -> Step:
+    """The step of the definition, shared by all twins of one loss."""
+    return _by_definition(trainer, s.model, s.loss, s.beta, s.tools, s.precision)
+
+
+@functools.lru_cache(maxsize=4)
+def _by_definition(trainer: str, model: str, loss: str, beta: float, tools: bool, precision: str) -> Step:
+    s = SimpleNamespace(model=model, loss=loss, beta=beta, tools=tools)
+    rounding = AutocastRounding if precision == "autocast" else StepRounding
+    return Step(windows.policy(model, torch.float64), twin_runs.definition(trainer, s), rounding)

@@ -1,0 +1,1 @@
+"""What a training step computes, by definition, in float64."""

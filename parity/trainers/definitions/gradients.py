@@ -1,0 +1,114 @@
+"""The gradients of a trainer's step against the definition's: one judged quantity, that names the parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from parity.judging.gates import Judgement
+from parity.trainers.check import Result, holds, judged
+from parity.trainers.definitions.training_step import Step
+from parity.trainers.rig.recorder import Steps
+
+SHOWN = 5
+
+
+def first_step(step: Step, steps: Steps) -> Iterator[Result]:
+    """Loss and gradients of the one optimizer step of a run: finite, and the definition's."""
+    loss = sum(steps.losses)
+    yield judged("loss", step.judge_loss(loss), loss, step.loss)
+    yield finite(steps.gradients[0])
+    yield gradients(step, steps.gradients[0])
+
+
+def gradients(step: Step, found: Mapping[str, Tensor | None], quantity: str = "gradient") -> Result:
+    """Every parameter's gradient through the gates; each gate's headroom is that of its worst parameter.
+
+    The message names the first parameter, in the order of the forward pass, that disagrees: where the two part.
+    """
+    judgements = step.judge(found)
+    gates: dict[str, float] = {}
+    for j in judgements.values():
+        for gate, headroom in j.gates.items():
+            gates[gate] = max(gates.get(gate, 0.0), math.inf if math.isnan(headroom) else headroom)
+    failing = [n for n in forward_order(step.exact) if not judgements[n].agrees]
+    order = sorted(failing, key=lambda n: -judgements[n].headroom)[:SHOWN]
+    return Result(
+        quantity,
+        gates,
+        _norm([g for g in found.values() if g is not None]),
+        _norm(list(step.exact.values())),
+        message=_message(step, found, judgements, failing),
+        worst=tuple(_entry(step, found, judgements[n], n) for n in order),
+        max_abs=max((j.max_abs for j in judgements.values() if j.max_abs is not None), default=None),
+        max_rel=max((j.max_rel for j in judgements.values() if j.max_rel is not None), default=None),
+    )
+
+
+def finite(found: Mapping[str, Tensor | None]) -> Result:
+    """Whether every gradient is finite."""
+    bad = [name for name, g in found.items() if g is not None and not bool(g.isfinite().all())]
+    message = f"the gradient of {len(bad)} of {len(found)} parameters is not finite, first {bad[0] if bad else None}"
+    return holds("finite gradient", not bad, message)
+
+
+def forward_order(names: Mapping[str, Tensor]) -> list[str]:
+    """Parameter names as a forward pass meets them: embeddings, layers, final norm, head."""
+
+    def key(name: str) -> tuple[int, int]:
+        parts = name.split(".")
+        layer = next((int(p) for p in parts if p.isdigit()), None)
+        if layer is not None:
+            return (1, layer)
+        return (0, 0) if "embed" in name else (3, 0) if "head" in name or "score" in name else (2, 0)
+
+    return sorted(names, key=key)
+
+
+def _message(
+    step: Step, found: Mapping[str, Tensor | None], judgements: Mapping[str, Judgement], failing: list[str]
+) -> str:
+    if not failing:
+        return ""
+    first = failing[0]
+    error = _relative(step, found, first)
+    told = (
+        "no gradient" if found.get(first) is None else "not finite" if error is None else f"relative error {error:.3g}"
+    )
+    worst = max(failing, key=lambda n: judgements[n].headroom)
+    ratio = _ratio(step, found, worst)
+    scale = "" if ratio is None else f"; {worst} is {ratio:.6g} times the definition's"
+    return f"{len(failing)} of {len(judgements)} parameters disagree, first {first} ({told}){scale}"
+
+
+def _ratio(step: Step, found: Mapping[str, Tensor | None], name: str) -> float | None:
+    """The factor between the two, where one is the other times a factor (to 1e-3)."""
+    value, exact = found.get(name), step.exact[name]
+    if value is None or not bool(value.isfinite().all()) or not bool(exact.any()):
+        return None
+    factor = float((value.double() * exact).sum() / exact.square().sum())
+    rest = float((value.double() - factor * exact).norm() / exact.norm())
+    return factor if rest < 1e-3 * abs(factor) else None
+
+
+def _relative(step: Step, found: Mapping[str, Tensor | None], name: str) -> float | None:
+    value, exact = found.get(name), step.exact[name]
+    if value is None:
+        return None
+    out = float((value.double() - exact).norm() / exact.norm().clamp(min=1e-300))
+    return out if math.isfinite(out) else None
+
+
+def _entry(step: Step, found: Mapping[str, Tensor | None], j: Judgement, name: str) -> dict[str, object]:
+    return {
+        "parameter": name,
+        "error": _relative(step, found, name),
+        "headroom": j.headroom if math.isfinite(j.headroom) else None,
+        "gate": j.gate,
+    }
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))

@@ -1,0 +1,1 @@
+"""What drives a real trainer: tiny models, releases of TRL, recorders, servers, processes."""

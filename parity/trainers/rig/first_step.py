@@ -1,0 +1,192 @@
+"""The first step of a real trainer, watched: what it scored, what it logged, and what its log-probs are by definition."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.errors import Unsupported
+from parity.judging.gates import ROW
+from parity.recipe import IEEE_FP32, UNIT_ROUNDOFF
+from parity.trainers.check import Cell
+from parity.trainers.definitions.training_step import REPLICAS, Double, StepRounding
+from parity.trainers.rig import checkpointing, drive, models
+
+U = UNIT_ROUNDOFF["fp32"]
+
+
+@dataclasses.dataclass
+class Step:
+    """What one step of a real trainer showed.
+
+    Attributes:
+        ids, mask: what the model was given, (B, P + T).
+        completion: 1 where a position belongs to a completion, (B, P + T).
+        policy, reference: log-probs of the tokens of the last T positions, where the trainer has them apart, (B, T).
+        loss: of the one micro-batch.
+        log: the trainer's own log entry.
+        advantages: (B,), where the trainer has them.
+        lost: layers whose own checkpointing function was replaced.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    completion: Tensor
+    policy: Tensor | None = None
+    reference: Tensor | None = None
+    loss: float = math.nan
+    log: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    advantages: Tensor | None = None
+    lost: list[str] = dataclasses.field(default_factory=list)
+
+
+def run(cell: Cell) -> Step:
+    """Build the trainer, watch what it scores, train one step.
+
+    Raises:
+        Unsupported: where the trainer cannot be asked for this cell, or computed no reference log-probs.
+    """
+    s = cell.settings
+    config = drive.config(cell.trainer)
+    wanted: dict[str, Any] = {"beta": s.beta, "temperature": s.temperature, **drive.checkpointing(s.checkpointing)}
+    if cell.trainer == "GRPOTrainer":
+        wanted["loss_type"] = "grpo"
+    if s.padding_free:
+        wanted["padding_free"] = True
+    if cell.way == "fused":
+        wanted |= drive.fused(config)
+    needed = ["beta", *(["temperature"] if s.temperature != 1.0 else []), *(["padding_free"] if s.padding_free else [])]
+    model = models.model(s.model)
+    peft = drive.lora_config(models.targets(s.model)) if s.adapter == "lora" else None
+    trainer = drive.build(cell.trainer, model, drive.arguments(config, cell.device, wanted, tuple(needed)), peft)
+    if s.padding_free and not getattr(trainer, "padding_free", True):
+        raise Unsupported("padding_free=True: the installed version falls back to padding, with a warning")
+    wrapper = None
+    if s.checkpointing == drive.CUSTOM:
+        wrapper = checkpointing.install(trainer.model)
+        if getattr(trainer, "ref_model", None) is not None:
+            checkpointing.install(trainer.ref_model, checkpoint=False)
+    with drive.fixed(cell, trainer):
+        step = WATCH[cell.trainer](trainer)
+    if wrapper is not None:
+        step.lost = checkpointing.wrapped(trainer.model, wrapper)
+    return step
+
+
+def _watch_scores(trainer: Any) -> Step:
+    """GRPO and RLOO: the log-probs as their one method hands them out; policy with gradients, reference without."""
+    seen: dict[str, Any] = {}
+
+    def scored(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        logps = (out[0] if isinstance(out, tuple) else out).detach()
+        if torch.is_grad_enabled():
+            seen.setdefault("policy", logps)
+        elif args[0] is not trainer.model or trainer.ref_model is None:
+            seen["reference"] = args[1], logps  # RLOO scores the old policy first, the reference last
+
+    def lost(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        seen.setdefault("inputs", {k: v for k, v in args[1].items() if torch.is_tensor(v)})
+        seen.setdefault("loss", float((out[0] if isinstance(out, tuple) else out).detach()))
+
+    new = "_get_per_token_logps_and_entropies"
+    drive.spied(trainer, new if hasattr(trainer, new) else "_get_per_token_logps", scored)
+    drive.spied(trainer, "compute_loss", lost)
+    log = drive.train(trainer)
+    x = seen["inputs"]
+    given = x.get("ref_per_token_logps")
+    if given is None and "reference" not in seen:
+        raise Unsupported("the trainer computed no reference log-probs, so there is no KL")
+    mask = torch.cat([x["prompt_mask"], x["completion_mask"]], 1)
+    completion = torch.cat([torch.zeros_like(x["prompt_mask"]), x["completion_mask"]], 1)
+    ids = torch.cat([x["prompt_ids"], x["completion_ids"]], 1)
+    reference = in_order(ids, *seen["reference"]) if given is None else given
+    return Step(ids, mask, completion, seen.get("policy"), reference, seen["loss"], log, x["advantages"])
+
+
+def in_order(ids: Tensor, scored: Tensor, logps: Tensor) -> Tensor:
+    """The rows of `logps` in the order of the micro-batch: a generation batch is shuffled before it is trained on."""
+    return logps[[int((scored == row).all(1).nonzero()[0]) for row in ids]]
+
+
+def _watch_online(trainer: Any) -> Step:
+    """Online DPO: `_forward` hands out the log-probs, of the policy first, then of the reference."""
+    found: list[Any] = []
+    loss: list[float] = []
+    drive.spied(trainer, "_forward", lambda args, kwargs, out: found.append((args, out.detach())))
+    drive.spied(trainer, "training_step", lambda args, kwargs, out: loss.append(float(out)))
+    log = drive.train(trainer)
+    (_, prompt, prompt_mask, ids, mask, *_), policy = found[0]
+    both = torch.cat([prompt, ids], 1), torch.cat([prompt_mask, mask], 1)
+    completion = torch.cat([torch.zeros_like(prompt_mask), mask], 1)
+    return Step(*both, completion, policy, found[1][1], loss[0], log)
+
+
+def _watch_pairs(trainer: Any) -> Step:
+    """DPO: the batch as the loss got it; log-ratios show in its metrics."""
+    seen: dict[str, Any] = {}
+
+    def lost(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        seen.setdefault("inputs", {k: v for k, v in args[1].items() if torch.is_tensor(v)})
+        seen.setdefault("loss", float((out[0] if isinstance(out, tuple) else out).detach()))
+
+    drive.spied(trainer, "compute_loss", lost)
+    log = drive.train(trainer)
+    x = seen["inputs"]
+    if "completion_mask" not in x or "input_ids" not in x:
+        raise Unsupported(f"the installed version hands its loss {', '.join(x)}, not input_ids and completion_mask")
+    return Step(x["input_ids"], x["attention_mask"], x["completion_mask"], loss=seen["loss"], log=log)
+
+
+WATCH = {
+    "GRPOTrainer": _watch_scores,
+    "RLOOTrainer": _watch_scores,
+    "OnlineDPOTrainer": _watch_online,
+    "DPOTrainer": _watch_pairs,
+}
+
+
+@dataclasses.dataclass
+class Truth:
+    """The definition's log-probs of the tokens after the first, float64, (B, L - 1), and what rounding does to them.
+
+    Attributes:
+        logps, replicas: exact, and (R, B, L - 1) under Monte Carlo arithmetic.
+        apart: D, the most that two honest evaluations differ by at a token.
+        kl: the most that exp(d) - d - 1 comes to at a token.
+        counted: the tokens of completions.
+    """
+
+    logps: Tensor
+    replicas: Tensor
+    apart: Tensor
+    kl: Tensor
+    counted: Tensor
+
+
+def own(cell: Cell, ids: Tensor, mask: Tensor, completion: Tensor) -> Truth:
+    """Log-probs by the model's own forward in float64, the logits divided by the temperature."""
+    s = cell.settings
+    model = models.model(s.model, torch.float64).eval()
+    if s.checkpointing == drive.CUSTOM:
+        checkpointing.install(model, checkpoint=False)
+    ids, mask, completion = (x.cpu() for x in (ids, mask, completion))
+    temperature = s.temperature if cell.trainer in ("GRPOTrainer", "RLOOTrainer") else 1.0
+
+    def logps(copies: int) -> Tensor:
+        rows, seen = ids.repeat(copies, 1), mask.repeat(copies, 1)
+        z = model(input_ids=rows, attention_mask=seen, use_cache=False).logits[:, :-1] / temperature
+        return torch.log_softmax(z, -1).gather(-1, rows[:, 1:, None]).squeeze(-1)
+
+    with torch.no_grad(), Double():
+        exact = logps(1)
+        with StepRounding(IEEE_FP32, "fp32", 20261120):
+            stack = logps(REPLICAS).view(REPLICAS, *exact.shape)
+    rms = (stack - exact).square().mean(0).sqrt()
+    apart = 2 * ROW * torch.maximum(rms, U * exact.abs())
+    kl = apart.square() / 2 * apart.exp() + 4 * U
+    return Truth(exact, stack, apart, kl, completion[:, 1:].bool())

@@ -1,0 +1,195 @@
+"""Tiny real models of the architectures that went wrong, and a tokenizer to go with them: no download, no random state.
+
+Each is the installed transformers' own class, built from a config of two layers. Weights are a function of the
+parameter's name alone, so that every version and every order of construction gives the same model; the head is scaled
+until logits pass the softcap. TRL loads a reference model from the policy's path, so models are saved once a process and
+loaded from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parity.case.case import hashes, normal
+from parity.errors import Unsupported
+from parity.trainers.definitions.training_step import outside
+from parity.trainers.rig.architectures import ARCHITECTURES, BOS, EOS, LOGITS, PAD, VOCABULARY
+
+
+def config(name: str) -> Any:
+    """A fresh config of the architecture.
+
+    Raises:
+        Unsupported: when the installed transformers has no such class.
+    """
+    import transformers
+
+    wanted = ARCHITECTURES[name]
+    found = getattr(transformers, wanted.config, None)
+    if found is None or getattr(transformers, wanted.model, None) is None:
+        raise Unsupported(f"transformers {transformers.__version__} has no {wanted.model}")
+    made = found(**{k: dict(v) if isinstance(v, dict) else v for k, v in wanted.options.items()})
+    made.architectures = [wanted.model]
+    return made
+
+
+@functools.cache
+def saved(name: str) -> Path:
+    """The folder of this process in which the model lies, weights and tokenizer, made on first use."""
+    import transformers
+
+    folder = _folder() / name
+    with quiet():
+        given = config(name)  # unsupported where transformers lacks the architecture
+        model = getattr(transformers, ARCHITECTURES[name].model)(given)
+        fill(model)
+        _scale_head(model)
+        model.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def _folder() -> Path:
+    import atexit
+    import shutil
+
+    folder = Path(tempfile.mkdtemp(prefix="parity-models-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A fresh model, loaded from `saved(name)` as a trainer loads its reference, with written-out attention.
+
+    Whatever float64 or rounding mode is in force does not reach it: its constants are those of every other model.
+    Attention is not the subject here, and the fused one leaves out Gemma-2's softcap on attention scores in some releases.
+    """
+    import transformers
+
+    folder = saved(name)
+    kind = getattr(transformers, ARCHITECTURES[name].model)
+    with quiet(), outside():
+        out = kind.from_pretrained(folder, torch_dtype=dtype, attn_implementation="eager")
+    if hasattr(out, "set_experts_implementation"):  # the grouped product of transformers 5 knows no float64
+        out.set_experts_implementation("eager")
+    return out
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what TRL and transformers print at every construction, progress bars included."""
+    import datasets
+    from transformers.utils import logging
+
+    from parity.implementations.trl_trainer import quiet as without_warnings
+
+    bars = [(logging.is_progress_bar_enabled(), logging.disable_progress_bar, logging.enable_progress_bar)]
+    bars.append(
+        (datasets.are_progress_bars_disabled() is False, datasets.disable_progress_bars, datasets.enable_progress_bars)
+    )
+    for _, disable, _ in bars:
+        disable()
+    told = os.environ.get("TQDM_DISABLE")
+    os.environ["TQDM_DISABLE"] = "1"  # TRL's bars around precomputed log-probs
+    try:
+        with without_warnings():
+            yield
+    finally:
+        if os.environ.pop("TQDM_DISABLE", None) and told is not None:
+            os.environ["TQDM_DISABLE"] = told
+        for shown, _, enable in bars:
+            if shown:
+                enable()
+
+
+def fill(model: Any) -> None:
+    """Weights by parameter name: normal with root mean square 1/√fan-in, norms near 1, biases small; finite everywhere."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = normal(0, name, parameter.shape).to(parameter)
+            if parameter.dim() >= 2:
+                parameter.copy_(value / parameter.shape[-1] ** 0.5)
+            elif "norm" in name and name.endswith("weight") and float(parameter.abs().max()) > 0.5:
+                parameter.copy_(1.0 + 0.1 * value)
+            else:
+                parameter.copy_(0.1 * value)
+
+
+def _scale_head(model: Any) -> None:
+    """Multiply the head (of a tied model: the final norm) so that the logits before a softcap have rms `LOGITS`."""
+    size = _uncapped(model)
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        if head.weight is not model.get_input_embeddings().weight:
+            for parameter in head.parameters():
+                parameter.mul_(LOGITS / size)
+            return
+        weight = _final_norm(model).weight
+        weight.mul_(LOGITS / size)
+        if abs(_uncapped(model) / LOGITS - 1) > 0.01:  # Gemma's norms multiply by 1 + weight
+            weight.mul_(size / LOGITS).add_(1.0).mul_(LOGITS / size).sub_(1.0)
+
+
+def _uncapped(model: Any) -> float:
+    """Root mean square of the logits on fixed ids, without a softcap."""
+    cfg = model.config.get_text_config()
+    kept = {n: getattr(cfg, n) for n in ("final_logit_softcapping", "logits_soft_cap") if getattr(cfg, n, None)}
+    ids = torch.arange(3, 59).remainder(53).add(3).view(2, 28)
+    for n in kept:
+        setattr(cfg, n, 1e30)
+    with torch.no_grad():
+        size = float(model.eval()(input_ids=ids).logits.square().mean().sqrt())
+    for n, value in kept.items():
+        setattr(cfg, n, value)
+    return size
+
+
+def _final_norm(model: Any) -> Any:
+    found = [m for n, m in model.named_modules() if n.rpartition(".")[2] in ("norm", "final_norm", "final_layernorm")]
+    return found[-1]
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """Words w3 … w55 besides <pad>, <eos> and <bos>, split at spaces, with a chat template."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": PAD, "<eos>": EOS, "<bos>": BOS, **{f"w{i}": i for i in range(3, VOCABULARY)}}
+    inner = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = Whitespace()
+    out = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        model_input_names=["input_ids", "attention_mask"],
+        padding_side="left",
+    )
+    out.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    return out
+
+
+PROJECTIONS = ("q_proj", "v_proj")
+
+
+def targets(name: str) -> str:
+    """The modules that a LoRA goes on: a pattern for `target_modules`, the language model's alone."""
+    parts = "linear_x|linear_y|q_proj|v_proj" if name == "recurrent_gemma" else "q_proj|v_proj"
+    return rf"^(?!.*vision).*\.({parts})$"
+
+
+def words(seed: int, name: str, length: int) -> str:
+    """`length` words by hash, none of them special."""
+    return " ".join(f"w{3 + int(h % 50)}" for h in hashes(seed, name, (length,)))

@@ -1,0 +1,214 @@
+"""Several processes that train together: `python -m parity.trainers.rig.ranks PLAN.json`, rank and size from the environment.
+
+The ranks talk through gloo on loopback, as torchrun would have started them. Each writes the gradients that it hands to
+its optimizer, after the reduction, and the sequences that it was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from parity.errors import Unsupported
+from parity.process import environment
+from parity.trainers.rig import zero
+
+TIMEOUT = 300.0
+JOINING = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets in the environment of each process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """What one rank did in the first optimizer step.
+
+    Attributes:
+        gradients: name -> gradient behind the reduction, put together where each rank holds a shard.
+        sequences: those that it was given.
+        sharded: the number of parameters of which it holds a shard.
+        kind: what accelerate calls this way of being distributed, "FSDP".
+        failure: the exception that ended the step, empty if none did.
+    """
+
+    gradients: dict[str, Tensor]
+    sequences: list[tuple[list[int], int]]
+    sharded: int = 0
+    kind: str = ""
+    failure: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the ranks do.
+
+    Attributes:
+        trainers: families whose twins they train, one after the other -> settings of the twin, as `twins.SETTINGS`.
+        bare: trainer -> rows whose completions are left out of the loss.
+        sharding: "none", "configured" (fsdp="full_shard" as a user writes it), "fsdp2" (the same where accelerate would
+            not shard on this device) or "zero3" (DeepSpeed).
+    """
+
+    trainers: Mapping[str, Mapping[str, Any]]
+    bare: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    sharding: str = "none"
+
+
+def launch(plan: Plan, ranks: int) -> dict[str, list[Rank]]:
+    """Train each trainer's twin in `ranks` processes, one launch for all of them.
+
+    Raises:
+        Unsupported: when a process fails or takes longer than `TIMEOUT` seconds; the message is its last line.
+    """
+    with tempfile.TemporaryDirectory(prefix="parity-ranks-") as name:
+        folder, port = Path(name), _free_port()
+        (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
+        running = [_start(folder, rank, ranks, port, plan.sharding) for rank in range(ranks)]
+        _wait(running, folder)
+        return {trainer: [_read(folder, trainer, rank) for rank in range(ranks)] for trainer in plan.trainers}
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _start(folder: Path, rank: int, ranks: int, port: int, sharding: str) -> subprocess.Popen[bytes]:
+    joining = dict(zip(JOINING, (rank, rank, ranks, ranks, "127.0.0.1", port), strict=True))
+    settings = {name: str(value) for name, value in joining.items()} | {"ACCELERATE_USE_CPU": "true"}
+    if sharding == "zero3":
+        settings |= zero.SETTINGS
+    with open(folder / f"{rank}.log", "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "parity.trainers.rig.ranks", str(folder / "plan.json")],
+            env=os.environ | environment("cpu", 1) | settings,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    end = time.monotonic() + TIMEOUT
+    try:
+        while any(p.poll() is None for p in running):
+            if any(p.poll() for p in running) or time.monotonic() > end:
+                break
+            time.sleep(0.05)
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    for rank, process in enumerate(running):
+        if process.returncode > 0:
+            last = (folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2]
+            raise Unsupported(f"rank {rank} of {len(running)} failed: {last}")
+    if any(process.returncode for process in running):
+        raise Unsupported(f"{len(running)} ranks did not end within {TIMEOUT:.0f} s")
+
+
+def _read(folder: Path, trainer: str, rank: int) -> Rank:
+    from safetensors.torch import load_file
+
+    told = json.loads((folder / f"{trainer}-{rank}.json").read_text())
+    told["sequences"] = [(ids, start) for ids, start in told["sequences"]]
+    return Rank(load_file(folder / f"{trainer}-{rank}.safetensors"), **told)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the plan as one rank."""
+    from parity.process import prepare
+
+    prepare("cpu", 1)
+    from safetensors.torch import save_file
+
+    from parity.trainers.rig import models
+
+    told = {name: os.environ.pop(name) for name in JOINING}  # with them transformers saves a model on one rank alone
+    for architecture in ("llama", "qwen2"):
+        models.saved(architecture)
+    os.environ.update(told)
+    path, rank = Path(argv[0]), int(os.environ["RANK"])
+    plan = Plan(**json.loads(path.read_text()))
+    with sharding_on_any_device() if plan.sharding == "fsdp2" else contextlib.nullcontext():
+        for trainer in plan.trainers:
+            found = dataclasses.asdict(_trained(plan, trainer))
+            save_file(found.pop("gradients"), path.parent / f"{trainer}-{rank}.safetensors")
+            (path.parent / f"{trainer}-{rank}.json").write_text(json.dumps(found))
+    return 0
+
+
+def _trained(plan: Plan, trainer: str) -> Rank:
+    from parity.trainers.rig import recorder, twin_runs
+
+    bare = plan.bare.get(trainer, ())
+    part = [dataclasses.replace(row, counted=i not in bare) for i, row in enumerate(twin_runs.rows(trainer))]
+    stepped: list[tuple[int, dict[str, Tensor]]] = []
+    try:
+        with zero.recorded() if plan.sharding == "zero3" else contextlib.nullcontext(stepped) as stepped:
+            settings = SimpleNamespace(**plan.trainers[trainer])
+            run = twin_runs.build(trainer, settings, part=part, **CONFIGS[plan.sharding])
+            steps = recorder.train(run)
+    except Exception as error:  # on every rank alike, or the others wait for this one until the launch gives up
+        traceback.print_exc()
+        return Rank({}, [], failure=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}")
+    gradients = {n: g for n, g in steps.gradients[0].items() if g is not None}
+    sharded, found = stepped[0] if stepped else (steps.sharded, gradients)
+    kind = run.accelerator.distributed_type.value
+    return Rank({n: g.contiguous() for n, g in found.items()}, twin_runs.seen(steps.window(0)), sharded, kind)
+
+
+FULL_SHARD: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
+"""What turns FSDP2 on in a config, each decoder layer a unit of its own."""
+CONFIGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "configured": FULL_SHARD,
+    "fsdp2": FULL_SHARD,
+    "zero3": zero.CONFIG,
+}
+"""Plan.sharding -> arguments of the trainer's config."""
+
+
+@contextlib.contextmanager
+def sharding_on_any_device() -> Iterator[None]:
+    """Within it accelerate shards over gloo on the CPU too, with its own code.
+
+    `AcceleratorState` takes an FSDP plugin into account for GPUs and their like alone; with several processes on the CPU
+    it leaves it aside without a word. Everything behind that (torch's fully_shard, the reduction) runs on the CPU.
+    """
+    from accelerate import state
+    from accelerate.utils import DistributedType
+
+    original = state.AcceleratorState.__init__
+
+    def initialised(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        plugin = kwargs.get("fsdp_plugin")
+        if plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
+            state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    state.AcceleratorState.__init__ = initialised
+    try:
+        yield
+    finally:
+        state.AcceleratorState.__init__ = original
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,162 @@
+"""Training steps of a real trainer, recorded: what its own batching handed to the loss, and the gradients that came out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.implementations.trl_trainer import environment_kept
+from parity.trainers.rig import models
+
+
+@dataclasses.dataclass
+class Steps:
+    """What a training run did, optimizer step by optimizer step.
+
+    Attributes:
+        batches: for each micro-batch in order, what `compute_loss` was given, tensors as they were.
+        items: for each micro-batch `num_items_in_batch` as the training loop handed it over (None: it did not).
+        losses: for each micro-batch the loss as it went into the backward pass, divided by the accumulation steps.
+        gradients: for each optimizer step, name -> gradient before the optimizer saw it (absent: None).
+        parameters: for each optimizer step, name -> value of the parameter that the gradient was taken at.
+        windows: for each optimizer step, the number of micro-batches up to its end.
+        activations: bytes that the first micro-batch's loss kept for its backward pass, parameters left out.
+        sharded: the number of parameters of which each process holds a part.
+    """
+
+    batches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    items: list[float | None] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = dataclasses.field(default_factory=list)
+    parameters: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
+    windows: list[int] = dataclasses.field(default_factory=list)
+    activations: int = 0
+    sharded: int = 0
+
+    def window(self, step: int) -> list[dict[str, Any]]:
+        """The micro-batches of an optimizer step."""
+        return self.batches[self.windows[step - 1] if step else 0 : self.windows[step]]
+
+
+PLAIN = {
+    "max_steps": 1,
+    "learning_rate": 0.0,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "seed": 3407,
+    "bf16": False,
+    "fp16": False,
+    "gradient_checkpointing": False,
+    "report_to": [],
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+"""Arguments of a step that changes nothing and clips nothing: the gradients are what is looked at."""
+
+
+def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
+    """Runs `trainer.train(**options)` and records it; the gradients are copies, taken before the optimizer's step.
+
+    `weigh` counts the saved activations, with hooks that losses made of torch.func (Liger's) do not run under.
+    """
+    from transformers import TrainerCallback
+
+    steps = Steps()
+    compute_loss, training_step = trainer.compute_loss, trainer.training_step
+    scored = _scores_in_forward(trainer)
+    earlier = vars(trainer).get("_forward")
+
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return scored(model, *args, **kwargs)
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        steps.batches.append({name: _kept(value) for name, value in zip(names, args, strict=False)})
+        steps.items.append(None)
+        if not weigh or len(steps.batches) > 1:
+            return scored(model, *args, **kwargs)
+        with _kept_bytes(model) as count:
+            out = scored(model, *args, **kwargs)
+        steps.activations = count()
+        return out
+
+    def recording(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        steps.batches.append({k: _kept(v) for k, v in inputs.items()})
+        items = kwargs.get("num_items_in_batch")
+        steps.items.append(None if items is None else float(items))
+        if not weigh or len(steps.batches) > 1:
+            return compute_loss(model, inputs, *args, **kwargs)
+        with _kept_bytes(model) as count:
+            out = compute_loss(model, inputs, *args, **kwargs)
+        steps.activations = count()
+        return out
+
+    def stepping(*args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = training_step(*args, **kwargs)
+        steps.losses.append(float(loss))
+        return loss
+
+    class Recorder(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            named = dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
+            trained = {n: p for n, p in named.items() if p.requires_grad}
+            steps.gradients.append({n: None if p.grad is None else _whole(p.grad) for n, p in trained.items()})
+            steps.parameters.append({n: _whole(p) for n, p in named.items()})
+            steps.sharded = sum(hasattr(p, "full_tensor") for p in named.values())
+            steps.windows.append(len(steps.batches))
+
+    recorder = Recorder()
+    trainer.compute_loss, trainer.training_step = recording, stepping
+    trainer.add_callback(recorder)
+    if scored is not None:
+        trainer._forward = forward
+    try:
+        with models.quiet(), environment_kept():
+            trainer.train(**options)
+    finally:
+        del trainer.compute_loss, trainer.training_step
+        if scored is not None:
+            del trainer._forward
+            if earlier is not None:
+                trainer._forward = earlier
+        trainer.remove_callback(recorder)
+    return steps
+
+
+def _scores_in_forward(trainer: Any) -> Any:
+    """The method in which online DPO scores completions, inside a training step that calls no `compute_loss`; else None."""
+    online = any(base.__name__ == "OnlineDPOTrainer" for base in type(trainer).__mro__)
+    return getattr(trainer, "_forward", None) if online else None
+
+
+@contextlib.contextmanager
+def _kept_bytes(model: Any) -> Iterator[Callable[[], int]]:
+    """Counts what autograd saves within the block, each storage once, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield lambda: sum(found.values())
+
+
+def _whole(tensor: Any) -> Tensor:
+    """A copy, put together from all ranks where each holds a shard (a DTensor)."""
+    found: Tensor = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    return found
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if torch.is_tensor(value) else value

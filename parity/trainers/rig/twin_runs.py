@@ -1,0 +1,362 @@
+"""A real trainer over one stored window, in one of the ways that must not change its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.errors import Unsupported
+from parity.implementations.trl_trainer import mentions
+from parity.trainers.check import Result, holds
+from parity.trainers.definitions import windows
+from parity.trainers.definitions.windows import Row, Sequences
+from parity.trainers.rig import drive, models, recorder
+
+BETA = {
+    "dpo-trainer": 0.3,
+    "kto-trainer": 0.3,
+    "online-dpo-trainer": 0.3,
+    "distillation-trainer": 0.5,
+    "gkd-trainer": 0.5,
+}
+CLASSES = {
+    "sft-trainer": "SFTTrainer",
+    "dpo-trainer": "DPOTrainer",
+    "kto-trainer": "KTOTrainer",
+    "grpo-trainer": "GRPOTrainer",
+    "rloo-trainer": "RLOOTrainer",
+    "distillation-trainer": "DistillationTrainer",
+    "online-dpo-trainer": "OnlineDPOTrainer",
+}
+PACKED = 48
+"""Tokens of a row of packed sequences: the window fills two, no sequence is cut."""
+PAIRED = ("dpo-trainer", "online-dpo-trainer")
+SAMPLED = ("grpo-trainer", "rloo-trainer", "distillation-trainer")
+"""Trainers that generate in a method of their own: the stored completions are handed out instead, as they are."""
+PROMPTED = (*SAMPLED, "online-dpo-trainer")
+"""Trainers whose dataset has prompts alone. Online DPO calls the model's `generate`, whose completions end with <eos>."""
+
+
+def rows(trainer: str) -> list[Row]:
+    """The window of a trainer: groups of one prompt where advantages are relative to a group."""
+    return windows.rows(4 if trainer in ("grpo-trainer", "rloo-trainer") else 8)
+
+
+def expected(trainer: str, part: Sequence[Row] | None = None) -> Sequences:
+    """The token sequences that must reach the loss, each once; of one that is not counted what the trainer keeps."""
+    chosen = rows(trainer) if part is None else part
+    own = sequences(trainer, chosen)
+    if trainer in SAMPLED:  # a truncated completion is taken out of the attention too
+        prompts = [windows.ids(r.prompt) for r in chosen]
+        own = [s if r.counted else (p, len(p)) for s, r, p in zip(own, chosen, prompts, strict=True)]
+    return own + windows.sequences(chosen, "other") if trainer in PAIRED else own
+
+
+def sequences(trainer: str, chosen: Sequence[Row]) -> Sequences:
+    """The rows as the trainer has them: a dataset's completion ends, a stored one where another counts as truncated."""
+    return windows.sequences(chosen, eos=trainer not in SAMPLED or truncating(trainer, chosen))
+
+
+def truncating(trainer: str, chosen: Sequence[Row]) -> bool:
+    """Whether some completions are cut off, and left out of the loss for that."""
+    return trainer in SAMPLED and not all(r.counted for r in chosen)
+
+
+def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
+    """The window as the dataset that the trainer takes."""
+    from datasets import Dataset
+
+    prompts = [r.prompt for r in chosen]
+    if trainer in PROMPTED:
+        grouped = trainer in ("grpo-trainer", "rloo-trainer")
+        return Dataset.from_dict({"prompt": list(dict.fromkeys(prompts)) if grouped else prompts})
+    if not all(r.counted for r in chosen):
+        own = windows.sequences(chosen)
+        masks = [[0] * start + [1] * (len(tokens) - start) for tokens, start in own]
+        return Dataset.from_dict({"input_ids": [tokens for tokens, _ in own], "completion_mask": masks})
+    columns: dict[str, list[Any]] = {"prompt": prompts, "completion": [r.completion for r in chosen]}
+    if trainer == "dpo-trainer":
+        columns = {"prompt": prompts, "chosen": columns["completion"], "rejected": [r.other for r in chosen]}
+    if trainer == "kto-trainer":
+        columns["label"] = [r.label for r in chosen]
+    return Dataset.from_dict(columns)
+
+
+def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
+    """Arguments of the trainer's config for a twin."""
+    batch, accumulation = map(int, s.split.split("x"))
+    out: dict[str, Any] = recorder.PLAIN | {
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulation,
+        "beta": BETA.get(trainer, s.beta),
+        "temperature": 1.0,
+        "num_generations": windows.GENERATIONS,
+        "max_length": None if s.padding == "none" else 64,
+        "use_bias_correction_kl": False,
+        **drive.checkpointing(s.checkpointing),
+    }
+    out |= {"loss_type": s.loss} if trainer == "grpo-trainer" else {}
+    out |= {"loss_type": "apo_zero_unpaired"} if trainer == "kto-trainer" else {}
+    out |= {"max_completion_length": None} if trainer in ("dpo-trainer", "kto-trainer") else {}  # up to 0.28
+    out |= {"pad_to_multiple_of": 16} if s.padding == "extra" else {}
+    out |= {"padding_free": True} if s.padding == "none" else {}
+    out |= {"packing": True, "max_length": PACKED} if s.padding == "packed" else {}
+    out |= {"bf16": True} if s.precision == "autocast" else {}
+    return out
+
+
+def needed(s: SimpleNamespace) -> tuple[str, ...]:
+    """Config fields without which the twin would be the same run twice."""
+    return {"extra": ("pad_to_multiple_of",), "none": ("padding_free",), "packed": ("packing",)}.get(s.padding, ())
+
+
+def build(
+    trainer: str,
+    s: SimpleNamespace,
+    way: str = "released",
+    part: Sequence[Row] | None = None,
+    adapter: Any = None,
+    **more: Any,
+) -> Any:
+    """The trainer over the window or a part of it, in a way of `check.WAYS`; `more` goes to its config.
+
+    With an `adapters.Adapter` it trains that one instead of the whole model.
+
+    "fused" and "fixed" take the version's fused path; "fixed" goes without where there is none.
+
+    Raises:
+        Unsupported: when the installed version lacks the trainer or what the twin needs of its config.
+    """
+    name = CLASSES[trainer]
+    chosen = rows(trainer) if part is None else part
+    config = drive.config(name)
+    path = {} if way == "released" else _fused(config, required=way == "fused")
+    masked = uncounted(trainer, chosen)
+    data = dataset(trainer, chosen)
+    given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
+    # Before a config that would have every model loaded in shards.
+    policy = windows.policy(s.model) if adapter is None else adapter.model(s.model)
+    if adapter is not None:
+        given["peft_config"] = adapter.config()
+    elif trainer in ("dpo-trainer", "kto-trainer", "online-dpo-trainer"):
+        given["ref_model"] = models.model(s.model)
+    if trainer == "distillation-trainer":
+        given["teacher_model"] = models.model("qwen2")
+    args = drive.arguments(config, "cpu", {**options(trainer, s), **path, **masked, **more}, (*needed(s), *masked))
+    tokenizer = models.tokenizer()
+    side, tokenizer.padding_side = tokenizer.padding_side, "right" if s.padding == "right" else "left"
+    try:
+        out = drive.build(name, policy, args, **given)
+    finally:
+        tokenizer.padding_side = side
+    if adapter is not None:
+        adapter.move(out.model)
+    if s.padding == "none" and not getattr(out, "padding_free", True):
+        raise Unsupported("padding_free=True: the installed version falls back to padding")
+    if trainer in SAMPLED:
+        _hand_out(out, trainer, chosen)
+    if trainer == "online-dpo-trainer":
+        _generate_stored(out, chosen)
+    if s.tools:
+        _with_tools(out)
+    return out
+
+
+def unfixed(way: str) -> str:
+    """The way to build a run in for trainers whose fused loss no fix of ours replaces: "fixed" patches their plain path."""
+    return "fused" if way == "fused" else "released"
+
+
+def uncounted(trainer: str, chosen: Sequence[Row]) -> dict[str, Any]:
+    """The config's arguments with which the trainer's own batching leaves out the rows that are not counted.
+
+    Raises:
+        Unsupported: for a trainer whose batching never holds a sequence without a scored token.
+    """
+    if all(r.counted for r in chosen):
+        return {}
+    if trainer in ("dpo-trainer", "kto-trainer"):
+        raise Unsupported("its own preparation ends every completion with <eos> and drops what max_length leaves bare")
+    if trainer in ("distillation-trainer", "online-dpo-trainer"):
+        raise Unsupported("every completion that it generates has one scored token at least")
+    if trainer == "sft-trainer":  # with a max_length it drops what has no label
+        return {"completion_only_loss": True, "max_length": None}
+    return {"mask_truncated_completions": True}
+
+
+def _fused(config: type, required: bool) -> dict[str, Any]:
+    try:
+        return drive.fused(config)
+    except Unsupported:
+        if required:
+            raise
+        return {}
+
+
+def train(trainer: Any, way: str, **options: Any) -> recorder.Steps:
+    """Trains and records it, in the way "fixed" with `parity.fixes` applied to the path that the version has."""
+    from parity.fixes.trainer import apply
+
+    with apply(trainer) if way == "fixed" else contextlib.nullcontext():
+        return recorder.train(trainer, **options)
+
+
+def _hand_out(trainer: Any, name: str, chosen: Sequence[Row]) -> None:
+    """Stored completions in place of generation; everything behind it is the trainer's own."""
+    original = getattr(trainer, "_generate_single_turn", None)
+    if original is None:
+        raise Unsupported("the installed version does not generate in a method of its own")
+    names = handed_names(original)
+    stored: dict[tuple[int, ...], list[list[int]]] = {}
+    end = [models.EOS] if truncating(name, chosen) else []
+    for row in chosen:
+        completion = windows.ids(row.completion) + (end if row.counted else [])
+        stored.setdefault(tuple(windows.ids(row.prompt)), []).append(completion)
+
+    def generate(prompts: list[Any], *_: Any, **__: Any) -> Any:
+        prompt_ids = [windows.ids(p) if isinstance(p, str) else list(p) for p in prompts]
+        left = {k: list(v) for k, v in stored.items()}
+        completion_ids = [left[tuple(p)].pop(0) for p in prompt_ids]
+        known = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "extra_fields": {}}
+        out = tuple(known.get(n) for n in names)
+        return out if len(out) > 1 else out[0]
+
+    generate.original = original  # type: ignore[attr-defined]
+    trainer._generate_single_turn = generate
+
+
+def handed_names(generate: Any) -> list[str]:
+    """The names of what a trainer's method of generation returns.
+
+    Raises:
+        Unsupported: where it does not return completion_ids by that name.
+    """
+    handed = re.findall(r"return ((?:\w+, )*completion_ids(?:, \w+)*)\n", inspect.getsource(generate))
+    if not handed:
+        raise Unsupported(f"{generate.__name__} of the installed version does not return completion_ids by that name")
+    return str(handed[0]).split(", ")
+
+
+def _generate_stored(trainer: Any, chosen: Sequence[Row]) -> None:
+    """The stored pairs in place of `model.generate`: the first of a prompt, then the other; tokenising, masks are theirs."""
+    stored = {tuple(windows.ids(r.prompt)): (windows.ids(r.completion), windows.ids(r.other)) for r in chosen}
+
+    def generate(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Tensor:
+        count = len(input_ids) // windows.GENERATIONS
+        completions = []
+        for i, (tokens, seen) in enumerate(zip(input_ids, attention_mask, strict=True)):
+            completions.append(torch.tensor([*stored[tuple(tokens[seen.bool()].tolist())][i // count], models.EOS]))
+        new = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True, padding_value=models.PAD)
+        return torch.cat([input_ids, new.to(input_ids)], 1)
+
+    trainer.model.generate = generate
+
+
+def external(tokens: Tensor) -> Tensor:
+    """1 where a token counts as the model's own, 0 where it stands for a tool's answer: every fifth word."""
+    return (tokens % 5 != 0).long()
+
+
+def _with_tools(trainer: Any) -> None:
+    """A tool mask beside what the trainer's own scoring hands to its own batching, as a tool-calling run has it."""
+    score = trainer._generate_and_score_completions
+
+    def scored(inputs: Any) -> Any:
+        out = score(inputs)
+        out["tool_mask"] = torch.where(out["completion_mask"].bool(), external(out["completion_ids"]), 1)
+        if mentions("self.tools"):  # the losses of 0.26 and 0.27 look at the mask for trainers with tools only
+            trainer.tools = [external]
+        return out
+
+    if not mentions("tool_mask"):
+        raise Unsupported("the installed version reads no tool_mask")
+    trainer._generate_and_score_completions = scored
+
+
+def seen(batches: list[dict[str, Any]]) -> Sequences:
+    """The sequences of recorded batches without padding, prompt length first found from their loss mask."""
+    out: Sequences = []
+    for batch in batches:
+        out += _of_batch(batch)
+    return out
+
+
+def all_there(trainer: str, steps: recorder.Steps) -> Result:
+    """Every sequence of the window, each once, prompt and completion as they were given."""
+    wanted, got = sorted(expected(trainer)), sorted(seen(steps.batches))
+    missing = [w for w in wanted if w not in got]
+    message = (
+        f"{len(got)} of {len(wanted)} sequences; missing {missing[:1]}, got {[g for g in got if g not in wanted][:1]}"
+    )
+    return holds("sequences", wanted == got, message, gate="exact", value=float(len(got)))
+
+
+def _of_batch(batch: Mapping[str, Any]) -> Sequences:
+    if "prompt_ids" in batch:
+        tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        present = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        loss = torch.cat([torch.zeros_like(batch["prompt_mask"]), batch["completion_mask"]], 1)
+        return [_one(*row) for row in zip(tokens, present, loss, strict=True)]
+    if "chosen_input_ids" in batch:  # DPO up to 0.28
+        return [pair for side in ("chosen", "rejected") for pair in _beside_the_prompt(batch, side)]
+    if "input_ids" not in batch:
+        raise Unsupported(f"a batch of {', '.join(sorted(batch))} is not a layout that can be read")
+    tokens = batch["input_ids"]
+    loss = batch["completion_mask"] if "completion_mask" in batch else (batch["labels"] != -100).long()
+    if "attention_mask" in batch:
+        return [_one(*row) for row in zip(tokens, batch["attention_mask"], loss, strict=True)]
+    starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist() + [tokens.shape[1]]  # packed into one row
+    pieces = [slice(a, b) for a, b in itertools.pairwise(starts)]
+    return [_one(tokens[0, p], torch.ones_like(tokens[0, p]), loss[0, p]) for p in pieces]
+
+
+def _beside_the_prompt(batch: Mapping[str, Any], side: str) -> Sequences:
+    """Sequences of a layout that keeps prompt and completion apart."""
+    names = ("prompt", side)
+    tokens, present = (torch.cat([batch[f"{n}_{what}"] for n in names], 1) for what in ("input_ids", "attention_mask"))
+    loss = torch.cat([torch.zeros_like(batch["prompt_input_ids"]), batch[f"{side}_attention_mask"]], 1)
+    return [_one(*row) for row in zip(tokens, present, loss, strict=True)]
+
+
+def _one(tokens: Tensor, present: Tensor, loss: Tensor) -> tuple[list[int], int]:
+    kept = tokens[present.bool()].tolist()
+    return kept, len(kept) - int((loss * present).sum())
+
+
+Definition = Callable[[Any], Tensor]
+
+
+def definition(
+    trainer: str, s: SimpleNamespace, part: Sequence[Row] | None = None, generation: windows.Generation | None = None
+) -> Definition:
+    """The loss of the window, or of a part of its rows, by its definition: a function of the float64 model."""
+    chosen = rows(trainer) if part is None else part
+    window = sequences(trainer, chosen)
+    beta = BETA.get(trainer, s.beta)
+    if trainer == "sft-trainer":
+        return functools.partial(windows.sft, window)
+    if trainer == "dpo-trainer":
+        pair = (window, windows.sequences(chosen, "other"))
+        return functools.partial(windows.dpo, pair, s.model, beta)
+    if trainer == "online-dpo-trainer":
+        pair = windows.preferred(chosen)
+        return functools.partial(windows.dpo, pair, s.model, beta)
+    if trainer == "kto-trainer":
+        return functools.partial(windows.kto, window, [r.label for r in chosen], s.model, beta)
+    if trainer == "rloo-trainer":
+        return functools.partial(windows.rloo, window, s.model, beta, generation)
+    if trainer == "grpo-trainer":
+        settings = {"loss_type": s.loss, "beta": beta, "max_completion_length": drive.COMPLETION}
+        own = external if s.tools else None
+        return functools.partial(windows.grpo, window, s.model, settings, own, generation)
+    teacher = models.model("qwen2", torch.float64).eval().requires_grad_(False)
+    return functools.partial(windows.distillation, window, teacher, beta)

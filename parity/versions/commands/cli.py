@@ -1,0 +1,250 @@
+"""The commands about versions: history, bisect, compare, matrix, env."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+from packaging.utils import canonicalize_name
+
+from parity.versions.env.client import EnvironmentUnusable, cache_folder
+
+FOUND, NOT_FOUND, USAGE, UNUSABLE = 0, 1, 2, 3
+
+
+def _usable(command: Callable[..., int]) -> Callable[..., None]:
+    """Ends the process with the command's exit code; an unusable environment, or a full disk, is one line and 3."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            sys.exit(command(*args, **kwargs))
+        except EnvironmentUnusable as error:
+            click.echo(f"parity: {error}", err=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            click.echo(f"parity: {error.filename or 'a file'}: {error.strerror or error}", err=True)
+        sys.exit(UNUSABLE)
+
+    return run
+
+
+def _progress(line: str) -> None:
+    click.echo(line, err=True)
+
+
+@click.command("history")
+@click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; repeat for several")
+@click.option("--bisect", "search", is_flag=True, help="bisect between the outermost releases of each record instead")
+@_usable
+def history_command(ids: tuple[str, ...], search: bool) -> int:
+    """Real upstream failures: red on the releases that had them, green on those that do not."""
+    from parity.versions.commands import history
+    from parity.versions.search import boundaries
+
+    records = history.load(ids)
+    if search:
+        found = boundaries.boundaries(records, _progress)
+        click.echo(boundaries.table(found))
+        return boundaries.exit_code(found)
+    findings = history.recall(records, _progress)
+    click.echo(history.table(findings))
+    return history.exit_code(findings)
+
+
+@click.command("bisect")
+@click.argument("package", metavar="PKG")
+@click.option("--good", required=True, metavar="VER", help="a release that is right")
+@click.option("--bad", required=True, metavar="VER", help="a release that is wrong")
+@click.option("--case", "name", metavar="CASE", help="case file, ledger entry, or id of a case in reports/")
+@click.option("--check", "record", metavar="RECORD", help="a record of `parity history`")
+@click.option("--implementation", "implementations", multiple=True, metavar="ID", help="whom to follow")
+@click.option("--quantity", "quantities", multiple=True, metavar="NAME", help="only this quantity of --case")
+@click.option("--find", type=click.Choice(["broken", "fixed"]), default="broken", show_default=True)
+@click.option("--hold", multiple=True, metavar="PKG==VER", help="a partner that must not move")
+@_usable
+def bisect_command(package: str, good: str, bad: str, find: Any, hold: tuple[str, ...], **chosen: Any) -> int:
+    """The release that changed an answer: searched over the releases of PKG between two that differ.
+
+    With neither --case nor --check it follows what differs most clearly between the ends, among the frozen cases.
+    """
+    from parity.versions.search.releases import check_ends, search
+
+    package = str(canonicalize_name(package))
+    check_ends(package, good, bad, find)
+    question = "\n".join([package, good, bad, find, *hold])
+    check, arguments, remembered = _check(package, good, bad, find, hold, question, **chosen)
+    state = _state(f"{question}\n{check.about}\n{check.case.id}")
+    done = search(
+        package,
+        good=good,
+        bad=bad,
+        check=check.measure,
+        about=check.about,
+        find=find,
+        hold=hold,
+        state=state,
+        reproduce=f"parity replay {arguments} --with {{high}}",
+        say=_progress,
+    )
+    for path in (state, remembered):
+        if path is not None:
+            path.unlink(missing_ok=True)
+    click.echo(done.text)
+    return {"found": FOUND, "swapped": USAGE, "unjudged": UNUSABLE}.get(done.found.outcome, NOT_FOUND)
+
+
+def _state(question: str) -> Path:
+    """Where a search keeps what it knows until it is done."""
+    return cache_folder("bisect") / f"{hashlib.sha256(question.encode()).hexdigest()[:12]}.json"
+
+
+def _check(
+    package: str,
+    good: str,
+    bad: str,
+    find: str,
+    hold: tuple[str, ...],
+    question: str,
+    name: str | None,
+    record: str | None,
+    implementations: tuple[str, ...],
+    quantities: tuple[str, ...],
+) -> tuple[Any, str, Path | None]:
+    """The check that is followed, how `parity replay` is told of it, and where it is remembered if it had to be found."""
+    from parity.errors import UsageError
+    from parity.registry import select
+    from parity.running.find import find as find_case
+    from parity.versions.commands import compare, history
+    from parity.versions.search.checks import Check, only_implementation
+
+    if name and record:
+        raise UsageError("--case and --check both say what to look at; keep one")
+    if record:
+        found = history.load([record])[0]
+        if found.package != package:
+            raise UsageError(f"record {record!r} is about {found.package}, not {package}")
+        return found.check, f"{_shown(found.file)} --implementation {found.check.implementation}", None
+    if name:
+        case, found_with = find_case(name)
+        chosen = only_implementation(case, implementations, found_with)
+        select([chosen])
+        return Check(name, case, chosen, quantities or ("*",)), f"{name} --implementation {chosen}", None
+    if quantities:
+        raise UsageError("--quantity belongs to --case, which names the case it is a quantity of")
+    older, newer = (good, bad) if find == "broken" else (bad, good)
+    remembered = _state(f"{question}\nfirst difference of {implementations}")
+    check = compare.remembered(remembered)
+    if check is None:
+        _progress(f"the frozen cases in {package} {older} and {newer}")
+        check = compare.first_difference(package, older, newer, hold, implementations, find)
+        compare.remember(remembered, check)
+    _progress(f"differs most clearly: {check.about}")
+    return check, f"{check.name} --implementation {check.implementation}", remembered
+
+
+def _shown(path: Path) -> str:
+    """A path as one types it where one stands."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+@click.command("compare")
+@click.argument("before", metavar="SPEC")
+@click.argument("after", metavar="SPEC")
+@click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
+@click.option("--all-defaults", is_flag=True, help="every setting at the release's own default")
+@_usable
+def compare_command(before: str, after: str, implementations: tuple[str, ...], all_defaults: bool) -> int:
+    """What moved between two environments, quantity by quantity, and which of the two is nearer to the definition."""
+    from parity.versions.commands.compare import compare
+
+    text, code = compare(([before], [after]), implementations, all_defaults=all_defaults)
+    click.echo(text)
+    return code
+
+
+@click.command("matrix")
+@click.argument("package", metavar="PKG")
+@click.argument("releases", metavar="LOW..HIGH")
+@click.option("--family", "name", default="policy", show_default=True, help="policy, logprobs or divergence")
+@click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
+@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="environments at a time")
+@click.option("--html", type=click.Path(path_type=Path), default=Path("reports/matrix.html"), show_default=True)
+@_usable
+def matrix_command(
+    package: str, releases: str, name: str, implementations: tuple[str, ...], workers: int, html: Path
+) -> int:
+    """Every release of a range: headroom by implementation and loss type, on the terminal and as a page.
+
+    Killed, it goes on where it stopped. Exit 1 when the newest release fails where the ledger knows of nothing.
+    """
+    from rich.console import Console
+
+    from parity.versions.commands import matrix, matrix_page
+
+    package = str(canonicalize_name(package))
+    lines = matrix.matrix(package, releases, name, implementations, workers, _progress)
+    matrix_page.render(package, lines, Console(highlight=False))
+    matrix_page.write(package, name, lines, html)
+    click.echo(f"page: {html}")
+    return matrix.exit_code(lines)
+
+
+@click.group("env")
+def env_command() -> None:
+    """The environments on this machine."""
+
+
+@env_command.command("list")
+@_usable
+def env_list() -> int:
+    """Name, megabytes of its own, the date it stands for, and what does not import there."""
+    from parity.versions.env.environment import environments_root, listing, own_bytes
+
+    made = listing()
+    for one in made:
+        broken = [name for name, reason in one.imports.items() if reason]
+        told = f"  does not import: {', '.join(broken)}" if broken else ""
+        click.echo(f"{one.name}  {own_bytes(one) >> 20} MB  {(one.before or 'no date')[:10]}{told}")
+    click.echo(f"{len(made)} environments in {environments_root()}")
+    return FOUND
+
+
+@env_command.command("show")
+@click.argument("name")
+@_usable
+def env_show(name: str) -> int:
+    """The versions in one environment; NAME may be the beginning of its name."""
+    from parity.versions.env.environment import show
+
+    made = show(name)
+    click.echo(f"{made.name}\n{made.root}\nnothing newer than {made.before or 'today'}; torch from {made.torch}")
+    for package, version in sorted(made.versions.items()):
+        reason = made.imports.get(package)
+        click.echo(f"  {package} {version}" + (f"  does not import: {reason}" if reason else ""))
+    return FOUND
+
+
+@env_command.command("prune")
+@click.argument("names", nargs=-1)
+@click.option("--days", type=click.IntRange(min=0), default=30, show_default=True, help="unused for longer than this")
+@_usable
+def env_prune(names: tuple[str, ...], days: int) -> int:
+    """Remove the named environments, else those unused for --days (0: all); one in use stays."""
+    from parity.versions.env.environment import prune
+
+    removed = prune(names, unused=timedelta(days=days) if days else None)
+    for name in removed:
+        click.echo(f"removed {name}")
+    click.echo(f"{len(removed)} removed; locks are kept, so they can be made again without a network")
+    return FOUND
+
+
+COMMANDS = (history_command, bisect_command, compare_command, matrix_command, env_command)

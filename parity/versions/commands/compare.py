@@ -1,0 +1,220 @@
+"""Two environments side by side: the same frozen cases in both, and what moved between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from parity import data
+from parity.case.case import Case
+from parity.errors import UsageError
+from parity.families.policy_inputs import LOSS_TYPES
+from parity.registry import family
+from parity.versions.commands.history import folder
+from parity.versions.commands.probe import Look, look
+from parity.versions.commands.row_diff import MARKS, Moved, moved, side, table
+from parity.versions.env.client import EnvironmentUnusable
+from parity.versions.env.environment import Environment
+from parity.versions.env.resolve import PARTNERS, save_json
+from parity.versions.env.spec import parse_all
+from parity.versions.search.checks import Check
+
+Cases = list[tuple[str, Case]]
+
+FAMILIES = ("policy", "logprobs", "divergence")
+QUICK = ("trl", "liger-kernel")
+OF_CONFIG = (
+    "loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl temperature "
+    "off_policy_mask_threshold entropy_coef sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos "
+    "vespo_k_neg vespo_lambda_neg max_completion_length"
+).split()
+"""Settings of a policy case that a field of GRPOConfig of the same name decides."""
+
+
+def cases() -> Cases:
+    """The frozen cases of the families compared, by name: regressions, and those of the history records."""
+    paths = {path.stem: path for path in [*sorted(folder().glob("*.json")), *data.frozen_cases()]}
+    found = [(name, Case.load(path)) for name, path in paths.items()]
+    return [(name, case) for name, case in found if case.family in FAMILIES and case.tensors is None]
+
+
+def twins() -> Cases:
+    """Every trainer once, all of a window in one sequence a time, by the id of the case: what profile pr runs of them."""
+    from parity.trainers import catalogue
+
+    found = [case for name in catalogue.names() for case in catalogue.cases(name, "pr", 0)]
+    return [(case.id, case) for case in found if case.settings["check"] == "twins"]
+
+
+def of(frozen: Cases, wanted: Sequence[str]) -> Cases:
+    """The cases that some wanted implementation can run."""
+    from parity.registry import select
+
+    families = {one.family for one in select(wanted)}
+    return [(name, case) for name, case in frozen if case.family in families]
+
+
+def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[str]:
+    """The named ones, else all of a run from TRL and Liger that need no interpreter, those of `packages`, and trainers.
+
+    Of the trainers those as released and on their fused path: what `parity.fixes` mends is no release's.
+    """
+    from parity.registry import select
+    from parity.trainers.catalogue import is_trainer
+
+    chosen = [i for i in select(named) if i.family in FAMILIES or is_trainer(i.family)]
+    if not named:
+        chosen = [i for i in chosen if not i.id.endswith("-trainer.fixed")]
+        others = set(packages) - set(QUICK)
+        chosen = [i for i in chosen if i.library in others or (i.library in QUICK and not i.interpreted)]
+    return [i.id for i in chosen]
+
+
+def compare(
+    specs: tuple[Sequence[str], Sequence[str]], named: Sequence[str] = (), *, all_defaults: bool = False
+) -> tuple[str, int]:
+    """The report and the exit code: 0, 1 when something newly disagrees in the second, 3 when nothing was compared.
+
+    all_defaults: every setting of the loss at the release's own default, which is what a user gets who sets nothing;
+    what moves then is the release, wrong or not.
+    EnvironmentUnusable when one of the environments cannot be made, imported or run.
+    """
+    parsed = [parse_all(one) for one in specs]
+    if parsed[0] == parsed[1]:
+        raise UsageError(f"compare: both sides are {', '.join(map(str, parsed[0]))}; name two")
+    sides = [Environment.of(one) for one in specs]
+    wanted = implementations(named, (spec.name for one in parsed for spec in one))
+    frozen = of([*cases(), *twins()], wanted)
+    asked = [frozen, frozen]
+    if all_defaults:
+        asked = [_with_defaults(frozen, one.config) for one in both(sides, [[], []], ())]
+    seen = both(sides, asked, wanted, sampled=not named)
+    found = [one.rows for one in seen]
+    judged = [sum(r["verdict"] in ("agree", "disagree") for r in rows) for rows in found]
+    if not all(judged):
+        raise EnvironmentUnusable(f"compare: {' and '.join(map(str, judged))} judged quantities, nothing to compare")
+    different = moved(side(found[0], asked[0]), side(found[1], asked[1]), settings_too=all_defaults)
+    lines = [f"before: {sides[0].partners}", f"after:  {sides[1].partners}", ""]
+    lines += [table(different), ""] if different else []
+    counts = {mark: sum(m.mark == mark for m in different) for mark in MARKS}
+    lines.append(
+        f"{len(asked[0])} cases, {judged[0]} and {judged[1]} judged quantities: "
+        f"{counts['+']} worse (+), {counts['-']} better (-), {counts['~']} otherwise moved (~); ! outside its gate"
+    )
+    packages = [
+        f"{n} {a} -> {b}" for n in PARTNERS if (a := sides[0].versions.get(n)) != (b := sides[1].versions.get(n))
+    ]
+    lines.append(f"packages: {', '.join(packages) or 'the same'}")
+    if not named:
+        lines.append(sampled_moved(*(one.sampled for one in seen)))
+    return "\n".join([*lines, *_settings_moved(*(one.config for one in seen))]), int(counts["+"] > 0)
+
+
+def sampled_moved(before: list[list[int]] | str | None, after: list[list[int]] | str | None) -> str:
+    """One line: whether GRPOTrainer samples the same tokens at the same seed, and the first that differs."""
+    if not isinstance(before, list) or not isinstance(after, list):
+        told = [f"{side}: {one}" for side, one in (("before", before), ("after", after)) if not isinstance(one, list)]
+        return f"sampled tokens: none to compare, {'; '.join(told)}"
+    different = [i for i, pair in enumerate(zip_longest(before, after)) if pair[0] != pair[1]]
+    if not different:
+        return f"sampled tokens: the same, {sum(map(len, before))} in {len(before)} completions of GRPOTrainer"
+    i = different[0]
+    one, two = (side[i] if i < len(side) else [] for side in (before, after))
+    at = next(j for j, pair in enumerate(zip_longest(one, two)) if pair[0] != pair[1])
+    tokens = [str(side[at]) if at < len(side) else "the end" for side in (one, two)]
+    return (
+        f"sampled tokens: {len(different)} of {max(len(before), len(after))} completions of GRPOTrainer differ, first "
+        f"in completion {i}, token {at}: {tokens[0]} -> {tokens[1]}"
+    )
+
+
+def both(
+    made: Sequence[Environment], asked: Sequence[Cases], wanted: Sequence[str], *, sampled: bool = False
+) -> list[Look]:
+    """What each environment shows of its cases, the environments at the same time."""
+
+    def one(environment: Environment, frozen: Cases) -> Look:
+        return look(environment, [case for _, case in frozen], wanted, config=True, sampled=sampled)
+
+    with ThreadPoolExecutor(len(made)) as pool:
+        return list(pool.map(one, made, asked))
+
+
+def _with_defaults(frozen: Cases, config: Mapping[str, Any]) -> Cases:
+    """The policy cases with every setting that a GRPOConfig could have at the release's default, each such case once."""
+    own = {n: v for n, v in config.items() if n in OF_CONFIG}
+    if own.get("loss_type", LOSS_TYPES[0]) not in LOSS_TYPES:
+        raise UsageError(f"--all-defaults: loss_type {own['loss_type']!r} is none of {', '.join(LOSS_TYPES)}")
+    out: dict[str, tuple[str, Case]] = {}
+    for name, case in frozen:
+        if case.family == "policy":
+            kept = {n: v for n, v in case.settings.items() if n not in (*OF_CONFIG, "entropy_quantile")}
+            made = family("policy").case(case.seed, case.dtype, kept | own)
+            out.setdefault(made.id, (name, made))
+    return list(out.values())
+
+
+def _settings_moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Fields of GRPOConfig that came, went or have another default."""
+    changed = [f"{n} {before[n]!r} -> {after[n]!r}" for n in before if n in after and before[n] != after[n]]
+    gone, new = [n for n in before if n not in after], [f"{n}={v!r}" for n, v in after.items() if n not in before]
+    kinds = (("defaults changed", changed), ("settings gone", gone), ("settings new", new))
+    return [f"GRPOConfig, {kind}: {', '.join(names)}" for kind, names in kinds if names]
+
+
+def first_difference(
+    package: str, older: str, newer: str, hold: Sequence[str], named: Sequence[str], find: str
+) -> Check:
+    """The frozen case, implementation and quantity that differ most clearly between two releases of a package.
+
+    Raises:
+        UsageError: when nothing differs in the direction asked for; it says what does in the other.
+    """
+    wanted = implementations(named, [package])
+    frozen = of([*cases(), *twins()], wanted)
+    made = [Environment.of([f"{package}=={version}"], hold) for version in (older, newer)]
+    found = both(made, [frozen, frozen], wanted)
+    different = moved(*(side(one.rows, frozen) for one in found))
+    mark, other = "+-" if find == "broken" else "-+"
+    if one := next((m for m in different if m.mark == mark), None):
+        return _check(one, dict(frozen)[one.case])
+    raise UsageError(
+        f"nothing {'broke' if find == 'broken' else 'became right'} between {package} {older} and {newer} in "
+        f"{len(frozen)} frozen cases{_other_way(different, other, find)}; name one with --case or --check"
+    )
+
+
+def remember(path: Path, check: Check) -> None:
+    """Keeps the check for a search that is killed: the ends need not be compared again."""
+    kept = {"name": check.name, "case": check.case.to_json(), "implementation": check.implementation}
+    save_json(path, {**kept, "quantities": list(check.quantities), "failure": check.failure})
+
+
+def remembered(path: Path) -> Check | None:
+    """The check kept at `path`; None where there is none, or what is there cannot be read."""
+    try:
+        kept = json.loads(path.read_text())
+        fields = {"implementation": kept["implementation"], "failure": kept["failure"]}
+        return Check(kept["name"], Case.from_json(kept["case"]), quantities=tuple(kept["quantities"]), **fields)
+    except (OSError, ValueError, KeyError, TypeError, UsageError):
+        return None
+
+
+def _check(one: Moved, case: Case) -> Check:
+    if one.quantity is not None:
+        return Check(one.case, case, one.implementation, (one.quantity,))
+    verdicts = [r["verdict"] for r in (one.before, one.after) if r is not None]
+    return Check(one.case, case, one.implementation, failure="crashed" if "crashed" in verdicts else "disagree")
+
+
+def _other_way(different: Sequence[Moved], mark: str, find: str) -> str:
+    count = sum(m.mark == mark for m in different)
+    if not count:
+        return ""
+    return (
+        f", but {count} quantities {'became right' if find == 'broken' else 'broke'} (turn --find and the ends round)"
+    )

@@ -1,0 +1,204 @@
+"""Real upstream failures as records: each must show on the releases that had it and be gone on those that do not.
+
+A record is a TOML file in cases/history/ beside the frozen case that shows the failure:
+
+    what            one sentence
+    link            where it is reported or was mended, if known
+    package         what `parity bisect` searches
+    bad, good       versions of it on which the check was run; "0.23.0 liger-kernel==0.6.5" asks for a partner too
+    case            JSON file in the same folder
+    implementation  id of the one that shows it
+    quantities      which of its quantities count; default: all
+    expect          verdict on the bad releases: disagree (default), refused, crashed; a refusal is a control
+    then            verdict on the good ones: agree (default), refused (they say so instead of being wrong)
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import Version
+
+from parity import data
+from parity.case.case import Case
+from parity.errors import UsageError
+from parity.trainers.catalogue import is_trainer
+from parity.versions.commands.probe import rows
+from parity.versions.env.client import EnvironmentUnusable
+from parity.versions.env.environment import Environment
+from parity.versions.search.checks import Check, Row, amount, gradient_norm, loss
+
+EXPECTED, THEN = ("disagree", "refused", "crashed"), ("agree", "refused")
+_FIELDS = {"what": str, "package": str, "bad": list, "good": list, "case": str, "implementation": str}
+_OPTIONAL = {"link": str, "quantities": list, "expect": str, "then": str}
+RECALLED, MISSED, UNUSABLE = 0, 1, 3
+
+
+@dataclass(frozen=True)
+class Record:
+    """One failure; `bad` and `good` hold, per release, the specs of its environment; `file` is the case's."""
+
+    id: str
+    what: str
+    package: str
+    bad: tuple[tuple[str, ...], ...]
+    good: tuple[tuple[str, ...], ...]
+    check: Check
+    expect: str = "disagree"
+    then: str = "agree"
+    link: str = ""
+    file: Path = Path()
+
+    @property
+    def reference(self) -> str:
+        """The plain path that its candidate is held against in reports."""
+        family = self.check.case.family
+        if is_trainer(family):
+            return f"{family}.released"
+        return "trl.GRPOTrainer" if family == "policy" else "trl.selective_log_softmax"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a record's check answered in one environment; `as_recorded` None where it could not be run."""
+
+    record: Record
+    specs: tuple[str, ...]
+    bad: bool
+    verdict: str
+    as_recorded: bool | None
+    told: str
+    factor: float | None = None
+
+
+def folder() -> Path:
+    """Where the records lie."""
+    return data.cases_dir() / "history"
+
+
+def load(ids: Sequence[str] = ()) -> list[Record]:
+    """The records, or the named ones, by id.
+
+    Raises:
+        UsageError: for a record that cannot be read, or an id that does not exist, naming the choices.
+    """
+    found = {path.stem: path for path in sorted(folder().glob("*.toml"))}
+    for name in ids:
+        if name not in found:
+            raise UsageError(f"record {name!r} is unknown, choose from {', '.join(found) or 'none: no records here'}")
+    return [_read(found[name]) for name in (ids or found)]
+
+
+def _read(path: Path) -> Record:
+    try:
+        raw = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not a readable record: {error}") from None
+    for name, kind in _FIELDS.items():
+        if not isinstance(raw.get(name), kind) or not raw[name]:
+            raise UsageError(f"{path}: {name} is mandatory, a {kind.__name__}, got {raw.get(name)!r}")
+    if unknown := sorted(raw.keys() - _FIELDS.keys() - _OPTIONAL.keys()):
+        raise UsageError(f"{path}: {unknown[0]!r} is unknown, choose from {', '.join([*_FIELDS, *_OPTIONAL])}")
+    verdicts = {"expect": raw.get("expect", "disagree"), "then": raw.get("then", "agree")}
+    for name, choices in (("expect", EXPECTED), ("then", THEN)):
+        if verdicts[name] not in choices:
+            raise UsageError(f"{path}: {name} {verdicts[name]!r} is unknown, choose from {', '.join(choices)}")
+    case = Case.load(path.parent / raw["case"])
+    failure = "crashed" if verdicts["expect"] == "crashed" else "disagree"
+    check = Check(path.stem, case, raw["implementation"], tuple(raw.get("quantities", ("*",))), failure)
+    bad, good = (tuple(_specs(raw["package"], text) for text in raw[side]) for side in ("bad", "good"))
+    rest = {"link": raw.get("link", ""), "file": path.parent / raw["case"]}
+    return Record(path.stem, raw["what"], raw["package"], bad, good, check, **verdicts, **rest)
+
+
+def _specs(package: str, text: str) -> tuple[str, ...]:
+    version, *others = text.split()
+    return (f"{package}=={version}", *others)
+
+
+def recall(records: Sequence[Record], say: Callable[[str], None]) -> list[Finding]:
+    """Runs every record on each of its releases, one process an environment; `say` is told what comes out."""
+    wanted: dict[tuple[str, ...], list[tuple[Record, bool]]] = {}
+    for record in records:
+        for specs, bad in [*((s, True) for s in record.bad), *((s, False) for s in record.good)]:
+            wanted.setdefault(specs, []).append((record, bad))
+    out = []
+    for specs, asked in wanted.items():
+        for finding in _in_environment(specs, asked):
+            out.append(finding)
+            mark = {True: ", as recorded", False: ", NOT AS RECORDED", None: ""}[finding.as_recorded]
+            say(f"{' '.join(specs)}  {finding.record.id}: {finding.verdict}{mark}{finding.told}")
+    return out
+
+
+def _in_environment(specs: tuple[str, ...], asked: Sequence[tuple[Record, bool]]) -> list[Finding]:
+    try:
+        made = Environment.of(specs)
+        found = rows(made, *distinct([record.check for record, _ in asked]))
+    except EnvironmentUnusable as error:
+        return [Finding(record, specs, bad, "not run", None, f": {error}") for record, bad in asked]
+    return [_judged(record, specs, bad, found) for record, bad in asked]
+
+
+def distinct(checks: Sequence[Check]) -> tuple[list[Case], list[str]]:
+    """The cases and implementations of several checks, each once."""
+    cases = {check.case.id: check.case for check in checks}
+    return list(cases.values()), sorted({check.implementation for check in checks})
+
+
+def _judged(record: Record, specs: tuple[str, ...], bad: bool, found: Sequence[Row]) -> Finding:
+    answer = record.check.answer(found)
+    right = answer.verdict == (record.expect if bad else record.then)
+    case, implementation = record.check.case, record.check.implementation
+    parts = [answer.message] if answer.message else []
+    factor = None
+    if answer.verdict in ("agree", "disagree"):
+        for name, of in (("loss", loss), ("gradient norm", gradient_norm)):
+            own, exact = of(found, case, implementation)
+            if is_trainer(case.family) and own is None and exact is None:
+                continue  # a trainer check says what it measured in its own quantities
+            if own is None and exact is None:
+                continue  # a family without this quantity, or whose definition has no finite one
+            plain, _ = of(found, case, record.reference)
+            beside = "" if implementation == record.reference else f"reference {amount(plain)}, "
+            parts.append(f"{name} {amount(own)} ({beside}definition {amount(exact)})")
+            if name == "gradient norm":
+                factor = own / exact if own is not None and exact else None
+    return Finding(record, specs, bad, answer.verdict, right, "".join(f"; {part}" for part in parts), factor)
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """The recall table, Markdown: a line a record."""
+    lines = ["| record | what went wrong | shown by | red on | green on | gradient × | recalled |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    records = {f.record.id: f.record for f in sorted(findings, key=lambda f: f.record.id)}
+    for record in records.values():
+        own = [f for f in findings if f.record is record]
+        own.sort(key=lambda f: Version(f.specs[0].partition("==")[2]))
+        sides = [", ".join(_version(f) for f in own if f.bad is bad) for bad in (True, False)]
+        factors = [f.factor for f in own if f.bad and f.verdict == "disagree" and f.factor is not None]
+        most = max(factors, key=lambda x: abs(x - 1), default=None)
+        right = sum(f.as_recorded is True for f in own)
+        cells = [record.id, record.what, f"`{record.check.implementation}`", *sides]
+        cells += ["" if most is None else f"{most:.3g}", f"{right} of {len(own)}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    whole = sum(all(f.as_recorded for f in findings if f.record is r) for r in records.values())
+    return "\n".join([*lines, "", f"{whole} of {len(records)} records recalled"])
+
+
+def _version(finding: Finding) -> str:
+    first, *others = finding.specs
+    text = first.replace("==", " ") + "".join(f" + {other.replace('==', ' ')}" for other in others)
+    if finding.as_recorded is None:
+        return f"{text} (not run)"
+    return text + ("" if finding.verdict in ("disagree", "agree") and finding.as_recorded else f" ({finding.verdict})")
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """3 when an environment was unusable, 1 when a record is not as recorded, else 0."""
+    if not findings or any(f.as_recorded is None for f in findings):
+        return UNUSABLE
+    return RECALLED if all(f.as_recorded for f in findings) else MISSED

@@ -1,0 +1,36 @@
+"""`--with`: the same command in an environment of other versions, its rows, reports and exit code passed through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from parity.versions.env.client import EnvironmentUnusable
+from parity.versions.env.environment import Environment
+from parity.versions.env.spec import Spec
+
+UNUSABLE, NO_JUDGEMENT = 3, 125
+
+
+def run_inside(specs: Sequence[str | Spec], argv: Sequence[str]) -> int:
+    """Runs `parity ARGV` in the environment of `specs`, made if it is not there, and returns its exit code.
+
+    Working folder, results and reports are the caller's. An environment that cannot be made or imported: one line on
+    stderr, and 3, or 125 for `replay` (`git bisect run` then skips). SpecError for a spec that cannot be read.
+    """
+    try:
+        made = Environment.of(specs)
+        click.echo(described(made), err=True)
+        return made.run(["python", "-m", "parity", *argv]).returncode
+    except EnvironmentUnusable as error:
+        click.echo(f"parity: {error}", err=True)
+        return NO_JUDGEMENT if list(argv[:1]) == ["replay"] else UNUSABLE
+
+
+def described(made: Environment) -> str:
+    """The environment on one line: versions, revisions of checkouts, and which partner does not import."""
+    parts = [f"with {made.partners}"]
+    parts += [f"{name} from {revision}" for name, revision in made.checkouts.items()]
+    parts += [f"{name} does not import ({reason})" for name, reason in made.imports.items() if reason]
+    return "; ".join(parts)

@@ -1,0 +1,193 @@
+"""Releases x implementations x loss types: the greatest headroom in each cell. Computed release by release, resumable.
+
+The columns of family policy are loss types, of divergence the kinds of divergence, of logprobs the dtypes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import parity
+from parity.case.case import Case
+from parity.errors import UsageError
+from parity.families.policy_inputs import LOSS_TYPES
+from parity.registry import family
+from parity.running.shard import FAILING
+from parity.versions.commands.compare import QUICK
+from parity.versions.commands.probe import rows
+from parity.versions.env.client import EnvironmentUnusable, cache_folder
+from parity.versions.env.environment import Environment
+from parity.versions.env.releases import span
+from parity.versions.env.resolve import save_json
+from parity.versions.search.checks import Row
+
+SEED = 20261120
+_RAGGED: dict[str, Any] = {"B": 4, "T": 9, "V": 37, "H": 8, "peak": 2.0}
+_POLICY = {"lengths": [9, 4, 7, 1], "epsilon_high": 0.28, "max_completion_length": 16}
+_WINDOW = {"accumulation": 2, "steps_per_generation": 2, "other_tokens": 17}
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    # Plain; with a KL term and unequal micro-batches; with the sampler's ratio and a tool mask. A case that a release
+    # cannot express leaves the others to speak for it.
+    "policy": (_POLICY, {**_POLICY, **_WINDOW, "beta": 0.04}, {**_POLICY, "ratio": "token", "holes": True}),
+    "logprobs": ({}, {"bias": "random", "temperature": 0.7, "targets": "likely"}),
+    "divergence": ({"teacher_H": 8}, {"teacher_H": 8, "ignored": "some", "temperature": 2.0}),
+}
+_BETAS = {"forward KL": 0.0, "JSD": 0.5, "reverse KL": 1.0}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An implementation on the cases of a column: the greatest headroom, or why there is none.
+
+    `verdict`: disagree if any quantity did, agree if all judged ones did, else the last verdict; `headroom` None where
+    nothing was judged, or where a failure has no size; `worst`: the quantity that used most, or the message; `known`:
+    the ledger entries that its failures fall under, empty where one of them is new.
+    """
+
+    verdict: str
+    headroom: float | None
+    worst: str
+    known: tuple[str, ...] = ()
+
+    @property
+    def new(self) -> bool:
+        """Whether something failed that the ledger does not know."""
+        return self.verdict in FAILING and not self.known
+
+
+@dataclass(frozen=True)
+class Line:
+    """A release: its partners on one line, and cells by (implementation, column); none where `unusable` says why."""
+
+    version: str
+    partners: str
+    cells: Mapping[tuple[str, str], Cell]
+    unusable: str = ""
+
+
+def columns(name: str) -> dict[str, list[Case]]:
+    """Column -> cases, for a family."""
+    if name not in VARIANTS:
+        raise UsageError(f"family {name!r} has no matrix, choose from {', '.join(VARIANTS)}")
+    own: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+        "policy": {one: ("fp32", {"loss_type": one}) for one in LOSS_TYPES},
+        "logprobs": {dtype: (dtype, {}) for dtype in ("fp32", "fp16", "bf16")},
+        "divergence": {kind: ("fp32", {"beta": beta}) for kind, beta in _BETAS.items()},
+    }
+    fam = family(name)
+    return {
+        column: [fam.case(SEED + n, dtype, {**_RAGGED, **variant, **sets}) for n, variant in enumerate(VARIANTS[name])]
+        for column, (dtype, sets) in own[name].items()
+    }
+
+
+def implementations(name: str, named: Sequence[str], package: str) -> list[str]:
+    """The named implementations of the family, else TRL's and Liger's that need no interpreter, and the package's own."""
+    from parity.registry import select
+
+    chosen = select(named, name)
+    if not named:
+        chosen = [i for i in chosen if i.library == package or (i.library in QUICK and not i.interpreted)]
+    if not chosen:
+        raise UsageError(f"family {name!r} has no implementation {', '.join(named)}")
+    return [i.id for i in chosen]
+
+
+def matrix(
+    package: str,
+    text: str,
+    name: str,
+    named: Sequence[str],
+    workers: int,
+    say: Callable[[str], None],
+) -> list[Line]:
+    """The lines of a range, oldest first; each release is kept on disk once it is done, and not run again.
+
+    EnvironmentUnusable when the range is empty or the index cannot be read; a release that cannot be made is a line.
+    """
+    asked, wanted = columns(name), implementations(name, named, package)
+    versions = [one.version for one in span(package, text)]
+    kept = _folder(package, asked, wanted)
+    lines: dict[str, Line] = {}
+    with ThreadPoolExecutor(workers) as pool:
+        jobs = {pool.submit(_line, package, version, asked, wanted, kept): version for version in versions}
+        for number, job in enumerate(as_completed(jobs), 1):
+            line = lines[jobs[job]] = job.result()
+            say(f"{number} of {len(versions)}: {package} {line.version} {line.unusable or line.partners}")
+    return [lines[version] for version in versions]
+
+
+def _folder(package: str, asked: Mapping[str, Sequence[Case]], wanted: Sequence[str]) -> Path:
+    """Where the lines of this very matrix are kept: another harness, another folder."""
+    root = Path(parity.__file__).parent
+    sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py"))))
+    ids = [[case.id for case in cases] for cases in asked.values()]
+    question = json.dumps([package, ids, list(wanted), sources.hexdigest()])
+    return cache_folder("matrix", hashlib.sha256(question.encode()).hexdigest()[:12])
+
+
+def _line(package: str, version: str, asked: Mapping[str, Sequence[Case]], wanted: Sequence[str], kept: Path) -> Line:
+    file = kept / f"{version}.json"
+    if (known := _read(file)) is not None:
+        return known
+    try:
+        made = Environment.of([f"{package}=={version}"])
+        found = rows(made, [case for cases in asked.values() for case in cases], wanted)
+    except EnvironmentUnusable as error:
+        # Not kept: the index or the disk may be to blame.
+        return Line(version, "", {}, str(error))
+    cells = {(one, column): cell(found, one, cases) for one in wanted for column, cases in asked.items()}
+    line = Line(version, made.partners, cells)
+    save_json(file, {**asdict(line), "cells": [[*key, asdict(value)] for key, value in cells.items()]})
+    return line
+
+
+def _read(file: Path) -> Line | None:
+    try:
+        kept = json.loads(file.read_text())
+        cells = {
+            (one, column): Cell(**value | {"known": tuple(value["known"])}) for one, column, value in kept["cells"]
+        }
+        return Line(kept["version"], kept["partners"], cells)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def cell(found: Sequence[Row], implementation: str, cases: Sequence[Case]) -> Cell:
+    """What the rows of some cases come to."""
+    ids = {case.id for case in cases}
+    mine = [r for r in found if r["implementation"] == implementation and r["case"] in ids]
+    judged = [
+        r for r in mine if r["quantity"] is not None and r["verdict"] in ("agree", "disagree", "nondeterministic")
+    ]
+    failing = [r.get("known") for r in mine if r["verdict"] in FAILING]
+    entries = {entry for entry in failing if entry}
+    known = tuple(sorted(entries)) if all(failing) else ()
+    if crashed := next((r for r in mine if r["verdict"] == "crashed"), None):
+        return Cell("crashed", None, crashed["message"], known)
+    if not judged:
+        last = mine[-1] if mine else {"verdict": "unsupported", "message": "not among the implementations there"}
+        return Cell(last["verdict"], None, last["message"])
+    worst = max(judged, key=_badness)
+    return Cell(worst["verdict"], worst["headroom"], worst["quantity"], known)
+
+
+def _badness(row: Row) -> tuple[bool, bool, float]:
+    """New failures before known ones, and those before what agrees; then by headroom."""
+    failing = row["verdict"] != "agree"
+    return failing and not row.get("known"), failing, math.inf if row["headroom"] is None else row["headroom"]
+
+
+def exit_code(lines: Sequence[Line]) -> int:
+    """0, 1 when the newest release that could be judged fails where the ledger knows of nothing, 3 when none could."""
+    judged = [line for line in lines if any(c.verdict in ("agree", "disagree") for c in line.cells.values())]
+    if not judged:
+        return 3
+    return int(any(c.new for c in judged[-1].cells.values()))

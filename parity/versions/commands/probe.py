@@ -1,0 +1,143 @@
+"""Cases through implementations inside an environment, as result rows: what history, bisect and compare look through.
+
+`python -m parity.versions.commands.probe` reads a plan (JSON) from its standard input and prints one row a line, and the defaults
+of GRPOConfig and the tokens that its trainer samples where the plan asks for them; `look` is the caller's side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from parity.case.case import Case
+from parity.process import environment
+from parity.registry import facts, run_case
+from parity.running.cpu_limit import LimitExceeded
+from parity.versions.env.client import EnvironmentUnusable, one_line
+from parity.versions.env.environment import Environment
+
+CPU_LIMIT = 600.0
+"""Seconds of CPU time of a probe, its children included; on the clock `limited.BACKSTOP` times as many."""
+ROW, CONFIG, SAMPLED = "parity-row ", "parity-config ", "parity-sampled "
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What a probe saw: result rows; name -> default of the fields of GRPOConfig (empty if not asked for); and the token
+    ids of the completions that its trainer samples, or why there are none (None if not asked for).
+    """
+
+    rows: list[Row]
+    config: dict[str, Any]
+    sampled: list[list[int]] | str | None = None
+
+
+def rows(made: Environment, cases: Sequence[Case], implementations: Sequence[str]) -> list[Row]:
+    """The rows of `look`."""
+    return look(made, cases, implementations).rows
+
+
+def look(
+    made: Environment,
+    cases: Sequence[Case],
+    implementations: Sequence[str],
+    *,
+    config: bool = False,
+    sampled: bool = False,
+    exactly: Mapping[str, Sequence[str]] | None = None,
+    cpu_limit: float = CPU_LIMIT,
+) -> Look:
+    """Every case through the named implementations and the references of its family, in the environment.
+
+    `exactly`: id of a case -> the implementations that it goes through, and no reference: what a search asks.
+    Failing rows carry the id of the ledger entry that they fall under, in `known`.
+    On the CPU, one thread, without repeated calls and relations: the same cases, the same rows, wherever it runs.
+    EnvironmentUnusable when the process dies, with its last line, or is ended: after `cpu_limit` seconds of CPU time, or
+    `limited.BACKSTOP` times as many on the clock; the message says which.
+    """
+    plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations), "config": config}
+    plan["sampled"] = sampled
+    plan["exactly"] = {case: list(ids) for case, ids in (exactly or {}).items()}
+    done = _ran(made, json.dumps(plan), cpu_limit)
+    if done.returncode:
+        last = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
+        raise EnvironmentUnusable(f"environment {made.name}: {last}")
+    marked = {
+        mark: [json.loads(line.removeprefix(mark)) for line in _lines(done, mark)] for mark in (ROW, CONFIG, SAMPLED)
+    }
+    return Look(marked[ROW], marked[CONFIG][0] if config else {}, marked[SAMPLED][0] if sampled else None)
+
+
+def _lines(done: subprocess.CompletedProcess[str], mark: str) -> list[str]:
+    return [line for line in done.stdout.splitlines() if line.startswith(mark)]
+
+
+def _ran(made: Environment, plan: str, cpu_limit: float) -> subprocess.CompletedProcess[str]:
+    command = ["python", "-W", "ignore", "-m", "parity.versions.commands.probe"]
+    try:
+        return made.run(command, settings=environment("cpu", 1), capture=True, stdin=plan, cpu_limit=cpu_limit)
+    except LimitExceeded as error:
+        raise EnvironmentUnusable(f"environment {made.name}: {error}") from None
+
+
+def main() -> int:
+    """Runs the plan in this process."""
+    from parity import data
+    from parity.process import prepare
+    from parity.registry import select
+    from parity.results.ledger import Ledger
+    from parity.running.shard import FAILING
+
+    prepare("cpu", threads=1)
+    plan = json.load(sys.stdin)
+    ledger = Ledger.load(data.ledger_file())
+    wanted = select(plan["implementations"])
+    references = [one for one in select(()) if one.role == "reference"]
+    for raw in plan["cases"]:
+        case = Case.from_json(raw)
+        chosen = {one.id: one for one in (*references, *wanted) if one.family == case.family}
+        if only := plan["exactly"].get(case.id):
+            chosen = {name: one for name, one in chosen.items() if name in only}
+        for row in run_case(case, chosen.values(), "cpu", thorough=False):
+            if row["verdict"] in FAILING:
+                row["known"] = ledger.match(row, facts(case))
+            _print(ROW, row)
+    if plan["config"]:
+        _print(CONFIG, _config())
+    if plan["sampled"]:
+        _print(SAMPLED, _sampled())
+    return 0
+
+
+def _sampled() -> list[list[int]] | str:
+    """The sampled tokens; a release that cannot build its own trainer here is no reason to lose the rows."""
+    from parity.trainers.rig import sampled
+
+    try:
+        return sampled.tokens()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _print(mark: str, content: Any) -> None:
+    sys.stdout.write(f"\n{mark}{json.dumps(content, allow_nan=False)}\n")
+    sys.stdout.flush()
+
+
+def _config() -> dict[str, Any]:
+    """Defaults that a user may leave alone; one that is no plain value as Python writes it."""
+    from parity.implementations.trl_trainer import fields
+
+    plain = (bool, int, float, str, type(None))
+    known = {name: value for name, value in fields().items() if value is not dataclasses.MISSING}
+    return {name: value if isinstance(value, plain) else repr(value) for name, value in known.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""What moved between two sets of rows, quantity by quantity, held against the oracle: pure, and its table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from parity.case.case import Case
+from parity.versions.search.checks import Row, amount
+
+Side = Mapping[tuple[str, str, str | None], Row]
+"""Rows by (name of the case, implementation, quantity)."""
+RELATIVE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.05}
+"""A value that passes its gates has moved when its norm changed by more than this share …"""
+USED = 0.5
+"""… and at least one side uses this much of its gate: less is rounding in another order."""
+_ORDER = {"agree": 0, "refused": 1, "disagree": 2, "crashed": 2, "nondeterministic": 2}
+MARKS = "+-~"
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """A quantity that differs, with its rows before and after.
+
+    `quantity` is None where a side has no quantities because it refused, crashed or does not support the case; the
+    other side's row is then the worst of its quantities, or None where the implementation did not run there at all.
+    """
+
+    case: str
+    implementation: str
+    quantity: str | None
+    before: Row | None
+    after: Row | None
+
+    @property
+    def mark(self) -> str:
+        """ "+" worse, "-" better, as asv prints them, "~" neither: both inside their gates, or a refusal."""
+        sides = [_ORDER.get(r["verdict"]) if r else None for r in (self.before, self.after)]
+        if sides[0] is None or sides[1] is None or sides == [0, 0]:
+            return "~"
+        if sides[0] != sides[1]:
+            # What begins to be refused, or no longer is, was not wrong on either side.
+            return "~" if 2 not in sides else "+" if sides[1] > sides[0] else "-"
+        levels = [self._level(r) for r in (self.before, self.after)]
+        return "~" if levels[0] == levels[1] else "+" if levels[1] > levels[0] else "-"
+
+    @property
+    def nearer(self) -> str:
+        """Which side is nearer to the oracle: "before", "after", or "" where that cannot be said."""
+        if self.quantity is None or self.before is None or self.after is None:
+            return ""
+        far = [r["dist"] if r["value"] is not None else math.inf for r in (self.before, self.after)]
+        if None in far or far[0] == far[1]:
+            return ""
+        return "before" if far[0] < far[1] else "after"
+
+    @property
+    def weight(self) -> float:
+        """The greater headroom of the two sides, infinite where a failure has no size: how clearly it shows."""
+        return max(self._level(r) for r in (self.before, self.after))
+
+    @staticmethod
+    def _level(row: Row | None) -> float:
+        return math.inf if row is None or row["headroom"] is None else float(row["headroom"])
+
+
+def side(found: Iterable[Row], cases: Sequence[tuple[str, Case]]) -> dict[tuple[str, str, str | None], Row]:
+    """Rows by the names under which their cases are known."""
+    names: dict[str, list[str]] = {}
+    for name, case in cases:
+        names.setdefault(case.id, []).append(name)
+    return {(name, r["implementation"], r["quantity"]): r for r in found for name in names.get(r["case"], ())}
+
+
+def moved(before: Side, after: Side, *, settings_too: bool = False) -> list[Moved]:
+    """What differs, most telling first.
+
+    `settings_too`: the sides ran under settings of their own, so that a value inside its gates counts as well.
+    """
+    out = []
+    for key in {**before, **after}:
+        one, two = before.get(key), after.get(key)
+        if one is None or two is None:
+            # Quantities come and go with a refusal or a crash, whose own row says it once.
+            if key[2] is not None:
+                continue
+            one, two = one or _worst(before, key), two or _worst(after, key)
+        if one is None or two is None or _differ(one, two, settings_too):
+            out.append(Moved(*key, one, two))
+    return sorted(out, key=lambda m: (MARKS.index(m.mark), m.quantity is None, -m.weight, m.implementation, m.case))
+
+
+def _worst(rows: Side, key: tuple[str, str, str | None]) -> Row | None:
+    own = [r for k, r in rows.items() if k[:2] == key[:2]]
+    return max(own, key=lambda r: _ORDER.get(r["verdict"], -1), default=None)
+
+
+def _differ(one: Row, two: Row, settings_too: bool) -> bool:
+    if one["verdict"] != two["verdict"]:
+        return True
+    if one["quantity"] is None:
+        return False
+    values = one["value"], two["value"]
+    if None in values:
+        return values[0] is not values[1]
+    scale = max(abs(values[0]), abs(values[1]), 1e-12)
+    if abs(values[0] - values[1]) <= RELATIVE.get(one["dtype"], 0.05) * scale:
+        return False
+    return settings_too or any(r["headroom"] is None or r["headroom"] > USED for r in (one, two))
+
+
+def table(found: Sequence[Moved]) -> str:
+    """Mark, case, implementation, quantity, before, after, ratio, by definition, and which side is nearer to it."""
+    lines: list[tuple[str, ...]] = [
+        ("", "case", "implementation", "quantity", "before", "after", "ratio", "definition", "nearer")
+    ]
+    for m in found:
+        whole = m.quantity is None
+        values = [None if whole or r is None else r["value"] for r in (m.before, m.after)]
+        ratio = f"{values[1] / values[0]:.4g}" if values[0] and values[1] is not None else ""
+        told = [_cell(r, whole) for r in (m.before, m.after)]
+        lines.append((m.mark, m.case, m.implementation, m.quantity or "", *told, ratio, _definition(m), m.nearer))
+    wide = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, wide, strict=True)).rstrip() for line in lines)
+
+
+def _definition(m: Moved) -> str:
+    """The oracle's value; of both sides where they ran under different settings."""
+    if m.quantity is None:
+        return ""
+    exact = [amount(r["value_oracle"]) for r in (m.before, m.after) if r is not None]
+    return exact[0] if len(set(exact)) == 1 else " -> ".join(exact)
+
+
+def _cell(row: Row | None, whole: bool) -> str:
+    if row is None:
+        return "(not run)"
+    if whole or row["gate"] == "protocol":
+        return str(row["verdict"])
+    return amount(row["value"]) + {"agree": "", "disagree": "!"}.get(row["verdict"], f" {row['verdict']}")

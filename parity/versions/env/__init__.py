@@ -1,0 +1,1 @@
+"""Environments: other releases, isolated."""

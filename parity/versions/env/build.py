@@ -1,0 +1,193 @@
+"""From a lock to a folder: an isolated virtual environment, complete or absent.
+
+It is built beside its place and renamed into it, under a lock that dies with the process, so a build that was killed
+or ran out of disk leaves nothing that could be taken for an environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from parity.versions.env.client import EnvironmentUnusable, UvFailed, cache_root, one_line, uv
+from parity.versions.env.resolve import Lock, save_json
+
+BUILDING, TRASH = ".building-", ".trash-"
+# What has to work before a package counts as usable: trl and liger_kernel import lazily, so a bare import proves
+# nothing. unsloth_zoo patches the others and comes last.
+PROBES = {
+    "torch": "import torch",
+    "transformers": "from transformers import PreTrainedModel",
+    "accelerate": "import accelerate",
+    "datasets": "import datasets",
+    "peft": "import peft",
+    "trl": "import trl; from trl import GRPOConfig, GRPOTrainer",
+    "liger-kernel": "import liger_kernel",
+    "cut-cross-entropy": "import cut_cross_entropy",
+    "unsloth-zoo": "import unsloth_zoo.rl_replacements",
+}
+_PROBE = """
+import json, sys
+found = {}
+for name, statement in json.loads(sys.argv[1]).items():
+    try:
+        exec(statement, {})
+        found[name] = None
+    except BaseException as error:
+        found[name] = f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(found))
+"""
+
+
+def site_packages(root: Path) -> Path:
+    """The folder of an environment that holds its packages."""
+    return root / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+
+
+@contextlib.contextmanager
+def claim(root: Path, *, shared: bool = False, wait: bool = True) -> Iterator[bool]:
+    """Holds the environment at `root`: shared while it is used, alone while it is built or removed.
+
+    Yields False, only with wait=False, when somebody else holds it.
+    """
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with open(root.parent / f".{root.name}.claim", "a") as file:
+        mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        try:
+            fcntl.flock(file, mode if wait else mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def build(root: Path, lock: Lock, settings: Mapping[str, str], manifest: Path) -> None:
+    """Makes the environment at `root`, replacing what is there; the caller has claimed it.
+
+    Packages come from uv's own cache by hard link, without a network if they are all there. `manifest` (a file name)
+    is written last and holds the outcome of the probes. EnvironmentUnusable when it cannot be made.
+    """
+    fresh = root.with_name(BUILDING + root.name)
+    try:
+        discard(fresh)
+        uv(["venv", "--relocatable", "--python", sys.executable, str(fresh)])
+        pins = fresh / "lock.txt"
+        pins.write_text(lock.text)
+        sync = ["pip", "sync", "--python", str(fresh / "bin" / "python"), str(pins)]
+        # A checkout's build wants its build backend, which is asked of the index with the rest.
+        try:
+            uv(sync, offline=True)
+        except UvFailed:
+            uv(sync)
+        _link(lock.linked, site_packages(fresh))
+        imports = _imports(fresh, lock, settings)
+        save_json(fresh / manifest, {"lock": vars(lock), "imports": imports})
+        discard(root)
+        fresh.rename(root)
+    except OSError as error:
+        raise EnvironmentUnusable(f"environment {root.name} in {root.parent}: {error.strerror or error}") from None
+    finally:
+        discard(fresh)
+
+
+def probe(root: Path, lock: Lock, settings: Mapping[str, str]) -> dict[str, str | None]:
+    """Imports what the environment is for, in it: package -> None, or the import's own error on one line."""
+    present = {canonicalize_name(name) for name in installed(root)}
+    wanted = {name: statement for name, statement in PROBES.items() if name in present}
+    command = [str(root / "bin" / "python"), "-W", "ignore", "-c", _PROBE, json.dumps(wanted)]
+    quiet = {**clean(os.environ), **settings, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    # The first import is the slow one; its bytecode stays in the environment whatever the user says of his own code.
+    quiet["PYTHONDONTWRITEBYTECODE"] = ""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=quiet, check=False)
+    try:
+        answers = json.loads(done.stdout.rstrip().rpartition("\n")[2])
+        inside = f"{site_packages(root)}{os.sep}"
+        return {name: error and one_line(error.replace(inside, "")) for name, error in answers.items()}
+    except (ValueError, AttributeError):
+        reason = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
+        return dict.fromkeys(wanted, reason)
+
+
+def _imports(root: Path, lock: Lock, settings: Mapping[str, str]) -> dict[str, str | None]:
+    """The probes' outcome; good news is kept beside the lock, so that a rebuild needs no second look."""
+    kept = cache_root() / "locks" / f"{lock.digest}.imports.json"
+    try:
+        return dict(json.loads(kept.read_text()))
+    except (OSError, ValueError):
+        found = probe(root, lock, settings)
+    if not lock.checkouts and not any(found.values()):
+        save_json(kept, found)
+    return found
+
+
+def clean(variables: Mapping[str, str]) -> dict[str, str]:
+    """A process environment without what would let packages in from outside."""
+    foreign = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "CONDA_PREFIX")
+    return {**{key: value for key, value in variables.items() if key not in foreign}, "PYTHONNOUSERSITE": "1"}
+
+
+def installed(root: Path) -> dict[str, str]:
+    """Distribution name (normalised) -> version, as importlib.metadata reads them in the environment."""
+    found = importlib.metadata.distributions(path=[str(site_packages(root))])
+    return {canonicalize_name(one.metadata["Name"]): one.version for one in found if one.metadata["Name"]}
+
+
+def damage(root: Path, lock: Lock) -> str | None:
+    """What is wrong with the files of an environment: a missing package, a missing or truncated file; None if whole."""
+    if not (root / "bin" / "python").exists():
+        return "its python is gone"
+    site = site_packages(root)
+    found = installed(root)
+    for name, version in lock.pins.items():
+        if found.get(name) != version:
+            return f"{name} is {found.get(name, 'missing')} instead of {version}"
+    for record in site.glob("*.dist-info/RECORD"):
+        if record.parent.is_symlink():
+            continue
+        with open(record, newline="", errors="replace") as file:
+            for row in csv.reader(file):
+                try:
+                    size = os.stat(os.path.join(site, row[0])).st_size
+                except OSError:
+                    return f"{row[0]} is gone"
+                if len(row) == 3 and row[2] and int(row[2]) != size:
+                    return f"{row[0]} has {size} bytes instead of {row[2]}"
+    return next((f"{name} is linked and gone" for name in lock.linked if name not in found), None)
+
+
+def discard(root: Path) -> None:
+    """Removes a folder so that no half of it can be seen in its place."""
+    if not root.exists():
+        return
+    doomed = root.with_name(f"{TRASH}{os.getpid()}-{root.name.lstrip('.')}")
+    root.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _link(names: tuple[str, ...], site: Path) -> None:
+    """Shows distributions of the running installation in the environment, and nothing else of it.
+
+    System site-packages would show everything, so that a library that the era lacks appears in today's version.
+    """
+    for name in names:
+        distribution = importlib.metadata.distribution(name)
+        origin = Path(str(distribution.locate_file("")))
+        tops = {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}
+        if not tops:
+            raise EnvironmentUnusable(
+                f"{name} {distribution.version} in {origin} has no list of its files; reinstall it"
+            )
+        for top in sorted(tops):
+            if not (site / top).exists():
+                (site / top).symlink_to(origin / top)

@@ -1,0 +1,284 @@
+"""From the specs asked for to a lock: every package of the environment, pinned.
+
+TRL and Liger put no upper bound on transformers, so metadata alone resolves to tuples that do not import. The era
+does what the metadata does not: nothing newer than the asked wheel's own date plus `GRACE` is considered. Exempt are
+what was asked for, the running torch with the packages that it pins exactly, triton, and the harness's test tools.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from parity.versions.env.client import UvFailed, cache_root, uv
+from parity.versions.env.releases import release
+from parity.versions.env.spec import Spec, checkout
+
+GRACE = timedelta(days=14)
+PARTNERS = ("trl", "liger-kernel", "transformers", "accelerate", "datasets", "peft", "cut-cross-entropy")
+# Whose date is the era: what stands on the others declares the lower bounds that it needs of them, none an upper one.
+LEADERS = ("unsloth-zoo", "trl", "transformers", "liger-kernel")
+# TRL 0.2x to 1.x imports requests without declaring it.
+UNDECLARED = ("requests",)
+HARNESS = ("rich", "click", "jinja2", "safetensors", "numpy", "packaging", "psutil")
+# The tools that draw and collect cases stay as they are here: the same seed draws the same cases in every environment,
+# and pytest's strict configuration knows the same options.
+TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a package that declares too much is installed: itself and `beside` without dependencies, `needs` with."""
+
+    beside: tuple[str, ...]
+    needs: tuple[str, ...]
+    settings: dict[str, str]
+
+
+RECIPES = {
+    # Its dependencies name a GPU stack; these are the ones its losses import. It patches libraries when imported.
+    "unsloth-zoo": Recipe(
+        ("unsloth",),
+        ("msgspec", "tyro"),
+        {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ALLOW_CPU": "1", "UNSLOTH_COMPILE_DISABLE": "1"},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Lock:
+    """What an environment consists of. `text`: pinned requirements, one a line; `before`: the era's end (ISO 8601).
+
+    `linked`: distributions shown from the running installation, because no index has this build of torch.
+    `checkouts`: state of each source checkout; part of the identity, because a checkout's pin is only its path.
+    """
+
+    text: str
+    before: str | None
+    linked: tuple[str, ...] = ()
+    checkouts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def pins(self) -> dict[str, str]:
+        """Package -> version; checkouts are not among them."""
+        lines = (line.partition("==") for line in self.text.splitlines())
+        return {canonicalize_name(name): version for name, equals, version in lines if equals}
+
+    @property
+    def digest(self) -> str:
+        """Hash of everything that decides what is on disk."""
+        running = [sys.implementation.cache_tag, platform.system(), platform.machine(), platform.libc_ver()[0]]
+        where = [str(Path(str(importlib.metadata.distribution(name).locate_file("")))) for name in self.linked]
+        return _digest([self.text, running, where, self.linked, self.checkouts])
+
+
+def lock(specs: Sequence[Spec], hold: Sequence[Spec] = ()) -> Lock:
+    """The lock of `specs` and their partners of the era; `hold` pins partners without a say in the era.
+
+    The first of `LEADERS` that is asked for sets the era, else the oldest release asked for. If something asked or
+    held cannot live with that era, the rest moves, as little as it must, up to the newest of them. Kept on disk by
+    request, so that a second call needs no index; EnvironmentUnusable says why there is none.
+    """
+    states = {spec.name: str(checkout(spec.path)) for spec in (*specs, *hold) if spec.path}
+    request = [[str(spec) for spec in specs], [str(spec) for spec in hold], states, _surroundings()]
+    kept = cache_root() / "locks" / f"{_digest(request)}.json"
+    # A changed checkout may declare other dependencies under the same revision: ask again.
+    known = None if any("+changes" in state for state in states.values()) else _read(kept)
+    if known and not _provisional(known, kept):
+        return known
+    try:
+        made = _resolve(specs, hold, states)
+    except UvFailed:
+        if known is None:
+            raise
+        made = known
+    save_json(kept, vars(made))
+    return made
+
+
+def _provisional(known: Lock, kept: Path) -> bool:
+    """Whether the era was not over when the lock was made, a day ago or more: partners may have been released since."""
+    made = datetime.fromtimestamp(kept.stat().st_mtime, UTC)
+    over = known.before is not None and datetime.fromisoformat(known.before) < made
+    return not over and datetime.now(UTC) - made > timedelta(days=1)
+
+
+def _read(kept: Path) -> Lock | None:
+    try:
+        content = json.loads(kept.read_text())
+        return Lock(content["text"], content["before"], tuple(content["linked"]), content["checkouts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def save_json(path: Path, content: object) -> None:
+    """Writes strict JSON so that a reader sees the old file or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    left = memoryview(json.dumps(content, indent=1, allow_nan=False).encode())
+    # Unbuffered: what a full disk refuses must show here, while there is still somebody to remove the file.
+    with tempfile.NamedTemporaryFile("wb", buffering=0, dir=path.parent, suffix=".tmp", delete=False) as file:
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError as error:
+            Path(file.name).unlink()
+            raise OSError(error.errno, error.strerror, str(path)) from None
+    Path(file.name).replace(path)
+
+
+def _resolve(specs: Sequence[Spec], hold: Sequence[Spec], states: dict[str, str]) -> Lock:
+    asked = {spec.name: spec for spec in (*specs, *hold)}
+    dates = {spec.name: _date(spec) for spec in asked.values()}
+    leader = next((asked[name] for name in LEADERS for spec in specs if spec.name == name), None)
+    dated = [date for spec in specs if (date := dates[spec.name]) is not None]
+    start = dates[leader.name] if leader else min(dated, default=None)
+    end = max((date for date in dates.values() if date), default=None)
+
+    plain = [spec for spec in asked.values() if spec.name not in RECIPES]
+    recipes = [RECIPES[name] for name in asked if name in RECIPES]
+    torch, linked = ([], ()) if "torch" in asked else _running_torch()
+    base = [*torch, *UNDECLARED, *HARNESS, *_tools(), *(need for recipe in recipes for need in recipe.needs)]
+    base += [name for name in PARTNERS if name not in asked]
+    exempt = {"torch", "triton", *_torch_pins(), *asked, *(Requirement(tool).name for tool in _tools())}
+
+    def era(pinned: Iterable[Spec], last: datetime | None, prefer: str = "") -> str:
+        named = list(pinned)
+        missing = [spec.name for spec in plain if spec not in named and spec.name in PARTNERS]
+        lines = [*base, *missing, *(spec.requirement for spec in named)]
+        excludes = ("torch", *_torch_pins()) if linked else ()
+        try:
+            return _compile(lines, last, exempt, excludes=excludes, prefer=prefer)
+        except UvFailed:
+            if last is None:
+                raise
+            # The running torch may be years younger than the era, and so may the setuptools that it asks for.
+            return _compile(lines, last, {*exempt, *_torch_needs()}, excludes=excludes, prefer=prefer)
+
+    before = start
+    try:
+        text = era(plain, start)
+    except UvFailed:
+        if start is None or end is None or end <= start:
+            raise
+        alone = [spec for spec in plain if spec is leader]
+        before, text = end, era(plain, end, prefer=era(alone, start))
+    for name, recipe in ((name, RECIPES[name]) for name in asked if name in RECIPES):
+        text += _compile([asked[name].requirement, *recipe.beside], before, exempt, no_deps=True)
+    return Lock(text, (before + GRACE).isoformat() if before else None, linked, states)
+
+
+def _compile(
+    lines: Iterable[str],
+    last: datetime | None,
+    exempt: Iterable[str],
+    *,
+    excludes: Iterable[str] = (),
+    prefer: str = "",
+    no_deps: bool = False,
+) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        wanted, left_out, locked = (Path(folder) / name for name in ("wanted.in", "left-out.in", "locked.txt"))
+        wanted.write_text("\n".join(lines) + "\n")
+        left_out.write_text("\n".join(excludes) + "\n")
+        locked.write_text(prefer)
+        arguments = ["pip", "compile", str(wanted), "--python", sys.executable]
+        # A checkout has to be built; everything else is taken as a wheel, so that no compiler decides the outcome.
+        arguments += [] if "-e " in wanted.read_text() else ["--only-binary", ":all:"]
+        arguments += ["--no-header", "--no-annotate", "--excludes", str(left_out), "--output-file", str(locked)]
+        arguments += ["--no-deps"] if no_deps else []
+        if last is not None:
+            arguments += ["--exclude-newer", (last + GRACE).strftime("%Y-%m-%dT%H:%M:%SZ")]
+            for name in sorted(set(exempt)):
+                arguments += ["--exclude-newer-package", f"{name}=false"]
+        uv(arguments)
+        return locked.read_text()
+
+
+def _date(spec: Spec) -> datetime | None:
+    return checkout(spec.path).date if spec.path else release(spec.name, str(spec.version)).date
+
+
+def _running_torch() -> tuple[list[str], tuple[str, ...]]:
+    """Requirements that bring the running build of torch, and what is to be linked instead of installed."""
+    version = importlib.metadata.version("torch")
+    triton = _installed("triton")
+    pinned = [f"torch=={version}", f"triton=={triton}" if triton else "triton"]
+    try:
+        uv(["pip", "compile", "--no-deps", "--only-binary", ":all:", "--python", sys.executable, "-"], stdin=pinned[0])
+        return pinned, ()
+    except UvFailed:
+        linked = tuple(name for name in ("torch", *sorted(_torch_pins())) if _installed(name))
+        others = [
+            f"{requirement.name}{requirement.specifier}"
+            for requirement in _requirements("torch")
+            if canonicalize_name(requirement.name) not in linked
+        ]
+        return (others if "triton" in linked else [*others, pinned[1]]), linked
+
+
+@functools.cache
+def _torch_pins() -> frozenset[str]:
+    """Packages that the running torch pins exactly (CUDA libraries, triton): they come with it, whatever the date."""
+    found: set[str] = set()
+    pending = ["torch"]
+    while pending:
+        for requirement in _requirements(pending.pop(), every_extra=True):
+            name = canonicalize_name(requirement.name)
+            if re.match(r"==[^*]+$", str(requirement.specifier)) and name not in found:
+                found.add(name)
+                pending.append(name)
+    return frozenset(found)
+
+
+def _torch_needs() -> list[str]:
+    return [canonicalize_name(requirement.name) for requirement in _requirements("torch")]
+
+
+@functools.cache
+def _tools() -> tuple[str, ...]:
+    pending, found = [name for name in TOOLS if _installed(name)], dict[str, str]()
+    while pending:
+        name = pending.pop()
+        if name in found or name in HARNESS or not _installed(name):
+            continue
+        found[name] = str(_installed(name))
+        pending += [canonicalize_name(requirement.name) for requirement in _requirements(name)]
+    return tuple(f"{name}=={version}" for name, version in sorted(found.items()))
+
+
+def _requirements(name: str, *, every_extra: bool = False) -> list[Requirement]:
+    try:
+        declared = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [one for one in declared if one.marker is None or every_extra or one.marker.evaluate({"extra": ""})]
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _surroundings() -> list[object]:
+    """What besides the request decides the resolution; a change of any of it is a new lock."""
+    rules = [GRACE.days, PARTNERS, LEADERS, UNDECLARED, HARNESS, sorted(RECIPES)]
+    return [sys.version_info[:2], platform.machine(), _installed("torch"), _installed("triton"), _tools(), rules]
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, default=list).encode()).hexdigest()[:12]

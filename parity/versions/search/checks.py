@@ -1,0 +1,115 @@
+"""What a version is asked: one case through one implementation, and the answer as bisect and history read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from parity.case.case import Case
+from parity.errors import UsageError
+from parity.versions.commands.probe import rows
+from parity.versions.env.environment import Environment
+from parity.versions.search.bisect import Measurement
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A case, an implementation, and which of its quantities count (patterns; by default all).
+
+    `failure`: the verdict that counts as wrong when a search asks; "crashed" where the crash is what is looked for and
+    not an inability to judge.
+    """
+
+    name: str
+    case: Case
+    implementation: str
+    quantities: tuple[str, ...] = ("*",)
+    failure: str = "disagree"
+
+    @property
+    def about(self) -> str:
+        """What is followed, on one line."""
+        only = "" if self.quantities == ("*",) else f", {', '.join(self.quantities)}"
+        return f"{self.name}, {self.implementation}{only}"
+
+    def measure(self, made: Environment) -> Measurement:
+        """The answer of `judged` in an environment; EnvironmentUnusable when the process dies there."""
+        return self.judged(rows(made, [self.case], [self.implementation]))
+
+    def judged(self, found: Iterable[Row]) -> Measurement:
+        """`answer`, with this check's own failure read as a disagreement."""
+        answer = self.answer(found)
+        return replace(answer, verdict="disagree") if answer.verdict == self.failure else answer
+
+    def own(self, found: Iterable[Row]) -> list[Row]:
+        """The rows that this check is about."""
+        mine = [r for r in found if r["case"] == self.case.id and r["implementation"] == self.implementation]
+        return [r for r in mine if r["quantity"] is None or any(fnmatchcase(r["quantity"], p) for p in self.quantities)]
+
+    def answer(self, found: Iterable[Row]) -> Measurement:
+        """agree when every quantity that counts agrees, disagree with the greatest headroom when one does not.
+
+        A verdict about the whole case (refused, unsupported, crashed, …) is the answer, with its message.
+        """
+        mine = self.own(found)
+        if whole := next((r for r in mine if r["quantity"] is None), None):
+            return Measurement(whole["verdict"], message=whole["message"])
+        if not mine:
+            return Measurement(
+                "unsupported", message=f"{self.implementation} hands out no {', '.join(self.quantities)}"
+            )
+        failing = [r for r in mine if r["verdict"] != "agree"]
+        told = "; ".join(
+            f"{r['quantity']} {amount(r['value'])} instead of {amount(r['value_oracle'])}" for r in failing[:3]
+        )
+        return Measurement(failing[0]["verdict"] if failing else "agree", _greatest(failing or mine), message=told)
+
+
+def _greatest(mine: Sequence[Row]) -> float | None:
+    levels = [r["headroom"] for r in mine]
+    return None if None in levels else max(levels)
+
+
+def amount(value: float | None) -> str:
+    """A number as reports print it."""
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def loss(found: Iterable[Row], case: Case, implementation: str) -> tuple[float | None, float | None]:
+    """Loss of an implementation, and by definition; None where it is absent or not finite."""
+    for r in found:
+        if (r["case"], r["implementation"], r["quantity"]) == (case.id, implementation, "loss"):
+            return r["value"], r["value_oracle"]
+    return None, None
+
+
+def gradient_norm(found: Iterable[Row], case: Case, implementation: str) -> tuple[float | None, float | None]:
+    """Norm over all gradients together of an implementation, and by definition; None if absent or not finite."""
+    mine = [r for r in found if r["case"] == case.id and r["implementation"] == implementation]
+    mine = [r for r in mine if str(r["quantity"]).startswith("grad_")]
+    return _norm([r["value"] for r in mine]), _norm([r["value_oracle"] for r in mine])
+
+
+def _norm(values: Sequence[float | None]) -> float | None:
+    finite = [v for v in values if v is not None]
+    return math.hypot(*finite) if finite and len(finite) == len(values) else None
+
+
+def only_implementation(case: Case, named: Sequence[str], found_with: str | None) -> str:
+    """The one implementation that a search follows: the named one, else the one that the case was found with.
+
+    Raises:
+        UsageError: when there is none, or several.
+    """
+    chosen = list(named) or ([found_with] if found_with else [])
+    if len(chosen) != 1:
+        had = "no implementation" if not chosen else f"{len(chosen)} implementations"
+        raise UsageError(
+            f"case {case.id}: a search follows one implementation, got {had}; name it with --implementation"
+        )
+    return chosen[0]
