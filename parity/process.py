@@ -1,9 +1,63 @@
-"""Settings of a process in which losses run: environment variables, threads, full float32 products."""
+"""Settings of a process in which losses run: environment variables, threads, full float32 products, whose child it is."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import logging
 import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+WATCHED = "PARITY_WATCHED"
+"""Environment variable by which a child is told where to report to: "DESCRIPTOR:NONCE:PID OF THE PARENT"."""
+_PR_SET_PDEATHSIG = 1
+_told: tuple[int, str, int] | None = None
+
+
+def interpreter(target: str) -> list[str]:
+    """The command of a child that calls `module:function` of this package.
+
+    With the safe path (`-P`): a folder `trl/` where the user stands is not the installed trl. The package itself is found
+    behind everything else, so that it need not be installed.
+    """
+    module, _, function = target.partition(":")
+    root = str(Path(__file__).resolve().parent.parent)
+    program = f"import sys; sys.path.append({root!r}); from {module} import {function} as f; sys.exit(f(*sys.argv[1:]))"
+    return [sys.executable, "-P", "-c", program]
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the parent dies, however it dies (Linux; elsewhere the parent's own handlers must do)."""
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+def under_watch() -> bool:
+    """Take the environment's word for who watches this process; False where nobody does. Descendants are not told."""
+    global _told
+    word = os.environ.pop(WATCHED, "")
+    if not word:
+        return False
+    descriptor, nonce, parent = word.split(":")
+    os.set_inheritable(int(descriptor), False)
+    _told = int(descriptor), nonce, os.getpid()
+    die_with(int(parent))
+    return True
+
+
+def tell(**event: Any) -> None:
+    """Report to the process that watches this one, if one does; a fork of it is not heard."""
+    if _told is not None and _told[2] == os.getpid():
+        descriptor, nonce, pid = _told
+        os.write(descriptor, json.dumps({"nonce": nonce, "pid": pid, **event}).encode() + b"\n")
 
 
 def environment(device: str, threads: int) -> dict[str, str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -12,41 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
+from parity.cli.group import Group, console
 from parity.errors import UsageError
 from parity.versions.commands.cli import COMMANDS
 
-NOT_A_JUDGEMENT = 125
 
-
-class _Group(click.Group):
-    """Turns a `UsageError` into one line on stderr and exit code 2, a full disk into one and 3 (replay: 125)."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UsageError as error:
-            click.echo(f"parity: {error}", err=True)
-            sys.exit(2)
-        except BrokenPipeError:
-            sys.exit(0)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            click.echo(f"parity: {error.filename or 'a file'}: {error.strerror}", err=True)
-            sys.exit(NOT_A_JUDGEMENT if ctx.invoked_subcommand == "replay" else 3)
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="llm-parity", prog_name="parity")
 def main() -> None:
     """Numerical parity of LLM post-training losses: who is wrong, in which quantity, by how much."""
-
-
-def _console() -> Console:
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "110"))
-    return Console(width=width, soft_wrap=False, highlight=False)
 
 
 def _progress() -> Callable[[dict[str, Any], list[dict[str, Any]]], None]:
@@ -133,14 +106,14 @@ def _report(header: dict[str, Any], rows: list[dict[str, Any]], folder: Path, re
 
     summary = summarise(header, rows)
     folder.mkdir(parents=True, exist_ok=True)
-    console = _console()
-    terminal.render(summary, console)
-    junit.write(summary, folder / "junit.xml")
+    junit.write(summary, folder / "junit.xml")  # files first: whoever reads the terminal may stop reading
     markdown.write(summary, folder / "summary.md")
     html.write(summary, folder / "index.html")
+    screen = console()
+    terminal.render(summary, screen)
     for reason in reasons:
-        console.print(reason, markup=False)
-    console.print(
+        screen.print(reason, markup=False)
+    screen.print(
         f"reports in {folder}/: results.ndjson, index.html, summary.md, junit.xml; exit code {code}", markup=False
     )
 
@@ -151,7 +124,7 @@ def list_command(families: tuple[str, ...]) -> None:
     """Families, implementations (with version and why unavailable), settings."""
     from parity.cli.listing import show
 
-    show(_console(), families)
+    show(console(), families)
 
 
 @main.command("doctor")
@@ -159,7 +132,7 @@ def doctor_command() -> None:
     """What is installed, what can run here, what is missing and how to get it."""
     from parity.cli.doctor import diagnose
 
-    sys.exit(diagnose(_console()))
+    sys.exit(diagnose(console()))
 
 
 @main.command("audit")
@@ -186,8 +159,8 @@ def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: 
     if releases:
         from parity.tools.audit.releases import audit_releases
 
-        sys.exit(audit_releases(releases, chosen.argv(), chosen.reports, _console()))
-    sys.exit(run(chosen, _console()))
+        sys.exit(audit_releases(releases, chosen.argv(), chosen.reports, console()))
+    sys.exit(run(chosen, console()))
 
 
 @main.command("replay")
@@ -204,7 +177,7 @@ def replay_command(
         sys.exit(_inside(specs))
     from parity.tools.replay import replay
 
-    sys.exit(replay(case, implementations, device, issue, _console()))
+    sys.exit(replay(case, implementations, device, issue, console()))
 
 
 @main.command("report")
@@ -243,7 +216,7 @@ def mutants_command(**options: Any) -> None:
     """Run deliberately wrong implementations: exit 0 when all are killed and all correct ones live."""
     from parity.selftest.mutants.command import run
 
-    sys.exit(run(_console(), **options))
+    sys.exit(run(console(), **options))
 
 
 for _command in COMMANDS:

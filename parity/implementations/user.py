@@ -25,6 +25,7 @@ from parity.case.inputs import Inputs
 from parity.errors import UsageError
 from parity.implementations import plain
 from parity.implementations.implementation import Implementation, Outputs, require
+from parity.process import tell
 from parity.recipe import Recipe
 
 ALIASES = {
@@ -71,10 +72,16 @@ def loaded(spec: str) -> Any:
     file = Path(path).resolve()
     if not file.is_file():
         raise UsageError(f"implementation {spec!r}: {path} is not a file")
+    tell(importing=path)
     try:
         module = _module(file)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as error:
+        raise UsageError(f"implementation {spec!r}: importing {path} calls sys.exit({error.code!r})") from error
+    except BaseException as error:
         raise UsageError(f"implementation {spec!r}: importing {path} fails: {type(error).__name__}: {error}") from error
+    tell(importing=None)
     found = getattr(module, name, None)
     if not isinstance(found, Implementation) and not callable(found):
         own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
@@ -86,6 +93,9 @@ def loaded(spec: str) -> Any:
 
 @functools.cache
 def _module(file: Path) -> ModuleType:
+    for folder in (str(file.parent), str(Path.cwd())):  # its neighbours are found, behind what is installed
+        if folder not in sys.path:
+            sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(f"parity_user_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

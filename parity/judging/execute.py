@@ -150,11 +150,13 @@ def guarded(implementation: Implementation, run: Callable[[], Outcome]) -> Outco
         return Outcome("out-of-memory", message=_first_line(error))
     except OracleError as error:
         return Outcome("crashed", message=f"the harness's own oracle: {_first_line(error)}", blame="harness")
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit(0) in a loss is no success of the harness
         return _classified(implementation, error)
 
 
-def _classified(implementation: Implementation, error: Exception) -> Outcome:
+def _classified(implementation: Implementation, error: BaseException) -> Outcome:
     """refused: the library raised a clear error itself; crashed: something below it failed; unsupported: our adapter did."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     message = f"{type(error).__name__}: {_first_line(error)}"

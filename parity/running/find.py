@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from parity import data
@@ -11,6 +12,22 @@ from parity.errors import UsageError
 from parity.registry import family
 from parity.results.ledger import Ledger
 from parity.trainers import catalogue
+
+
+def followed(ids: Sequence[str], found_with: str | None, case: Case) -> tuple[str, ...]:
+    """Whom a case is run through: those named on the command line, else the one that its file names, else all ().
+
+    Raises:
+        UsageError: where the case's file names a Python file. Data never says what code is loaded.
+    """
+    if ids or not found_with:
+        return tuple(ids)
+    if ".py:" in found_with:
+        raise UsageError(
+            f"case {case.id} was found with {found_with}: code that a case names is not loaded; if you trust it, add "
+            f"--implementation {found_with}"
+        )
+    return (found_with,)
 
 
 def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
@@ -22,8 +39,7 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
     path = Path(name)
     if path.suffix == ".json" or path.exists():
         case = Case.load(path)
-        raw = json.loads(path.read_text())
-        return case, raw.get("implementation")
+        return case, _found_with(path)
     ledger = Ledger.load(data.ledger_file())
     for entry, case in ledger.frozen():
         if entry.id == name:
@@ -32,7 +48,7 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
     for file in [*data.frozen_cases(), *recorded, *sorted((reports / "findings").glob("*.json"))]:
         case = Case.load(file)
         if name in (case.id, file.stem):
-            return case, json.loads(file.read_text()).get("implementation")
+            return case, _found_with(file)
     for case in (case for trainer in catalogue.names() for case in catalogue.cases(trainer, "pr", 0)):
         if case.id == name:
             return case, f"{case.family}.released"
@@ -41,6 +57,14 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
         return drawn, None
     ids = ", ".join(e.id for e in ledger.entries)
     raise UsageError(f"case {name!r}: no such file, ledger entry ({ids}) or case in {reports}/results.ndjson")
+
+
+def _found_with(path: Path) -> str | None:
+    """The implementation that a finding's file names."""
+    name = json.loads(path.read_text()).get("implementation")
+    if name is not None and not isinstance(name, str):
+        raise UsageError(f"{path}: implementation must be a text, got {name!r}")
+    return name
 
 
 def _from_rows(name: str, path: Path) -> Case | None:

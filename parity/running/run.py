@@ -19,9 +19,10 @@ from parity.case.profiles import PROFILES, SHARDS
 from parity.errors import UsageError
 from parity.judging.compare import Row
 from parity.judging.pooled_slope import pooled
-from parity.registry import NAMES, family, from_file, load, select
+from parity.registry import NAMES, family, load, select
 from parity.results.ledger import Ledger
 from parity.running import supervisor
+from parity.running.chosen import described
 from parity.running.provenance import header, resolve_device
 from parity.running.shard import FAILING
 from parity.trainers import catalogue
@@ -67,9 +68,9 @@ class Result:
 def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[dict[str, Any]]:
     """One plan per worker: the shards of every family dealt out, frozen cases first."""
     profile = PROFILES[options.profile]
-    chosen = select(options.implementations)
-    families = [f for f in options.families or NAMES if f in NAMES and any(i.family == f for i in chosen)]
-    checked = catalogue.chosen(options.families, chosen)
+    have = {i.family for i in described(options.implementations)}
+    families = [f for f in options.families or NAMES if f in NAMES and f in have]
+    checked = catalogue.chosen(options.families, have)
     frozen = [f for f in frozen_cases(ledger_path) if profile.frozen_trainers or f[1]["family"] in NAMES]
     count = options.workers or max(1, min(os.cpu_count() or 1, SHARDS))
     plan: dict[str, Any] = {
@@ -127,7 +128,7 @@ def check(options: Options) -> None:
     for dtype in options.dtypes:
         if dtype not in DTYPES:
             raise UsageError(f"dtype {dtype!r} is unknown, choose from {', '.join(DTYPES)}")
-    select(options.implementations)
+    described(options.implementations)
     for item in options.require:
         name, _, device = item.partition(":")
         select([name])
@@ -201,7 +202,7 @@ def judge_run(
             nothing.append(f"required {item}: {count} judged comparisons, at least {MINIMUM_REQUIRED} expected")
     new = collections.Counter(r["implementation"] for r in rows if r["verdict"] in FAILING and not r["known"])
     found = [f"{count} new failing rows of {name}" for name, count in new.most_common()]
-    own = {i.id for name in options.implementations if ".py:" in name for i in from_file(name)}
+    own = {i.id for i in described(options.implementations) if i.own}
     nothing += [
         f"{id}: nothing was compared, {_why(id, rows)}" for id in sorted(own) if not comparisons[id] and not new[id]
     ]

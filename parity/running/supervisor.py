@@ -7,7 +7,6 @@ import json
 import os
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parity.judging.compare import Row
-from parity.process import environment
+from parity.process import environment, interpreter
 from parity.running import cpu_limit
 
 MAX_RESTARTS = 20
@@ -120,7 +119,7 @@ def _start(worker: Worker, events: Any, folder: Path) -> None:
     plan = folder / f"{worker.errors.name}.json"
     plan.write_text(json.dumps(worker.plan | {"shards": worker.shards}))
     env = os.environ | environment(worker.plan["device"], worker.plan["threads"])
-    command = [sys.executable, "-m", "parity.running.worker", str(plan)]
+    command = [*interpreter("parity.running.worker:main"), str(plan)]
     with worker.errors.open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env, text=True)
     worker.process, worker.last, worker.started, worker.computed = process, time.monotonic(), None, None

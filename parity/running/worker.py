@@ -14,9 +14,9 @@ from typing import Any
 from parity.process import prepare
 
 
-def main(argv: list[str]) -> int:
+def main(path: str) -> int:
     """Run the shards of a plan; the last event is `{"done": true}`."""
-    plan: dict[str, Any] = json.loads(Path(argv[0]).read_text())
+    plan: dict[str, Any] = json.loads(Path(path).read_text())
     events = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with events
     prepare(plan["device"], plan["threads"])
@@ -57,4 +57,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

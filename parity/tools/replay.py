@@ -13,7 +13,7 @@ from parity.implementations.implementation import Implementation
 from parity.judging.compare import Row
 from parity.process import prepare
 from parity.registry import family, run_case, select
-from parity.running.find import find
+from parity.running.find import find, followed
 from parity.running.provenance import resolve_device
 from parity.running.shard import FAILING
 from parity.trainers import catalogue
@@ -31,7 +31,7 @@ def replay(name: str, ids: Sequence[str], device: str, issue: bool, console: Con
     family(case.family).full_settings(case)
     device = resolve_device(device)
     prepare(device, threads=1)
-    chosen = [i for i in select(ids or ([found_with] if found_with else ())) if i.family == case.family]
+    chosen = [i for i in select(followed(ids, found_with, case)) if i.family == case.family]
     if not chosen:
         raise UsageError(f"case {case.id} is of family {case.family}; none of {', '.join(ids)} is")
     wanted = {i.id for i in chosen}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,8 +171,7 @@ def cases(name: str, profile: str, seed: int) -> list[Case]:
     return list(out.values())
 
 
-def chosen(names_or_none: Iterable[str], every: Iterable[Implementation]) -> tuple[str, ...]:
+def chosen(names_or_none: Iterable[str], have: Collection[str]) -> tuple[str, ...]:
     """The trainers among the wanted families (none named: all) that some chosen implementation belongs to."""
     wanted = tuple(names_or_none) or names()
-    have = {i.family for i in every}
     return tuple(n for n in wanted if n in TRAINERS and n in have)

@@ -10,6 +10,7 @@ from typing import Any
 
 from parity.case.case import Case
 from parity.errors import UsageError
+from parity.running.find import followed
 from parity.versions.commands.probe import rows
 from parity.versions.env.environment import Environment
 from parity.versions.search.bisect import Measurement
@@ -106,7 +107,7 @@ def only_implementation(case: Case, named: Sequence[str], found_with: str | None
     Raises:
         UsageError: when there is none, or several.
     """
-    chosen = list(named) or ([found_with] if found_with else [])
+    chosen = followed(named, found_with, case)
     if len(chosen) != 1:
         had = "no implementation" if not chosen else f"{len(chosen)} implementations"
         raise UsageError(

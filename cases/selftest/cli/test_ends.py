@@ -1,0 +1,147 @@
+"""How a command ends: an exit code never says more than is known, whatever a user's file or a reader of the output does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import parity
+from parity.cli import commands
+from parity.errors import UsageError
+from parity.implementations.implementation import Implementation
+from parity.judging.execute import execute
+from parity.registry import family
+from parity.running.chosen import described
+
+LOGPROBS = family("logprobs")
+
+ROOT = Path(parity.__file__).parent.parent
+KERNEL = """
+import os, sys
+def own(hidden, weight, ids, temperature=1.0):
+    {inside}
+    return hidden
+{outside}
+"""
+
+
+def run(*words, cwd=None, **popen):
+    return subprocess.run(
+        [sys.executable, "-m", "parity", *words], capture_output=True, text=True, timeout=300, cwd=cwd, **popen
+    )
+
+
+def kernel(folder: Path, inside="pass", outside="") -> str:
+    file = folder / "kernel.py"
+    file.write_text(KERNEL.format(inside=inside, outside=outside))
+    return f"{file}:own"
+
+
+def finding(folder: Path, implementation) -> str:
+    path = folder / "finding.json"
+    case = {"schema": 1, "family": "logprobs", "seed": 1, "dtype": "fp32", "settings": {"bias": "none"}}
+    path.write_text(json.dumps({"case": case, "implementation": implementation}))
+    return str(path)
+
+
+def test_code_that_a_finding_names_is_not_loaded(tmp_path):
+    spec = kernel(tmp_path, outside=f"open({str(tmp_path / 'loaded')!r}, 'w')")
+    done = run("replay", finding(tmp_path, spec))
+    assert done.returncode == 125, done.stderr
+    assert f"add --implementation {spec}" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "loaded").exists()
+
+
+@pytest.mark.parametrize(
+    ("outside", "says"),
+    [
+        ("sys.exit(0)", r"importing .*kernel.py calls sys.exit\(0\)"),
+        ("os._exit(0)", r"importing .*kernel.py ended the process \(exit code 0\)"),
+        ("os.execv('/bin/true', ['true'])", r"importing .*kernel.py ended the process \(exit code 0\)"),
+        ("os.kill(os.getpid(), 11)", r"importing .*kernel.py ended the process \(killed by signal 11\)"),
+        ("raise GeneratorExit", "importing .*kernel.py fails: GeneratorExit"),
+    ],
+)
+def test_a_file_that_ends_the_process_is_named(tmp_path, outside, says):
+    with pytest.raises(UsageError, match=says):
+        described((kernel(tmp_path, outside=outside),))
+
+
+def test_a_run_over_such_a_file_is_exit_2(tmp_path):
+    done = run("run", "--implementation", kernel(tmp_path, outside="os._exit(0)"), "--reports", str(tmp_path))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "kernel.py" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_loss_that_calls_sys_exit_has_crashed():
+    def leaves(x):
+        sys.exit(0)
+
+    outcome = execute(
+        Implementation("own.leaves", "logprobs", "candidate", leaves), LOGPROBS.build(LOGPROBS.case(1, "fp32", {}))
+    )
+    assert outcome.verdict == "crashed"
+
+
+def test_a_loss_that_ends_its_process_with_0_does_not_agree(tmp_path):
+    """`git bisect run` would mark the revision as good."""
+    spec = kernel(tmp_path, "os._exit(0)")
+    done = run("replay", finding(tmp_path, spec), "--implementation", spec)
+    assert done.returncode == 125, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("list", 70), ("replay", 125), ("report", 70)], ids=["list", "replay", "report"]
+)
+def test_an_error_of_the_harness_is_no_disagreement(monkeypatch, command, code):
+    """1 would read as a new finding, and in replay as a bad revision."""
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(commands.main.commands[command], "invoke", broken)
+    words = [command] if command != "replay" else [command, "x"]
+    done = CliRunner().invoke(commands.main, words)
+    assert done.exit_code == code
+    assert "an error of the harness" in done.output
+
+
+@pytest.mark.parametrize("words", [["replay", "--no-such-option"], ["replay"], ["replay", "x" * 5000]])
+def test_usage_errors_of_replay_are_no_judgement(words):
+    assert CliRunner().invoke(commands.main, words).exit_code == 125
+
+
+def rows_file(folder: Path) -> Path:
+    path = folder / "results.ndjson"
+    header = {"schema": 1, "run": "aa", "header": {"versions": {}, "device": "cpu", "profile": "quick", "seed": 1}}
+    row = {"schema": 1, "run": "aa", "case": "logprobs-1", "family": "logprobs", "implementation": "a.b"}
+    row |= {"dtype": "fp32", "device": "cpu", "role": "reference", "verdict": "agree", "quantity": "logps"}
+    row |= {"headroom": 0.1, "known": None, "class": None, "gate": "x", "variant": None, "blame": None, "message": ""}
+    path.write_text("".join(json.dumps(r) + "\n" for r in (header, row)))
+    return path
+
+
+def test_a_reader_that_stops_reading_changes_nothing(tmp_path):
+    path = rows_file(tmp_path)
+    whole = run("report", str(path), "--reports", str(tmp_path / "whole"))
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "parity", "report", str(path), "--reports", str(tmp_path / "cut")]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (whole.returncode, "") == (0, "")
+    assert {p.name for p in (tmp_path / "cut").iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
+
+
+def test_a_folder_trl_where_the_user_stands_is_not_the_installed_one(tmp_path):
+    (tmp_path / "trl").mkdir()
+    (tmp_path / "trl" / "__init__.py").write_text("raise RuntimeError('the folder, not the package')\n")
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = run("replay", "policy-empty-row", "--implementation", "trl.GRPOTrainer", cwd=tmp_path, env=env)
+    assert "the folder, not the package" not in done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr

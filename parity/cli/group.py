@@ -1,0 +1,122 @@
+"""How every command ends: its exit codes, one line for what the user can mend, and a watcher where code of others runs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from typing import Any
+
+import click
+from rich.console import Console
+
+from parity.errors import UsageError
+from parity.process import tell, under_watch
+
+USAGE, NOTHING, FAULT, NO_JUDGEMENT, INTERRUPTED = 2, 3, 70, 125, 130
+"""Exit codes beside those of a command itself. `replay` answers NO_JUDGEMENT for USAGE, NOTHING and FAULT: it is what
+`git bisect run` skips. FAULT (EX_SOFTWARE of sysexits.h): an error of the harness, which says nothing about any loss."""
+IN_PROCESS = frozenset({"replay", "audit"})
+"""Commands that run implementations in their own process, and so in a child whose end is watched."""
+
+
+class Quiet(Console):
+    """A console whose reader may go away: the rest is not printed, and nothing else changes."""
+
+    def on_broken_pipe(self) -> None:
+        """Print no more."""
+        self.quiet = True
+        silence()
+
+
+def console() -> Console:
+    """The terminal, or a page of 110 columns (COLUMNS) where the output is no terminal."""
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "110"))
+    return Quiet(width=width, soft_wrap=False, highlight=False)
+
+
+def silence() -> None:
+    """Standard output to nowhere, so that the interpreter's last flush finds no broken pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Group(click.Group):
+    """Ends in the codes of this module, whatever is raised; see `docs/reliability.md`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The command line itself; calls from Python go through `main` and stay in their process."""
+        words = sys.argv[1:]
+        if words[:1] and words[0] in IN_PROCESS and not {"-h", "--help"} & set(words):
+            sys.exit(_watched(words))
+        return super().__call__(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command and end as the module says."""
+        try:
+            return super().invoke(ctx)
+        except (SystemExit, click.exceptions.Exit) as error:
+            code = error.code if isinstance(error, SystemExit) else error.exit_code
+            _flushed()
+            sys.exit(_of(ctx, code) if isinstance(code, int) else code)
+        except UsageError as error:
+            click.echo(f"parity: {error}", err=True)
+            sys.exit(_of(ctx, USAGE))
+        except click.ClickException as error:
+            error.show()
+            sys.exit(_of(ctx, error.exit_code))
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("parity: interrupted", err=True)
+            sys.exit(INTERRUPTED)
+        except BrokenPipeError:
+            silence()
+            sys.exit(_of(ctx, 0))
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                click.echo(f"parity: {error.filename or 'a file'}: {error.strerror}", err=True)
+                sys.exit(_of(ctx, NOTHING))
+            traceback.print_exc()
+            click.echo("parity: an error of the harness, not of a loss; please report it", err=True)
+            sys.exit(_of(ctx, FAULT))
+
+
+def _of(ctx: click.Context, code: int) -> int:
+    """The code as the command gives it; see NO_JUDGEMENT."""
+    return NO_JUDGEMENT if ctx.invoked_subcommand == "replay" and code in (USAGE, NOTHING, FAULT) else code
+
+
+def _flushed() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        silence()
+
+
+def _watched(words: list[str]) -> int:
+    """The command in a child, whose end record alone is believed: a loss may end its process with any code, 0 too."""
+    from parity.running.child import Ended, call
+
+    fault = NO_JUDGEMENT if words[0] == "replay" else FAULT
+    try:
+        code: int = call("parity.cli.group:inside", words)
+    except Ended as error:
+        click.echo(f"parity: {error}", err=True)
+        return USAGE if error.importing and fault == FAULT else fault
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+def inside(*words: str) -> int:
+    """The other side of `_watched`."""
+    from parity.cli.commands import main
+
+    under_watch()
+    sys.argv = ["parity", *words]
+    try:
+        main.main(args=list(words), prog_name="parity")
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        tell(answer=code)
+        return code
+    return 0
