@@ -16,15 +16,10 @@ from parity.case.inputs import Inputs
 from parity.implementations.implementation import Implementation
 from parity.judging.execute import Outcome, execute
 from parity.judging.gates import Judgement, Unit, failed, judge
+from parity.judging.settle import CONFIRMATION, REPLICAS, ladder, settle
 from parity.recipe import Recipe
 from parity.rounding.oracle import Quantities, exact, gradient_name, replicas
 
-REPLICAS = 12
-CONFIRMATION = 60
-"""A disagreement is confirmed with this many replicas: twelve underestimate the spread of some entry now and then."""
-LAST_WORD, LAST_WORD_LOGITS = 480, 1 << 23
-"""And then with this many, as far as that many logits go: where rounding decides which token wins (bf16 logits over a
-temperature of 1e-3) an entry is near 0 in nearly every replica and large in a few."""
 COARSEST = Recipe(logits="input", dlogits="input", elementwise="input", softmax="input", inputs="input", output="input")
 
 
@@ -169,20 +164,18 @@ def judge_all(
 
 
 def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
-    """Judge; while something disagrees, be it by a finite amount or where replicas overflow, judge with more replicas.
+    """The judgement of every quantity, settled (see `parity.judging.settle`).
 
-    The last word has replicas among its own that store nothing narrow, for an implementation may be more precise than
-    its recipe: where float16 flushes a gradient to 0 in every replica, their spread hides what float32 adds to it.
+    An implementation may be more precise than its recipe: where float16 flushes a gradient to 0 in every replica, their
+    spread hides what float32 adds to it. What still disagrees is therefore judged once more with replicas beside them that
+    store nothing in a narrow dtype.
     """
     recipe = implementation.recipe_for(bench.inputs)
-    judged = judge_all(bench, implementation, outcome, recipe)
     s = bench.inputs.settings
-    size = s.V * max(s.B * s.T, s.H)  # the logits or the head, whichever a replica holds more of
-    for count in (CONFIRMATION, max(CONFIRMATION, min(LAST_WORD, LAST_WORD_LOGITS // size))):
-        if any(not j.agrees and (math.isfinite(j.headroom) or j.overflows) for j in judged.values()):
-            judged = judge_all(bench, implementation, outcome, recipe, count)
+    counts = ladder(s.V * max(s.B * s.T, s.H))  # the logits or the head, whichever a replica holds more of
+    judged = dict(settle(lambda count: judge_all(bench, implementation, outcome, recipe, count), counts))
     if recipe != recipe.stored_wide() and any(not j.agrees and math.isfinite(j.headroom) for j in judged.values()):
-        finer = judge_all(bench, implementation, outcome, recipe, count, finer=True)
+        finer = judge_all(bench, implementation, outcome, recipe, counts[-1], finer=True)
         judged = {name: finer[name] if finer[name].agrees else j for name, j in judged.items()}
     return judged
 

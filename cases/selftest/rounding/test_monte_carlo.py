@@ -9,9 +9,10 @@ import torch
 
 from parity.case.case import DTYPES, Case
 from parity.implementations.implementation import Implementation
-from parity.judging.assess import LAST_WORD, confirmed, judge_all
+from parity.judging.assess import confirmed, judge_all
 from parity.judging.execute import execute
 from parity.judging.gates import Unit, judge
+from parity.judging.settle import LAST_WORD
 from parity.recipe import Recipe
 from parity.registry import bench_of, family, load
 from parity.rounding.monte_carlo import MonteCarlo, of_teacher, recipe_mark

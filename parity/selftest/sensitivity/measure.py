@@ -17,10 +17,11 @@ import torch
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.implementations.implementation import Implementation, Outputs
-from parity.judging.assess import CONFIRMATION, LAST_WORD, LAST_WORD_LOGITS, REPLICAS, Bench, expected
+from parity.judging.assess import Bench, expected
 from parity.judging.execute import Outcome, execute
 from parity.judging.gates import Judgement, judge
 from parity.judging.pooled_slope import allowed_slope
+from parity.judging.settle import REPLICAS, ladder, settle
 from parity.registry import loss_family
 from parity.selftest.controls.divergence import ROADS
 from parity.selftest.controls.logprobs import HEADS, Head
@@ -184,8 +185,7 @@ class Jury:
         s, inputs = self.bench.inputs.settings, self.bench.inputs
         self.recipe = self.honest.recipe_for(inputs)
         self.dtypes = expected(self.bench, self.honest, self.recipe)
-        last = min(LAST_WORD, LAST_WORD_LOGITS // (s.V * max(s.B * s.T, s.H)))
-        self.counts = (REPLICAS, CONFIRMATION, max(CONFIRMATION, last))
+        self.counts = ladder(s.V * max(s.B * s.T, s.H))
         self._units: dict[tuple[str, int], Any] = {}
 
     def first(self, values: Values, name: str, count: int = REPLICAS) -> Judgement:
@@ -207,11 +207,7 @@ class Jury:
     def _upheld(self, values: Values, name: str) -> bool:
         if name not in values:
             return True
-        for count in self.counts:
-            headroom = self.first(values, name, count).headroom
-            if headroom <= 1.0 or headroom == math.inf:
-                return headroom > 1.0
-        return True
+        return not settle(lambda count: {name: self.first(values, name, count)}, self.counts)[name].agrees
 
     def outside(self, values: Values, names: list[str], label: str) -> bool:
         """Whether a fixed tolerance calls one of the quantities wrong, beside the exact value rounded to its dtype."""

@@ -11,10 +11,11 @@ import torch
 
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
-from parity.judging.assess import CONFIRMATION, Bench, expected, judge_all
+from parity.judging.assess import Bench, expected, judge_all
 from parity.judging.compare import skip_reason
 from parity.judging.execute import Outcome
 from parity.judging.gates import Judgement
+from parity.judging.settle import CERTAIN, settle
 from parity.rounding.oracle import Quantities
 from parity.tools.audit import source_lines
 from parity.tools.audit.call import entry_points, run
@@ -27,8 +28,6 @@ FINDINGS = frozenset({"ignored", "wrong", "crashed"})
 JUDGED = FINDINGS | {"honoured", "refused"}
 
 DTYPES = ("fp32", "fp16", "bf16")
-FAR = 100.0
-"""A headroom beyond which no larger number of replicas changes a verdict."""
 INTERPRETER = "Triton's interpreter"
 CONFOUNDED = "disagrees without the setting too (parity run judges that)"
 PATIENCE = 4
@@ -221,10 +220,7 @@ def _differentiable(bench: Bench, implementation: Implementation) -> list[str]:
 def _judge(bench: Bench, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
     """Judged with the replicas of a run, and with more of them where it is close."""
     recipe = implementation.recipe_for(bench.inputs)
-    judged = judge_all(bench, implementation, outcome, recipe)
-    if any(1.0 < j.headroom < FAR for j in judged.values()):
-        judged = judge_all(bench, implementation, outcome, recipe, CONFIRMATION)
-    return judged
+    return dict(settle(lambda count: judge_all(bench, implementation, outcome, recipe, count), certain=CERTAIN))
 
 
 def _visible(stand: Stand, implementation: Implementation, quantities: Iterable[str]) -> bool:

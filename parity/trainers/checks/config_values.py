@@ -16,11 +16,12 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.judging.gates import Unit, judge
+from parity.judging.gates import Judgement, Unit, judge
+from parity.judging.settle import CERTAIN, settle
 from parity.recipe import IEEE_FP32
 from parity.trainers.check import Cell, Result, check, judged
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import CONFIRMING, REPLICAS, Double, Step, StepRounding
+from parity.trainers.definitions.training_step import Double, Step, StepRounding
 from parity.trainers.rig import drive, models, quantised_heads
 
 HEADS = {
@@ -75,16 +76,15 @@ def config_values(cell: Cell) -> Iterator[Result]:
 
 
 def _log_probs(handed: Tensor, truth: Any, batch: Batch) -> Result:
-    def judgement(count: int) -> tuple[Any, Tensor]:
-        with torch.no_grad(), Double():
-            exact = batch.logps(truth)
-            with StepRounding(IEEE_FP32, "fp32", 20261120):
-                stack = batch.logps(truth, count).view(count, *exact.shape)
-        return judge(handed, Unit(exact, stack, entrywise=True), handed.dtype), exact
+    with torch.no_grad(), Double():
+        exact = batch.logps(truth)
 
-    j, exact = judgement(REPLICAS)
-    if not j.agrees:
-        j, exact = judgement(CONFIRMING)
+    def judge_with(count: int) -> dict[str, Judgement]:
+        with torch.no_grad(), Double(), StepRounding(IEEE_FP32, "fp32", 20261120):
+            stack = batch.logps(truth, count).view(count, *exact.shape)
+        return {"logps": judge(handed, Unit(exact, stack, entrywise=True), handed.dtype)}
+
+    j = settle(judge_with, certain=CERTAIN)["logps"]
     e = (handed.double() - exact).abs()
     b, t = divmod(int(e.argmax()), e.shape[1])
     told = f"worst at sequence {b}, token {t}: {float(handed[b, t]):.5g}, {float(exact[b, t]):.5g} by the model's own logits"

@@ -22,13 +22,14 @@ from parity.errors import Unsupported
 from parity.families import logprobs
 from parity.judging.assess import Bench
 from parity.judging.gates import Judgement, judge
+from parity.judging.settle import CERTAIN, settle
 from parity.recipe import Recipe
 from parity.rounding.oracle import exact as by_oracle
 from parity.trainers.check import Cell, Result, check, holds, judged
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.bf16_model import BackboneRounding
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import CONFIRMING, REPLICAS, Step, logits
+from parity.trainers.definitions.training_step import Step, logits
 from parity.trainers.definitions.windows import Sequences
 from parity.trainers.rig import drive, models
 
@@ -175,8 +176,8 @@ def _gradient(hidden: Tensor) -> Tensor:
 
 
 def _judged(bench: Bench, name: str, recipe: Recipe, value: Tensor) -> Judgement:
-    out = judge(value, bench.unit(name, recipe, REPLICAS), value.dtype)
-    return out if out.agrees else judge(value, bench.unit(name, recipe, CONFIRMING), value.dtype)
+    found = settle(lambda count: {name: judge(value, bench.unit(name, recipe, count), value.dtype)}, certain=CERTAIN)
+    return found[name]
 
 
 def _inputs(model: Any, batch: Batch, s: Any, hidden: Tensor) -> Inputs:

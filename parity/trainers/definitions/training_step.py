@@ -18,16 +18,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from parity.errors import OracleError
 from parity.judging.gates import Judgement, Unit, judge
+from parity.judging.settle import CERTAIN, settle
 from parity.recipe import IEEE_FP32
 from parity.rounding.monte_carlo import MonteCarlo
 
 aten = torch.ops.aten
-
-REPLICAS, CONFIRMING = 12, 60
-"""Replicas for a first judgement, and for the second that a disagreement needs to count (docs/judging.md)."""
-
-CERTAIN = 10.0
-"""Headroom beyond which more replicas cannot make a disagreement an agreement."""
 
 FARTHEST = 0.05
 """Share of the norm of all gradients by which a replica in float32 may differ from them."""
@@ -169,14 +164,13 @@ class Step:
         return Unit(self.exact[name], torch.stack([r[name] for r in self._replicas[:count]]))
 
     def judge(self, found: Mapping[str, Tensor | None]) -> dict[str, Judgement]:
-        """The gates on every parameter's gradient; disagreements are confirmed with more replicas, unless one is certain."""
-        self.replicas(REPLICAS)
-        out = {name: self._judge(name, found.get(name), REPLICAS) for name in self.exact}
-        worst = max((j.headroom for j in out.values()), default=0.0)
-        if 1.0 < worst < CERTAIN:
-            self.replicas(CONFIRMING)
-            out |= {n: self._judge(n, found.get(n), CONFIRMING) for n, j in out.items() if not j.agrees}
-        return out
+        """The gates on every parameter's gradient, settled together."""
+        judgements = settle(lambda count: self._all(found, count), certain=CERTAIN, together=True)
+        return dict(judgements)
+
+    def _all(self, found: Mapping[str, Tensor | None], count: int) -> dict[str, Judgement]:
+        self.replicas(count)
+        return {name: self._judge(name, found.get(name), count) for name in self.exact}
 
     def _judge(self, name: str, value: Tensor | None, count: int) -> Judgement:
         if value is None and not bool(self.exact[name].any()):
@@ -185,9 +179,18 @@ class Step:
 
     def judge_loss(self, value: float) -> Judgement:
         """The scalar gate on the loss of the window."""
-        self.replicas(REPLICAS)
-        unit = Unit(self.loss, torch.stack(self._losses), scalar=True)
-        return judge(torch.tensor(value, dtype=torch.float32), unit, torch.float32)
+
+        def judge_with(count: int) -> dict[str, Judgement]:
+            self.replicas(count)
+            return {"loss": judge_scalar(value, self.loss, self._losses[:count])}
+
+        return settle(judge_with, certain=CERTAIN)["loss"]
+
+
+def judge_scalar(value: float, exact: Tensor, replicas: Sequence[Tensor]) -> Judgement:
+    """The scalar gate on a number that a trainer hands out in float32."""
+    unit = Unit(exact, torch.stack(list(replicas)), scalar=True)
+    return judge(torch.tensor(value, dtype=torch.float32), unit, torch.float32)
 
 
 class Scalars:
@@ -211,7 +214,10 @@ class Scalars:
 
     def judge(self, name: str, value: float) -> Judgement:
         """The scalar gate on one of them."""
-        while len(self._replicas) < REPLICAS:
-            self._replicas.append(self._run(StepRounding(IEEE_FP32, "fp32", 7919 * (1 + len(self._replicas)))))
-        unit = Unit(self.exact[name], torch.stack([r[name] for r in self._replicas]), scalar=True)
-        return judge(torch.tensor(value, dtype=torch.float32), unit, torch.float32)
+
+        def judge_with(count: int) -> dict[str, Judgement]:
+            while len(self._replicas) < count:
+                self._replicas.append(self._run(StepRounding(IEEE_FP32, "fp32", 7919 * (1 + len(self._replicas)))))
+            return {name: judge_scalar(value, self.exact[name], [r[name] for r in self._replicas[:count]])}
+
+        return settle(judge_with, certain=CERTAIN)[name]

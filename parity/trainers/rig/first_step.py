@@ -12,9 +12,10 @@ from torch import Tensor
 
 from parity.errors import Unsupported
 from parity.judging.gates import ROW
+from parity.judging.settle import REPLICAS
 from parity.recipe import IEEE_FP32, UNIT_ROUNDOFF
 from parity.trainers.check import Cell
-from parity.trainers.definitions.training_step import REPLICAS, Double, StepRounding
+from parity.trainers.definitions.training_step import Double, StepRounding
 from parity.trainers.rig import checkpointing, drive, models
 
 U = UNIT_ROUNDOFF["fp32"]

@@ -1,0 +1,64 @@
+"""A disagreement counts when no larger number of replicas mends it."""
+
+import math
+
+import pytest
+
+from parity.judging.gates import Judgement
+from parity.judging.settle import CERTAIN, CONFIRMATION, LAST_WORD, REPLICAS, ladder, settle
+
+
+def ladder_of(headrooms, **fields):
+    """A judge whose headroom falls with the number of replicas, and the counts that it was asked for."""
+    asked = []
+
+    def judge_with(count):
+        asked.append(count)
+        return {"x": Judgement({"norm": headrooms[count]}, **fields)}
+
+    return judge_with, asked
+
+
+def test_what_agrees_is_judged_once():
+    judge_with, asked = ladder_of({12: 0.9})
+    assert settle(judge_with, (12, 60, 480))["x"].agrees and asked == [12]
+
+
+def test_what_more_replicas_mend_agrees():
+    judge_with, asked = ladder_of({12: 50.0, 60: 1.2, 480: 0.8})
+    assert settle(judge_with, (12, 60, 480))["x"].agrees and asked == [12, 60, 480]
+
+
+def test_what_none_mends_disagrees():
+    judge_with, asked = ladder_of({12: 3.0, 60: 2.0})
+    assert not settle(judge_with)["x"].agrees and asked == [REPLICAS, CONFIRMATION]
+
+
+@pytest.mark.parametrize("headroom", [math.inf, CERTAIN, math.nan])
+def test_what_is_certain_is_not_judged_again(headroom):
+    judge_with, asked = ladder_of({12: headroom})
+    assert not settle(judge_with, certain=CERTAIN)["x"].agrees and asked == [12]
+
+
+def test_an_infinity_where_replicas_overflow_is_open():
+    judge_with, asked = ladder_of({12: math.inf, 60: 0.5}, overflows=True)
+    assert settle(judge_with)["x"].agrees and asked == [12, 60]
+
+
+def test_one_certain_disagreement_settles_what_is_one_result():
+    asked = []
+
+    def judge_with(count):
+        asked.append(count)
+        return {"a": Judgement({"norm": math.inf}), "b": Judgement({"norm": 2.0})}
+
+    settle(judge_with, together=True)
+    assert asked == [REPLICAS]
+    settle(judge_with)
+    assert asked == [REPLICAS, REPLICAS, CONFIRMATION]
+
+
+def test_the_last_count_follows_the_size_of_a_replica():
+    assert ladder(1) == (REPLICAS, CONFIRMATION, LAST_WORD)
+    assert ladder(1 << 16) == (REPLICAS, CONFIRMATION, 128)
+    assert ladder(1 << 30) == (REPLICAS, CONFIRMATION, CONFIRMATION)
