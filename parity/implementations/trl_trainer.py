@@ -6,22 +6,10 @@ the trainer rather than from its inputs (tools, num_iterations, the vLLM switch)
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import importlib.metadata
-import importlib.util
-import inspect
-import io
-import logging
-import os
-import tempfile
-import typing
-import warnings
 from typing import Any
 
 import torch
-from packaging.version import Version
 
 from parity.case.inputs import Inputs
 from parity.families.policy import WINDOW_NORMALISED
@@ -29,6 +17,7 @@ from parity.implementations import plain
 from parity.implementations.implementation import Outputs, implementation, require
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.recipe import Recipe
+from parity.upstream import trl
 
 SETTINGS = (
     "loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl temperature "
@@ -44,64 +33,14 @@ def _dataset() -> Any:
     return Dataset.from_dict({"prompt": ["w w"] * 8})
 
 
-@functools.cache
-def _output_dir() -> str:
-    return tempfile.mkdtemp(prefix="parity-trainer-")
-
-
 def _zero_reward(completions: Any, **kwargs: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-@contextlib.contextmanager
-def quiet() -> Any:
-    """Without the warnings that TRL and transformers print at every construction."""
-    levels = {name: logging.getLogger(name).level for name in ("transformers", "trl", "accelerate")}
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-
-
-@contextlib.contextmanager
-def environment_kept() -> Any:
-    """Older accelerate leaves settings in environment variables when a trainer is made: not the loss's doing."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
-
-
 def config_class(kind: Any = None) -> Any:
     """The installed GRPOConfig, or the subclass of it that `__init__` of a trainer class is annotated with."""
-    from trl import GRPOConfig
-
-    return GRPOConfig if kind is None else annotated(kind, GRPOConfig)
-
-
-def annotated(kind: type, config: Any) -> Any:
-    """The subclass of `config` that the nearest `__init__` with an annotated `args` asks for, else `config` itself."""
-    for base in kind.__mro__:
-        with contextlib.suppress(Exception):  # an annotation may name what was imported for type checkers alone
-            hint = typing.get_type_hints(vars(base)["__init__"]).get("args")
-            for one in (hint, *typing.get_args(hint)):
-                if inspect.isclass(one) and issubclass(one, config):
-                    return one
-    return config
-
-
-@functools.cache
-def fields() -> dict[str, Any]:
-    """Name -> default of every field of the installed GRPOConfig."""
-    return {f.name: f.default for f in dataclasses.fields(config_class())}
+    config = trl.class_named("GRPOConfig")
+    return config if kind is None else trl.config_class(kind, config)
 
 
 def arguments(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
@@ -115,32 +54,22 @@ def arguments(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
     s = x.settings
     wanted = {name: getattr(s, name) for name in SETTINGS if name != "top_entropy_quantile"}
     wanted["top_entropy_quantile"] = 1.0 if x.top_entropy_quantile is None else float(x.top_entropy_quantile)
-    known = fields()
+    config = config_class(kind)
+    known = trl.fields(config_class())
     for name in sorted(_relevant(s) - set(known)):
         default = 1.0 if name == "top_entropy_quantile" else defaults[name].default
         require(wanted[name] == default, f"GRPOConfig has no {name} in the installed version")
-    kwargs = {n: v for n, v in wanted.items() if n in known}
-    fixed = {
-        "output_dir": _output_dir(),
+    wanted |= {
         "per_device_train_batch_size": 2,
         "num_generations": 2,
         "gradient_accumulation_steps": s.accumulation,
-        "top_k": 0,
-        "report_to": [],
-        "use_cpu": not x.hidden.is_cuda,
-        "bf16": False,
-        "fp16": False,
         "gradient_checkpointing": False,
+        "top_k": 0,
         "scale_rewards": False,
-        "router_aux_loss_coef": None if known.get("router_aux_loss_coef", 0) is None else 0.0,
-        "max_prompt_length": None,
-        "save_strategy": "no",
-        "disable_tqdm": True,
     }
-    kwargs |= {n: v for n, v in fixed.items() if n in known and n not in kwargs}
     if liger:
-        kwargs |= _liger_flags(known)
-    return config_class(kind)(**kwargs)
+        wanted |= trl.liger(config)
+    return trl.configured(config, x.hidden.device.type, {n: v for n, v in wanted.items() if n in known})
 
 
 def _relevant(s: Any) -> set[str]:
@@ -150,29 +79,15 @@ def _relevant(s: Any) -> set[str]:
     return out - (set() if s.beta else {"use_bias_correction_kl"})
 
 
-LIGER_LAYERS = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
-"""What `use_liger_kernel` exchanges in a model besides the trainer's loss, for every model of the process."""
-
-
-def _liger_flags(known: dict[str, Any]) -> dict[str, Any]:
-    """The loss path alone: since 0.25 `use_liger_kernel` would patch the model's layers as well."""
-    if known.get("use_liger_loss") is False:
-        return {"use_liger_loss": True}
-    require("use_liger_kernel" in known, "GRPOConfig has neither use_liger_loss nor use_liger_kernel")
-    return {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(LIGER_LAYERS, False)}
-
-
 def trainer(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
     """A real GRPOTrainer over the replay model, in the mode of the case; of `kind`, a subclass of it, if given."""
-    from trl import GRPOTrainer
-
-    made: Any = GRPOTrainer if kind is None else kind
+    made: Any = kind or trl.class_named("GRPOTrainer")
     s = x.settings
     extra: dict[str, Any] = {}
     if s.head == "lora":
-        extra["peft_config"] = _lora_config(x)
+        extra["peft_config"] = trl.lora(["lm_head"], lora_alpha=2)
     built = model(x)
-    with quiet(), environment_kept():
+    with trl.quiet(), trl.environment_kept():
         args = arguments(x, liger, kind)
         beta, args.beta = args.beta, 0.0  # reference log-probs are given: no reference model has to be loaded
         out = made(
@@ -191,16 +106,9 @@ def trainer(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
                     holder.compiled = False
     out.model.train(s.mode == "train")
     out.current_gradient_accumulation_steps = s.accumulation
-    if mentions("control.should_evaluate", made):  # 0.17 asks the control, not the model, which of the two it is
+    if trl.mentions("control.should_evaluate", made):  # 0.17 asks the control, not the model, which of the two it is
         out.control.should_evaluate = s.mode == "eval"
     return out
-
-
-def _lora_config(x: Inputs) -> Any:
-    from peft import LoraConfig
-
-    options = {"lora_dropout": 0.0, "bias": "none", "task_type": "CAUSAL_LM"}
-    return LoraConfig(r=2, lora_alpha=2, target_modules=["lm_head"], **options)
 
 
 def batch(x: Inputs, out: Any) -> dict[str, Any]:
@@ -208,12 +116,12 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
     s = x.settings
     kind: Any = type(out)
     device = x.hidden.device
-    require(x.tool_mask is None or mentions("tool_mask", kind), "the installed version reads no tool_mask")
-    given = s.beta == 0.0 or mentions('"ref_per_token_logps"', kind)
+    require(x.tool_mask is None or trl.mentions("tool_mask", kind), "the installed version reads no tool_mask")
+    given = s.beta == 0.0 or trl.mentions('"ref_per_token_logps"', kind)
     require(given, "the installed version takes reference log-probs from its own reference model")
-    shaped = x.advantages.dim() == 1 or mentions("advantages.dim()", kind)
+    shaped = x.advantages.dim() == 1 or trl.mentions("advantages.dim()", kind)
     require(shaped, "the installed version takes advantages of shape (B,) only")
-    divides = mentions("current_gradient_accumulation_steps", kind) or s.accumulation == 1 or s.mode == "eval"
+    divides = trl.mentions("current_gradient_accumulation_steps", kind) or s.accumulation == 1 or s.mode == "eval"
     require(divides, "the installed version leaves the division by the accumulation steps to training_step")
     inputs: dict[str, Any] = {
         "prompt_ids": torch.zeros(s.B, PROMPT, dtype=torch.long, device=device),
@@ -227,39 +135,28 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
     }
     if x.tool_mask is not None:
         inputs["tool_mask"] = x.tool_mask
-        if mentions("self.tools", kind):  # 0.26 and 0.27 look at it for trainers with tools only
+        if trl.mentions("self.tools", kind):  # 0.26 and 0.27 look at it for trainers with tools only
             out.tools = [_zero_reward]
-    if x.old_logps is not None and mentions(
+    if x.old_logps is not None and trl.mentions(
         "self.num_iterations", kind
     ):  # 0.17 looks at them from the second iteration on
         out.num_iterations = 2
     if x.sampling_logps is not None:
         inputs["sampling_per_token_logps"] = x.sampling_logps
     if x.importance_sampling_ratio is not None:
-        require(mentions("importance_sampling_ratio", kind), "the installed version reads no importance_sampling_ratio")
+        require(
+            trl.mentions("importance_sampling_ratio", kind), "the installed version reads no importance_sampling_ratio"
+        )
         inputs["importance_sampling_ratio"] = x.importance_sampling_ratio
         out.use_vllm, out.vllm_importance_sampling_correction = True, True
     return inputs
-
-
-@functools.cache
-def mentions(text: str, kind: Any = None) -> bool:
-    """Whether the source of the installed trainer's losses has this text: what a version reads, it can be given.
-
-    Of a subclass `kind` its own losses count too, and those that they override.
-    """
-    from trl import GRPOTrainer
-
-    bases = GRPOTrainer.__mro__ if kind is None else kind.__mro__
-    methods = [vars(base).get(name) for base in bases for name in ("_compute_loss", "compute_liger_loss")]
-    return any(text in inspect.getsource(method) for method in methods if method is not None)
 
 
 def outputs(x: Inputs, liger: bool = False, kind: Any = None) -> Outputs:
     """Loss and metrics of one micro-batch as the trainer computes and logs them."""
     out = trainer(x, liger, kind)
     _install_adapter(x, out)
-    with quiet():
+    with trl.quiet():
         loss = out.compute_loss(out.model, batch(x, out))
     logged = out._metrics["train" if x.settings.mode == "train" else "eval"]
     found = {"loss": loss}
@@ -289,11 +186,6 @@ def _install_adapter(x: Inputs, out: Any) -> None:
         linear.weight = tensor
 
 
-def _since(version: str) -> bool:
-    installed = importlib.metadata.version("trl") if importlib.util.find_spec("trl") else "0"
-    return Version(installed) >= Version(version)
-
-
 def _tiles(x: Inputs) -> Recipe:
     """Tiles of logits and their gradient in the dtype of the hidden states."""
     return Recipe(logits="input", dlogits="input", inputs=None if x.weight.dtype == x.hidden.dtype else "input")
@@ -301,7 +193,7 @@ def _tiles(x: Inputs) -> Recipe:
 
 def _recipe(x: Inputs) -> Recipe:
     """TRL since 1.15 takes the chunked head for everyone; before, logits and log-softmax have the dtype of the head."""
-    if _since("1.15"):
+    if trl.since("1.15"):
         return _tiles(x)
     dtype = plain.head_dtype(x)
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype)
@@ -309,10 +201,10 @@ def _recipe(x: Inputs) -> Recipe:
 
 def _liger_recipe(x: Inputs) -> Recipe:
     """Liger's chunks, head gradients summed in its dtype; in 1.14 the flag stands for TRL's chunked log-probs."""
-    return _tiles(x) if _since("1.14") else Recipe(logits="input", accumulate="input", partials=8)
+    return _tiles(x) if trl.since("1.14") else Recipe(logits="input", accumulate="input", partials=8)
 
 
-METRIC_NAMES = frozenset(METRICS) - (frozenset() if _since("0.20") else {"entropy"})
+METRIC_NAMES = frozenset(METRICS) - (frozenset() if trl.since("0.20") else {"entropy"})
 
 
 @implementation(
@@ -331,8 +223,7 @@ def grpo_trainer(x: Inputs) -> Outputs:
 
 
 def _has_liger_path() -> bool:
-    from trl import GRPOTrainer
-
+    GRPOTrainer = trl.class_named("GRPOTrainer")
     return hasattr(GRPOTrainer, "compute_liger_loss") or hasattr(GRPOTrainer, "_chunked_logps")
 
 

@@ -48,7 +48,7 @@ def load() -> dict[str, Check]:
 
 def way(implementation: Implementation) -> str:
     """The way of `WAYS` in which an implementation is run; a user's own trainer runs as a released one does."""
-    return "released" if implementation.stands_in else implementation.id.rpartition(".")[2]
+    return "released" if implementation.user_class else implementation.id.rpartition(".")[2]
 
 
 @dataclasses.dataclass(frozen=True)

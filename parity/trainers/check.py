@@ -128,14 +128,14 @@ def _size(x: Any) -> float | None:
 class Cell:
     """A case of a check in one way of use: what a check function is given.
 
-    `own`: FILE.py:NAME of a user's trainer that stands in for TRL's class, or nothing; `drive` sees to it.
+    `user_class`: FILE.py:NAME of a user's trainer that is driven instead of the TRL class that it extends, or nothing.
     """
 
     case: Case
     settings: SimpleNamespace
     way: str
     device: str
-    own: str = ""
+    user_class: str = ""
 
     @property
     def trainer(self) -> str:
@@ -159,7 +159,7 @@ class Check:
             judge; any other exception is a verdict (refused, crashed).
         ways: the ways of `WAYS` in which it is run.
         doc: first line of the function's docstring, for listings.
-        drives: whether it drives the trainer's class in this process, so that a user's own can stand in for it; else it
+        drives: whether it drives the trainer's class in this process, so that a user's own can take its place; else it
             looks at functions beside the class, or starts processes of its own.
     """
 

@@ -35,7 +35,7 @@ def rows(
             continue
         announce(implementation)
         for row in _rows(
-            found, Cell(case, settings, way(implementation), device, implementation.stands_in), implementation
+            found, Cell(case, settings, way(implementation), device, implementation.user_class), implementation
         ):
             if implementation.role == "reference":
                 reference[row["quantity"]], against = row, implementation.id
@@ -50,8 +50,10 @@ def rows(
 def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[Row]:
     base = _base(cell, implementation)
     missing = implementation.missing()
-    if cell.own and not found.drives:
-        missing = f"check {found.name} does not drive the trainer's class in this process: nothing can stand in for it"
+    if cell.user_class and not found.drives:
+        missing = (
+            f"check {found.name} does not drive the trainer's class in this process: it cannot drive yours instead"
+        )
     if missing:
         yield base | {"verdict": "unsupported", "message": missing}
         return
@@ -91,8 +93,8 @@ def attempt(found: Check, cell: Cell, implementation: Implementation) -> tuple[O
     results: list[Result] = []
 
     def run() -> Outcome:
-        own = drive.standing_in(loaded(cell.own)) if cell.own else contextlib.nullcontext()
-        with own:
+        user_class = drive.using(loaded(cell.user_class)) if cell.user_class else contextlib.nullcontext()
+        with user_class:
             results.extend(found.run(cell))
         return Outcome("ran") if results else Outcome("unsupported", message="nothing was measured", blame="harness")
 

@@ -189,7 +189,7 @@ def test_a_trainer_that_needs_nothing_is_left_alone(name, reason):
 
     utils = needs_fused_head()
     kernel = utils._ChunkedLogProbFunction
-    config = drive.found(name.replace("Trainer", "Config"))
+    config = drive.trl_class(name.replace("Trainer", "Config"))
     args = drive.arguments(config, "cpu", {"gradient_checkpointing": False})
     with apply(drive.build(name, models.model("llama"), args)) as applied:
         assert not applied

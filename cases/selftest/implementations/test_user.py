@@ -1,6 +1,5 @@
 """A user's own function: what it declares, what it returns and what it raises is the user's, and said so."""
 
-import collections
 import dataclasses
 
 import pytest
@@ -12,7 +11,6 @@ from parity.judging.assess import classify, confirmed
 from parity.judging.execute import execute
 from parity.registry import bench_of, family, from_file
 from parity.running.run import Options, judge_run
-from parity.trainers.rig.drive import _takes
 
 FAMILY = family("logprobs")
 
@@ -146,20 +144,3 @@ def test_a_name_that_is_not_there(tmp_path):
         from_file(f"{file}:wrong")
     with pytest.raises(UsageError, match="'TABLE' in .* is not callable"):
         from_file(f"{file}:TABLE")
-
-
-def test_a_subclass_that_passes_its_arguments_on_takes_what_its_base_takes():
-    class Base:
-        def __init__(self, model, reward_funcs=None): ...
-
-    class Passing(Base):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-
-    class Fixed(Base):
-        def __init__(self, model):
-            super().__init__(model)
-
-    assert [_takes(kind, "reward_funcs") for kind in (Base, Passing, Fixed)] == [True, True, False]
-    assert not _takes(Passing, "judge")
-    assert collections.Counter(_takes(kind, "model") for kind in (Base, Passing, Fixed)) == {True: 3}

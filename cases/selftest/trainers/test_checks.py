@@ -159,25 +159,3 @@ def test_every_cell_of_every_profile_is_a_valid_case(profile):
 def test_profiles_grow():
     count = {p: sum(len(catalogue.cases(n, p, 1)) for n in catalogue.names()) for p in ("quick", "pr", "nightly")}
     assert 0 < count["quick"] < count["pr"] < count["nightly"]
-
-
-def test_a_trainer_whose_module_does_not_import_keeps_the_reason(monkeypatch):
-    import importlib
-
-    from parity.errors import Unsupported
-    from parity.trainers.rig import drive
-
-    real = importlib.import_module
-
-    def failing(name, *args):
-        if name == "trl.experimental.orpo":
-            raise ImportError("libfoo.so.2: cannot open shared object file")
-        return real(name, *args)
-
-    monkeypatch.setattr(drive.importlib, "import_module", failing)
-    with pytest.raises(Unsupported, match=r"ORPOTrainer does not import: ImportError: libfoo.so.2"):
-        drive._released.__wrapped__("ORPOTrainer")
-    with pytest.raises(Unsupported, match="has no BrandNewTrainer"):
-        drive._released.__wrapped__("BrandNewTrainer")
-    assert drive._released.__wrapped__("CPOTrainer").__name__ == "CPOTrainer"
-    assert drive._released.__wrapped__("OnlineDPOConfig").__name__ == "OnlineDPOConfig"

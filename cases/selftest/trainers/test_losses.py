@@ -118,7 +118,7 @@ def test_kto_by_hand(monkeypatch):
 
 
 def test_every_loss_type_of_the_installed_trainers_has_a_definition():
-    source = inspect.getsource(drive.found("DPOTrainer")._compute_loss)
+    source = inspect.getsource(drive.trl_class("DPOTrainer")._compute_loss)
     named = set(re.findall(r'loss_type == "(\w+)"', source))
     assert named == set(DPO)
     assert {name for mixed in preference.MIXED.values() for name in mixed} <= named

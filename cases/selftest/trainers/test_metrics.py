@@ -53,7 +53,7 @@ def test_what_the_installed_trainers_log_is_judged_and_right(trainer, logged):
 
 def test_a_reward_without_beta_is_seen():
     edit = next(e for e in EDITS["dpo-trainer"] if e.name == "reward")
-    with drive.standing_in(mutated("dpo-trainer", edit)):
+    with drive.using(mutated("dpo-trainer", edit)):
         assert disagreeing(verdicts("dpo-trainer")) >= {"rewards/chosen", "rewards/margins"}
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from parity.trainers.rig import drive, sampled
+from parity.upstream import trl
 
 pytest.importorskip("trl")
 
@@ -12,8 +13,8 @@ def test_a_seed_gives_the_same_tokens_and_another_default_gives_others(monkeypat
     assert len(first) == sampled.PROMPTS * sampled.EACH
     assert all(1 <= len(tokens) <= drive.COMPLETION for tokens in first)
     assert sampled.tokens() == first
-    own = drive.fields
-    monkeypatch.setattr(drive, "fields", lambda config: own(config) | {"top_k": 1})
+    known = trl.fields
+    monkeypatch.setattr(trl, "fields", lambda config: {**known(config), "top_k": 1})
     greedy = sampled.tokens()
     assert greedy != first
     assert len({tuple(tokens) for tokens in greedy}) <= sampled.PROMPTS, "one completion a prompt: the likeliest tokens"

@@ -71,6 +71,6 @@ def test_the_released_trainer_has_it_right(mode):
 
 @pytest.mark.parametrize("edit", WRONG, ids=lambda edit: edit.name)
 def test_a_ratio_that_is_wrong_is_seen(edit):
-    with drive.standing_in(mutated("grpo-trainer", edit)):
+    with drive.using(mutated("grpo-trainer", edit)):
         found = verdicts(tools=True)
     assert found["gradient"] == "disagree"

@@ -309,7 +309,7 @@ def test_truncated_completions_are_not_trained_on(trainer):
 
 def test_truncated_completions_that_are_trained_on_are_seen():
     edit = next(e for e in EDITS["grpo-trainer"] if e.name == "truncated")
-    with drive.standing_in(mutated("grpo-trainer", edit)):
+    with drive.using(mutated("grpo-trainer", edit)):
         found = verdicts(outcome("grpo-trainer", "windows", kind="truncated"))
     assert {q for q, verdict in found.items() if verdict == "disagree"} == {"loss", "gradient"}
 

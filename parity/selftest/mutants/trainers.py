@@ -288,7 +288,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
 
 def released(family: str) -> type:
     """The class that the mutants of a family are edits of."""
-    return drive.found(TRAINERS[family])
+    return drive.trl_class(TRAINERS[family])
 
 
 def mutated(family: str, edit: Edit) -> type:
@@ -339,7 +339,7 @@ def fates(family: str, seed: int, budget: int) -> list[Fate]:
             break
         cell = Cell(case, catalogue.family(family).full_settings(case), "released", "cpu")
         for name in list(alive):
-            with drive.standing_in(kinds[name]):
+            with drive.using(kinds[name]):
                 alive[name] = _judged(cell, implementation, alive[name], ledger)
             if alive[name].killed:
                 done[name] = alive.pop(name)

@@ -10,6 +10,7 @@ import torch
 from parity.case.inputs import Inputs
 from parity.implementations import trl_trainer
 from parity.tools.issue.calls import Call, Code, arguments, bias, call, ids, states
+from parity.upstream import trl
 
 IMPORT = "import datasets, tokenizers, torch, transformers, trl"
 TOKENIZER = (
@@ -87,7 +88,8 @@ def _model(x: Inputs) -> list[str]:
 def _options(x: Inputs, liger: bool) -> str:
     """GRPOConfig's arguments: what the case moves away from the installed default, and what keeps it offline."""
     s = x.settings
-    known = trl_trainer.fields()
+    config = trl.class_named("GRPOConfig")
+    known = trl.fields(config)
     wanted = {name: getattr(s, name) for name in trl_trainer.SETTINGS if name != "top_entropy_quantile"}
     if x.top_entropy_quantile is not None:
         wanted["top_entropy_quantile"] = float(x.top_entropy_quantile)
@@ -105,7 +107,7 @@ def _options(x: Inputs, liger: bool) -> str:
     if s.steps_per_generation == s.accumulation:
         moved.pop("steps_per_generation", None)
     if liger:
-        fixed |= trl_trainer._liger_flags(known)
+        fixed |= trl.liger(config)
     return arguments(**fixed, **moved).removeprefix(", ")
 
 

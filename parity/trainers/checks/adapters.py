@@ -17,6 +17,7 @@ from parity.trainers.definitions import windows
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import Step
 from parity.trainers.rig import drive, models, twin_runs
+from parity.upstream import trl
 
 KINDS = {
     "new": "peft_config: the reference is the base model",
@@ -49,7 +50,7 @@ class Adapter:
 
     def config(self) -> Any:
         """The trainer's peft_config."""
-        return None if self.kind == "existing" else drive.lora_config(**_saved(self.kind))
+        return None if self.kind == "existing" else trl.lora(**_saved(self.kind))
 
     def move(self, model: Any) -> None:
         """The adapter, away from where it started: a reference that were the policy would show."""
@@ -95,7 +96,7 @@ def adapters(cell: Cell) -> Iterator[Result]:
     adapter = Adapter(s.adapter)
     twin = plain_twin(model=s.model, split="8x1", beta=0.04, checkpointing=s.checkpointing)
     more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
-    if more and "precompute_ref_log_probs" not in drive.fields(drive.config(cell.trainer)):
+    if more and "precompute_ref_log_probs" not in trl.fields(drive.config(cell.trainer)):
         raise Unsupported(f"{cell.trainer} of the installed version has no precompute_ref_log_probs")
     steps = twin_runs.train(twin_runs.build(trainer, twin, cell.way, adapter=adapter, **more), cell.way)
     yield twin_runs.all_there(trainer, steps)

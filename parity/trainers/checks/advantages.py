@@ -18,6 +18,7 @@ from parity.errors import Unsupported
 from parity.recipe import UNIT_ROUNDOFF
 from parity.trainers.check import Cell, Result, check
 from parity.trainers.rig import drive, models
+from parity.upstream import trl
 
 U = UNIT_ROUNDOFF["fp32"]
 EPSILON = 1e-4
@@ -103,7 +104,7 @@ def _asked(cell: Cell, rewards: Tensor, weights: list[float]) -> Tensor:
     config = drive.config(cell.trainer)
     wanted: dict[str, Any] = {"beta": 0.0, "num_generations": GROUP, "per_device_train_batch_size": 2 * GROUP}
     wanted |= {"max_completion_length": 3, "reward_weights": weights, "gradient_checkpointing": False}
-    known = drive.fields(config)
+    known = trl.fields(config)
     if cell.trainer == "GRPOTrainer":
         if "multi_objective_aggregation" not in known and s.aggregation != "sum_then_normalize":
             raise Unsupported("GRPOConfig has no multi_objective_aggregation in the installed version")
@@ -128,7 +129,7 @@ def _asked(cell: Cell, rewards: Tensor, weights: list[float]) -> Tensor:
     alone = s.rewards == "group-of-one"
     batch = [{"prompt": p} for p in prompts for _ in range(1 if alone else GROUP)]
     trainer.model.train(not alone)
-    with models.quiet(), drive.seeded():
+    with trl.quiet(), drive.seeded():
         out = trainer._generate_and_score_completions(batch)
     return out["advantages"].detach().cpu()
 

@@ -23,6 +23,7 @@ from parity.trainers.check import Cell, Result, check, judged
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.training_step import Double, Step, StepRounding
 from parity.trainers.rig import drive, models, quantised_heads
+from parity.upstream import trl
 
 HEADS = {
     "plain": "as the model has it",
@@ -145,9 +146,9 @@ def _built(cell: Cell, **wanted: Any) -> Any:
     config = drive.config(cell.trainer)
     peft = None
     if cell.settings.head == "lora":
-        peft = drive.lora_config((*models.PROJECTIONS, "lm_head"))
+        peft = trl.lora((*models.PROJECTIONS, "lm_head"))
     elif cell.settings.head == "modules_to_save":
-        peft = drive.lora_config(modules_to_save=["lm_head"])
+        peft = trl.lora(modules_to_save=["lm_head"])
     args = drive.arguments(config, cell.device, {"gradient_checkpointing": False, **wanted})
     trainer = drive.build(cell.trainer, _model(cell), args, peft)
     _fill(trainer.model, cell.settings.head)
@@ -175,11 +176,9 @@ def altered(model: Any, cell: Cell) -> Any:
 
     head = cell.settings.head
     if head == "lora":
-        model = peft.get_peft_model(
-            model, drive.lora_config((*models.PROJECTIONS, "lm_head")), autocast_adapter_dtype=False
-        )
+        model = peft.get_peft_model(model, trl.lora((*models.PROJECTIONS, "lm_head")), autocast_adapter_dtype=False)
     elif head == "modules_to_save":
-        model = peft.get_peft_model(model, drive.lora_config(modules_to_save=["lm_head"]), autocast_adapter_dtype=False)
+        model = peft.get_peft_model(model, trl.lora(modules_to_save=["lm_head"]), autocast_adapter_dtype=False)
     elif head == "quantised":
         quantised_heads.dequantised(model, models.model(cell.settings.model))
     elif head == "fake-quantised":
@@ -245,7 +244,7 @@ def _ask_loss(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
         quantised_heads.quantise(trainer.ref_model, cell.settings.head)
         if cell.settings.head == "hook":
             _fill(trainer.ref_model, "hook")
-    with models.quiet(), drive.fixed(cell, trainer):
+    with trl.quiet(), drive.fixed(cell, trainer):
         inputs = {k: v.to(trainer.model.device) for k, v in batch.inputs().items()}
         return trainer.compute_loss(trainer.model, inputs), trainer.model, None
 

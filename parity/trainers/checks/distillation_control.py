@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +16,7 @@ from parity.trainers.checks.distillation import ARCHITECTURE, SPLIT, beta_settin
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import Step
 from parity.trainers.rig import drive, models, recorder, teacher_client
+from parity.upstream import trl
 
 
 @check(
@@ -38,24 +37,21 @@ from parity.trainers.rig import drive, models, recorder, teacher_client
 )
 def ragged_control(cell: Cell) -> Iterator[Result]:
     """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
-    kind, config = drive.found(cell.trainer), drive.config(cell.trainer)
+    kind, config = drive.trl_class(cell.trainer), drive.config(cell.trainer)
     batch, accumulation = map(int, cell.settings.split.split("x"))
     wanted = recorder.PLAIN | {
-        "output_dir": tempfile.gettempdir(),
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": accumulation,
         "lmbda": 0.0,
         "beta": cell.settings.beta,
         "temperature": 1.0,
         "max_length": 32,
-        "use_cpu": True,
     }
-    known = {f.name for f in dataclasses.fields(config)}
-    with models.quiet():
+    with trl.quiet():
         trainer = kind(
             model=models.model(ARCHITECTURE),
             teacher_model=models.model("qwen2"),
-            args=config(**{k: v for k, v in wanted.items() if k in known}),
+            args=trl.configured(config, cell.device, wanted),
             train_dataset=teacher_client.dataset(messages=True, prompts=cell.settings.prompts),
             processing_class=models.tokenizer(),
         )

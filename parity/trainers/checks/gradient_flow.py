@@ -18,6 +18,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import Cell, Result, check, holds, pairwise
 from parity.trainers.rig import drive, models
+from parity.upstream import trl
 
 TRAINERS = (
     "grpo-trainer",
@@ -108,11 +109,11 @@ def build(cell: Cell) -> Any:
             raise Unsupported(f"{s.model}: its embeddings are its head")
         model.get_input_embeddings().requires_grad_(False)
     elif s.trained == "lora":
-        peft = drive.lora_config(models.targets(s.model))
+        peft = trl.lora(models.targets(s.model))
     elif s.trained == "lora-given":
         import peft as library
 
-        model = library.get_peft_model(model, drive.lora_config(models.targets(s.model)))
+        model = library.get_peft_model(model, trl.lora(models.targets(s.model)))
     trainer = drive.build(cell.trainer, model, args, peft)
     with torch.no_grad():  # with B at zero, A has no gradient by definition
         for name, parameter in trainer.model.named_parameters():

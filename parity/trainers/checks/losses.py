@@ -20,6 +20,7 @@ from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import Step
 from parity.trainers.rig import drive, twin_runs
+from parity.upstream import trl
 
 OWN = {
     "dpo-trainer": (*preference.DPO, *preference.MIXED),
@@ -125,7 +126,7 @@ def losses(cell: Cell) -> Iterator[Result]:
     trainer, s = cell.case.family, cell.settings
     if s.loss not in OWN[trainer]:
         raise Unsupported(f"{trainer} has no loss type {s.loss}: {', '.join(OWN[trainer])}")
-    known = drive.fields(drive.config(cell.trainer))
+    known = trl.fields(drive.config(cell.trainer))
     missing = [f for name, f in NEEDED.items() if getattr(s, name) != SETTINGS[name].default and f not in known]
     if s.loss != OWN[trainer][0] and "loss_type" not in known:  # a field that a config lacks is left out of it
         missing.append("loss_type")

@@ -14,13 +14,13 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.implementations.trl_trainer import mentions
 from parity.trainers.check import Cell, Result, check, judged
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import training_step, windows
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.windows import Sequences
 from parity.trainers.rig import drive, twin_runs
+from parity.upstream import trl
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 SETTINGS = {
@@ -92,14 +92,14 @@ def _options(cell: Cell) -> dict[str, Any]:
     Raises:
         Unsupported: where the installed version has none, or lacks a setting that is not at its default.
     """
-    s, known = cell.settings, drive.fields(drive.config(cell.trainer))
+    s, known = cell.settings, trl.fields(drive.config(cell.trainer))
     if "vllm_importance_sampling_correction" not in known:
         raise Unsupported("the installed version does not correct for the sampler's log-probs")
     if s.mode not in ("token_truncate",) and FIELDS["mode"] not in known:
         raise Unsupported(f"the installed version has no {FIELDS['mode']}: it truncates the ratios of tokens")
     if s.low is not None and FIELDS["low"] not in known:
         raise Unsupported(f"the installed version has no {FIELDS['low']}")
-    if s.tools and not mentions("tool_mask"):
+    if s.tools and not trl.mentions("tool_mask"):
         raise Unsupported("the installed version reads no tool_mask")
     newer = "vllm_importance_sampling_clip_max" in known
     wanted = {

@@ -32,6 +32,7 @@ from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.training_step import Step, logits
 from parity.trainers.definitions.windows import Sequences
 from parity.trainers.rig import drive, models
+from parity.upstream import trl
 
 TEMPERATURE = 0.7
 TRAINERS = ("grpo-trainer", "rloo-trainer")
@@ -72,7 +73,7 @@ def scoring(cell: Cell) -> Iterator[Result]:
     backbone: list[Tensor] = []
     handle = trainer.model.base_model.register_forward_hook(functools.partial(_keep, backbone))
     try:
-        with models.quiet(), drive.fixed(cell, trainer):
+        with trl.quiet(), drive.fixed(cell, trainer):
             logps, entropies = _asked(trainer, batch, s)
             (logps * batch.cotangent.to(logps)).sum().backward()
     finally:
@@ -201,13 +202,10 @@ def _recipe(s: Any, calls: int) -> Recipe:
     Before 1.15 the logits were materialised and their log-softmax stored in the dtype of the head. Each call adds its part to
     the gradient of the head, in the head's dtype.
     """
-    import trl
-    from packaging.version import Version
-
     if s.cast_lm_head_to_fp32:
         return Recipe()
     out = Recipe(logits="input", dlogits="input", accumulate="input", partials=calls)
-    if Version(trl.__version__) < Version("1.15.0"):
+    if not trl.since("1.15.0"):
         out = dataclasses.replace(out, elementwise="input", softmax="input", output="input")
     return out
 

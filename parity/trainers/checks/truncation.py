@@ -17,6 +17,7 @@ from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import Step
 from parity.trainers.definitions.windows import Sequences
 from parity.trainers.rig import drive, twin_runs
+from parity.upstream import trl
 
 MAX_LENGTH = 10
 """At it four of the window's eight sequences are too long, every prompt keeps a token of its completion at either end."""
@@ -44,7 +45,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def truncation(cell: Cell) -> Iterator[Result]:
     """The sequences that reach the loss are cut where the config says, and loss and gradients are theirs."""
     trainer, s = cell.case.family, cell.settings
-    known = drive.fields(drive.config(cell.trainer))
+    known = trl.fields(drive.config(cell.trainer))
     limits: dict[str, Any] = {"max_length": MAX_LENGTH, "truncation_mode": s.mode}
     if "truncation_mode" not in known:
         if s.mode != "keep_start":

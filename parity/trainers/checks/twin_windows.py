@@ -22,6 +22,7 @@ from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.training_step import Step
 from parity.trainers.definitions.windows import Row
 from parity.trainers.rig import drive, models, recorder, twin_runs
+from parity.upstream import trl
 
 OF_STORED = ("evaluation", "incomplete", "uneven", "second", "resumed")
 KINDS = (*OF_STORED, "synced", "truncated", "adaptive", "generation")
@@ -69,7 +70,7 @@ def beyond_one_window(cell: Cell) -> Iterator[Result]:
 def _evaluation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     """The loss that evaluation reports on the window is the loss that training takes its gradient of."""
     run = twin_runs.build(trainer, s, per_device_eval_batch_size=8, num_generations_eval=windows.GENERATIONS)
-    with models.quiet():
+    with trl.quiet():
         loss = float(run.evaluate()["eval_loss"])
     step = by_definition(trainer, s)
     yield judged("evaluation loss", step.judge_loss(loss), loss, step.loss)
@@ -146,7 +147,7 @@ def _synced(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     The second step's gradient is that of the definition with this reference.
     """
     s = SimpleNamespace(**{**vars(s), "beta": 0.04})
-    if trainer not in SYNCED or "sync_ref_model" not in drive.fields(drive.config(twin_runs.CLASSES[trainer])):
+    if trainer not in SYNCED or "sync_ref_model" not in trl.fields(drive.config(twin_runs.CLASSES[trainer])):
         raise Unsupported("the trainer of the installed version has no sync_ref_model")
     run = _two_steps(trainer, s, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=MIXED)
     steps = twin_runs.train(run, way)
@@ -180,7 +181,7 @@ def _adaptive(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
 
     Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it.
     """
-    if "use_adaptive_entropy" not in drive.fields(drive.config(twin_runs.CLASSES[trainer])):
+    if "use_adaptive_entropy" not in trl.fields(drive.config(twin_runs.CLASSES[trainer])):
         raise Unsupported("the trainer of the installed version has no use_adaptive_entropy")
     adaptive: dict[str, Any] = {"use_adaptive_entropy": True, "entropy_target": 100.0}
     adaptive |= {"entropy_coef": 0.1, "entropy_coef_delta": 0.05}

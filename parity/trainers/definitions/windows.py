@@ -24,8 +24,9 @@ from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
 from parity.rounding.monte_carlo import exact_mark
 from parity.trainers.definitions import training_step
-from parity.trainers.rig import drive, models
+from parity.trainers.rig import models
 from parity.trainers.rig.drive import reward
+from parity.upstream import trl
 
 PROMPT_LENGTHS = (2, 6, 3, 5, 2, 4, 7, 3)
 LENGTHS = (7, 1, 4, 8, 2, 6, 3, 5)
@@ -121,8 +122,8 @@ def adapted(base: Any, seed: int, **options: Any) -> Any:
     """`base` with a LoRA whose weights are drawn from `seed`, in the dtype of the base."""
     import peft
 
-    with models.quiet():
-        out = peft.get_peft_model(base, drive.lora_config(**options), autocast_adapter_dtype=False)
+    with trl.quiet():
+        out = peft.get_peft_model(base, trl.lora(**options), autocast_adapter_dtype=False)
     fill_adapter(out, seed)
     return out
 

@@ -1,116 +1,56 @@
-"""Real trainers of the installed TRL over tiny models: found, configured, built and run for one recorded step."""
+"""Real trainers of the installed TRL over tiny models: configured, built and run for one recorded step."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import importlib
-import importlib.util
-import inspect
-import pkgutil
-import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from parity.case.case import hashes
-from parity.errors import Unsupported
-from parity.implementations.trl_trainer import LIGER_LAYERS, annotated, environment_kept
 from parity.trainers.check import Cell
 from parity.trainers.rig import models
+from parity.upstream import trl
 
 REENTRANT, NON_REENTRANT, CUSTOM, OFF = "reentrant", "non-reentrant", "custom", "off"
 PROMPTS, COMPLETION = 2, 8
 
 
-OWN: ContextVar[type | None] = ContextVar("OWN", default=None)
-"""A user's trainer, which stands in for the class of TRL that it extends."""
+_USER_CLASS: ContextVar[type | None] = ContextVar("_USER_CLASS", default=None)
 
 
 @contextlib.contextmanager
-def standing_in(kind: type) -> Iterator[None]:
-    """Within it `found` gives `kind` instead of the TRL trainer that it extends."""
-    token = OWN.set(kind)
+def using(user_class: type) -> Iterator[None]:
+    """Within it `trl_class` gives a user's trainer instead of the TRL trainer that it extends."""
+    token = _USER_CLASS.set(user_class)
     try:
         yield
     finally:
-        OWN.reset(token)
+        _USER_CLASS.reset(token)
 
 
-def found(name: str) -> type:
-    """A class of the installed TRL by name, in `trl` or wherever in `trl.experimental` it lives; or what stands in for it.
+def trl_class(name: str) -> type:
+    """A class of the installed TRL by name, or the user's trainer that extends it.
 
     Raises:
         Unsupported: when the installed version has none, or when the module that defines it does not import; with why.
     """
-    return in_place(_released(name))
+    return in_use(trl.class_named(name))
 
 
-def in_place(released: type) -> type:
-    """A TRL class, or the user's trainer that stands in for it."""
-    own = OWN.get()
-    return own if own is not None and issubclass(own, released) else released
+def in_use(released: type) -> type:
+    """A TRL class, or the user's trainer that extends it."""
+    user_class = _USER_CLASS.get()
+    return user_class if user_class is not None and issubclass(user_class, released) else released
 
 
 def config(trainer: str) -> type:
-    """The config class of a trainer, that of what stands in for it if its `__init__` is annotated with one of its own."""
-    return annotated(found(trainer), found(f"{trainer.removesuffix('Trainer')}Config"))
-
-
-@functools.cache
-def _released(name: str) -> type:
-    import trl
-
-    failed: list[Exception] = []
-    try:
-        return getattr(trl, name)
-    except AttributeError:
-        pass
-    except (ImportError, RuntimeError) as error:  # a lazy module of TRL: the name is there, its import fails
-        failed.append(error)
-    for module in _experimental(name):
-        try:
-            return getattr(importlib.import_module(module), name)
-        except AttributeError:
-            pass
-        except (ImportError, RuntimeError) as error:
-            failed.append(error)
-    if failed:
-        raise Unsupported(f"trl {trl.__version__}: {name} does not import: {_told(failed[-1])}")
-    raise Unsupported(f"trl {trl.__version__} has no {name}")
-
-
-def _experimental(name: str) -> Iterator[str]:
-    """The packages of `trl.experimental` in whose files a class is defined, read without importing them."""
-    spec = importlib.util.find_spec("trl.experimental")
-    for place in (spec and spec.submodule_search_locations) or ():
-        for info in sorted(pkgutil.iter_modules([place]), key=lambda m: m.name):
-            root = Path(place) / info.name
-            files = sorted(root.glob("**/*.py")) if info.ispkg else [root.with_suffix(".py")]
-            if any(re.search(rf"^class {name}\b", f.read_text(), re.MULTILINE) for f in files):
-                yield f"trl.experimental.{info.name}"
-
-
-def _told(error: BaseException) -> str:
-    """The innermost cause, in one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-
-
-def fields(config: type) -> dict[str, Any]:
-    """Name -> default of every field of a TRL config."""
-    return {f.name: f.default for f in dataclasses.fields(config)}
-
-
-@functools.cache
-def _output_dir() -> str:
-    return tempfile.mkdtemp(prefix="parity-trainer-")
+    """The config class of a trainer; a subclass of it if the user's trainer is annotated with one of its own."""
+    found: type = trl.config_class(trl_class(trainer), trl_class(f"{trainer.removesuffix('Trainer')}Config"))
+    return found
 
 
 BASE: dict[str, Any] = {
@@ -122,20 +62,13 @@ BASE: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "optim": "sgd",
     "max_grad_norm": 1e9,
-    "report_to": [],
-    "bf16": False,
-    "fp16": False,
-    "save_strategy": "no",
-    "disable_tqdm": True,
     "dataloader_pin_memory": False,
     "seed": 3407,
     "num_generations": 2,
     "max_completion_length": COMPLETION,
     "max_new_tokens": COMPLETION,
-    "max_prompt_length": None,
     "top_k": 0,
     "disable_dropout": True,
-    "router_aux_loss_coef": None,
 }
 """Arguments of one step that every version reads alike: their defaults moved between releases."""
 
@@ -146,16 +79,7 @@ def arguments(config: type, device: str, wanted: Mapping[str, Any], needed: tupl
     Raises:
         Unsupported: for a field in `needed` that the version has not.
     """
-    known = fields(config)
-    for name in needed:
-        if name not in known:
-            raise Unsupported(f"{config.__name__} has no {name} in the installed version")
-    given = {**BASE, "output_dir": _output_dir(), "use_cpu": device == "cpu", **wanted}
-    if known.get("router_aux_loss_coef", 0) is not None:
-        given["router_aux_loss_coef"] = 0.0
-    if known.get("max_prompt_length", None) is None and "max_prompt_length" in known:
-        given.pop("max_prompt_length")
-    return config(**{k: v for k, v in given.items() if k in known})
+    return trl.configured(config, device, {**BASE, **wanted}, needed)
 
 
 def checkpointing(kind: str) -> dict[str, Any]:
@@ -163,23 +87,6 @@ def checkpointing(kind: str) -> dict[str, Any]:
     if kind in (OFF, CUSTOM):
         return {"gradient_checkpointing": False}
     return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": kind == REENTRANT}}
-
-
-def fused(config: type) -> dict[str, Any]:
-    """The arguments that turn the version's fused path on, layers left alone.
-
-    Raises:
-        Unsupported: where there is none beside the plain path (TRL since 1.15 fuses for everyone).
-    """
-    known = fields(config)
-    if known.get("use_liger_loss") is False:
-        return {"use_liger_loss": True}
-    import trl
-    from packaging.version import Version
-
-    if "use_liger_kernel" not in known or Version(trl.__version__) >= Version("1.15.0"):
-        raise Unsupported(f"{config.__name__} of trl {trl.__version__} has no fused path beside the plain one")
-    return {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(LIGER_LAYERS, False)}
 
 
 def prompts() -> Any:
@@ -225,45 +132,24 @@ def reward(completions: Any, **kwargs: Any) -> list[float]:
     return [float(hashes(3, str(c), (1,))[0] >> 40) / 2**24 for c in completions]
 
 
-def lora_config(targets: Any = ("q_proj", "v_proj"), **options: Any) -> Any:
-    """A LoRA of rank 2 without dropout."""
-    from peft import LoraConfig
-
-    given = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "bias": "none", "task_type": "CAUSAL_LM", **options}
-    return LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets), **given)
-
-
 PREFERENCES = {"DPOTrainer", "CPOTrainer", "ORPOTrainer"}
 REWARDED = {"GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer", "GMPOTrainer"}
 
 
 def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: Any) -> Any:
     """A real trainer over `model` with the data that its kind takes."""
-    kind = found(trainer)
+    kind = trl_class(trainer)
     given: dict[str, Any] = {"model": model, "args": args, "processing_class": models.tokenizer(), **more}
     data = preferences if trainer in PREFERENCES else texts if trainer == "SFTTrainer" else prompts
     given.setdefault("train_dataset", data())
-    if trainer in REWARDED and _takes(kind, "reward_funcs"):
+    if trainer in REWARDED and trl.accepts(kind, "reward_funcs"):
         given.setdefault("reward_funcs", reward)
     elif trainer in REWARDED:
         given.setdefault("judge", _judge())
     if peft_config is not None:
         given["peft_config"] = peft_config
-    with models.quiet(), environment_kept():
+    with trl.quiet(), trl.environment_kept():
         return kind(**given)
-
-
-def _takes(kind: type, name: str) -> bool:
-    """Whether the constructor of a trainer has the parameter, that of TRL's class where a subclass passes *args, **kwargs on."""
-    for cls in kind.__mro__:
-        if "__init__" not in vars(cls):
-            continue
-        parameters = inspect.signature(vars(cls)["__init__"]).parameters
-        if name in parameters:
-            return True
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            return False
-    return False
 
 
 @contextlib.contextmanager
@@ -279,7 +165,7 @@ def seeded() -> Iterator[None]:
 
 def train(trainer: Any) -> dict[str, Any]:
     """`trainer.train()` for its one step; the first log entry."""
-    with models.quiet(), environment_kept(), seeded():
+    with trl.quiet(), trl.environment_kept(), seeded():
         trainer.train()
     return next((entry for entry in trainer.state.log_history if "loss" in entry or "kl" in entry), {})
 

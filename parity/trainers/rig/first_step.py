@@ -17,6 +17,7 @@ from parity.recipe import IEEE_FP32, UNIT_ROUNDOFF
 from parity.trainers.check import Cell
 from parity.trainers.definitions.training_step import Double, StepRounding
 from parity.trainers.rig import checkpointing, drive, models
+from parity.upstream import trl
 
 U = UNIT_ROUNDOFF["fp32"]
 
@@ -60,10 +61,10 @@ def run(cell: Cell) -> Step:
     if s.padding_free:
         wanted["padding_free"] = True
     if cell.way == "fused":
-        wanted |= drive.fused(config)
+        wanted |= trl.liger(config)
     needed = ["beta", *(["temperature"] if s.temperature != 1.0 else []), *(["padding_free"] if s.padding_free else [])]
     model = models.model(s.model)
-    peft = drive.lora_config(models.targets(s.model)) if s.adapter == "lora" else None
+    peft = trl.lora(models.targets(s.model)) if s.adapter == "lora" else None
     trainer = drive.build(cell.trainer, model, drive.arguments(config, cell.device, wanted, tuple(needed)), peft)
     if s.padding_free and not getattr(trainer, "padding_free", True):
         raise Unsupported("padding_free=True: the installed version falls back to padding, with a warning")

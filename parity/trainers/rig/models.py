@@ -8,11 +8,8 @@ loaded from there.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from parity.case.case import hashes, normal
 from parity.errors import Unsupported
 from parity.trainers.definitions.training_step import outside
 from parity.trainers.rig.architectures import ARCHITECTURES, BOS, EOS, LOGITS, PAD, VOCABULARY
+from parity.upstream import trl
 
 
 def config(name: str) -> Any:
@@ -47,7 +45,7 @@ def saved(name: str) -> Path:
     import transformers
 
     folder = _folder() / name
-    with quiet():
+    with trl.quiet():
         given = config(name)  # unsupported where transformers lacks the architecture
         model = getattr(transformers, ARCHITECTURES[name].model)(given)
         fill(model)
@@ -77,38 +75,11 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
     folder = saved(name)
     kind = getattr(transformers, ARCHITECTURES[name].model)
-    with quiet(), outside():
+    with trl.quiet(), outside():
         out = kind.from_pretrained(folder, torch_dtype=dtype, attn_implementation="eager")
     if hasattr(out, "set_experts_implementation"):  # the grouped product of transformers 5 knows no float64
         out.set_experts_implementation("eager")
     return out
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without what TRL and transformers print at every construction, progress bars included."""
-    import datasets
-    from transformers.utils import logging
-
-    from parity.implementations.trl_trainer import quiet as without_warnings
-
-    bars = [(logging.is_progress_bar_enabled(), logging.disable_progress_bar, logging.enable_progress_bar)]
-    bars.append(
-        (datasets.are_progress_bars_disabled() is False, datasets.disable_progress_bars, datasets.enable_progress_bars)
-    )
-    for _, disable, _ in bars:
-        disable()
-    told = os.environ.get("TQDM_DISABLE")
-    os.environ["TQDM_DISABLE"] = "1"  # TRL's bars around precomputed log-probs
-    try:
-        with without_warnings():
-            yield
-    finally:
-        if os.environ.pop("TQDM_DISABLE", None) and told is not None:
-            os.environ["TQDM_DISABLE"] = told
-        for shown, _, enable in bars:
-            if shown:
-                enable()
 
 
 def fill(model: Any) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.implementations.trl_trainer import environment_kept
-from parity.trainers.rig import models
+from parity.upstream import trl
 
 
 @dataclasses.dataclass
@@ -43,20 +42,15 @@ class Steps:
         return self.batches[self.windows[step - 1] if step else 0 : self.windows[step]]
 
 
-PLAIN = {
+PLAIN = trl.QUIET | {
     "max_steps": 1,
     "learning_rate": 0.0,
     "optim": "sgd",
     "lr_scheduler_type": "constant",
     "max_grad_norm": 0.0,
     "seed": 3407,
-    "bf16": False,
-    "fp16": False,
     "gradient_checkpointing": False,
-    "report_to": [],
-    "save_strategy": "no",
     "logging_strategy": "no",
-    "disable_tqdm": True,
     "dataloader_pin_memory": False,
 }
 """Arguments of a step that changes nothing and clips nothing: the gradients are what is looked at."""
@@ -118,7 +112,7 @@ def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
     if scored is not None:
         trainer._forward = forward
     try:
-        with models.quiet(), environment_kept():
+        with trl.quiet(), trl.environment_kept():
             trainer.train(**options)
     finally:
         del trainer.compute_loss, trainer.training_step

@@ -11,6 +11,7 @@ from typing import Any
 
 from parity.errors import Unsupported
 from parity.trainers.rig import drive, models
+from parity.upstream import trl
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 PROMPTS, EACH = 2, 4
@@ -24,8 +25,8 @@ def tokens() -> list[list[int]]:
     Raises:
         Unsupported: when the installed version has no such trainer or method.
     """
-    config = drive.found("GRPOConfig")
-    known = {k: v for k, v in drive.fields(config).items() if v is not dataclasses.MISSING}
+    config = drive.trl_class("GRPOConfig")
+    known = {k: v for k, v in trl.fields(config).items() if v is not dataclasses.MISSING}
     wanted: dict[str, Any] = {name: known[name] for name in SAMPLING if name in known}
     wanted |= {"beta": 0.0, "num_generations": EACH, "per_device_train_batch_size": PROMPTS * EACH}
     trainer = drive.build("GRPOTrainer", models.model("llama"), drive.arguments(config, "cpu", wanted))
@@ -33,7 +34,7 @@ def tokens() -> list[list[int]]:
     if generate is None:
         raise Unsupported("GRPOTrainer of the installed version generates inside its training step")
     prompts = drive.prompts()[:PROMPTS]["prompt"]
-    with models.quiet(), drive.seeded():
+    with trl.quiet(), drive.seeded():
         out = generate([{"prompt": prompt} for prompt in prompts for _ in range(EACH)])
     pairs = zip(out["completion_ids"].tolist(), out["completion_mask"].bool().tolist(), strict=True)
     return [[token for token, kept in zip(ids, mask, strict=True) if kept] for ids, mask in pairs]

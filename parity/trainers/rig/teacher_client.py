@@ -7,18 +7,16 @@ itself, the stored ones are handed out in place of the student's generation.
 
 from __future__ import annotations
 
-import dataclasses
-import tempfile
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from parity.errors import Unsupported
-from parity.implementations.trl_trainer import annotated, environment_kept
 from parity.trainers.definitions import training_step
 from parity.trainers.rig import drive, models, recorder
 from parity.trainers.rig.teacher_server import Teacher
+from parity.upstream import trl
 
 SAMPLES = {"ragged": ((2, 5), (4, 2)), "equal": ((3, 5), (3, 2))}
 """Tokens of prompt and completion, by what the prompts are; ragged ones shift the offsets within a batch."""
@@ -27,7 +25,7 @@ IGNORED = -100
 
 
 def classes() -> tuple[type, type]:
-    """Trainer and config of the installed release, or what stands in for them.
+    """Trainer and config of the installed release, or the user's own in their place.
 
     Raises:
         Unsupported: when it has no teacher-server path.
@@ -35,7 +33,7 @@ def classes() -> tuple[type, type]:
     try:
         from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
 
-        return _in_place(ServerDistillationTrainer, ServerDistillationConfig)
+        return _in_use(ServerDistillationTrainer, ServerDistillationConfig)
     except ImportError:
         pass
     try:
@@ -44,12 +42,12 @@ def classes() -> tuple[type, type]:
         raise Unsupported("the installed version has no distillation from a teacher server") from None
     if not hasattr(DistillationTrainer, "_get_teacher_token_logprobs_from_server"):
         raise Unsupported("the installed version has no distillation from a teacher server")
-    return _in_place(DistillationTrainer, DistillationConfig)
+    return _in_use(DistillationTrainer, DistillationConfig)
 
 
-def _in_place(trainer: type, config: type) -> tuple[type, type]:
-    chosen = drive.in_place(trainer)
-    return chosen, annotated(chosen, config)
+def _in_use(trainer: type, config: type) -> tuple[type, type]:
+    chosen = drive.in_use(trainer)
+    return chosen, trl.config_class(chosen, config)
 
 
 def rows(prompts: str = "ragged") -> list[dict[str, str]]:
@@ -80,10 +78,8 @@ def dataset(messages: bool, prompts: str = "ragged") -> Any:
 def trainer(teacher: Teacher, architecture: str, split: str, **settings: Any) -> Any:
     """A trainer over a tiny student; `split` is "batch x accumulation", `settings` go to its config."""
     kind, config = classes()
-    known = {f.name for f in dataclasses.fields(config)}
     batch, accumulation = map(int, split.split("x"))
     wanted = recorder.PLAIN | {
-        "output_dir": tempfile.gettempdir(),
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": accumulation,
         "max_completion_length": 8,
@@ -91,14 +87,13 @@ def trainer(teacher: Teacher, architecture: str, split: str, **settings: Any) ->
         "use_teacher_server": True,
         "lmbda": 0.0,
         "max_length": 32,
-        "use_cpu": True,
         **settings,
     }
     samples = hasattr(kind, "_generate_single_turn")
-    with models.quiet(), environment_kept():
+    with trl.quiet(), trl.environment_kept():
         made = kind(
             model=models.model(architecture),
-            args=config(**{k: v for k, v in wanted.items() if k in known}),
+            args=trl.configured(config, "cpu", wanted),
             train_dataset=dataset(messages=not samples),
             processing_class=models.tokenizer(),
         )

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from parity.errors import Unsupported
-from parity.implementations.trl_trainer import mentions
 from parity.trainers.check import Result, holds
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.windows import Row, Sequences
 from parity.trainers.rig import drive, models, recorder
+from parity.upstream import trl
 
 BETA = {
     "dpo-trainer": 0.3,
@@ -195,7 +195,7 @@ def uncounted(trainer: str, chosen: Sequence[Row]) -> dict[str, Any]:
 
 def _fused(config: type, required: bool) -> dict[str, Any]:
     try:
-        return drive.fused(config)
+        return trl.liger(config)
     except Unsupported:
         if required:
             raise
@@ -273,11 +273,11 @@ def _with_tools(trainer: Any) -> None:
     def scored(inputs: Any) -> Any:
         out = score(inputs)
         out["tool_mask"] = torch.where(out["completion_mask"].bool(), external(out["completion_ids"]), 1)
-        if mentions("self.tools"):  # the losses of 0.26 and 0.27 look at the mask for trainers with tools only
+        if trl.mentions("self.tools"):  # the losses of 0.26 and 0.27 look at the mask for trainers with tools only
             trainer.tools = [external]
         return out
 
-    if not mentions("tool_mask"):
+    if not trl.mentions("tool_mask"):
         raise Unsupported("the installed version reads no tool_mask")
     trainer._generate_and_score_completions = scored
 

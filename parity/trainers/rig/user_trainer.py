@@ -35,7 +35,7 @@ def implementations(kind: type, id: str) -> list[Implementation]:
         call=not_an_adapter,
         library="trl",
         dtypes=frozenset({"fp32"}),
-        stands_in=id,
+        user_class=id,
         extends=f"{family}.released",
     )
     return [checks, _loss(kind, id)] if extended == "GRPOTrainer" else [checks]

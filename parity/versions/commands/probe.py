@@ -132,10 +132,14 @@ def _print(mark: str, content: Any) -> None:
 
 def _config() -> dict[str, Any]:
     """Defaults that a user may leave alone; one that is no plain value as Python writes it."""
-    from parity.implementations.trl_trainer import fields
+    from parity.upstream import trl
 
     plain = (bool, int, float, str, type(None))
-    known = {name: value for name, value in fields().items() if value is not dataclasses.MISSING}
+    known = {
+        name: value
+        for name, value in trl.fields(trl.class_named("GRPOConfig")).items()
+        if value is not dataclasses.MISSING
+    }
     return {name: value if isinstance(value, plain) else repr(value) for name, value in known.items()}
 
 

@@ -1,0 +1,78 @@
+"""What an installed TRL has is found, and what it lacks is said."""
+
+import collections
+import importlib
+import logging
+import os
+import warnings
+
+import pytest
+
+from parity.errors import Unsupported
+from parity.upstream import trl
+
+
+def test_a_trainer_whose_module_does_not_import_keeps_the_reason(monkeypatch):
+    real = importlib.import_module
+
+    def failing(name, *args):
+        if name == "trl.experimental.orpo":
+            raise ImportError("libfoo.so.2: cannot open shared object file")
+        return real(name, *args)
+
+    monkeypatch.setattr(trl.importlib, "import_module", failing)
+    with pytest.raises(Unsupported, match=r"ORPOTrainer does not import: ImportError: libfoo.so.2"):
+        trl.class_named.__wrapped__("ORPOTrainer")
+    with pytest.raises(Unsupported, match="has no BrandNewTrainer"):
+        trl.class_named.__wrapped__("BrandNewTrainer")
+    assert trl.class_named.__wrapped__("CPOTrainer").__name__ == "CPOTrainer"
+    assert trl.class_named.__wrapped__("OnlineDPOConfig").__name__ == "OnlineDPOConfig"
+
+
+def test_a_subclass_that_passes_its_arguments_on_takes_what_its_base_takes():
+    class Base:
+        def __init__(self, model, reward_funcs=None): ...
+
+    class Passing(Base):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    class Fixed(Base):
+        def __init__(self, model):
+            super().__init__(model)
+
+    assert [trl.accepts(kind, "reward_funcs") for kind in (Base, Passing, Fixed)] == [True, True, False]
+    assert not trl.accepts(Passing, "judge")
+    assert collections.Counter(trl.accepts(kind, "model") for kind in (Base, Passing, Fixed)) == {True: 3}
+
+
+def test_a_field_that_the_version_lacks_is_left_out_unless_it_is_needed():
+    config = trl.class_named("SFTConfig")
+    made = trl.configured(config, "cpu", {"max_length": 12, "no_such_field": 1})
+    assert (made.max_length, made.use_cpu, made.save_strategy) == (12, True, "no")
+    with pytest.raises(Unsupported, match="SFTConfig has no no_such_field"):
+        trl.configured(config, "cpu", {}, needed=("max_length", "no_such_field"))
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_quietness_is_taken_back(monkeypatch, capsys, before):
+    from transformers.utils import logging as hugging_face
+
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TQDM_DISABLE", before)
+    bars, level = hugging_face.is_progress_bar_enabled(), logging.getLogger("trl").level
+    with warnings.catch_warnings(record=True) as heard, trl.quiet():
+        print("from TRL")
+        warnings.warn("from TRL", stacklevel=1)
+        assert not hugging_face.is_progress_bar_enabled()
+    assert capsys.readouterr().out == "" and not heard
+    assert (hugging_face.is_progress_bar_enabled(), logging.getLogger("trl").level) == (bars, level)
+    assert os.environ.get("TQDM_DISABLE") == before
+
+
+def test_the_environment_is_put_back(monkeypatch):
+    monkeypatch.setenv("PARITY_KEPT", "1")
+    with trl.environment_kept():
+        os.environ["PARITY_KEPT"], os.environ["PARITY_NEW"] = "2", "3"
+    assert os.environ["PARITY_KEPT"] == "1" and "PARITY_NEW" not in os.environ

@@ -1,0 +1,236 @@
+"""TRL, 0.17 to 1.16: its classes by name, the fields of its configs, its fused path, and a construction that prints nothing.
+
+What a release does not have is found out here: callers say what they want, and get it or an `Unsupported` that says why not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import io
+import logging
+import os
+import pkgutil
+import re
+import shutil
+import tempfile
+import typing
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from parity.errors import Unsupported
+
+QUIET: dict[str, Any] = {
+    "report_to": [],
+    "bf16": False,
+    "fp16": False,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+"""Arguments of every config: the model's own precision, nothing stored or reported. Their defaults moved between releases."""
+
+LIGER_LAYERS = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
+"""What `use_liger_kernel` exchanges in a model besides the trainer's loss, for every model of the process."""
+
+
+def since(version: str) -> bool:
+    """Whether the installed TRL is `version` or later; False where there is none."""
+    installed = importlib.metadata.version("trl") if importlib.util.find_spec("trl") else "0"
+    return Version(installed) >= Version(version)
+
+
+@functools.cache
+def class_named(name: str) -> type:
+    """A class of the installed TRL, in `trl` or wherever in `trl.experimental` it lives.
+
+    Raises:
+        Unsupported: when the installed version has none, or when the module that defines it does not import; with why.
+    """
+    import trl
+
+    failed: list[Exception] = []
+    try:
+        return getattr(trl, name)
+    except AttributeError:
+        pass
+    except (ImportError, RuntimeError) as error:  # a lazy module of TRL: the name is there, its import fails
+        failed.append(error)
+    for module in _experimental(name):
+        try:
+            return getattr(importlib.import_module(module), name)
+        except AttributeError:
+            pass
+        except (ImportError, RuntimeError) as error:
+            failed.append(error)
+    if failed:
+        raise Unsupported(f"trl {trl.__version__}: {name} does not import: {_innermost(failed[-1])}")
+    raise Unsupported(f"trl {trl.__version__} has no {name}")
+
+
+def _experimental(name: str) -> Iterator[str]:
+    """The packages of `trl.experimental` in whose files a class is defined, read without importing them."""
+    spec = importlib.util.find_spec("trl.experimental")
+    for place in (spec and spec.submodule_search_locations) or ():
+        for info in sorted(pkgutil.iter_modules([place]), key=lambda m: m.name):
+            root = Path(place) / info.name
+            files = sorted(root.glob("**/*.py")) if info.ispkg else [root.with_suffix(".py")]
+            if any(re.search(rf"^class {name}\b", f.read_text(), re.MULTILINE) for f in files):
+                yield f"trl.experimental.{info.name}"
+
+
+def _innermost(error: BaseException) -> str:
+    """The innermost cause, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+
+
+def config_class(trainer: type, config: type) -> Any:
+    """The subclass of `config` that the nearest `__init__` with an annotated `args` asks for, else `config` itself."""
+    for base in trainer.__mro__:
+        with contextlib.suppress(Exception):  # an annotation may name what was imported for type checkers alone
+            hint = typing.get_type_hints(vars(base)["__init__"]).get("args")
+            for one in (hint, *typing.get_args(hint)):
+                if inspect.isclass(one) and issubclass(one, config):
+                    return one
+    return config
+
+
+@functools.cache
+def fields(config: type) -> Mapping[str, Any]:
+    """Name -> default of every field of a TRL config."""
+    return {f.name: f.default for f in dataclasses.fields(config)}
+
+
+def configured(config: type, device: str, wanted: Mapping[str, Any], needed: tuple[str, ...] = ()) -> Any:
+    """A config with `QUIET` and `wanted`, without the fields that the version lacks; prompts are never cut.
+
+    Raises:
+        Unsupported: for a field in `needed` that the version has not.
+    """
+    known = fields(config)
+    for name in needed:
+        if name not in known:
+            raise Unsupported(f"{config.__name__} has no {name} in the installed version")
+    given = {**QUIET, "output_dir": output_dir(), "use_cpu": device == "cpu", "max_prompt_length": None, **wanted}
+    # None asks for the model's own coefficient where that is the default; elsewhere the default is a number
+    given["router_aux_loss_coef"] = None if known.get("router_aux_loss_coef", 0) is None else 0.0
+    return config(**{name: value for name, value in given.items() if name in known})
+
+
+def liger(config: type) -> dict[str, Any]:
+    """The arguments that turn the version's fused loss on. `use_liger_kernel` would exchange the model's layers as well.
+
+    Raises:
+        Unsupported: where there is no fused path beside the plain one (TRL since 1.15 fuses for everyone).
+    """
+    known = fields(config)
+    if known.get("use_liger_loss") is False:
+        return {"use_liger_loss": True}
+    if "use_liger_kernel" not in known or since("1.15.0"):
+        version = importlib.metadata.version("trl")
+        raise Unsupported(f"{config.__name__} of trl {version} has no fused path beside the plain one")
+    return {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(LIGER_LAYERS, False)}
+
+
+def lora(targets: Any = ("q_proj", "v_proj"), **options: Any) -> Any:
+    """A LoRA of rank 2 without dropout, as a `peft_config`."""
+    from peft import LoraConfig
+
+    given = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "bias": "none", "task_type": "CAUSAL_LM", **options}
+    return LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets), **given)
+
+
+def accepts(kind: type, name: str) -> bool:
+    """Whether the constructor of a trainer has the parameter, that of TRL's class where a subclass passes *args, **kwargs on."""
+    for cls in kind.__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        parameters = inspect.signature(vars(cls)["__init__"]).parameters
+        if name in parameters:
+            return True
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return False
+    return False
+
+
+@functools.cache
+def mentions(text: str, kind: Any = None) -> bool:
+    """Whether the source of GRPOTrainer's losses has this text: what a version reads, it can be given.
+
+    Of a subclass `kind` its own losses count too, and those that they override.
+    """
+    bases = (kind or class_named("GRPOTrainer")).__mro__
+    methods = [vars(base).get(name) for base in bases for name in ("_compute_loss", "compute_liger_loss")]
+    return any(text in inspect.getsource(method) for method in methods if method is not None)
+
+
+@functools.cache
+def output_dir() -> str:
+    """The folder of this process that every config names."""
+    folder = tempfile.mkdtemp(prefix="parity-trainer-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what TRL and transformers print at every construction: warnings, logs and progress bars."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), _without_logs(), _without_bars():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def _without_logs() -> Iterator[None]:
+    levels = {name: logging.getLogger(name).level for name in ("transformers", "trl", "accelerate")}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    import datasets
+    from transformers.utils import logging as hugging_face
+
+    shown = hugging_face.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
+    before = os.environ.get("TQDM_DISABLE")
+    hugging_face.disable_progress_bar()
+    datasets.disable_progress_bars()
+    os.environ["TQDM_DISABLE"] = "1"  # TRL's bars around precomputed log-probs
+    try:
+        yield
+    finally:
+        if os.environ.pop("TQDM_DISABLE", None) and before is not None:
+            os.environ["TQDM_DISABLE"] = before
+        if shown[0]:
+            hugging_face.enable_progress_bar()
+        if shown[1]:
+            datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def environment_kept() -> Iterator[None]:
+    """Older accelerate leaves settings in environment variables when a trainer is made: not the trainer's doing."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
