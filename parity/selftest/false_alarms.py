@@ -31,6 +31,7 @@ from parity.judging.compare import skip_reason
 from parity.judging.execute import execute
 from parity.judging.gates import Judgement
 from parity.registry import bench_of, loss_family
+from parity.results.report import measured
 from parity.selftest.controls import CONTROLS
 from parity.selftest.controls.wrong import WRONG, Wrong
 
@@ -170,8 +171,8 @@ def table(found: Soak) -> str:
         shares = []
         for count in spread.counts[:-1]:
             seen += count
-            shares.append(f"{100 * seen / total:.4g} %")
-        lines.append(f"| {' | '.join(key)} | {total} | {' | '.join(shares)} | {spread.worst:.2f} |")
+            shares.append(measured.share(seen, total))
+        lines.append(f"| {' | '.join(key)} | {total} | {' | '.join(shares)} | {measured.headroom(spread.worst)} |")
     return "\n".join(lines)
 
 
@@ -200,6 +201,7 @@ def main() -> int:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    print(measured.head("False alarms", "python -m parity.selftest.false_alarms", "false-alarms.md"))
     if options.wrong:
         return _print_sensitivity(options.cases, options.seed)
     failed = False

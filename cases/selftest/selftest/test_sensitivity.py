@@ -48,13 +48,13 @@ def test_what_faults_honest_values_has_no_limit_but_an_alarm():
     assert table.limits(own, GATES) == [1e-3]
     assert table.alarms(own, GATES) == 0.5
     text = table.markdown(own, 2)
-    assert "| policy | gradients | fp32 | 2 | 1.0e-3 |" in text
-    assert "| 50 % · 2.0e-3 · 100 % |" in table.tolerances([found(1e-3, **{measure.DEFAULTS: d}) for d in (0.0, 2e-3)])
+    assert "| policy | gradients | fp32 | 2 | 0.001 |" in text
+    assert "| 50 % · 0.002 · 100 % |" in table.tolerances([found(1e-3, **{measure.DEFAULTS: d}) for d in (0.0, 2e-3)])
 
 
 def test_an_error_that_is_not_reached_says_how_many_cases_catch_one_percent():
     own = [found(1e-3), found(1e-3), found(NEVER)]
-    assert "beyond 1 (67 % at 1e-2)" in table.markdown(own, 3)
+    assert "beyond 1 (67 % at 0.01)" in table.markdown(own, 3)
 
 
 def test_the_pooled_slope_is_the_floor_where_slopes_are_alike():

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parity.results.report import measured
 from parity.results.report.rows import Row, read
 
 OURS = ("fixes.selective_log_probs", "fixes.FusedLinearGRPOLoss")
@@ -84,7 +85,7 @@ def headrooms(rows: Iterable[Row], ours: Sequence[str] = OURS, at_least: int = 1
 
 
 def _headroom(value: float) -> str:
-    return "∞" if math.isinf(value) else f"{value:.2f}" if value < 100 else f"{value:.0e}"
+    return measured.headroom(value)
 
 
 def _measured(rows: Iterable[Row]) -> Iterable[Row]:
@@ -123,7 +124,7 @@ def table(found: Sequence[Comparison]) -> str:
 
 
 def _short(value: float) -> str:
-    return "∞" if math.isinf(value) else f"{value:.1e}"
+    return measured.short(value)
 
 
 def main() -> None:
@@ -134,6 +135,7 @@ def main() -> None:
     parser.add_argument("--at-least", type=int, default=1, metavar="PAIRS", help="leave out peers with fewer pairs")
     options = parser.parse_args()
     rows = read(options.results)[1]
+    print(measured.head("Accuracy of the fixes", "python -m parity.results.report.accuracy", "accuracy.md"))
     print(table([c for c in compare(rows, options.of) if len(c.pairs) >= options.at_least]))
     print()
     print(headrooms(rows, options.of, options.at_least))

@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 
 from parity.errors import UsageError
+from parity.results.report import measured
 from parity.selftest.mutants import FAMILIES, TRAINERS, table
 from parity.selftest.mutants.matrix import Fate, kill_matrix
 
@@ -33,6 +34,7 @@ def run(
         click.echo(f"{done[0].family}, seed {done[0].seed}: {wrong} of {len(done)} with the wrong fate", err=True)
     found = table.lines(fates)
     if markdown:
+        click.echo(measured.head("Deliberately wrong implementations", "parity", "mutants.md"))
         click.echo(f"{table.markdown(found)}\n\n{table.summary(found)}")
     else:
         table.show(found, console)

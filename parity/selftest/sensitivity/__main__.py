@@ -21,6 +21,7 @@ def main() -> int:
     from parity.process import prepare
 
     prepare("cpu", threads=1)
+    from parity.results.report import measured
     from parity.selftest.sensitivity import plot, table
     from parity.selftest.sensitivity.measure import DTYPES, FAMILIES, LOGITS, Found, drawn, measure
 
@@ -29,7 +30,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", choices=FAMILIES, action="append")
     parser.add_argument("--rows", type=Path, default=Path("reports/limits.ndjson"))
-    parser.add_argument("--plot", type=Path, help="folder for detection-limit-*.svg")
+    parser.add_argument("--plot", type=Path, help="folder for detection-limit-*.svg, docs/measured for the docs")
     parser.add_argument("--read", type=Path, nargs="+", help="rows of earlier runs instead of measuring, all families")
     options = parser.parse_args()
     found = [Found(**json.loads(row)) for file in options.read or () for row in file.read_text().splitlines()]
@@ -45,7 +46,8 @@ def main() -> int:
         with options.rows.open("w") as file:
             for one in found:
                 file.write(json.dumps(dataclasses.asdict(one), default=str) + "\n")
-    print(f"{table.markdown(found, options.cases)}\n\n{table.tolerances(found)}")
+    print(measured.head("Detection limits", "python -m parity.selftest.sensitivity", "detection-limits.md"))
+    print(f"{table.markdown(found, options.cases)}\n\n## Beside fixed tolerances\n\n{table.tolerances(found)}")
     if options.plot:
         for label in LOGITS:
             path = options.plot / f"detection-limit-{label.split()[0]}.svg"

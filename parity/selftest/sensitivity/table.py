@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from parity.case.profiles import PROFILES
 from parity.judging.pooled_slope import POOL_FLOOR, POOL_MINIMUM, POOL_SIGMAS, mean_slope
+from parity.results.report import measured
 from parity.selftest.sensitivity.measure import DTYPES, GATES, JUDGES, NEVER, Found
 
 CERTAIN = 0.99
@@ -65,7 +66,7 @@ def pooled(found: Sequence[Found], drawn: int) -> float:
 
 def amount(value: float) -> str:
     """An ε as the table prints it."""
-    return "beyond 1" if value == NEVER else f"{value:.1e}".replace("e-0", "e-")
+    return "beyond 1" if value == NEVER else measured.short(value)
 
 
 def share(values: Sequence[float], at: float) -> str:
@@ -101,7 +102,7 @@ def _pooled(own: Sequence[Found], drawn: int) -> str:
 
 def _unreached(values: Sequence[float]) -> str:
     """How many cases catch 1 %, where not even an error of 100 % is caught in 99 of 100."""
-    return f" ({share(values, 0.01)} at 1e-2)" if quantile(values, CERTAIN) == NEVER else ""
+    return f" ({share(values, 0.01)} at 0.01)" if quantile(values, CERTAIN) == NEVER else ""
 
 
 def tolerances(found: Iterable[Found]) -> str:

@@ -113,6 +113,7 @@ def run(options: Options, console: Console) -> int:
     from parity.process import prepare
 
     prepare("cpu" if options.device == "auto" and not _cuda() else options.device, threads=1)
+    from parity.results.report import measured
     from parity.results.report.rows import writer
     from parity.running.provenance import header, resolve_device
 
@@ -123,7 +124,8 @@ def run(options: Options, console: Console) -> int:
         for number, one in enumerate(answers):
             write(table.row(one, mends.get(number, "")))
     versions = ", ".join(f"{k} {v}" for k, v in about["header"]["versions"].items() if k in SHOWN)
-    (options.reports / "audit.md").write_text(table.markdown(answers, mends, versions), encoding="utf-8")
+    page = f"{measured.head('Settings audit', 'parity')}\n{table.markdown(answers, mends, versions)}"
+    (options.reports / "audit.md").write_text(page, encoding="utf-8")
     table.show(answers, mends, console)
     code = exit_code(answers)
     console.print(f"\n{versions}", markup=False)

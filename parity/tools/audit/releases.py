@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parity.results.report import measured
 from parity.results.report.markdown import code, escape
 from parity.tools.audit.command import AGREE, NEW, NOTHING
 from parity.tools.audit.table import COLOURS
@@ -55,7 +56,8 @@ def audit_releases(specs: Sequence[str], argv: Sequence[str], reports: Path, con
     tables = dict(across(columns))
     show(tables, list(columns), console)
     reports.mkdir(parents=True, exist_ok=True)
-    (reports / "audit-releases.md").write_text(markdown(tables, list(columns)), encoding="utf-8")
+    page = f"{measured.head('Settings audit by release', 'parity')}\n{markdown(tables, list(columns))}"
+    (reports / "audit-releases.md").write_text(page, encoding="utf-8")
     console.print(f"\nreports in {reports}/: audit-releases.md, audit/; exit code {last}", markup=False)
     return last
 
@@ -125,7 +127,7 @@ def markdown(tables: Mapping[str, Cells], releases: Sequence[str]) -> str:
     out: list[str] = []
     for implementation, settings in tables.items():
         heads = [escape(r).replace(", ", "<br>") for r in releases]
-        out += [f"### {code(implementation)}", "", "| setting | " + " | ".join(heads) + " |"]
+        out += [f"## {code(implementation)}", "", "| setting | " + " | ".join(heads) + " |"]
         out.append("|" + "---|" * (1 + len(releases)))
         for label, by in settings.items():
             cells = (_bold(by.get(r)) for r in releases)

@@ -156,10 +156,10 @@ def _table(shown: Sequence[Line], reference: bool) -> Table:
 
 def markdown(answers: Sequence[Answer], mends: Mapping[int, str], versions: str) -> str:
     """The same as Markdown, as one posts it in an issue."""
-    out = ["## Settings audit", "", f"{escape(versions)}", "", f"**{escape(counts(answers))}**", ""]
+    out = [f"{escape(versions)}", "", f"**{escape(counts(answers))}**", ""]
     for family, implementation, found in lines(answers, mends):
         parts = Parts.of(found)
-        out += [f"### {family}: {code(implementation)}", ""]
+        out += [f"## {family}: {code(implementation)}", ""]
         if parts.shown:
             out += ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
             out += ["| " + " | ".join(map(escape, line.cells())) + " |" for line in parts.shown]

@@ -1,6 +1,6 @@
-"""Records of pytest-benchmark -> the tables, the decisions and the plot of docs/performance.md.
+"""Records of pytest-benchmark -> the tables, the decisions and the plot of docs/performance.md, as a page of docs/measured.
 
-`python -m parity.tools.bench.report reports/benchmark.json [--plot docs/performance.svg]`
+`python -m parity.tools.bench.report reports/benchmark.json [--plot docs/measured/performance.svg]`
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from parity.results.report import measured
 
 OURS = {"logprobs": "fixes.selective_log_probs", "policy": "fixes.FusedLinearGRPOLoss", "step": "ours"}
 INEXACT = ("cce.default",)  # drops gradients below its filter, so it is no peer to be as fast as
@@ -207,6 +209,7 @@ def main() -> None:
     data = json.loads(options.records.read_text())
     found = cells(data["benchmarks"])
     machine = data["machine_info"]
+    print(measured.head("Time and memory of the fixes", "python -m parity.tools.bench.report", "performance.md"))
     print(f"{machine['cpu'].get('brand_raw', machine['processor'])}, {data['datetime'][:10]}\n")
     print(tables(found))
     print(decisions(found))

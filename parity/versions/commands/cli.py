@@ -46,16 +46,17 @@ def _progress(line: str) -> None:
 @_usable
 def history_command(ids: tuple[str, ...], search: bool) -> int:
     """Real upstream failures: red on the releases that had them, green on those that do not."""
+    from parity.results.report import measured
     from parity.versions.commands import history
     from parity.versions.search import boundaries
 
     records = history.load(ids)
     if search:
         found = boundaries.boundaries(records, _progress)
-        click.echo(boundaries.table(found))
+        click.echo(f"{measured.head('Where each boundary lies', 'parity', 'boundaries.md')}\n{boundaries.table(found)}")
         return boundaries.exit_code(found)
     findings = history.recall(records, _progress)
-    click.echo(history.table(findings))
+    click.echo(f"{measured.head('Real upstream failures', 'parity', 'history.md')}\n{history.table(findings)}")
     return history.exit_code(findings)
 
 

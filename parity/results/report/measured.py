@@ -1,0 +1,46 @@
+"""Pages of docs/measured: a heading with the command that writes the page, and numbers rounded for people."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import shlex
+import sys
+
+LARGEST = 1000.0
+"""A headroom above this says no more than that the value is wrong."""
+
+
+def head(title: str, program: str, page: str = "") -> str:
+    """The opening of a page: its title, then the command with its arguments, the file it is kept in, and the date.
+
+    `program` is what the user typed before the arguments, "parity" or "python -m parity.selftest.sensitivity".
+    """
+    command = shlex.join([*shlex.split(program), *sys.argv[1:]]) + (f" > docs/measured/{page}" if page else "")
+    return f"# {title}\n\nWritten by `{command}` on {datetime.date.today()}.\n"
+
+
+def short(value: float) -> str:
+    """Two significant digits: 0.0054, 220, 1,800, and with an exponent only below 0.001 or from 10,000 on: 5.4e-6, 2e33."""
+    if math.isnan(value) or math.isinf(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    rounded = float(f"{value:.2g}")
+    if rounded == 0 or 1e-3 <= abs(rounded) < 1e4:
+        return f"{rounded:,.10g}"
+    digits, exponent = f"{rounded:.1e}".split("e")
+    return f"{digits.removesuffix('.0')}e{int(exponent)}"
+
+
+def headroom(value: float) -> str:
+    """A headroom in two digits; beyond `LARGEST` its size says nothing."""
+    if math.isinf(value):
+        return "∞"
+    return f"> {LARGEST:,.0f}" if value > LARGEST else short(value)
+
+
+def share(part: int, whole: int) -> str:
+    """A percentage with at most one decimal; what is not all never reads 100 %, what is not nothing never 0 %."""
+    percent = 100 * part / whole
+    if part == whole or part == 0:
+        return f"{percent:.0f} %"
+    return "> 99.9 %" if percent > 99.9 else "< 0.1 %" if percent < 0.1 else f"{percent:.1f} %"
