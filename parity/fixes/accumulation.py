@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from parity.fixes.patch import ORIGINAL, Patch
+from parity.fixes.override import overridden, override
+from parity.fixes.patch import ALREADY, Patch
 
 NAME = "divide_by_accumulation"
 
@@ -21,23 +22,26 @@ def divide_by_accumulation(trainer: Any) -> Patch:
     Wraps `trainer.accelerator.backward`, for this trainer alone. Nothing is done where the trainer's step leaves the
     backward pass to `Trainer` or divides itself (its source is read), or where accelerate divides.
     """
-    step = type(trainer).training_step
+    step = getattr(type(trainer), "training_step", None)
+    if step is None:
+        return Patch(NAME, reason=f"{type(trainer).__name__} has no training_step")
     if not _undivided(step):
         return Patch(NAME, reason="the trainer's step leaves the division to Trainer, or divides")
-    accelerator = trainer.accelerator
+    accelerator = getattr(trainer, "accelerator", None)
+    if accelerator is None:
+        return Patch(NAME, reason=f"{type(trainer).__name__} has no accelerator")
     if accelerator.gradient_accumulation_steps != 1:
         return Patch(NAME, reason="accelerate divides by the accumulation steps")
-    backward = accelerator.backward
-    if hasattr(backward, ORIGINAL):
-        return Patch(NAME, reason="already applied")
+    change = overridden(accelerator, "backward", NAME)
+    if change is not None:
+        return Patch(NAME, reason=ALREADY, _undo=change.hold(trainer))
 
-    def divided(loss: Tensor, **kwargs: Any) -> None:
-        planned = trainer.args.gradient_accumulation_steps
-        backward(loss / getattr(trainer, "current_gradient_accumulation_steps", planned), **kwargs)
+    def divided(self: Any, original: Any, loss: Tensor, **kwargs: Any) -> Any:
+        planned = getattr(getattr(trainer, "args", None), "gradient_accumulation_steps", 1)
+        return original(loss / getattr(trainer, "current_gradient_accumulation_steps", planned), **kwargs)
 
-    setattr(divided, ORIGINAL, backward)
-    accelerator.backward = divided
-    return Patch(NAME, changed=("accelerator.backward",), _undo=[lambda: vars(accelerator).pop("backward", None)])
+    change = override(accelerator, "backward", NAME, divided)
+    return Patch(NAME, changed=("accelerator.backward",), _undo=change.hold(trainer))
 
 
 def _undivided(step: Any) -> bool:

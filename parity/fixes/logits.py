@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import inspect
 import types
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parity.fixes.patch import ORIGINAL, Patch
+from parity.fixes.override import chain, closed_over, overridden, override
+from parity.fixes.patch import ALREADY, ORIGINAL, Change, Patch
 
 NAME = "use_model_logits"
 _KERNEL = "_ChunkedLogProbFunction"
-_ACTIVE = "_parity_active"  # on our forward, and on what wraps it: a list of one truth value
 _ROWS, _LENGTH = 4, 9
 _TOKEN_BLOCK, _VOCAB_BLOCK = 1024, 8192
 
@@ -31,6 +30,8 @@ def use_model_logits(trainer_or_model: Any) -> Patch:
     does is left out, for policy and reference alike: a softcap of another name (RecurrentGemma, xLSTM), a prediction
     head or a division before the output embeddings (ModernBERT-decoder, Inkling), a forward hook on the head, a
     quantised or fake-quantised head.
+
+    Where one of a trainer's models needs it, both take it: two paths would differ by rounding where they must not.
 
     Such a model's forward now answers `fused_lm_head=True` with log-probs, entropies and whatever else the trainer
     asked for of the logits that its own forward gives, divided by the temperature, in float32 (float64 for float64).
@@ -49,26 +50,34 @@ def use_model_logits(trainer_or_model: Any) -> Patch:
     partitions the head. A hook is seen if it is there when this is called. Accepts a trainer (its model and reference
     model) or a model.
     """
-    found = fused_models(trainer_or_model)
-    if not found:
+    models = fused_models(trainer_or_model)
+    if not models:
         return Patch(NAME, reason="no model has a fused LM head: log-probs come from its own logits")
     in_float32 = bool(getattr(getattr(trainer_or_model, "args", None), "cast_lm_head_to_fp32", False))
-    changed, reasons, undo = [], [], []
-    for model in found:
+    changed: list[str] = []
+    reasons: list[str] = []
+    undo: list[Callable[[], object]] = []
+    calls: dict[int, tuple[_Call, str | None]] = {}
+    for model in models:
         kind = type(model).__name__
-        if any(getattr(f, _ACTIVE, [False])[0] for f in _chain(vars(model)["forward"])):
-            reasons.append("already applied")
+        change = overridden(model, "forward", NAME)
+        if change is not None:
+            reasons.append(ALREADY)
+            undo += change.hold(trainer_or_model)
             continue
         try:
-            call, why = _compare(model)
+            calls[id(model)] = _compare(model)
         except Exception as error:
             reasons.append(f"{kind} could not be tried ({type(error).__name__}: {error})")
-            continue
-        if why is None:
+    needed = ALREADY in reasons or any(why is not None for _, why in calls.values())
+    for model in [m for m in models if id(m) in calls]:
+        call, why = calls[id(model)]
+        kind = type(model).__name__
+        if not needed:
             reasons.append(f"the fused LM head computes the logits of {kind} itself")
             continue
-        changed.append(f"{kind} ({why})")
-        undo.append(_replace(model, call, in_float32))
+        changed.append(f"{kind} ({why or 'as the trainer scores its other model'})")
+        undo += _replace(model, call, in_float32).hold(trainer_or_model)
     return Patch(NAME, tuple(changed), reason=None if changed else "; ".join(dict.fromkeys(reasons)), _undo=undo)
 
 
@@ -81,26 +90,29 @@ def fused_models(trainer_or_model: Any) -> list[nn.Module]:
     return list({id(m): m for m in inside}.values())
 
 
-def fused_outputs(model: nn.Module) -> tuple[str, ...]:
-    """The per-token fields that a fused LM head was asked for at construction; none where that cannot be read."""
-    for function in _chain(vars(model)["forward"]):
-        if inspect.isfunction(function) and "outputs" in function.__code__.co_freevars:
-            return tuple(inspect.getclosurevars(function).nonlocals["outputs"])
-    return ()
-
-
-def _chain(function: Any) -> Iterator[Any]:
-    """A function and everything that it wraps: accelerate puts autocast around a forward."""
-    while function is not None:
-        function = getattr(function, "__func__", function)  # of a method
-        yield function
-        function = getattr(function, "__wrapped__", None)
+def scored_by_its_own_logits(model: Any) -> bool:
+    """Whether `use_model_logits` is in force for this model."""
+    return overridden(model, "forward", NAME) is not None
 
 
 def _fused(module: nn.Module) -> bool:
     """Whether TRL has given this module a forward with a fused LM head."""
     forward = vars(module).get("forward")
-    return any("fused_lm_head" in f.__code__.co_varnames for f in _chain(forward) if hasattr(f, "__code__"))
+    return _fused_forward(forward) is not None
+
+
+def _fused_forward(forward: Any) -> Any:
+    """TRL's function under whatever has wrapped it since; None where there is none."""
+    found = (f for f in chain(forward) if "fused_lm_head" in getattr(getattr(f, "__code__", None), "co_varnames", ()))
+    return next(found, None)
+
+
+def _own_forward(model: Any, bound: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward below the fused head. TRL holds the one of the model that it was given: of a copy, not its own."""
+    below = closed_over(_fused_forward(bound), "original_forward")
+    if getattr(below, "__self__", model) is model:
+        return bound
+    return types.MethodType(below.__func__, model)
 
 
 @dataclasses.dataclass
@@ -132,17 +144,17 @@ class _Spy:
 def _compare(model: nn.Module) -> tuple[_Call, str | None]:
     """The fused head's call on a probe, and in what its logits are not the model's own; None where they are."""
     utils = importlib.import_module("trl.trainer.utils")
-    spy, probe = _Spy(getattr(utils, _KERNEL)), _probe(model)
+    spy, given = _Spy(getattr(utils, _KERNEL)), probe(model)
     crash = None
-    with _undisturbed(model), torch.no_grad():
+    with undisturbed(model), torch.no_grad():
         try:
-            own = _seeded(model, **probe, use_cache=False).logits
+            own = _seeded(model, **given, use_cache=False).logits
         except Exception:  # Gemma-3 in training mode wants to know which tokens are images
             model.eval()
-            own = _seeded(model, **probe, use_cache=False).logits
+            own = _seeded(model, **given, use_cache=False).logits
         setattr(utils, _KERNEL, spy)
         try:
-            _seeded(model, **probe, labels=probe["input_ids"], fused_lm_head=True)
+            _seeded(model, **given, labels=given["input_ids"], fused_lm_head=True)
         except Exception as error:
             crash = error
         finally:
@@ -156,10 +168,10 @@ def _compare(model: nn.Module) -> tuple[_Call, str | None]:
     return spy.call, _difference(own[:, :-1].flatten(0, 1), spy.call)
 
 
-def _seeded(model: nn.Module, **probe: Any) -> Any:
+def _seeded(model: nn.Module, **given: Any) -> Any:
     """The model's output with the random numbers of every other call: dropout leaves out the same."""
     torch.manual_seed(0)
-    return model(**probe)
+    return model(**given)
 
 
 def _difference(own: Tensor, call: _Call) -> str | None:
@@ -191,7 +203,7 @@ def _difference(own: Tensor, call: _Call) -> str | None:
     return f"the fused LM head's logits are {100 * (error / size) ** 0.5 if size else 100:.2g} % off"
 
 
-def _probe(model: Any) -> dict[str, Tensor]:
+def probe(model: Any) -> dict[str, Tensor]:
     """Rows of unlike tokens, none of them a placeholder of an image or a sound."""
     config = model.config.get_text_config()
     nested = [vars(c) for c in (model.config, config)]
@@ -203,7 +215,7 @@ def _probe(model: Any) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Every module's mode, every buffer (observers move when they look) and random numbers as before afterwards."""
     training = [(m, m.training) for m in model.modules()]
     kept = [(b, b.clone()) for b in model.buffers()]
@@ -219,21 +231,18 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
                     buffer.data.copy_(value)
 
 
-def _replace(model: Any, call: _Call, in_float32: bool) -> Callable[[], object]:
-    """Gives `model` a forward that scores its own logits; returns what takes it back, under a later wrapper too."""
-    bound = vars(model)["forward"]
+def _replace(model: Any, call: _Call, in_float32: bool) -> Change:
+    """Gives `model` a forward that scores its own logits."""
     utils = importlib.import_module("trl.trainer.utils")
     output = utils.FusedCausalLMOutput
     known = {f.name for f in dataclasses.fields(output)}
     takes_part = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     wanted, temperature = call.given.get("outputs", ()), call.given["temperature"]
-    active = [True]
 
-    @functools.wraps(bound)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("fused_lm_head") or not active[0]:
+    def forward(self: Any, fused: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bound = _own_forward(self, fused)
+        if not kwargs.pop("fused_lm_head", False):
             return bound(*args, **kwargs)
-        kwargs.pop("fused_lm_head")
         items, labels, shifted = (kwargs.pop(k, None) for k in ("num_items_in_batch", "labels", "shift_labels"))
         targets = labels[:, 1:] if shifted is None else shifted
         scored = targets != -100
@@ -252,15 +261,7 @@ def _replace(model: Any, call: _Call, in_float32: bool) -> Callable[[], object]:
         fields |= {"loss": loss, "label_mask": mask, "aux_loss": aux}
         return output(**{k: v for k, v in fields.items() if k in known})
 
-    setattr(forward, _ACTIVE, active)
-    model.forward = ours = types.MethodType(forward, model)
-
-    def undo() -> None:
-        active[0] = False
-        if vars(model).get("forward") is ours:
-            model.forward = bound
-
-    return undo
+    return override(model, "forward", NAME, forward)
 
 
 @contextlib.contextmanager

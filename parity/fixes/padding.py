@@ -1,13 +1,13 @@
 """`mask_padded_log_probs`: KL and entropy that a trainer logs without the positions behind a completion's end."""
 
-import functools
 import inspect
 import re
 from typing import Any
 
 from torch import Tensor
 
-from parity.fixes.patch import ORIGINAL, Patch
+from parity.fixes.override import overridden, override
+from parity.fixes.patch import ALREADY, Patch
 
 NAME = "mask_padded_log_probs"
 _UNMASKED = re.compile(r"^\s*kl = logprobs - ref_logprobs$", re.MULTILINE)
@@ -27,26 +27,20 @@ def mask_padded_log_probs(trainer: Any) -> Patch:
     forward = getattr(trainer, "_forward", None)
     if forward is None or "completion_mask" not in inspect.signature(forward).parameters:
         return Patch(NAME, reason="the trainer scores no completions in a method of its own")
-    if hasattr(forward, ORIGINAL):
-        return Patch(NAME, reason="already applied")
-    if not _unmasked(type(trainer).training_step):
+    change = overridden(trainer, "_forward", NAME)
+    if change is not None:
+        return Patch(NAME, reason=ALREADY, _undo=change.hold(trainer))
+    if not _unmasked(getattr(type(trainer), "training_step", None)):
         return Patch(NAME, reason="the trainer's step sums no log-probs of padding")
     signature = inspect.signature(forward)
 
-    @functools.wraps(forward)
-    def masked(*args: Any, **kwargs: Any) -> Tensor:
+    def masked(self: Any, original: Any, *args: Any, **kwargs: Any) -> Tensor:
         mask = signature.bind(*args, **kwargs).arguments["completion_mask"]
-        logps: Tensor = forward(*args, **kwargs)
+        logps: Tensor = original(*args, **kwargs)
         return logps.masked_fill(mask.to(logps.device) == 0, 0.0)
 
-    setattr(masked, ORIGINAL, forward)
-    trainer._forward = masked
-
-    def undo() -> None:
-        if vars(trainer).get("_forward") is masked:
-            del trainer._forward
-
-    return Patch(NAME, changed=("trainer._forward",), _undo=[undo])
+    change = override(trainer, "_forward", NAME, masked)
+    return Patch(NAME, changed=("trainer._forward",), _undo=change.hold(trainer))
 
 
 def _unmasked(step: Any) -> bool:

@@ -1,6 +1,7 @@
 """What a runtime patch returns: what it changed, or why it changed nothing, and how to take it back."""
 
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -8,26 +9,67 @@ from typing import Any, Self
 logger = logging.getLogger("parity.fixes")
 
 _logged: set[str] = set()
-ORIGINAL = "_parity_original"  # what a replacement keeps what it replaced under
+ORIGINAL = "_parity_original"  # what a replacement of a module's or a class's function keeps what it replaced under
+ALREADY = "already applied"
+
+
+class Change:
+    """One change of the world. Each trainer or model that asks for it holds it; when the last lets go, it is taken back."""
+
+    def __init__(self, *back: Callable[[], object]) -> None:
+        self.back = list(back)  # what takes it back, last first
+        self.holders: list[Callable[[], Any]] = []
+        self.active = True
+
+    def hold(self, owner: Any = None) -> list[Callable[[], object]]:
+        """One holder more; what lets go, for a patch to undo. Nothing where `owner` holds it; None is always somebody else."""
+        if owner is not None and any(holder() is owner for holder in self.holders):
+            return []
+        holder = reference(object() if owner is None else owner)
+        self.holders.append(holder)
+
+        def let_go() -> None:
+            self.holders = [other for other in self.holders if other is not holder and other() is not None]
+            if not self.holders:
+                self.active = False
+                while self.back:
+                    self.back.pop()()
+
+        return [let_go]
+
+
+def reference(owner: Any) -> Callable[[], Any]:
+    """Gives the owner back without keeping it alive, where its class allows that."""
+    try:
+        return weakref.ref(owner)
+    except TypeError:
+        return lambda: owner
 
 
 @dataclass
 class Patch:
-    """What a patch did. Truth value: whether it changed anything; usable as a context manager that undoes it."""
+    """What a patch did. Truth value: whether it changed anything; usable as a context manager that undoes it.
+
+    What two trainers share, a model or a function of TRL, stays patched until the patches of both are undone. A second
+    call for the same trainer finds it done ("already applied"), and its undo does nothing.
+    """
 
     name: str
     changed: tuple[str, ...] = ()
     reason: str | None = None
     model: Any = None  # what to train from now on, where the patch is about a model
+    warning: str | None = None  # what no patch can mend
     _undo: list[Callable[[], object]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         line = str(self)
         if line not in _logged:
             _logged.add(line)
-            logger.info(line)
+            logger.log(logging.WARNING if self.warning else logging.INFO, line)
 
     def __str__(self) -> str:
+        if self.warning:
+            return f"{self.name}: warning: {self.warning}"
         return f"{self.name}: {', '.join(self.changed) if self.changed else f'nothing to do: {self.reason}'}"
 
     def __bool__(self) -> bool:
@@ -37,7 +79,7 @@ class Patch:
         return len(self.changed)
 
     def undo(self) -> None:
-        """Takes back what this call changed, in reverse order; a second call does nothing."""
+        """Lets go of what this call changed or found changed, in reverse order; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
 

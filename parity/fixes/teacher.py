@@ -3,14 +3,17 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parity.fixes.patch import ORIGINAL, Patch
+from parity.fixes.override import overridden, override
+from parity.fixes.patch import ALREADY, Change, Patch
 
+NAME = "mask_teacher_padding"
+_CHANGE = "_parity_change"
 SERVER_LOSS = "_compute_server_sparse_top_1_divergence_loss"
 _DISTILLERS = (
     ("trl.experimental.distillation.distillation_trainer", "DistillationTrainer"),
@@ -19,7 +22,7 @@ _DISTILLERS = (
 )
 
 
-def mask_teacher_padding() -> Patch:
+def mask_teacher_padding(trainer: Any = None) -> Patch:
     """Distillation from a teacher server has finite gradients when completions are ragged, zero at padding.
 
     The server path pads shorter completions with log-probs of -inf, and the reverse-KL and generalised-JSD losses
@@ -27,52 +30,80 @@ def mask_teacher_padding() -> Patch:
     sentinel becomes 0 where `labels == -100` before the divergence is formed, so those positions get no gradient. A
     value missing at a position that is required still raises, as before. Nothing is done where a ragged batch already
     has finite gradients (trl 1.4.0 on): tried on two tokens.
+
+    For this trainer alone; without one, for every trainer of the classes that TRL has.
     """
-    name = "mask_teacher_padding"
     changed: list[str] = []
     reasons: list[str] = []
     undo: list[Callable[[], object]] = []
-    for module_name, class_name in _DISTILLERS:
-        try:
-            trainer = getattr(importlib.import_module(module_name), class_name)
-        except (ImportError, AttributeError):
-            continue
-        original = vars(trainer).get(SERVER_LOSS)
+    for place, owner in _distillers() if trainer is None else [(type(trainer).__name__, trainer)]:
+        kind = owner if isinstance(owner, type) else type(owner)
+        original = vars(owner).get(SERVER_LOSS) if trainer is None else getattr(trainer, SERVER_LOSS, None)
         if original is None:
             continue
-        if hasattr(original, ORIGINAL):
-            reasons.append("already applied")
+        change = None if trainer is None else overridden(trainer, SERVER_LOSS, NAME)
+        change = change or getattr(getattr(kind, SERVER_LOSS), _CHANGE, None)
+        if change is not None and change.active:
+            reasons.append(ALREADY)
+            undo += change.hold(trainer)
             continue
         try:
-            finite = _ragged_gradient_is_finite(trainer)
+            finite = _ragged_gradient_is_finite(kind)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            reasons.append(f"{class_name} could not be tried ({type(error).__name__}: {error})")
+            reasons.append(f"{kind.__name__} could not be tried ({type(error).__name__}: {error})")
             continue
         if finite:
-            reasons.append(f"{class_name} masks the padding itself")
+            reasons.append(f"{kind.__name__} masks the padding itself")
             continue
-        setattr(trainer, SERVER_LOSS, _masking(original))
-        changed.append(f"{module_name}.{class_name}.{SERVER_LOSS}")
-        undo.append(functools.partial(setattr, trainer, SERVER_LOSS, original))
-    reason = None if changed else "; ".join(reasons) or "trl has no teacher-server loss"
-    return Patch(name, tuple(changed), reason=reason, _undo=undo)
+        signature = inspect.signature(getattr(kind, SERVER_LOSS))
+        if trainer is None:
+            change = _on_the_class(owner, original, signature)
+        else:
+            change = override(trainer, SERVER_LOSS, NAME, _masking(signature))
+        changed.append(f"{place}.{SERVER_LOSS}")
+        undo += change.hold(trainer)
+    reason = None if changed else "; ".join(reasons) or "there is no teacher-server loss"
+    return Patch(NAME, tuple(changed), reason=reason, _undo=undo)
 
 
-def _masking(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    signature = inspect.signature(original)
+def _distillers() -> Iterator[tuple[str, type]]:
+    """The trainers of the installed TRL that may have such a loss, each with its full name."""
+    for module_name, class_name in _DISTILLERS:
+        try:
+            yield f"{module_name}.{class_name}", getattr(importlib.import_module(module_name), class_name)
+        except (ImportError, AttributeError):
+            continue
 
-    @functools.wraps(original)
-    def masked(*args: Any, **kwargs: Any) -> Tensor:
-        call = signature.bind(*args, **kwargs)
+
+def _masking(signature: inspect.Signature) -> Callable[..., Tensor]:
+    def masked(self: Any, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        call = signature.bind(self, *args, **kwargs)
         padding = call.arguments["labels"] == -100
         teacher = dict(call.arguments["teacher_result"])
         teacher["actual_logprobs"] = teacher["actual_logprobs"].masked_fill(padding, 0.0)
         teacher["topk_logprobs"] = teacher["topk_logprobs"].masked_fill(padding.unsqueeze(-1), 0.0)
         call.arguments["teacher_result"] = teacher
-        return original(*call.args, **call.kwargs)
+        return original(*call.args[1:], **call.kwargs)
 
-    setattr(masked, ORIGINAL, original)
     return masked
+
+
+def _on_the_class(kind: type, original: Callable[..., Tensor], signature: inspect.Signature) -> Change:
+    masked = _masking(signature)
+
+    @functools.wraps(original)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        inner = functools.partial(original, self)
+        return masked(self, inner, *args, **kwargs) if change.active else inner(*args, **kwargs)
+
+    def back() -> None:
+        if vars(kind).get(SERVER_LOSS) is replacement:
+            setattr(kind, SERVER_LOSS, original)
+
+    change = Change(back)
+    setattr(replacement, _CHANGE, change)
+    setattr(kind, SERVER_LOSS, replacement)
+    return change
 
 
 def _ragged_gradient_is_finite(trainer: type) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from parity.fixes import logits, patches, teacher, wiring
+from parity.fixes import kernel, patches, teacher, wiring
 from parity.fixes.patch import Patch
 
 
@@ -54,24 +54,28 @@ def apply(trainer: Any) -> Applied:
     reference model; `require_input_grads`; `divide_by_accumulation` where its own step does not;
     `mask_padded_log_probs` where its own step logs sums over padding;
     `keep_gradient_checkpointing` where the trainer checkpoints; `mask_teacher_padding` where it distils from a teacher
-    server; `use_model_logits` where TRL's fused LM head does not compute the model's own logits;
+    server; `compare_heads`, which changes nothing and warns where policy and reference have different heads;
+    `use_model_logits` where TRL's fused LM head does not compute the model's own logits;
     `use_selective_log_probs` where the trainer's models have a fused LM head and ask it for nothing but log-probs and
     entropies; `use_fused_policy_loss` where the trainer is on its Liger path. A fix with nothing to repair gives its
-    reason. If one of them raises, those before it are undone. Patches of modules (checkpointing, teacher, log-probs)
-    hold for the whole process until they are undone, the others for this trainer.
+    reason. If one of them raises, those before it are undone. All hold for this trainer and its models alone; what two
+    trainers share stays until both are undone. A TypeError where `trainer` has no model.
     """
+    if getattr(trainer, "model", None) is None:
+        raise TypeError(f"apply: {type(trainer).__name__} has no model: a trainer is expected, after construction")
     model, reference = trainer.model, getattr(trainer, "ref_model", None)
-    steps: list[Callable[[], Patch]] = [lambda: patches.lift_text_config_attributes(model)]
+    steps: list[Callable[[], Patch]] = [lambda: patches.lift_text_config_attributes(model, owner=trainer)]
     if reference is not None:
-        steps.append(lambda: _renamed(patches.lift_text_config_attributes(reference)))
+        steps.append(lambda: _renamed(patches.lift_text_config_attributes(reference, owner=trainer)))
     steps += [
         lambda: patches.require_input_grads(trainer),
         lambda: patches.divide_by_accumulation(trainer),
         lambda: patches.mask_padded_log_probs(trainer),
         lambda: _keep_checkpointing(trainer),
         lambda: _mask_teacher(trainer),
+        lambda: patches.compare_heads(trainer),
         lambda: patches.use_model_logits(trainer),
-        lambda: _selective(trainer),
+        lambda: kernel.use_selective_log_probs(trainer),
         lambda: wiring.use_fused_policy_loss(trainer),
     ]
     with contextlib.ExitStack() as applied:
@@ -86,25 +90,15 @@ def _renamed(patch: Patch) -> Patch:
 
 
 def _keep_checkpointing(trainer: Any) -> Patch:
-    planned = [getattr(trainer.args, f"{kind}_checkpointing", False) for kind in ("gradient", "activation")]
+    args = getattr(trainer, "args", None)
+    planned = [getattr(args, f"{kind}_checkpointing", False) for kind in ("gradient", "activation")]
     switched_on = any(getattr(m, "gradient_checkpointing", False) for m in trainer.model.modules())
     if not any(planned) and not switched_on:
         return Patch("keep_gradient_checkpointing", reason="gradient checkpointing is off")
-    return patches.keep_gradient_checkpointing()
+    return patches.keep_gradient_checkpointing(trainer)
 
 
 def _mask_teacher(trainer: Any) -> Patch:
     if not hasattr(trainer, teacher.SERVER_LOSS):
         return Patch("mask_teacher_padding", reason="the trainer has no teacher-server loss")
-    return teacher.mask_teacher_padding()
-
-
-def _selective(trainer: Any) -> Patch:
-    name = "use_selective_log_probs"
-    asked = [logits.fused_outputs(model) for model in logits.fused_models(trainer)]
-    other = sorted({field for fields in asked for field in fields} - {"log_probs", "entropy"})
-    if other:  # policy and reference from two kernels would differ by rounding where they must not
-        return Patch(name, reason=f"the trainer also takes {', '.join(other)} of TRL's kernel")
-    if not asked and wiring.head_is_in_the_model():
-        return Patch(name, reason="no model of the trainer has a fused LM head")
-    return wiring.use_selective_log_probs()
+    return teacher.mask_teacher_padding(trainer)

@@ -1,85 +1,19 @@
-"""Our losses in the places that TRL's trainers have for one: the fused LM head, and the loss object of the Liger path.
+"""Our policy loss in the place that TRL's trainers have for Liger's.
 
 Nothing else of the trainer changes: it goes on reading its model's config, masking, gathering and logging.
 """
 
 import contextlib
-import functools
-import importlib
-import inspect
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from parity.fixes.grpo import FusedLinearGRPOLoss
-from parity.fixes.logprobs import selective_log_probs
-from parity.fixes.patch import ORIGINAL, Patch
-from parity.fixes.patches import rebind
+from parity.fixes.override import overridden, override
+from parity.fixes.patch import ALREADY, Patch
 
-_ENTROPY = "entropy"
-
-
-class _LogProbFunction:
-    """Answers `ChunkedLogProbFunction.apply` with `selective_log_probs`; what that has no output for stays TRL's."""
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
-        self.signature = inspect.signature(original.forward)  # bias since 1.13, outputs since 1.15
-        self.optional = getattr(sys.modules[original.__module__], "OPTIONAL_OUTPUTS", (_ENTROPY,))
-        setattr(self, ORIGINAL, original)
-
-    def apply(self, *args: Any) -> Any:
-        call = self.signature.bind(None, *args)
-        call.apply_defaults()
-        _, hidden, weight = call.args[:3]
-        given = call.arguments
-        wanted = given.get("outputs", self.optional)
-        if set(wanted) - {"log_probs", _ENTROPY} or hasattr(weight, "ds_id"):
-            return self.original.apply(*args)
-        found = selective_log_probs(
-            hidden,
-            weight,
-            given["targets"],
-            bias=given.get("bias"),
-            temperature=given["temperature"],
-            softcap=given.get("final_logit_softcapping"),
-            logit_scale=given.get("logit_scale", 1.0),
-            entropy=_ENTROPY in wanted,
-        )
-        logps, entropies = found if isinstance(found, tuple) else (found, None)
-        return logps, *(entropies if name == _ENTROPY else None for name in self.optional)
-
-
-def use_selective_log_probs() -> Patch:
-    """TRL's fused LM head (GRPO: 1.14 on) takes log-probs and entropies from `selective_log_probs`.
-
-    TRL's kernel keeps tiles of logits and their gradient in the dtype of the hidden states, and its entropy is NaN as
-    soon as one logit is -inf; with the entropy bonus on, so are loss and gradients (1.16.0). For the whole process:
-    every name that holds the kernel is rebound. Calls for an output that we do not have (SFT's accuracy, DPO's mean
-    logits) and heads that ZeRO-3 partitions keep TRL's kernel.
-    """
-    name = "use_selective_log_probs"
-    try:
-        utils = importlib.import_module("trl.trainer.utils")
-    except ImportError as error:
-        return Patch(name, reason=f"trl cannot be imported ({error})")
-    original = getattr(utils, "_ChunkedLogProbFunction", None)
-    if original is None:
-        return Patch(name, reason="this TRL has no fused LM head: its log-probs come from full logits")
-    if hasattr(original, ORIGINAL):
-        return Patch(name, reason="already applied")
-    replacement = _LogProbFunction(original)
-    changed = rebind(original, replacement)
-    return Patch(name, changed=tuple(changed), _undo=[functools.partial(rebind, replacement, original)])
-
-
-def head_is_in_the_model() -> bool:
-    """Whether TRL puts its fused LM head into a model's forward (1.15 on), where it can be seen; else into the trainer."""
-    return hasattr(sys.modules.get("trl.trainer.utils"), "add_fused_lm_head")
-
+NAME = "use_fused_policy_loss"
 
 _LOSS_ATTRIBUTES = ("liger_loss", "liger_grpo_loss")
 _TRAINER_SETTINGS = {
@@ -108,26 +42,30 @@ def use_fused_policy_loss(trainer: Any) -> Patch:
     trainer's own method still computes the hidden states and logs `kl` and `clip_ratio`; the other metrics of the
     plain path are logged as well.
     """
-    name = "use_fused_policy_loss"
     attribute = next((a for a in _LOSS_ATTRIBUTES if getattr(trainer, a, None) is not None), None)
     if attribute is None or not hasattr(trainer, "compute_liger_loss"):
-        return Patch(name, reason="the trainer has no fused loss (Liger not asked for, or not a path of this TRL)")
+        return Patch(NAME, reason="the trainer has no fused loss (Liger not asked for, or not a path of this TRL)")
+    change = overridden(trainer, "compute_liger_loss", NAME)
+    if change is not None:
+        return Patch(NAME, reason=ALREADY, _undo=change.hold(trainer))
     original = getattr(trainer, attribute)
-    if isinstance(original, _TrainerLoss):
-        return Patch(name, reason="already applied")
     head = trainer.accelerator.unwrap_model(trainer.model).get_output_embeddings()
     if hasattr(head, "base_layer"):
-        return Patch(name, reason="the LM head carries an adapter, and the fused path reads only the weight below it")
+        return Patch(NAME, reason="the LM head carries an adapter, and the fused path reads only the weight below it")
     if hasattr(head.weight, "ds_id"):
-        return Patch(name, reason="ZeRO-3 partitions the LM head, which the backward would need whole")
+        return Patch(NAME, reason="ZeRO-3 partitions the LM head, which the backward would need whole")
     replacement = _TrainerLoss(trainer)
     setattr(trainer, attribute, replacement)
-    trainer.compute_liger_loss = replacement.compute
-    undo: list[Callable[[], object]] = [
-        functools.partial(setattr, trainer, attribute, original),
-        functools.partial(delattr, trainer, "compute_liger_loss"),
-    ]
-    return Patch(name, changed=(f"{type(trainer).__name__}.{attribute}",), model=trainer.model, _undo=undo)
+    change = override(trainer, "compute_liger_loss", NAME, replacement.compute)
+
+    def back() -> None:
+        if getattr(trainer, attribute) is replacement:
+            setattr(trainer, attribute, original)
+
+    change.back.append(back)
+    return Patch(
+        NAME, changed=(f"{type(trainer).__name__}.{attribute}",), model=trainer.model, _undo=change.hold(trainer)
+    )
 
 
 class _TrainerLoss:
@@ -135,7 +73,6 @@ class _TrainerLoss:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.original = trainer.compute_liger_loss
         self.inputs: dict[str, Any] = {}
         self.loss: Tensor | None = None
         config = trainer.accelerator.unwrap_model(trainer.model).config
@@ -153,11 +90,11 @@ class _TrainerLoss:
     def _setting(self, name: str, default: Any) -> Any:
         return getattr(self.trainer, name, getattr(self.trainer.args, name, default))
 
-    def compute(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def compute(self, trainer: Any, original: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
         """`compute_liger_loss`: the trainer's own forward and logging; the loss is ours, its normaliser included."""
         self.inputs = inputs
         try:
-            self.original(model, inputs)
+            original(model, inputs)
             assert self.loss is not None
             return self.loss
         finally:

@@ -70,7 +70,7 @@ def test_it_runs(file, place, code, capsys, taken_back):
     for name in re.findall(r"patches\.(\w+)\(", code):
         assert any(patch.name == name for patch in taken_back)
     if "apply(" in code:
-        assert said.count("\n") == 9 == len(taken_back)
+        assert said.count("\n") == 10 == len(taken_back)
     if re.search(r"^ *trainer\.train\(\)", code, re.MULTILINE):
         assert made.state.global_step == 1
     for name in {"logps", "entropies"} & set(names):

@@ -1,0 +1,321 @@
+"""What a patch leaves alone: other trainers, other holders, copies, what is saved; and what it says instead of failing."""
+
+import copy
+import json
+import types
+
+import pytest
+import torch
+
+from parity.fixes import apply, patches
+from parity.trainers.rig import drive, models
+
+trl_utils = pytest.importorskip("trl.trainer.utils")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        not hasattr(trl_utils, "FusedCausalLMOutput"), reason="this TRL has no fused LM head in a model"
+    ),
+]
+IDS = torch.tensor([[2, 7, 9, 12, 30, 41, 5, 3], [2, 8, 22, 31, 17, 6, 50, 0]])
+LABELS = IDS.masked_fill(torch.arange(8) < 3, -100)
+
+
+def built(name, policy=None, ref_model=None, **settings):
+    args = drive.arguments(drive.config(name), "cpu", {"gradient_checkpointing": False, **settings})
+    more = {} if ref_model is None else {"ref_model": ref_model}
+    return drive.build(name, policy if policy is not None else models.model("llama"), args, **more)
+
+
+def scores(model, **more):
+    return model(input_ids=IDS, labels=LABELS, fused_lm_head=True, **more).log_probs.detach()
+
+
+def halved(model):
+    return model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 0.5 * output)
+
+
+@pytest.fixture(scope="module")
+def grpo():
+    return built("GRPOTrainer", beta=0.04)
+
+
+def test_a_trainer_without_the_patch_keeps_one_kernel_for_policy_and_reference(grpo):
+    """Issue 20.1: after `apply(grpo)` DPO scored its reference with our kernel and its policy with TRL's."""
+    with apply(grpo):
+        policy, reference = (models.model("llama", torch.bfloat16) for _ in range(2))
+        dpo = built("DPOTrainer", policy, ref_model=reference)
+        assert torch.equal(scores(dpo.model), scores(dpo.ref_model))
+        entry = drive.train(dpo)
+    assert entry["rewards/chosen"] == entry["rewards/rejected"] == 0.0
+
+
+def test_both_sides_of_the_patched_trainer_are_scored_alike(grpo):
+    released = scores(grpo.model)
+    with apply(grpo) as applied:
+        assert len(applied["use_selective_log_probs"]) == 2
+        assert torch.equal(scores(grpo.model), scores(grpo.ref_model))
+        assert not torch.equal(scores(grpo.model), released)
+    assert torch.equal(scores(grpo.model), released)
+
+
+def test_undoing_one_trainer_leaves_the_other_its_patches(grpo):
+    """Issue 20.2: apply(A), apply(B), A.undo() took B's kernel away."""
+    other = built("GRPOTrainer", beta=0.04)
+    released = scores(other.model)
+    first, second = apply(grpo), apply(other)
+    patched = scores(other.model)
+    assert not torch.equal(patched, released)
+    first.undo()
+    assert torch.equal(scores(other.model), patched)
+    second.undo()
+    assert torch.equal(scores(other.model), released)
+    assert isinstance(trl_utils._ChunkedLogProbFunction, type)
+
+
+def nested(softcap=30.0):
+    return transformers.Gemma3Config(text_config={"final_logit_softcapping": softcap, "num_hidden_layers": 1})
+
+
+class Loops:
+    """A trainer whose step runs its backward pass itself and divides nothing, and logs log-probs of padding."""
+
+    def __init__(self, model):
+        self.model, self.ref_model, self.args = model, None, types.SimpleNamespace(gradient_accumulation_steps=4)
+        self.accelerator = types.SimpleNamespace(
+            gradient_accumulation_steps=1, backward=lambda loss, **_: loss.backward(), unwrap_model=lambda m: m
+        )
+
+    def _forward(self, completion_mask):
+        return torch.ones_like(completion_mask, dtype=torch.float32)
+
+    def training_step(self, logprobs, ref_logprobs, loss):
+        kl = logprobs - ref_logprobs
+        self.accelerator.backward(loss)
+        return kl
+
+
+def frozen_inputs():
+    model = models.model("llama")
+    model.get_input_embeddings().requires_grad_(False)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.get_input_embeddings()._forward_hooks.clear()  # transformers 5 adds one of its own
+    return model
+
+
+def checkpointing_is_kept(model=None):
+    trl_models = pytest.importorskip("trl.models.utils")
+    model = models.model("llama").train() if model is None else model
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    own = object()
+    for layer in model.model.layers:
+        layer._gradient_checkpointing_func = own
+    with trl_models.disable_gradient_checkpointing(model, {"use_reentrant": False}):
+        pass
+    return all(layer._gradient_checkpointing_func is own for layer in model.model.layers)
+
+
+def distils():
+    """Whether the class's server loss is the one that was put there, in a release that took padding in."""
+    module = pytest.importorskip("trl.experimental.server_distillation.server_distillation_trainer")
+    return module.ServerDistillationTrainer
+
+
+def shared(name, monkeypatch):
+    """How each of two owners asks for a patch of what they share, and how to see that it is in force."""
+    model = {"use_model_logits": lambda: models.model("recurrent_gemma"), "require_input_grads": frozen_inputs}
+    owners = Loops(model.get(name, lambda: models.model("llama"))()), None
+    owners = owners[0], copy.copy(owners[0])
+    if name == "lift_text_config_attributes":
+        config = nested()
+        takes = [lambda o=o: patches.lift_text_config_attributes(config, owner=o) for o in owners]
+        return takes, lambda: hasattr(config, "final_logit_softcapping")
+    if name == "keep_gradient_checkpointing":
+        return [patches.keep_gradient_checkpointing] * 2, checkpointing_is_kept
+    if name == "mask_teacher_padding":
+        kind, loss = distils(), "_compute_server_sparse_top_1_divergence_loss"
+
+        def server_loss(self, teacher_result, student_log_probs, completion_tokens, labels):
+            return (student_log_probs.exp() * teacher_result["actual_logprobs"].unsqueeze(-1)).sum()
+
+        monkeypatch.setattr(kind, loss, server_loss)
+        return [patches.mask_teacher_padding] * 2, lambda: vars(kind)[loss] is not server_loss
+    takes = [lambda o=o: getattr(patches, name)(o) for o in owners]
+    if name == "require_input_grads":
+        return takes, lambda: owners[0].model.get_input_embeddings()(IDS).requires_grad
+    if name == "divide_by_accumulation":
+
+        def divides():
+            x = torch.ones((), requires_grad=True)
+            owners[0].training_step(x, x, x * 1.0)
+            return x.grad == 0.25
+
+        return takes, divides
+    trl_utils.add_fused_lm_head(owners[0].model)
+    released = scores(owners[0].model)
+    return takes, lambda: not torch.equal(scores(owners[0].model), released)
+
+
+SHARED = sorted(set(patches.__all__) - {"Patch", "PEFT_STEPS", "compare_heads", "mask_padded_log_probs"})
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_two_share_stays_until_both_have_let_go(name, monkeypatch):
+    """Issue 20.2 for every patch of something that two trainers may share, a function of TRL included."""
+    (first_takes, second_takes), in_force = shared(name, monkeypatch)
+    assert not in_force()
+    first = first_takes()
+    assert first
+    assert in_force()
+    second = second_takes()
+    assert not second
+    first.undo()
+    first.undo()
+    assert in_force()
+    second.undo()
+    assert not in_force()
+    with first_takes() as again:
+        assert again
+        assert in_force()
+    assert not in_force()
+
+
+def test_a_trainer_holds_its_patch_once():
+    """As before: a second call finds it done, and the first one's undo takes it back."""
+    trainer = Loops(models.model("llama"))
+    mask = torch.tensor([[1, 0]])
+    first, second = (patches.mask_padded_log_probs(trainer) for _ in range(2))
+    assert first
+    assert second.reason == "already applied"
+    second.undo()
+    assert trainer._forward(mask).tolist() == [[1.0, 0.0]]
+    first.undo()
+    assert trainer._forward(mask).tolist() == [[1.0, 1.0]]
+    assert "_forward" not in vars(trainer)
+
+
+def test_checkpointing_of_another_trainers_model_is_switched_by_trl(grpo):
+    with patches.keep_gradient_checkpointing(grpo):
+        assert not checkpointing_is_kept()
+        with patches.keep_gradient_checkpointing():
+            assert checkpointing_is_kept()
+        assert not checkpointing_is_kept()
+        assert checkpointing_is_kept(grpo.model)
+    assert not checkpointing_is_kept(grpo.model)
+
+
+def test_a_wrapper_that_came_later_stays():
+    trainer = Loops(models.model("llama"))
+    patch, calls = patches.mask_padded_log_probs(trainer), []
+    ours = trainer._forward
+    trainer._forward = lambda mask: calls.append(1) or ours(mask)
+    patch.undo()
+    assert trainer._forward(torch.tensor([[1, 0]])).tolist() == [[1.0, 1.0]]
+    assert calls
+
+
+def test_a_reference_without_the_policys_hook_is_said(grpo):
+    """Issue 20.3: step-1 KL of 0.785, and nothing said."""
+    hook = halved(grpo.model)
+    try:
+        with pytest.warns(UserWarning, match=r"policy.*1 forward hook.*reference.*none"):
+            applied = apply(grpo)
+        said = str(applied["compare_heads"])
+        assert len(applied["use_model_logits"]) == 2  # whole losses on both sides: one path scores the two
+        applied.undo()
+    finally:
+        hook.remove()
+    assert said.startswith("compare_heads: warning: ")
+    assert "step-1 KL is not 0" in said
+
+
+@pytest.mark.parametrize("difference", ["weights", "softcap", "class"])
+def test_any_other_difference_of_heads_is_said(grpo, difference):
+    reference = models.model("llama")
+    trainer = types.SimpleNamespace(model=grpo.model, ref_model=reference)
+    if difference == "weights":
+        with torch.no_grad():
+            reference.lm_head.weight.mul_(1.01)
+    elif difference == "softcap":
+        reference.config.final_logit_softcapping = 3.0  # Llama's own forward reads none: nothing differs
+    else:
+        reference.lm_head = torch.nn.Sequential(reference.lm_head, torch.nn.Tanh())
+    patch = patches.compare_heads(trainer)
+    assert bool(patch.warning) == (difference != "softcap")
+    if patch.warning:
+        assert {"weights": "weights", "class": "Sequential"}[difference] in patch.warning
+
+
+def test_a_copy_of_a_model_computes_with_its_own_weights():
+    """Issue 20.4: a deep copy under `use_model_logits` went on with the original's."""
+    model = models.model("recurrent_gemma")
+    trl_utils.add_fused_lm_head(model)
+    with patches.use_model_logits(model) as patch:
+        assert patch
+        twin = copy.deepcopy(model)
+        before, plain = scores(twin), twin(input_ids=IDS).logits.detach()
+        assert torch.equal(before, scores(model))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        assert torch.equal(scores(twin), before)
+        assert torch.equal(twin(input_ids=IDS).logits, plain)
+        assert not torch.equal(scores(model), before)
+
+
+def test_a_copy_of_a_patched_policy_computes_with_its_own_weights(grpo):
+    with apply(grpo):
+        twin = copy.deepcopy(grpo.model)
+        before = scores(twin)
+        assert torch.equal(before, scores(grpo.model))
+        kept = copy.deepcopy(grpo.model.state_dict())
+        with torch.no_grad():
+            for parameter in grpo.model.parameters():
+                parameter.mul_(0.5)
+        assert torch.equal(scores(twin), before)
+        grpo.model.load_state_dict(kept)
+
+
+def test_what_is_lifted_is_not_saved(tmp_path):
+    """Issue 20.5: config.json written before undo had a top-level softcap."""
+    config, other = nested(), nested()
+    released = config.to_json_string()
+    with patches.lift_text_config_attributes(config):
+        assert config.final_logit_softcapping == 30.0
+        assert not hasattr(other, "final_logit_softcapping")
+        twin = copy.deepcopy(config)
+        assert twin.final_logit_softcapping == 30.0
+        for saved in (config, twin):
+            saved.save_pretrained(tmp_path)
+            assert "final_logit_softcapping" not in json.loads((tmp_path / "config.json").read_text())
+        assert config.to_json_string() == released
+        assert config.to_dict() == nested().to_dict()
+        config.text_config.final_logit_softcapping = 20.0
+        assert config.final_logit_softcapping == 20.0
+    assert not hasattr(config, "final_logit_softcapping")
+    assert not hasattr(twin, "final_logit_softcapping")
+
+
+@pytest.mark.parametrize("missing", ["training_step", "args", "accelerator", "_forward", "ref_model", None])
+def test_a_trainer_that_lacks_something_gets_reasons(missing):
+    """Issue 20.6: AttributeError where a reason belongs."""
+    trainer = Loops(models.model("llama"))
+    if missing == "training_step":
+        trainer = types.SimpleNamespace(**vars(trainer))
+    elif missing == "_forward":
+        trainer._forward = None
+    elif missing is not None:
+        delattr(trainer, missing)
+    with apply(trainer) as applied:
+        said = str(applied)
+    assert bool(applied["divide_by_accumulation"]) == (missing not in ("training_step", "accelerator"))
+    assert bool(applied["mask_padded_log_probs"]) == (missing not in ("training_step", "_forward"))
+    assert said.count("\n") == len(applied.patches) - 1
+
+
+def test_what_is_no_trainer_is_refused_by_name():
+    with pytest.raises(TypeError, match="SimpleNamespace has no model"):
+        apply(types.SimpleNamespace())
