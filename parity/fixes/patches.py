@@ -13,14 +13,14 @@ from parity.fixes.accumulation import divide_by_accumulation
 from parity.fixes.checkpointing import keep_gradient_checkpointing
 from parity.fixes.configs import lift_text_config_attributes
 from parity.fixes.heads import compare_heads
-from parity.fixes.inputs import PEFT_STEPS, require_input_grads
+from parity.fixes.inputs import PEFT_STEPS as PEFT_STEPS
+from parity.fixes.inputs import require_input_grads
 from parity.fixes.logits import use_model_logits
 from parity.fixes.padding import mask_padded_log_probs
 from parity.fixes.patch import Patch
 from parity.fixes.teacher import mask_teacher_padding
 
 __all__ = [
-    "PEFT_STEPS",
     "Patch",
     "compare_heads",
     "divide_by_accumulation",

@@ -232,7 +232,7 @@ def test_it_is_taken_back_under_autocast_that_came_later(fresh_accelerator):
 def test_a_model_that_cannot_be_tried_is_left_alone(monkeypatch):
     model = fused(halved(models.model("llama")))
     forward = model.forward
-    monkeypatch.setattr(logits, "_probe", lambda model: {"input_ids": torch.full((1, 4), 10**6)})
+    monkeypatch.setattr(logits, "probe", lambda model: {"input_ids": torch.full((1, 4), 10**6)})
     assert "LlamaForCausalLM could not be tried (IndexError" in logits.use_model_logits(model).reason
     assert model.forward == forward
     assert "no model has a fused LM head" in logits.use_model_logits(models.model("llama")).reason

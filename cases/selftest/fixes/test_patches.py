@@ -170,7 +170,8 @@ def test_unwrapping_is_kept_from_overwriting_where_trl_has_no_switch(trl_utils, 
     patch = clean.enter_context(patches.keep_gradient_checkpointing())
     assert "trl.models.utils.unwrap_model_for_generation" in patch.changed
     assert trl_utils.unwrap_model_for_generation is not original
-    assert patches.keep_gradient_checkpointing().reason == "already applied"
+    with patches.keep_gradient_checkpointing() as again:
+        assert again.reason == "already applied"
 
 
 def test_nothing_to_keep_where_trl_is_right(trl_utils, monkeypatch):
@@ -272,6 +273,7 @@ def test_frozen_inputs_train_under_reentrant_checkpointing(wrapped):
     assert not again
     assert "requires a gradient already" in again.reason
     patch.undo()
+    again.undo()
     assert trained_layers(model) == []
 
 
@@ -489,7 +491,8 @@ def test_ragged_completions_have_finite_gradients(distiller, monkeypatch, beta, 
     with patches.mask_teacher_padding() as patch:
         assert patch
         assert len(patch) == 1
-        assert "already" in patches.mask_teacher_padding().reason
+        with patches.mask_teacher_padding() as again:
+            assert "already" in again.reason
         loss, gradient, labels = server_gradient(distiller, beta, tail)
         torch.testing.assert_close(loss, want_loss)
         torch.testing.assert_close(gradient, want)

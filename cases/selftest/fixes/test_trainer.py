@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from parity.fixes import apply, wiring
+from parity.fixes import apply, kernel, wiring
 
 pytest.importorskip("trl")
 training_file = Path(__file__).parents[3] / "fixtures" / "training.py"
@@ -32,33 +32,33 @@ def needs_fused_head():
 def counted(monkeypatch):
     """How often the fused head asked us for log-probs."""
     calls = []
-    ours = wiring.selective_log_probs
-    monkeypatch.setattr(wiring, "selective_log_probs", lambda *a, **k: calls.append(k) or ours(*a, **k))
+    ours = kernel.selective_log_probs
+    monkeypatch.setattr(kernel, "selective_log_probs", lambda *a, **k: calls.append(k) or ours(*a, **k))
     return calls
 
 
 def test_a_trainer_trains_with_our_log_probs_as_without(counted):
     """Softcap, temperature, accumulation, ragged completions, old log-probs, entropy bonus: equal in float32."""
     utils = needs_fused_head()
-    kernel = utils._ChunkedLogProbFunction
+    theirs = utils._ChunkedLogProbFunction
     settings = {"entropy_coef": 0.05, "top_entropy_quantile": 0.8}
     plain = training.trained(training.trainer(training.model(), **settings))
     assert not counted
     made = training.trainer(training.model(), **settings)
     with apply(made) as applied:
         assert applied
-        assert "trl.trainer.utils._ChunkedLogProbFunction" in applied["use_selective_log_probs"].changed
+        assert applied["use_selective_log_probs"].changed == ("Gemma2ForCausalLM.forward",)
         assert "no fused loss" in applied["use_fused_policy_loss"].reason
         assert not apply(made)
         ours = training.trained(made)
-    assert utils._ChunkedLogProbFunction is kernel
+    assert utils._ChunkedLogProbFunction is theirs
     assert len(counted) >= 4
     assert {k["softcap"] for k in counted} == {training.SOFTCAP}
     assert {k["temperature"] for k in counted} == {0.8}
-    for mine, theirs in zip(ours, plain, strict=True):
-        assert mine.get("completions/mean_length") == theirs.get("completions/mean_length")
+    for mine, want in zip(ours, plain, strict=True):
+        assert mine.get("completions/mean_length") == want.get("completions/mean_length")
         for name in ("loss", "grad_norm", "entropy"):
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+            assert mine[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
     assert plain[0]["completions/mean_length"] < 12
     assert plain[0]["grad_norm"] > 0.01
 
@@ -188,10 +188,10 @@ def test_a_trainer_that_needs_nothing_is_left_alone(name, reason):
     from parity.trainers.rig import drive, models
 
     utils = needs_fused_head()
-    kernel = utils._ChunkedLogProbFunction
+    theirs = utils._ChunkedLogProbFunction
     config = drive.trl_class(name.replace("Trainer", "Config"))
     args = drive.arguments(config, "cpu", {"gradient_checkpointing": False})
     with apply(drive.build(name, models.model("llama"), args)) as applied:
         assert not applied
         assert applied["use_selective_log_probs"].reason == reason
-        assert utils._ChunkedLogProbFunction is kernel
+        assert utils._ChunkedLogProbFunction is theirs
