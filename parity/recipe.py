@@ -34,6 +34,8 @@ class Recipe:
             `inputs` and `dlogits`, or None.
         elementwise: dtype in which every elementwise operation rounds its result.
         softmax: dtype of the log-softmax over the vocabulary, as stored and as read again by its backward.
+        log_sum: dtype to which a log-softmax rounds its sum of exponentials and their logarithm on the way, where it is not
+            that of the softmax: torch's CPU kernels do so, its CUDA kernels keep float32 (SoftMax.cu).
         accumulate: dtype in which partial gradients are summed across chunks.
         partials: how many partial gradients are summed so (the roundings grow with its square root).
         upstream: factor, at most 1, that gradients meet only after `accumulate` has held them: they overflow there sooner.
@@ -54,6 +56,7 @@ class Recipe:
     bias: str | None = None
     elementwise: str = "fp32"
     softmax: str = "fp32"
+    log_sum: str | None = None
     accumulate: str = "fp32"
     partials: int = 1
     upstream: float = 1.0
@@ -72,6 +75,7 @@ class Recipe:
             teacher=_other(out.teacher, out.logits),
             teacher_softmax=_other(out.teacher_softmax, out.elementwise, out.softmax),
             teacher_elementwise=_other(out.teacher_elementwise, out.elementwise),
+            log_sum=_other(out.log_sum, out.softmax, *(() if out.teacher_softmax is None else (out.teacher_softmax,))),
             bias=_other(out.bias, out.inputs or "fp32", out.dlogits),
         )
         return out if out.accumulate != "fp32" else dataclasses.replace(out, partials=1, upstream=1.0)

@@ -76,6 +76,8 @@ class Implementation:
     def recipe_for(self, inputs: Inputs) -> Recipe:
         """The recipe on these inputs, autocast and tf32 products included (a GPU's; CPUs have none)."""
         recipe = self.recipe if isinstance(self.recipe, Recipe) else self.recipe(inputs)
+        if inputs.hidden.is_cuda and recipe.log_sum is None:
+            recipe = dataclasses.replace(recipe, log_sum="fp32")
         if inputs.settings.context == "tf32" and inputs.hidden.is_cuda:
             recipe = dataclasses.replace(recipe, matmul="tf32", matmul_backward="tf32")
         if inputs.settings.context == "autocast":

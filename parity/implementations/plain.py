@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 
 from parity.case.inputs import Inputs
@@ -39,6 +41,20 @@ def upstream(x: Inputs) -> float:
 def autocast_softmax(x: Inputs) -> str:
     """The dtype of a log-softmax of bf16 logits under autocast: CUDA takes it to float32, the CPU does not."""
     return "fp32" if x.hidden.is_cuda else "bf16"
+
+
+def takes_triton(x: Inputs, module: str = "triton") -> bool:
+    """Whether a library with a Triton path for CUDA takes it here: on CUDA, with Triton, in a release that has `module`."""
+    if not x.hidden.is_cuda or importlib.util.find_spec("triton") is None:
+        return False
+    parent = module.rpartition(".")[0]
+    return (not parent or importlib.util.find_spec(parent) is not None) and importlib.util.find_spec(module) is not None
+
+
+def reshapes(x: Inputs, temperature: bool = False) -> bool:
+    """Whether `logits` scales or caps them in their own dtype, or a caller divides them by a temperature."""
+    s = x.settings
+    return s.logit_scale != 1.0 or s.softcap is not None or (temperature and s.temperature != 1.0)
 
 
 def head_dtype(x: Inputs) -> str:

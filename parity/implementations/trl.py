@@ -18,9 +18,19 @@ from parity.recipe import Recipe
 DEFAULT_CHUNK = 32768
 
 
+CHUNKED = "trl.kernels.chunked_logprob"
+
+
+def softcap(x: Inputs, module: str = CHUNKED) -> str:
+    """How a chunked path of TRL takes a tanh: its Triton kernels as 2σ(2x) - 1, and on CUDA it takes them."""
+    return "sigmoid" if plain.takes_triton(x, module) else "ieee"
+
+
 def _stored(x: Inputs) -> Recipe:
-    """Everything in the dtype of the head: the plain path."""
+    """Everything in the dtype of the head: the plain path. On CUDA releases with a kernel for it call that instead."""
     dtype = plain.head_dtype(x)
+    if plain.takes_triton(x, "trl.kernels.logprob_entropy"):
+        return _kernel(x)
     if x.settings.context == "autocast":
         return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=plain.autocast_softmax(x))
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output=dtype)
@@ -28,12 +38,13 @@ def _stored(x: Inputs) -> Recipe:
 
 def _tiles(x: Inputs) -> Recipe:
     """A tile of logits and of their gradient in the dtype of the hidden states, to which the head is cast."""
-    return Recipe(logits="input", dlogits="input", inputs=None if x.weight.dtype == x.hidden.dtype else "input")
+    inputs = None if x.weight.dtype == x.hidden.dtype else "input"
+    return Recipe(logits="input", dlogits="input", inputs=inputs, tanh=softcap(x))
 
 
 def _kernel(x: Inputs) -> Recipe:
     """Materialised logits in the dtype of the head, float32 inside the kernel, dlogits as the logits."""
-    dtype = plain.head_dtype(x)
+    dtype = "bf16" if x.settings.context == "autocast" else plain.head_dtype(x)
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype)
 
 

@@ -15,6 +15,7 @@ from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.implementation import Outputs, accepted, implementation, require
+from parity.implementations.trl import softcap
 from parity.recipe import Recipe
 
 CONTEXTS = frozenset({"plain", "autocast", "checkpoint", "compile"})
@@ -110,7 +111,8 @@ def _tiles(x: Inputs) -> Recipe:
 
     The bias stays as it is, and its gradient is summed from the float32 tile.
     """
-    return Recipe(dlogits="input", inputs=None if x.weight.dtype == x.hidden.dtype else "input", bias="fp32")
+    inputs = None if x.weight.dtype == x.hidden.dtype else "input"
+    return Recipe(dlogits="input", inputs=inputs, bias="fp32", tanh=softcap(x, "trl.kernels.chunked_divergence"))
 
 
 def _chunked(x: Inputs) -> Outputs:

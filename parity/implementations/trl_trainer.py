@@ -15,6 +15,7 @@ from parity.case.inputs import Inputs
 from parity.families.policy import WINDOW_NORMALISED
 from parity.implementations import plain
 from parity.implementations.implementation import Outputs, implementation, require
+from parity.implementations.trl import softcap
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.recipe import Recipe
 from parity.upstream import trl
@@ -188,7 +189,8 @@ def _install_adapter(x: Inputs, out: Any) -> None:
 
 def _tiles(x: Inputs) -> Recipe:
     """Tiles of logits and their gradient in the dtype of the hidden states."""
-    return Recipe(logits="input", dlogits="input", inputs=None if x.weight.dtype == x.hidden.dtype else "input")
+    inputs = None if x.weight.dtype == x.hidden.dtype else "input"
+    return Recipe(logits="input", dlogits="input", inputs=inputs, tanh=softcap(x))
 
 
 def _recipe(x: Inputs) -> Recipe:

@@ -98,7 +98,7 @@ class Bench:
             exact=value,
             replicas=stack,
             compute=recipe.elementwise,
-            zero=self.family.zeros(self.inputs).get(name),
+            zero=self.family.zeros(_on_cpu(self.inputs)).get(name),
             entrywise=not gradient or value.dim() == 1,
             scalar=scalar,
             counted=name in self.family.exact,
@@ -121,7 +121,20 @@ class Bench:
 
 
 def _on(inputs: Inputs, device: str) -> Inputs:
-    return inputs.replace(**{k: None if v is None else v.to(device) for k, v in inputs.tensors.items()})
+    return inputs.replace(**{k: None if v is None else moved(v, device) for k, v in inputs.tensors.items()})
+
+
+def moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """`tensor` on `device` with its strides; `Tensor.to` compacts one whose elements leave gaps or share memory."""
+    if tensor.device.type == device:
+        return tensor
+    if not tensor.numel():
+        return tensor.to(device)
+    apart = tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
+    own = tensor[apart]
+    extent = 1 + sum((n - 1) * step for n, step in zip(own.shape, own.stride(), strict=True))
+    memory = torch.zeros(extent, dtype=tensor.dtype, device=device)
+    return memory.as_strided(own.shape, own.stride()).copy_(own).expand(tensor.shape)
 
 
 def _on_cpu(inputs: Inputs) -> Inputs:

@@ -152,10 +152,11 @@ class MonteCarlo(TorchDispatchMode):
         top = out.amax(dim, keepdim=True).nan_to_num_(0.0, 0.0, 0.0)
         lse = (z - out).nan_to_num_(0.0, 0.0, 0.0).abs_().amax(dim, keepdim=True) * self._shifted(out)
         scale = self.u_sum * (2 * lse + self._walk(out, dim))
-        if self.u_softmax > NARROW:
-            out = out - self.off(-top, self.softmax)
+        on_the_way = self.recipe.log_sum or self.softmax
+        if UNIT_ROUNDOFF[on_the_way] > NARROW:
+            out = out - self.off(-top, on_the_way)
         else:
-            scale = scale + self.u_softmax * (1 + top.abs())
+            scale = scale + UNIT_ROUNDOFF[on_the_way] * (1 + top.abs())
         return out + self.scattered(scale, out)
 
     def off(self, log_sum: torch.Tensor, dtype: str) -> torch.Tensor:

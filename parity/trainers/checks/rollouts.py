@@ -342,12 +342,12 @@ def _definition(
     settings |= {"loss_type": s.loss, "beta": s.beta, "temperature": temperature}
     with torch.no_grad(), Double():
         tensors = windows.policy_tensors(window, model)
-        tensors["advantages"] = batch["advantages"].double()
+        tensors["advantages"] = batch["advantages"].cpu().double()
         if generator is not None:
             tensors["old_logps"] = windows.padded(windows.completion_logps(generator, window, temperature))
         if s.beta != 0.0:
             width = max(len(ids) - start for ids, start in window)
             own = windows.completion_logps(windows.reference(s.model), window, temperature)
-            tensors["ref_logps"] = windows.padded(own) if given is None else given[:, :width].double()
+            tensors["ref_logps"] = windows.padded(own) if given is None else given[:, :width].cpu().double()
         inputs = Inputs(Case("policy", 0, "fp64"), SimpleNamespace(**settings), tensors, (), {})
         return float(fam.oracle(inputs, exact_mark)["loss"])

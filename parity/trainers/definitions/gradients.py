@@ -88,8 +88,9 @@ def _ratio(step: Step, found: Mapping[str, Tensor | None], name: str) -> float |
     value, exact = found.get(name), step.exact[name]
     if value is None or not bool(value.isfinite().all()) or not bool(exact.any()):
         return None
-    factor = float((value.double() * exact).sum() / exact.square().sum())
-    rest = float((value.double() - factor * exact).norm() / exact.norm())
+    value = value.detach().cpu().double()
+    factor = float((value * exact).sum() / exact.square().sum())
+    rest = float((value - factor * exact).norm() / exact.norm())
     return factor if rest < 1e-3 * abs(factor) else None
 
 
@@ -97,7 +98,7 @@ def _relative(step: Step, found: Mapping[str, Tensor | None], name: str) -> floa
     value, exact = found.get(name), step.exact[name]
     if value is None:
         return None
-    out = float((value.double() - exact).norm() / exact.norm().clamp(min=1e-300))
+    out = float((value.detach().cpu().double() - exact).norm() / exact.norm().clamp(min=1e-300))
     return out if math.isfinite(out) else None
 
 

@@ -1,0 +1,166 @@
+"""Every family, every torch path and the frozen cases on the pretended device: what is right agrees, what is wrong is caught.
+
+Values are the CPU's there, so nothing of this is a claim about CUDA; devices, dtypes and recipes are what it tests.
+"""
+
+import collections
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from fixtures.pretended_cuda import pretended
+from parity import data
+from parity.case.case import Case
+from parity.case.drawing import cases, draws
+from parity.registry import facts, family, run_case, select
+from parity.results.ledger import Ledger
+from parity.results.report.failure import text_of
+from parity.running.shard import FAILING
+from parity.selftest.controls import control
+from parity.tools import replay
+from parity.tools.audit.pairs import Stands
+from parity.tools.audit.probes import PROBES
+from parity.tools.audit.verdicts import answer
+from parity.trainers.catalogue import is_trainer
+from parity.trainers.definitions import windows
+from parity.trainers.definitions.gradients import gradients
+from parity.trainers.definitions.training_step import Step
+
+BEYOND = {"cce.torch_compile"}
+"""torch.compile sees through the pretended device."""
+FAMILIES = ("logprobs", "policy", "divergence")
+LARGEST = 600
+"""Logits of a case; larger ones show no other device."""
+
+
+def chosen(name):
+    return [i for i in select(()) if i.family == name and not i.interpreted and not i.missing() and i.id not in BEYOND]
+
+
+def small(case):
+    s = family(case.family).full_settings(case)
+    return s.context not in ("compile", "tf32") and s.B * s.T * s.V <= LARGEST
+
+
+def new(rows, case):
+    ledger = Ledger.load(data.ledger_file())
+    return [r for r in rows if r["verdict"] in FAILING and ledger.match(r, facts(case)) is None]
+
+
+FROZEN = [
+    (path, case)
+    for path in data.frozen_cases()
+    if not is_trainer((case := Case.load(path)).family) and case.family in FAMILIES and small(case)
+]
+
+
+ADDED = {"divergence": (family("divergence").case(3, "fp32", {"sparse": "topk", "beta": 0.0}),)}
+"""For implementations that the few drawn cases miss."""
+
+
+@pytest.fixture(scope="module")
+def judged():
+    return collections.Counter()
+
+
+@pytest.mark.parametrize(("path", "case"), FROZEN, ids=lambda p: getattr(p, "stem", ""))
+def test_frozen(path, case, judged):
+    only = json.loads(path.read_text()).get("implementations")
+    with pretended():
+        rows = list(run_case(case, [i for i in chosen(case.family) if only is None or i.id in only], "cuda", False))
+    judged.update(r["implementation"] for r in rows if r["verdict"] == "agree")
+    assert not new(rows, case), text_of(rows)
+    assert all(r["device"] == "cuda" for r in rows)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drawn_with_protocol_and_relations(name, judged):
+    drawn = (
+        c for c in draws(cases(family(name), ("fp32", "fp16", "bf16"), "quick"), f"3/pretended/{name}", 40) if small(c)
+    )
+    deep = collections.Counter()
+    for case in [*itertools.islice(drawn, 2), *ADDED.get(name, ())]:
+        with pretended():
+            rows = list(run_case(case, chosen(name), "cuda", thorough=True))
+        judged.update(r["implementation"] for r in rows if r["verdict"] == "agree")
+        deep.update(r["gate"] for r in rows)
+        assert not new(rows, case), text_of(rows)
+    assert deep["protocol"] and deep["relation"]
+
+
+def test_every_torch_path_was_judged(judged):
+    if not judged:
+        pytest.skip("alone: the tests before this one count")
+    claimed = {i.id for name in FAMILIES for i in chosen(name)} - {"trl.GRPOTrainer.liger"}  # removed in TRL 1.15
+    assert claimed <= set(judged), claimed - set(judged)
+
+
+def scaled(implementation, by):
+    """The implementation with everything that it hands out too large."""
+    call = implementation.call
+    return dataclasses.replace(implementation, id="wrong", call=lambda x: {k: v * (1 + by) for k, v in call(x).items()})
+
+
+@pytest.mark.parametrize(
+    ("base", "by"),
+    [("honest.logprobs.plain", 1e-3), ("honest.policy.plain", 1e-3), ("honest.divergence.stored", 1e-3)],
+)
+def test_a_wrong_one_is_caught(base, by):
+    honest = control(base)
+    case = family(honest.family).case(3, "fp32", {"V": 11, "H": 5, "bias": "random", "layout": "strided"})
+    with pretended():
+        found = {i.id: list(run_case(case, [i], "cuda")) for i in (honest, scaled(honest, by))}
+    assert {r["verdict"] for r in found[base]} == {"agree"}, text_of(found[base])
+    assert any(r["verdict"] == "disagree" and r["class"] == "logic" for r in found["wrong"])
+
+
+def test_one_that_ignores_strides_is_caught():
+    honest = control("honest.logprobs.plain")
+
+    def packed(x):
+        """Reads the memory behind the hidden states as if it had no gaps."""
+        h = x.hidden
+        return honest.call(x.replace(hidden=h + (h.as_strided(h.shape, torch.empty(h.shape).stride()) - h).detach()))
+
+    wrong = dataclasses.replace(honest, id="wrong", call=packed)
+    case = family("logprobs").case(3, "fp32", {"layout": "strided"})
+    with pretended():
+        assert any(r["verdict"] == "disagree" for r in run_case(case, [wrong], "cuda", thorough=False))
+
+
+def test_audit():
+    probe = next(p for p in PROBES["policy"] if p.label.startswith("temperature"))
+    honest = control("honest.policy.plain")
+    call = honest.call
+
+    def unheard(x):
+        return call(dataclasses.replace(x, settings=type(x.settings)(**vars(x.settings) | {"temperature": 1.0})))
+
+    with pretended():
+        stands = Stands("policy", probe, "cuda")
+        deaf = dataclasses.replace(honest, id="deaf", call=unheard)
+        found = [answer(i, stands, 1, lambda row, case: None).answer for i in (honest, deaf)]
+    assert found == ["honoured", "ignored"]
+
+
+def test_replay(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # a process for CUDA would remove it
+    path = next(p for p, _ in FROZEN if p.stem == "trl-metrics-one-position")
+    with pretended():
+        assert replay.replay(str(path), ["trl.GRPOTrainer"], "cuda", False, Console(quiet=True)) == replay.DISAGREES
+
+
+def test_gradients_of_a_trainer():
+    """What a trainer on a GPU leaves in `.grad` against the definition's on the CPU."""
+    window = windows.sequences(windows.rows())
+    step = Step(windows.policy("llama", torch.float64), lambda model: windows.sft(window, model))
+    with pretended():
+        right = {n: g.float().cuda() for n, g in step.exact.items()}
+        wrong = {n: g * (2.0 if "q_proj" in n else 1.0) for n, g in right.items()}
+        assert gradients(step, right).agrees
+        result = gradients(step, wrong)
+    assert not result.agrees and "is 2 times the definition's" in result.message
