@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -34,24 +35,55 @@ LIBRARIES = (
 )
 ENTRY_POINTS = "parity.implementations"
 
+FAMILY_ENTRY_POINTS = "parity.families"
+
 _ADDED: dict[str, Family] = {}
 
 
 def add_family(family: Family) -> Family:
     """Make a family known that is no file of `parity/families`, one in a user's FILE.py for example.
 
+    A file that is loaded again replaces its own family.
+
     Raises:
         UsageError: when the name belongs to another family or to a trainer.
     """
-    if family.name in NAMES or is_trainer(family.name):
+    known = _ADDED.get(family.name)
+    if family.name in NAMES or is_trainer(family.name) or (known and _file(known) != _file(family)):
         raise UsageError(f"family {family.name!r} exists already: choose another name")
     _ADDED[family.name] = family
     return family
 
 
+def _file(family: Family) -> str:
+    return inspect.getfile(family.build)
+
+
+@functools.cache
+def _installed() -> None:
+    """Add the families of installed packages: entry points of `parity.families`, each a `Family`."""
+    for entry in importlib.metadata.entry_points(group=FAMILY_ENTRY_POINTS):
+        add_family(entry.load())
+
+
 def loss_families() -> tuple[str, ...]:
     """The names of the loss families, the trainers' checks left out."""
+    _installed()
     return (*NAMES, *_ADDED)
+
+
+def resolved(name: str) -> str:
+    """The name of a family that is named by itself or by FILE.py:NAME, which is then loaded and made known.
+
+    Raises:
+        UsageError: for a family or file that does not exist, and for a NAME that is no `Family`.
+    """
+    if ".py:" not in name:
+        return family(name).name
+    found = user.loaded(name)
+    if not isinstance(found, Family):
+        raise UsageError(f"family {name!r} is a {type(found).__name__}, expected a parity.case.family.Family")
+    return add_family(found).name
 
 
 def family(name: str) -> Family | TrainerFamily:
@@ -71,11 +103,12 @@ def loss_family(name: str) -> Family:
     Raises:
         UsageError: naming the families that exist.
     """
+    known = loss_families()
     if name in _ADDED:
         return _ADDED[name]
-    if name not in NAMES:
-        known = (*loss_families(), *catalogue.TRAINERS)
-        raise UsageError(f"family {name!r} is unknown, choose from {', '.join(known)}")
+    if name not in known:
+        every = (*known, *catalogue.TRAINERS)
+        raise UsageError(f"family {name!r} is unknown, choose from {', '.join(every)}, or FILE.py:NAME")
     found: Family = importlib.import_module(f"parity.families.{name}").FAMILY
     return found
 
@@ -95,9 +128,10 @@ def select(ids: Iterable[str], family: str | None = None) -> list[Implementation
     Raises:
         UsageError: for an id that matches nothing, naming the choices.
     """
-    known, ids = load(), list(ids)
+    ids = list(ids)
     named = [i for i in ids if ".py:" not in i]
     added = [one for i in ids if ".py:" in i for one in from_file(i)]
+    known = load()
     chosen: list[Implementation] = []
     for name in named:
         matches = [i for i in known.values() if i.id == name or i.id.startswith(f"{name}.")]
@@ -127,6 +161,10 @@ def from_file(spec: str) -> list[Implementation]:
     found, id = user.loaded(spec), user.path_id(spec)
     if isinstance(found, Implementation):
         return [found]
+    if isinstance(found, Family):
+        raise UsageError(
+            f"implementation {spec!r} is a family: name it with --family, and one of its implementations here"
+        )
     if inspect.isclass(found):
         from parity.trainers.rig import user_trainer
 

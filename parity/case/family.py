@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ import torch
 
 from parity.case.case import Case
 from parity.case.inputs import Inputs, Setting, fits
+from parity.case.probe import Probe, derived
 from parity.errors import UsageError
 
 
@@ -28,6 +30,16 @@ class Mark(Protocol):
 
 Oracle = Callable[[Inputs, Mark], dict[str, torch.Tensor]]
 
+DRAWN: Mapping[str, int] = {"quick": 60, "pr": 400, "nightly": 6000, "soak": 60000}
+"""Profile -> cases of a family that it draws, over all shards."""
+DTYPES_AS_COLUMNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {d: (d, {}) for d in ("fp32", "fp16", "bf16")}
+
+
+def numbers(inputs: Inputs) -> dict[str, float]:
+    """The numeric settings of a case by name, by which an error may be too large."""
+    found = {n: v for n, v in vars(inputs.settings).items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    return {n.replace("_", " "): float(v) for n, v in found.items() if v and math.isfinite(v)}
+
 
 class AnyFamily(Protocol):
     """What cases, rows, ledger and reports ask of a loss family and of a trainer alike."""
@@ -36,6 +48,8 @@ class AnyFamily(Protocol):
     def name(self) -> str: ...
     @property
     def settings(self) -> Mapping[str, Setting]: ...
+    @property
+    def shapes(self) -> tuple[str, ...]: ...
     def full_settings(self, case: Case) -> SimpleNamespace: ...
     def case(self, seed: int, dtype: str, settings: Mapping[str, Any]) -> Case: ...
     def features(self, case: Case) -> Mapping[str, Any]: ...
@@ -43,7 +57,9 @@ class AnyFamily(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A loss family.
+    """A loss family: everything that the commands need of it. What has a default works with it.
+
+    The definition. Tensors may be any that `build` makes: no name is demanded.
 
     Attributes:
         name: as in cases and on the command line.
@@ -63,6 +79,30 @@ class Family:
         demands: inputs -> names of the settings and tensors that a function must have parameters for to handle them.
         required: parameter names by which a user's function is recognised as belonging to the family.
         relations: name -> `Relation`, the exact relations.
+
+    How it is judged and reported:
+
+    Attributes:
+        replicated: tensors of which every replica has its own, rounded by itself; None: every one of floating point.
+        shapes: the settings that are sizes; rows show them always, and the last is the length of a row of `grid`.
+        grid: settings -> (rows, length of a row) of the largest tensor that a loss holds, such as the logits; it decides how
+            many replicas fit in memory and which cases Triton's interpreter can walk through. None: by `shapes`.
+        place: (inputs, quantity, index) -> what an entry belongs to, for the worst entries of a finding.
+        factors: inputs -> name -> number by whose power an error may be off, for a finding's message.
+
+    Its cases, and what the other commands ask about them:
+
+    Attributes:
+        drawn: profile -> number of drawn cases.
+        example: number -> settings of a small case without special values; the audit, `parity compare` and the matrix
+            start from it.
+        probes: what `parity audit` moves; empty: every choice and every number, see `parity.case.probe.derived`.
+        columns: columns of the version matrix, name -> (dtype, settings).
+        examples: settings of the cases of a column; empty: the first two of `example`.
+        config_fields: settings that a field of the same name decides in the configuration of TRL's trainer.
+        controls: name -> correct implementation that must never be called wrong.
+        mutants: name -> (mistake in one line, wrong implementation), each of which must be called wrong; both as a user's
+            FILE.py:NAME: a function called by the names of its parameters, or an `Implementation`.
     """
 
     name: str
@@ -81,6 +121,19 @@ class Family:
     demands: Callable[[Inputs], set[str]] = lambda inputs: set()
     required: tuple[str, ...] = ()
     relations: Mapping[str, Relation] = dataclasses.field(default_factory=dict)
+    replicated: frozenset[str] | None = None
+    shapes: tuple[str, ...] = ("B", "T", "V", "H")
+    grid: Callable[[SimpleNamespace], tuple[int, int]] | None = None
+    place: Callable[[Inputs, str, tuple[int, ...]], dict[str, Any]] = lambda inputs, quantity, index: {}
+    factors: Callable[[Inputs], dict[str, float]] = numbers
+    drawn: Mapping[str, int] = dataclasses.field(default_factory=lambda: DRAWN)
+    example: Callable[[int], dict[str, Any]] = lambda number: {}
+    probes: tuple[Probe, ...] = ()
+    columns: Mapping[str, tuple[str, Mapping[str, Any]]] = dataclasses.field(default_factory=lambda: DTYPES_AS_COLUMNS)
+    examples: tuple[Mapping[str, Any], ...] = ()
+    config_fields: tuple[str, ...] = ()
+    controls: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mutants: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
 
     def full_settings(self, case: Case) -> SimpleNamespace:
         """Every setting of `case`, defaults filled in.
@@ -110,6 +163,27 @@ class Family:
             if v != self.settings[k].default or type(v) is not type(self.settings[k].default)
         }
         return Case(self.name, seed, dtype, kept)
+
+    def sizes(self, settings: SimpleNamespace) -> tuple[int, int]:
+        """(rows, length of a row) of the largest tensor of a case, each at least 1; see `grid`."""
+        if self.grid is not None:
+            rows, length = self.grid(settings)
+        else:
+            found = [int(getattr(settings, name)) for name in self.shapes if hasattr(settings, name)]
+            rows, length = math.prod(found[:-1]), found[-1] if found else 1
+        return max(rows, 1), max(length, 1)
+
+    def audited(self) -> tuple[Probe, ...]:
+        """What an audit moves."""
+        return self.probes or derived(self.settings, self.example(0))
+
+    def matrix(self, seed: int) -> dict[str, list[Case]]:
+        """Column -> cases of the version matrix."""
+        each = self.examples or (self.example(0), self.example(1))
+        return {
+            column: [self.case(seed + n, dtype, {**settings, **moved}) for n, settings in enumerate(each)]
+            for column, (dtype, moved) in self.columns.items()
+        }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,6 +46,7 @@ class Inputs:
         leaves: the names of the tensors whose gradient is asked for.
         cotangents: output quantity -> upstream gradient, same shape as the output.
         undecided: tokens masked out because rounding alone decides on which side of a threshold they fall.
+        parameters: tensors that are parameters of a model in real use, and so `nn.Parameter` where they are called.
     """
 
     case: Case
@@ -54,6 +55,7 @@ class Inputs:
     leaves: tuple[str, ...]
     cotangents: Mapping[str, torch.Tensor]
     undecided: int = 0
+    parameters: frozenset[str] = frozenset({"weight", "bias", "lora_a", "lora_b"})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "tensors":
@@ -73,3 +75,18 @@ class Inputs:
     def dtype(self) -> torch.dtype:
         """The torch dtype of the case."""
         return DTYPES[self.case.dtype]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next((t.device for t in self.tensors.values() if t is not None), torch.device("cpu"))
+
+    @property
+    def context(self) -> str:
+        """How the implementation is called; "plain" in a family without such a setting."""
+        return context_of(self.settings)
+
+
+def context_of(settings: SimpleNamespace) -> str:
+    """The call context among settings; "plain" where there is no such setting."""
+    return str(getattr(settings, "context", "plain"))

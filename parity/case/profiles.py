@@ -1,4 +1,4 @@
-"""How much a run does: cases per family, dtypes, shares of the costly parts."""
+"""How much a run does: shares of the costly parts; how many cases a family draws stands in its record (`Family.drawn`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ class Profile:
     """A run's size.
 
     Attributes:
-        cases: drawn cases of each family, over all shards.
         derandomised: whether the seed is fixed, so that a green tree stays green.
         cost: multiplies `Implementation.every`: a larger number gives costly implementations a smaller share of cases.
         thorough: one case in this many gets the repeated calls and exact relations.
@@ -22,7 +21,6 @@ class Profile:
             that rest on them are not evaluated.
     """
 
-    cases: dict[str, int]
     derandomised: bool = True
     cost: int = 1
     thorough: int = 4
@@ -34,23 +32,20 @@ class Profile:
 
 PROFILES = {
     "quick": Profile(
-        {"logprobs": 80, "policy": 60, "divergence": 60},
         cost=4,
         shrink_seconds=8.0,
         findings=3,
         minimise_seconds=16.0,
         frozen_trainers=False,
     ),
-    "pr": Profile({"logprobs": 700, "policy": 700, "divergence": 400}),
+    "pr": Profile(),
     "nightly": Profile(
-        {"logprobs": 6000, "policy": 6000, "divergence": 6000},
         derandomised=False,
         shrink_seconds=60.0,
         findings=20,
         minimise_seconds=600.0,
     ),
     "soak": Profile(
-        {"logprobs": 60000, "policy": 60000, "divergence": 60000},
         derandomised=False,
         shrink_seconds=60.0,
         findings=20,

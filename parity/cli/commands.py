@@ -58,7 +58,7 @@ _IMPLEMENTATIONS = click.option(
 
 @main.command("run")
 @click.option("--profile", default="pr", show_default=True, help="quick, pr, nightly or soak")
-@click.option("--family", "families", multiple=True, help="only this family")
+@click.option("--family", "families", multiple=True, metavar="NAME|FILE.py:NAME", help="only this family, or your own")
 @_IMPLEMENTATIONS
 @click.option("--dtype", "dtypes", multiple=True, help="fp32, fp16 or bf16")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from parity.registry import NAMES, load, loss_family
+from parity.registry import load, loss_families, loss_family, resolved
 from parity.trainers import catalogue
 
 
@@ -17,7 +17,7 @@ def show(console: Console, families: Iterable[str] = ()) -> None:
     Raises:
         UsageError: for a family that does not exist.
     """
-    chosen = tuple(families) or (*NAMES, *catalogue.names())
+    chosen = tuple(map(resolved, families)) or (*loss_families(), *catalogue.names())
     registry = load()
     for name in chosen:
         if catalogue.is_trainer(name):

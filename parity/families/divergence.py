@@ -28,6 +28,7 @@ from parity.case.inputs import Inputs
 from parity.families import divergence_inputs as inputs_of
 from parity.families import head
 from parity.families.logprobs import IGNORE_INDEX
+from parity.families.probes import DIVERGENCE
 from parity.rounding.monte_carlo import of_teacher
 
 LARGEST_LOG_MASS = -1e-7
@@ -244,6 +245,7 @@ def _garbage(x: Inputs) -> Inputs | None:
     return x.replace(**{n: torch.where(ignored, x.tensors[n].roll(1, -1) + 0.5, x.tensors[n]) for n in names})  # type: ignore[union-attr]
 
 
+KINDS = {"forward KL": 0.0, "JSD": 0.5, "reverse KL": 1.0}
 GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
 
 FAMILY: Family = Family(
@@ -259,6 +261,17 @@ FAMILY: Family = Family(
     variants={"exchanged mixture": exchanged_mixture, "zero-padded student": zero_padded},
     demands=demands,
     required=("hidden", "weight", "ids", "beta"),
+    replicated=head.REPLICATED | head.TEACHER,
+    grid=head.grid,
+    place=head.place,
+    factors=head.factors,
+    example=lambda number: {**head.example(number), "cotangent": "ones"},
+    probes=DIVERGENCE,
+    columns={kind: ("fp32", {"beta": beta}) for kind, beta in KINDS.items()},
+    examples=(
+        {**head.RAGGED, "teacher_H": 8},
+        {**head.RAGGED, "teacher_H": 8, "ignored": "some", "temperature": 2.0},
+    ),
     relations={
         "cotangent x2": Relation(_double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in its input"),
         "items x2": Relation(_double_items, dict.fromkeys(("loss", *GRADIENTS), 0.5), "it divides the loss"),

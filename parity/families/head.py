@@ -238,3 +238,44 @@ def temperatures(st: Any) -> Any:
         st.sampled_from([0.7, 0.9, 0.5, 2.0]),
         st.integers(0, 64).map(lambda k: float(f"{2 * 0.0005 ** (k / 64):.4g}")),
     )
+
+
+def grid(s: SimpleNamespace) -> tuple[int, int]:
+    """The logits: a row for each position, as long as the vocabulary."""
+    return s.B * s.T, s.V
+
+
+REPLICATED = frozenset({"hidden", "weight", "bias", "lora_a", "lora_b"})
+"""Every tensor that may be a leaf: of what an oracle rounds, every replica has its own."""
+TEACHER = frozenset({"teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits", "support_logps"})
+
+
+def place(x: Inputs, quantity: str, index: tuple[int, ...]) -> dict[str, Any]:
+    """Sequence, position, token id and mask of an entry that belongs to a position; the token of a row of the head."""
+    if quantity in ("logps", "entropy", "grad_hidden") and len(index) >= 2:
+        b, t = index[0], index[1]
+        token = int(x.ids[b, t])
+        mask = x.tensors.get("mask")
+        masked = token < 0 if mask is None else not bool(mask[b, t])
+        return {"sequence": b, "position": t, "token": token, "masked": masked}
+    if quantity in ("grad_weight", "grad_bias") and index:
+        return {"token": index[0]}
+    return {}
+
+
+def factors(x: Inputs) -> dict[str, float]:
+    """Numbers by which a loss of an LM head is off when one is forgotten or applied twice."""
+    s = x.settings
+    named = {"temperature": s.temperature, "logit scale": s.logit_scale, "B": float(s.B), "T": float(s.T), "-1": -1.0}
+    extra = ("accumulation", "steps_per_generation", "max_completion_length", "beta", "epsilon")
+    return named | {name: float(getattr(s, name)) for name in extra if getattr(s, name, None)}
+
+
+def example(number: int) -> dict[str, Any]:
+    """Settings of a small case: logits well spread, no dimension equal to another or a multiple of a block."""
+    shapes = ({"B": 3, "T": 6, "V": 11, "H": 5}, {"B": 2, "T": 5, "V": 37, "H": 8})
+    return {**shapes[number % 2], "peak": 2.0, "grad": "hidden weight"}
+
+
+RAGGED: dict[str, Any] = {"B": 4, "T": 9, "V": 37, "H": 8, "peak": 2.0}
+"""Shapes of the cases of a version matrix."""

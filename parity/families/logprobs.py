@@ -15,6 +15,7 @@ from parity.case.case import Case, uniform
 from parity.case.family import Family, Mark, Relation
 from parity.case.inputs import Inputs, Setting
 from parity.families import head
+from parity.families.probes import LOGPROBS
 
 IGNORE_INDEX = -100
 
@@ -136,6 +137,14 @@ FAMILY = Family(
     features=features,
     demands=demands,
     required=("hidden", "weight", "ids"),
+    replicated=head.REPLICATED,
+    grid=head.grid,
+    place=head.place,
+    factors=head.factors,
+    drawn={"quick": 80, "pr": 700, "nightly": 6000, "soak": 60000},
+    example=head.example,
+    probes=LOGPROBS,
+    examples=(head.RAGGED, {**head.RAGGED, "bias": "random", "temperature": 0.7, "targets": "likely"}),
     relations={
         "cotangent x2": Relation(
             _double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in the upstream gradient"

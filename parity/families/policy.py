@@ -19,6 +19,7 @@ from parity.case.family import Family, Mark, Relation
 from parity.case.inputs import Inputs
 from parity.families import head
 from parity.families import policy_inputs as inputs_of
+from parity.families.probes import POLICY
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 WINDOW_NORMALISED = ("dapo", "cispo", "vespo")
@@ -303,6 +304,36 @@ def _build(case: Case) -> Inputs:
     return inputs_of.build(case, FAMILY.full_settings(case))
 
 
+def factors(x: Inputs) -> dict[str, float]:
+    """Those of a head, and the counts and weights by which a policy loss is normalised."""
+    tokens, window = float(x.mask.sum()), float(x.num_items_in_batch)
+    named = {
+        "the tokens of this micro-batch": tokens,
+        "the tokens of the window": window,
+        "tokens ÷ (B·T)": tokens / x.mask.numel(),
+        "tokens ÷ window": tokens / max(window, 1.0),
+    }
+    if x.importance_sampling_ratio is not None:
+        named["1 ÷ mean importance ratio"] = 1 / max(float(x.importance_sampling_ratio.mean()), 1e-30)
+    return head.factors(x) | named
+
+
+def _example(number: int) -> dict[str, Any]:
+    lengths = ([6, 4, 2], [3, 5])[number % 2]
+    return {**head.example(number), "lengths": lengths, "cotangent": "ones"}
+
+
+CONFIG_FIELDS = tuple(
+    (
+        "loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl temperature "
+        "off_policy_mask_threshold entropy_coef sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos "
+        "vespo_k_neg vespo_lambda_neg max_completion_length"
+    ).split()
+)
+_RAGGED = {**head.RAGGED, "lengths": [9, 4, 7, 1], "epsilon_high": 0.28, "max_completion_length": 16}
+_WINDOW = {"accumulation": 2, "steps_per_generation": 2, "other_tokens": 17}
+# Plain; with a KL term and unequal micro-batches; with the sampler's ratio and a tool mask. A case that a release cannot
+# express leaves the others to speak for it.
 QUANTITIES = ("loss", "grad_hidden", "grad_weight", "grad_bias")
 
 FAMILY: Family = Family(
@@ -321,6 +352,16 @@ FAMILY: Family = Family(
     variants={"capped KL": capped_kl},
     demands=demands,
     required=("hidden", "weight", "ids", "mask", "advantages"),
+    replicated=head.REPLICATED,
+    grid=head.grid,
+    place=head.place,
+    factors=factors,
+    drawn={"quick": 60, "pr": 700, "nightly": 6000, "soak": 60000},
+    example=_example,
+    probes=POLICY,
+    columns={one: ("fp32", {"loss_type": one}) for one in inputs_of.LOSS_TYPES},
+    examples=(_RAGGED, {**_RAGGED, **_WINDOW, "beta": 0.04}, {**_RAGGED, "ratio": "token", "holes": True}),
+    config_fields=CONFIG_FIELDS,
     relations={
         "advantages x2": Relation(
             _double_advantages, dict.fromkeys(QUANTITIES, 2.0), "the loss is linear in the advantages"

@@ -21,9 +21,6 @@ from parity.case.inputs import Inputs
 from parity.errors import Unsupported, UsageError
 from parity.recipe import IEEE_FP32, Recipe
 
-MODULES = ("trl", "trl_trainer", "cce", "liger", "liger_grpo", "trl_divergence", "liger_divergence", "unsloth", "fixes")
-ENTRY_POINTS = "parity.implementations"
-
 Outputs = dict[str, torch.Tensor]
 Adapter = Callable[[Inputs], Outputs]
 
@@ -76,11 +73,12 @@ class Implementation:
     def recipe_for(self, inputs: Inputs) -> Recipe:
         """The recipe on these inputs, autocast and tf32 products included (a GPU's; CPUs have none)."""
         recipe = self.recipe if isinstance(self.recipe, Recipe) else self.recipe(inputs)
-        if inputs.hidden.is_cuda and recipe.log_sum is None:
+        on_gpu = inputs.device.type == "cuda"
+        if on_gpu and recipe.log_sum is None:
             recipe = dataclasses.replace(recipe, log_sum="fp32")
-        if inputs.settings.context == "tf32" and inputs.hidden.is_cuda:
+        if inputs.context == "tf32" and on_gpu:
             recipe = dataclasses.replace(recipe, matmul="tf32", matmul_backward="tf32")
-        if inputs.settings.context == "autocast":
+        if inputs.context == "autocast":
             recipe = dataclasses.replace(recipe, inputs="bf16", logits="bf16", dlogits="bf16", teacher=None)
         return recipe.resolve(inputs.case.dtype)
 

@@ -40,7 +40,7 @@ def upstream(x: Inputs) -> float:
 
 def autocast_softmax(x: Inputs) -> str:
     """The dtype of a log-softmax of bf16 logits under autocast: CUDA takes it to float32, the CPU does not."""
-    return "fp32" if x.hidden.is_cuda else "bf16"
+    return "fp32" if x.device.type == "cuda" else "bf16"
 
 
 def takes_triton(x: Inputs, module: str = "triton") -> bool:

@@ -54,16 +54,16 @@ def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
 
     def recipe(x: Inputs) -> Recipe:
         found: Recipe = declared(x) if callable(declared) else declared
-        if x.settings.context != "autocast":
+        if x.context != "autocast":
             return found
-        softmax = found.softmax if x.hidden.is_cuda else plain.autocast_softmax(x)
+        softmax = found.softmax if x.device.type == "cuda" else plain.autocast_softmax(x)
         return dataclasses.replace(found, elementwise="bf16", softmax=softmax)
 
     return recipe
 
 
 def loaded(spec: str) -> Any:
-    """What FILE.py:NAME names: a callable or an `Implementation`. The file is executed once, however often it is named.
+    """What FILE.py:NAME names: a callable, an `Implementation` or a `Family`. The file is executed once.
 
     Raises:
         UsageError: when there is no such file or name, or the file does not import.
@@ -83,7 +83,7 @@ def loaded(spec: str) -> Any:
         raise UsageError(f"implementation {spec!r}: importing {path} fails: {type(error).__name__}: {error}") from error
     tell(importing=None)
     found = getattr(module, name, None)
-    if not isinstance(found, Implementation) and not callable(found):
+    if not isinstance(found, Implementation | Family) and not callable(found):
         own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
         public = [n for n, v in own.items() if (inspect.isfunction(v) or inspect.isclass(v)) and not n.startswith("_")]
         what = f"{name!r} in {path} is not callable" if hasattr(module, name) else f"no {name!r} in {path}"
@@ -116,7 +116,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     names = {n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     canonical = {ALIASES.get(n, n) for n in names}
-    known = list(families)
+    known = [f for f in families if f.required]
     fits = [f for f in known if set(f.required) <= canonical]
     if not fits:
         wanted = "; ".join(f"{f.name}: {', '.join(f.required)}" for f in known)

@@ -58,7 +58,7 @@ class Bench:
     def beside(self) -> Inputs:
         """The inputs of the next seed, on the same device, with upstream gradients of the same quantities."""
         case = dataclasses.replace(self.inputs.case, seed=self.inputs.case.seed + 1)
-        other = _on(self.family.build(case), self.inputs.hidden.device.type)
+        other = _on(self.family.build(case), self.inputs.device.type)
         return dataclasses.replace(
             other, cotangents={n: g for n, g in other.cotangents.items() if n in self.inputs.cotangents}
         )
@@ -89,10 +89,10 @@ class Bench:
         scalar = name in self.family.scalars
         gradient = name.startswith("grad_")
         first_order, terms = 0.0, 0.0
-        if scalar and name == "loss" and "_slope" in self.exact:
+        if scalar and name == self.family.outputs[0] and "_slope" in self.exact:
             spread = (found["_logps"] - self.exact["_logps"]).square().mean(0)
             first_order = float((self.exact["_slope"].square() * spread).nan_to_num().sum().sqrt())
-        if scalar and name == "loss" and "_terms" in self.exact:
+        if scalar and name == self.family.outputs[0] and "_terms" in self.exact:
             terms = float(self.exact["_terms"].norm()) * self.exact["_terms"].numel() ** 0.5
         return Unit(
             exact=value,
@@ -110,7 +110,7 @@ class Bench:
         """The same values with every parameter in float32 and outside autocast, to tell logic from precision."""
         case = dataclasses.replace(self.inputs.case, dtype="fp32")
         settings = SimpleNamespace(**vars(self.inputs.settings))
-        if settings.context == "autocast":
+        if self.inputs.context == "autocast":
             settings.context = "plain"
         tensors = {
             k: v.float() if v is not None and v.dtype in (torch.float16, torch.bfloat16) else v
@@ -147,7 +147,7 @@ def expected(bench: Bench, implementation: Implementation, recipe: Recipe) -> di
     out: dict[str, torch.dtype | None] = {}
     for name in fam.outputs:
         if name in bench.exact and (name not in fam.optional or name in implementation.outputs):
-            out[name] = None if inputs.settings.context == "autocast" else DTYPES.get(recipe.output)
+            out[name] = None if inputs.context == "autocast" else DTYPES.get(recipe.output)
     for leaf in inputs.leaves:
         out[gradient_name(leaf)] = inputs.tensors[leaf].dtype  # type: ignore[union-attr]
     return out
@@ -176,6 +176,13 @@ def judge_all(
     return judged
 
 
+def largest(bench: Bench) -> int:
+    """Entries of the logits or the head, whichever a replica holds more of; see `Family.grid`."""
+    inputs = bench.inputs
+    heads = (t.numel() for n, t in inputs.tensors.items() if t is not None and n in inputs.parameters)
+    return max(math.prod(bench.family.sizes(inputs.settings)), *heads, 1)
+
+
 def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
     """The judgement of every quantity, settled (see `parity.judging.settle`).
 
@@ -184,8 +191,7 @@ def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) ->
     store nothing in a narrow dtype.
     """
     recipe = implementation.recipe_for(bench.inputs)
-    s = bench.inputs.settings
-    counts = ladder(s.V * max(s.B * s.T, s.H))  # the logits or the head, whichever a replica holds more of
+    counts = ladder(largest(bench))
     judged = dict(settle(lambda count: judge_all(bench, implementation, outcome, recipe, count), counts))
     if recipe != recipe.stored_wide() and any(not j.agrees and math.isfinite(j.headroom) for j in judged.values()):
         finer = judge_all(bench, implementation, outcome, recipe, counts[-1], finer=True)
@@ -195,13 +201,13 @@ def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) ->
 
 def classify(bench: Bench, implementation: Implementation, failing: Sequence[str]) -> dict[str, str]:
     """ "logic" for each quantity that float32 does not mend and no other float32 recipe explains, else "precision"."""
-    narrow = bench.inputs.case.dtype != "fp32" or bench.inputs.settings.context == "autocast"
+    narrow = bench.inputs.case.dtype != "fp32" or bench.inputs.context == "autocast"
     precise = bench.in_float32() if narrow else bench
     outcome = execute(implementation, precise.inputs)
     if outcome.verdict == "ran":
         recipe = implementation.recipe_for(precise.inputs)
         if not narrow:  # tf32 is an explanation only where there is such a thing
-            product = "tf32" if bench.inputs.hidden.is_cuda else "ieee"
+            product = "tf32" if bench.inputs.device.type == "cuda" else "ieee"
             recipe = dataclasses.replace(recipe, matmul=product, matmul_backward=product, tanh="sigmoid")
         judged = judge_all(precise, implementation, outcome, recipe)
     else:  # it has no float32: would the coarsest recipe of its dtype explain it?

@@ -11,6 +11,7 @@ import torch
 
 from parity.case.case import Case
 from parity.case.family import AnyFamily, Family
+from parity.case.inputs import context_of
 from parity.implementations.implementation import Implementation
 from parity.judging import diagnose, side_effects
 from parity.judging.assess import Bench, classify, confirmed, followed_variant, judge_all
@@ -62,29 +63,31 @@ def run_case(
             yield row
 
 
-def skip_reason(implementation: Implementation, case: Case, settings: Any, device: str) -> str | None:
+def skip_reason(family: Family, implementation: Implementation, case: Case, settings: Any, device: str) -> str | None:
     """Why an implementation does not claim this case, before it is called."""
     missing = implementation.missing()
     if missing:
         return missing
     if case.dtype not in implementation.dtypes:
         return f"dtype {case.dtype} is not among {', '.join(sorted(implementation.dtypes))}"
-    if (settings.context if settings.context != "tf32" else "plain") not in implementation.contexts:
-        return f"context {settings.context} is not claimed"
-    return interpreter_limit(case, settings) if implementation.interpreted and device == "cpu" else None
+    context = context_of(settings)
+    if (context if context != "tf32" else "plain") not in implementation.contexts:
+        return f"context {context} is not claimed"
+    return interpreter_limit(family, case, settings) if implementation.interpreted and device == "cpu" else None
 
 
 INTERPRETER_BLOCKS = 400
 
 
-def interpreter_limit(case: Case, settings: Any) -> str | None:
+def interpreter_limit(family: Family, case: Case, settings: Any) -> str | None:
     """Why Triton's interpreter cannot judge a kernel on this case: probed, or too many blocks for its pace."""
     from parity.implementations.interpreter import truncates_bfloat16
 
     if case.dtype == "bf16" and truncates_bfloat16():
         return "Triton's interpreter truncates to bfloat16 where hardware rounds"
-    blocks = settings.B * settings.T * (1 + settings.V // 512)
-    if blocks > INTERPRETER_BLOCKS or settings.V > 4 * 4096:
+    rows, length = family.sizes(settings)
+    blocks = rows * (1 + length // 512)
+    if blocks > INTERPRETER_BLOCKS or length > 4 * 4096:
         return f"{blocks} blocks are too many for Triton's interpreter (at most {INTERPRETER_BLOCKS}): run it on CUDA"
     return None
 
@@ -93,7 +96,7 @@ def _rows(bench: Bench, implementation: Implementation, thorough: bool) -> Itera
     inputs = bench.inputs
     base = _base(bench, implementation)
     recipe = implementation.recipe_for(inputs)
-    reason = skip_reason(implementation, inputs.case, inputs.settings, inputs.hidden.device.type)
+    reason = skip_reason(bench.family, implementation, inputs.case, inputs.settings, inputs.device.type)
     if reason:
         yield base | {"verdict": "unsupported", "message": reason}
         return
@@ -136,7 +139,7 @@ def _rows(bench: Bench, implementation: Implementation, thorough: bool) -> Itera
 
 def _base(bench: Bench, implementation: Implementation) -> Row:
     inputs = bench.inputs
-    return empty_row(bench.family, inputs.case, implementation.id, inputs.hidden.device.type) | {
+    return empty_row(bench.family, inputs.case, implementation.id, inputs.device.type) | {
         "role": implementation.role,
         "recipe": implementation.recipe_for(inputs).describe(),
         "undecided": inputs.undecided,
@@ -146,7 +149,7 @@ def _base(bench: Bench, implementation: Implementation) -> Row:
 def empty_row(family: AnyFamily, case: Case, implementation: str, device: str) -> Row:
     """A row of the results contract in which nothing has been judged yet."""
     s = family.full_settings(case)
-    shapes = {k: getattr(s, k) for k in ("B", "T", "V", "H") if hasattr(s, k)}
+    shapes = {k: getattr(s, k) for k in family.shapes if hasattr(s, k)}
     return {
         "case": case.id,
         "family": case.family,
@@ -235,18 +238,9 @@ def _finite(value: float | None) -> float | None:
 
 
 def _entry(bench: Bench, name: str, index: tuple[int, ...], value: float, truth: float, error: float) -> Row:
-    """One of the worst entries, decoded to sequence, position, token id and mask where it belongs to a token."""
-    inputs = bench.inputs
+    """One of the worst entries, with what it belongs to (`Family.place`): sequence, position, token id and mask of a token."""
     out: Row = {"index": list(index), "value": _finite(value), "oracle": _finite(truth), "error": _finite(error)}
-    if name in ("logps", "entropy", "grad_hidden") and len(index) >= 2:
-        b, t = index[0], index[1]
-        token = int(inputs.ids[b, t])
-        mask = inputs.tensors.get("mask")
-        masked = token < 0 if mask is None else not bool(mask[b, t])
-        out |= {"sequence": b, "position": t, "token": token, "masked": masked}
-    elif name in ("grad_weight", "grad_bias") and index:
-        out |= {"token": index[0]}
-    return out
+    return out | bench.family.place(bench.inputs, name, index)
 
 
 def compared(row: Row) -> bool:

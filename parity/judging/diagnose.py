@@ -20,7 +20,7 @@ def hints(bench: Bench, name: str, outcome: Outcome) -> list[str]:
     v, o = value.detach().cpu().double(), truth.double()
     out = []
     if not bool(torch.isfinite(v).all()):
-        loss = outcome.quantities.get("loss", outcome.quantities.get("logps"))
+        loss = outcome.quantities.get(bench.family.outputs[0])
         if name.startswith("grad_") and loss is not None and bool(torch.isfinite(loss).all()):
             out.append("the gradient is not finite behind a finite value")
         return out
@@ -42,25 +42,7 @@ def hints(bench: Bench, name: str, outcome: Outcome) -> list[str]:
 
 
 def _named_factor(bench: Bench, factor: float) -> str:
-    s = bench.inputs.settings
-    named = {"temperature": s.temperature, "logit scale": s.logit_scale, "B": float(s.B), "T": float(s.T), "-1": -1.0}
-    for extra in ("accumulation", "steps_per_generation", "max_completion_length", "beta", "epsilon"):
-        if getattr(s, extra, None):
-            named[extra] = float(getattr(s, extra))
-    mask = bench.inputs.tensors.get("mask")
-    if mask is not None:
-        tokens = float(mask.sum())
-        window = float(bench.inputs.num_items_in_batch)
-        named |= {
-            "the tokens of this micro-batch": tokens,
-            "the tokens of the window": window,
-            "tokens ÷ (B·T)": tokens / mask.numel(),
-        }
-        named["tokens ÷ window"] = tokens / max(window, 1.0)
-    ratio = bench.inputs.tensors.get("importance_sampling_ratio")
-    if ratio is not None:
-        named["1 ÷ mean importance ratio"] = 1 / max(float(ratio.mean()), 1e-30)
-    for label, value in named.items():
+    for label, value in bench.family.factors(bench.inputs).items():
         for power, text in ((1, label), (-1, f"1 ÷ ({label})"), (2, f"({label})²")):
             if value not in (0.0, 1.0) and not (value == -1.0 and power != 1) and abs(factor / value**power - 1) < 2e-3:
                 return f", which is {text}"

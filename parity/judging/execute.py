@@ -38,10 +38,6 @@ class Outcome:
     blame: str | None = None
 
 
-PARAMETERS = frozenset({"weight", "bias", "lora_a", "lora_b"})
-"""Inputs that are parameters of a model in real use, and so `nn.Parameter` here."""
-
-
 def fresh(inputs: Inputs) -> Inputs:
     """The same bits and strides, with leaves that have no history and no gradient."""
     tensors: dict[str, torch.Tensor | None] = {}
@@ -49,7 +45,7 @@ def fresh(inputs: Inputs) -> Inputs:
         wanted = name in inputs.leaves
         if tensor is None:
             tensors[name] = None
-        elif name in PARAMETERS:
+        elif name in inputs.parameters:
             tensors[name] = torch.nn.Parameter(tensor.detach(), requires_grad=wanted)
         else:
             tensors[name] = tensor.detach().requires_grad_(wanted)
@@ -58,12 +54,11 @@ def fresh(inputs: Inputs) -> Inputs:
 
 def forward(implementation: Implementation, x: Inputs) -> Outputs:
     """Call the adapter in the call context of the case: plain, tf32, autocast, torch.compile region, reentrant checkpoint."""
-    context, call = x.settings.context, implementation.call
+    context, call = x.context, implementation.call
     if context in ("plain", "tf32"):
         return call(x)
-    device = x.hidden.device.type
     if context == "autocast":
-        with torch.autocast(device, dtype=torch.bfloat16):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
             return call(x)
     names: list[str] = []
 
@@ -87,13 +82,13 @@ def forward(implementation: Implementation, x: Inputs) -> Outputs:
 def surroundings(implementation: Implementation, x: Inputs) -> Iterator[None]:
     """Where both passes run: the implementation's own surroundings, and tf32 products where the case says so."""
     before = torch.get_float32_matmul_precision()
-    if x.settings.context == "tf32":
+    if x.context == "tf32":
         torch.set_float32_matmul_precision("high")
     try:
         with implementation.around():
             yield
     finally:
-        if x.settings.context == "tf32" and torch.get_float32_matmul_precision() == "high":
+        if x.context == "tf32" and torch.get_float32_matmul_precision() == "high":
             torch.set_float32_matmul_precision(before)  # what else is left behind is for the protocol gate to see
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -12,11 +13,7 @@ from parity.recipe import Recipe
 from parity.rounding.monte_carlo import MonteCarlo, exact_mark, recipe_mark
 
 STACK_LIMIT = 1 << 22
-"""Largest number of logits in one stack of replicas; beyond it a stack is split."""
-
-TEACHER = frozenset({"teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits", "support_logps"})
-REPEATED = frozenset({"hidden", "weight", "bias", "lora_a", "lora_b"}) | TEACHER
-"""Inputs of which every replica has its own copy: every tensor that may be a leaf, and a teacher's, rounded alike."""
+"""Largest number of entries of the largest tensor (logits) in one stack of replicas; beyond it a stack is split."""
 
 Quantities = dict[str, torch.Tensor]
 
@@ -26,8 +23,8 @@ def gradient_name(leaf: str) -> str:
     return f"grad_{leaf}"
 
 
-def to_double(inputs: Inputs, stack: int | None = None) -> Inputs:
-    """The same inputs in float64, leaves fresh and, with `stack`, repeated along a new leading dimension.
+def to_double(inputs: Inputs, stack: int | None = None, replicated: frozenset[str] | None = None) -> Inputs:
+    """The same inputs in float64, leaves fresh; with `stack`, the `replicated` ones (None: all) repeated along a new dimension.
 
     What the oracle rounds is repeated whether its gradient is asked for or not: a frozen head that all replicas shared
     would be rounded once for all of them, and the spread would be one sample.
@@ -36,7 +33,7 @@ def to_double(inputs: Inputs, stack: int | None = None) -> Inputs:
     for name, tensor in inputs.tensors.items():
         if tensor is not None and tensor.is_floating_point():
             tensor = tensor.detach().double()
-            if stack is not None and name in REPEATED:
+            if stack is not None and (replicated is None or name in replicated):
                 tensor = tensor.expand(stack, *tensor.shape)
             if name in inputs.leaves:
                 tensor = tensor.detach().requires_grad_()
@@ -72,15 +69,14 @@ def exact(family: Family, inputs: Inputs) -> Quantities:
 
 def replicas(family: Family, inputs: Inputs, recipe: Recipe, count: int, seed: int) -> Quantities:
     """`count` replicas of every quantity under the recipe's rounding, stacked: (count, …)."""
-    s = inputs.settings
-    size = max(1, s.B * s.T * s.V)
+    size = math.prod(family.sizes(inputs.settings))
     stack = max(1, min(count, STACK_LIMIT // size))
     parts: list[Mapping[str, torch.Tensor]] = []
     done = 0
     while done < count:
         width = min(stack, count - done)
         mode = MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + done, own_grid=done == 0)
-        x = to_double(inputs, width)
+        x = to_double(inputs, width, family.replicated)
         with mode:
             part = _run(family, x, recipe_mark(mode), mode)
         # an output that no leaf reaches has no replica dimension; it is the same for all

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from typing import Any
 
+from parity.case.family import Family
+from parity.case.inputs import Setting
 from parity.errors import UsageError
 from parity.process import tell, under_watch
-from parity.registry import from_file, select
+from parity.registry import NAMES, add_family, from_file, loss_families, loss_family, resolved, select
 from parity.running.child import Ended, call
 
 IMPORT_SECONDS = 300.0
@@ -28,32 +31,71 @@ class Chosen:
 
 
 @functools.cache
-def described(ids: tuple[str, ...]) -> tuple[Chosen, ...]:
+def described(ids: tuple[str, ...], families: tuple[str, ...] = ()) -> tuple[Chosen, ...]:
     """What `registry.select` chooses; a user's files are imported in a child, never here.
+
+    What this process needs to know of the families in them is made known to the registry: their data, without their code.
 
     Raises:
         UsageError: as `select` does, and where a file ends the process that imports it.
     """
-    if not any(".py:" in name for name in ids):
+    if not any(".py:" in name for name in (*ids, *families)):
         return tuple(Chosen(i.id, i.family, i.role) for i in select(ids))
     try:
-        answer = call("parity.running.chosen:describe", [json.dumps(ids)], IMPORT_SECONDS, stdout=STDERR)
+        answer = call("parity.running.chosen:describe", [json.dumps([ids, families])], IMPORT_SECONDS, stdout=STDERR)
     except Ended as error:
-        raise UsageError(f"implementation {error.importing or ', '.join(ids)}: {error}") from None
+        raise UsageError(f"implementation {error.importing or ', '.join((*ids, *families))}: {error}") from None
     if "usage" in answer:
         raise UsageError(answer["usage"])
+    for raw in answer["families"]:
+        if raw["name"] not in loss_families():
+            add_family(_without_code(raw))
+    _NAMES.update(answer["names"])
     return tuple(Chosen(**one) for one in answer["chosen"])
 
 
-def describe(ids: str) -> int:
+_NAMES: dict[str, str] = {}
+"""FILE.py:NAME of a family -> its name, of those that were described."""
+
+
+def named(families: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of families that were given to `described`."""
+    return tuple(_NAMES.get(name, name) for name in families)
+
+
+def describe(text: str) -> int:
     """The other side of `described`."""
     under_watch()
-    names = json.loads(ids)
+    ids, families = json.loads(text)
     try:
-        chosen = select(names)
-        own = {i.id for name in names if ".py:" in name for i in from_file(name)}
+        names = {name: resolved(name) for name in families if ".py:" in name}
+        chosen = select(ids)
+        own = {i.id for name in ids if ".py:" in name for i in from_file(name)}
     except UsageError as error:
         tell(answer={"usage": str(error)})
         return 0
-    tell(answer={"chosen": [dataclasses.asdict(Chosen(i.id, i.family, i.role, i.id in own)) for i in chosen]})
+    answer = {
+        "chosen": [dataclasses.asdict(Chosen(i.id, i.family, i.role, i.id in own)) for i in chosen],
+        "families": [_data(loss_family(name)) for name in loss_families() if name not in NAMES],
+        "names": names,
+    }
+    tell(answer=answer)
     return 0
+
+
+def _data(family: Family) -> dict[str, Any]:
+    """What is data in a family's record and is asked for outside the processes that judge it."""
+    settings = {n: [s.default, s.doc, s.choices] for n, s in family.settings.items()}
+    return {"name": family.name, "settings": settings, "shapes": family.shapes, "drawn": dict(family.drawn)}
+
+
+def _without_code(raw: dict[str, Any]) -> Family:
+    def absent(*args: Any) -> Any:
+        raise TypeError(f"family {raw['name']} is a user's: its code runs in workers alone")
+
+    settings = {
+        n: Setting(default, doc, None if choices is None else tuple(choices))
+        for n, (default, doc, choices) in raw["settings"].items()
+    }
+    rest = {"shapes": tuple(raw["shapes"]), "drawn": raw["drawn"]}
+    return Family(raw["name"], settings, draw=absent, build=absent, oracle=absent, outputs=(), **rest)

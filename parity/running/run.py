@@ -19,10 +19,10 @@ from parity.case.profiles import PROFILES, SHARDS
 from parity.errors import UsageError
 from parity.judging.compare import Row
 from parity.judging.pooled_slope import pooled
-from parity.registry import NAMES, family, load, select
+from parity.registry import family, load, loss_families, loss_family, select
 from parity.results.ledger import Ledger
 from parity.running import supervisor
-from parity.running.chosen import described
+from parity.running.chosen import described, named
 from parity.running.provenance import header, resolve_device
 from parity.running.shard import FAILING
 from parity.trainers import catalogue
@@ -68,10 +68,12 @@ class Result:
 def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[dict[str, Any]]:
     """One plan per worker: the shards of every family dealt out, frozen cases first."""
     profile = PROFILES[options.profile]
-    have = {i.family for i in described(options.implementations)}
-    families = [f for f in options.families or NAMES if f in NAMES and f in have]
-    checked = catalogue.chosen(options.families, have)
-    frozen = [f for f in frozen_cases(ledger_path) if profile.frozen_trainers or f[1]["family"] in NAMES]
+    wanted = named(options.families)
+    have = {i.family for i in described(options.implementations, options.families)}
+    known = loss_families()
+    families = [f for f in wanted or known if f in known and f in have]
+    checked = catalogue.chosen(wanted, have)
+    frozen = [f for f in frozen_cases(ledger_path) if profile.frozen_trainers or f[1]["family"] in known]
     count = options.workers or max(1, min(os.cpu_count() or 1, SHARDS))
     plan: dict[str, Any] = {
         "device": device,
@@ -79,6 +81,7 @@ def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[d
         "profile": options.profile,
         "dtypes": list(options.dtypes or DTYPES),
         "implementations": list(options.implementations),
+        "families": [name for name in options.families if ".py:" in name],
         "ledger": str(ledger_path),
         "findings": str(options.reports / "findings"),
         "frozen": frozen,
@@ -87,7 +90,7 @@ def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[d
     for number, name in enumerate([*families, *checked]):
         out[number % count]["shards"].append({"family": name, "index": -1, "count": 0, "seed": seed})
     for number, name in enumerate(families):
-        total = profile.cases.get(name, 0)
+        total = loss_family(name).drawn.get(options.profile, 0)
         for index in range(SHARDS):
             part = total // SHARDS + (index < total % SHARDS)
             if part:
@@ -123,12 +126,12 @@ def check(options: Options) -> None:
     """
     if options.profile not in PROFILES:
         raise UsageError(f"profile {options.profile!r} is unknown, choose from {', '.join(PROFILES)}")
-    for name in options.families:
-        family(name)
     for dtype in options.dtypes:
         if dtype not in DTYPES:
             raise UsageError(f"dtype {dtype!r} is unknown, choose from {', '.join(DTYPES)}")
-    described(options.implementations)
+    described(options.implementations, options.families)
+    for name in named(options.families):
+        family(name)
     for item in options.require:
         name, _, device = item.partition(":")
         select([name])
@@ -152,7 +155,7 @@ def execute(options: Options, progress: Any) -> Result:
     plan = plans(options, device, seed, ledger_path)
     run_id = secrets.token_hex(4)
     head = header(run_id, device, options.profile, seed)
-    every = (*NAMES, *catalogue.names())
+    every = (*loss_families(), *catalogue.names())
     head["header"]["dimensions"] = {n: defaults(family(n).settings) for n in every}
     rows: list[Row] = []
     verdicts: dict[str, bool | None] = {}
@@ -202,7 +205,7 @@ def judge_run(
             nothing.append(f"required {item}: {count} judged comparisons, at least {MINIMUM_REQUIRED} expected")
     new = collections.Counter(r["implementation"] for r in rows if r["verdict"] in FAILING and not r["known"])
     found = [f"{count} new failing rows of {name}" for name, count in new.most_common()]
-    own = {i.id for i in described(options.implementations) if i.own}
+    own = {i.id for i in described(options.implementations, options.families) if i.own}
     nothing += [
         f"{id}: nothing was compared, {_why(id, rows)}" for id in sorted(own) if not comparisons[id] and not new[id]
     ]

@@ -244,7 +244,8 @@ def second_pass(case: Case, device: str) -> Iterator[Case]:
 
     Judged with tf32 recipes. A case of its own in results and replays; a finding of it is not minimised.
     """
-    plain = case.dtype == "fp32" and case.settings.get("context", "plain") == "plain"
+    known = "context" in loss_family(case.family).settings
+    plain = known and case.dtype == "fp32" and case.settings.get("context", "plain") == "plain"
     if device == "cuda" and plain and zlib.crc32(case.id.encode()) % SECOND_PASS == 0:
         yield dataclasses.replace(case, settings=dict(case.settings) | {"context": "tf32"})
 
@@ -260,9 +261,9 @@ def selected(implementation: Implementation, case: Case, cost: int, device: str)
     """Whether a drawn case is among those that a costly implementation gets: by the case's id, the same on every run."""
     every = implementation.every * cost if implementation.every > 1 else 1
     if implementation.interpreted:
-        tokens = case.settings.get("B", 2) * case.settings.get("T", 3)
-        blocks = 1 + case.settings.get("V", 7) // 256
-        every = every + every * tokens * blocks // 16 if device == "cpu" else 1  # interpreted, every block costs
+        known = loss_family(case.family)
+        rows, length = known.sizes(known.full_settings(case))
+        every = every + every * rows * (1 + length // 256) // 16 if device == "cpu" else 1  # every block costs
     return zlib.crc32(f"{implementation.id}/{case.id}".encode()) % every == 0
 
 

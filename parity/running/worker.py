@@ -26,11 +26,13 @@ def main(path: str) -> int:
 
     from parity.case.case import Case
     from parity.case.profiles import PROFILES
-    from parity.registry import select
+    from parity.registry import resolved, select
     from parity.results.ledger import Ledger
     from parity.running.shard import Session, Shard
     from parity.trainers.catalogue import is_trainer
 
+    for name in plan["families"]:
+        resolved(name)
     session = Session(
         implementations=[i for i in select(plan["implementations"]) if i.id not in plan.get("exclude", ())],
         profile_name=plan["profile"],

@@ -30,9 +30,9 @@ from parity.judging.assess import Bench, confirmed, judge_all
 from parity.judging.compare import skip_reason
 from parity.judging.execute import execute
 from parity.judging.gates import Judgement
-from parity.registry import bench_of, loss_family
+from parity.registry import bench_of, loss_families, loss_family, resolved
 from parity.results.report import measured
-from parity.selftest.controls import CONTROLS
+from parity.selftest.controls import controls_of
 from parity.selftest.controls.wrong import WRONG, Wrong
 
 PROGRESS = 100
@@ -91,7 +91,7 @@ def drawn(
 def judged(bench: Bench, implementation: Implementation) -> tuple[dict[str, Judgement], dict[str, Judgement]] | str:
     """The first judgement and the one that counts, or why there is none."""
     bench = bench.offered(implementation)
-    reason = skip_reason(implementation, bench.inputs.case, bench.inputs.settings, "cpu")
+    reason = skip_reason(bench.family, implementation, bench.inputs.case, bench.inputs.settings, "cpu")
     if reason:
         return f"unsupported: {reason}"
     outcome = execute(implementation, bench.inputs)
@@ -109,7 +109,7 @@ def soak(chosen_cases: Iterable[Case], implementations: Iterable[Implementation]
     with contextlib.suppress(KeyboardInterrupt):
         for number, case in enumerate(chosen_cases, 1):
             bench = bench_of(case)
-            for implementation in chosen or CONTROLS[case.family]:
+            for implementation in chosen or controls_of(case.family):
                 _add(out, bench, implementation)
             if number % PROGRESS == 0:
                 print(f"{number} cases, {out.total} judged, {len(out.alarms)} alarms", file=sys.stderr, flush=True)
@@ -143,7 +143,7 @@ def sensitivity(wrong: Wrong, drawn_cases: Iterable[Case]) -> tuple[int, int, in
     gates: collections.Counter[str] = collections.Counter()
     for case in drawn_cases:
         bench = bench_of(case).offered(wrong.implementation)
-        if skip_reason(wrong.implementation, case, bench.inputs.settings, "cpu"):
+        if skip_reason(bench.family, wrong.implementation, case, bench.inputs.settings, "cpu"):
             continue
         total += 1
         honest, outcome = (execute(i, bench.inputs) for i in (wrong.base, wrong.implementation))
@@ -195,7 +195,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", type=int, default=1500, help="cases of each family")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--family", choices=tuple(CONTROLS), action="append")
+    parser.add_argument("--family", action="append", metavar="NAME|FILE.py:NAME")
     parser.add_argument("--profile", default="pr", choices=tuple(PROFILES), help="what is drawn; nightly also compiles")
     parser.add_argument("--wrong", action="store_true", help="how often the wrong implementations are caught instead")
     options = parser.parse_args()
@@ -205,7 +205,7 @@ def main() -> int:
     if options.wrong:
         return _print_sensitivity(options.cases, options.seed)
     failed = False
-    for name in options.family or CONTROLS:
+    for name in map(resolved, options.family or loss_families()):
         start = time.monotonic()
         found = soak(drawn(name, options.cases, options.seed, profile=options.profile))
         seconds = time.monotonic() - start

@@ -28,10 +28,10 @@ def replay(name: str, ids: Sequence[str], device: str, issue: bool, console: Con
     case, found_with = find(name)
     if issue and catalogue.is_trainer(case.family):
         raise UsageError(f"case {case.id} is a trainer check: --issue writes the script of a loss; leave it out")
-    family(case.family).full_settings(case)
     device = resolve_device(device)
     prepare(device, threads=1)
     chosen = [i for i in select(followed(ids, found_with, case)) if i.family == case.family]
+    family(case.family).full_settings(case)
     if not chosen:
         raise UsageError(f"case {case.id} is of family {case.family}; none of {', '.join(ids)} is")
     wanted = {i.id for i in chosen}

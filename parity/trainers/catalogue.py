@@ -56,6 +56,7 @@ class TrainerFamily:
     """What cases, ledger and reports ask of a family, for the checks of one trainer."""
 
     name: str
+    shapes: tuple[str, ...] = ("B", "T", "V", "H")
 
     @property
     def checks(self) -> dict[str, Check]:

@@ -6,13 +6,17 @@ import pytest
 import torch
 
 from parity.errors import UsageError
-from parity.implementations.user import from_function
+from parity.implementations import user
 from parity.judging.assess import classify, confirmed
 from parity.judging.execute import execute
-from parity.registry import bench_of, family, from_file
+from parity.registry import NAMES, bench_of, family, from_file, loss_family
 from parity.running.run import Options, judge_run
 
 FAMILY = family("logprobs")
+
+
+def from_function(function, id):
+    return user.from_function(function, id, [loss_family(name) for name in NAMES])
 
 
 def my_loss(hidden, weight, ids, temperature=1.0, softcap=None):

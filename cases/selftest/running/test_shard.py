@@ -12,7 +12,7 @@ from parity.running.run import Options, plans
 from parity.running.shard import Session, Shard, second_pass
 
 KERNELS = "fixtures/kernels.py"
-PROFILE = Profile({}, shrink_seconds=60.0, findings=2)
+PROFILE = Profile(shrink_seconds=60.0, findings=2)
 
 
 def session(name, tmp_path, ledger="") -> tuple[Session, list]:

@@ -7,8 +7,7 @@ import xml.etree.ElementTree
 
 import pytest
 
-from parity.case.profiles import PROFILES
-from parity.registry import bench_of, family
+from parity.registry import bench_of, family, loss_family
 from parity.selftest.sensitivity import measure, plot, table
 from parity.selftest.sensitivity.measure import GATES, GRID, JUDGES, NEVER, Found
 
@@ -36,7 +35,7 @@ def test_ninety_nine_percent_of_one_case_and_of_a_run():
     assert table.quantile(values, 0.99) == 2.0**-1
     assert table.quantile(values, 0.5) == 2.0**-50
     count = table.cases_of_a_run(own, 100)
-    assert count == round(PROFILES["pr"].cases["policy"] / 3)
+    assert count == round(loss_family("policy").drawn["pr"] / 3)
     caught = sum(v <= table.by_a_run(own, 100) for v in values) / 100
     assert 1 - (1 - caught) ** count >= 0.99
     fewer = sum(v < table.by_a_run(own, 100) for v in values) / 100

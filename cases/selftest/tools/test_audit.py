@@ -17,14 +17,14 @@ from parity.case.inputs import Inputs
 from parity.cli.commands import main
 from parity.implementations.implementation import Implementation, Outputs
 from parity.implementations.user import from_function
-from parity.registry import family
+from parity.registry import NAMES, family, loss_family
 from parity.rounding.oracle import exact
 from parity.selftest.controls import control
 from parity.selftest.mutants import mutants, originals
 from parity.tools.audit import releases, responsible, source_lines, table
 from parity.tools.audit.command import NEW, NOTHING, exit_code
 from parity.tools.audit.pairs import Stands
-from parity.tools.audit.probes import PROBES, SHAPES, Probe, pair
+from parity.tools.audit.probes import Probe, pair
 from parity.tools.audit.verdicts import Answer, answer
 
 HONEST = {name: originals(name)[0].implementation for name in ("policy", "logprobs")}
@@ -35,7 +35,7 @@ def nothing_known(row, case):
 
 
 def probe(name: str, label: str) -> Probe:
-    return next(p for p in PROBES[name] if p.label.startswith(label))
+    return next(p for p in loss_family(name).probes if p.label.startswith(label))
 
 
 def asked(implementation: Implementation, label: str, known=nothing_known) -> Answer:
@@ -118,7 +118,7 @@ def test_a_clear_error_is_refused_and_an_unclear_one_crashed():
 
 def test_a_setting_honoured_on_some_cases_alone_is_wrong():
     def edit(x: Inputs, call) -> Outputs:
-        return without_delta(x, call) if SHAPES[0]["B"] == x.settings.B else call(x)
+        return without_delta(x, call) if loss_family("policy").example(0)["B"] == x.settings.B else call(x)
 
     stands = Stands("policy", probe("policy", "delta"), "cpu")
     found = answer(edited(edit), stands, 2, nothing_known)
@@ -174,9 +174,9 @@ def test_effects_are_ratios_to_the_definition():
     assert honest.loss == pytest.approx(1.0, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(PROBES))
+@pytest.mark.parametrize("name", NAMES)
 def test_every_probe_moves_the_definition_or_says_that_it_stays(name):
-    for one in PROBES[name]:
+    for one in loss_family(name).probes:
         for base in range(len(one.bases)):
             found = next(Stands(name, one, "cpu").moving(base, "fp32"), None)
             assert found is not None, (
@@ -184,11 +184,11 @@ def test_every_probe_moves_the_definition_or_says_that_it_stays(name):
             )
 
 
-@pytest.mark.parametrize("name", sorted(PROBES))
+@pytest.mark.parametrize("name", NAMES)
 def test_labels_tell_probes_apart_and_name_settings_of_the_family(name):
-    labels = [p.label for p in PROBES[name]]
+    labels = [p.label for p in loss_family(name).probes]
     assert len(set(labels)) == len(labels)
-    assert {p.setting for p in PROBES[name]} <= set(family(name).settings)
+    assert {p.setting for p in loss_family(name).probes} <= set(family(name).settings)
 
 
 def test_both_sides_of_a_pair_share_every_tensor_but_the_settings_own():
@@ -201,7 +201,7 @@ def test_both_sides_of_a_pair_share_every_tensor_but_the_settings_own():
     assert [n for n, t in dropped.moved.tensors.items() if dropped.still.tensors[n] is not t] == [
         "importance_sampling_ratio"
     ]
-    assert len(SHAPES) > 1
+    assert loss_family("policy").example(0) != loss_family("policy").example(1)
     assert exact(family("policy"), made.moved)["loss"] != exact(family("policy"), made.still)["loss"]
 
 
@@ -226,7 +226,7 @@ def test_what_is_wrong_without_the_setting_is_not_blamed_on_it():
 
     def edit(x: Inputs, call) -> Outputs:
         out = call(x)
-        return out | {"loss": out["loss"] * 1.1} if SHAPES[0]["B"] == x.settings.B else out
+        return out | {"loss": out["loss"] * 1.1} if loss_family("policy").example(0)["B"] == x.settings.B else out
 
     assert asked(edited(edit), "temperature").answer == "honoured"
 

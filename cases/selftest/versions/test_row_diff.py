@@ -6,6 +6,8 @@ import pytest
 from rich.console import Console
 
 from parity.case.case import Case
+from parity.families.policy_inputs import LOSS_TYPES
+from parity.registry import NAMES
 from parity.running.find import find
 from parity.versions.commands import compare, history, matrix, matrix_page, row_diff
 from parity.versions.commands.probe import Look
@@ -274,10 +276,10 @@ def test_a_cell_that_the_ledger_knows_is_marked_and_does_not_fail_the_matrix(row
 
 
 def test_the_matrix_has_a_column_for_each_loss_type_and_every_case_can_be_built():
-    assert list(matrix.columns("policy")) == list(matrix.LOSS_TYPES)
-    for name in matrix.VARIANTS:
+    assert list(matrix.columns("policy")) == list(LOSS_TYPES)
+    for name in NAMES:
         for cases in matrix.columns(name).values():
-            assert all(matrix.family(name).build(case).leaves for case in cases)
+            assert all(matrix.loss_family(name).build(case).leaves for case in cases)
 
 
 def test_the_matrix_is_printed_and_written_and_lines_survive_being_killed(tmp_path, monkeypatch):

@@ -13,7 +13,9 @@ from typing import Any
 
 from parity.case.inputs import Inputs
 from parity.implementations.implementation import Implementation, Outputs
+from parity.implementations.user import from_function
 from parity.recipe import Recipe
+from parity.registry import loss_families, loss_family
 from parity.selftest.controls.divergence import ROADS
 from parity.selftest.controls.logprobs import HEADS, Head
 from parity.selftest.controls.policy import policy
@@ -78,9 +80,24 @@ CONTROLS: dict[str, tuple[Implementation, ...]] = {
         for name, road in ROADS.items()
     ),
 }
-"""Family -> its honest implementations."""
+"""Family of the package -> its honest implementations; of another family they stand in its record."""
+
+
+def controls_of(family: str) -> tuple[Implementation, ...]:
+    """The honest implementations of a family: those of `CONTROLS`, or of the record of a family of a user's own."""
+    if family in CONTROLS:
+        return CONTROLS[family]
+    return tuple(recorded(family, name, found) for name, found in loss_family(family).controls.items())
+
+
+def recorded(family: str, name: str, found: Any) -> Implementation:
+    """A control or mutant of a family's record, called `honest.FAMILY.NAME`."""
+    id = f"honest.{family}.{name}"
+    if isinstance(found, Implementation):
+        return dataclasses.replace(found, id=id)
+    return from_function(found, id, [loss_family(family)])
 
 
 def control(id: str) -> Implementation:
     """The honest implementation called `id`, as "honest.logprobs.online"."""
-    return {i.id: i for group in CONTROLS.values() for i in group}[id]
+    return {i.id: i for name in loss_families() for i in controls_of(name)}[id]

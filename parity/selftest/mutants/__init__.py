@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Mapping
 
 from parity.implementations.implementation import Adapter, Implementation
-from parity.selftest.controls import CONTROLS
-from parity.selftest.mutants.conduct import MISCONDUCT
+from parity.registry import NAMES, loss_family
+from parity.selftest.controls import controls_of, recorded
+from parity.selftest.mutants.conduct import ANYWHERE, MISCONDUCT
 
-CONTEXTS = {"logprobs": ("plain", "autocast", "checkpoint"), "policy": ("plain", "autocast"), "divergence": ("plain",)}
-FAMILIES = tuple(CONTEXTS)
+FAMILIES = NAMES
+"""Loss families whose mutants are modules here; those of another family stand in its record, see `Family.mutants`."""
 TRAINERS = (
     "sft-trainer",
     "dpo-trainer",
@@ -27,12 +29,6 @@ TRAINERS = (
     "distillation-trainer",
 )
 """Trainers with mutants, see `parity.selftest.mutants.trainers`."""
-OFFERED = {
-    "logprobs": dict.fromkeys(("entropy",), ""),
-    "policy": {"kl": "kl-metric", "entropy": "entropy-metric"},
-    "divergence": {},
-}
-"""Family -> optional output -> prefix of the mutants that offer it; the empty prefix: all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,36 +46,72 @@ class Mutant:
         return self.implementation.id.rsplit(".", 1)[-1] if self.mistake else self.implementation.id
 
 
+@dataclasses.dataclass(frozen=True)
+class Edited:
+    """What the mutants of a family are.
+
+    Attributes:
+        correct: name -> the adapters that they are edits of.
+        wrong: name -> the mistake in one line, and the adapter that makes it; or an `Implementation`, which brings its own
+            recipe, contexts and outputs.
+        contexts: call contexts that they are judged in.
+        offered: optional output -> prefix of the mutants that offer it; the empty prefix: all.
+    """
+
+    correct: Mapping[str, Adapter]
+    wrong: Mapping[str, tuple[str, Adapter | Implementation]]
+    contexts: tuple[str, ...] = ("plain",)
+    offered: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@functools.cache
+def edited(family: str) -> Edited:
+    """The mutants of a family of the package, or of the record of another: its own, and misconduct around its first control."""
+    if family in FAMILIES:
+        found: Edited = importlib.import_module(f"{__name__}.{family}").EDITED
+        return found
+    first = next(iter(controls_of(family)), None)
+    found_wrong = {n: (m, recorded(family, n, f)) for n, (m, f) in loss_family(family).mutants.items()}
+    if first is None:
+        return Edited({}, found_wrong)
+    around = {
+        n: (m, dataclasses.replace(first, call=w(first.call))) for n, (m, w) in MISCONDUCT.items() if n in ANYWHERE
+    }
+    return Edited({}, around | found_wrong)
+
+
 @functools.cache
 def mutants(family: str) -> tuple[Mutant, ...]:
     """The mutants of a family."""
-    module = importlib.import_module(f"{__name__}.{family}")
     return tuple(
-        _of(family, name, call, mistake, name not in MISCONDUCT) for name, (mistake, call) in module.MUTANTS.items()
+        _of(family, name, call, mistake, name not in MISCONDUCT)
+        for name, (mistake, call) in edited(family).wrong.items()
     )
 
 
 @functools.cache
 def controls(family: str) -> tuple[Mutant, ...]:
     """The correct implementations that the mutants are edits of, and the honest ones."""
-    return originals(family) + tuple(Mutant(implementation, "") for implementation in CONTROLS[family])
+    return originals(family) + tuple(Mutant(implementation, "") for implementation in controls_of(family))
 
 
 @functools.cache
 def originals(family: str) -> tuple[Mutant, ...]:
     """The correct implementations that the mutants of a family are edits of."""
-    module = importlib.import_module(f"{__name__}.{family}")
-    return tuple(_of(family, f"correct-{name}", call, "") for name, call in module.CORRECT.items())
+    return tuple(_of(family, f"correct-{name}", call, "") for name, call in edited(family).correct.items())
 
 
-def _of(family: str, name: str, call: Adapter, mistake: str, pure: bool = True) -> Mutant:
-    offered = {output for output, prefix in OFFERED[family].items() if not mistake or name.startswith(prefix)}
+def _of(family: str, name: str, call: Adapter | Implementation, mistake: str, pure: bool = True) -> Mutant:
+    of, id = edited(family), f"mutant.{family}.{name}"
+    if isinstance(call, Implementation):
+        return Mutant(dataclasses.replace(call, id=id), mistake, pure)
+    offered = {output for output, prefix in of.offered.items() if not mistake or name.startswith(prefix)}
     implementation = Implementation(
-        id=f"mutant.{family}.{name}",
+        id=id,
         family=family,
         role="candidate",
         call=call,
         outputs=frozenset(offered),
-        contexts=frozenset(CONTEXTS[family]),
+        contexts=frozenset(of.contexts),
     )
     return Mutant(implementation, mistake, pure)

@@ -43,25 +43,36 @@ def _rebind(x: Inputs) -> None:
     torch.nn.functional.log_softmax = lambda *args, **kwargs: plain(*args, **kwargs)
 
 
-def _damage(name: str, act: Callable[[torch.Tensor], object]) -> Callable[[Inputs], None]:
-    def damage(x: Inputs) -> None:
-        tensor = x.tensors.get(name)
-        if tensor is not None:
-            act(tensor.detach())
+def _first(x: Inputs) -> str:
+    """The hidden states, or whatever a family's first tensor is."""
+    return next(n for n, t in x.tensors.items() if t is not None and t.is_floating_point())
 
-    return damage
+
+def _parameter(x: Inputs) -> str:
+    """The head, or whatever a family's first parameter is."""
+    return next((n for n, t in x.tensors.items() if t is not None and n in x.parameters), _first(x))
+
+
+def _halve(x: Inputs) -> None:
+    x.tensors[_first(x)].detach().mul_(0.5)  # type: ignore[union-attr]
+
+
+def _clamp_ids(x: Inputs) -> None:
+    x.ids.detach().clamp_(min=0, max=0)
 
 
 def overwritten(call: Adapter) -> Adapter:
     """The backward pass stores into .grad of the head itself, where it should add."""
 
     def adapter(x: Inputs) -> Outputs:
-        leaf = x.weight
+        name = _parameter(x)
+        leaf = x.tensors[name]
+        assert leaf is not None
 
         def store(g: torch.Tensor) -> None:
             leaf.grad = g.to(leaf.dtype).clone()
 
-        return call(x.replace(weight=through(leaf, store)) if leaf.requires_grad else x)
+        return call(x.replace(**{name: through(leaf, store)}) if leaf.requires_grad else x)
 
     return adapter
 
@@ -71,7 +82,7 @@ def second_call(call: Adapter) -> Adapter:
     seen: set[bytes] = set()
 
     def adapter(x: Inputs) -> Outputs:
-        key = x.hidden.detach().float().numpy().tobytes()
+        key = x.tensors[_first(x)].detach().float().numpy().tobytes()  # type: ignore[union-attr]
         factor = 1.01 if key in seen else 1.0
         seen.add(key)
         return {name: value * factor for name, value in call(x).items()}
@@ -88,7 +99,10 @@ def leftover(call: Adapter) -> Adapter:
             buffers[tuple(g.shape)] = total = g + buffers.get(tuple(g.shape), torch.zeros_like(g)).to(g.dtype)
             return total
 
-        return call(x.replace(weight=through(x.weight, add)) if x.weight.requires_grad else x)
+        name = _parameter(x)
+        leaf = x.tensors[name]
+        assert leaf is not None
+        return call(x.replace(**{name: through(leaf, add)}) if leaf.requires_grad else x)
 
     return adapter
 
@@ -97,8 +111,10 @@ def unasked(call: Adapter) -> Adapter:
     """A frozen head gets a gradient."""
 
     def adapter(x: Inputs) -> Outputs:
-        if not x.weight.requires_grad:
-            x.weight.grad = torch.zeros_like(x.weight)
+        leaf = x.tensors[_parameter(x)]
+        assert leaf is not None
+        if not leaf.requires_grad:
+            leaf.grad = torch.zeros_like(leaf)
         return call(x)
 
     return adapter
@@ -121,11 +137,13 @@ MISCONDUCT: dict[str, tuple[str, Wrong]] = {
         "a value of the caller's config changed (temperature set to 1 once it has been folded in)",
         _after(lambda x: setattr(x.settings, "temperature", 1.0)),
     ),
-    "hidden-damaged": ("hidden states overwritten in place", _after(_damage("hidden", lambda h: h.mul_(0.5)))),
-    "ids-damaged": ("ignored token ids replaced in place", _after(_damage("ids", lambda i: i.clamp_(min=0, max=0)))),
+    "hidden-damaged": ("hidden states overwritten in place", _after(_halve)),
+    "ids-damaged": ("ignored token ids replaced in place", _after(_clamp_ids)),
     "grad-overwritten": (".grad of the head overwritten instead of added to", overwritten),
     "second-call": ("wrong only in the second call", second_call),
     "leftover-gradient": ("gradient buffer not zeroed between calls: state leaks", leftover),
     "unasked-gradient": ("a frozen head gets a .grad", unasked),
 }
 """Name -> the mistake in one line, and what makes it."""
+ANYWHERE = frozenset(MISCONDUCT) - {"config-changed", "ids-damaged", "unasked-gradient"}
+"""Misconduct that any family shows: no temperature, no token ids and no frozen parameter is needed for it."""

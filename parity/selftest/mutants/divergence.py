@@ -17,6 +17,7 @@ from parity.families.divergence import LARGEST_LOG_MASS
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations.implementation import Adapter, Outputs
 from parity.selftest.controls.divergence import by_log_mixture
+from parity.selftest.mutants import Edited
 from parity.selftest.mutants.conduct import MISCONDUCT
 from parity.selftest.mutants.steps import with_gradient
 
@@ -332,3 +333,5 @@ _wrong(
     "sparse teacher: padding of a short support enters the student's mass",
     supported=_padding_kept,
 )
+
+EDITED = Edited(CORRECT, MUTANTS, ("plain",), {})

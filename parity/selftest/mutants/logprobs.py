@@ -12,7 +12,7 @@ from torch.nn.functional import linear, log_softmax, pad
 from parity.case.inputs import Inputs
 from parity.implementations import plain
 from parity.implementations.implementation import Adapter
-from parity.selftest.mutants import steps
+from parity.selftest.mutants import Edited, steps
 from parity.selftest.mutants.conduct import MISCONDUCT
 from parity.selftest.mutants.steps import (
     BLOCK,
@@ -233,3 +233,5 @@ _wrong(
     logps=lambda x, v: v / (x.ids >= 0).any(),
 )
 _wrong("states-normalised", "hidden states cast to bfloat16 first", states=lambda x: plain.states(x).bfloat16().float())
+
+EDITED = Edited(CORRECT, MUTANTS, ("plain", "autocast", "checkpoint"), {"entropy": ""})

@@ -19,7 +19,7 @@ from parity.judging import side_effects
 from parity.judging.assess import Bench, confirmed
 from parity.judging.compare import _rows
 from parity.judging.execute import Outcome, execute
-from parity.registry import bench_of, loss_family
+from parity.registry import bench_of, loss_family, resolved
 from parity.running.shard import FAILING, repeated
 from parity.selftest.mutants import FAMILIES, TRAINERS, Mutant, controls, mutants, originals
 
@@ -66,7 +66,7 @@ def drawn(name: str, seed: int) -> Iterator[Case]:
     """The cases of a family in profile pr, shard by shard, as `parity.running.shard` draws them."""
     strategy = cases(loss_family(name), DTYPES, PROFILE)
     for shard in range(SHARDS):
-        yield from draws(strategy, f"{seed}/{name}/{shard}", PROFILES[PROFILE].cases[name] // SHARDS)
+        yield from draws(strategy, f"{seed}/{name}/{shard}", loss_family(name).drawn[PROFILE] // SHARDS)
 
 
 def stream_fates(name: str, seed: int, budget: int, chosen: Sequence[Mutant], watched: Sequence[Mutant]) -> list[Fate]:
@@ -160,6 +160,7 @@ def _task(name: str, seed: int, budget: int) -> list[Fate]:
         from parity.selftest.mutants.trainers import fates
 
         return fates(name, seed, budget)
+    name = resolved(name)
     return stream_fates(name, seed, budget, mutants(name), controls(name))
 
 
@@ -172,7 +173,7 @@ def kill_matrix(
     not drawn: one stream, of the first seed, is all there is to see.
     """
     chosen, streams = tuple(families), tuple(seeds)
-    limit = {name: PROFILES[PROFILE].cases.get(name, 10**9) for name in chosen}
+    limit = {name: 10**9 if name in TRAINERS else loss_family(resolved(name)).drawn[PROFILE] for name in chosen}
     tasks = [
         (name, seed, min(budget or 10**9, limit[name]))
         for number, seed in enumerate(streams)

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import linear
 
 from parity.case.inputs import Inputs
-from parity.selftest.mutants import policy_steps, policy_terms, policy_weights
+from parity.selftest.mutants import Edited, policy_steps, policy_terms, policy_weights
 from parity.selftest.mutants.conduct import MISCONDUCT
 from parity.selftest.mutants.policy_steps import Mutants, Step, Work, loss_of, recorder
 from parity.selftest.mutants.steps import Steps, capped, cooled, scaled, through, with_gradient
@@ -99,3 +99,5 @@ _wrong(
 _wrong(
     "states-in-bf16", "hidden states rounded to bfloat16", Steps(states=lambda x: Steps().states(x).bfloat16().float())
 )
+
+EDITED = Edited(CORRECT, MUTANTS, ("plain", "autocast"), {"kl": "kl-metric", "entropy": "entropy-metric"})

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from parity.registry import bench_of
+from parity.registry import bench_of, loss_families, resolved
 
 
 def main() -> int:
@@ -23,12 +23,12 @@ def main() -> int:
     prepare("cpu", threads=1)
     from parity.results.report import measured
     from parity.selftest.sensitivity import plot, table
-    from parity.selftest.sensitivity.measure import DTYPES, FAMILIES, LOGITS, Found, drawn, measure
+    from parity.selftest.sensitivity.measure import DTYPES, LOGITS, Found, drawn, measure
 
     parser = argparse.ArgumentParser(prog="python -m parity.selftest.sensitivity", description=__doc__)
     parser.add_argument("--cases", type=int, default=60, help="drawn cases of each family and dtype")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--family", choices=FAMILIES, action="append")
+    parser.add_argument("--family", action="append", metavar="NAME|FILE.py:NAME")
     parser.add_argument("--rows", type=Path, default=Path("reports/limits.ndjson"))
     parser.add_argument("--plot", type=Path, help="folder for detection-limit-*.svg, docs/measured for the docs")
     parser.add_argument("--read", type=Path, nargs="+", help="rows of earlier runs instead of measuring, all families")
@@ -36,7 +36,7 @@ def main() -> int:
     found = [Found(**json.loads(row)) for file in options.read or () for row in file.read_text().splitlines()]
     if not options.read:
         begun = time.process_time()
-        for name, dtype in itertools.product(options.family or FAMILIES, DTYPES):
+        for name, dtype in itertools.product(map(resolved, options.family or loss_families()), DTYPES):
             for case in drawn(name, dtype, options.cases, options.seed):
                 bench = bench_of(case)
                 for kind in list(LOGITS)[: 1 if dtype == "fp32" else None]:

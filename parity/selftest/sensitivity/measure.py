@@ -17,12 +17,13 @@ import torch
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.implementations.implementation import Implementation, Outputs
-from parity.judging.assess import Bench, expected
+from parity.judging.assess import Bench, expected, largest
 from parity.judging.execute import Outcome, execute
 from parity.judging.gates import Judgement, judge
 from parity.judging.pooled_slope import allowed_slope
 from parity.judging.settle import REPLICAS, ladder, settle
 from parity.registry import loss_family
+from parity.selftest.controls import controls_of
 from parity.selftest.controls.divergence import ROADS
 from parity.selftest.controls.logprobs import HEADS, Head
 from parity.selftest.controls.policy import policy
@@ -32,7 +33,6 @@ GRID = tuple(2.0 ** (-k / STEPS) for k in range(OCTAVES * STEPS, -1, -1))
 """ε from 2⁻²⁴ to 1."""
 NEVER = math.inf
 
-FAMILIES = ("logprobs", "policy", "divergence")
 DTYPES = ("fp32", "fp16", "bf16")
 LOGITS = {"fp32 logits": "reordered", "16-bit logits": "plain"}
 """How the honest implementation keeps its logits: its name under `HEADS`; in float32 the two are one."""
@@ -69,24 +69,62 @@ class Found:
 
 
 def implementation(name: str, kind: str, error: float = 0.0) -> Implementation:
-    """The honest implementation of a family on one kind of logits, its log-probs times 1 + `error` inside a loss."""
-    if name == "divergence":
-        road = ROADS[ROAD[kind]]
-        return Implementation(f"honest.{name}.{kind}", name, "candidate", road, recipe=road.recipe)
+    """The honest implementation of a family on one kind of logits, its log-probs times 1 + `error` inside a loss.
+
+    Of a family of a user's own its first control, whatever the kind.
+    """
+    return MAKERS[name](kind, error) if name in MAKERS else controls_of(name)[0]
+
+
+def _divergence(kind: str, error: float) -> Implementation:
+    road = ROADS[ROAD[kind]]
+    return Implementation(f"honest.divergence.{kind}", "divergence", "candidate", road, recipe=road.recipe)
+
+
+def _logprobs(kind: str, error: float) -> Implementation:
+    head = HEADS[kind]
+    contexts = frozenset({"plain", "checkpoint"})
+
+    def call(x: Any) -> Outputs:
+        return {"logps": head.call(x)[0]}
+
+    return Implementation(
+        f"honest.logprobs.{kind}", "logprobs", "candidate", call, recipe=head.recipe, contexts=contexts
+    )
+
+
+def _policy(kind: str, error: float) -> Implementation:
     head = HEADS[kind]
 
     def logps(x: Any) -> Any:
         value, entropy = head.call(x)
         return (value * (1 + error) if error else value), entropy
 
-    def call(x: Any) -> Outputs:
-        return policy(x, Head(logps, head.recipe), False) if name == "policy" else {"logps": logps(x)[0]}
-
     def recipe(x: Any) -> Any:
-        return dataclasses.replace(head.recipe(x), output="fp32") if name == "policy" else head.recipe(x)
+        return dataclasses.replace(head.recipe(x), output="fp32")
+
+    def call(x: Any) -> Outputs:
+        return policy(x, Head(logps, head.recipe), False)
 
     contexts = frozenset({"plain", "checkpoint"})
-    return Implementation(f"honest.{name}.{kind}", name, "candidate", call, recipe=recipe, contexts=contexts)
+    return Implementation(f"honest.policy.{kind}", "policy", "candidate", call, recipe=recipe, contexts=contexts)
+
+
+MAKERS: dict[str, Callable[[str, float], Implementation]] = {
+    "logprobs": _logprobs,
+    "policy": _policy,
+    "divergence": _divergence,
+}
+INNER = frozenset({"policy"})
+"""Families of `MAKERS` that are measured with wrong log-probs inside a loss, too."""
+LABELS = {"logps": "log-probs"}
+"""How the tables call an output."""
+
+
+def label_of(name: str) -> str:
+    """How the tables call what a family hands out first."""
+    first = loss_family(name).outputs[0]
+    return LABELS.get(first, first)
 
 
 def drawn(name: str, dtype: str, count: int, seed: int) -> Iterator[Case]:
@@ -132,11 +170,9 @@ def _errors(name: str, kind: str, bench: Bench, plain: Values) -> Errors:
     """(target, quantities that may show it, ε -> their values)."""
     gradients = tuple(n for n in plain if n.startswith("grad_"))
     narrow = all(plain[n].dtype == bench.inputs.dtype for n in gradients)  # a float32 head's gradient would decide
-    if name == "logprobs":
-        yield "log-probs", ("logps",), lambda e: _scaled(plain, ("logps",), e)
-    else:
-        yield "loss", ("loss",), lambda e: _scaled(plain, ("loss",), e)
-    if name == "policy":
+    first = bench.family.outputs[0]
+    yield label_of(name), (first,), lambda e: _scaled(plain, (first,), e)
+    if name in INNER:
         yield "log-probs", ("loss", *gradients), lambda e: _again(bench, implementation(name, LOGITS[kind], e))
     if gradients and narrow:
         yield "gradients", gradients, lambda e: _scaled(plain, gradients, e)
@@ -182,10 +218,10 @@ class Jury:
     honest: Implementation
 
     def __post_init__(self) -> None:
-        s, inputs = self.bench.inputs.settings, self.bench.inputs
+        inputs = self.bench.inputs
         self.recipe = self.honest.recipe_for(inputs)
         self.dtypes = expected(self.bench, self.honest, self.recipe)
-        self.counts = ladder(s.V * max(s.B * s.T, s.H))
+        self.counts = ladder(largest(self.bench))
         self._units: dict[tuple[str, int], Any] = {}
 
     def first(self, values: Values, name: str, count: int = REPLICAS) -> Judgement:

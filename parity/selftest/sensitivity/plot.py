@@ -35,7 +35,8 @@ def svg(found: Iterable[Found], logits: str) -> str:
     A case whose honest values a judge faults counts as not caught: what is always red catches nothing.
     """
     every = [one for one in found if one.logits == logits or one.dtype == "fp32"]
-    wide = LEFT + len(PANELS) * (WIDTH + GAP)
+    panels = dict.fromkeys([*PANELS, *((one.family, one.target) for one in every)])
+    wide = LEFT + len(panels) * (WIDTH + GAP)
     tall = TOP + len(DTYPES) * (HEIGHT + GAP) + 34
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" font-family="sans-serif" font-size="11">',
@@ -43,7 +44,7 @@ def svg(found: Iterable[Found], logits: str) -> str:
         f'<text x="{LEFT}" y="20" font-size="14">Share of cases in which a relative error ε is caught ({logits})</text>',
         *_legend(),
     ]
-    for column, (family, target) in enumerate(PANELS):
+    for column, (family, target) in enumerate(panels):
         x = LEFT + column * (WIDTH + GAP)
         out.append(f'<text x="{x}" y="{TOP - 8}">{family}: {target}</text>')
         for row, dtype in enumerate(DTYPES):

@@ -6,10 +6,10 @@ import collections
 import math
 from collections.abc import Iterable, Sequence
 
-from parity.case.profiles import PROFILES
 from parity.judging.pooled_slope import POOL_FLOOR, POOL_MINIMUM, POOL_SIGMAS, mean_slope
+from parity.registry import loss_family
 from parity.results.report import measured
-from parity.selftest.sensitivity.measure import DTYPES, GATES, JUDGES, NEVER, Found
+from parity.selftest.sensitivity.measure import DTYPES, GATES, JUDGES, NEVER, Found, label_of
 
 CERTAIN = 0.99
 Key = tuple[str, str, str, str]
@@ -40,7 +40,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def cases_of_a_run(found: Sequence[Found], drawn: int) -> int:
     """Cases of this family and dtype that show the error, in a run of profile pr."""
-    return max(1, round(PROFILES["pr"].cases[found[0].family] / len(DTYPES) * len(found) / drawn))
+    return max(1, round(loss_family(found[0].family).drawn["pr"] / len(DTYPES) * len(found) / drawn))
 
 
 def by_a_run(found: Sequence[Found], drawn: int) -> float:
@@ -95,7 +95,8 @@ def markdown(found: Iterable[Found], drawn: int) -> str:
 
 def _pooled(own: Sequence[Found], drawn: int) -> str:
     """The pooled slope, where the error is a scale of what is pooled and a run pools enough of it."""
-    scale = own[0].target == "gradients" or (own[0].family, own[0].target) == ("logprobs", "log-probs")
+    of = loss_family(own[0].family)
+    scale = own[0].target == "gradients" or (of.outputs[0] not in of.scalars and own[0].target == label_of(of.name))
     value = pooled(own, drawn) if scale else NEVER
     return "" if value == NEVER else amount(value)
 

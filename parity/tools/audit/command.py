@@ -10,11 +10,10 @@ from rich.console import Console
 
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
-from parity.registry import facts, select
+from parity.registry import facts, loss_families, loss_family, resolved, select
 from parity.results.ledger import Ledger
 from parity.tools.audit import table
 from parity.tools.audit.pairs import Stands
-from parity.tools.audit.probes import PROBES
 from parity.tools.audit.responsible import engine, is_wired, mend
 from parity.tools.audit.verdicts import JUDGED, Answer, answer
 
@@ -57,9 +56,9 @@ def audit(options: Options) -> tuple[list[Answer], dict[int, str]]:
     ledger = Ledger.load(options.ledger or ledger_file())
     device = resolve_device(options.device)
     answers: list[Answer] = []
-    for name in options.families or tuple(PROBES):
+    for name in map(resolved, options.families or loss_families()):
         own = _with_engines([i for i in chosen if i.family == name])
-        for probe in PROBES[name] if own else ():
+        for probe in loss_family(name).audited() if own else ():
             if options.settings and probe.setting not in options.settings:
                 continue
             stands = Stands(name, probe, device)
@@ -68,10 +67,11 @@ def audit(options: Options) -> tuple[list[Answer], dict[int, str]]:
 
 
 def _check(options: Options) -> None:
-    for name in options.families:
-        if name not in PROBES:
-            raise UsageError(f"family {name!r} is not audited, choose from {', '.join(PROBES)}")
-    known = sorted({p.setting for name in options.families or PROBES for p in PROBES[name]})
+    names = [resolved(name) for name in options.families]
+    for name in names:
+        if name not in loss_families():
+            raise UsageError(f"family {name!r} is not audited, choose from {', '.join(loss_families())}")
+    known = sorted({p.setting for name in names or loss_families() for p in loss_family(name).audited()})
     for name in options.settings:
         if name not in known:
             raise UsageError(f"setting {name!r} is not audited, choose from {', '.join(known)}")

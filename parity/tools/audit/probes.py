@@ -1,63 +1,18 @@
-"""What an audit moves: settings of a family, one at a time, and the same inputs without them."""
+"""A probe of an audit on inputs of its own: the same case with the setting and without it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from parity.case.case import Case
 from parity.case.inputs import Inputs
+from parity.case.probe import Probe
 from parity.registry import loss_family
 
-Tensors = dict[str, torch.Tensor | None]
-
-SHAPES: tuple[dict[str, Any], ...] = ({"B": 3, "T": 6, "V": 11, "H": 5}, {"B": 2, "T": 5, "V": 37, "H": 8})
-"""Shapes in turn: unequal, none a multiple of a block."""
-RAGGED = "ragged"
-"""The value of a probe of the lengths, which every pair of the family has."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """A setting moved away from its default, and how to take it back on the same tensors.
-
-    Attributes:
-        setting: as in the family's table.
-        value: what it is moved to.
-        among: further settings, the same on both sides.
-        names: how libraries spell it; where they read it is looked for under these.
-        back: settings that go back to their default with it.
-        off: inputs -> tensors exchanged on the way back, where the setting is a tensor.
-        bases: settings of both sides, one after the other until an implementation runs on one.
-        stays: the definition does not move: an implementation that does is wrong.
-        callers: it belongs to the caller of a bare loss (accumulation, masks, the head's adapter).
-        note: what distinguishes it from another probe of the same setting.
-    """
-
-    setting: str
-    value: Any
-    among: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    names: tuple[str, ...] = ()
-    back: tuple[str, ...] = ()
-    off: Callable[[Inputs], Tensors] = lambda x: {}
-    bases: tuple[Mapping[str, Any], ...] = ({},)
-    stays: bool = False
-    callers: bool = False
-    note: str = ""
-
-    @property
-    def label(self) -> str:
-        """`setting=value`, with its note."""
-        return f"{self.setting}={self.value}" + (f" ({self.note})" if self.note else "")
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """The names under which a source may read it."""
-        return self.names or (self.setting,)
+__all__ = ["Pair", "Probe", "pair"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,198 +27,14 @@ class Pair:
 def pair(name: str, probe: Probe, base: Mapping[str, Any], dtype: str, number: int) -> Pair:
     """The `number`-th pair of a probe; log-probs that derive from the oracle are those of the moved side on both."""
     fam = loss_family(name)
-    wanted = SHAPES[number % len(SHAPES)] | COMMON[name](number) | dict(base) | dict(probe.among)
-    moving = {} if probe.value == RAGGED else {probe.setting: probe.value}
+    wanted = fam.example(number) | dict(base) | dict(probe.among)
+    moving = {} if probe.data else {probe.setting: probe.value}
     case = fam.case(1000 + number, dtype, wanted | moving)
     moved = fam.build(case)
-    if probe.value == "lora":  # judged by what it does to the hidden states: without it they are the only leaf
-        moved = dataclasses.replace(moved, leaves=("hidden",))
+    if probe.leaves:
+        moved = dataclasses.replace(moved, leaves=probe.leaves)
     defaults = {n: fam.settings[n].default for n in (probe.setting, *probe.back)}
     settings = SimpleNamespace(**vars(moved.settings) | defaults)
     still = dataclasses.replace(moved, settings=settings).replace(**probe.off(moved))
-    if probe.setting == "entropy":
-        kept = {n: g for n, g in moved.cotangents.items() if n != "entropy"}
-        still = dataclasses.replace(still, cotangents=kept)
-    return Pair(case, moved, still)
-
-
-def _policy(number: int) -> dict[str, Any]:
-    lengths = ([6, 4, 2], [3, 5])[number % len(SHAPES)]
-    return {"peak": 2.0, "lengths": lengths, "cotangent": "ones", "grad": "hidden weight"}
-
-
-COMMON: dict[str, Callable[[int], dict[str, Any]]] = {
-    "logprobs": lambda number: {"peak": 2.0, "grad": "hidden weight"},
-    "policy": _policy,
-    "divergence": lambda number: {"peak": 2.0, "cotangent": "ones", "grad": "hidden weight"},
-}
-"""Family -> settings of every pair: logits well spread, sequences of unequal length, an upstream gradient of 1."""
-
-
-def _without(*names: str) -> Callable[[Inputs], Tensors]:
-    return lambda x: dict.fromkeys(names)
-
-
-def _as_built_without(setting: str, *names: str) -> Callable[[Inputs], Tensors]:
-    """The named tensors as they are where the setting was never moved."""
-
-    def off(x: Inputs) -> Tensors:
-        kept = {k: v for k, v in x.case.settings.items() if k != setting}
-        plain = loss_family(x.case.family).build(dataclasses.replace(x.case, settings=kept))
-        return {n: plain.tensors[n] for n in names if n in plain.tensors}
-
-    return off
-
-
-SUPPORT = ("ids", "support_ids", "support_logps", "top1_ids", "top1_logps", "label_logps")
-
-
-CAP = ("final_logit_softcapping", "softcap", "softcapping")
-
-HEAD = (
-    Probe("temperature", 0.7),
-    Probe("softcap", 3.0, names=CAP),
-    Probe("logit_scale", 0.3),
-    Probe("bias", "random", off=_without("bias")),
-)
-"""Settings of every family with an LM head."""
-
-
-LOGPROBS = (
-    *HEAD,
-    Probe("temperature", 0.7, {"softcap": 3.0}, note="with softcap 3"),
-    Probe("logit_scale", 0.3, {"softcap": 3.0}, note="with softcap 3"),
-    Probe("bias", "random", {"temperature": 0.7}, off=_without("bias"), note="with temperature 0.7"),
-    Probe("ignored", "some", names=("ignore_index", "row_mask"), off=_as_built_without("ignored", "ids")),
-    Probe("entropy", "gradient", names=("entropy", "return_entropy", "compute_entropy")),
-    Probe("chunk_size", 5, names=("chunk_size", "vocab_chunk_size"), stays=True),
-)
-
-LOSS_TYPES = tuple(
-    Probe("loss_type", value, {"epsilon_high": 2.0} if value == "cispo" else {})
-    for value in ("bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-)
-
-RATIO = ("importance_sampling_ratio", "vllm_is_ratio")
-STEPS = ("current_gradient_accumulation_steps", "gradient_accumulation_steps", "accumulation_steps")
-KL = {"beta": 0.5, "ref": "apart"}
-
-POLICY = (
-    *HEAD,
-    Probe("head", "tied", names=("previous_ids",), callers=True),
-    Probe("head", "lora", names=("lora_a", "lora_b", "active_adapters"), callers=True),
-    *LOSS_TYPES,
-    Probe("importance_sampling_level", "sequence"),
-    Probe("epsilon", 0.05, {"epsilon_high": 0.28}, names=("epsilon", "epsilon_low", "eps_low")),
-    Probe("epsilon_high", 0.5, names=("epsilon_high", "eps_high")),
-    Probe("delta", 1.8),
-    Probe("beta", 0.5, {"ref": "apart"}, off=_without("ref_logps")),
-    Probe("use_bias_correction_kl", True, KL),
-    Probe("old", "mixed", names=("old_per_token_logps", "old_logps"), off=_without("old_logps")),
-    Probe("ratio", "token", {"ratio_range": "wide"}, RATIO, off=_without("importance_sampling_ratio")),
-    Probe("ratio", "sequence", {"ratio_range": "wide"}, RATIO, off=_without("importance_sampling_ratio")),
-    Probe("off_policy_mask_threshold", 0.1, {"sampler": "given"}),
-    Probe(
-        "sampler",
-        "given",
-        {"off_policy_mask_threshold": 0.1},
-        ("sampling_per_token_logps",),
-        off=_without("sampling_logps"),
-    ),
-    Probe("entropy_quantile", True, names=("top_entropy_quantile",), off=_without("top_entropy_quantile")),
-    Probe("entropy_coef", 0.3),
-    Probe("advantages", "token", off=lambda x: {"advantages": x.advantages[:, 0]}),
-    Probe(
-        "lengths",
-        RAGGED,
-        names=("completion_mask", "attention_mask", "mask"),
-        off=lambda x: {n: torch.ones_like(x.tensors[n]) for n in ("mask", "completion_mask")},
-        callers=True,
-    ),
-    Probe(
-        "holes",
-        True,
-        names=("tool_mask",),
-        off=lambda x: {"tool_mask": None, "mask": x.completion_mask},
-        callers=True,
-        note="tool mask",
-    ),
-    Probe("accumulation", 4, {"steps_per_generation": 4}, STEPS, ("steps_per_generation",), callers=True),
-    Probe(
-        "accumulation",
-        4,
-        {"steps_per_generation": 4, "loss_type": "dapo"},
-        STEPS,
-        ("steps_per_generation",),
-        stays=True,
-        callers=True,
-        note="dapo",
-    ),
-    Probe("steps_per_generation", 2, {"loss_type": "dapo"}, callers=True, note="dapo"),
-    Probe(
-        "other_tokens",
-        40,
-        {"loss_type": "dapo"},
-        ("num_items_in_batch",),
-        off=lambda x: {"num_items_in_batch": x.mask.sum()},
-        note="dapo: num_items_in_batch",
-    ),
-    Probe("max_completion_length", 512, {"loss_type": "dr_grpo"}),
-    Probe("mode", "eval", {"accumulation": 4, "steps_per_generation": 4}, ("training", "mode"), callers=True),
-    Probe("sapo_temperature_pos", 0.3, {"loss_type": "sapo", "advantages": "positive"}),
-    Probe("sapo_temperature_neg", 3.0, {"loss_type": "sapo", "advantages": "negative"}),
-    Probe("vespo_k_pos", 1.0, {"loss_type": "vespo", "advantages": "positive"}),
-    Probe("vespo_lambda_pos", 1.5, {"loss_type": "vespo", "advantages": "positive"}),
-    Probe("vespo_k_neg", 1.5, {"loss_type": "vespo", "advantages": "negative"}),
-    Probe("vespo_lambda_neg", 1.0, {"loss_type": "vespo", "advantages": "negative"}),
-    Probe("chunk_size", 2, stays=True),
-)
-
-FORWARD: Mapping[str, Any] = {"beta": 0.0}
-SPARSE: Mapping[str, Any] = {"sparse": "topk", "beta": 0.0}
-MIXED: Mapping[str, Any] = {"sparse": "mixed", "beta": 1.0}
-DENSE: tuple[Mapping[str, Any], ...] = ({}, FORWARD)
-ANY = (*DENSE, SPARSE, MIXED)
-"""What distillation losses take: a dense teacher, the forward KL alone, a teacher's top k, its top 1 and the label."""
-
-DIVERGENCE = (
-    *(dataclasses.replace(probe, bases=ANY) for probe in HEAD),
-    *(Probe("beta", value) for value in (0.0, 1.0, 0.1)),
-    Probe("teacher_softcap", 1.0, names=("teacher_final_logit_softcapping", "teacher_softcap"), bases=DENSE),
-    Probe("teacher_logit_scale", 0.3, bases=DENSE),
-    Probe(
-        "teacher_bias",
-        "random",
-        names=("teacher_bias", "teacher_lm_head_bias"),
-        off=_without("teacher_bias"),
-        bases=DENSE,
-    ),
-    Probe(
-        "ignored",
-        "some",
-        names=("labels", "ignore_index", "mask", "target"),
-        off=_as_built_without("ignored", *SUPPORT),
-        bases=ANY,
-    ),
-    Probe(
-        "num_items",
-        "given",
-        {"other_tokens": 40},
-        ("num_items_in_batch",),
-        off=_without("num_items_in_batch"),
-        bases=DENSE,
-    ),
-    Probe(
-        "extra_vocabulary",
-        9,
-        names=("vocab_size",),
-        off=_as_built_without("extra_vocabulary", "teacher_weight", "teacher_bias"),
-        bases=DENSE,
-        stays=True,
-    ),
-    Probe("tail", False, {"sparse": "topk", "beta": 0.0}, ("loss_add_tail", "add_tail")),
-    Probe("chunk_size", 3, bases=DENSE, stays=True),
-)
-
-PROBES: dict[str, tuple[Probe, ...]] = {"logprobs": LOGPROBS, "policy": POLICY, "divergence": DIVERGENCE}
-"""Family -> what is moved. Shapes, dtypes, layouts and what only changes data are inputs, not settings."""
+    kept = {n: g for n, g in still.cotangents.items() if n not in probe.outputs}
+    return Pair(case, moved, dataclasses.replace(still, cotangents=kept))

@@ -134,7 +134,7 @@ def _far(ratio: float | None) -> float:
 def _one(implementation: Implementation, stand: Stand, blank: Answer, known: Ledger) -> Answer | None:
     """The answer on one pair; None where the gates of its recipe could not tell the two sides apart."""
     case, probe = stand.pair.case, stand.pair.moved
-    reason = skip_reason(implementation, case, probe.settings, stand.moved.inputs.hidden.device.type)
+    reason = skip_reason(stand.moved.family, implementation, case, probe.settings, stand.moved.inputs.device.type)
     if reason:
         return dataclasses.replace(blank, reason=reason)
     asked = [n for n in probe.cotangents if n in stand.moved.family.optional and n not in implementation.outputs]
@@ -273,7 +273,7 @@ def _row(out: Answer, quantity: str | None, gate: str, verdict: str, stand: Stan
         "implementation": out.implementation,
         "quantity": quantity,
         "dtype": case.dtype,
-        "device": stand.moved.inputs.hidden.device.type,
+        "device": stand.moved.inputs.device.type,
         "gate": gate,
     }
 

@@ -174,7 +174,9 @@ def compare_command(before: str, after: str, implementations: tuple[str, ...], a
 @click.command("matrix")
 @click.argument("package", metavar="PKG")
 @click.argument("releases", metavar="LOW..HIGH")
-@click.option("--family", "name", default="policy", show_default=True, help="policy, logprobs or divergence")
+@click.option(
+    "--family", "name", default="policy", show_default=True, metavar="NAME|FILE.py:NAME", help="a loss family"
+)
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
 @click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="environments at a time")
 @click.option("--html", type=click.Path(path_type=Path), default=Path("reports/matrix.html"), show_default=True)

@@ -13,7 +13,7 @@ from parity import data
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.families.policy_inputs import LOSS_TYPES
-from parity.registry import family
+from parity.registry import NAMES, loss_families, loss_family
 from parity.versions.commands.history import folder
 from parity.versions.commands.probe import Look, look
 from parity.versions.commands.row_diff import MARKS, Moved, moved, side, table
@@ -25,21 +25,24 @@ from parity.versions.search.checks import Check
 
 Cases = list[tuple[str, Case]]
 
-FAMILIES = ("policy", "logprobs", "divergence")
 QUICK = ("trl", "liger-kernel")
-OF_CONFIG = (
-    "loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl temperature "
-    "off_policy_mask_threshold entropy_coef sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos "
-    "vespo_k_neg vespo_lambda_neg max_completion_length"
-).split()
-"""Settings of a policy case that a field of GRPOConfig of the same name decides."""
+SEED = 20261120
 
 
 def cases() -> Cases:
     """The frozen cases of the families compared, by name: regressions, and those of the history records."""
     paths = {path.stem: path for path in [*sorted(folder().glob("*.json")), *data.frozen_cases()]}
     found = [(name, Case.load(path)) for name, path in paths.items()]
-    return [(name, case) for name, case in found if case.family in FAMILIES and case.tensors is None]
+    return [(name, case) for name, case in found if case.family in NAMES and case.tensors is None]
+
+
+def of_own(wanted: Sequence[str]) -> Cases:
+    """The cases of the version matrix for the families of `wanted` that have no frozen ones: a user's own."""
+    from parity.registry import select
+
+    families = dict.fromkeys(one.family for one in select(wanted) if one.family in set(loss_families()) - set(NAMES))
+    found = [case for name in families for column in loss_family(name).matrix(SEED).values() for case in column]
+    return [(case.id, case) for case in found]
 
 
 def twins() -> Cases:
@@ -66,7 +69,7 @@ def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[
     from parity.registry import select
     from parity.trainers.catalogue import is_trainer
 
-    chosen = [i for i in select(named) if i.family in FAMILIES or is_trainer(i.family)]
+    chosen = [i for i in select(named) if i.family in loss_families() or is_trainer(i.family)]
     if not named:
         chosen = [i for i in chosen if not i.id.endswith("-trainer.fixed")]
         others = set(packages) - set(QUICK)
@@ -88,7 +91,7 @@ def compare(
         raise UsageError(f"compare: both sides are {', '.join(map(str, parsed[0]))}; name two")
     sides = [Environment.of(one) for one in specs]
     wanted = implementations(named, (spec.name for one in parsed for spec in one))
-    frozen = of([*cases(), *twins()], wanted)
+    frozen = of([*cases(), *of_own(wanted), *twins()], wanted)
     asked = [frozen, frozen]
     if all_defaults:
         asked = [_with_defaults(frozen, one.config) for one in both(sides, [[], []], ())]
@@ -145,15 +148,16 @@ def both(
 
 
 def _with_defaults(frozen: Cases, config: Mapping[str, Any]) -> Cases:
-    """The policy cases with every setting that a GRPOConfig could have at the release's default, each such case once."""
-    own = {n: v for n, v in config.items() if n in OF_CONFIG}
+    """The cases whose settings a GRPOConfig decides, with each of those at the release's default, each such case once."""
+    fields = {name: loss_family(name).config_fields for name in loss_families()}
+    own = {n: v for n, v in config.items() if any(n in of for of in fields.values())}
     if own.get("loss_type", LOSS_TYPES[0]) not in LOSS_TYPES:
         raise UsageError(f"--all-defaults: loss_type {own['loss_type']!r} is none of {', '.join(LOSS_TYPES)}")
     out: dict[str, tuple[str, Case]] = {}
     for name, case in frozen:
-        if case.family == "policy":
-            kept = {n: v for n, v in case.settings.items() if n not in (*OF_CONFIG, "entropy_quantile")}
-            made = family("policy").case(case.seed, case.dtype, kept | own)
+        if decided := fields.get(case.family):
+            kept = {n: v for n, v in case.settings.items() if n not in (*decided, "entropy_quantile")}
+            made = loss_family(case.family).case(case.seed, case.dtype, kept | own)
             out.setdefault(made.id, (name, made))
     return list(out.values())
 
@@ -175,7 +179,7 @@ def first_difference(
         UsageError: when nothing differs in the direction asked for; it says what does in the other.
     """
     wanted = implementations(named, [package])
-    frozen = of([*cases(), *twins()], wanted)
+    frozen = of([*cases(), *of_own(wanted), *twins()], wanted)
     made = [Environment.of([f"{package}=={version}"], hold) for version in (older, newer)]
     found = both(made, [frozen, frozen], wanted)
     different = moved(*(side(one.rows, frozen) for one in found))

@@ -25,6 +25,7 @@ from packaging.version import Version
 from parity import data
 from parity.case.case import Case
 from parity.errors import UsageError
+from parity.registry import load as load_implementations
 from parity.trainers.catalogue import is_trainer
 from parity.versions.commands.probe import rows
 from parity.versions.env.client import EnvironmentUnusable
@@ -58,7 +59,7 @@ class Record:
         family = self.check.case.family
         if is_trainer(family):
             return f"{family}.released"
-        return "trl.GRPOTrainer" if family == "policy" else "trl.selective_log_softmax"
+        return next(i.id for i in load_implementations().values() if i.family == family and i.role == "reference")
 
 
 @dataclass(frozen=True)

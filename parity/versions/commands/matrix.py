@@ -12,34 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import parity
 from parity.case.case import Case
 from parity.errors import UsageError
-from parity.families.policy_inputs import LOSS_TYPES
-from parity.registry import family
+from parity.registry import loss_family, resolved
 from parity.running.shard import FAILING
-from parity.versions.commands.compare import QUICK
+from parity.versions.commands.compare import QUICK, SEED
 from parity.versions.commands.probe import rows
 from parity.versions.env.client import EnvironmentUnusable, cache_folder
 from parity.versions.env.environment import Environment
 from parity.versions.env.releases import span
 from parity.versions.env.resolve import save_json
 from parity.versions.search.checks import Row
-
-SEED = 20261120
-_RAGGED: dict[str, Any] = {"B": 4, "T": 9, "V": 37, "H": 8, "peak": 2.0}
-_POLICY = {"lengths": [9, 4, 7, 1], "epsilon_high": 0.28, "max_completion_length": 16}
-_WINDOW = {"accumulation": 2, "steps_per_generation": 2, "other_tokens": 17}
-VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
-    # Plain; with a KL term and unequal micro-batches; with the sampler's ratio and a tool mask. A case that a release
-    # cannot express leaves the others to speak for it.
-    "policy": (_POLICY, {**_POLICY, **_WINDOW, "beta": 0.04}, {**_POLICY, "ratio": "token", "holes": True}),
-    "logprobs": ({}, {"bias": "random", "temperature": 0.7, "targets": "likely"}),
-    "divergence": ({"teacher_H": 8}, {"teacher_H": 8, "ignored": "some", "temperature": 2.0}),
-}
-_BETAS = {"forward KL": 0.0, "JSD": 0.5, "reverse KL": 1.0}
 
 
 @dataclass(frozen=True)
@@ -73,19 +58,8 @@ class Line:
 
 
 def columns(name: str) -> dict[str, list[Case]]:
-    """Column -> cases, for a family."""
-    if name not in VARIANTS:
-        raise UsageError(f"family {name!r} has no matrix, choose from {', '.join(VARIANTS)}")
-    own: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
-        "policy": {one: ("fp32", {"loss_type": one}) for one in LOSS_TYPES},
-        "logprobs": {dtype: (dtype, {}) for dtype in ("fp32", "fp16", "bf16")},
-        "divergence": {kind: ("fp32", {"beta": beta}) for kind, beta in _BETAS.items()},
-    }
-    fam = family(name)
-    return {
-        column: [fam.case(SEED + n, dtype, {**_RAGGED, **variant, **sets}) for n, variant in enumerate(VARIANTS[name])]
-        for column, (dtype, sets) in own[name].items()
-    }
+    """Column -> cases, for a loss family."""
+    return loss_family(name).matrix(SEED)
 
 
 def implementations(name: str, named: Sequence[str], package: str) -> list[str]:
@@ -112,6 +86,7 @@ def matrix(
 
     EnvironmentUnusable when the range is empty or the index cannot be read; a release that cannot be made is a line.
     """
+    name = resolved(name)
     asked, wanted = columns(name), implementations(name, named, package)
     versions = [one.version for one in span(package, text)]
     kept = _folder(package, asked, wanted)

@@ -1,0 +1,164 @@
+"""A family that is one file, fixtures/rms_norm.py, goes through every command: nothing else knows its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from parity import registry
+from parity.case.case import Case
+from parity.cli.commands import main
+from parity.errors import UsageError
+from parity.registry import loss_families, resolved
+from parity.selftest.controls import controls_of
+from parity.selftest.mutants import controls, mutants
+from parity.selftest.mutants.matrix import stream_fates
+from parity.versions.commands import compare, probe
+from parity.versions.commands.row_diff import moved, side
+from parity.versions.env.environment import Environment
+
+FILE = "fixtures/rms_norm.py"
+FAMILY, RIGHT, WRONG = f"{FILE}:FAMILY", f"{FILE}:right", f"{FILE}:wrong"
+NAMED = ["--family", FAMILY, "--implementation", RIGHT, "--implementation", WRONG]
+
+LEDGER = f"""
+[[finding]]
+id = "eps-ignored"
+family = "rms_norm"
+implementations = ["{WRONG}"]
+quantities = ["y", "grad_x"]
+reason = "eps is always 1e-6, whatever the caller asks for"
+date = "2026-11-22"
+case = "case.json"
+"""
+
+
+@pytest.fixture(scope="module")
+def name() -> str:
+    return resolved(FAMILY)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run in worker processes: folder of its reports, exit code, rows."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "ledger.toml").write_text(LEDGER)
+    frozen = Case("rms_norm", 5, "fp32", {"eps": 0.3})
+    (folder / "case.json").write_text(json.dumps(frozen.to_json()))
+    options = ["--profile", "quick", "--dtype", "fp32", "--workers", "1", "--reports", str(folder)]
+    command = [sys.executable, "-m", "parity", "run", *options, "--ledger", str(folder / "ledger.toml"), *NAMED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    rows = [json.loads(line) for line in (folder / "results.ndjson").read_text().splitlines()[1:]]
+    return folder, done, rows
+
+
+def test_a_run_judges_it_in_worker_processes_and_knows_its_ledger(run):
+    _, done, rows = run
+    assert done.returncode == 1, done.stdout + done.stderr
+    right, wrong = ([r for r in rows if r["implementation"] == id and "quantity" in r] for id in (RIGHT, WRONG))
+    assert len({r["case"] for r in right}) > 50, "60 by its record, less those in a context that it does not claim"
+    assert {r["verdict"] for r in right} == {"agree"}
+    failing = [r for r in wrong if r["verdict"] == "disagree"]
+    assert {r["quantity"] for r in failing} == {"y", "grad_x", "grad_weight"}
+    assert all((r["known"] == "eps-ignored") == (r["quantity"] != "grad_weight") for r in failing)
+    assert "no longer reproduces" not in done.stdout
+
+
+def test_every_report_shows_it(run):
+    folder, done, _ = run
+    for text in (done.stdout, *((folder / n).read_text() for n in ("index.html", "summary.md", "junit.xml"))):
+        assert WRONG in text
+        assert "rms_norm" in text
+
+
+def test_its_minimised_finding_is_replayed(run):
+    folder, _, _ = run
+    file, *_ = sorted((folder / "findings").glob("rms_norm-*.json"))
+    for implementation, code in ((WRONG, 1), (RIGHT, 0)):
+        done = CliRunner().invoke(main, ["replay", str(file), "--implementation", implementation])
+        assert done.exit_code == code, done.output
+
+
+def test_an_audit_asks_about_its_settings(tmp_path):
+    done = CliRunner().invoke(main, ["audit", *NAMED, "--reports", str(tmp_path)])
+    assert done.exit_code == 1, done.output
+    rows = [json.loads(line) for line in (tmp_path / "audit.ndjson").read_text().splitlines()[1:]]
+    assert {(r["implementation"], r["label"], r["answer"]) for r in rows} == {
+        (RIGHT, "eps=0.3", "honoured"),
+        (WRONG, "eps=0.3", "ignored"),
+    }
+
+
+def test_its_mutants_are_killed_and_its_control_lives(name):
+    fates = stream_fates(name, 0, 24, mutants(name), controls(name))
+    assert {f.name: f.killed for f in fates}["eps-ignored"] is True
+    assert all(f.right for f in fates), [f.name for f in fates if not f.right]
+    assert [i.id for i in controls_of(name)] == ["honest.rms_norm.float32"]
+
+
+def test_two_environments_are_compared_on_it(name, tmp_path):
+    """The same environment twice; between the two looks the user's file changes."""
+    made = environment(tmp_path / "env")
+    file = shutil.copy(FILE, tmp_path / "own.py")
+    wanted = [f"{file}:right"]
+    frozen = compare.of_own([RIGHT])
+    assert {case.family for _, case in frozen} == {name} and len(frozen) == 6
+    looks = [probe.look(made, [case for _, case in frozen], wanted).rows]
+    Path(file).write_text(Path(file).read_text().replace("(-1, keepdim=True) + eps) * w", "(-1, keepdim=True)) * w"))
+    looks.append(probe.look(made, [case for _, case in frozen], wanted).rows)
+    different = moved(*(side(rows, frozen) for rows in looks))
+    assert {(m.mark, m.quantity) for m in different} == {("+", q) for q in ("y", "grad_x", "grad_weight")}
+
+
+def environment(root: Path) -> Environment:
+    """This very interpreter with its packages, as an environment."""
+    venv.create(root, symlinks=True)
+    (packages,) = root.glob("lib/python*/site-packages")
+    (packages / "all.pth").write_text(os.path.dirname(os.path.dirname(pytest.__file__)))
+    return Environment(root, {}, {}, None, "linked", {})
+
+
+def test_a_package_brings_a_family_along_as_an_entry_point(tmp_path, monkeypatch):
+    text = Path(FILE).read_text().replace('name="rms_norm"', 'name="packaged"')
+    (tmp_path / "packaged_family.py").write_text(text.replace("FAMILY = add_family(", "FAMILY = ("))
+    (tmp_path / "packaged_family-1.dist-info").mkdir()
+    (tmp_path / "packaged_family-1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: packaged\nVersion: 1"
+    )
+    points = "[parity.families]\npackaged = packaged_family:FAMILY\n"
+    (tmp_path / "packaged_family-1.dist-info" / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(tmp_path)
+    registry._installed.cache_clear()
+    try:
+        assert "packaged" in loss_families()
+    finally:
+        registry._ADDED.pop("packaged", None)
+        registry._installed.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (RIGHT, "is a function, expected a parity.case.family.Family"),
+        (f"{FILE}:GONE", "no 'GONE'"),
+        ("rms", "family 'rms' is unknown"),
+    ],
+)
+def test_what_is_no_family_is_one_line(spec, words):
+    with pytest.raises(UsageError, match=words):
+        resolved(spec)
+
+
+def test_its_name_is_its_own():
+    one = registry.loss_family(resolved(FAMILY))
+    for taken in ("policy", "grpo-trainer"):
+        with pytest.raises(UsageError, match="exists already"):
+            registry.add_family(type(one)(**{**vars(one), "name": taken}))

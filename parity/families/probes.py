@@ -1,0 +1,184 @@
+"""What an audit moves in each loss family, see `parity.case.probe`. Shapes, dtypes, layouts and what only changes data are
+inputs, not settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from parity.case.family import Family
+from parity.case.inputs import Inputs
+from parity.case.probe import Probe, Tensors
+
+
+def _without(*names: str) -> Callable[[Inputs], Tensors]:
+    return lambda x: dict.fromkeys(names)
+
+
+def _as_built_without(setting: str, *names: str) -> Callable[[Inputs], Tensors]:
+    """The named tensors as they are where the setting was never moved."""
+
+    def off(x: Inputs) -> Tensors:
+        kept = {k: v for k, v in x.case.settings.items() if k != setting}
+        built: Family = importlib.import_module(f"parity.families.{x.case.family}").FAMILY
+        plain = built.build(dataclasses.replace(x.case, settings=kept))
+        return {n: plain.tensors[n] for n in names if n in plain.tensors}
+
+    return off
+
+
+SUPPORT = ("ids", "support_ids", "support_logps", "top1_ids", "top1_logps", "label_logps")
+
+
+CAP = ("final_logit_softcapping", "softcap", "softcapping")
+
+HEAD = (
+    Probe("temperature", 0.7),
+    Probe("softcap", 3.0, names=CAP),
+    Probe("logit_scale", 0.3),
+    Probe("bias", "random", off=_without("bias")),
+)
+"""Settings of every family with an LM head."""
+
+
+LOGPROBS = (
+    *HEAD,
+    Probe("temperature", 0.7, {"softcap": 3.0}, note="with softcap 3"),
+    Probe("logit_scale", 0.3, {"softcap": 3.0}, note="with softcap 3"),
+    Probe("bias", "random", {"temperature": 0.7}, off=_without("bias"), note="with temperature 0.7"),
+    Probe("ignored", "some", names=("ignore_index", "row_mask"), off=_as_built_without("ignored", "ids")),
+    Probe("entropy", "gradient", names=("entropy", "return_entropy", "compute_entropy"), outputs=("entropy",)),
+    Probe("chunk_size", 5, names=("chunk_size", "vocab_chunk_size"), stays=True),
+)
+
+LOSS_TYPES = tuple(
+    Probe("loss_type", value, {"epsilon_high": 2.0} if value == "cispo" else {})
+    for value in ("bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+)
+
+RATIO = ("importance_sampling_ratio", "vllm_is_ratio")
+STEPS = ("current_gradient_accumulation_steps", "gradient_accumulation_steps", "accumulation_steps")
+KL = {"beta": 0.5, "ref": "apart"}
+
+POLICY = (
+    *HEAD,
+    Probe("head", "tied", names=("previous_ids",), callers=True),
+    Probe("head", "lora", names=("lora_a", "lora_b", "active_adapters"), callers=True, leaves=("hidden",)),
+    *LOSS_TYPES,
+    Probe("importance_sampling_level", "sequence"),
+    Probe("epsilon", 0.05, {"epsilon_high": 0.28}, names=("epsilon", "epsilon_low", "eps_low")),
+    Probe("epsilon_high", 0.5, names=("epsilon_high", "eps_high")),
+    Probe("delta", 1.8),
+    Probe("beta", 0.5, {"ref": "apart"}, off=_without("ref_logps")),
+    Probe("use_bias_correction_kl", True, KL),
+    Probe("old", "mixed", names=("old_per_token_logps", "old_logps"), off=_without("old_logps")),
+    Probe("ratio", "token", {"ratio_range": "wide"}, RATIO, off=_without("importance_sampling_ratio")),
+    Probe("ratio", "sequence", {"ratio_range": "wide"}, RATIO, off=_without("importance_sampling_ratio")),
+    Probe("off_policy_mask_threshold", 0.1, {"sampler": "given"}),
+    Probe(
+        "sampler",
+        "given",
+        {"off_policy_mask_threshold": 0.1},
+        ("sampling_per_token_logps",),
+        off=_without("sampling_logps"),
+    ),
+    Probe("entropy_quantile", True, names=("top_entropy_quantile",), off=_without("top_entropy_quantile")),
+    Probe("entropy_coef", 0.3),
+    Probe("advantages", "token", off=lambda x: {"advantages": x.advantages[:, 0]}),
+    Probe(
+        "lengths",
+        "ragged",
+        data=True,
+        names=("completion_mask", "attention_mask", "mask"),
+        off=lambda x: {n: torch.ones_like(x.tensors[n]) for n in ("mask", "completion_mask")},
+        callers=True,
+    ),
+    Probe(
+        "holes",
+        True,
+        names=("tool_mask",),
+        off=lambda x: {"tool_mask": None, "mask": x.completion_mask},
+        callers=True,
+        note="tool mask",
+    ),
+    Probe("accumulation", 4, {"steps_per_generation": 4}, STEPS, ("steps_per_generation",), callers=True),
+    Probe(
+        "accumulation",
+        4,
+        {"steps_per_generation": 4, "loss_type": "dapo"},
+        STEPS,
+        ("steps_per_generation",),
+        stays=True,
+        callers=True,
+        note="dapo",
+    ),
+    Probe("steps_per_generation", 2, {"loss_type": "dapo"}, callers=True, note="dapo"),
+    Probe(
+        "other_tokens",
+        40,
+        {"loss_type": "dapo"},
+        ("num_items_in_batch",),
+        off=lambda x: {"num_items_in_batch": x.mask.sum()},
+        note="dapo: num_items_in_batch",
+    ),
+    Probe("max_completion_length", 512, {"loss_type": "dr_grpo"}),
+    Probe("mode", "eval", {"accumulation": 4, "steps_per_generation": 4}, ("training", "mode"), callers=True),
+    Probe("sapo_temperature_pos", 0.3, {"loss_type": "sapo", "advantages": "positive"}),
+    Probe("sapo_temperature_neg", 3.0, {"loss_type": "sapo", "advantages": "negative"}),
+    Probe("vespo_k_pos", 1.0, {"loss_type": "vespo", "advantages": "positive"}),
+    Probe("vespo_lambda_pos", 1.5, {"loss_type": "vespo", "advantages": "positive"}),
+    Probe("vespo_k_neg", 1.5, {"loss_type": "vespo", "advantages": "negative"}),
+    Probe("vespo_lambda_neg", 1.0, {"loss_type": "vespo", "advantages": "negative"}),
+    Probe("chunk_size", 2, stays=True),
+)
+
+FORWARD: Mapping[str, Any] = {"beta": 0.0}
+SPARSE: Mapping[str, Any] = {"sparse": "topk", "beta": 0.0}
+MIXED: Mapping[str, Any] = {"sparse": "mixed", "beta": 1.0}
+DENSE: tuple[Mapping[str, Any], ...] = ({}, FORWARD)
+ANY = (*DENSE, SPARSE, MIXED)
+"""What distillation losses take: a dense teacher, the forward KL alone, a teacher's top k, its top 1 and the label."""
+
+DIVERGENCE = (
+    *(dataclasses.replace(probe, bases=ANY) for probe in HEAD),
+    *(Probe("beta", value) for value in (0.0, 1.0, 0.1)),
+    Probe("teacher_softcap", 1.0, names=("teacher_final_logit_softcapping", "teacher_softcap"), bases=DENSE),
+    Probe("teacher_logit_scale", 0.3, bases=DENSE),
+    Probe(
+        "teacher_bias",
+        "random",
+        names=("teacher_bias", "teacher_lm_head_bias"),
+        off=_without("teacher_bias"),
+        bases=DENSE,
+    ),
+    Probe(
+        "ignored",
+        "some",
+        names=("labels", "ignore_index", "mask", "target"),
+        off=_as_built_without("ignored", *SUPPORT),
+        bases=ANY,
+    ),
+    Probe(
+        "num_items",
+        "given",
+        {"other_tokens": 40},
+        ("num_items_in_batch",),
+        off=_without("num_items_in_batch"),
+        bases=DENSE,
+    ),
+    Probe(
+        "extra_vocabulary",
+        9,
+        names=("vocab_size",),
+        off=_as_built_without("extra_vocabulary", "teacher_weight", "teacher_bias"),
+        bases=DENSE,
+        stays=True,
+    ),
+    Probe("tail", False, {"sparse": "topk", "beta": 0.0}, ("loss_add_tail", "add_tail")),
+    Probe("chunk_size", 3, bases=DENSE, stays=True),
+)
