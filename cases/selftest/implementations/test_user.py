@@ -134,7 +134,8 @@ def test_own_code_that_was_never_compared_is_no_success(tmp_path):
 
 
 def test_an_implementation_in_a_file_is_known_by_its_own_id(tmp_path):
-    text = "from parity.implementations.implementation import Implementation\nown = Implementation('mine', 'logprobs', 'candidate', len)\n"
+    imported = "from parity.implementations.implementation import Implementation\n"
+    text = imported + "own = Implementation('mine', 'logprobs', 'candidate', len)\n"
     options = Options(implementations=(own_file(tmp_path, text),))
     assert judge_run(options, [row("agree", name="mine")], [], [], "cpu") == (0, [])
     code, reasons = judge_run(options, [row("agree", name="trl.selective_log_softmax")], [], [], "cpu")
