@@ -9,7 +9,7 @@ from parity.registry import facts, family, load, run_case
 from parity.results.ledger import Ledger
 from parity.results.report.failure import text_of
 from parity.running.run import DTYPES, FIXED_SEED
-from parity.running.shard import FAILING, selected
+from parity.running.shard import selected
 
 CHOSEN = [i for i in load().values() if not i.opt_in]
 
@@ -28,8 +28,8 @@ def test_drawn(implementation, request) -> None:
         if not selected(implementation, case, 1, device()):
             continue
         rows = list(run_case(case, [implementation], device(), thorough=False))
-        judged.extend(r for r in rows if r["verdict"] == "agree")
-        new = [r for r in rows if r["verdict"] in FAILING and ledger.match(r, facts(case)) is None]
+        judged.extend(r for r in rows if r.verdict == "agree")
+        new = [r for r in rows if r.failing and ledger.match(r, facts(case)) is None]
         assert not new, text_of(rows)
     if not judged:
         pytest.skip(f"{implementation.id}: none of the drawn cases is one that it claims here")

@@ -11,7 +11,6 @@ from parity.plugin import device
 from parity.registry import facts, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report.failure import text_of
-from parity.running.shard import FAILING
 
 
 @pytest.mark.parametrize("path", data.frozen_cases(), ids=lambda p: p.stem)
@@ -20,16 +19,14 @@ def test_frozen(path: Path) -> None:
     only = raw.get("implementations")
     chosen = [i for i in select(()) if i.family == case.family and (only is None or i.id in only)]
     rows = list(run_case(case, chosen, device(), thorough=not raw.get("fast", False)))
-    absent = [r["message"] for r in rows if r["verdict"] == "unsupported" and "is not installed" in r["message"]]
+    absent = [r.message for r in rows if r.verdict == "unsupported" and "is not installed" in r.message]
     if absent and len(absent) == len(rows):
         pytest.skip(absent[0])
     ledger = Ledger.load(data.ledger_file())
-    new = [r for r in rows if r["verdict"] in FAILING and ledger.match(r, facts(case)) is None]
-    assert not new, "\n".join(
-        text_of([r for r in rows if r["implementation"] == new[0]["implementation"]]).splitlines()
-    )
+    new = [r for r in rows if r.failing and ledger.match(r, facts(case)) is None]
+    assert not new, "\n".join(text_of([r for r in rows if r.implementation == new[0].implementation]).splitlines())
     judged = [
-        r for r in rows if r["verdict"] in ("agree", "disagree", "refused") or ledger.match(r, facts(case)) is not None
+        r for r in rows if r.verdict in ("agree", "disagree", "refused") or ledger.match(r, facts(case)) is not None
     ]
     assert judged, "nothing was judged"
 
@@ -49,6 +46,6 @@ def test_ledger_entry_still_reproduces(entry) -> None:
     deep = any(q.startswith(("protocol", "relation")) for q in entry.quantities)
     rows = list(run_case(case, chosen, device(), thorough=deep))
     ledger = Ledger((entry,), data.cases_dir())
-    known = {r["implementation"] for r in rows if r["verdict"] in FAILING and ledger.match(r, facts(case))}
-    ran = {r["implementation"] for r in rows if r["verdict"] != "unsupported"}
+    known = {r.implementation for r in rows if r.failing and ledger.match(r, facts(case))}
+    ran = {r.implementation for r in rows if r.verdict != "unsupported"}
     assert known == {i.id for i in chosen} & ran and known

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MINIMUM = (3, 11)
 KEPT = ("torch", "triton")
-NEEDED = "torch transformers trl accelerate datasets peft numpy hypothesis click rich jinja2 safetensors pytest".split()
+NEEDED = "torch transformers trl accelerate datasets peft numpy hypothesis click rich jinja2 safetensors msgspec pytest".split()
 WISHED = "triton liger-kernel cut-cross-entropy pytest-benchmark pytest-timeout pytest-xdist mpmath uv".split()
 
 

@@ -17,7 +17,7 @@ from parity.implementations import user
 from parity.implementations.implementation import REGISTRY, Implementation
 from parity.judging import compare
 from parity.judging.assess import Bench
-from parity.judging.compare import Row
+from parity.results.row import Row
 from parity.trainers import catalogue, execute
 from parity.trainers.catalogue import TrainerFamily, is_trainer
 

@@ -13,6 +13,7 @@ import click
 
 from parity.cli.group import Group, console
 from parity.errors import UsageError
+from parity.results.row import Row
 from parity.versions.commands.cli import COMMANDS
 
 
@@ -22,23 +23,19 @@ def main() -> None:
     """Numerical parity of LLM post-training losses: who is wrong, in which quantity, by how much."""
 
 
-def _progress() -> Callable[[dict[str, Any], list[dict[str, Any]]], None]:
+def _progress() -> Callable[[list[Row]], None]:
     """A line on stderr: rewritten on a terminal, every 20 s elsewhere."""
     terminal, begun = sys.stderr.isatty(), time.monotonic()
     last = [begun if not terminal else 0.0]
 
-    def show(event: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    def show(rows: list[Row]) -> None:
         now = time.monotonic()
         if now - last[0] < (0.2 if terminal else 20.0):
             return
         last[0] = now
-        pairs = len({(r["case"], r["implementation"]) for r in rows if r["verdict"] == "agree"})
+        pairs = len({(r.case, r.implementation) for r in rows if r.verdict == "agree"})
         failing = len(
-            {
-                r["implementation"]
-                for r in rows
-                if r["verdict"] not in ("agree", "unsupported", "refused") and not r["known"]
-            }
+            {r.implementation for r in rows if r.verdict not in ("agree", "unsupported", "refused") and not r.known}
         )
         text = f"{now - begun:5.0f} s  {pairs} implementation-cases agree, {failing} implementations with new findings"
         click.echo(f"\r{text}\033[K" if terminal else text, err=True, nl=not terminal)
@@ -100,7 +97,7 @@ def _inside(specs: tuple[str, ...]) -> int:
     return run_inside(specs, argv)
 
 
-def _report(header: dict[str, Any], rows: list[dict[str, Any]], folder: Path, reasons: list[str], code: int) -> None:
+def _report(header: dict[str, Any], rows: list[Row], folder: Path, reasons: list[str], code: int) -> None:
     from parity.results.report import html, junit, markdown, terminal
     from parity.results.report.summary import summarise
 

@@ -18,6 +18,7 @@ from parity.judging.execute import Outcome, execute
 from parity.judging.gates import Judgement, Unit, failed, judge
 from parity.judging.settle import CONFIRMATION, REPLICAS, ladder, settle
 from parity.recipe import Recipe
+from parity.results.row import Class
 from parity.rounding.oracle import Quantities, exact, gradient_name, replicas
 
 COARSEST = Recipe(logits="input", dlogits="input", elementwise="input", softmax="input", inputs="input", output="input")
@@ -199,7 +200,7 @@ def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) ->
     return judged
 
 
-def classify(bench: Bench, implementation: Implementation, failing: Sequence[str]) -> dict[str, str]:
+def classify(bench: Bench, implementation: Implementation, failing: Sequence[str]) -> dict[str, Class]:
     """ "logic" for each quantity that float32 does not mend and no other float32 recipe explains, else "precision"."""
     narrow = bench.inputs.case.dtype != "fp32" or bench.inputs.context == "autocast"
     precise = bench.in_float32() if narrow else bench

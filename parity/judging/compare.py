@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
+from msgspec.structs import replace
 
 from parity.case.case import Case
-from parity.case.family import AnyFamily, Family
+from parity.case.family import Family
 from parity.case.inputs import context_of
 from parity.implementations.implementation import Implementation
 from parity.judging import diagnose, side_effects
 from parity.judging.assess import Bench, classify, confirmed, followed_variant, judge_all
 from parity.judging.execute import Outcome, execute
 from parity.judging.gates import Judgement
+from parity.judging.rows import Blame, empty_row, flaky, size
 from parity.recipe import IEEE_FP32
-
-Row = dict[str, Any]
+from parity.results.row import Row, finite
 
 
 def run_case(
@@ -38,8 +37,7 @@ def run_case(
     """
     bench = Bench.of(family, case, device)
     kept = side_effects.copies(bench.inputs)
-    reference: dict[str, Row] = {}
-    against: str | None = None
+    blame = Blame()
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
         announce(implementation)
         deep = thorough if isinstance(thorough, bool) else thorough(implementation)
@@ -47,20 +45,7 @@ def run_case(
         side_effects.damaged(
             bench.inputs, kept
         )  # put back what an implementation changed: the next one gets the same bits
-        for row in rows:
-            if implementation.role == "reference":
-                if row["verdict"] == "disagree":
-                    row["blame"] = row["blame"] or "reference"
-                if row["verdict"] in ("agree", "disagree"):
-                    reference[row["quantity"]] = row
-                    against = implementation.id
-            else:
-                row["against"] = against
-                beside = reference.get(row["quantity"])
-                row["value_reference"] = beside["value"] if beside else None
-                if row["verdict"] == "disagree" and row["variant"] is None:
-                    row["blame"] = "both" if beside and beside["verdict"] == "disagree" else "candidate"
-            yield row
+        yield from map(blame.decide, rows)
 
 
 def skip_reason(family: Family, implementation: Implementation, case: Case, settings: Any, device: str) -> str | None:
@@ -94,38 +79,47 @@ def interpreter_limit(family: Family, case: Case, settings: Any) -> str | None:
 
 def _rows(bench: Bench, implementation: Implementation, thorough: bool) -> Iterator[Row]:
     inputs = bench.inputs
-    base = _base(bench, implementation)
     recipe = implementation.recipe_for(inputs)
+    base = empty_row(
+        bench.family,
+        inputs.case,
+        implementation.id,
+        inputs.device.type,
+        role=implementation.role,
+        recipe=recipe.describe(),
+        undecided=inputs.undecided,
+    )
     reason = skip_reason(bench.family, implementation, inputs.case, inputs.settings, inputs.device.type)
     if reason:
-        yield base | {"verdict": "unsupported", "message": reason}
+        yield replace(base, message=reason)
         return
     outcome, leaks = side_effects.watched(implementation, inputs)
     if leaks:  # a first call imports and caches; what an implementation leaves behind it leaves again
         leaks = [leak for leak in side_effects.watched(implementation, inputs)[1] if leak in leaks]
     if outcome.verdict != "ran":
-        yield base | {"verdict": outcome.verdict, "message": outcome.message, "blame": outcome.blame}
+        yield replace(base, verdict=outcome.verdict, message=outcome.message, blame=outcome.blame)
         return
     judged = confirmed(bench, implementation, outcome)
     failing = [name for name, j in judged.items() if not j.agrees]
     variant = followed_variant(bench, implementation, outcome, failing) if failing else None
-    again = None
-    if failing:
+
+    def again() -> dict[str, bool]:
         second = execute(implementation, inputs)
-        again = confirmed(bench, implementation, second) if second.verdict == "ran" else {}
+        found = confirmed(bench, implementation, second) if second.verdict == "ran" else {}
+        return {name: j.agrees for name, j in found.items()}
+
+    unsteady = flaky(failing, again)
     if thorough and not failing and recipe.describe() != "fp32":
         finer = judge_all(bench, implementation, outcome, dataclasses.replace(IEEE_FP32, output=recipe.output))
-        base["recipe_measured"] = "fp32" if all(j.agrees for j in finer.values()) else recipe.describe()
+        base.recipe_measured = "fp32" if all(j.agrees for j in finer.values()) else recipe.describe()
     classes = classify(bench, implementation, failing) if failing else {}
     for name, j in judged.items():
-        row = base | _judged_row(bench, implementation, name, j, outcome)
+        row = _judged_row(base, bench, name, j, outcome)
         if not j.agrees:
-            assert again is not None
-            flaky = name not in again or again[name].agrees
-            row["verdict"] = "nondeterministic" if flaky else "disagree"
-            row["class"] = classes[name]
-            row["variant"] = variant
-            row["message"] = "; ".join(filter(None, [j.message, *diagnose.hints(bench, name, outcome)]))
+            row.verdict = "nondeterministic" if name in unsteady else "disagree"
+            row.cls = classes[name]
+            row.variant = variant
+            row.message = "; ".join(filter(None, [j.message, *diagnose.hints(bench, name, outcome)]))
         yield row
     if thorough:
         other = bench.beside()
@@ -133,116 +127,48 @@ def _rows(bench: Bench, implementation: Implementation, thorough: bool) -> Itera
         leaks += side_effects.interleaved(implementation, inputs, other, outcome)
         leaks += side_effects.accumulation(implementation, inputs)
         for name, (holds, message) in side_effects.relations(bench.family, implementation, inputs, outcome).items():
-            yield base | _logic_row(f"relation: {name}", "relation", holds, message)
-    yield base | _logic_row("protocol", "protocol", not leaks, "; ".join(leaks))
+            yield _logic_row(base, f"relation: {name}", "relation", holds, message)
+    yield _logic_row(base, "protocol", "protocol", not leaks, "; ".join(leaks))
 
 
-def _base(bench: Bench, implementation: Implementation) -> Row:
-    inputs = bench.inputs
-    return empty_row(bench.family, inputs.case, implementation.id, inputs.device.type) | {
-        "role": implementation.role,
-        "recipe": implementation.recipe_for(inputs).describe(),
-        "undecided": inputs.undecided,
-    }
+def _judged_row(base: Row, bench: Bench, name: str, j: Judgement, outcome: Outcome) -> Row:
+    return replace(
+        base,
+        quantity=name,
+        verdict="agree" if j.agrees else "disagree",
+        gate=j.gate,
+        headroom=finite(j.headroom),
+        gates={k: finite(v) for k, v in j.gates.items()},
+        undecided=bench.inputs.undecided + j.undecided,
+        value=finite(size(outcome.quantities.get(name))),
+        value_oracle=finite(size(bench.exact.get(name))),
+        max_abs=finite(j.max_abs),
+        max_rel=finite(j.max_rel),
+        dist=finite(j.dist),
+        allclose=j.allclose,
+        atol=finite(j.atol),
+        rtol=finite(j.rtol),
+        worst=[] if j.agrees else [_entry(bench, name, *w) for w in j.worst],
+        slope=finite(j.slope),
+        message=j.message,
+    )
 
 
-def empty_row(family: AnyFamily, case: Case, implementation: str, device: str) -> Row:
-    """A row of the results contract in which nothing has been judged yet."""
-    s = family.full_settings(case)
-    shapes = {k: getattr(s, k) for k in family.shapes if hasattr(s, k)}
-    return {
-        "case": case.id,
-        "family": case.family,
-        "implementation": implementation,
-        "role": "candidate",
-        "against": None,
-        "quantity": None,
-        "dtype": case.dtype,
-        "device": device,
-        "verdict": None,
-        "class": None,
-        "blame": None,
-        "gate": None,
-        "headroom": None,
-        "gates": {},
-        "recipe": None,
-        "recipe_measured": None,
-        "variant": None,
-        "undecided": 0,
-        "value": None,
-        "value_oracle": None,
-        "value_reference": None,
-        "max_abs": None,
-        "max_rel": None,
-        "dist": None,
-        "allclose": None,
-        "atol": None,
-        "rtol": None,
-        "slope": None,
-        "worst": [],
-        "known": None,
-        "seed": case.seed,
-        "settings": dict(case.settings) | shapes,
-        "features": dict(family.features(case)),
-        "message": "",
-        "replay": f"parity replay {case.id} --implementation {implementation}",
-    }
+def _logic_row(base: Row, quantity: str, gate: str, holds: bool, message: str) -> Row:
+    headroom = 0.0 if holds else None
+    return replace(
+        base,
+        quantity=quantity,
+        verdict="agree" if holds else "disagree",
+        cls=None if holds else "logic",
+        gate=gate,
+        headroom=headroom,
+        gates={gate: headroom},
+        message=message,
+    )
 
 
-def _judged_row(bench: Bench, implementation: Implementation, name: str, j: Judgement, outcome: Outcome) -> Row:
-    value = outcome.quantities.get(name)
-    truth = bench.exact.get(name)
-    return {
-        "quantity": name,
-        "verdict": "agree" if j.agrees else "disagree",
-        "gate": j.gate,
-        "headroom": _finite(j.headroom),
-        "gates": {k: _finite(v) for k, v in j.gates.items()},
-        "undecided": bench.inputs.undecided + j.undecided,
-        "value": _size(value),
-        "value_oracle": _size(truth),
-        "max_abs": _finite(j.max_abs),
-        "max_rel": _finite(j.max_rel),
-        "dist": _finite(j.dist),
-        "allclose": j.allclose,
-        "atol": _finite(j.atol),
-        "rtol": _finite(j.rtol),
-        "worst": [] if j.agrees else [_entry(bench, name, *w) for w in j.worst],
-        "slope": _finite(j.slope),
-        "message": j.message,
-    }
-
-
-def _logic_row(quantity: str, gate: str, holds: bool, message: str) -> Row:
-    return {
-        "quantity": quantity,
-        "verdict": "agree" if holds else "disagree",
-        "class": None if holds else "logic",
-        "gate": gate,
-        "headroom": 0.0 if holds else None,
-        "gates": {gate: 0.0 if holds else None},
-        "message": message,
-    }
-
-
-def _size(value: torch.Tensor | None) -> float | None:
-    """A scalar's value, a tensor's norm."""
-    if value is None:
-        return None
-    value = value.detach().double()
-    return _finite(float(value) if value.dim() == 0 else float(value.norm()))
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value
-
-
-def _entry(bench: Bench, name: str, index: tuple[int, ...], value: float, truth: float, error: float) -> Row:
+def _entry(bench: Bench, name: str, index: tuple[int, ...], value: float, truth: float, error: float) -> dict[str, Any]:
     """One of the worst entries, with what it belongs to (`Family.place`): sequence, position, token id and mask of a token."""
-    out: Row = {"index": list(index), "value": _finite(value), "oracle": _finite(truth), "error": _finite(error)}
+    out = {"index": list(index), "value": finite(value), "oracle": finite(truth), "error": finite(error)}
     return out | bench.family.place(bench.inputs, name, index)
-
-
-def compared(row: Row) -> bool:
-    """Whether a row is a judged comparison."""
-    return row["verdict"] in ("agree", "disagree", "nondeterministic")

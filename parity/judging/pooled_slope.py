@@ -5,11 +5,11 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Sequence
-from typing import Any
+
+from msgspec.structs import replace
 
 from parity.judging.gates import SLOPE
-
-Row = dict[str, Any]
+from parity.results.row import Row
 
 POOL_MINIMUM = 30
 POOL_SIGMAS = 8.0
@@ -42,35 +42,38 @@ def allowed_slope(slope: float, headroom: float) -> float:
 def pooled(rows: Sequence[Row]) -> list[Row]:
     """|mean slope| ≤ max(8·standard error, floor) over the cases of an implementation, quantity and dtype that agree."""
     groups: dict[tuple[str, str, str, str], list[Row]] = collections.defaultdict(list)
+    measured: dict[tuple[str, str, str, str], list[tuple[float, float]]] = collections.defaultdict(list)
     for row in rows:
-        slope, headroom = row.get("slope"), row["gates"].get("slope")
-        if row["verdict"] == "agree" and slope is not None and headroom is not None:
-            groups[row["implementation"], row["family"], row["quantity"], row["dtype"]].append(row)
+        slope, headroom = row.slope, row.gates.get("slope")
+        if row.verdict == "agree" and slope is not None and headroom is not None:
+            key = row.implementation, row.family, row.subject, row.dtype
+            groups[key].append(row)
+            measured[key].append((slope, allowed_slope(slope, headroom)))
     out = []
     for key, found in sorted(groups.items()):
         if len(found) < POOL_MINIMUM:
             continue
-        floor = POOL_FLOOR[key[3]] * (1.0 if found[0]["device"] == "cpu" else UNMEASURED)
-        slopes = [(r["slope"], allowed_slope(r["slope"], r["gates"]["slope"])) for r in found]
+        floor = POOL_FLOOR[key[3]] * (1.0 if found[0].device == "cpu" else UNMEASURED)
+        slopes = measured[key]
         mean, error = mean_slope(slopes, floor)
         headroom = abs(mean) / max(POOL_SIGMAS * error, floor)
         agrees = headroom <= 1.0
         out.append(
-            dict(found[0])
-            | {
-                "case": f"pooled over {len(slopes)} cases",
-                "quantity": f"pooled slope: {key[2]}",
-                "verdict": "agree" if agrees else "disagree",
-                "class": None if agrees else "precision",
-                "blame": None if agrees else "candidate",
-                "gate": "pooled slope",
-                "gates": {"pooled slope": headroom},
-                "headroom": headroom,
-                "slope": mean,
-                "worst": [],
-                "settings": {},
-                "replay": "",
-                "message": "" if agrees else f"mean slope {mean:.3g} over {len(slopes)} cases, error {error:.2g}",
-            }
+            replace(
+                found[0],
+                case=f"pooled over {len(slopes)} cases",
+                quantity=f"pooled slope: {key[2]}",
+                verdict="agree" if agrees else "disagree",
+                cls=None if agrees else "precision",
+                blame=None if agrees else "candidate",
+                gate="pooled slope",
+                gates={"pooled slope": headroom},
+                headroom=headroom,
+                slope=mean,
+                worst=[],
+                settings={},
+                replay="",
+                message="" if agrees else f"mean slope {mean:.3g} over {len(slopes)} cases, error {error:.2g}",
+            )
         )
     return out

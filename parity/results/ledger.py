@@ -19,6 +19,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from parity.case.case import Case
 from parity.errors import UsageError
+from parity.results.row import Row
 
 _REQUIRED = ("id", "family", "implementations", "quantities", "reason", "date", "case")
 _KNOWN = {*_REQUIRED, "link", "settings", "dtypes", "devices", "verdicts", "versions", "variants", "class", "gates"}
@@ -62,17 +63,17 @@ class Entry:
                 return False
         return True
 
-    def covers(self, row: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    def covers(self, row: Row, facts: Mapping[str, Any]) -> bool:
         """Whether a failing row is this finding; `facts` are all settings and features of its case."""
         return (
-            fnmatch.fnmatchcase(row["family"], self.family)
-            and row["verdict"] in self.verdicts
-            and self.covers_implementation(row["implementation"])
-            and any(fnmatch.fnmatchcase(str(row["quantity"]), p) for p in self.quantities)
-            and (not self.dtypes or row["dtype"] in self.dtypes)
-            and (not self.devices or row["device"] in self.devices)
-            and (not self.gates or row["gate"] in self.gates)
-            and (not self.variants or row.get("variant") in self.variants)
+            fnmatch.fnmatchcase(row.family, self.family)
+            and row.verdict in self.verdicts
+            and self.covers_implementation(row.implementation)
+            and any(fnmatch.fnmatchcase(str(row.quantity), p) for p in self.quantities)
+            and (not self.dtypes or row.dtype in self.dtypes)
+            and (not self.devices or row.device in self.devices)
+            and (not self.gates or row.gate in self.gates)
+            and (not self.variants or row.variant in self.variants)
             and all(_holds(facts.get(name), wanted) for name, wanted in self.settings.items())
             and self.in_force()
         )
@@ -116,7 +117,7 @@ class Ledger:
             raise UsageError(f"{path}: id {double!r} stands twice")
         return cls(tuple(entries), path.parent)
 
-    def match(self, row: Mapping[str, Any], facts: Mapping[str, Any]) -> str | None:
+    def match(self, row: Row, facts: Mapping[str, Any]) -> str | None:
         """The id of the entry that a failing row falls under, or None; `facts` of its case: see `parity.registry.facts`."""
         return next((e.id for e in self.entries if e.covers(row, facts)), None)
 
@@ -146,17 +147,17 @@ def _entry(raw: Mapping[str, Any], path: Path) -> Entry:
     return Entry(**fields)
 
 
-def stale(entry: Entry, rows: Sequence[Mapping[str, Any]]) -> bool | None:
+def stale(entry: Entry, rows: Sequence[Row]) -> bool | None:
     """Whether the rows of an entry's own case all agree where the entry says they do not; None: it was not evaluated."""
     inside = [
         r
         for r in rows
-        if entry.covers_implementation(r["implementation"])
-        and any(fnmatch.fnmatchcase(str(r["quantity"]), p) for p in entry.quantities)
-        and r["verdict"] in ("agree", *entry.verdicts)
+        if entry.covers_implementation(r.implementation)
+        and any(fnmatch.fnmatchcase(str(r.quantity), p) for p in entry.quantities)
+        and r.verdict in ("agree", *entry.verdicts)
     ]
     failing_verdicts = [
-        r for r in rows if entry.covers_implementation(r["implementation"]) and r["verdict"] in entry.verdicts
+        r for r in rows if entry.covers_implementation(r.implementation) and r.verdict in entry.verdicts
     ]
     if not inside and not failing_verdicts:
         return None

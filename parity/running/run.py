@@ -8,23 +8,25 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from parity import data
 from parity.case.case import Case
 from parity.case.inputs import defaults
 from parity.case.profiles import PROFILES, SHARDS
 from parity.errors import UsageError
-from parity.judging.compare import Row
 from parity.judging.pooled_slope import pooled
 from parity.registry import family, load, loss_families, loss_family, select
 from parity.results.ledger import Ledger
+from parity.results.row import Row
 from parity.running import supervisor
 from parity.running.chosen import described, named
+from parity.running.events import Checked, Judged, Lost
 from parity.running.provenance import header, resolve_device
-from parity.running.shard import FAILING
 from parity.trainers import catalogue
 
 FIXED_SEED = 20261120
@@ -143,8 +145,8 @@ def check(options: Options) -> None:
         raise UsageError("device 'cuda': torch sees no CUDA device here (parity doctor says why), choose cpu or auto")
 
 
-def execute(options: Options, progress: Any) -> Result:
-    """Run, writing rows as they come; `progress(event, rows)` is told of every event."""
+def execute(options: Options, progress: Callable[[list[Row]], None]) -> Result:
+    """Run, writing rows as they come; `progress(rows)` is called at every event."""
     from parity.results.report.rows import writer
 
     check(options)
@@ -167,19 +169,18 @@ def execute(options: Options, progress: Any) -> Result:
         write(head)
 
         def keep(row: Row) -> None:
-            row = {"schema": 1, "run": run_id} | row
-            row["role"] = roles.get(str(row["implementation"]), row["role"])
-            write(row)
-            rows.append(row)
+            rows.append(replace(row, run=run_id, role=roles.get(row.implementation, row.role)))
+            write(rows[-1])
 
         for event in supervisor.run(plan, TIMEOUT, FIRST_TIMEOUT):
-            if "row" in event:
-                keep(event["row"])
-            elif "entry" in event:
-                verdicts[event["entry"]] = event["stale"]
-            elif "lost" in event:
-                lost.append(event["lost"])
-            progress(event, rows)
+            match event:
+                case Judged():
+                    keep(event.row)
+                case Checked():
+                    verdicts[event.entry] = event.stale
+                case Lost():
+                    lost.append(event.message)
+            progress(rows)
         for row in pooled(rows):
             keep(row)
     head["header"]["seconds"] = round(time.monotonic() - begun, 1)
@@ -203,7 +204,7 @@ def judge_run(
             count = 0
         if count < MINIMUM_REQUIRED:
             nothing.append(f"required {item}: {count} judged comparisons, at least {MINIMUM_REQUIRED} expected")
-    new = collections.Counter(r["implementation"] for r in rows if r["verdict"] in FAILING and not r["known"])
+    new = collections.Counter(r.implementation for r in rows if r.new)
     found = [f"{count} new failing rows of {name}" for name, count in new.most_common()]
     own = {i.id for i in described(options.implementations, options.families) if i.own}
     nothing += [
@@ -216,12 +217,12 @@ def judge_run(
 
 def _why(id: str, rows: Iterable[Row]) -> str:
     """The commonest reason for which the cases of an implementation could not be judged, a refusal before all others."""
-    given = [(r["verdict"] == "refused", f"{r['verdict']}: {r['message']}") for r in rows if r["implementation"] == id]
+    given = [(r.verdict == "refused", f"{r.verdict}: {r.message}") for r in rows if r.implementation == id]
     counted = collections.Counter(given)
     return max(counted, key=lambda key: (key[0], counted[key]))[1] if counted else "no case was drawn for it"
 
 
 def cases_compared(rows: Iterable[Row]) -> collections.Counter[str]:
     """Implementation -> cases through it in which something was judged."""
-    seen = {(r["implementation"], r["case"]) for r in rows if r["verdict"] in ("agree", "disagree", "nondeterministic")}
+    seen = {(r.implementation, r.case) for r in rows if r.judged}
     return collections.Counter(name for name, _ in seen)

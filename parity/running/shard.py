@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NoReturn
 
+from msgspec.structs import replace
+
 from parity.case.case import Case
 from parity.case.drawing import batch, cases
 from parity.case.profiles import Profile
 from parity.implementations.implementation import Implementation
-from parity.judging.compare import Row
 from parity.registry import facts, loss_family, run_case
 from parity.results.ledger import Ledger, stale
-
-FAILING = ("disagree", "nondeterministic", "crashed", "timed-out", "out-of-memory")
+from parity.results.row import Row
+from parity.running.events import At, Checked, Event, Judged, Shrinking, Started
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Session:
     device: str
     ledger: Ledger
     findings_dir: Path
-    emit: Callable[[dict[str, Any]], None]
+    emit: Callable[[Event], None]
     signatures: set[tuple[str, str, str | None]] = dataclasses.field(default_factory=set)
     minimised: int = 0
     minimising: float = 0.0
@@ -58,21 +59,21 @@ class Session:
         for number, (name, case, extra) in enumerate(found):
             if number < shard.resume or case.family != shard.family:
                 continue
-            self.emit({"at": number})
+            self.emit(At(number))
             only = extra.get("implementations")
             chosen = [i for i in self._of(case) if only is None or i.id in only or i.is_function]
             thorough = not extra.get("fast", False)
             rows = []
             for row in self._run(case, chosen, shard, thorough):
                 rows.append(row)
-                self.emit({"row": row | {"frozen": name}})
+                self.emit(Judged(replace(row, frozen=name)))
             for entry, own in self.ledger.frozen():
                 if own == case and entry.in_force() and (not entry.devices or self.device in entry.devices):
                     verdict = stale(entry, rows)
                     if verdict:  # it must agree twice before the ledger is called stale
                         concerned = [i for i in chosen if entry.covers_implementation(i.id)]
                         verdict = stale(entry, list(self._run(case, concerned, shard, thorough)))
-                    self.emit({"entry": entry.id, "stale": verdict})
+                    self.emit(Checked(entry.id, verdict))
 
     def checks(self, shard: Shard) -> None:
         """Run a trainer's checks: every case of the profile whose number falls to this shard. Nothing is minimised."""
@@ -84,9 +85,9 @@ class Session:
         ):
             if number < shard.resume:
                 continue
-            self.emit({"at": number})
+            self.emit(At(number))
             for row in self._run(case, self._of(case), shard, thorough=False):
-                self.emit({"row": row})
+                self.emit(Judged(row))
 
     def drawn(self, shard: Shard) -> None:
         """Draw and run the shard's cases; a new finding interrupts its batch and is minimised, then the next batch goes on."""
@@ -117,7 +118,7 @@ class Session:
         number, state.number = state.number, state.number + 1
         if number < shard.resume:
             return
-        self.emit({"at": number})
+        self.emit(At(number))
         finding = self._one(case, shard)
         for again in second_pass(case, self.device):
             self._one(again, shard, minimise=False)
@@ -140,18 +141,13 @@ class Session:
         within = self.minimised < self.profile.findings and self.minimising < self.profile.minimise_seconds
         for row in self._run(case, chosen, shard, thorough):
             signature = signature_of(row)
-            if (
-                minimise
-                and signature is not None
-                and signature not in self.signatures
-                and row["verdict"] != "timed-out"
-            ):
+            if minimise and signature is not None and signature not in self.signatures and row.verdict != "timed-out":
                 if not within:
-                    row["minimised"] = False
+                    row.minimised = False
                 elif new is None:
                     new = Finding(case, row)
                 self.signatures.add(signature)
-            self.emit({"row": row})
+            self.emit(Judged(row))
         return new
 
     def _shrink_step(self, state: _Stream, case: Case, shard: Shard) -> None:
@@ -160,9 +156,9 @@ class Session:
         if time.monotonic() > state.deadline and case != state.smallest:
             return
         wanted = state.finding.row
-        chosen = [i for i in self._of(case) if i.id == wanted["implementation"]]
-        self.emit({"shrinking": case.id})
-        for row in self._run(case, chosen, shard, thorough=wanted["gate"] in ("protocol", "relation")):
+        chosen = [i for i in self._of(case) if i.id == wanted.implementation]
+        self.emit(Shrinking(case.id))
+        for row in self._run(case, chosen, shard, thorough=wanted.gate in ("protocol", "relation")):
             if signature_of(row) == signature_of(wanted):
                 state.smallest = case
                 _report(Finding(case, row))
@@ -172,13 +168,13 @@ class Session:
         row = finding.row
         path = self.findings_dir / f"{finding.case.id}.json"
         path.write_text(
-            json.dumps({"case": finding.case.to_json(), "implementation": row["implementation"]}, indent=1) + "\n"
+            json.dumps({"case": finding.case.to_json(), "implementation": row.implementation}, indent=1) + "\n"
         )
-        replay = f"parity replay {_shown(path)} --implementation {row['implementation']}"
-        chosen = [i for i in self._of(finding.case) if i.id == row["implementation"] or i.role == "reference"]
+        line = f"parity replay {_shown(path)} --implementation {row.implementation}"
+        chosen = [i for i in self._of(finding.case) if i.id == row.implementation or i.role == "reference"]
         for again in self._run(finding.case, chosen, None, thorough=True):
-            if again["implementation"] == row["implementation"]:
-                self.emit({"row": again | {"minimised": True, "replay": replay}})
+            if again.implementation == row.implementation:
+                self.emit(Judged(replace(again, minimised=True, replay=line)))
 
     def _of(self, case: Case) -> list[Implementation]:
         return [i for i in self.implementations if i.family == case.family]
@@ -194,22 +190,22 @@ class Session:
         skip = {i for c, i in shard.skip if c == case.id} if shard else set()
         usable = [i for i in chosen if i.id not in skip]
         extends = {i.id: i.extends for i in usable}
-        agreed: set[tuple[str, str]] = set()
+        agreed: set[tuple[str, str | None]] = set()
         for row in run_case(
-            case, usable, self.device, thorough, lambda i: self.emit({"start": [case.id, i.id, case.to_json()]})
+            case, usable, self.device, thorough, lambda i: self.emit(Started(case.id, i.id, case.to_json()))
         ):
-            if row["verdict"] in FAILING:
-                row["known"] = self._known(row, case, extends[row["implementation"]], agreed)
+            if row.failing:
+                row.known = self._known(row, case, extends[row.implementation], agreed)
             else:
-                agreed.add((row["implementation"], row["quantity"]))
+                agreed.add((row.implementation, row.quantity))
             yield row
 
-    def _known(self, row: Row, case: Case, extended: str, agreed: Set[tuple[str, str]]) -> str | None:
+    def _known(self, row: Row, case: Case, extended: str, agreed: Set[tuple[str, str | None]]) -> str | None:
         """The ledger's entry of a failing row; a trainer inherits those of the class it extends, unless that agrees here."""
         found = self.ledger.match(row, facts(case))
-        if found or not extended or (extended, row["quantity"]) in agreed:
+        if found or not extended or (extended, row.quantity) in agreed:
             return found
-        return self.ledger.match({**row, "implementation": extended}, facts(case))
+        return self.ledger.match(replace(row, implementation=extended), facts(case))
 
 
 @dataclasses.dataclass
@@ -226,7 +222,7 @@ class Finding(Exception):
     """A new disagreement, raised so that Hypothesis minimises the case that shows it."""
 
     def __init__(self, case: Case, row: Row):
-        super().__init__(f"{row['implementation']} {row['quantity']}")
+        super().__init__(f"{row.implementation} {row.quantity}")
         self.case, self.row = case, row
 
 
@@ -252,9 +248,9 @@ def second_pass(case: Case, device: str) -> Iterator[Case]:
 
 def signature_of(row: Row) -> tuple[str, str, str | None] | None:
     """What makes two failing rows the same finding while shrinking; None for a row that is not a new failure."""
-    if row["verdict"] not in FAILING or row["known"]:
+    if not row.new:
         return None
-    return row["implementation"], row["quantity"] or row["verdict"], row["class"]
+    return row.implementation, row.subject, row.cls
 
 
 def selected(implementation: Implementation, case: Case, cost: int, device: str) -> bool:

@@ -14,9 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parity.judging.compare import Row
+from msgspec.structs import replace
+
+from parity.errors import UsageError
 from parity.process import environment, interpreter
+from parity.results.row import Row, Verdict
 from parity.running import cpu_limit
+from parity.running.events import At, Done, Event, Judged, Lost, ShardDone, Shrinking, Started
+from parity.running.events import read as read_event
 
 MAX_RESTARTS = 20
 
@@ -31,7 +36,7 @@ class Worker:
     plan: dict[str, Any]
     shards: list[dict[str, Any]]
     process: subprocess.Popen[str] | None = None
-    started: tuple[str, str, dict[str, Any]] | None = None
+    started: Started | None = None
     at: int = 0
     shrinking: bool = False
     last: float = 0.0
@@ -41,15 +46,15 @@ class Worker:
     finished: bool = False
 
 
-def run(plans: list[dict[str, Any]], timeout: float, first_timeout: float) -> Iterator[dict[str, Any]]:
-    """Run every plan in a process of its own and yield events: {"row": …}, {"at": …}, {"entry": …}, {"lost": …}.
+def run(plans: list[dict[str, Any]], timeout: float, first_timeout: float) -> Iterator[Event]:
+    """Run every plan in a process of its own and yield its events and, for one that is given up, `Lost`.
 
     An implementation that is silent for `timeout` seconds of CPU time (the first of a process: `first_timeout`, it
     imports), or for `limited.BACKSTOP` times as many on the clock, is killed: its row is timed-out. A process that ends
     before it is done gives a crashed row. Either way a new process goes on behind the case, without that implementation
     on it.
     """
-    events: queue.Queue[tuple[Worker, dict[str, Any] | None]] = queue.Queue()
+    events: queue.Queue[tuple[Worker, Event | None]] = queue.Queue()
     workers = [Worker(plan, list(plan["shards"])) for plan in plans]
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         for number, worker in enumerate(workers):
@@ -74,7 +79,8 @@ def run(plans: list[dict[str, Any]], timeout: float, first_timeout: float) -> It
                         continue
                     yield from _lost(worker, events, Path(folder), _death(worker), "crashed")
                     continue
-                yield from _passed_on(worker, event)
+                _noted(worker, event)
+                yield event
         finally:
             for worker in workers:
                 if worker.process is not None and worker.process.poll() is None:
@@ -95,23 +101,20 @@ def _silent(worker: Worker, limit: float) -> str:
     return f"no answer for {waited:.0f} s, {spent:.0f} s of them CPU time" if over else ""
 
 
-def _passed_on(worker: Worker, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if "start" in event:
-        case, implementation, data = event["start"]
-        worker.started = case, implementation, data
-    elif "at" in event:
-        worker.at, worker.shrinking = event["at"], False
-        yield event | {"shards": len(worker.shards)}
-    elif "shrinking" in event:
-        worker.shrinking = True
-    elif "shard_done" in event:
-        worker.shards.pop(0)
-        worker.at = 0
-        yield event
-    elif "done" in event:
-        worker.finished = True
-    else:
-        yield event
+def _noted(worker: Worker, event: Event) -> None:
+    """Keep what a new process would have to know."""
+    match event:
+        case Started():
+            worker.started = event
+        case At():
+            worker.at, worker.shrinking = event.number, False
+        case Shrinking():
+            worker.shrinking = True
+        case ShardDone():
+            worker.shards.pop(0)
+            worker.at = 0
+        case Done() | Lost():
+            worker.finished = True
 
 
 def _start(worker: Worker, events: Any, folder: Path) -> None:
@@ -128,10 +131,14 @@ def _start(worker: Worker, events: Any, folder: Path) -> None:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
+                if not line.endswith("\n"):  # the last line of a process that died while it wrote
+                    break
                 try:
-                    events.put((worker, json.loads(line)))
-                except json.JSONDecodeError:  # the last line of a process that died while it wrote
-                    continue
+                    events.put((worker, read_event(line, "a worker's event")))
+                except UsageError as error:
+                    process.kill()
+                    events.put((worker, Lost(str(error))))
+                    break
         process.wait()
         if worker.process is process:
             events.put((worker, None))
@@ -147,15 +154,15 @@ def _death(worker: Worker) -> str:
     return f"the process ended ({how}){': ' + tail[0][:300] if tail else ''}"
 
 
-def _lost(worker: Worker, events: Any, folder: Path, message: str, verdict: str) -> Iterator[dict[str, Any]]:
+def _lost(worker: Worker, events: Any, folder: Path, message: str, verdict: Verdict) -> Iterator[Event]:
     """A row for whom the process was lost to, and a new process that leaves that pair out."""
     worker.restarts += 1
     if worker.started is None or worker.restarts > MAX_RESTARTS:
         worker.finished = True
-        yield {"lost": message, "shards": worker.shards}
+        yield Lost(message)
         return
-    case, implementation, data = worker.started
-    yield {"row": lost_row(case, implementation, data, verdict, message, worker.plan["device"])}
+    case, implementation = worker.started.case, worker.started.implementation
+    yield Judged(lost_row(worker.started, verdict, message, worker.plan["device"]))
     first = worker.shards[0]
     skip = [*first.get("skip", ()), [case, implementation]]
     first |= {"resume": worker.at, "skip": skip}
@@ -165,15 +172,12 @@ def _lost(worker: Worker, events: Any, folder: Path, message: str, verdict: str)
     _start(worker, events, folder)
 
 
-def lost_row(case: str, implementation: str, data: dict[str, Any], verdict: str, message: str, device: str) -> Row:
+def lost_row(started: Started, verdict: Verdict, message: str, device: str) -> Row:
     """The row of an implementation that did not come back."""
     from parity.case.case import Case
-    from parity.judging.compare import empty_row
+    from parity.judging.rows import empty_row
     from parity.registry import family
 
-    made = Case.from_json(data)
-    return empty_row(family(made.family), made, implementation, device) | {
-        "case": case,
-        "verdict": verdict,
-        "message": message,
-    }
+    made = Case.from_json(started.data)
+    row = empty_row(family(made.family), made, started.implementation, device, verdict=verdict, message=message)
+    return replace(row, case=started.case)

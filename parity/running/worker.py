@@ -15,14 +15,16 @@ from parity.process import prepare
 
 
 def main(path: str) -> int:
-    """Run the shards of a plan; the last event is `{"done": true}`."""
+    """Run the shards of a plan; the last event is `Done`."""
     plan: dict[str, Any] = json.loads(Path(path).read_text())
     events = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with events
     prepare(plan["device"], plan["threads"])
 
-    def emit(event: dict[str, Any]) -> None:
-        events.write(json.dumps(event, allow_nan=False) + "\n")
+    from parity.running.events import Done, Event, ShardDone, line_of
+
+    def emit(event: Event) -> None:
+        events.write(line_of(event))
 
     from parity.case.case import Case
     from parity.case.profiles import PROFILES
@@ -46,15 +48,14 @@ def main(path: str) -> int:
     frozen = [(name, Case.from_json(case), extra) for name, case, extra in plan["frozen"]]
     for raw in plan["shards"]:
         shard = Shard(**raw | {"skip": tuple(map(tuple, raw.get("skip", ())))})
-        emit({"shard": raw["family"], "index": raw["index"], "count": raw["count"]})
         if shard.count == 0:
             session.frozen(shard, frozen)
         elif is_trainer(shard.family):
             session.checks(shard)
         else:
             session.drawn(shard)
-        emit({"shard_done": raw["family"], "index": raw["index"]})
-    emit({"done": True})
+        emit(ShardDone())
+    emit(Done())
     return 0
 
 

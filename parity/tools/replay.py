@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
-from parity.judging.compare import Row
 from parity.process import prepare
 from parity.registry import family, run_case, select
+from parity.results.row import Row
 from parity.running.find import find, followed
 from parity.running.provenance import resolve_device
-from parity.running.shard import FAILING
 from parity.trainers import catalogue
 
 AGREES, DISAGREES, NO_JUDGEMENT = 0, 1, 125
@@ -40,27 +38,27 @@ def replay(name: str, ids: Sequence[str], device: str, issue: bool, console: Con
     if issue:
         return _issue(case, chosen, rows, console)
     for implementation in chosen:
-        own = [r for r in rows if r["implementation"] == implementation.id]
+        own = [r for r in rows if r.implementation == implementation.id]
         failure.render_finding(own, console)
         failure.render_rest(own, console)
-    return exit_code([r for r in rows if r["implementation"] in wanted])
+    return exit_code([r for r in rows if r.implementation in wanted])
 
 
 def exit_code(rows: Sequence[Row]) -> int:
     """1 when anything judged disagrees, 0 when something was judged and all of it agrees, else 125."""
-    if any(r["verdict"] == "disagree" for r in rows):
+    if any(r.verdict == "disagree" for r in rows):
         return DISAGREES
-    if any(r["verdict"] in FAILING for r in rows) or not any(r["verdict"] == "agree" for r in rows):
+    if any(r.failing for r in rows) or not any(r.verdict == "agree" for r in rows):
         return NO_JUDGEMENT
     return AGREES
 
 
-def _issue(case: Case, chosen: Sequence[Implementation], rows: list[dict[str, Any]], console: Console) -> int:
+def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], console: Console) -> int:
     """Print the upstream report of the first implementation that disagrees."""
     from parity.tools.issue import issue_text
 
     for implementation in chosen:
-        own = [r for r in rows if r["implementation"] == implementation.id]
+        own = [r for r in rows if r.implementation == implementation.id]
         if exit_code(own) == DISAGREES:
             console.file.write(issue_text(case, implementation, rows) + "\n")
             return DISAGREES

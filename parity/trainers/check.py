@@ -20,6 +20,7 @@ from parity.case.case import Case
 from parity.case.inputs import Setting
 from parity.errors import UsageError
 from parity.judging.gates import Judgement
+from parity.judging.rows import size
 
 TRAINERS = {
     "grpo-trainer": "GRPOTrainer",
@@ -109,19 +110,12 @@ def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "
     return Result(
         quantity,
         j.gates,
-        _size(value),
-        _size(exact),
+        size(value),
+        size(exact),
         "; ".join(filter(None, [j.message, message])),
         max_abs=j.max_abs,
         max_rel=j.max_rel,
     )
-
-
-def _size(x: Any) -> float | None:
-    if x is None or isinstance(x, float):
-        return x
-    x = x.detach().double()
-    return float(x) if x.dim() == 0 else float(x.norm())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+
+from msgspec.structs import replace
 
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
 from parity.implementations.user import loaded
-from parity.judging.compare import empty_row
 from parity.judging.execute import Outcome, guarded
+from parity.judging.rows import Blame, empty_row, flaky
+from parity.results.row import Row, finite
 from parity.trainers.catalogue import family, way
 from parity.trainers.check import REPORTED, Cell, Check, Result
 from parity.trainers.rig import drive
-
-Row = dict[str, Any]
 
 
 def rows(
@@ -28,23 +28,13 @@ def rows(
     """Rows of a case for each implementation of its trainer, the released one first; see `parity.judging.compare.run_case`."""
     fam = family(case.family)
     settings, found = fam.full_settings(case), fam.check(case)
-    reference: dict[str, Row] = {}
-    against: str | None = None
+    blame = Blame()
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
         if way(implementation) not in found.ways:
             continue
         announce(implementation)
-        for row in _rows(
-            found, Cell(case, settings, way(implementation), device, implementation.user_class), implementation
-        ):
-            if implementation.role == "reference":
-                reference[row["quantity"]], against = row, implementation.id
-            else:
-                plain = reference.get(row["quantity"], {})
-                row["against"], row["value_reference"] = against, plain.get("value")
-                if row["blame"] == "candidate" and plain.get("verdict") == "disagree":
-                    row["blame"] = "both"
-            yield row
+        cell = Cell(case, settings, way(implementation), device, implementation.user_class)
+        yield from map(blame.decide, _rows(found, cell, implementation))
 
 
 def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[Row]:
@@ -55,37 +45,32 @@ def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[
             f"check {found.name} does not drive the trainer's class in this process: it cannot drive yours instead"
         )
     if missing:
-        yield base | {"verdict": "unsupported", "message": missing}
+        yield replace(base, message=missing)
         return
     outcome, results = attempt(found, cell, implementation)
     if outcome.verdict != "ran":
         yield stopped_row(cell, implementation, outcome)
         return
-    again = None
-    if not all(r.agrees for r in results):
-        _, second = attempt(found, cell, implementation)
-        again = {r.quantity: r.agrees for r in second}
+    failing = [r.quantity for r in results if not r.agrees]
+    unsteady = flaky(failing, lambda: {r.quantity: r.agrees for r in attempt(found, cell, implementation)[1]})
     for result in results:
-        flaky = again is not None and not result.agrees and again.get(result.quantity, True)
-        yield base | _row(result, implementation.role, flaky)
+        yield _row(base, result, result.quantity in unsteady)
 
 
 def _base(cell: Cell, implementation: Implementation) -> Row:
-    return empty_row(family(cell.case.family), cell.case, implementation.id, cell.device) | {
-        "role": implementation.role,
-        "recipe": "fp32",
-    }
+    fam = family(cell.case.family)
+    return empty_row(fam, cell.case, implementation.id, cell.device, role=implementation.role, recipe="fp32")
 
 
 def judged_row(cell: Cell, implementation: Implementation, result: Result) -> Row:
     """The row of one judged quantity, taken as it is: not run twice."""
-    return _base(cell, implementation) | _row(result, implementation.role, flaky=False)
+    return _row(_base(cell, implementation), result, unsteady=False)
 
 
 def stopped_row(cell: Cell, implementation: Implementation, outcome: Outcome) -> Row:
     """The row of a check that did not run to its end."""
-    told = {"verdict": outcome.verdict, "message": outcome.message, "blame": outcome.blame}
-    return _base(cell, implementation) | told
+    base = _base(cell, implementation)
+    return replace(base, verdict=outcome.verdict, message=outcome.message, blame=outcome.blame)
 
 
 def attempt(found: Check, cell: Cell, implementation: Implementation) -> tuple[Outcome, list[Result]]:
@@ -101,26 +86,22 @@ def attempt(found: Check, cell: Cell, implementation: Implementation) -> tuple[O
     return guarded(implementation, run), results
 
 
-def _row(result: Result, role: str, flaky: bool) -> Row:
+def _row(base: Row, result: Result, unsteady: bool) -> Row:
     headroom = max((math.inf if math.isnan(h) else h for h in result.gates.values()), default=0.0)
     gate = max(result.gates, key=lambda g: math.inf if math.isnan(result.gates[g]) else result.gates[g])
     agrees = result.agrees
-    return {
-        "quantity": result.quantity,
-        "verdict": "agree" if agrees else "nondeterministic" if flaky else "disagree",
-        "class": None if agrees else result.kind,
-        "blame": None if agrees else "reference" if role == "reference" else "candidate",
-        "gate": gate,
-        "headroom": _finite(headroom),
-        "gates": {k: _finite(v) for k, v in result.gates.items()},
-        "value": _finite(result.value),
-        "value_oracle": _finite(result.exact),
-        "max_abs": _finite(result.max_abs),
-        "max_rel": _finite(result.max_rel),
-        "worst": [] if agrees else [dict(w) for w in result.worst],
-        "message": "" if agrees and gate != REPORTED else result.message,
-    }
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
+    return replace(
+        base,
+        quantity=result.quantity,
+        verdict="agree" if agrees else "nondeterministic" if unsteady else "disagree",
+        cls=None if agrees else result.kind,
+        gate=gate,
+        headroom=finite(headroom),
+        gates={k: finite(v) for k, v in result.gates.items()},
+        value=finite(result.value),
+        value_oracle=finite(result.exact),
+        max_abs=finite(result.max_abs),
+        max_rel=finite(result.max_rel),
+        worst=[] if agrees else [dict(w) for w in result.worst],
+        message="" if agrees and gate != REPORTED else result.message,
+    )

@@ -270,4 +270,4 @@ def test_the_checks_of_the_harness_agree_with_it():
     case = family("grpo-trainer").case(0, "fp32", {"check": "config-values", "head": "hook"})
     for way, verdict in (("released", "disagree"), ("fixed", "agree")):
         rows = run_case(case, select([f"grpo-trainer.{way}"]))
-        assert {r["quantity"]: r["verdict"] for r in rows} == {"logps": verdict, "gradient": verdict}
+        assert {r.quantity: r.verdict for r in rows} == {"logps": verdict, "gradient": verdict}

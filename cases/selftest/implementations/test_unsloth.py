@@ -30,7 +30,7 @@ def jsd(x, student=None):
 def disagreeing(settings, dtype, **how):
     party = Implementation("lib.jsd", "divergence", "candidate", lambda x: jsd(x, **how), recipe=_jsd_chunks)
     rows = run_case(family("divergence").case(7, dtype, settings), [party], thorough=False)
-    return {row["quantity"] for row in rows if row["verdict"] != "agree"}
+    return {row.quantity for row in rows if row.verdict != "agree"}
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

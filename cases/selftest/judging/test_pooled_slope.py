@@ -7,6 +7,7 @@ import random
 import pytest
 
 from parity.judging.pooled_slope import POOL_FLOOR, POOL_MINIMUM, mean_slope, pooled
+from parity.results.row import Row
 
 
 def rows(scale: float, count: int = 100, dtype: str = "fp32", noise: float = 1e-4, loud: int = 5, device="cpu"):
@@ -15,41 +16,41 @@ def rows(scale: float, count: int = 100, dtype: str = "fp32", noise: float = 1e-
     for k in range(count):
         unit = 1e3 if k < loud else noise
         slope = scale + rng.gauss(0, unit)
-        yield {
-            "implementation": "lib.loss",
-            "family": "logprobs",
-            "quantity": "grad_weight",
-            "dtype": dtype,
-            "device": device,
-            "verdict": "agree",
-            "slope": slope,
-            "gates": {"slope": abs(slope) / (6 * unit)},
-            "case": f"c{k}",
-        }
+        yield Row(
+            implementation="lib.loss",
+            family="logprobs",
+            quantity="grad_weight",
+            dtype=dtype,
+            device=device,
+            verdict="agree",
+            slope=slope,
+            gates={"slope": abs(slope) / (6 * unit)},
+            case=f"c{k}",
+        )
 
 
 def test_honest_noise_agrees():
     (row,) = pooled(list(rows(0.0)))
-    assert row["verdict"] == "agree"
-    assert row["quantity"] == "pooled slope: grad_weight"
+    assert row.verdict == "agree"
+    assert row.quantity == "pooled slope: grad_weight"
 
 
 def test_a_scale_below_the_unit_of_every_case_is_seen():
     """2e-4 beside a unit of 1e-4 a case, whose gates allow 6e-4; five cases in which rounding is a thousand times the value."""
     (row,) = pooled(list(rows(2e-4)))
-    assert row["verdict"] == "disagree"
-    assert row["class"] == "precision"
-    assert row["slope"] == pytest.approx(2e-4, rel=0.3)
+    assert row.verdict == "disagree"
+    assert row.cls == "precision"
+    assert row.slope == pytest.approx(2e-4, rel=0.3)
 
 
 def test_a_bias_below_the_floor_is_rounding():
     small = POOL_FLOOR["bf16"] / 2
     (row,) = pooled(list(rows(small, dtype="bf16", noise=1e-6)))
-    assert row["verdict"] == "agree"
+    assert row.verdict == "agree"
     large = 3 * POOL_FLOOR["bf16"]
     for device, verdict in (("cpu", "disagree"), ("cuda", "agree")):
         (row,) = pooled(list(rows(large, dtype="bf16", noise=1e-6, device=device)))
-        assert row["verdict"] == verdict, device
+        assert row.verdict == verdict, device
 
 
 def test_too_few_cases_are_not_pooled():

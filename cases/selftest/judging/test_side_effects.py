@@ -209,11 +209,11 @@ def raising(x):
 )
 def test_rows_say_so(call, quantity, verdict):
     case = LOGPROBS.case(3, "fp32", {"V": 11, "H": 5})
-    rows = {r["quantity"]: r for r in run_case(case, [wrong(call)])}
-    assert rows[quantity]["verdict"] == verdict
+    rows = {r.quantity: r for r in run_case(case, [wrong(call)])}
+    assert rows[quantity].verdict == verdict
     if verdict == "disagree":
-        assert rows[quantity]["class"] == "logic"
-        assert rows[quantity]["blame"] == "candidate"
+        assert rows[quantity].cls == "logic"
+        assert rows[quantity].blame == "candidate"
 
 
 def test_tf32_is_a_call_context_that_is_left_again():
@@ -224,10 +224,10 @@ def test_tf32_is_a_call_context_that_is_left_again():
     rows = list(run_case(case, [leaving(lambda x: seen.append(torch.get_float32_matmul_precision()))]))
     assert set(seen) == {"high"}
     assert torch.get_float32_matmul_precision() == before
-    assert {r["verdict"] for r in rows} == {"agree"}
+    assert {r.verdict for r in rows} == {"agree"}
     try:
         rows = list(run_case(case, [leaving(lambda x: torch.set_float32_matmul_precision("medium"))]))
-        assert [r["quantity"] for r in rows if r["verdict"] == "disagree"] == ["protocol"]
+        assert [r.quantity for r in rows if r.verdict == "disagree"] == ["protocol"]
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -263,8 +263,8 @@ def test_what_is_kept_for_the_backward_belongs_to_its_call():
     found = side_effects.interleaved(shared, x, other, first)
     assert sorted(m.split()[0] for m in found) == ["grad_hidden", "grad_weight"]
     rows = list(run_case(x.case, [shared]))
-    (protocol_row,) = [r for r in rows if r["quantity"] == "protocol"]
-    assert "another forward comes before its backward" in protocol_row["message"]
+    (protocol_row,) = [r for r in rows if r.quantity == "protocol"]
+    assert "another forward comes before its backward" in protocol_row.message
     for control_ in CONTROLS["logprobs"]:
         assert side_effects.interleaved(control_, x, other, execute(control_, x)) == [], control_.id
 

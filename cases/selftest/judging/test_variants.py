@@ -22,27 +22,25 @@ def loss(x, cap, factor=1.0):
 def rows(settings, **how):
     party = Implementation("lib.loss", "policy", "candidate", lambda x: loss(x, **how))
     found = run_case(family("policy").case(5, "fp32", settings), [party], thorough=False)
-    return {row["quantity"]: row for row in found if row["quantity"] != "protocol"}
+    return {row.quantity: row for row in found if row.quantity != "protocol"}
 
 
 def test_the_definition_agrees():
-    assert {row["verdict"] for row in rows(FAR, cap=float("inf")).values()} == {"agree"}
+    assert {row.verdict for row in rows(FAR, cap=float("inf")).values()} == {"agree"}
 
 
 def test_another_definition_is_named_and_nobody_is_blamed():
     found = rows(FAR, cap=10.0)
     assert set(found) == {"loss", "grad_hidden", "grad_weight"}
-    assert {row["verdict"] for row in found.values()} == {"disagree"}
-    assert {row["variant"] for row in found.values()} == {"capped KL"}
-    assert {row["blame"] for row in found.values()} == {None}
+    assert {row.verdict for row in found.values()} == {"disagree"}
+    assert {row.variant for row in found.values()} == {"capped KL"}
+    assert {row.blame for row in found.values()} == {None}
 
 
 @pytest.mark.parametrize("how", [{"cap": 9.0}, {"cap": 10.0, "factor": 0.75}])
 def test_an_error_beside_the_variant_is_not_explained_by_it(how):
     found = rows(FAR, **how)
-    assert {(row["variant"], row["blame"]) for row in found.values() if row["verdict"] == "disagree"} == {
-        (None, "candidate")
-    }
+    assert {(row.variant, row.blame) for row in found.values() if row.verdict == "disagree"} == {(None, "candidate")}
 
 
 def test_a_variant_that_computes_the_same_here_explains_nothing(monkeypatch):
@@ -57,5 +55,5 @@ def test_a_variant_that_computes_the_same_here_explains_nothing(monkeypatch):
 
     monkeypatch.setattr(assess, "judge_all", watched)
     found = rows(near, cap=10.0, factor=0.75)
-    assert found["loss"]["verdict"] == "disagree" and found["loss"]["variant"] is None
+    assert found["loss"].verdict == "disagree" and found["loss"].variant is None
     assert set(seen) == {family("policy").oracle}

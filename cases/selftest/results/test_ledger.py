@@ -7,6 +7,7 @@ import pytest
 from parity.errors import UsageError
 from parity.registry import facts, family
 from parity.results.ledger import Ledger, stale
+from parity.results.row import Row
 
 ENTRY = """
 [[finding]]
@@ -31,8 +32,14 @@ def ledger(tmp_path):
 
 
 def row(**changes):
-    base = {"family": "logprobs", "implementation": "lib.f", "quantity": "grad_hidden", "verdict": "disagree"}
-    return base | {"dtype": "fp32", "device": "cpu", "gate": "row"} | changes
+    base = {
+        "case": "c1",
+        "family": "logprobs",
+        "implementation": "lib.f",
+        "quantity": "grad_hidden",
+        "verdict": "disagree",
+    }
+    return Row(**base | {"dtype": "fp32", "device": "cpu", "gate": "row"} | changes)
 
 
 def test_scope(ledger):

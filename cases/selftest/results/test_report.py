@@ -5,11 +5,12 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from msgspec import convert
 from rich.console import Console
 
-from parity.results.report import html, junit, markdown, terminal
-from parity.results.report.failure import render_rest, text_of
-from parity.results.report.summary import summarise
+from parity.results.report import failure, html, junit, markdown, terminal
+from parity.results.report import summary as counting
+from parity.results.row import Row
 
 LONG = "some_library.a_fused_linear_policy_loss_with_a_name_that_does_not_fit_into_a_column_of_any_kind"
 HEADER = {
@@ -109,6 +110,18 @@ UNSUPPORTED = declined("unsupported", "no softcap parameter", case="policy-3", i
 CRASH = declined("crashed", "RuntimeError: [bold]kernel[/bold] \x1b[31mfailed\x00", case="policy-4")
 
 
+def typed(rows):
+    return [convert(row, Row) for row in rows]
+
+
+def summarise(header, rows):
+    return counting.summarise(header, typed(rows))
+
+
+def text_of(rows, *width):
+    return failure.text_of(typed(rows), *width)
+
+
 def everything():
     return summarise(HEADER, [*FINDING, *KNOWN, UNSUPPORTED, CRASH])
 
@@ -163,7 +176,7 @@ def test_what_replay_says_where_nothing_fails():
     out = io.StringIO()
     console = Console(file=out, width=100, color_system=None)
     for rows in ([agreeing], [declined], [], [GRADIENT, agreeing]):
-        render_rest(rows, console)
+        failure.render_rest(typed(rows), console)
     first, second = out.getvalue().splitlines()
     assert first == "agrees      lib.loss · 1 quantity, largest headroom 0.2 (loss, gate scalar)"
     assert second == "unsupported lib.loss · no fused path"

@@ -8,12 +8,15 @@ import sys
 import textwrap
 
 import pytest
+from msgspec import convert
+from msgspec.structs import replace
 
 from parity.errors import UsageError
 from parity.results.report.rows import read, writer
+from parity.results.row import Row
 
 HEADER = {"schema": 1, "run": "r1", "header": {"seed": 3}}
-ROW = {
+OBJECT = {
     "schema": 1,
     "run": "r1",
     "case": "policy-1",
@@ -28,6 +31,7 @@ ROW = {
     "worst": [],
     "message": "π",
 }
+ROW = convert(OBJECT, Row)
 
 
 def write(path, *rows, **options):
@@ -38,10 +42,10 @@ def write(path, *rows, **options):
 
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "new" / "results.ndjson"
-    write(path, HEADER, ROW, ROW | {"quantity": "kl"})
+    write(path, HEADER, ROW, replace(ROW, quantity="kl"))
     header, rows = read(path)
     assert header == HEADER
-    assert rows == [ROW, ROW | {"quantity": "kl"}]
+    assert rows == [ROW, replace(ROW, quantity="kl")]
 
 
 def test_a_row_is_in_the_file_before_the_next_is_made(tmp_path):
@@ -63,14 +67,14 @@ def test_a_new_run_replaces_the_file(tmp_path):
 def test_no_nan_and_no_infinity(tmp_path, value):
     path = tmp_path / "results.ndjson"
     with pytest.raises(ValueError, match=r"policy-1 lib\.loss loss: gates is not strict JSON"):
-        write(path, HEADER, ROW | {"gates": value})
+        write(path, HEADER, replace(ROW, gates=value))
     assert read(path) == (HEADER, []), "and the file stays readable"
 
 
 @pytest.mark.parametrize("cut", [1, 40, 200])
 def test_a_half_written_last_line_is_dropped_and_said(tmp_path, cut):
     path = tmp_path / "results.ndjson"
-    write(path, HEADER, ROW, ROW | {"case": "policy-2"})
+    write(path, HEADER, ROW, replace(ROW, case="policy-2"))
     path.write_bytes(path.read_bytes()[: -cut - 1])
     header, rows = read(path)
     assert rows == [ROW]
@@ -95,20 +99,20 @@ def test_append_goes_on_after_a_kill(tmp_path):
     path = tmp_path / "results.ndjson"
     write(path, HEADER, ROW, ROW)
     path.write_bytes(path.read_bytes()[:-30])
-    write(path, ROW | {"case": "policy-9"}, append=True)
+    write(path, replace(ROW, case="policy-9"), append=True)
     header, rows = read(path)
-    assert [r["case"] for r in rows] == ["policy-1", "policy-9"]
+    assert [r.case for r in rows] == ["policy-1", "policy-9"]
     assert "interrupted" not in header
 
 
 def test_a_killed_process_keeps_what_it_had(tmp_path):
     path = tmp_path / "results.ndjson"
     code = f"""
-        from parity.report.rows import writer
+        from parity.results.report.rows import writer
         with writer({str(path)!r}) as add:
             add({HEADER!r})
             while True:
-                add({ROW!r})
+                add({OBJECT!r})
                 print(flush=True)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, cwd=os.getcwd())
@@ -128,15 +132,15 @@ def test_a_killed_process_keeps_what_it_had(tmp_path):
     [
         ("{", "line 2: not a JSON object"),
         ("[1]", "line 2: a row is a JSON object, got list"),
-        (json.dumps(ROW | {"verdict": "fine"}), "line 2: verdict 'fine' is unknown, choose from agree, "),
-        (json.dumps(ROW | {"case": 3}), "line 2: case must be a text, got 3"),
-        (json.dumps(ROW | {"settings": None}), "line 2: settings must be a dict, got None"),
-        (json.dumps(ROW).replace("0.1", "NaN"), "line 2: NaN is not strict JSON"),
+        (json.dumps(OBJECT | {"verdict": "fine"}), "line 2: verdict 'fine' is unknown, choose from agree, "),
+        (json.dumps(OBJECT | {"case": 3}), "line 2: case must be a text, got 3"),
+        (json.dumps(OBJECT | {"settings": None}), "line 2: settings must be a dict, got None"),
+        (json.dumps(OBJECT).replace("0.1", "NaN"), "line 2: NaN is not strict JSON"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, says):
     path = tmp_path / "results.ndjson"
-    path.write_text(f"{json.dumps(HEADER)}\n{line}\n{json.dumps(ROW)}\n")
+    path.write_text(f"{json.dumps(HEADER)}\n{line}\n{json.dumps(OBJECT)}\n")
     with pytest.raises(UsageError) as caught:
         read(path)
     assert says in str(caught.value)
@@ -149,7 +153,7 @@ def test_a_malformed_line_is_named(tmp_path, line, says):
     [
         ("", "no header row"),
         ('{"sch', "no header row"),
-        (json.dumps(ROW) + "\n", "line 1: expected the header row"),
+        (json.dumps(OBJECT) + "\n", "line 1: expected the header row"),
         (json.dumps(HEADER | {"schema": 2}) + "\n", "line 1: schema 2 is not readable here"),
     ],
 )

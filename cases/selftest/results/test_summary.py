@@ -3,10 +3,12 @@
 import math
 
 import pytest
+from msgspec import convert
 
 from parity.results.report import wording
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import summarise
+from parity.results.row import Row
 
 DIMENSIONS = {"policy": {"B": 2, "T": 3, "V": 7, "H": 4, "beta": 0.0, "softcap": None, "holes": False, "delta": None}}
 HEADER = {"schema": 1, "run": "r1", "header": {"dimensions": DIMENSIONS}}
@@ -35,7 +37,7 @@ def row(case="c1", quantity="loss", verdict="agree", implementation="lib.loss", 
         "message": "",
         "replay": f"parity replay {case}",
     }
-    return base | fields
+    return convert(base | fields, Row)
 
 
 def summary(*rows):
@@ -163,7 +165,7 @@ def test_part_of_a_case_known_and_part_new():
     s = summary(row("a", "loss", "disagree", known="K1"), row("a", "kl", "disagree"))
     assert [f.roots for f in s.findings] == [("kl",)]
     assert [f.known for f in s.known] == ["K1"]
-    assert [r["quantity"] for r in s.findings[0].rows] == ["kl"], "the known failure is not this finding's"
+    assert [r.quantity for r in s.findings[0].rows] == ["kl"], "the known failure is not this finding's"
 
 
 def test_the_smallest_case_speaks():
@@ -172,16 +174,16 @@ def test_the_smallest_case_speaks():
         row("small", verdict="disagree", settings={"V": 2}),
         row("middle", verdict="disagree", settings={"V": 20}),
     )
-    assert s.findings[0].lead["case"] == "small"
+    assert s.findings[0].lead.case == "small"
     assert s.findings[0].cases == 3
     s = summary(row("small", verdict="disagree"), row("big", verdict="disagree", settings={"V": 99}, minimised=True))
-    assert s.findings[0].lead["case"] == "big", "a minimised case comes with its file"
+    assert s.findings[0].lead.case == "big", "a minimised case comes with its file"
 
 
 def test_logic_in_one_case_is_logic():
     s = summary(row("a", verdict="disagree", **{"class": "precision"}), row("b", verdict="disagree"))
     (finding,) = s.findings
-    assert (finding.lead["class"], finding.classes) == ("logic", {"precision": 1, "logic": 1})
+    assert (finding.lead.cls, finding.classes) == ("logic", {"precision": 1, "logic": 1})
 
 
 def test_crashes_group_by_message():
@@ -208,7 +210,8 @@ def test_a_finding_says_what_it_costs_of_the_gradient():
 
 
 def test_a_row_about_the_run_is_no_case():
-    pooled = row("pooled over 50 cases", "pooled slope: loss", "disagree", gate="pooled slope") | {"settings": {}}
+    pooled = row("pooled over 50 cases", "pooled slope: loss", "disagree", gate="pooled slope")
+    pooled.settings = {}
     s = summary(row("a"), pooled)
     assert s.counts.total == 1
     assert s.lines[0].verdict == "disagree"

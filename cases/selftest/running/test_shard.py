@@ -3,11 +3,14 @@
 import dataclasses
 import json
 
+from msgspec import UNSET
+
 from parity import data
 from parity.case.case import Case
 from parity.case.profiles import Profile
 from parity.registry import NAMES, from_file
 from parity.results.ledger import Ledger
+from parity.running.events import At, Judged, Shrinking
 from parity.running.run import Options, plans
 from parity.running.shard import Session, Shard, second_pass
 
@@ -33,30 +36,34 @@ def session(name, tmp_path, ledger="") -> tuple[Session, list]:
 
 
 def rows(events):
-    return [e["row"] for e in events if "row" in e]
+    return [e.row for e in events if isinstance(e, Judged)]
+
+
+def numbers(events):
+    return [e.number for e in events if isinstance(e, At)]
 
 
 def test_a_right_kernel_has_no_findings(tmp_path):
     own, events = session("right", tmp_path)
     own.drawn(Shard("logprobs", 0, 40, seed=1))
-    assert {r["verdict"] for r in rows(events)} == {"agree", "unsupported"}
-    assert sum(r["verdict"] == "agree" for r in rows(events)) >= 15
+    assert {r.verdict for r in rows(events)} == {"agree", "unsupported"}
+    assert sum(r.verdict == "agree" for r in rows(events)) >= 15
 
 
 def test_a_scale_error_of_one_in_a_thousand_is_found(tmp_path):
     own, events = session("scaled", tmp_path)
     own.drawn(Shard("logprobs", 0, 40, seed=2))
-    assert any(r["verdict"] == "disagree" and r["class"] == "logic" for r in rows(events))
+    assert any(r.verdict == "disagree" and r.cls == "logic" for r in rows(events))
 
 
 def test_a_finding_is_minimised_and_frozen(tmp_path):
     own, events = session("wrong_beyond_eight", tmp_path)
     own.drawn(Shard("logprobs", 0, 60, seed=3))
-    found = [r for r in rows(events) if r.get("minimised") and r["quantity"] == "logps"]
+    found = [r for r in rows(events) if r.minimised is True and r.quantity == "logps"]
     assert found, "no minimised finding"
-    assert found[0]["settings"]["V"] == 9, "the smallest vocabulary that shows it"
-    assert found[0]["settings"]["B"] == found[0]["settings"]["T"] == 1
-    assert found[0]["verdict"] == "disagree"
+    assert found[0].settings["V"] == 9, "the smallest vocabulary that shows it"
+    assert found[0].settings["B"] == found[0].settings["T"] == 1
+    assert found[0].verdict == "disagree"
     frozen = list((tmp_path / "findings").glob("*.json"))
     assert Case.load(frozen[0]).family == "logprobs"
     assert json.loads(frozen[0].read_text())["implementation"] == "fixtures/kernels.py:wrong_beyond_eight"
@@ -68,12 +75,12 @@ def test_what_there_is_no_time_to_minimise_is_reported_as_drawn(tmp_path):
         own, events = session("wrong_beyond_eight", tmp_path)
         own.profile = dataclasses.replace(PROFILE, **limit)
         own.drawn(shard)
-        first = [r for r in rows(events) if "minimised" in r]
-        assert first and not any(r["minimised"] for r in first)
-        assert len({(r["implementation"], r["quantity"], r["class"]) for r in first}) == len(first), "each finding once"
-        assert not any("shrinking" in e for e in events)
+        first = [r for r in rows(events) if r.minimised is not UNSET]
+        assert first and not any(r.minimised for r in first)
+        assert len({(r.implementation, r.quantity, r.cls) for r in first}) == len(first), "each finding once"
+        assert not any(isinstance(e, Shrinking) for e in events)
         assert not (tmp_path / "findings").exists()
-        assert sum("at" in e for e in events) == 60, "every case is run all the same"
+        assert sum(isinstance(e, At) for e in events) == 60, "every case is run all the same"
 
 
 def test_the_time_for_minimising_is_one_for_all_findings_of_a_worker(tmp_path):
@@ -82,7 +89,7 @@ def test_the_time_for_minimising_is_one_for_all_findings_of_a_worker(tmp_path):
     own.profile = dataclasses.replace(PROFILE, findings=9, shrink_seconds=60.0, minimise_seconds=1e-6)
     own.drawn(Shard("logprobs", 0, 60, seed=3))
     assert own.minimised == 1 and own.minimising > 1e-6, "the first uses it up"
-    assert any(r.get("minimised") is False for r in rows(events))
+    assert any(r.minimised is False for r in rows(events))
 
 
 def test_the_same_seed_draws_the_same_cases(tmp_path):
@@ -90,7 +97,7 @@ def test_the_same_seed_draws_the_same_cases(tmp_path):
     for _ in range(2):
         own, events = session("right", tmp_path)
         own.drawn(Shard("logprobs", 1, 15, seed=4))
-        drawn.append([r["case"] for r in rows(events)])
+        drawn.append([r.case for r in rows(events)])
     assert drawn[0] == drawn[1]
 
 
@@ -98,10 +105,10 @@ def test_a_resumed_shard_leaves_out_what_was_done(tmp_path):
     own, events = session("right", tmp_path)
     shard = Shard("logprobs", 0, 12, seed=5)
     own.drawn(shard)
-    whole = [e["at"] for e in events if "at" in e]
+    whole = numbers(events)
     own, events = session("right", tmp_path)
     own.drawn(dataclasses.replace(shard, resume=8))
-    assert [e["at"] for e in events if "at" in e] == [n for n in whole if n >= 8]
+    assert numbers(events) == [n for n in whole if n >= 8]
 
 
 def test_profile_quick_leaves_frozen_cases_of_whole_trainers_to_the_others():

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from parity import data
+from parity.results.row import Row
 from parity.running import cpu_limit, supervisor
+from parity.running.events import Event, Judged, Lost
 from parity.running.run import frozen_cases
 
 
-def run(tmp_path: Path, names: list[str], timeout: float) -> list[dict]:
+def run(tmp_path: Path, names: list[str], timeout: float) -> list[Event]:
     plan = {
         "device": "cpu",
         "threads": 1,
@@ -29,20 +31,21 @@ def run(tmp_path: Path, names: list[str], timeout: float) -> list[dict]:
     return list(supervisor.run([plan], timeout, 120.0))
 
 
-def verdicts(events: list[dict], name: str) -> list[str]:
-    return [
-        e["row"]["verdict"]
-        for e in events
-        if "row" in e and e["row"]["implementation"] == f"fixtures/kernels.py:{name}"
-    ]
+def rows(events: list[Event], name: str) -> list[Row]:
+    own = f"fixtures/kernels.py:{name}"
+    return [e.row for e in events if isinstance(e, Judged) and e.row.implementation == own]
+
+
+def verdicts(events: list[Event], name: str) -> list[str]:
+    return [row.verdict for row in rows(events, name)]
 
 
 def test_death_is_crashed_and_the_others_go_on(tmp_path):
     events = run(tmp_path, ["dies", "right"], 60.0)
     assert "crashed" in verdicts(events, "dies")
-    assert any("exit code 7" in e["row"]["message"] for e in events if "row" in e and e["row"]["verdict"] == "crashed")
+    assert any("exit code 7" in row.message for row in rows(events, "dies") if row.verdict == "crashed")
     assert verdicts(events, "right").count("agree") >= 5
-    assert not [e for e in events if "lost" in e]
+    assert not [e for e in events if isinstance(e, Lost)]
 
 
 def test_a_hang_is_timed_out_and_the_others_go_on(tmp_path, monkeypatch):

@@ -161,7 +161,7 @@ def test_what_the_ledger_covers_is_known_and_no_new_finding():
     assert found.answer == "ignored"
     assert found.known == ("entry for mutant.policy.delta-forgotten",)
     assert not found.new
-    partly = asked(mutant("policy", "delta-forgotten"), "delta", lambda row, case: row["quantity"] == "loss" or None)
+    partly = asked(mutant("policy", "delta-forgotten"), "delta", lambda row, case: row.quantity == "loss" or None)
     assert partly.known == ()
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from parity.case.case import Case, normal
 from parity.implementations.implementation import Implementation
-from parity.judging.compare import Row
 from parity.registry import bench_of, family, load, run_case
+from parity.results.row import Row
 from parity.tools.issue import issue_text, script
 from parity.tools.issue.calls import CALLS
 from parity.tools.issue.definition import DEFINITIONS
@@ -95,7 +95,7 @@ def presentable(text: str, id: str) -> bool:
 @pytest.mark.parametrize(("case", "id", "expected"), FINDINGS)
 def test_the_script_of_an_issue_prints_the_numbers_of_its_table(case, id, expected, tmp_path):
     rows = rows_of(case, id)
-    if all(r["verdict"] != "disagree" for r in rows if r["implementation"] == id):
+    if all(r.verdict != "disagree" for r in rows if r.implementation == id):
         pytest.skip(f"{id}: the installed release has no such disagreement")
     issue = issue_text(case, implementations()[id], rows)
     code = code_in(issue)
@@ -164,13 +164,13 @@ def test_a_script_gives_what_the_adapter_gives(id, tmp_path):
     case = {"logprobs": LOGPROBS, "policy": POLICY}[implementation.family]
     rows = rows_of(case, id)
     printed = run(script(case, implementation), tmp_path)
-    judged = [r for r in rows if r["implementation"] == id and r["quantity"] in printed["float64"]]
+    judged = [r for r in rows if r.implementation == id and r.quantity in printed["float64"]]
     if implementation.interpreted and not judged:
-        pytest.skip(f"kernels do not run in this process: {rows[-1]['message']}")
+        pytest.skip(f"kernels do not run in this process: {rows[-1].message}")
     assert len(judged) == len(printed["float64"])
     for row in judged:
-        assert same(printed[implementation.role][row["quantity"]], f"{row['value']:.6g}")
-        assert same(printed["float64"][row["quantity"]], f"{row['value_oracle']:.6g}")
+        assert same(printed[implementation.role][row.quantity], f"{row.value:.6g}")
+        assert same(printed["float64"][row.quantity], f"{row.value_oracle:.6g}")
 
 
 @pytest.mark.parametrize("name", sorted(DEFINITIONS))

@@ -18,7 +18,7 @@ QUANTITIES = {"sequences", "loss", "finite gradient", "gradient"}
 def disagreeing(trainer, **settings):
     case = catalogue.family(trainer).case(0, "fp32", {"check": "adapters", **settings})
     chosen = [i for i in select(()) if i.id == f"{trainer}.released"]
-    found = {r["quantity"]: r["verdict"] for r in rows(case, chosen)}
+    found = {r.quantity: r.verdict for r in rows(case, chosen)}
     assert found.keys() == QUANTITIES
     return {name for name, verdict in found.items() if verdict != "agree"}
 

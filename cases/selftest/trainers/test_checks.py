@@ -9,6 +9,7 @@ from parity.case.case import Case
 from parity.case.inputs import Setting
 from parity.errors import Unsupported, UsageError
 from parity.registry import family, run_case, select
+from parity.running.events import Started
 from parity.running.find import find
 from parity.running.supervisor import lost_row
 from parity.tools.replay import exit_code
@@ -49,20 +50,20 @@ def rows_of(fam, kind, way="released"):
 
 def test_rows_of_a_check_follow_the_contract(toy):
     amount, flag = rows_of(toy, "wrong")
-    assert (amount["family"], amount["implementation"], amount["role"]) == (
+    assert (amount.family, amount.implementation, amount.role) == (
         "grpo-trainer",
         "grpo-trainer.released",
         "reference",
     )
-    assert (amount["verdict"], amount["headroom"], amount["blame"], amount["class"]) == (
+    assert (amount.verdict, amount.headroom, amount.blame, amount.cls) == (
         "disagree",
         3.0,
         "reference",
         "logic",
     )
-    assert amount["message"] == "too much" and amount["settings"] == {"check": "toy", "kind": "wrong"}
-    assert flag["verdict"] == "agree" and flag["message"] == ""
-    json.dumps([amount, flag], allow_nan=False)
+    assert amount.message == "too much" and amount.settings == {"check": "toy", "kind": "wrong"}
+    assert flag.verdict == "agree" and flag.message == ""
+    json.dumps([amount.to_json(), flag.to_json()], allow_nan=False)
     assert exit_code([amount, flag]) == 1
 
 
@@ -71,19 +72,19 @@ def test_rows_of_a_check_follow_the_contract(toy):
     [("right", "agree"), ("absent", "unsupported"), ("silent", "unsupported"), ("moody", "nondeterministic")],
 )
 def test_verdicts(toy, kind, verdict):
-    assert rows_of(toy, kind)[0]["verdict"] == verdict
+    assert rows_of(toy, kind)[0].verdict == verdict
 
 
 def test_an_exception_is_a_verdict(toy):
     row = rows_of(toy, "raises")[0]
-    assert row["verdict"] == "crashed" and "broken" in row["message"]
+    assert row.verdict == "crashed" and "broken" in row.message
 
 
 def test_the_released_way_comes_first_and_the_fixed_one_names_it(toy):
     case = toy.case(0, "fp32", {"check": "toy"})
     rows = list(run_case(case, select(["grpo-trainer"])))
-    assert [r["implementation"] for r in rows] == ["grpo-trainer.released"] * 2 + ["grpo-trainer.fixed"] * 2
-    assert rows[2]["against"] == "grpo-trainer.released" and rows[2]["role"] == "candidate"
+    assert [r.implementation for r in rows] == ["grpo-trainer.released"] * 2 + ["grpo-trainer.fixed"] * 2
+    assert rows[2].against == "grpo-trainer.released" and rows[2].role == "candidate"
 
 
 def test_a_case_freezes_and_is_found_again(toy, tmp_path):
@@ -96,8 +97,8 @@ def test_a_case_freezes_and_is_found_again(toy, tmp_path):
 
 def test_a_check_that_takes_the_process_with_it_still_has_a_row(toy):
     case = toy.case(0, "fp32", {"check": "toy"})
-    row = lost_row(case.id, "grpo-trainer.released", case.to_json(), "timed-out", "no answer for 180 s", "cpu")
-    assert (row["verdict"], row["family"], row["case"]) == ("timed-out", "grpo-trainer", case.id)
+    row = lost_row(Started(case.id, "grpo-trainer.released", case.to_json()), "timed-out", "no answer for 180 s", "cpu")
+    assert (row.verdict, row.family, row.case) == ("timed-out", "grpo-trainer", case.id)
 
 
 def test_defaults_are_left_out_of_a_case(toy):

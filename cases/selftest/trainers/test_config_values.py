@@ -15,14 +15,14 @@ from parity.trainers.checks import advantages
 
 def verdicts(trainer, settings, way="released"):
     case = family(trainer).case(0, "fp32", {"check": "config-values", **settings})
-    return {r["quantity"]: r for r in run_case(case, select([f"{trainer}.{way}"]))}
+    return {r.quantity: r for r in run_case(case, select([f"{trainer}.{way}"]))}
 
 
 @pytest.mark.parametrize("settings", [{"model": "gemma4"}, {"model": "phi"}, {"head": "modules_to_save"}])
 def test_what_the_trainer_applies_agrees(settings):
     found = verdicts("grpo-trainer", settings)
-    assert {q: r["verdict"] for q, r in found.items()} == {"logps": "agree", "gradient": "agree"}
-    assert max(r["headroom"] for r in found.values()) < 0.7
+    assert {q: r.verdict for q, r in found.items()} == {"logps": "agree", "gradient": "agree"}
+    assert max(r.headroom for r in found.values()) < 0.7
 
 
 def test_a_value_that_the_trainer_misses_is_red_and_names_the_token(monkeypatch):
@@ -32,9 +32,9 @@ def test_a_value_that_the_trainer_misses_is_red_and_names_the_token(monkeypatch)
         pytest.skip("this TRL scores the model's own logits")
     monkeypatch.setattr(utils._ChunkedLogProbFunction, "apply", _without_softcap(utils._ChunkedLogProbFunction.apply))
     found = verdicts("grpo-trainer", {"model": "gemma2"})
-    assert found["logps"]["verdict"] == found["gradient"]["verdict"] == "disagree"
-    assert "by the model's own logits" in found["logps"]["message"]
-    assert "first model.embed_tokens.weight" in found["gradient"]["message"]
+    assert found["logps"].verdict == found["gradient"].verdict == "disagree"
+    assert "by the model's own logits" in found["logps"].message
+    assert "first model.embed_tokens.weight" in found["gradient"].message
 
 
 def _without_softcap(apply):
@@ -46,7 +46,7 @@ def _without_softcap(apply):
 
 def test_a_head_that_cannot_be_honoured_is_refused_not_ignored():
     found = verdicts("grpo-trainer", {"head": "lora"})
-    assert [r["verdict"] for r in found.values()] == ["refused"]
+    assert [r.verdict for r in found.values()] == ["refused"]
 
 
 def test_a_head_that_this_machine_cannot_make_is_unsupported_with_the_remedy(monkeypatch):
@@ -54,7 +54,7 @@ def test_a_head_that_this_machine_cannot_make_is_unsupported_with_the_remedy(mon
 
     monkeypatch.setattr(quantised_heads, "_installed", lambda name: False)
     found = verdicts("grpo-trainer", {"head": "quantised"})
-    assert "pip install" in found[None]["message"] and found[None]["verdict"] == "unsupported"
+    assert "pip install" in found[None].message and found[None].verdict == "unsupported"
 
 
 def cell(trainer, **settings):
@@ -127,7 +127,7 @@ def test_a_fake_quantised_head_is_what_the_model_computes_with(name):
 
 def test_a_trainer_that_ignores_the_quantisation_of_its_head_is_red():
     found = verdicts("grpo-trainer", {"head": "fake-quantised"})
-    assert {q: r["verdict"] for q, r in found.items()} == {"logps": "disagree", "gradient": "disagree"}
+    assert {q: r.verdict for q, r in found.items()} == {"logps": "disagree", "gradient": "disagree"}
 
 
 def test_four_bits_in_the_definition_are_those_of_the_head():

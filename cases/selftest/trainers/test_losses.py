@@ -128,13 +128,13 @@ def test_every_loss_type_of_the_installed_trainers_has_a_definition():
 def test_a_real_trainer_follows_it(trainer, settings):
     case = family(trainer).case(0, "fp32", {"check": "losses", **settings})
     rows = list(run_case(case, [i for i in select(()) if i.id == f"{trainer}.released"]))
-    assert {r["verdict"] for r in rows} == {"agree"} and {r["quantity"] for r in rows} >= {"loss", "gradient"}
+    assert {r.verdict for r in rows} == {"agree"} and {r.quantity for r in rows} >= {"loss", "gradient"}
 
 
 def test_a_loss_of_another_trainer_is_not_run():
     case = family("kto-trainer").case(0, "fp32", {"check": "losses", "loss": "hinge"})
     rows = list(run_case(case, [i for i in select(()) if i.id == "kto-trainer.released"]))
-    assert [(r["verdict"], r["message"]) for r in rows] == [
+    assert [(r.verdict, r.message) for r in rows] == [
         ("unsupported", "kto-trainer has no loss type hinge: kto, apo_zero_unpaired")
     ]
 
@@ -159,8 +159,8 @@ def test_hinge_is_judged_and_its_replicas_keep_the_pairs_that_are_off(monkeypatc
     case = family("dpo-trainer").case(0, "fp32", {"check": "losses", "loss": "hinge"})
     chosen = [i for i in select(()) if i.id == "dpo-trainer.released"]
     rows = list(run_case(case, chosen))
-    assert {r["verdict"] for r in rows} == {"agree"} and {r["quantity"] for r in rows} >= {"loss", "gradient"}
+    assert {r.verdict for r in rows} == {"agree"} and {r.quantity for r in rows} >= {"loss", "gradient"}
     monkeypatch.setattr(preference, "_positive", torch.relu)
-    assert [(r["verdict"], r["blame"]) for r in run_case(case, chosen) if r["quantity"] is None] == [
-        ("crashed", "harness")
-    ], "an oracle that cannot be judged with is a fault, not a skipped case"
+    assert [(r.verdict, r.blame) for r in run_case(case, chosen) if r.quantity is None] == [("crashed", "harness")], (
+        "an oracle that cannot be judged with is a fault, not a skipped case"
+    )

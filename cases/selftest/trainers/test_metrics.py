@@ -21,7 +21,7 @@ PADDED = {"objective/kl", "objective/non_score_reward", "objective/rlhf_reward",
 def verdicts(trainer, way="released", **settings):
     case = catalogue.family(trainer).case(0, "fp32", {"check": "metrics", **settings})
     chosen = [i for i in select(()) if i.id == f"{trainer}.{way}"]
-    return {r["quantity"]: r["verdict"] for r in rows(case, chosen)}
+    return {r.quantity: r.verdict for r in rows(case, chosen)}
 
 
 def disagreeing(found):

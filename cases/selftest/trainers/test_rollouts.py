@@ -14,7 +14,7 @@ WINDOW = [([5, 6, 7, 8], 2), ([5, 6, 9], 2)]
 
 def outcome(**settings):
     case = family("grpo-trainer").case(0, "fp32", settings)
-    return {r["quantity"]: r for r in run_case(case, select(["grpo-trainer.released"]))}
+    return {r.quantity: r for r in run_case(case, select(["grpo-trainer.released"]))}
 
 
 def scaled(source, factor):
@@ -24,48 +24,46 @@ def scaled(source, factor):
 
 def test_cut_cross_entropy_on_stored_completions():
     found = outcome(check="same-rollouts", source="cut-cross-entropy", beta=0.04)
-    assert {r["verdict"] for r in found.values()} == {"agree"}
+    assert {r.verdict for r in found.values()} == {"agree"}
 
 
 def test_log_probs_that_are_a_thousandth_too_large(monkeypatch):
     monkeypatch.setitem(rollouts.SCORES, "plain", scaled("plain", 1.001))
     found = outcome(check="same-rollouts", source="plain")
-    assert {q for q, r in found.items() if r["verdict"] == "disagree"} == {
-        f"gradient of step {i}" for i in (1, 2, 3, 4)
-    }
+    assert {q for q, r in found.items() if r.verdict == "disagree"} == {f"gradient of step {i}" for i in (1, 2, 3, 4)}
 
 
 def test_live_runs_are_reported(monkeypatch):
     """With log-probs a tenth too large the difference is there, most of it in the log-probs, and no gate speaks."""
     monkeypatch.setitem(rollouts.SCORES, "cut-cross-entropy", scaled("plain", 1.1))
     found = outcome(check="live-rollouts", source="cut-cross-entropy")
-    assert {r["verdict"] for r in found.values()} == {"agree"}
-    parts = {q.removeprefix("loss difference: "): r for q, r in found.items() if r["gate"] == "reported"}
+    assert {r.verdict for r in found.values()} == {"agree"}
+    parts = {q.removeprefix("loss difference: "): r for q, r in found.items() if r.gate == "reported"}
     assert set(parts) == {"total", "log-probs", "reward and KL", "generation", "parameters"}
-    assert parts["log-probs"]["value"] > 1e-4 > parts["reward and KL"]["value"]
-    assert parts["total"]["message"].startswith("steps 1 to 4: 0, ")
+    assert parts["log-probs"].value > 1e-4 > parts["reward and KL"].value
+    assert parts["total"].message.startswith("steps 1 to 4: 0, ")
 
 
 def test_greedy_under_autocast_moves_log_probs_by_less_than_a_nat():
     """At the rate of temperature 1 a step would move a log-prob by thousands, and exp(log-ratio) would be infinite."""
     found = outcome(check="live-rollouts", sampling="greedy", precision="autocast", beta=0.04)
-    assert {r["verdict"] for r in found.values()} == {"agree"}
+    assert {r.verdict for r in found.values()} == {"agree"}
 
 
 def test_a_policy_that_runs_away_is_no_verdict_and_says_why(monkeypatch):
     monkeypatch.setattr(rollouts, "rate", lambda sampling: rollouts.RATE)
     found = outcome(check="live-rollouts", sampling="greedy", precision="autocast", beta=0.04)
     (row,) = found.values()
-    assert row["verdict"] == "unsupported"
-    assert "loss inf at step 2" in row["message"]
-    assert "infinite in float32 by definition" in row["message"]
+    assert row.verdict == "unsupported"
+    assert "loss inf at step 2" in row.message
+    assert "infinite in float32 by definition" in row.message
 
 
 def test_a_loss_that_is_not_finite_without_need(monkeypatch):
     monkeypatch.setitem(rollouts.SCORES, "cut-cross-entropy", lambda *args: torch.nan * rollouts._plain(*args))
     found = outcome(check="live-rollouts", source="cut-cross-entropy", beta=0.04)
-    assert {q: r["verdict"] for q, r in found.items()} == {"finite loss": "disagree"}
-    assert "log-probs by cut-cross-entropy: loss nan at step 1" in found["finite loss"]["message"]
+    assert {q: r.verdict for q, r in found.items()} == {"finite loss": "disagree"}
+    assert "log-probs by cut-cross-entropy: loss nan at step 1" in found["finite loss"].message
 
 
 def test_log_probs_move_as_at_temperature_1():
@@ -97,8 +95,8 @@ def test_a_source_that_draws_from_the_generator_of_the_rollouts(monkeypatch):
 
     monkeypatch.setattr(rollouts, "install", drawing)
     found = outcome(check="live-rollouts")["first rollouts"]
-    assert found["verdict"] == "disagree"
-    assert "step 1, sequence" in found["message"]
+    assert found.verdict == "disagree"
+    assert "step 1, sequence" in found.message
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ WRONG = [edit for edit in EDITS["grpo-trainer"] if edit.name.startswith("sampler
 def verdicts(**settings):
     case = catalogue.family("grpo-trainer").case(0, "fp32", {"check": "sampler", **settings})
     chosen = [i for i in select(()) if i.id == "grpo-trainer.released"]
-    return {r["quantity"]: r["verdict"] for r in rows(case, chosen)}
+    return {r.quantity: r.verdict for r in rows(case, chosen)}
 
 
 @pytest.mark.parametrize(

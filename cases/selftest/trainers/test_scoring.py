@@ -12,7 +12,7 @@ from parity.trainers.checks import scoring
 
 def outcome(**settings):
     case = family("grpo-trainer").case(0, "fp32", {"check": "scoring", **settings})
-    return {r["quantity"]: r["verdict"] for r in run_case(case, select(["grpo-trainer.released"]))}
+    return {r.quantity: r.verdict for r in run_case(case, select(["grpo-trainer.released"]))}
 
 
 def disagreeing(found):

@@ -24,7 +24,7 @@ def cell(trainer, settings, way="released"):
 
 def verdicts(trainer, settings, way):
     case = family(trainer).case(0, "fp32", settings)
-    return {r["quantity"]: r for r in run_case(case, select([f"{trainer}.{way}"]))}
+    return {r.quantity: r for r in run_case(case, select([f"{trainer}.{way}"]))}
 
 
 CUSTOM = {"check": "step-one", "checkpointing": "custom"}
@@ -32,19 +32,19 @@ CUSTOM = {"check": "step-one", "checkpointing": "custom"}
 
 def test_a_wrapper_of_its_own_is_lost_as_released_and_kept_with_our_fix():
     released = verdicts("grpo-trainer", CUSTOM, "released")
-    assert {q for q, r in released.items() if r["verdict"] == "disagree"} >= {
+    assert {q for q, r in released.items() if r.verdict == "disagree"} >= {
         "kl",
         "log_ratio",
         "logps",
         "checkpointing",
     }
-    assert released["kl"]["value"] > 1.0 and "KL" in released["kl"]["message"]
-    assert released["ref_logps"]["verdict"] == "agree"
-    assert released["kl by its own log-probs"]["verdict"] == "agree"  # the metric is right: the model is not
-    assert "model.layers.0 lost" in released["checkpointing"]["message"]
+    assert released["kl"].value > 1.0 and "KL" in released["kl"].message
+    assert released["ref_logps"].verdict == "agree"
+    assert released["kl by its own log-probs"].verdict == "agree"  # the metric is right: the model is not
+    assert "model.layers.0 lost" in released["checkpointing"].message
     fixed = verdicts("grpo-trainer", CUSTOM, "fixed")
-    assert all(r["verdict"] == "agree" for r in fixed.values())
-    assert fixed["kl"]["value"] == 0.0
+    assert all(r.verdict == "agree" for r in fixed.values())
+    assert fixed["kl"].value == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +111,11 @@ def test_dead_parameters_are_listed_and_our_fix_revives_them(monkeypatch, traine
     monkeypatch.setattr(PreTrainedModel, "enable_input_require_grads", lambda self: None)
     settings = {"check": "gradient-flow", "trained": trained}
     released = verdicts("grpo-trainer", settings, "released")
-    assert released["gradients"]["verdict"] == "disagree"
-    assert "layers.0.self_attn.q_proj" in released["gradients"]["message"]
-    assert released["learning rate has an effect"]["verdict"] == "disagree"
+    assert released["gradients"].verdict == "disagree"
+    assert "layers.0.self_attn.q_proj" in released["gradients"].message
+    assert released["learning rate has an effect"].verdict == "disagree"
     fixed = verdicts("grpo-trainer", settings, "fixed")
-    assert all(r["verdict"] == "agree" for r in fixed.values())
+    assert all(r.verdict == "agree" for r in fixed.values())
 
 
 def test_rows_in_the_order_of_the_micro_batch():

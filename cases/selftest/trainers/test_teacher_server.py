@@ -86,7 +86,7 @@ def outcome(way="released", **settings):
     family = catalogue.family("server-distillation-trainer")
     case = family.case(0, "fp32", {"check": "teacher-server", **settings})
     chosen = [i for i in catalogue.implementations().values() if i.id == f"{family.name}.{way}"]
-    return {row["quantity"]: row for row in rows(case, chosen)}
+    return {row.quantity: row for row in rows(case, chosen)}
 
 
 @pytest.fixture
@@ -109,10 +109,10 @@ def as_in_1_3_0(monkeypatch):
 
 def test_leaking_padding_is_red_and_the_patch_mends_it(as_in_1_3_0):
     broken = outcome(beta=1.0)
-    assert broken["loss"]["verdict"] == "agree"  # nan_to_num: the forward pass shows nothing
+    assert broken["loss"].verdict == "agree"  # nan_to_num: the forward pass shows nothing
     for quantity in ("finite gradient", "gradient", "gradient at padding"):
-        assert broken[quantity]["verdict"] == "disagree", quantity
-    assert {row["verdict"] for row in outcome("fixed", beta=1.0).values()} == {"agree"}
+        assert broken[quantity].verdict == "disagree", quantity
+    assert {row.verdict for row in outcome("fixed", beta=1.0).values()} == {"agree"}
 
 
 def test_shifted_offsets_are_red(monkeypatch):
@@ -125,7 +125,7 @@ def test_shifted_offsets_are_red(monkeypatch):
 
     monkeypatch.setattr(kind, "_get_teacher_token_logprobs_from_server", shifted)
     got = outcome(beta=1.0, split="1x2")
-    assert got["teacher log-probs"]["verdict"] == "agree"  # one sequence a batch: nothing to exchange
+    assert got["teacher log-probs"].verdict == "agree"  # one sequence a batch: nothing to exchange
     from parity.trainers.checks import distillation
 
     with serving(scorer(distillation._teacher_model())) as teacher:
@@ -146,5 +146,5 @@ def test_an_accumulated_sum_is_red(monkeypatch):
 
     monkeypatch.setattr(kind, "compute_loss", summed)
     got = outcome(beta=0.5, split="1x2")
-    assert got["gradient"]["verdict"] == "disagree"
-    assert "is 2 times the definition's" in got["gradient"]["message"]
+    assert got["gradient"].verdict == "disagree"
+    assert "is 2 times the definition's" in got["gradient"].message

@@ -12,7 +12,7 @@ from parity.trainers.rig import twin_runs
 
 def verdicts(trainer, **settings):
     case = catalogue.family(trainer).case(0, "fp32", {"check": "truncation", **settings})
-    return {r["quantity"]: r["verdict"] for r in rows(case, [i for i in select(()) if i.id == f"{trainer}.released"])}
+    return {r.quantity: r.verdict for r in rows(case, [i for i in select(()) if i.id == f"{trainer}.released"])}
 
 
 def test_the_cut_by_hand():

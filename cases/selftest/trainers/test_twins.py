@@ -23,11 +23,11 @@ def outcome(trainer, check="twins", way="released", **settings):
     family = catalogue.family(trainer)
     case = family.case(0, "fp32", {"check": check, **settings})
     chosen = [i for i in catalogue.implementations().values() if i.id == f"{trainer}.{way}"]
-    return {row["quantity"]: row for row in rows(case, chosen)}
+    return {row.quantity: row for row in rows(case, chosen)}
 
 
 def verdicts(found):
-    return {quantity: row["verdict"] for quantity, row in found.items()}
+    return {quantity: row.verdict for quantity, row in found.items()}
 
 
 @pytest.mark.parametrize("trainer", list(twin_runs.CLASSES))
@@ -39,7 +39,7 @@ def test_a_window_cut_into_eight(trainer):
 def test_online_dpo_multiplies_by_the_accumulation():
     found = outcome("online-dpo-trainer", split="2x4")
     assert {q for q, verdict in verdicts(found).items() if verdict == "disagree"} == {"gradient"}
-    assert "is 4 times the definition's" in found["gradient"]["message"]
+    assert "is 4 times the definition's" in found["gradient"].message
 
 
 @pytest.mark.parametrize("split", ["2x4", "1x8"])
@@ -83,33 +83,33 @@ def test_divided_twice(monkeypatch):
     monkeypatch.setattr(twin_runs, "build", divided)
     found = outcome("sft-trainer", split="2x4")
     assert verdicts(found)["loss"] == "agree"
-    assert found["gradient"]["verdict"] == "disagree"
-    assert "is 0.25 times the definition's" in found["gradient"]["message"]
-    assert "first model.embed_tokens.weight" in found["gradient"]["message"]
+    assert found["gradient"].verdict == "disagree"
+    assert "is 0.25 times the definition's" in found["gradient"].message
+    assert "first model.embed_tokens.weight" in found["gradient"].message
 
 
 def test_a_lost_sequence(monkeypatch):
     dataset = twin_runs.dataset
     monkeypatch.setattr(twin_runs, "dataset", lambda trainer, chosen: dataset(trainer, [*chosen[:7], chosen[0]]))
     found = outcome("sft-trainer", split="2x4")
-    assert found["sequences"]["verdict"] == "disagree"
-    assert "missing" in found["sequences"]["message"]
+    assert found["sequences"].verdict == "disagree"
+    assert "missing" in found["sequences"].message
 
 
 def test_a_lost_tool_mask(monkeypatch):
     monkeypatch.setattr(twin_runs, "_with_tools", lambda trainer: None)
-    assert outcome("grpo-trainer", tools=True)["gradient"]["verdict"] == "disagree"
+    assert outcome("grpo-trainer", tools=True)["gradient"].verdict == "disagree"
 
 
 def test_checkpointing_that_does_nothing(monkeypatch):
     monkeypatch.setattr(drive, "checkpointing", lambda kind: {"gradient_checkpointing": False})
     found = outcome("sft-trainer", checkpointing=drive.NON_REENTRANT)
-    assert found["gradient"]["verdict"] == "agree"
-    assert found["saved activations"]["headroom"] == pytest.approx(1.0)
+    assert found["gradient"].verdict == "agree"
+    assert found["saved activations"].headroom == pytest.approx(1.0)
 
 
 def test_checkpointing_keeps_less():
-    assert outcome("sft-trainer", checkpointing=drive.REENTRANT)["saved activations"]["headroom"] < 0.5
+    assert outcome("sft-trainer", checkpointing=drive.REENTRANT)["saved activations"].headroom < 0.5
 
 
 def test_a_resumed_run_that_starts_elsewhere(monkeypatch):
@@ -117,7 +117,7 @@ def test_a_resumed_run_that_starts_elsewhere(monkeypatch):
 
     monkeypatch.setattr(Trainer, "_load_from_checkpoint", lambda self, folder, model=None: None)
     found = outcome("sft-trainer", check="windows", kind="resumed")
-    assert found["parameters"]["verdict"] == "disagree"
+    assert found["parameters"].verdict == "disagree"
 
 
 def test_uneven_windows():
@@ -144,18 +144,18 @@ def test_the_uneven_window_of_online_dpo_by_hand():
 @pytest.mark.parametrize("kind", ["second", "resumed"])
 def test_later_windows_of_online_dpo(kind):
     as_released = outcome("online-dpo-trainer", check="windows", kind=kind)["gradient of step 2"]
-    assert "is 2 times the definition's" in as_released["message"]
+    assert "is 2 times the definition's" in as_released.message
     fixed = outcome("online-dpo-trainer", check="windows", kind=kind, way="fixed")
     assert set(verdicts(fixed).values()) == {"agree"}
 
 
 def test_every_trainer_is_covered_or_explained(monkeypatch):
-    assert outcome("sft-trainer", check="found")["trainers"]["verdict"] == "agree"
+    assert outcome("sft-trainer", check="found")["trainers"].verdict == "agree"
     real = installed.classes()
     monkeypatch.setattr(installed, "classes", lambda: real | {"BrandNewTrainer": "trl.experimental.new"})
     found = outcome("sft-trainer", check="found")["trainers"]
-    assert found["verdict"] == "disagree"
-    assert "BrandNewTrainer (trl.experimental.new)" in found["message"]
+    assert found.verdict == "disagree"
+    assert "BrandNewTrainer (trl.experimental.new)" in found.message
 
 
 def test_reasons_are_about_trainers_without_checks():
@@ -197,15 +197,15 @@ def test_a_tied_matrix_that_is_sharded_as_two(monkeypatch):
     found = [ranks.Rank(dict(steps.gradients[0]), list(half), sharded=1) for half in (sequences[:4], sequences[4:])]
     monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
     got = outcome("sft-trainer", check="processes", sharding="fsdp2", model="qwen2")
-    assert {q for q, row in got.items() if row["verdict"] == "disagree"} == {"gradient"}
-    assert "first model.embed_tokens.weight" in got["gradient"]["message"]
+    assert {q for q, row in got.items() if row.verdict == "disagree"} == {"gradient"}
+    assert "first model.embed_tokens.weight" in got["gradient"].message
 
 
 def test_zero_where_deepspeed_is_not_installed(monkeypatch):
     monkeypatch.setattr(twin_processes.importlib.util, "find_spec", lambda name: None)
     (row,) = outcome("sft-trainer", check="processes", sharding="zero3").values()
-    assert row["verdict"] == "unsupported"
-    assert "deepspeed is not installed" in row["message"]
+    assert row.verdict == "unsupported"
+    assert "deepspeed is not installed" in row.message
 
 
 def test_zero_where_deepspeed_does_not_import(monkeypatch):
@@ -217,7 +217,7 @@ def test_zero_where_deepspeed_does_not_import(monkeypatch):
     found = [ranks.Rank({}, [], failure="Unsupported: deepspeed does not import: no hjson")] * 2
     monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
     (row,) = outcome("sft-trainer", check="processes", sharding="zero3").values()
-    assert (row["verdict"], row["message"]) == ("unsupported", "deepspeed does not import: no hjson")
+    assert (row.verdict, row.message) == ("unsupported", "deepspeed does not import: no hjson")
 
 
 def test_a_rank_that_fails_says_why(monkeypatch):
@@ -261,8 +261,8 @@ def test_sharding_that_does_not_happen_is_not_agreement(monkeypatch):
     found = [ranks.Rank({}, [], kind="MULTI_CPU")] * 2
     monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
     got = outcome("sft-trainer", check="processes", sharding="configured")
-    assert [row["verdict"] for row in got.values()] == ["unsupported"]
-    assert "trains as MULTI_CPU" in next(iter(got.values()))["message"]
+    assert [row.verdict for row in got.values()] == ["unsupported"]
+    assert "trains as MULTI_CPU" in next(iter(got.values())).message
 
 
 def test_the_module_at_which_runs_part(monkeypatch):
@@ -275,7 +275,7 @@ def test_the_module_at_which_runs_part(monkeypatch):
         return out
 
     monkeypatch.setattr(twin_runs, "build", damaged)
-    message = outcome("sft-trainer", checkpointing=drive.NON_REENTRANT)["gradient"]["message"]
+    message = outcome("sft-trainer", checkpointing=drive.NON_REENTRANT)["gradient"].message
     assert "the runs part at model.layers.1.mlp (relative difference 0.01)" in message
 
 

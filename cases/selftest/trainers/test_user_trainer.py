@@ -22,13 +22,11 @@ GRPO = family("grpo-trainer")
 def rows(name, case):
     own = [i for i in from_file(f"{FILE}:{name}") if i.family == case.family]
     references = [i for i in select(()) if i.family == case.family and i.role == "reference"]
-    return {
-        (r["implementation"].rpartition(":")[2], r["quantity"]): r for r in run_case(case, [*references, *own], "cpu")
-    }
+    return {(r.implementation.rpartition(":")[2], r.quantity): r for r in run_case(case, [*references, *own], "cpu")}
 
 
 def verdicts(found, name):
-    return {q: r["verdict"] for (i, q), r in found.items() if i == name}
+    return {q: r.verdict for (i, q), r in found.items() if i == name}
 
 
 def test_a_subclass_is_a_candidate_of_its_trainer_and_of_the_loss():
@@ -69,22 +67,22 @@ def test_a_dropped_ratio_is_the_subclass_s_fault():
         assert set(verdicts(found, "trl.GRPOTrainer").values()) == {"agree"}
         assert (set(verdicts(found, name).values()) == {"agree"}) is right, name
     assert {q for q, v in verdicts(found, "WithoutSampler").items() if v == "disagree"} >= {"loss", "grad_weight"}
-    assert found["WithoutSampler", "loss"]["blame"] == "candidate"
+    assert found["WithoutSampler", "loss"].blame == "candidate"
 
 
 def test_a_check_that_does_not_drive_the_class_says_so():
     case = family("sft-trainer").case(0, "fp32", {"check": "processes"})
     own = [i for i in from_file(f"{FILE}:Unpacked") if i.family == case.family]
     (row,) = run_case(case, own, "cpu")
-    assert row["verdict"] == "unsupported" and "check processes does not drive" in row["message"]
+    assert row.verdict == "unsupported" and "check processes does not drive" in row.message
 
 
 def test_a_config_of_its_own_is_what_it_is_given():
     case = family("policy").case(3, "fp32", {"B": 2, "T": 3, "V": 7, "H": 5})
     found = rows("Scaled", case)
-    assert found["Scaled", "grad_hidden"]["verdict"] == "disagree"
-    assert found["Scaled", "grad_hidden"]["value"] == pytest.approx(
-        1.001 * found["Scaled", "grad_hidden"]["value_oracle"], rel=1e-5
+    assert found["Scaled", "grad_hidden"].verdict == "disagree"
+    assert found["Scaled", "grad_hidden"].value == pytest.approx(
+        1.001 * found["Scaled", "grad_hidden"].value_oracle, rel=1e-5
     )
 
 
@@ -93,7 +91,7 @@ def test_a_twin_judges_the_subclass():
     found = rows("Unpacked", case)
     assert verdicts(found, "sft-trainer.released")["gradient"] == "agree"
     assert verdicts(found, "Unpacked")["gradient"] == "disagree"
-    assert found["Unpacked", "gradient"]["against"] == "sft-trainer.released"
+    assert found["Unpacked", "gradient"].against == "sft-trainer.released"
 
 
 @pytest.fixture
@@ -103,9 +101,7 @@ def session(tmp_path):
 
 
 def known(session, case):
-    return {
-        r["quantity"]: r["known"] for r in session._run(case, session._of(case), None, False) if r["verdict"] != "agree"
-    }
+    return {r.quantity: r.known for r in session._run(case, session._of(case), None, False) if r.verdict != "agree"}
 
 
 def test_what_the_class_it_extends_does_wrong_is_known(session):

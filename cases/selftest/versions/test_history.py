@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from parity.case.case import Case
 from parity.cli.commands import main
 from parity.errors import UsageError
+from parity.results.row import Row
 from parity.versions.commands import history
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
@@ -116,7 +117,8 @@ def test_bad_input_is_one_line_and_exit_code_2(command, message):
 
 def row(**changed):
     base = {"case": "c", "implementation": "i", "quantity": "loss", "verdict": "agree", "headroom": 0.6, "value": 1.0}
-    return base | {"value_oracle": 1.0, "dist": 0.0, "dtype": "fp32", "gate": "scalar", "message": ""} | changed
+    base |= {"value_oracle": 1.0, "dist": 0.0, "dtype": "fp32", "gate": "scalar", "family": "policy", "device": "cpu"}
+    return Row(**base | changed)
 
 
 def test_a_check_reads_only_its_own_rows():

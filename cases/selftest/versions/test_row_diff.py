@@ -3,11 +3,13 @@
 import dataclasses
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from parity.case.case import Case
 from parity.families.policy_inputs import LOSS_TYPES
 from parity.registry import NAMES
+from parity.results.row import Row
 from parity.running.find import find
 from parity.versions.commands import compare, history, matrix, matrix_page, row_diff
 from parity.versions.commands.probe import Look
@@ -15,12 +17,13 @@ from parity.versions.search.bisect import Measurement
 from parity.versions.search.boundaries import Boundary, Search, advance, ends, exit_code
 
 CASE = Case("policy", 1, "fp32", {})
+WHERE = {"family": "policy", "device": "cpu"}
 
 
 def row(**changed):
     base = {"case": CASE.id, "implementation": "i", "quantity": "loss", "verdict": "agree", "headroom": 0.6}
     numbers = {"value": 1.0, "value_oracle": 1.0, "dist": 0.0, "dtype": "fp32", "gate": "scalar", "message": ""}
-    return base | numbers | changed
+    return Row(**WHERE | base | numbers | changed)
 
 
 def differences(before, after, **options):
@@ -167,7 +170,7 @@ def test_a_trainers_loss_is_not_taken_for_its_gradient():
     wrong = row(case=case.id, implementation=check.implementation, **WRONG)
     found = history._judged(one, ("trl==1",), True, [wrong])
     assert found.as_recorded and "loss 2 (definition 1)" in found.told and found.factor is None
-    told = history._judged(one, ("trl==1",), True, [wrong, wrong | {"quantity": "grad_weight"}])
+    told = history._judged(one, ("trl==1",), True, [wrong, replace(wrong, quantity="grad_weight")])
     assert told.factor == 2.0
 
 

@@ -14,13 +14,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from parity.results.report import measured
-from parity.results.report.rows import Row, read
+from parity.results.report.rows import read
+from parity.results.row import DECIDED, Row
 
 OURS = ("fixes.selective_log_probs", "fixes.FusedLinearGRPOLoss")
-JUDGED = ("agree", "disagree")
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,8 @@ def compare(rows: Iterable[Row], ours: Sequence[str] = OURS) -> list[Comparison]
     """Each of `ours` with every peer of its family, by dtype; counts, relations and pooled slopes left out."""
     errors: dict[tuple[str, str, str], dict[tuple[str, str], dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in _measured(rows):
-        where = (row["family"], _kind(row), row["dtype"])
-        errors[where][row["case"], row["quantity"]][row["implementation"]] = error(row)
+        where = (row.family, _kind(row), row.dtype)
+        errors[where][row.case, row.subject][row.implementation] = error(row)
     found = []
     for (_, kind, dtype), by_case in sorted(errors.items()):
         for own in ours:
@@ -70,12 +69,12 @@ def headrooms(rows: Iterable[Row], ours: Sequence[str] = OURS, at_least: int = 1
     """
     found: dict[tuple[bool, str, str, str], list[float]] = defaultdict(list)
     measured = list(_measured(rows))
-    families = {row["family"] for row in measured if row["implementation"] in ours}
+    families = {row.family for row in measured if row.implementation in ours}
     for row in measured:
-        if row["family"] in families:
-            value = math.inf if row["headroom"] is None else float(row["headroom"])
-            name = row["implementation"]
-            found[name not in ours, name, row["dtype"], _kind(row)].append(value)
+        if row.family in families:
+            value = math.inf if row.headroom is None else float(row.headroom)
+            name = row.implementation
+            found[name not in ours, name, row.dtype, _kind(row)].append(value)
     lines = ["| implementation | dtype | of | quantities | median headroom | worst |", "|---|---|---|---:|---:|---:|"]
     for (_, name, dtype, kind), values in sorted(found.items()):
         if len(values) >= at_least:
@@ -91,21 +90,19 @@ def _headroom(value: float) -> str:
 def _measured(rows: Iterable[Row]) -> Iterable[Row]:
     own = ("relation", "pooled", "protocol")
     return (
-        row
-        for row in rows
-        if row["verdict"] in JUDGED and "exact" not in row["gates"] and not row["quantity"].startswith(own)
+        row for row in rows if row.verdict in DECIDED and "exact" not in row.gates and not row.subject.startswith(own)
     )
 
 
 def _kind(row: Row) -> str:
-    return "gradients" if row["quantity"].startswith("grad_") else "values"
+    return "gradients" if row.subject.startswith("grad_") else "values"
 
 
-def error(row: dict[str, Any]) -> float:
+def error(row: Row) -> float:
     """‖value - oracle‖ ÷ ‖oracle‖; the distance itself where the oracle is 0, infinite where it is not finite."""
-    if row["dist"] is None or row["value_oracle"] is None:
+    if row.dist is None or row.value_oracle is None:
         return math.inf
-    return float(row["dist"]) / float(row["value_oracle"]) if row["value_oracle"] else float(row["dist"])
+    return float(row.dist) / float(row.value_oracle) if row.value_oracle else float(row.dist)
 
 
 def table(found: Sequence[Comparison]) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from parity.results.report.findings import normalised
-from parity.results.report.outcomes import DECLINED, ImplementationCase
+from parity.results.report.outcomes import ImplementationCase
+from parity.results.row import DECLINED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Reason:
 
 def coverage(family: str, cases: Sequence[ImplementationCase], defaults: Mapping[str, Any]) -> Coverage:
     """Coverage of one family; `defaults` names all its dimensions."""
-    names = sorted(set(defaults) | {k for c in cases for k in c.rows[0]["settings"]})
+    names = sorted(set(defaults) | {k for c in cases for k in c.rows[0].settings})
     bit = {name: 1 << k for k, name in enumerate(names)}
     drawn: collections.Counter[str] = collections.Counter()
     exercised: collections.Counter[str] = collections.Counter()
@@ -78,7 +79,7 @@ def coverage(family: str, cases: Sequence[ImplementationCase], defaults: Mapping
     together = dict.fromkeys(names, 0)
     compared = 0
     for case in cases:
-        settings = case.rows[0]["settings"]
+        settings = case.rows[0].settings
         away = [k for k, v in settings.items() if k not in defaults or not _same(v, defaults[k])]
         drawn.update(away)
         if case.outcome != "compared":
@@ -111,7 +112,7 @@ def reasons(cases: Iterable[ImplementationCase]) -> list[Reason]:
     for case in cases:
         if case.outcome not in DECLINED:
             continue
-        message = next((r.get("message") or "" for r in case.rows if r["verdict"] == case.outcome), "")
+        message = next((r.message for r in case.rows if r.verdict == case.outcome), "")
         key = case.outcome, normalised(message)
         totals[case.outcome] += 1
         groups[key].append(case)

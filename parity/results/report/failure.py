@@ -13,8 +13,8 @@ from rich.text import Text
 
 from parity.results.report import wording
 from parity.results.report.findings import lead_of, roots_of
-from parity.results.report.outcomes import FAILING, JUDGED, STOPPED, about_run, headroom
-from parity.results.report.rows import Row
+from parity.results.report.outcomes import about_run, headroom
+from parity.results.row import STOPPED, Row
 
 COLOURS = {"agree": "green", "known": "yellow", "refused": "dim", "unsupported": "dim"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -27,33 +27,33 @@ def render_finding(rows: Sequence[Row], console: Console) -> None:
     In this order: class, who is wrong, quantity, gate and headroom; every gate of every quantity; the worst five
     entries, decoded; hints; the replay line. Prints nothing where no row fails.
     """
-    failing = [r for r in rows if r["verdict"] in FAILING]
+    failing = [r for r in rows if r.failing]
     if not failing:
         return
-    roots = roots_of(r for r in failing if r["verdict"] not in STOPPED)
-    lead = lead_of([r for r in failing if r["verdict"] in STOPPED or r.get("quantity") in roots] or failing)
+    roots = roots_of(r for r in failing if r.verdict not in STOPPED)
+    lead = lead_of([r for r in failing if r.verdict in STOPPED or r.quantity in roots] or failing)
     console.print(_grid(_head(lead)))
-    judged = [r for r in rows if r["verdict"] in JUDGED]
+    judged = [r for r in rows if r.judged]
     # A relation, the protocol and a pooled slope are their own and only gate: beside the table, not in it.
-    alone = [r for r in judged if list(r["gates"]) == [r["gate"]] and r["gate"] in r["quantity"]]
+    alone = [r for r in judged if list(r.gates) == [r.gate] and str(r.gate) in r.subject]
     measured = [r for r in judged if r not in alone]
     if judged:
         console.print()
     if measured:
         console.print(_gates(measured, console.width))
     if alone:
-        console.print(_grid([(r["verdict"], _alone(r)) for r in alone], 9))
-    if lead.get("worst"):
+        console.print(_grid([(r.verdict, _alone(r)) for r in alone], 9))
+    if lead.worst:
         console.print()
         console.print(_entries(lead, console.width))
     hints = wording.hints(rows, lead)
     if hints:
         console.print()
         console.print(_grid([("hint", text) for text in hints]))
-    if lead.get("replay"):
+    if lead.replay:
         console.print()
         # Soft-wrapped: the terminal may break it, but what is copied is one line.
-        console.print(Text(f"replay   {lead['replay']}", style="bold"), soft_wrap=True)
+        console.print(Text(f"replay   {lead.replay}", style="bold"), soft_wrap=True)
 
 
 def render_rest(rows: Sequence[Row], console: Console) -> None:
@@ -61,18 +61,18 @@ def render_rest(rows: Sequence[Row], console: Console) -> None:
 
     Nothing where it has no rows: a check may be defined for some ways of using a trainer only.
     """
-    if not rows or any(r["verdict"] in FAILING for r in rows):
+    if not rows or any(r.failing for r in rows):
         return
-    judged = [r for r in rows if r["verdict"] in JUDGED]
+    judged = [r for r in rows if r.judged]
     if judged:
         worst = max(judged, key=headroom)
-        size = f"largest headroom {headroom(worst):.2g} ({worst['quantity']}, gate {worst['gate']})"
+        size = f"largest headroom {headroom(worst):.2g} ({worst.quantity}, gate {worst.gate})"
         text = f"{len(judged)} {'quantity' if len(judged) == 1 else 'quantities'}, {size}"
         verdict = "agrees"
     else:
-        row = max(rows, key=lambda r: r["verdict"] == "refused")
-        verdict, text = row["verdict"], row["message"]
-    say(console, f"{verdict:<11} {rows[0]['implementation']} · {text}", COLOURS.get(verdict.removesuffix("s"), ""))
+        row = max(rows, key=lambda r: r.verdict == "refused")
+        verdict, text = row.verdict, row.message
+    say(console, f"{verdict:<11} {rows[0].implementation} · {text}", COLOURS.get(verdict.removesuffix("s"), ""))
 
 
 def text_of(rows: Sequence[Row], width: int = 110) -> str:
@@ -105,7 +105,7 @@ def plain(text: str) -> str:
 
 def _alone(row: Row) -> str:
     value = headroom(row)
-    return str(row["quantity"]) + (f", headroom {wording.ratio(value)}" if 0 < value < math.inf else "")
+    return row.subject + (f", headroom {wording.ratio(value)}" if 0 < value < math.inf else "")
 
 
 def columns(title: str, style: str = "") -> Table:
@@ -117,46 +117,46 @@ def columns(title: str, style: str = "") -> Table:
 
 def _head(lead: Row) -> list[tuple[str, str]]:
     out = [("class", wording.cls(lead)), ("wrong", wording.wrong(lead))]
-    if lead["verdict"] in STOPPED:
-        out.append(("quantity", f"none: {lead['verdict']} before there was anything to judge"))
+    if lead.verdict in STOPPED:
+        out.append(("quantity", f"none: {lead.verdict} before there was anything to judge"))
     else:
-        where = f"{lead['quantity']}, gate {lead['gate']}, headroom {wording.ratio(headroom(lead))} (above 1 fails)"
-        flaky = "; the same call did not fail a second time" if lead["verdict"] == "nondeterministic" else ""
+        where = f"{lead.quantity}, gate {lead.gate}, headroom {wording.ratio(headroom(lead))} (above 1 fails)"
+        flaky = "; the same call did not fail a second time" if lead.verdict == "nondeterministic" else ""
         out.append(("quantity", where + flaky))
         out.append(("sizes", wording.sizes(lead)))
-    out.append(("case", f"{lead['case']} · {lead['dtype']} · {lead['device']}"))
+    out.append(("case", f"{lead.case} · {lead.dtype} · {lead.device}"))
     if not about_run(lead):
-        out.append(("settings", wording.settings(lead["settings"])))
-    if lead.get("recipe"):
-        out.append(("recipe", lead["recipe"]))
-    if lead.get("known"):
-        out.append(("known", lead["known"]))
+        out.append(("settings", wording.settings(lead.settings)))
+    if lead.recipe:
+        out.append(("recipe", lead.recipe))
+    if lead.known:
+        out.append(("known", lead.known))
     return out
 
 
 def _gates(rows: Sequence[Row], width: int) -> Table:
-    gates = list(dict.fromkeys(g for r in rows for g in r["gates"]))
-    written = [[r["quantity"], r["verdict"], *(_gate(r, g).plain for g in gates)] for r in rows]
+    gates = list(dict.fromkeys(g for r in rows for g in r.gates))
+    written = [[r.subject, r.verdict, *(_gate(r, g).plain for g in gates)] for r in rows]
     table = columns("headroom of every gate")
     if sum(_widest(["quantity", "verdict", *gates], written)) + 2 * (len(gates) + 2) > width:
         table.padding = (0, 1, 0, 0)
-    names = max(len(r["quantity"]) for r in rows)
+    names = max(len(r.subject) for r in rows)
     table.add_column("quantity", overflow="fold", min_width=min(names, 20))
     table.add_column("verdict", overflow="fold", min_width=8)
     for gate in gates:
         table.add_column(gate, justify="right", no_wrap=True)
     for row in rows:
-        style = COLOURS["agree"] if row["verdict"] == "agree" else COLOURS["known"] if row.get("known") else "red"
+        style = COLOURS["agree"] if row.verdict == "agree" else COLOURS["known"] if row.known else "red"
         cells = [_gate(row, gate) for gate in gates]
-        table.add_row(Text(row["quantity"]), Text(row["verdict"], style=style), *cells)
+        table.add_row(Text(row.subject), Text(row.verdict, style=style), *cells)
     return table
 
 
 def _gate(row: Row, gate: str) -> Text:
-    if gate not in row["gates"]:
+    if gate not in row.gates:
         return Text("")
-    value = row["gates"][gate]
-    value = headroom({"verdict": "disagree", "headroom": value})
+    found = row.gates[gate]
+    value = math.inf if found is None else found
     return Text(wording.ratio(value), style="" if value <= 1 else "bold red")
 
 
@@ -165,7 +165,7 @@ def _entries(lead: Row, width: int) -> Table:
     if sum(_widest(headings, cells)) + len(headings) > width and "sequence" in headings and "index" in headings:
         k = headings.index("index")  # sequence and position say which token it is
         headings, cells = headings[:k] + headings[k + 1 :], [line[:k] + line[k + 1 :] for line in cells]
-    table = columns(f"worst entries of {lead['quantity']}")
+    table = columns(f"worst entries of {lead.quantity}")
     if sum(_widest(headings, cells)) + 2 * len(headings) > width:
         table.padding = (0, 1, 0, 0)
     for heading in headings:

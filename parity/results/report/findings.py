@@ -7,8 +7,8 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from parity.results.report.outcomes import FAILING, STOPPED, ImplementationCase, about_run, headroom
-from parity.results.report.rows import Row
+from parity.results.report.outcomes import ImplementationCase, about_run, headroom
+from parity.results.row import STOPPED, Row
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,.]*(e[+-]?\d+)?")
 
@@ -64,11 +64,11 @@ class _Part:
 
     @property
     def leads(self) -> list[Row]:
-        return [r for r in self.failing if r.get("quantity") in self.roots] or list(self.failing)
+        return [r for r in self.failing if r.quantity in self.roots] or list(self.failing)
 
     @property
     def cls(self) -> str | None:
-        found = {r.get("class") for r in self.leads}
+        found = {r.cls for r in self.leads}
         return "logic" if "logic" in found else "precision" if "precision" in found else None
 
     @property
@@ -111,16 +111,16 @@ def _parts(case: ImplementationCase) -> list[_Part]:
     """A case's failing rows, split by ledger entry; a protocol leak is a finding beside whatever else is wrong."""
     split: dict[tuple[str | None, bool], list[Row]] = collections.defaultdict(list)
     for row in case.failing:
-        split[row.get("known"), row.get("quantity") == "protocol"].append(row)
+        split[row.known, row.quantity == "protocol"].append(row)
     out = []
     for (known, _), rows in split.items():
-        stopped = [r for r in rows if r["verdict"] in STOPPED]
+        stopped = [r for r in rows if r.verdict in STOPPED]
         if stopped:
-            verdict, label = stopped[0]["verdict"], normalised(stopped[0].get("message") or "")
+            verdict, label = stopped[0].verdict, normalised(stopped[0].message or "")
             out.append(_Part(case, known, verdict, frozenset(), label, tuple(rows)))
             continue
         roots = roots_of(rows)
-        flaky = all(r["verdict"] == "nondeterministic" for r in rows if r["quantity"] in roots)
+        flaky = all(r.verdict == "nondeterministic" for r in rows if r.quantity in roots)
         out.append(_Part(case, known, "nondeterministic" if flaky else "disagree", roots, "", tuple(rows)))
     return out
 
@@ -132,13 +132,13 @@ def roots_of(failing: Iterable[Row]) -> frozenset[str]:
     """
     tiers: dict[int, set[str]] = collections.defaultdict(set)
     for row in failing:
-        tiers[tier(row)].add(row["quantity"])
+        tiers[tier(row)].add(row.subject)
     return frozenset(tiers[min(tiers)]) if tiers else frozenset()
 
 
 def tier(row: Row) -> int:
     """0 for an output, 1 for a gradient, 2 for a relation or the protocol, 3 for a row about the whole run."""
-    quantity = row["quantity"] or ""
+    quantity = row.quantity or ""
     if about_run(row):
         return 3
     if quantity == "protocol" or quantity.startswith("relation"):
@@ -151,7 +151,7 @@ def _merged(parts: Sequence[_Part]) -> dict[frozenset[str], list[_Part]]:
     sets = sorted({p.roots for p in parts}, key=lambda s: (-len(s), sorted(s)))
     out: dict[frozenset[str], list[_Part]] = collections.defaultdict(list)
     for part in parts:
-        judged = {r["quantity"] for r in part.source.judged}
+        judged = {r.quantity for r in part.source.judged}
         gradients = part.roots and all(q.startswith("grad_") for q in part.roots)
         target = part.roots
         if gradients:
@@ -166,7 +166,7 @@ def _finding(roots: frozenset[str], parts: Sequence[_Part]) -> Finding:
     shown = min((p for p in parts if cls is None or p.cls == cls), key=lambda p: p.source.size)
     every = [row for p in parts for row in p.leads]
     source = shown.source
-    order = [q for q in (r.get("quantity") for p in parts for r in p.failing) if q in roots]
+    order = [q for q in (r.quantity for p in parts for r in p.failing) if q in roots]
     return Finding(
         implementation=source.implementation,
         family=source.family,
@@ -179,29 +179,30 @@ def _finding(roots: frozenset[str], parts: Sequence[_Part]) -> Finding:
         cases=len(parts),
         classes=dict(classes),
         dtypes=tuple(sorted({p.source.dtype for p in parts})),
-        cells=frozenset((r["dtype"], r["device"], r.get("quantity")) for p in parts for r in p.failing),
+        cells=frozenset((r.dtype, r.device, r.quantity) for p in parts for r in p.failing),
         minimised=_minimised(source.rows, parts),
-        off=tuple(sorted(r["dist"] / r["value_oracle"] for p in parts for r in p.failing if _sized_gradient(r))),
+        off=tuple(sorted(off for p in parts for r in p.failing if (off := _off(r)) is not None)),
     )
 
 
 def _minimised(shown: Iterable[Row], parts: Iterable[_Part]) -> bool | None:
-    if any(r.get("minimised") for r in shown):
+    if any(r.minimised is True for r in shown):
         return True
-    return False if any(r.get("minimised") is False for p in parts for r in p.failing) else None
+    return False if any(r.minimised is False for p in parts for r in p.failing) else None
 
 
-def _sized_gradient(row: Row) -> bool:
-    gradient = str(row.get("quantity")).startswith("grad_") and row.get("gate") != "structure"
-    return gradient and row.get("dist") is not None and bool(row.get("value_oracle"))
+def _off(row: Row) -> float | None:
+    """‖error‖ ÷ ‖oracle‖ of a gradient; None of anything else, and where one of them is not finite."""
+    gradient = row.subject.startswith("grad_") and row.gate != "structure"
+    return row.dist / row.value_oracle if gradient and row.dist is not None and row.value_oracle else None
 
 
 def lead_of(rows: Iterable[Row]) -> Row:
     """The failing row that speaks for the others: logic before precision, then the largest headroom."""
-    return max((r for r in rows if r["verdict"] in FAILING), key=lambda r: (r.get("class") == "logic", headroom(r)))
+    return max((r for r in rows if r.failing), key=lambda r: (r.cls == "logic", headroom(r)))
 
 
 def _without_others(rows: Sequence[Row], failing: Sequence[Row]) -> tuple[Row, ...]:
     """The rows of a case, without failures that belong to another finding of the same case (they have their own)."""
     own = {id(r) for r in failing}
-    return tuple(r for r in rows if id(r) in own or r["verdict"] not in FAILING)
+    return tuple(r for r in rows if id(r) in own or not r.failing)

@@ -8,9 +8,9 @@ from pathlib import Path
 import jinja2
 
 from parity.results.report import wording
-from parity.results.report.outcomes import JUDGED, headroom
-from parity.results.report.rows import Row
+from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Line, Summary, Tally
+from parity.results.row import Row
 
 TEMPLATE = Path(__file__).with_name("template.html.j2")
 
@@ -36,7 +36,7 @@ def render(summary: Summary) -> str:
         w=wording,
         headroom=headroom,
         bar=bar,
-        judged=lambda finding: [r for r in finding.rows if r["verdict"] in JUDGED],
+        judged=lambda finding: [r for r in finding.rows if r.judged],
         gates=_gates,
         gate=lambda value: math.inf if value is None else value,
     )
@@ -53,4 +53,4 @@ def _tallies(summary: Summary, line: Line) -> list[Tally]:
 
 
 def _gates(rows: list[Row]) -> list[str]:
-    return list(dict.fromkeys(g for r in rows for g in r["gates"]))
+    return list(dict.fromkeys(g for r in rows for g in r.gates))

@@ -14,8 +14,9 @@ from xml.etree import ElementTree as ET
 from parity.results.report import wording
 from parity.results.report.failure import text_of
 from parity.results.report.findings import Finding
-from parity.results.report.outcomes import STOPPED, headroom
+from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Line, Summary, Tally
+from parity.results.row import STOPPED
 
 _ILLEGAL = re.compile(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]")
 RUNS = "runs"

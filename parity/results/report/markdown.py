@@ -97,14 +97,14 @@ def _finding(mark: str, finding: Finding, full: bool) -> list[str]:
     lead = finding.lead
     head = f"{mark} **{escape(wording.title(finding))}** · {code(finding.implementation)}"
     size = "" if not finding.roots else f", headroom {wording.ratio(headroom(lead))} at {wording.at(lead)}"
-    told = [f"wrong: {wording.wrong(lead)}{size}", wording.spread(finding), lead.get("message") or ""]
+    told = [f"wrong: {wording.wrong(lead)}{size}", wording.spread(finding), lead.message]
     out = [head, *(f"   <br>{escape(t)}" for t in told if t)]
-    if lead.get("replay"):
-        out.append(f"   <br>{code(lead['replay'])}")
+    if lead.replay:
+        out.append(f"   <br>{code(lead.replay)}")
     if full:
         fence = "`" * 4
         body = text_of(finding.rows).replace(fence, "'" * 4)
-        out += ["", f"   <details><summary>{html.escape(lead['case'])}</summary>", "", f"   {fence}text"]
+        out += ["", f"   <details><summary>{html.escape(lead.case)}</summary>", "", f"   {fence}text"]
         out += [f"   {line}".rstrip() for line in body.splitlines()]
         out += [f"   {fence}", "", "   </details>"]
     return [*out, ""]

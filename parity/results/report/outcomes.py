@@ -7,12 +7,7 @@ import math
 from collections.abc import Iterable
 from functools import cached_property
 
-from parity.results.report.rows import Row
-
-JUDGED = ("agree", "disagree", "nondeterministic")
-STOPPED = ("crashed", "timed-out", "out-of-memory")
-FAILING = ("disagree", "nondeterministic", *STOPPED)
-DECLINED = ("refused", "unsupported")
+from parity.results.row import JUDGED, STOPPED, Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +24,7 @@ class ImplementationCase:
     @cached_property
     def outcome(self) -> str:
         """compared, or why nothing was: crashed, timed-out, out-of-memory, refused, unsupported."""
-        found = {row["verdict"] for row in self.rows}
+        found = {row.verdict for row in self.rows}
         for verdict in STOPPED:
             if verdict in found:
                 return verdict
@@ -40,39 +35,38 @@ class ImplementationCase:
     @property
     def judged(self) -> tuple[Row, ...]:
         """The rows in which something was held against the oracle."""
-        return tuple(row for row in self.rows if row["verdict"] in JUDGED)
+        return tuple(row for row in self.rows if row.judged)
 
     @property
     def failing(self) -> tuple[Row, ...]:
         """The rows that need an explanation, known or new."""
-        return tuple(row for row in self.rows if row["verdict"] in FAILING)
+        return tuple(row for row in self.rows if row.failing)
 
     @property
     def size(self) -> tuple[int, int, int, str]:
         """Orders cases for the reader: minimised ones first, then small shapes, then few settings."""
         row = self.rows[0]
-        settings = row["settings"]
+        settings = row.settings
         volume = math.prod(v for v in (settings.get(k, 1) for k in "BTVH") if isinstance(v, int))
-        return (not row.get("minimised", False), volume, len(settings), self.case)
+        return (row.minimised is not True, volume, len(settings), self.case)
 
 
 def headroom(row: Row) -> float:
     """The headroom of a judged row; infinite where the row has null because the failure has no size."""
-    value = row.get("headroom")
-    if value is not None:
-        return float(value)
-    return 0.0 if row["verdict"] == "agree" else math.inf
+    if row.headroom is not None:
+        return row.headroom
+    return 0.0 if row.verdict == "agree" else math.inf
 
 
 def about_run(row: Row) -> bool:
     """Whether a row is about the run as a whole (a pooled slope) and not about a case: such rows have no settings."""
-    return not row["settings"]
+    return not row.settings
 
 
 def grouped(rows: Iterable[Row]) -> list[ImplementationCase]:
     """Rows by case, implementation and device. Where a case ran twice the later rows count, and count once."""
     found: dict[tuple[str, str, str, str, str], dict[str | None, Row]] = {}
     for row in rows:
-        key = row["implementation"], row["case"], row["family"], row["dtype"], row["device"]
-        found.setdefault(key, {})[row.get("quantity")] = row
+        key = row.implementation, row.case, row.family, row.dtype, row.device
+        found.setdefault(key, {})[row.quantity] = row
     return [ImplementationCase(*key, tuple(by_quantity.values())) for key, by_quantity in found.items()]

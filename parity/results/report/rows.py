@@ -7,29 +7,15 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
+from parity.decoding import decode, json_of
 from parity.errors import UsageError
-
-Row = dict[str, Any]
-
-SCHEMA = 1
-VERDICTS = (
-    "agree",
-    "disagree",
-    "refused",
-    "unsupported",
-    "crashed",
-    "timed-out",
-    "out-of-memory",
-    "nondeterministic",
-)
-TEXT = ("case", "family", "implementation", "dtype", "device")
-"""Fields without which a row cannot be attributed to anything."""
+from parity.results.row import SCHEMA, Row
 
 
 @contextlib.contextmanager
-def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Row | Mapping[str, Any]], None]]:
     """Open a results file; the function it hands out writes one row, the header first, and flushes it.
 
     Folders are made. An existing file is replaced, or with `append` continued, less a last line that was left half
@@ -46,12 +32,13 @@ def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Mapping
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
 
-    def write(row: Mapping[str, Any]) -> None:
+    def write(row: Row | Mapping[str, Any]) -> None:
+        data = row.to_json() if isinstance(row, Row) else row
         try:
-            line = json.dumps(row, allow_nan=False)
+            line = json.dumps(data, allow_nan=False)
         except ValueError as error:
-            bad = ", ".join(k for k, v in row.items() if not _strict(v))
-            who = " ".join(str(row[k]) for k in ("case", "implementation", "quantity") if k in row)
+            bad = ", ".join(k for k, v in data.items() if not _strict(v))
+            who = " ".join(str(data[k]) for k in ("case", "implementation", "quantity") if k in data)
             raise ValueError(
                 f"row {who}: {bad} is not strict JSON ({error}); write null for what is not finite"
             ) from None
@@ -65,7 +52,7 @@ def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Mapping
         yield write
 
 
-def read(path: str | Path) -> tuple[Row, list[Row]]:
+def read(path: str | Path) -> tuple[dict[str, Any], list[Row]]:
     """The header row and all others. A last line that was left half written is dropped, and the header then carries
     `"interrupted": true`.
 
@@ -80,64 +67,36 @@ def read(path: str | Path) -> tuple[Row, list[Row]]:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     *lines, rest = content.split(b"\n")
-    header: Row | None = None
+    header: dict[str, Any] | None = None
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         if header is None:
-            header = _header(_parsed(line, f"{path} line {number}"), f"{path} line {number}")
+            header = _header(line, f"{path} line {number}")
         elif line.strip():
-            rows.append(_row(_parsed(line, f"{path} line {number}"), f"{path} line {number}"))
+            rows.append(decode(Row, line, f"{path} line {number}"))
     if rest.strip():
         where = f"{path} line {len(lines) + 1}"
         try:
-            last = _parsed(rest, where)
+            json_of(rest, where)
         except UsageError:
             if header is not None:
                 header["interrupted"] = True
         else:  # complete but for its line break
             if header is None:
-                header = _header(last, where)
+                header = _header(rest, where)
             else:
-                rows.append(_row(last, where))
+                rows.append(decode(Row, rest, where))
     if header is None:
         raise UsageError(f"{path}: no header row; the run that wrote it ended before it began")
     return header, rows
 
 
-def _parsed(line: bytes, where: str) -> Any:
-    try:
-        return json.loads(line.decode(), parse_constant=_not_strict)
-    except UnicodeDecodeError:
-        raise UsageError(f"{where}: not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{where}: not a JSON object: {error.msg} at column {error.colno}") from None
-    except ValueError as error:
-        raise UsageError(f"{where}: {error}") from None
-
-
-def _not_strict(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not strict JSON")
-
-
-def _header(row: Any, where: str) -> Row:
+def _header(line: bytes, where: str) -> dict[str, Any]:
+    row = json_of(line, where)
     if not isinstance(row, dict) or not isinstance(row.get("header"), dict):
         raise UsageError(f"{where}: expected the header row {{schema, run, header}} of a results file")
     if row.get("schema") != SCHEMA:
         raise UsageError(f"{where}: schema {row.get('schema')!r} is not readable here, expected {SCHEMA}")
-    return row
-
-
-def _row(row: Any, where: str) -> Row:
-    if not isinstance(row, dict):
-        raise UsageError(f"{where}: a row is a JSON object, got {type(row).__name__}")
-    for name in TEXT:
-        if not isinstance(row.get(name), str):
-            raise UsageError(f"{where}: {name} must be a text, got {row.get(name)!r}")
-    if row.get("verdict") not in VERDICTS:
-        raise UsageError(f"{where}: verdict {row.get('verdict')!r} is unknown, choose from {', '.join(VERDICTS)}")
-    for name, kind in (("settings", dict), ("gates", dict), ("worst", list)):
-        if not isinstance(row.setdefault(name, kind()), kind):
-            raise UsageError(f"{where}: {name} must be a {kind.__name__}, got {row[name]!r}")
     return row
 
 

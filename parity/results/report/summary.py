@@ -9,8 +9,8 @@ from typing import Any
 
 from parity.results.report.coverage import Coverage, Reason, coverage, reasons
 from parity.results.report.findings import Finding, findings, tier
-from parity.results.report.outcomes import FAILING, STOPPED, ImplementationCase, about_run, grouped, headroom
-from parity.results.report.rows import Row
+from parity.results.report.outcomes import ImplementationCase, about_run, grouped, headroom
+from parity.results.row import STOPPED, Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ def summarise(header: Mapping[str, Any], rows: Iterable[Row]) -> Summary:
         known=tuple(f for f in found if f.known is not None),
         coverage=tuple(coverage(f, [c for c in cases if c.family == f], dimensions.get(f, {})) for f in families),
         reasons=tuple(reasons(cases)),
-        undecided=sum(r.get("undecided") or 0 for c in cases for r in c.judged),
+        undecided=sum(r.undecided for c in cases for r in c.judged),
     )
 
 
@@ -149,7 +149,7 @@ def _counts(cases: Iterable[ImplementationCase]) -> Counts:
 
 def _verdict(failing: Sequence[Row]) -> str:
     """The verdict over failing rows, the gravest of the new ones first."""
-    new = {r["verdict"] for r in failing if not r.get("known")}
+    new = {r.verdict for r in failing if not r.known}
     for verdict in ("disagree", *STOPPED, "nondeterministic"):
         if verdict in new:
             return verdict
@@ -157,21 +157,21 @@ def _verdict(failing: Sequence[Row]) -> str:
 
 
 def _known(failing: Iterable[Row]) -> tuple[str, ...]:
-    return tuple(sorted({r["known"] for r in failing if r.get("known")}))
+    return tuple(sorted({r.known for r in failing if r.known}))
 
 
 def _worst(rows: Sequence[Row]) -> Row | None:
     """The row to name: of what fails anew the worst among the roots, else the largest headroom outside the ledger."""
-    new = [r for r in rows if r["verdict"] in FAILING and not r.get("known")]
+    new = [r for r in rows if r.new]
     if new:
         return max(new, key=lambda r: (-tier(r), headroom(r)))
-    return max([r for r in rows if not r.get("known")] or rows, key=headroom, default=None)
+    return max([r for r in rows if not r.known] or rows, key=headroom, default=None)
 
 
 def _where(case: ImplementationCase) -> tuple[str, str, int, str, str]:
     """Family, references first, then implementation and dtype: the order of every table."""
     dtype = f"{DTYPES.index(case.dtype) if case.dtype in DTYPES else 9}{case.dtype}"
-    return case.family, case.device, int(case.rows[0].get("role") != "reference"), case.implementation, dtype
+    return case.family, case.device, int(case.rows[0].role != "reference"), case.implementation, dtype
 
 
 def _lines(everything: Iterable[ImplementationCase]) -> list[Line]:
@@ -194,7 +194,7 @@ def _lines(everything: Iterable[ImplementationCase]) -> list[Line]:
                 family=first.family,
                 dtype=first.dtype,
                 device=first.device,
-                role=first.rows[0].get("role") or "candidate",
+                role=first.rows[0].role,
                 counts=_counts(cases),
                 worst=_worst(judged),
                 known=_known(failing),
@@ -209,19 +209,19 @@ def _tallies(everything: Iterable[ImplementationCase]) -> list[Tally]:
     groups: dict[tuple[tuple[str, str, int, str, str], str], list[Row]] = {}
     for case in everything:
         for row in case.judged:
-            groups.setdefault((_where(case), row["quantity"]), []).append(row)
+            groups.setdefault((_where(case), row.subject), []).append(row)
     out = []
     for _, rows in sorted(groups.items(), key=lambda item: item[0][0]):
-        failing = [r for r in rows if r["verdict"] in FAILING]
+        failing = [r for r in rows if r.failing]
         worst = _worst(rows)
         assert worst is not None
         out.append(
             Tally(
-                implementation=worst["implementation"],
-                family=worst["family"],
-                dtype=worst["dtype"],
-                device=worst["device"],
-                quantity=worst["quantity"],
+                implementation=worst.implementation,
+                family=worst.family,
+                dtype=worst.dtype,
+                device=worst.device,
+                quantity=worst.subject,
                 judged=len(rows),
                 failing=len(failing),
                 worst=worst,

@@ -130,10 +130,10 @@ def _finding_in_summary(number: int, finding: Finding, console: Console, full: b
     if full:
         render_finding(finding.rows, console)
         return
-    if finding.lead.get("message"):
-        say(console, f"  {finding.lead['message']}")
-    if finding.lead.get("replay"):
-        console.print(Text(f"  {finding.lead['replay']}", style="dim"), soft_wrap=True)
+    if finding.lead.message:
+        say(console, f"  {finding.lead.message}")
+    if finding.lead.replay:
+        console.print(Text(f"  {finding.lead.replay}", style="dim"), soft_wrap=True)
 
 
 def _coverage(summary: Summary, console: Console) -> None:

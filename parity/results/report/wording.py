@@ -10,9 +10,9 @@ from typing import Any
 
 from parity.results.report.coverage import Reason
 from parity.results.report.findings import Finding
-from parity.results.report.outcomes import FAILING, headroom
-from parity.results.report.rows import Row
+from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Counts, Line, Summary
+from parity.results.row import Row
 
 ENTRY = ("parameter", "sequence", "position", "token", "masked", "index", "value", "oracle", "error")
 HEADINGS = {"token": "token id", "masked": "masked?", "oracle": "float64"}
@@ -103,7 +103,7 @@ def at(row: Row | None) -> str:
     """Quantity and gate; a gate that only repeats the quantity is left out."""
     if row is None:
         return ""
-    quantity, gate = row.get("quantity") or row["verdict"], row.get("gate")
+    quantity, gate = row.subject, row.gate
     return f"{quantity} {gate}" if gate and gate not in quantity else quantity
 
 
@@ -123,10 +123,10 @@ def line_verdict(line: Line, ids: bool = True) -> str:
 
 def wrong(row: Row) -> str:
     """Who is wrong, as a clause."""
-    name, against = row["implementation"], row.get("against")
-    blame = row.get("blame")
-    if row.get("variant"):
-        return f"nobody: {name} follows another definition, {row['variant']!r}"
+    name, against = row.implementation, row.against
+    blame = row.blame
+    if row.variant:
+        return f"nobody: {name} follows another definition, {row.variant!r}"
     if blame == "candidate":
         return f"the candidate {name}" + (f" (the reference {against} agrees with float64)" if against else "")
     if blame == "reference":
@@ -149,7 +149,7 @@ def title(finding: Finding) -> str:
 
 def cls(row: Row) -> str:
     """The class of a failing row, or its verdict where nothing was judged."""
-    return str(row.get("class") or row["verdict"])
+    return str(row.cls or row.verdict)
 
 
 def spread(finding: Finding) -> str:
@@ -184,17 +184,17 @@ def settings(values: Mapping[str, Any]) -> str:
 
 def sizes(row: Row) -> str:
     """Value against oracle and reference, and the two measures that people ask for first."""
-    parts = [f"value {number(row.get('value'))}", f"float64 {number(row.get('value_oracle'))}"]
-    if row.get("value_reference") is not None:
-        parts.append(f"reference {number(row['value_reference'])}")
-    if row.get("max_abs") is not None:
-        finite = " of the finite entries" if row.get("gate") == "structure" else ""
-        parts.append(f"max |error|{finite} {number(row['max_abs'])}")
-    if row.get("dist") is not None:
-        parts.append(f"torch.dist {number(row['dist'])}")
-    if row.get("allclose") is not None:
-        tolerance = f"atol {row.get('atol') or 0:.2g}, rtol {row.get('rtol') or 0:.2g}"
-        parts.append(f"torch.allclose {row['allclose']} at {tolerance}")
+    parts = [f"value {number(row.value)}", f"float64 {number(row.value_oracle)}"]
+    if row.value_reference is not None:
+        parts.append(f"reference {number(row.value_reference)}")
+    if row.max_abs is not None:
+        finite = " of the finite entries" if row.gate == "structure" else ""
+        parts.append(f"max |error|{finite} {number(row.max_abs)}")
+    if row.dist is not None:
+        parts.append(f"torch.dist {number(row.dist)}")
+    if row.allclose is not None:
+        tolerance = f"atol {row.atol or 0:.2g}, rtol {row.rtol or 0:.2g}"
+        parts.append(f"torch.allclose {row.allclose} at {tolerance}")
     return " · ".join(parts)
 
 
@@ -206,23 +206,21 @@ def who(reason: Reason) -> str:
 
 def hints(rows: Sequence[Row], lead: Row) -> list[str]:
     """The messages of everything that fails, the lead's first, each under the quantity it is about."""
-    failing = [lead, *(r for r in rows if r is not lead and r["verdict"] in FAILING)]
-    told = [
-        f"{r['quantity']}: {r['message']}" if r.get("quantity") else r["message"] for r in failing if r.get("message")
-    ]
+    failing = [lead, *(r for r in rows if r is not lead and r.failing)]
+    told = [f"{r.quantity}: {r.message}" if r.quantity else r.message for r in failing if r.message]
     return list(dict.fromkeys(told))
 
 
 def entries(lead: Row) -> tuple[list[str], list[list[str]]]:
     """Headings and cells of the worst entries of a row."""
-    found = lead.get("worst") or []
+    found = lead.worst
     names = [k for k in ENTRY if any(k in e for e in found)]
     if "sequence" in names and all(len(e.get("index", ())) <= 2 for e in found):
         names.remove("index")  # sequence and position say it already
     return [HEADINGS.get(k, k) for k in names], [[_cell(e, k) for k in names] for e in found]
 
 
-def _cell(entry: Row, name: str) -> str:
+def _cell(entry: Mapping[str, Any], name: str) -> str:
     if name not in entry:
         return ""
     value = entry[name]

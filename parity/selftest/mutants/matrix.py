@@ -20,7 +20,8 @@ from parity.judging.assess import Bench, confirmed
 from parity.judging.compare import _rows
 from parity.judging.execute import Outcome, execute
 from parity.registry import bench_of, loss_family, resolved
-from parity.running.shard import FAILING, repeated
+from parity.results.row import DECIDED
+from parity.running.shard import repeated
 from parity.selftest.mutants import FAMILIES, TRAINERS, Mutant, controls, mutants, originals
 
 PROFILE = "pr"
@@ -128,9 +129,9 @@ def _judged(bench: Bench, mutant: Mutant, fate: Fate, known: Sequence[Outcome]) 
     )  # only the first call of a run is cleaned up after, and the bench is shared
     try:
         for row in _rows(bench, implementation, thorough):
-            fate = dataclasses.replace(fate, judged=fate.judged + (row["verdict"] in ("agree", "disagree")))
-            if row["verdict"] in FAILING:
-                return _dead(fate, case, row["gate"] or row["verdict"], row["quantity"] or "", row["message"])
+            fate = dataclasses.replace(fate, judged=fate.judged + (row.verdict in DECIDED))
+            if row.failing:
+                return _dead(fate, case, row.gate or row.verdict, row.quantity or "", row.message)
         return fate
     finally:
         _put_back(before)

@@ -363,8 +363,6 @@ def _killed_by(
         return dataclasses.replace(fate, gate="crashed", message=outcome.message, **dead)
     for result in results:
         row = judged_row(cell, implementation, result)
-        if row["verdict"] == "disagree" and ledger.match(row, facts(cell.case)) is None:
-            return dataclasses.replace(
-                fate, gate=row["gate"], quantity=row["quantity"], message=str(row["message"]), **dead
-            )
+        if row.verdict == "disagree" and ledger.match(row, facts(cell.case)) is None:
+            return dataclasses.replace(fate, gate=row.gate or "", quantity=result.quantity, message=row.message, **dead)
     return fate

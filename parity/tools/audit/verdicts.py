@@ -16,6 +16,7 @@ from parity.judging.compare import skip_reason
 from parity.judging.execute import Outcome
 from parity.judging.gates import Judgement
 from parity.judging.settle import CERTAIN, settle
+from parity.results.row import Row
 from parity.rounding.oracle import Quantities
 from parity.tools.audit import source_lines
 from parity.tools.audit.call import entry_points, run
@@ -79,7 +80,7 @@ class Answer:
         return (self.answer in FINDINGS and not self.known) or self.parameter is not None
 
 
-Ledger = Callable[[Mapping[str, Any], Case], str | None]
+Ledger = Callable[[Row, Case], str | None]
 
 
 def answer(implementation: Implementation, stands: Stands, count: int, known: Ledger) -> Answer:
@@ -264,21 +265,22 @@ def _quotient(a: float, b: float) -> float | None:
     return a / b if b != 0.0 and math.isfinite(a) and math.isfinite(b) else None
 
 
-def _row(out: Answer, quantity: str | None, gate: str, verdict: str, stand: Stand) -> dict[str, Any]:
+def _row(out: Answer, quantity: str | None, gate: str, verdict: Any, stand: Stand) -> Row:
     """What the ledger looks at."""
     case = stand.pair.case
-    return {
-        "family": out.family,
-        "verdict": verdict,
-        "implementation": out.implementation,
-        "quantity": quantity,
-        "dtype": case.dtype,
-        "device": stand.moved.inputs.device.type,
-        "gate": gate,
-    }
+    return Row(
+        case=case.id,
+        family=out.family,
+        implementation=out.implementation,
+        quantity=quantity,
+        dtype=case.dtype,
+        device=stand.moved.inputs.device.type,
+        verdict=verdict,
+        gate=gate,
+    )
 
 
-def _known(rows: Iterable[Mapping[str, Any]], known: Ledger, case: Case) -> tuple[str, ...]:
+def _known(rows: Iterable[Row], known: Ledger, case: Case) -> tuple[str, ...]:
     """The entries that cover the failing quantities; none when one of them is not covered."""
     found = [known(row, case) for row in rows]
     return () if None in found else tuple(dict.fromkeys(str(f) for f in found))

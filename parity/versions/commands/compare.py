@@ -14,6 +14,7 @@ from parity.case.case import Case
 from parity.errors import UsageError
 from parity.families.policy_inputs import LOSS_TYPES
 from parity.registry import NAMES, loss_families, loss_family
+from parity.results.row import DECIDED
 from parity.versions.commands.history import folder
 from parity.versions.commands.probe import Look, look
 from parity.versions.commands.row_diff import MARKS, Moved, moved, side, table
@@ -97,7 +98,7 @@ def compare(
         asked = [_with_defaults(frozen, one.config) for one in both(sides, [[], []], ())]
     seen = both(sides, asked, wanted, sampled=not named)
     found = [one.rows for one in seen]
-    judged = [sum(r["verdict"] in ("agree", "disagree") for r in rows) for rows in found]
+    judged = [sum(r.verdict in DECIDED for r in rows) for rows in found]
     if not all(judged):
         raise EnvironmentUnusable(f"compare: {' and '.join(map(str, judged))} judged quantities, nothing to compare")
     different = moved(side(found[0], asked[0]), side(found[1], asked[1]), settings_too=all_defaults)
@@ -211,7 +212,7 @@ def remembered(path: Path) -> Check | None:
 def _check(one: Moved, case: Case) -> Check:
     if one.quantity is not None:
         return Check(one.case, case, one.implementation, (one.quantity,))
-    verdicts = [r["verdict"] for r in (one.before, one.after) if r is not None]
+    verdicts = [r.verdict for r in (one.before, one.after) if r is not None]
     return Check(one.case, case, one.implementation, failure="crashed" if "crashed" in verdicts else "disagree")
 
 

@@ -26,11 +26,12 @@ from parity import data
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.registry import load as load_implementations
+from parity.results.row import Row
 from parity.trainers.catalogue import is_trainer
 from parity.versions.commands.probe import rows
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
-from parity.versions.search.checks import Check, Row, amount, gradient_norm, loss
+from parity.versions.search.checks import Check, amount, gradient_norm, loss
 
 EXPECTED, THEN = ("disagree", "refused", "crashed"), ("agree", "refused")
 _FIELDS = {"what": str, "package": str, "bad": list, "good": list, "case": str, "implementation": str}

@@ -17,14 +17,13 @@ import parity
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.registry import loss_family, resolved
-from parity.running.shard import FAILING
+from parity.results.row import DECIDED, FAILING, Row
 from parity.versions.commands.compare import QUICK, SEED
 from parity.versions.commands.probe import rows
 from parity.versions.env.client import EnvironmentUnusable, cache_folder
 from parity.versions.env.environment import Environment
 from parity.versions.env.releases import span
 from parity.versions.env.resolve import save_json
-from parity.versions.search.checks import Row
 
 
 @dataclass(frozen=True)
@@ -138,31 +137,29 @@ def _read(file: Path) -> Line | None:
 def cell(found: Sequence[Row], implementation: str, cases: Sequence[Case]) -> Cell:
     """What the rows of some cases come to."""
     ids = {case.id for case in cases}
-    mine = [r for r in found if r["implementation"] == implementation and r["case"] in ids]
-    judged = [
-        r for r in mine if r["quantity"] is not None and r["verdict"] in ("agree", "disagree", "nondeterministic")
-    ]
-    failing = [r.get("known") for r in mine if r["verdict"] in FAILING]
-    entries = {entry for entry in failing if entry}
-    known = tuple(sorted(entries)) if all(failing) else ()
-    if crashed := next((r for r in mine if r["verdict"] == "crashed"), None):
-        return Cell("crashed", None, crashed["message"], known)
+    mine = [r for r in found if r.implementation == implementation and r.case in ids]
+    judged = [r for r in mine if r.quantity is not None and r.judged]
+    failing = [r.known for r in mine if r.failing]
+    known = tuple(sorted({entry for entry in failing if entry})) if all(failing) else ()
+    if crashed := next((r for r in mine if r.verdict == "crashed"), None):
+        return Cell("crashed", None, crashed.message, known)
     if not judged:
-        last = mine[-1] if mine else {"verdict": "unsupported", "message": "not among the implementations there"}
-        return Cell(last["verdict"], None, last["message"])
+        if not mine:
+            return Cell("unsupported", None, "not among the implementations there")
+        return Cell(mine[-1].verdict, None, mine[-1].message)
     worst = max(judged, key=_badness)
-    return Cell(worst["verdict"], worst["headroom"], worst["quantity"], known)
+    return Cell(worst.verdict, worst.headroom, worst.subject, known)
 
 
 def _badness(row: Row) -> tuple[bool, bool, float]:
     """New failures before known ones, and those before what agrees; then by headroom."""
-    failing = row["verdict"] != "agree"
-    return failing and not row.get("known"), failing, math.inf if row["headroom"] is None else row["headroom"]
+    failing = row.verdict != "agree"
+    return failing and not row.known, failing, math.inf if row.headroom is None else row.headroom
 
 
 def exit_code(lines: Sequence[Line]) -> int:
     """0, 1 when the newest release that could be judged fails where the ledger knows of nothing, 3 when none could."""
-    judged = [line for line in lines if any(c.verdict in ("agree", "disagree") for c in line.cells.values())]
+    judged = [line for line in lines if any(c.verdict in DECIDED for c in line.cells.values())]
     if not judged:
         return 3
     return int(any(c.new for c in judged[-1].cells.values()))

@@ -14,8 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parity.case.case import Case
+from parity.decoding import decode
+from parity.errors import UsageError
 from parity.process import environment
 from parity.registry import facts, run_case
+from parity.results.row import Row
 from parity.running.cpu_limit import LimitExceeded
 from parity.versions.env.client import EnvironmentUnusable, one_line
 from parity.versions.env.environment import Environment
@@ -23,8 +26,6 @@ from parity.versions.env.environment import Environment
 CPU_LIMIT = 600.0
 """Seconds of CPU time of a probe, its children included; on the clock `limited.BACKSTOP` times as many."""
 ROW, CONFIG, SAMPLED = "parity-row ", "parity-config ", "parity-sampled "
-
-Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +69,16 @@ def look(
     if done.returncode:
         last = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
         raise EnvironmentUnusable(f"environment {made.name}: {last}")
-    marked = {
-        mark: [json.loads(line.removeprefix(mark)) for line in _lines(done, mark)] for mark in (ROW, CONFIG, SAMPLED)
-    }
-    return Look(marked[ROW], marked[CONFIG][0] if config else {}, marked[SAMPLED][0] if sampled else None)
+    try:
+        found = [decode(Row, line, f"environment {made.name}") for line in _lines(done, ROW)]
+    except UsageError as error:
+        raise EnvironmentUnusable(str(error)) from None
+    told = {mark: [json.loads(line) for line in _lines(done, mark)] for mark in (CONFIG, SAMPLED)}
+    return Look(found, told[CONFIG][0] if config else {}, told[SAMPLED][0] if sampled else None)
 
 
 def _lines(done: subprocess.CompletedProcess[str], mark: str) -> list[str]:
-    return [line for line in done.stdout.splitlines() if line.startswith(mark)]
+    return [line.removeprefix(mark) for line in done.stdout.splitlines() if line.startswith(mark)]
 
 
 def _ran(made: Environment, plan: str, cpu_limit: float) -> subprocess.CompletedProcess[str]:
@@ -92,7 +95,6 @@ def main() -> int:
     from parity.process import prepare
     from parity.registry import select
     from parity.results.ledger import Ledger
-    from parity.running.shard import FAILING
 
     prepare("cpu", threads=1)
     plan = json.load(sys.stdin)
@@ -105,9 +107,9 @@ def main() -> int:
         if only := plan["exactly"].get(case.id):
             chosen = {name: one for name, one in chosen.items() if name in only}
         for row in run_case(case, chosen.values(), "cpu", thorough=False):
-            if row["verdict"] in FAILING:
-                row["known"] = ledger.match(row, facts(case))
-            _print(ROW, row)
+            if row.failing:
+                row.known = ledger.match(row, facts(case))
+            _print(ROW, row.to_json())
     if plan["config"]:
         _print(CONFIG, _config())
     if plan["sampled"]:

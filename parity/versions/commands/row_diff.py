@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from parity.case.case import Case
-from parity.versions.search.checks import Row, amount
+from parity.results.row import Row
+from parity.versions.search.checks import amount
 
 Side = Mapping[tuple[str, str, str | None], Row]
 """Rows by (name of the case, implementation, quantity)."""
@@ -36,7 +37,7 @@ class Moved:
     @property
     def mark(self) -> str:
         """ "+" worse, "-" better, as asv prints them, "~" neither: both inside their gates, or a refusal."""
-        sides = [_ORDER.get(r["verdict"]) if r else None for r in (self.before, self.after)]
+        sides = [_ORDER.get(r.verdict) if r else None for r in (self.before, self.after)]
         if sides[0] is None or sides[1] is None or sides == [0, 0]:
             return "~"
         if sides[0] != sides[1]:
@@ -50,10 +51,10 @@ class Moved:
         """Which side is nearer to the oracle: "before", "after", or "" where that cannot be said."""
         if self.quantity is None or self.before is None or self.after is None:
             return ""
-        far = [r["dist"] if r["value"] is not None else math.inf for r in (self.before, self.after)]
-        if None in far or far[0] == far[1]:
+        one, two = (r.dist if r.value is not None else math.inf for r in (self.before, self.after))
+        if one is None or two is None or one == two:
             return ""
-        return "before" if far[0] < far[1] else "after"
+        return "before" if one < two else "after"
 
     @property
     def weight(self) -> float:
@@ -62,7 +63,7 @@ class Moved:
 
     @staticmethod
     def _level(row: Row | None) -> float:
-        return math.inf if row is None or row["headroom"] is None else float(row["headroom"])
+        return math.inf if row is None or row.headroom is None else float(row.headroom)
 
 
 def side(found: Iterable[Row], cases: Sequence[tuple[str, Case]]) -> dict[tuple[str, str, str | None], Row]:
@@ -70,7 +71,7 @@ def side(found: Iterable[Row], cases: Sequence[tuple[str, Case]]) -> dict[tuple[
     names: dict[str, list[str]] = {}
     for name, case in cases:
         names.setdefault(case.id, []).append(name)
-    return {(name, r["implementation"], r["quantity"]): r for r in found for name in names.get(r["case"], ())}
+    return {(name, r.implementation, r.quantity): r for r in found for name in names.get(r.case, ())}
 
 
 def moved(before: Side, after: Side, *, settings_too: bool = False) -> list[Moved]:
@@ -93,21 +94,20 @@ def moved(before: Side, after: Side, *, settings_too: bool = False) -> list[Move
 
 def _worst(rows: Side, key: tuple[str, str, str | None]) -> Row | None:
     own = [r for k, r in rows.items() if k[:2] == key[:2]]
-    return max(own, key=lambda r: _ORDER.get(r["verdict"], -1), default=None)
+    return max(own, key=lambda r: _ORDER.get(r.verdict, -1), default=None)
 
 
 def _differ(one: Row, two: Row, settings_too: bool) -> bool:
-    if one["verdict"] != two["verdict"]:
+    if one.verdict != two.verdict:
         return True
-    if one["quantity"] is None:
+    if one.quantity is None:
         return False
-    values = one["value"], two["value"]
-    if None in values:
-        return values[0] is not values[1]
-    scale = max(abs(values[0]), abs(values[1]), 1e-12)
-    if abs(values[0] - values[1]) <= RELATIVE.get(one["dtype"], 0.05) * scale:
+    if one.value is None or two.value is None:
+        return one.value is not two.value
+    scale = max(abs(one.value), abs(two.value), 1e-12)
+    if abs(one.value - two.value) <= RELATIVE.get(one.dtype, 0.05) * scale:
         return False
-    return settings_too or any(r["headroom"] is None or r["headroom"] > USED for r in (one, two))
+    return settings_too or any(r.headroom is None or r.headroom > USED for r in (one, two))
 
 
 def table(found: Sequence[Moved]) -> str:
@@ -117,7 +117,7 @@ def table(found: Sequence[Moved]) -> str:
     ]
     for m in found:
         whole = m.quantity is None
-        values = [None if whole or r is None else r["value"] for r in (m.before, m.after)]
+        values = [None if whole or r is None else r.value for r in (m.before, m.after)]
         ratio = f"{values[1] / values[0]:.4g}" if values[0] and values[1] is not None else ""
         told = [_cell(r, whole) for r in (m.before, m.after)]
         lines.append((m.mark, m.case, m.implementation, m.quantity or "", *told, ratio, _definition(m), m.nearer))
@@ -129,13 +129,13 @@ def _definition(m: Moved) -> str:
     """The oracle's value; of both sides where they ran under different settings."""
     if m.quantity is None:
         return ""
-    exact = [amount(r["value_oracle"]) for r in (m.before, m.after) if r is not None]
+    exact = [amount(r.value_oracle) for r in (m.before, m.after) if r is not None]
     return exact[0] if len(set(exact)) == 1 else " -> ".join(exact)
 
 
 def _cell(row: Row | None, whole: bool) -> str:
     if row is None:
         return "(not run)"
-    if whole or row["gate"] == "protocol":
-        return str(row["verdict"])
-    return amount(row["value"]) + {"agree": "", "disagree": "!"}.get(row["verdict"], f" {row['verdict']}")
+    if whole or row.gate == "protocol":
+        return str(row.verdict)
+    return amount(row.value) + {"agree": "", "disagree": "!"}.get(row.verdict, f" {row.verdict}")

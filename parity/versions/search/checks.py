@@ -6,16 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from parity.case.case import Case
 from parity.errors import UsageError
+from parity.results.row import Row
 from parity.running.find import followed
 from parity.versions.commands.probe import rows
 from parity.versions.env.environment import Environment
 from parity.versions.search.bisect import Measurement
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,8 @@ class Check:
 
     def own(self, found: Iterable[Row]) -> list[Row]:
         """The rows that this check is about."""
-        mine = [r for r in found if r["case"] == self.case.id and r["implementation"] == self.implementation]
-        return [r for r in mine if r["quantity"] is None or any(fnmatchcase(r["quantity"], p) for p in self.quantities)]
+        mine = [r for r in found if r.case == self.case.id and r.implementation == self.implementation]
+        return [r for r in mine if r.quantity is None or any(fnmatchcase(r.quantity, p) for p in self.quantities)]
 
     def answer(self, found: Iterable[Row]) -> Measurement:
         """agree when every quantity that counts agrees, disagree with the greatest headroom when one does not.
@@ -58,22 +56,21 @@ class Check:
         A verdict about the whole case (refused, unsupported, crashed, …) is the answer, with its message.
         """
         mine = self.own(found)
-        if whole := next((r for r in mine if r["quantity"] is None), None):
-            return Measurement(whole["verdict"], message=whole["message"])
+        if whole := next((r for r in mine if r.quantity is None), None):
+            return Measurement(whole.verdict, message=whole.message)
         if not mine:
             return Measurement(
                 "unsupported", message=f"{self.implementation} hands out no {', '.join(self.quantities)}"
             )
-        failing = [r for r in mine if r["verdict"] != "agree"]
-        told = "; ".join(
-            f"{r['quantity']} {amount(r['value'])} instead of {amount(r['value_oracle'])}" for r in failing[:3]
-        )
-        return Measurement(failing[0]["verdict"] if failing else "agree", _greatest(failing or mine), message=told)
+        failing = [r for r in mine if r.verdict != "agree"]
+        told = "; ".join(f"{r.quantity} {amount(r.value)} instead of {amount(r.value_oracle)}" for r in failing[:3])
+        return Measurement(failing[0].verdict if failing else "agree", _greatest(failing or mine), message=told)
 
 
 def _greatest(mine: Sequence[Row]) -> float | None:
-    levels = [r["headroom"] for r in mine]
-    return None if None in levels else max(levels)
+    levels = [r.headroom for r in mine]
+    finite = [level for level in levels if level is not None]
+    return max(finite) if len(finite) == len(levels) else None
 
 
 def amount(value: float | None) -> str:
@@ -84,16 +81,16 @@ def amount(value: float | None) -> str:
 def loss(found: Iterable[Row], case: Case, implementation: str) -> tuple[float | None, float | None]:
     """Loss of an implementation, and by definition; None where it is absent or not finite."""
     for r in found:
-        if (r["case"], r["implementation"], r["quantity"]) == (case.id, implementation, "loss"):
-            return r["value"], r["value_oracle"]
+        if (r.case, r.implementation, r.quantity) == (case.id, implementation, "loss"):
+            return r.value, r.value_oracle
     return None, None
 
 
 def gradient_norm(found: Iterable[Row], case: Case, implementation: str) -> tuple[float | None, float | None]:
     """Norm over all gradients together of an implementation, and by definition; None if absent or not finite."""
-    mine = [r for r in found if r["case"] == case.id and r["implementation"] == implementation]
-    mine = [r for r in mine if str(r["quantity"]).startswith("grad_")]
-    return _norm([r["value"] for r in mine]), _norm([r["value_oracle"] for r in mine])
+    mine = [r for r in found if r.case == case.id and r.implementation == implementation]
+    mine = [r for r in mine if str(r.quantity).startswith("grad_")]
+    return _norm([r.value for r in mine]), _norm([r.value_oracle for r in mine])
 
 
 def _norm(values: Sequence[float | None]) -> float | None:

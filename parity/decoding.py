@@ -1,0 +1,155 @@
+"""JSON and TOML that others wrote, read into typed structures; whatever is wrong with it is one line of `UsageError`."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from parity.errors import UsageError
+
+_KINDS = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false", "null": "null"}
+_KINDS |= {"array": "a list", "object": "a dict"}
+SHOWN = 80
+"""Characters of a wrong value that a message repeats."""
+
+
+def text_of(path: Path, what: str) -> str:
+    """The text of a file.
+
+    Raises:
+        UsageError: when there is no such file, or it is not readable text; `what` says what it should be.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such {what} file") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not a readable {what}: not UTF-8") from None
+
+
+def json_of(text: str | bytes, where: str) -> Any:
+    """Plain values of a strict JSON text.
+
+    Raises:
+        UsageError: naming `where`: malformed, not UTF-8, NaN or an infinity, a number too large, too deeply nested.
+    """
+    try:
+        return json.loads(text, parse_constant=_not_strict, parse_float=_in_range)
+    except UnicodeDecodeError:
+        raise UsageError(f"{where}: not UTF-8") from None
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise UsageError(f"{where}: not a JSON object: {error.msg} at {at}") from None
+    except RecursionError:
+        raise UsageError(f"{where}: nested too deeply") from None
+    except ValueError as error:
+        raise UsageError(f"{where}: {_short(str(error))}") from None
+
+
+def toml_of(text: str, where: str, what: str) -> dict[str, Any]:
+    """Plain values of a TOML text; `what` it should be is named in the UsageError."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise UsageError(f"{where}: nested too deeply") from None
+    except ValueError as error:  # tomllib.TOMLDecodeError is one, and so is an integer of too many digits
+        raise UsageError(f"{where}: not a readable {what}: {_short(str(error))}") from None
+
+
+def convert(kind: Any, data: Any, where: str) -> Any:
+    """Plain values as a typed structure.
+
+    Raises:
+        UsageError: "{where}: {field} must be …, got {value}", "… is mandatory", "… is unknown, choose from …".
+    """
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{where}: {_told(str(error), kind, data)}") from None
+    except RecursionError:
+        raise UsageError(f"{where}: nested too deeply") from None
+
+
+def decode(kind: Any, line: str | bytes, where: str) -> Any:
+    """A line of JSON as a typed structure; the same as `convert(kind, json_of(line))`, in one pass where nothing is wrong."""
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return convert(kind, json_of(line, where), where)
+
+
+def _not_strict(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not strict JSON")
+
+
+def _in_range(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text} is too large for a number")
+    return value
+
+
+def _told(problem: str, kind: Any, data: Any) -> str:
+    """A validation error of msgspec as one line that names the field and its value."""
+    what, _, path = problem.partition(" - at `$")
+    path = path.rstrip("`")
+    field, value = _at(path, data)
+    if missing := re.fullmatch(r"Object missing required field `(.+)`", what):
+        return f"{_joined(field, missing[1])} is mandatory"
+    if unknown := re.fullmatch(r"Object contains unknown field `(.+)`", what):
+        return f"{_joined(field, unknown[1])!r} is unknown{_choices(kind, path)}"
+    if what.startswith(("Invalid enum value", "Invalid value")):
+        return f"{field} {_short(repr(value))} is unknown{_choices(kind, path)}"
+    if wrong := re.fullmatch(r"Expected `([^`]+)`, got `[^`]+`", what):
+        if not field and wrong[1] == "object":
+            name = f"a {kind.__name__.lower()}" if isinstance(kind, type) else "it"
+            return f"{name} is a JSON object, got {type(data).__name__}"
+        expected = " or ".join(_KINDS.get(one, one) for one in wrong[1].split(" | "))
+        return f"{field or 'it'} must be {expected}, got {_short(repr(value))}"
+    return f"{field or 'it'}: {what[:1].lower()}{what[1:]}, got {_short(repr(value))}"
+
+
+def _at(path: str, data: Any) -> tuple[str, Any]:
+    """The name and the value at a path as msgspec writes it, ".gates[...]": where it does not say which, all of them."""
+    name = ""
+    for step in re.findall(r"\.([^.\[]+)|\[([^\]]+)\]", path):
+        try:
+            data = data[step[0]] if step[0] else data[int(step[1])] if step[1].isdigit() else data
+        except (KeyError, IndexError, TypeError):
+            break
+        name = _joined(name, step[0]) if step[0] else name + (f"[{step[1]}]" if step[1].isdigit() else "")
+    return name, data
+
+
+def _joined(outer: str, inner: str) -> str:
+    return f"{outer}.{inner}" if outer else inner
+
+
+def _choices(kind: Any, path: str) -> str:
+    """What there is to choose from at a path: the values of a literal, or the fields of a structure."""
+    found = msgspec.inspect.type_info(kind)
+    for name in re.findall(r"\.([^.\[]+)|\[[^\]]+\]", path):
+        while not hasattr(found, "fields") and hasattr(found, "item_type"):
+            found = found.item_type
+        fields = {f.encode_name: f.type for f in getattr(found, "fields", ())}
+        if name and name not in fields:
+            return ""
+        found = fields.get(name, found)
+    while hasattr(found, "item_type"):
+        found = found.item_type
+    if isinstance(found, msgspec.inspect.Metadata):
+        found = found.type
+    of = getattr(found, "values", None) or [f.encode_name for f in getattr(found, "fields", ())]
+    return f", choose from {', '.join(map(str, of))}" if of else ""
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
