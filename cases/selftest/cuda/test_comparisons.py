@@ -19,7 +19,6 @@ from parity.case.drawing import cases, draws
 from parity.registry import facts, family, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report.failure import text_of
-from parity.running.shard import FAILING
 from parity.selftest.controls import control
 from parity.tools import replay
 from parity.tools.audit.pairs import Stands
@@ -48,7 +47,7 @@ def small(case):
 
 def new(rows, case):
     ledger = Ledger.load(data.ledger_file())
-    return [r for r in rows if r["verdict"] in FAILING and ledger.match(r, facts(case)) is None]
+    return [r for r in rows if r.failing and ledger.match(r, facts(case)) is None]
 
 
 FROZEN = [
@@ -72,9 +71,9 @@ def test_frozen(path, case, judged):
     only = json.loads(path.read_text()).get("implementations")
     with pretended():
         rows = list(run_case(case, [i for i in chosen(case.family) if only is None or i.id in only], "cuda", False))
-    judged.update(r["implementation"] for r in rows if r["verdict"] == "agree")
+    judged.update(r.implementation for r in rows if r.verdict == "agree")
     assert not new(rows, case), text_of(rows)
-    assert all(r["device"] == "cuda" for r in rows)
+    assert all(r.device == "cuda" for r in rows)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -86,8 +85,8 @@ def test_drawn_with_protocol_and_relations(name, judged):
     for case in [*itertools.islice(drawn, 2), *ADDED.get(name, ())]:
         with pretended():
             rows = list(run_case(case, chosen(name), "cuda", thorough=True))
-        judged.update(r["implementation"] for r in rows if r["verdict"] == "agree")
-        deep.update(r["gate"] for r in rows)
+        judged.update(r.implementation for r in rows if r.verdict == "agree")
+        deep.update(r.gate for r in rows)
         assert not new(rows, case), text_of(rows)
     assert deep["protocol"] and deep["relation"]
 
@@ -114,8 +113,8 @@ def test_a_wrong_one_is_caught(base, by):
     case = family(honest.family).case(3, "fp32", {"V": 11, "H": 5, "bias": "random", "layout": "strided"})
     with pretended():
         found = {i.id: list(run_case(case, [i], "cuda")) for i in (honest, scaled(honest, by))}
-    assert {r["verdict"] for r in found[base]} == {"agree"}, text_of(found[base])
-    assert any(r["verdict"] == "disagree" and r["class"] == "logic" for r in found["wrong"])
+    assert {r.verdict for r in found[base]} == {"agree"}, text_of(found[base])
+    assert any(r.verdict == "disagree" and r.cls == "logic" for r in found["wrong"])
 
 
 def test_one_that_ignores_strides_is_caught():
@@ -129,7 +128,7 @@ def test_one_that_ignores_strides_is_caught():
     wrong = dataclasses.replace(honest, id="wrong", call=packed)
     case = family("logprobs").case(3, "fp32", {"layout": "strided"})
     with pretended():
-        assert any(r["verdict"] == "disagree" for r in run_case(case, [wrong], "cuda", thorough=False))
+        assert any(r.verdict == "disagree" for r in run_case(case, [wrong], "cuda", thorough=False))
 
 
 def test_audit():
