@@ -9,7 +9,8 @@ import torch
 
 from parity.case.case import DTYPES
 
-UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+TF32, TF32_TRUNCATED = "tf32", "tf32-truncated"
+UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 HALF_SUBNORMAL = {
     name: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 for name, dtype in DTYPES.items()
 }
@@ -21,7 +22,8 @@ class Recipe:
     """The precision in which an implementation computes; "input" stands for the dtype of the case.
 
     Attributes:
-        matmul: precision in which forward products are multiplied, "ieee" or "tf32".
+        matmul: precision in which forward products are multiplied: "ieee", "tf32" (operands rounded to its grid) or
+            "tf32-truncated" (cut to it); which of the two a device does is probed, see `parity.rounding.products`.
         matmul_backward: the same for the backward products.
         logits: dtype in which logits (or a tile of them) are stored.
         dlogits: dtype in which the gradient of the logits is stored.
@@ -38,6 +40,8 @@ class Recipe:
             that of the softmax: torch's CPU kernels do so, its CUDA kernels keep float32 (SoftMax.cu).
         accumulate: dtype in which partial gradients are summed across chunks.
         partials: how many partial gradients are summed so (the roundings grow with its square root).
+        reduction: dtype in which the parts of a product that is split along a long sum are added, "fp32" unless a device
+            was found to round them (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` and its twin).
         upstream: factor, at most 1, that gradients meet only after `accumulate` has held them: they overflow there sooner.
         inputs: dtype to which the parameters are cast before use (autocast), or None.
         tanh: "ieee", or "sigmoid" for 2σ(2x) - 1, whose error is absolute near zero.
@@ -59,6 +63,7 @@ class Recipe:
     log_sum: str | None = None
     accumulate: str = "fp32"
     partials: int = 1
+    reduction: str = "fp32"
     upstream: float = 1.0
     inputs: str | None = None
     tanh: str = "ieee"

@@ -20,6 +20,7 @@ import torch
 from parity.case.inputs import Inputs
 from parity.errors import Unsupported, UsageError
 from parity.recipe import IEEE_FP32, Recipe
+from parity.rounding import products
 
 Outputs = dict[str, torch.Tensor]
 Adapter = Callable[[Inputs], Outputs]
@@ -76,8 +77,13 @@ class Implementation:
         on_gpu = inputs.device.type == "cuda"
         if on_gpu and recipe.log_sum is None:
             recipe = dataclasses.replace(recipe, log_sum="fp32")
-        if inputs.context == "tf32" and on_gpu:
-            recipe = dataclasses.replace(recipe, matmul="tf32", matmul_backward="tf32")
+        if on_gpu:
+            found = products.products("cuda")
+            narrow = "bf16" if inputs.context == "autocast" else inputs.case.dtype
+            if inputs.context == "tf32":
+                recipe = dataclasses.replace(recipe, matmul=found.tf32, matmul_backward=found.tf32)
+            if narrow in found.reduced:
+                recipe = dataclasses.replace(recipe, reduction=narrow)
         if inputs.context == "autocast":
             recipe = dataclasses.replace(recipe, inputs="bf16", logits="bf16", dlogits="bf16", teacher=None)
         return recipe.resolve(inputs.case.dtype)

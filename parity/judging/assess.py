@@ -20,6 +20,7 @@ from parity.judging.settle import CONFIRMATION, REPLICAS, ladder, settle
 from parity.recipe import Recipe
 from parity.results.row import Class
 from parity.rounding.oracle import Quantities, exact, gradient_name, replicas
+from parity.rounding.products import CutOperands
 
 COARSEST = Recipe(logits="input", dlogits="input", elementwise="input", softmax="input", inputs="input", output="input")
 
@@ -32,6 +33,7 @@ class Bench:
     inputs: Inputs
     exact: Quantities
     _replicas: dict[tuple[Recipe, int, bool], Quantities] = dataclasses.field(default_factory=dict)
+    _cut: dict[str, Quantities] = dataclasses.field(default_factory=dict)
     _narrowed: dict[frozenset[str], Bench] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -106,6 +108,13 @@ class Bench:
             first_order=first_order,
             terms=terms,
         )
+
+    def cut(self, precision: str) -> Quantities:
+        """The definition with the operands of every product on tf32's grid, computed once."""
+        if precision not in self._cut:
+            with CutOperands(precision):
+                self._cut[precision] = exact(self.family, _on_cpu(self.inputs))
+        return self._cut[precision]
 
     def in_float32(self) -> Bench:
         """The same values with every parameter in float32 and outside autocast, to tell logic from precision."""
@@ -207,9 +216,8 @@ def classify(bench: Bench, implementation: Implementation, failing: Sequence[str
     outcome = execute(implementation, precise.inputs)
     if outcome.verdict == "ran":
         recipe = implementation.recipe_for(precise.inputs)
-        if not narrow:  # tf32 is an explanation only where there is such a thing
-            product = "tf32" if bench.inputs.device.type == "cuda" else "ieee"
-            recipe = dataclasses.replace(recipe, matmul=product, matmul_backward=product, tanh="sigmoid")
+        if not narrow:  # tf32 explains nothing where it is off: the recipe has it where it is on
+            recipe = dataclasses.replace(recipe, tanh="sigmoid")
         judged = judge_all(precise, implementation, outcome, recipe)
     else:  # it has no float32: would the coarsest recipe of its dtype explain it?
         judged = judge_all(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parity.judging.execute import Outcome
+from parity.recipe import TF32, TF32_TRUNCATED
 
 if TYPE_CHECKING:
     from parity.judging.assess import Bench
@@ -32,6 +33,7 @@ def hints(bench: Bench, name: str, outcome: Outcome) -> list[str]:
     residual = float((v - factor * o).norm() / (v - o).norm().clamp(min=1e-300))
     if residual < 0.1:
         out.append(f"{factor:.6g} times the oracle" + _named_factor(bench, factor))
+    out += _tf32(bench, name, v, o)
     mask = bench.inputs.tensors.get("mask")
     if mask is not None and v.dim() >= 2 and v.shape[:2] == mask.shape:
         error = (v - o).abs().flatten(2).sum(-1) if v.dim() > 2 else (v - o).abs()
@@ -39,6 +41,21 @@ def hints(bench: Bench, name: str, outcome: Outcome) -> list[str]:
         if bool(hidden.any()) and float(error[hidden].sum()) > 0.5 * float(error.sum()):
             out.append("the error sits on masked tokens")
     return out
+
+
+EXPLAINED = 8.0
+"""An error is tf32's where it is this many times smaller against the definition with operands on tf32's grid."""
+
+
+def _tf32(bench: Bench, name: str, v: torch.Tensor, o: torch.Tensor) -> list[str]:
+    """float32 products taken in tf32 where nothing allowed it, as `tl.dot` does unless it is told otherwise."""
+    inputs = bench.inputs
+    if inputs.device.type != "cuda" or inputs.case.dtype != "fp32" or inputs.context in ("tf32", "autocast"):
+        return []
+    for precision, said in ((TF32, "rounded"), (TF32_TRUNCATED, "truncated")):
+        if EXPLAINED * float((v - bench.cut(precision)[name]).norm()) <= float((v - o).norm()):
+            return [f"tf32 although it is off: products of operands {said} to 10 bits are right"]
+    return []
 
 
 def _named_factor(bench: Bench, factor: float) -> str:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parity.case.case import DTYPES
 from parity.case.family import Mark
 from parity.recipe import HALF_SUBNORMAL, LARGEST, UNIT_ROUNDOFF, Recipe
+from parity.rounding.products import SPLIT_FROM, cut, split
 
 NARROW = 2.0**-20
 """Unit roundoffs above it round on a grid (`MonteCarlo._grid`), those below by independent noise."""
@@ -50,6 +51,9 @@ class _Noise:
             generator = torch.Generator().manual_seed(20261120)
             _Noise._pool = torch.rand(self.SIZE, generator=generator, dtype=torch.float64) * 2 - 1
 
+    def choice(self, values: tuple[int, ...]) -> int:
+        return self._random.choice(values)
+
     def like(self, x: torch.Tensor) -> torch.Tensor:
         pool = _Noise._pool
         assert pool is not None
@@ -74,8 +78,9 @@ MANY = 1024
 class MonteCarlo(TorchDispatchMode):
     """Perturb every rounded operation of a float64 computation, forward and backward, as a `Recipe` would round it.
 
-    Matrix products over K terms get max(2, √K/2)·u·(|A|·|B|)·ξ (tf32: 2·u·√(A²·B²)·ξ besides), sums 2·u·Σ|x|·ξ, a
-    log-softmax or log-sum-exp its row's u·(2|logsumexp| + 1 + √V/4)·ξ, any other rounded operation x·(1 + u·ξ) + η·ξ
+    Matrix products over K terms get max(2, √K/2)·u·(|A|·|B|)·ξ (in tf32 their operands are cut to its grid, stretched at
+    random), sums 2·u·Σ|x|·ξ, a log-softmax or log-sum-exp its row's u·(2|logsumexp| + 1 + √V/4)·ξ, any other rounded
+    operation x·(1 + u·ξ) + η·ξ
     with η the smallest normal of float32; results that no rounding touches are left alone. ξ is uniform in ±1 per
     element. An exponential beyond the range of the elementwise dtype is infinite. In float16 and bfloat16 the result is
     rounded to their bits instead, on a grid stretched at random; with `own_grid` the first replica's is not stretched, for
@@ -214,9 +219,7 @@ class MonteCarlo(TorchDispatchMode):
         nearly flat distribution moves as one, and a thousand equal probabilities of 3.6 quanta all become 4.
         Independent noise never does that.
         """
-        stretch = 1.5 + 0.5 * self.noise.like(x.new_empty(x.shape[:1] + (1,) * (x.dim() - 1)))
-        if self.own_grid and stretch.dim() > 0:
-            stretch[0] = 1.0
+        stretch = self._stretch(x)
         scaled = x * stretch
         carry = scaled * (UNIT_ROUNDOFF[dtype] * 2.0**53 + 1)  # Veltkamp's splitting: the leading bits of x
         rounded = carry - (carry - scaled)
@@ -224,11 +227,25 @@ class MonteCarlo(TorchDispatchMode):
         subnormal = scaled.abs() < torch.finfo(DTYPES[dtype]).smallest_normal
         return torch.where(subnormal, (scaled / quantum).round() * quantum, rounded) / stretch
 
+    def _stretch(self, x: torch.Tensor) -> torch.Tensor:
+        """A factor in 1 to 2, one a replica: (R, 1, …)."""
+        stretch = 1.5 + 0.5 * self.noise.like(x.new_empty(x.shape[:1] + (1,) * (x.dim() - 1)))
+        if self.own_grid and stretch.dim() > 0:
+            stretch[0] = 1.0
+        return stretch
+
     def product(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """`out` = a·b, (…, M, N), as the recipe multiplies, before the result is rounded; a subclass may multiply otherwise."""
         matmul = torch.bmm if a.dim() == 3 else torch.mm
         # products of few rows are summed one after another: the random walk of Higham and Mary (2019), √K·u, halved
         walk = max(2.0, a.shape[-1] ** 0.5 / 2)
+        precision = self.recipe.matmul_backward if self.backward else self.recipe.matmul
+        if precision != "ieee":
+            out = matmul(*(cut(x, precision, self._stretch(x)) for x in (a, b)))
+        if self.recipe.reduction != "fp32" and a.shape[-1] >= SPLIT_FROM:
+            u = UNIT_ROUNDOFF[self.recipe.reduction]
+            for part in split(a, b, self.noise.choice((2, 4, 8, 16))):
+                out = out + part.mul_(u).mul_(self.noise.like(part))
         size = matmul(a.abs(), b.abs())
         beyond = size > self.range_partial() if self.backward else None
         out = out + size.mul_(walk * self.u_sum).mul_(self.noise.like(out))
@@ -238,11 +255,9 @@ class MonteCarlo(TorchDispatchMode):
             # products of two short mantissas, summed with nothing, round alike along a row: h = 2 - 2⁻⁷ always rounds up
             row = self.noise.like(out[..., :1])
             out = out + out * row * UNIT_ROUNDOFF[self.recipe.logits]
-        precision = self.recipe.matmul_backward if self.backward else self.recipe.matmul
         partial = self.u_partial() if self.backward else 0.0
-        if precision != "ieee" or partial:
-            u = (2 * UNIT_ROUNDOFF[precision] if precision != "ieee" else 0.0) + partial
-            out = out + matmul(a * a, b * b).sqrt_().mul_(u).mul_(self.noise.like(out))
+        if partial:
+            out = out + matmul(a * a, b * b).sqrt_().mul_(partial).mul_(self.noise.like(out))
         return out
 
     def u_partial(self) -> float:

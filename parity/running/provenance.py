@@ -72,6 +72,8 @@ def header(run: str, device: str, profile: str, seed: int) -> dict[str, Any]:
     """The first row of a results file."""
     import torch
 
+    from parity.rounding.products import products
+
     cuda = device == "cuda"
     return {
         "schema": 1,
@@ -83,6 +85,7 @@ def header(run: str, device: str, profile: str, seed: int) -> dict[str, Any]:
             "device_name": torch.cuda.get_device_name(0) if cuda else platform.processor() or platform.machine(),
             "driver": torch.version.cuda if cuda else None,
             "float32_matmul_precision": "highest",
+            "products": products(device).described(),
             "triton": "compiled" if cuda else "interpreted",
             "profile": profile,
             "seed": seed,

@@ -1,0 +1,132 @@
+"""tf32 and split sums: emulated on the pretended device, honest ones agree and those where tf32 is off are named."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fixtures.pretended_cuda import pretended
+from parity.implementations.implementation import Implementation
+from parity.judging.assess import Bench, _on, confirmed
+from parity.judging.execute import execute
+from parity.recipe import TF32, TF32_TRUNCATED, Recipe
+from parity.registry import family, run_case
+from parity.results.report.failure import text_of
+from parity.rounding import products
+from parity.rounding.oracle import exact
+from parity.rounding.products import CutOperands, Products, cut
+from parity.selftest.controls import control
+
+BOTH = (TF32, TF32_TRUNCATED)
+
+
+def test_the_grid_of_tf32():
+    x = torch.tensor([products.PROBE, 1 + 2.0**-11, -products.PROBE, 3.0, 1e-30, torch.inf, 0.0])
+    step = 2.0**-10
+    assert cut(x, TF32)[:4].tolist() == [1 + step, 1.0, -1 - step, 3.0]
+    assert cut(x, TF32_TRUNCATED)[:4].tolist() == [1.0, 1.0, -1.0, 3.0]
+    assert cut(x, TF32)[4:].tolist() == pytest.approx([1e-30, torch.inf, 0.0], rel=2.0**-10)
+
+
+class SplitSums(CutOperands):
+    """A device that adds the parts of a long 16-bit product in 16 bits."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default and args[0].dtype in (torch.float16, torch.bfloat16):
+            parts = [p.to(args[0].dtype) for p in products.split(args[0].float(), args[1].float(), 8)]
+            return torch.stack([p.float() for p in parts]).sum(0).to(args[0].dtype)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("precision", ["ieee", *BOTH])
+def test_the_probe_finds_what_a_device_does(precision, monkeypatch):
+    monkeypatch.setattr(products, "products", products.products.__wrapped__)
+    with pretended(), SplitSums(precision) if precision != "ieee" else pretended():
+        found = products.products("cuda")
+    assert found.tf32 == precision
+    assert found.reduced == (frozenset() if precision == "ieee" else {"fp16", "bf16"})
+    assert set(found.described()) == {"tf32", "reduced", *found.values} and len(found.values) == 3
+
+
+def multiplying(base: Implementation, precision: str) -> Implementation:
+    """An honest implementation on a device, or in a kernel, whose products are tf32's; forward and backward."""
+    return dataclasses.replace(base, id=f"{precision}.{base.id}", around=lambda: CutOperands(precision))
+
+
+CASES = [
+    ("logprobs", 5, {"V": 41, "H": 64, "T": 8, "bias": "random"}),
+    ("logprobs", 6, {"V": 300, "H": 7, "peak": 12.0, "temperature": 0.7}),
+    ("logprobs", 7, {"V": 9, "H": 100, "softcap": 3.0, "logit_scale": 0.3}),
+    ("policy", 8, {"V": 41, "H": 33, "T": 6, "beta": 0.04}),
+    ("divergence", 9, {"V": 33, "H": 16, "T": 6}),
+]
+
+
+@pytest.mark.parametrize("precision", BOTH)
+@pytest.mark.parametrize(("name", "seed", "settings"), CASES)
+def test_honest_tf32_agrees_where_it_is_on(name, seed, settings, precision, monkeypatch):
+    monkeypatch.setattr(products, "products", lambda device: Products(precision))
+    case = family(name).case(seed, "fp32", settings | {"context": "tf32"})
+    base = control(f"honest.{name}.{'ieee' if name == 'divergence' else 'reordered'}")
+    with pretended():
+        rows = list(run_case(case, [multiplying(base, precision)], "cuda", thorough=False))
+    assert {r.verdict for r in rows} == {"agree"}, text_of(rows)
+
+
+@pytest.mark.parametrize("precision", BOTH)
+@pytest.mark.parametrize(("name", "seed", "settings"), CASES[::2])
+def test_tf32_where_it_is_off_is_named(name, seed, settings, precision):
+    case = family(name).case(seed, "fp32", settings)
+    base = control(f"honest.{name}.{'ieee' if name == 'divergence' else 'reordered'}")
+    with pretended():
+        wrong, honest = (list(run_case(case, [i], "cuda", False)) for i in (multiplying(base, precision), base))
+    assert {r.verdict for r in honest} == {"agree"}
+    failing = [r for r in wrong if r.verdict == "disagree"]
+    assert failing and all(r.cls == "logic" for r in failing)
+    said = "truncated" if precision == TF32_TRUNCATED else "rounded"
+    named = [r for r in failing if f"tf32 although it is off: products of operands {said}" in r.message]
+    assert len(named) * 2 > len(failing), [(r.quantity, r.message) for r in failing]
+
+
+def test_another_error_of_that_size_is_not_called_tf32():
+    base = control("honest.logprobs.reordered")
+    call = base.call
+    scaled = dataclasses.replace(base, id="scaled", call=lambda x: {k: v * (1 + 2.0**-11) for k, v in call(x).items()})
+    case = family("logprobs").case(5, "fp32", {"V": 41, "H": 64, "T": 8})
+    with pretended():
+        rows = list(run_case(case, [scaled], "cuda", False))
+    assert any(r.verdict == "disagree" for r in rows)
+    assert not any("tf32" in r.message for r in rows)
+
+
+@pytest.mark.parametrize(("reduced", "allowed"), [(frozenset({"bf16"}), True), (frozenset(), False)])
+def test_16_bit_split_sums_are_allowed_where_they_are_on(reduced, allowed, monkeypatch):
+    """Sums of 2,048 products whose parts are far larger than their total, as a device that splits them would add them."""
+    monkeypatch.setattr(products, "products", lambda device: Products(reduced=reduced))
+
+    def call(x):
+        h, w = x.hidden.flatten(0, 1), x.weight
+        z = _SplitLogits.apply(h, w)
+        return {"logps": torch.log_softmax(z.float(), -1).gather(-1, x.ids.flatten()[:, None]).view(x.ids.shape)}
+
+    one = Implementation("split", "logprobs", "candidate", call, Recipe(logits="input", dlogits="input"))
+    made = family("logprobs").build(family("logprobs").case(3, "bf16", {"V": 17, "H": 2048, "grad": "hidden"}))
+    sign = torch.tensor([1.0, -1.0]).repeat_interleave(1024)
+    apart = {"hidden": (made.hidden + 2 * sign).bfloat16(), "weight": (made.weight / 16 + 1).bfloat16()}
+    x = made.replace(**apart)
+    with pretended():
+        bench = Bench(family("logprobs"), _on(x, "cuda"), exact(family("logprobs"), x))
+        found = confirmed(bench, one, execute(one, bench.inputs))
+    assert found["logps"].agrees == allowed
+
+
+class _SplitLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, w):
+        ctx.save_for_backward(w)
+        parts = [p.to(h.dtype).float() for p in products.split(h.float(), w.mT.float(), 16)]
+        return torch.stack(parts).sum(0).to(h.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g @ ctx.saved_tensors[0], None
