@@ -9,5 +9,9 @@ class Unsupported(Exception):
     """Raised by an adapter for a case that its implementation does not claim to handle; the message says what and why."""
 
 
+class HarnessError(Exception):
+    """The harness contradicts itself: a fault of ours, never a verdict on what it tests."""
+
+
 class OracleError(FloatingPointError):
     """The harness's own definition or its replicas cannot be judged with: a fault of ours, never a skipped case."""

@@ -41,6 +41,9 @@ def classes() -> tuple[type, type]:
             self.tied = False
             self.post_init()
 
+        def init_weights(self) -> None:
+            """Nothing: the tensors of the case take the place of what would be drawn."""
+
         def get_input_embeddings(self) -> nn.Module:
             return self.embed_tokens
 
@@ -60,6 +63,9 @@ def classes() -> tuple[type, type]:
             self.model = ReplayBackbone(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
             self.post_init()
+
+        def init_weights(self) -> None:
+            """Nothing, as in the backbone."""
 
         def get_input_embeddings(self) -> nn.Module:
             return self.model.embed_tokens

@@ -18,7 +18,7 @@ from parity.implementations.implementation import Outputs, implementation, requi
 from parity.implementations.trl import softcap
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.recipe import Recipe
-from parity.upstream import trl
+from parity.upstream import live, trl
 
 SETTINGS = (
     "loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl temperature "
@@ -80,9 +80,13 @@ def _relevant(s: Any) -> set[str]:
     return out - (set() if s.beta else {"use_bias_correction_kl"})
 
 
-def trainer(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
-    """A real GRPOTrainer over the replay model, in the mode of the case; of `kind`, a subclass of it, if given."""
+def trainer(x: Inputs, liger: bool = False, kind: Any = None, shared: bool = False) -> Any:
+    """A real GRPOTrainer over the replay model, in the mode of the case; of `kind`, a subclass of it, if given.
+
+    `shared`: it has what transformers builds for every trainer alike from the first one, see `parity.upstream.live`.
+    """
     made: Any = kind or trl.class_named("GRPOTrainer")
+    build: Any = functools.partial(live.build, made) if shared else made
     s = x.settings
     extra: dict[str, Any] = {}
     if s.head == "lora":
@@ -91,7 +95,7 @@ def trainer(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
     with trl.quiet(), trl.environment_kept():
         args = arguments(x, liger, kind)
         beta, args.beta = args.beta, 0.0  # reference log-probs are given: no reference model has to be loaded
-        out = made(
+        out = build(
             model=built,
             reward_funcs=_zero_reward,
             args=args,
@@ -154,8 +158,21 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
 
 
 def outputs(x: Inputs, liger: bool = False, kind: Any = None) -> Outputs:
-    """Loss and metrics of one micro-batch as the trainer computes and logs them."""
-    out = trainer(x, liger, kind)
+    """Loss and metrics of one micro-batch as the trainer computes and logs them.
+
+    Raises:
+        HarnessError: where a trainer built from nothing, one in `live.CHECKED`, gives something else.
+    """
+    with trl.quiet(), live.metadata_read_once():
+        out = trainer(x, liger, kind, shared=True)
+        found = _computed(x, out)
+        if live.due():
+            fresh = trainer(x, liger, kind)
+            live.require_same(out, fresh, found, _computed(x, fresh))
+    return found
+
+
+def _computed(x: Inputs, out: Any) -> Outputs:
     _install_adapter(x, out)
     with trl.quiet():
         loss = out.compute_loss(out.model, batch(x, out))

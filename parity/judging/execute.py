@@ -13,7 +13,7 @@ import torch
 
 import parity
 from parity.case.inputs import Inputs
-from parity.errors import OracleError, Unsupported
+from parity.errors import HarnessError, OracleError, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
 from parity.rounding.oracle import gradient_name
 
@@ -145,6 +145,8 @@ def guarded(implementation: Implementation, run: Callable[[], Outcome]) -> Outco
         return Outcome("out-of-memory", message=_first_line(error))
     except OracleError as error:
         return Outcome("crashed", message=f"the harness's own oracle: {_first_line(error)}", blame="harness")
+    except HarnessError as error:
+        return Outcome("crashed", message=f"the harness itself: {_first_line(error)}", blame="harness")
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # sys.exit(0) in a loss is no success of the harness

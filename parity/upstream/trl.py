@@ -193,14 +193,15 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_logs() -> Iterator[None]:
-    levels = {name: logging.getLogger(name).level for name in ("transformers", "trl", "accelerate")}
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("transformers", "trl", "accelerate")]
+    levels = [(one, one.level) for one in loggers if one.level != logging.ERROR]  # to set one takes a while
+    for one, _ in levels:
+        one.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        for one, level in levels:
+            one.setLevel(level)
 
 
 @contextlib.contextmanager

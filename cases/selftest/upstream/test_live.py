@@ -1,0 +1,115 @@
+"""Trainers that share a base give the bits of trainers that are built from nothing; what changed in it is seen."""
+
+import pytest
+import torch
+
+from parity.case.drawing import cases, draws
+from parity.errors import HarnessError
+from parity.families.policy import FAMILY
+from parity.implementations import trl_trainer
+from parity.judging.execute import backward, execute, fresh, gradients
+from parity.registry import bench_of, from_file, select
+from parity.upstream import live, trl
+
+DTYPES = ("fp32", "fp16", "bf16")
+RELEASED = select(["trl.GRPOTrainer"], "policy")[0]
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """Cases of every kind that a trainer is given, those left out that a release refuses for the adapter on its head."""
+    found = [bench_of(case).inputs for case in draws(cases(FAMILY, DTYPES, "quick"), "live", 14)]
+    return [x for x in found if x.settings.head != "lora"]
+
+
+@pytest.fixture
+def never(monkeypatch):
+    monkeypatch.setattr(live, "due", lambda: False)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    monkeypatch.setattr(live, "due", lambda: True)
+
+
+def given(inputs, shared):
+    """Loss, metrics and gradients of one call."""
+    x = fresh(inputs)
+    found = trl_trainer._computed(x, trl_trainer.trainer(x, shared=shared))
+    backward(x, found)
+    return found | gradients(x)
+
+
+def test_the_same_bits_as_from_nothing_whatever_came_before(drawn):
+    expected = [given(x, shared=False) for x in drawn]
+    for order in (range(len(drawn)), reversed(range(len(drawn)))):
+        for i in order:
+            found = given(drawn[i], shared=True)
+            assert found.keys() == expected[i].keys()
+            assert all(live._same(found[n], expected[i][n]) for n in found), drawn[i].case.id
+    assert 1 <= len({x.settings.accumulation for x in drawn}) <= len(live._BASES)
+
+
+def test_the_base_is_built_once(drawn, never, monkeypatch):
+    from transformers import Trainer
+
+    given(drawn[0], shared=True)
+    built, original = [], Trainer.__init__
+    monkeypatch.setattr(Trainer, "__init__", lambda self, *a, **k: built.append(1) or original(self, *a, **k))
+    execute(RELEASED, drawn[0])
+    assert not built
+    next(iter(live._BASES.values())).left["accelerator"].step = 17  # what a loss might leave behind
+    for x in drawn:
+        execute(RELEASED, x)
+    assert len(built) == 1
+
+
+def test_a_trainer_that_is_not_as_from_nothing_is_a_fault_of_the_harness(drawn, always, monkeypatch):
+    x = next(x for x in drawn if x.settings.temperature != 1.0)
+    assert execute(RELEASED, x).verdict == "ran"
+    right = live.build
+
+    def wrong(kind, **given):
+        out = right(kind, **given)
+        out.epsilon_low += 1.0
+        return out
+
+    monkeypatch.setattr(live, "build", wrong)
+    outcome = execute(RELEASED, x)
+    assert (outcome.verdict, outcome.blame) == ("crashed", "harness")
+    assert "differs from one built from nothing: attribute epsilon_low" in outcome.message
+
+
+def test_a_construction_that_fails_only_where_it_shares_is_one_too(drawn, monkeypatch):
+    given(drawn[0], shared=True)
+
+    def failing(self, trainer, model, args):
+        raise AttributeError("no accelerator")
+
+    monkeypatch.setattr(live.Base, "hand_to", failing)
+    with pytest.raises(HarnessError, match="built from nothing it does not: no accelerator"):
+        given(drawn[0], shared=True)
+
+
+def test_what_a_release_refuses_it_refuses_in_its_own_words(drawn, never, monkeypatch):
+    given(drawn[0], shared=True)
+    kind = trl.class_named("GRPOTrainer")
+    x = fresh(drawn[0])
+    with pytest.raises(TypeError, match="processing_class"):
+        live.build(
+            kind, model=trl_trainer.model(x), reward_funcs=None, args=trl_trainer.arguments(x), processing_class=1
+        )
+
+
+def test_a_user_s_trainer_shares_nothing(drawn, always):
+    before = dict(live._BASES)
+    own = next(i for i in from_file("fixtures/trainers.py:Same") if i.family == "policy")
+    assert execute(own, drawn[0]).verdict == "ran"
+    assert before == live._BASES
+
+
+def test_one_in_fifty_is_compared():
+    state = torch.random.get_rng_state()
+    count = sum(live.due() for _ in range(20_000))
+    assert 250 < count < 550, "400 expected, 20 the standard deviation"
+    assert torch.equal(state, torch.random.get_rng_state())
