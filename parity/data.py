@@ -1,4 +1,4 @@
-"""Where the frozen cases and the ledger lie: in the checkout, or in the installed wheel."""
+"""Where the frozen cases and the ledger are: in the checkout, or in the installed wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of a process in which losses run: environment variables, threads, full float32 products, whose child it is."""
+"""Settings of a process in which losses run: environment variables, threads, float32 precision, its parent."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def environment(device: str, threads: int) -> dict[str, str]:
 
 
 def prepare(device: str, threads: int) -> None:
-    """Settings that hold for every party and are recorded in the header: full float32 products, no tf32."""
+    """Settings that hold for every implementation and are recorded in the header: full float32 products, no tf32."""
     for name, value in environment(device, threads).items():
         os.environ.setdefault(name, value)
     import torch

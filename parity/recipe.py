@@ -19,7 +19,7 @@ LARGEST = {name: torch.finfo(dtype).max for name, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The precision in which an implementation computes; "input" stands for the dtype of the case.
+    """The precision in which an implementation computes; "input" means the dtype of the case.
 
     Attributes:
         matmul: precision in which forward products are multiplied: "ieee", "tf32" (operands rounded to its grid) or
@@ -47,7 +47,7 @@ class Recipe:
         tanh: "ieee", or "sigmoid" for 2σ(2x) - 1, whose error is absolute near zero.
         selected: dtype to which the products h·W[id] of the selected logit are rounded one by one, where an
             implementation computes it apart from the logits of the log-sum-exp.
-        output: dtype of values handed out, "fp32" or "input", or "any"; gradients have the dtype of their tensor.
+        output: dtype of values returned, "fp32" or "input", or "any"; gradients have the dtype of their tensor.
     """
 
     matmul: str = "ieee"

@@ -1,4 +1,4 @@
-"""What there is, by name: loss families, trainers with checks, implementations. The one place that knows all three."""
+"""Loss families, trainers and implementations by name. The one module that knows all three."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def run_case(
     `trainers.execute`.
 
     `thorough` (or what it says of an implementation) adds the repeated calls of the protocol gate and the exact relations
-    to a loss; `announce` is told of each implementation before it runs.
+    to a loss; `announce` is called with each implementation before it runs.
     """
     if is_trainer(case.family):
         return execute.rows(case, implementations, device, announce)

@@ -1,4 +1,4 @@
-"""A case as data: a structure and a seed, from which every tensor follows.
+"""A test case as data: a family, settings and a seed. Every tensor follows from them.
 
 A value is a function of (seed, tensor name, index) alone: a counter-based integer hash, evaluated on the CPU, on a
 dyadic grid. Lowering a shape keeps every other value, so a finding survives while Hypothesis shrinks it, and no

@@ -75,7 +75,7 @@ class Family:
         exact: the outputs that must match to the last bit of float32 (counts, clip fractions).
         zeros: inputs -> quantity -> boolean mask of rows that the loss mask makes exactly zero.
         features: case -> the facts that coverage counts and that ledger scopes can name, besides settings.
-        variants: name -> an oracle that follows another definition (an older release's, say), tried where a party disagrees.
+        variants: name -> an oracle with another definition, such as an older release's, tried where something disagrees.
         demands: inputs -> names of the settings and tensors that a function must have parameters for to handle them.
         required: parameter names by which a user's function is recognised as belonging to the family.
         relations: name -> `Relation`, the exact relations.

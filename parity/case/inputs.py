@@ -1,4 +1,4 @@
-"""Settings of a family, and the tensors of a case that oracle, reference and candidate are given alike."""
+"""Settings of a family, and the tensors of a case: the same for oracle, reference and candidate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def defaults(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 
 def fits(value: Any, default: Any) -> bool:
-    """Whether a setting's value is of its default's kind; None stands for a number or a list that may be absent."""
+    """Whether a setting's value is of its default's kind; None means a number or a list that may be absent."""
     if isinstance(value, bool):
         return isinstance(default, bool)
     if default is None:

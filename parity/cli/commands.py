@@ -1,4 +1,4 @@
-"""The command line: `parity run`, `list`, `replay`, `doctor`, `report`. Exit codes are those of the contract."""
+"""The commands of `parity` and their options. What each does is in the module that it calls; exit codes: `parity.cli.group`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parity.versions.commands.cli import COMMANDS
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="llm-parity", prog_name="parity")
 def main() -> None:
-    """Numerical parity of LLM post-training losses: who is wrong, in which quantity, by how much."""
+    """Compare LLM post-training losses with their definition: who is wrong, in which quantity, by how much."""
 
 
 def _progress() -> Callable[[list[Row]], None]:
@@ -48,9 +48,9 @@ _IMPLEMENTATIONS = click.option(
     "implementations",
     multiple=True,
     metavar="ID|FILE.py:NAME",
-    help="only this one, or your own function",
+    help="only this one, or your own function or trainer",
 )
-"""What `run` and `audit` are told alike."""
+"""An option that `run` and `audit` share."""
 
 
 @main.command("run")
@@ -59,17 +59,24 @@ _IMPLEMENTATIONS = click.option(
 @_IMPLEMENTATIONS
 @click.option("--dtype", "dtypes", multiple=True, help="fp32, fp16 or bf16")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
-@click.option("--seed", type=int, default=None, help="default: fixed in quick and pr, fresh in nightly and soak")
-@click.option("--with", "specs", multiple=True, metavar="PKG==VER", help="in an environment with this version")
-@click.option("--require", multiple=True, metavar="ID[:cpu|cuda]", help="exit 3 unless this was compared")
-@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
-@click.option("--results", type=click.Path(path_type=Path), default=None, help="default: reports/results.ndjson")
+@click.option("--seed", type=int, default=None, help="default: fixed in quick and pr, a new one in nightly and soak")
+@click.option(
+    "--with", "specs", multiple=True, metavar="PKG==VER", help="run with this version, in an environment of its own"
+)
+@click.option("--require", multiple=True, metavar="ID[:cpu|cuda]", help="exit code 3 unless this was compared")
+@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another list of known findings")
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="file for the rows; default: results.ndjson among the reports",
+)
 @click.option(
     "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
 )
-@click.option("--workers", type=int, default=None, help="processes; default: up to 2")
+@click.option("--workers", type=int, default=None, help="number of processes; default: at most 2")
 def run_command(specs: tuple[str, ...], **options: Any) -> None:
-    """Draw cases, run every implementation on them, judge, report."""
+    """Draw cases, run every implementation on them, compare with the definition, and report."""
     if specs:
         sys.exit(_inside(specs))
     from parity.running.run import Options, execute
@@ -116,9 +123,9 @@ def _report(header: dict[str, Any], rows: list[Row], folder: Path, reasons: list
 
 
 @main.command("list")
-@click.option("--family", "families", multiple=True)
+@click.option("--family", "families", multiple=True, help="only this family")
 def list_command(families: tuple[str, ...]) -> None:
-    """Families, implementations (with version and why unavailable), settings."""
+    """Families, implementations (with version, or why they cannot run), trainer checks and settings."""
     from parity.cli.listing import show
 
     show(console(), families)
@@ -126,28 +133,36 @@ def list_command(families: tuple[str, ...]) -> None:
 
 @main.command("doctor")
 def doctor_command() -> None:
-    """What is installed, what can run here, what is missing and how to get it."""
+    """What is installed, what can run here, and what is missing."""
     from parity.cli.doctor import diagnose
 
     sys.exit(diagnose(console()))
 
 
 @main.command("audit")
-@click.option("--family", "families", multiple=True, help="only this family")
+@click.option("--family", "families", multiple=True, help="only this family (see parity list)")
 @_IMPLEMENTATIONS
 @click.option("--setting", "settings", multiple=True, help="only this setting")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
 @click.option("--cases", type=click.IntRange(1), default=2, show_default=True, help="cases for each setting")
-@click.option("--with", "specs", multiple=True, metavar="PKG==VER", help="in an environment with this version")
-@click.option("--release", "releases", multiple=True, metavar="PKG==VER[,…]", help="a column of a table over releases")
-@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
+@click.option(
+    "--with", "specs", multiple=True, metavar="PKG==VER", help="run with this version, in an environment of its own"
+)
+@click.option(
+    "--release",
+    "releases",
+    multiple=True,
+    metavar="PKG==VER[,…]",
+    help="this release as one column of a table; repeat it",
+)
+@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another list of known findings")
 @click.option(
     "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
 )
 def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: Any) -> None:
-    """For each implementation and setting: honoured, ignored, wrong, refused or absent, and where to mend it."""
+    """Is every setting honoured? For each: honoured, ignored, wrong, refused or absent, and where to repair it."""
     if specs and releases:
-        raise UsageError("--with and --release exclude each other: name every package of a release in --release")
+        raise UsageError("--with and --release cannot be used together: name every package of a release in --release")
     if specs:
         sys.exit(_inside(specs))
     from parity.tools.audit.command import Options, run
@@ -162,14 +177,16 @@ def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: 
 
 @main.command("replay")
 @click.argument("case")
-@click.option("--implementation", "implementations", multiple=True, metavar="ID|FILE.py:NAME")
-@click.option("--device", default="auto", show_default=True)
-@click.option("--with", "specs", multiple=True, metavar="PKG==VER")
-@click.option("--issue", is_flag=True, help="print what one pastes upstream")
+@_IMPLEMENTATIONS
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
+@click.option(
+    "--with", "specs", multiple=True, metavar="PKG==VER", help="run with this version, in an environment of its own"
+)
+@click.option("--issue", is_flag=True, help="print a bug report with a stand-alone script, for upstream")
 def replay_command(
     case: str, implementations: tuple[str, ...], device: str, specs: tuple[str, ...], issue: bool
 ) -> None:
-    """Run one case file, ledger entry or finding again: 0 agrees, 1 disagrees, 125 anything that is not a judgement."""
+    """Run a case again: a case file, a ledger entry, or the id of a case. Exit code 0 agrees, 1 disagrees, 125 not judged."""
     if specs:
         sys.exit(_inside(specs))
     from parity.tools.replay import replay
@@ -180,10 +197,13 @@ def replay_command(
 @main.command("report")
 @click.argument("results", type=click.Path(path_type=Path), default=Path("reports/results.ndjson"))
 @click.option(
-    "--reports", type=click.Path(path_type=Path), default=None, help="folder to write to; default: beside the rows"
+    "--reports",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="folder for reports; default: that of the results file",
 )
 def report_command(results: Path, reports: Path | None) -> None:
-    """Rows to terminal, HTML, Markdown and JUnit."""
+    """Print the results file of a run again, and write HTML, Markdown and JUnit."""
     from parity.results.report.rows import read
 
     header, rows = read(results)
@@ -193,7 +213,7 @@ def report_command(results: Path, reports: Path | None) -> None:
 @main.command("case", hidden=True)
 @click.argument("path")
 def case_command(path: str) -> None:
-    """Print a case file as it is understood."""
+    """Print a case with all its settings."""
     from parity.case.case import Case
     from parity.registry import family
 
@@ -203,14 +223,20 @@ def case_command(path: str) -> None:
 
 @main.command("mutants")
 @click.option(
-    "--seeds", type=click.IntRange(1), default=1, show_default=True, help="streams of cases; 10 for the full matrix"
+    "--seeds",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="how many streams of cases; 10 for the full table",
 )
 @click.option("--family", "families", multiple=True, help="only this family")
-@click.option("--cases", type=click.IntRange(1), default=None, help="cases of a stream; default: those of profile pr")
+@click.option(
+    "--cases", type=click.IntRange(1), default=None, help="cases of each stream; default: as many as profile pr"
+)
 @click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="processes")
-@click.option("--markdown", is_flag=True, help="print the matrix as Markdown")
+@click.option("--markdown", is_flag=True, help="print the table as a Markdown page")
 def mutants_command(**options: Any) -> None:
-    """Run deliberately wrong implementations: exit 0 when all are killed and all correct ones live."""
+    """Test the harness with wrong implementations: exit code 0 if all are caught and no correct one is."""
     from parity.selftest.mutants.command import run
 
     sys.exit(run(console(), **options))

@@ -1,4 +1,4 @@
-"""How every command ends: its exit codes, one line for what the user can mend, and a watcher where code of others runs."""
+"""How every command ends: exit codes, one-line errors that the user can fix, and a parent process where foreign code runs."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     Tensors besides those of `head.build`: teacher_hidden (B, T, H_t), teacher_weight (V + extra, H_t), teacher_bias
     (V + extra,) or None, or teacher_logits (B, T, V + extra), after scale and softcap; support_ids int64 and
     support_logps (B, T, K) float32, -inf where a position names fewer tokens and where the label is -100; top1_ids,
-    top1_logps, label_logps (B, T) for the mixed support; num_items_in_batch (0-dim) or None. A sparse case hands out no
+    top1_logps, label_logps (B, T) for the mixed support; num_items_in_batch (0-dim) or None. A sparse case returns no
     dense teacher.
 
     Raises:

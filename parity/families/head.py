@@ -105,7 +105,7 @@ def leaves(s: SimpleNamespace) -> tuple[str, ...]:
 
 
 def cotangent(case: Case, kind: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """An upstream gradient of `shape`, float64 with values that bf16 holds; "ones" has stride 0, as `.sum()` hands out."""
+    """An upstream gradient of `shape`, float64 with values that bf16 holds; "ones" has stride 0, as `.sum()` returns."""
     if kind == "ones":
         return torch.ones((), dtype=torch.float64).expand(shape)
     g = normal(case.seed, f"cotangent/{name}", shape).to(torch.bfloat16).double()

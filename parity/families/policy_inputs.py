@@ -1,8 +1,8 @@
-"""What family `policy` is given: settings, how they are drawn, and the tensors that follow from a case.
+"""Inputs of family `policy`: settings, how they are drawn, and the tensors of a case.
 
 Clipping, caps and thresholds are constructed, not hoped for: old, reference and sampling log-probs are the oracle's own
 minus a target that keeps every log-ratio at least a margin away from each threshold, the margin being the error that
-rounding alone may cause. Where no target keeps the margin the token is masked out for all parties and counted.
+rounding alone may cause. Where no target keeps the margin the token is masked out for all implementations and counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`divide_by_accumulation`: gradients of a window that are not multiplied by its number of micro-batches."""
+"""`divide_by_accumulation`: divide online DPO's gradients by the number of micro-batches."""
 
 import inspect
 import re

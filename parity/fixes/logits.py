@@ -1,4 +1,4 @@
-"""`use_model_logits`: log-probs of the model's own logits, where TRL's fused LM head computes others."""
+"""`use_model_logits`: log-probs from the model's own logits, where TRL's fused LM head gets other ones."""
 
 import contextlib
 import dataclasses

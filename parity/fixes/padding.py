@@ -1,4 +1,4 @@
-"""`mask_padded_log_probs`: KL and entropy that a trainer logs without the positions behind a completion's end."""
+"""`mask_padded_log_probs`: leave padding out of the KL and entropy that online DPO logs."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""What a runtime patch returns: what it changed, or why it changed nothing, and how to take it back."""
+"""The result of a runtime patch: what it changed, or why it changed nothing, and how to undo it."""
 
 import logging
 import weakref

@@ -1,4 +1,4 @@
-"""Distillation from a teacher server: padding stays out of the divergence."""
+"""`mask_teacher_padding`: leave padding out of the divergence to a teacher server."""
 
 import functools
 import importlib

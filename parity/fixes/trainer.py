@@ -1,4 +1,4 @@
-"""`apply(trainer)`: the fixes that this trainer needs, put in place together, each saying what it did or why not."""
+"""`apply(trainer)`: install all fixes that this trainer needs; each says what it did, or why nothing."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Our policy loss in the place that TRL's trainers have for Liger's.
+"""Put our losses into TRL's trainers: into the fused LM head, and in place of the loss object of the Liger path.
 
 Nothing else of the trainer changes: it goes on reading its model's config, masking, gathering and logging.
 """

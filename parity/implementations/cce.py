@@ -39,14 +39,14 @@ def _call(x: Inputs, **options: Any) -> Outputs:
     )
     require(
         s.softcap is None or s.temperature == 1.0,
-        "temperature under a softcap: scaling the hidden states is another function",
+        "temperature with a softcap: scaling the hidden states does not apply it",
     )
     if x.bias is not None:
         options["bias"] = x.bias
     factor = s.logit_scale / s.temperature
     require(
         factor <= 64 or x.hidden.dtype != torch.float16,
-        "a temperature below 1/64 folded into float16 hidden states: dlogits underflow before the factor meets them",
+        "a temperature below 1/64 applied to float16 hidden states: gradients of the logits underflow",
     )
     hidden = x.hidden if factor == 1.0 else x.hidden * factor
     nll = linear_cross_entropy(hidden, x.weight, x.ids.long(), softcap=s.softcap, reduction="none", **options)

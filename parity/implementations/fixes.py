@@ -80,7 +80,7 @@ def fused_linear_grpo_loss(x: Inputs) -> Outputs:
     from parity.fixes import FusedLinearGRPOLoss
 
     s = x.settings
-    require(s.head != "lora", "the head's adapter is wiring: a bare loss takes one weight")
+    require(s.head != "lora", "a bare loss takes one weight, no adapter on the head")
     loss = FusedLinearGRPOLoss(
         beta=s.beta,
         compiled=False,

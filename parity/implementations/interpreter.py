@@ -1,4 +1,4 @@
-"""Stand-ins in the Triton language for libdevice functions that Triton's interpreter lacks."""
+"""Replacements, in the Triton language, for libdevice functions that Triton's interpreter lacks."""
 
 import functools
 

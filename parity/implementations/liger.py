@@ -41,12 +41,12 @@ def _folded(x: Inputs) -> torch.Tensor:
     s = x.settings
     require(
         s.softcap is None or s.temperature == 1.0,
-        "temperature under a softcap: scaling the hidden states is another function",
+        "temperature with a softcap: scaling the hidden states does not apply it",
     )
     factor = s.logit_scale / s.temperature
     require(
         factor <= 64 or x.hidden.dtype != torch.float16,
-        "a temperature below 1/64 folded into float16 hidden states: dlogits underflow before the factor meets them",
+        "a temperature below 1/64 applied to float16 hidden states: gradients of the logits underflow",
     )
     require(
         factor == 1.0 or x.bias is None,

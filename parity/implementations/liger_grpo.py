@@ -38,7 +38,7 @@ def _common(x: Inputs) -> None:
     require(x.top_entropy_quantile is None, "no entropy-quantile parameter")
     require(s.entropy_coef == 0.0, "no entropy bonus")
     require(x.advantages.dim() == 1, "advantages of shape (B,) only")
-    require(s.head != "lora", "the head's adapter is wiring: a bare kernel takes one weight")
+    require(s.head != "lora", "a bare kernel takes one weight, no adapter on the head")
     window = s.loss_type in WINDOW_NORMALISED
     require(s.accumulation == 1 or window, "the division by the accumulation steps is the caller's")
     require(

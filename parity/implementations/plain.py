@@ -1,4 +1,4 @@
-"""Logits as a model makes them: the plain torch lines that surround every loss which takes logits or full hidden states."""
+"""Logits in plain torch, for losses that take logits instead of hidden states and head."""
 
 from __future__ import annotations
 

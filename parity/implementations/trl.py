@@ -122,7 +122,7 @@ def logprob_entropy_kernel(x: Inputs) -> Outputs:
 
 
 def _chunked_function() -> tuple[Any, bool]:
-    """The autograd function (private in 1.13 and 1.14), and whether it is told which outputs are wanted."""
+    """The autograd function (private in 1.13 and 1.14), and whether it takes the list of wanted outputs."""
     try:
         from trl.kernels.chunked_logprob import ChunkedLogProbFunction
     except ImportError:

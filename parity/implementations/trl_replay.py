@@ -1,4 +1,4 @@
-"""A causal LM that hands back a case's own hidden states, and a tokenizer to go with it: what TRL's trainer is given.
+"""A causal LM that returns a case's hidden states, and a tokenizer: TRL's trainer runs on them.
 
 The backbone returns stored hidden states, a leaf, at the positions that predict the completion; the LM head is a real
 Linear, tied or biased as the case says. transformers is imported on first use.

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer itself, on a case's own tensors: the trainer's code makes logits, log-probs and loss.
+"""TRL's real GRPOTrainer on the tensors of a case: the trainer's own code computes logits, log-probs and loss.
 
 Works for TRL 0.17 to 1.16. What a version does not have is unsupported when the case moves it; what its loss reads from
 the trainer rather than from its inputs (tools, num_iterations, the vLLM switch) is set as a training run would have it.
@@ -219,7 +219,7 @@ def _recipe(x: Inputs) -> Recipe:
 
 
 def _liger_recipe(x: Inputs) -> Recipe:
-    """Liger's chunks, head gradients summed in its dtype; in 1.14 the flag stands for TRL's chunked log-probs."""
+    """Liger's chunks, head gradients summed in its dtype; in 1.14 the flag selects TRL's chunked log-probs."""
     return _tiles(x) if trl.since("1.14") else Recipe(logits="input", accumulate="input", partials=8)
 
 

@@ -32,7 +32,7 @@ def _chunked(x: Inputs) -> Recipe:
 
 
 def _log_probs(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
-    """`chunked_hidden_states_selective_log_softmax`; 0 stands for no scale and no softcap there."""
+    """`chunked_hidden_states_selective_log_softmax`; 0 means no scale and no softcap there."""
     import unsloth_zoo.rl_replacements as module
 
     s = x.settings
@@ -69,7 +69,7 @@ def _options(x: Inputs) -> dict[str, Any]:
     require(s.off_policy_mask_threshold is None, "the off-policy mask is TRL's, handed in by the trainer")
     require(x.top_entropy_quantile is None and s.entropy_coef == 0.0, "entropy is the trainer's, around this loss")
     require(x.importance_sampling_ratio is None, "forms the sampler's ratio itself, from old and sampling log-probs")
-    require(s.head != "lora", "the head's adapter is wiring: a bare loss takes one weight")
+    require(s.head != "lora", "a bare loss takes one weight, no adapter on the head")
     out: dict[str, Any] = {
         "loss_type": s.loss_type,
         "importance_sampling_level": s.importance_sampling_level,
@@ -165,7 +165,7 @@ def _jsd_chunks(x: Inputs) -> Recipe:
 
 
 def _scaler(x: Inputs) -> Any:
-    """What stands for the GradScaler that a scaled upstream gradient comes from; None where no loss is scaled.
+    """A replacement for the GradScaler that a scaled upstream gradient comes from; None where no loss is scaled.
 
     Its scale is a power of two, the largest that the upstream gradient holds. The loss takes its gradients in the forward
     pass, in the dtype of the head, and asks for the scaler so that they do not underflow there.

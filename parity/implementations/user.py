@@ -1,4 +1,4 @@
-"""A user's own function or trainer, judged without touching the package: FILE.py:NAME.
+"""A user's own function or trainer from a file, FILE.py:NAME.
 
 A function is called by the names of its parameters: it takes what it needs of a family's tensors and settings, by name; a
 case that moves anything it has no parameter for is unsupported. It may carry attributes `recipe` (a

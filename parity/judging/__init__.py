@@ -1,1 +1,1 @@
-"""Errors to verdicts: gates, side effects, exact relations, one case through every implementation."""
+"""From errors to verdicts: gates, side effects, exact relations, one case through every implementation."""

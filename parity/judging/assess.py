@@ -1,4 +1,4 @@
-"""One implementation on one case held against the definition: its bench, the verdict, and what explains a disagreement."""
+"""One implementation on one case, compared with the definition: the verdict, and what explains a disagreement."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _on_cpu(inputs: Inputs) -> Inputs:
 
 
 def expected(bench: Bench, implementation: Implementation, recipe: Recipe) -> dict[str, torch.dtype | None]:
-    """Quantity -> dtype that it should have (None: any), for everything the implementation should hand out."""
+    """Quantity -> dtype that it should have (None: any), for everything the implementation should return."""
     fam, inputs = bench.family, bench.inputs
     out: dict[str, torch.dtype | None] = {}
     for name in fam.outputs:
@@ -171,7 +171,7 @@ def judge_all(
     count: int = REPLICAS,
     finer: bool = False,
 ) -> dict[str, Judgement]:
-    """Every quantity the implementation should hand out, judged; and each that it should not. `finer`: see `Bench`."""
+    """Every quantity the implementation should return, judged; and each that it should not. `finer`: see `Bench`."""
     wanted = expected(bench, implementation, recipe)
     judged = {}
     for name, dtype in wanted.items():

@@ -1,4 +1,4 @@
-"""One case through every implementation: oracle and replicas once, then each party judged, as result rows."""
+"""One case through every implementation: oracle and replicas once, then a row for each judged quantity."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def run_case(
     """Rows of a case for each implementation, the reference first.
 
     `thorough` (or what it says of an implementation) adds the repeated calls of the protocol gate and the exact
-    relations; `announce` is told of each
-    implementation before it runs, so that a watcher knows whom to blame if the process does not come back.
+    relations; `announce` is called with each
+    implementation before it runs, so that the supervisor knows which one to blame if the process dies.
     """
     bench = Bench.of(family, case, device)
     kept = side_effects.copies(bench.inputs)

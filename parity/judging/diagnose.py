@@ -23,7 +23,7 @@ def hints(bench: Bench, name: str, outcome: Outcome) -> list[str]:
     if not bool(torch.isfinite(v).all()):
         loss = outcome.quantities.get(bench.family.outputs[0])
         if name.startswith("grad_") and loss is not None and bool(torch.isfinite(loss).all()):
-            out.append("the gradient is not finite behind a finite value")
+            out.append("the value is finite, but its gradient is not")
         return out
     if float(o.abs().sum()) == 0.0:
         return ["the oracle is exactly zero here"] if float(v.abs().sum()) else []

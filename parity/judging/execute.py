@@ -1,4 +1,4 @@
-"""Run one implementation on one set of inputs, forward and backward, in its call context; an exception is a verdict."""
+"""Run one implementation on one set of inputs, forward and backward. An exception is a verdict."""
 
 from __future__ import annotations
 
@@ -171,7 +171,9 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
         return Outcome("unsupported", message=f"Triton's interpreter: {message}")
     if own and (not theirs or theirs[-1] < own[-1]):
         return Outcome(
-            "unsupported", message=f"adapter {implementation.id} does not know this version: {message}", blame="harness"
+            "unsupported",
+            message=f"the adapter {implementation.id} does not fit this version: {message}",
+            blame="harness",
         )
     if raised and isinstance(error, REFUSALS):
         return Outcome("refused", message=message)

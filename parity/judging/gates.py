@@ -1,4 +1,4 @@
-"""The gates: an implementation's error in units of what honest rounding costs on these very inputs.
+"""The gates: an implementation's error, divided by the error that correct code makes on the same inputs.
 
 Every gate is the ratio of an error to what is allowed, so that 1 is the limit and a smaller number the headroom used.
 Comparisons are in positive form: a NaN fails. The judge knows no loss.

@@ -1,4 +1,4 @@
-"""When a disagreement counts: judged again with more replicas, until it agrees or no number of them can change it."""
+"""When a disagreement counts: it is judged again with more replicas, until it agrees or more of them cannot change it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol gate and the exact relations: what an implementation must leave alone, and logic without tolerance."""
+"""Side effects (the protocol gate) and exact relations: what a call must not change, and identities without tolerance."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def restore(before: Mapping[str, Any]) -> None:
 
 
 def copies(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Copies of every input tensor, to be held against them afterwards."""
+    """Copies of every input tensor, to be compared with them afterwards."""
     return {k: v.detach().clone() for k, v in inputs.tensors.items() if v is not None}
 
 

@@ -1,1 +1,1 @@
-"""What a run leaves behind: rows, the ledger of known findings, reports."""
+"""Results of a run: rows, the ledger of known findings, reports."""

@@ -1,4 +1,4 @@
-"""The ledger of known findings: a run stays green on them, reports them apart, and goes red when one stops reproducing.
+"""The ledger of known findings. A run stays green on them, lists them apart, and turns red when one stops happening.
 
 An entry has a scope, so that it hides nothing beside it: implementations and quantities (with `*`), settings and
 features of the case, dtypes, devices, verdicts, and versions of the libraries. Its own frozen case is what tells whether
@@ -114,7 +114,7 @@ class Ledger:
         entries = [_entry(raw, path) for raw in data.get("finding", [])]
         ids = [e.id for e in entries]
         for double in {i for i in ids if ids.count(i) > 1}:
-            raise UsageError(f"{path}: id {double!r} stands twice")
+            raise UsageError(f"{path}: id {double!r} is used twice")
         return cls(tuple(entries), path.parent)
 
     def match(self, row: Row, facts: Mapping[str, Any]) -> str | None:

@@ -1,1 +1,1 @@
-"""What honest rounding costs: Monte Carlo arithmetic, and oracles run exactly and as replicas."""
+"""Oracle and replicas: the definition run exactly, and with random rounding (Monte Carlo arithmetic)."""

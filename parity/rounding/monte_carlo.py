@@ -1,4 +1,4 @@
-"""What honest rounding costs on these very inputs: replicas of any oracle under Monte Carlo arithmetic.
+"""Random rounding of every operation (Monte Carlo arithmetic): what correct code would be off on the same inputs.
 
 An implementation declares a `Recipe`. A *replica* is the float64 oracle run again with every rounded operation, forward
 and backward, perturbed by the unit roundoff of that recipe (Monte Carlo arithmetic, Parker 1997; Denis et al. 2016,
@@ -185,7 +185,7 @@ class MonteCarlo(TorchDispatchMode):
         return walk + (out >= out.amax(dim, keepdim=True) - 2.0**-12).sum(dim, keepdim=True) / 64
 
     def _shifted(self, out: torch.Tensor) -> torch.Tensor:
-        """√2 in half of the replicas and 0 in the others, (R, 1, …): two honest ways to a log-softmax.
+        """√2 in half of the replicas and 0 in the others, (R, 1, …): two correct algorithms for a log-softmax.
 
         A kernel stores the log-sum-exp, whose rounding all log-probs of the row share; torch subtracts the largest logit
         first and has no such error. Where a later step is far from linear (a tail 1 - Σp of 1e-7) the smaller error is

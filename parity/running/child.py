@@ -1,4 +1,4 @@
-"""A call in a process of its own that answers, or is known not to have answered: what runs there may end it in any way."""
+"""Call a function in a child process. Its result counts only if the child reported it; the code there may end the process."""
 
 from __future__ import annotations
 

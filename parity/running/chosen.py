@@ -1,4 +1,4 @@
-"""Which implementations a run is about, known to the process that watches it without any user's code loaded there."""
+"""Which implementations a run has, without loading a user's code in the main process."""
 
 from __future__ import annotations
 

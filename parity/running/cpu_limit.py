@@ -1,4 +1,4 @@
-"""Processes held to CPU time: a loaded machine slows one without ending it, and one that hangs is ended all the same."""
+"""Limit the CPU time of a process, so that a busy machine ends none, and end a process that hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A case by its name: a file, the id of a ledger entry, or the id of a case that is frozen, listed or in the last rows."""
+"""Find a case by name: a file, a ledger entry, or the id of a case that is frozen, listed or in the last results."""
 
 from __future__ import annotations
 

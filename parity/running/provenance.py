@@ -1,4 +1,4 @@
-"""What a run must record about where it ran: versions, device, precision, revision."""
+"""Where a run ran: versions, device, precision, revision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole run: plan the shards, watch the workers, write rows and reports, and say in the exit code what came out."""
+"""A whole run: plan the shards, watch the workers, write rows, decide the exit code."""
 
 from __future__ import annotations
 

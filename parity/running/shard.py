@@ -227,7 +227,7 @@ class Finding(Exception):
 
 
 def _report(finding: Finding) -> NoReturn:
-    """The one place that raises: Hypothesis tells findings apart by where they are raised."""
+    """The only module that raises: Hypothesis tells findings apart by where they are raised."""
     raise finding
 
 

@@ -1,4 +1,4 @@
-"""The watcher of the workers: passes their rows on, and turns a hang or a death into a verdict."""
+"""Starts the worker processes, passes their rows on, and gives a verdict when one hangs or dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process in which implementations run: reads a plan, writes events to its standard output, one JSON object a line.
+"""A worker process, in which implementations run: reads a plan, writes one JSON event a line to its standard output.
 
 `python -m parity.running.worker PLAN.json`. A separate process, because an implementation may hang or take the process down.
 """

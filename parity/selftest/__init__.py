@@ -1,1 +1,1 @@
-"""What tests the harness itself: honest controls, mutants, false alarms, sensitivity."""
+"""Tests of the harness itself: correct controls, wrong mutants, false alarms, sensitivity."""

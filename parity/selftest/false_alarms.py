@@ -1,4 +1,4 @@
-"""False alarms: honest implementations on drawn cases, which the judge must never call wrong.
+"""False alarms: correct implementations on drawn cases, which must never be called wrong.
 
     python -m parity.selftest.false_alarms --cases 1500 --seed 0
 
@@ -104,7 +104,7 @@ def judged(bench: Bench, implementation: Implementation) -> tuple[dict[str, Judg
 
 
 def soak(chosen_cases: Iterable[Case], implementations: Iterable[Implementation] | None = None) -> Soak:
-    """Judge implementations, or else the honest ones of each family, on cases; an interrupt keeps what there is."""
+    """Judge implementations, or else the correct ones of each family, on cases; an interrupt keeps what there is."""
     out, chosen = Soak(), None if implementations is None else list(implementations)
     with contextlib.suppress(KeyboardInterrupt):
         for number, case in enumerate(chosen_cases, 1):

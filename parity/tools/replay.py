@@ -1,4 +1,4 @@
-"""`parity replay`: one case again, whatever the ledger says. 0 agrees, 1 disagrees, 125 anything that is no judgement."""
+"""`parity replay`: run one case again. 0 agrees, 1 disagrees (known or not), 125 could not be judged."""
 
 from __future__ import annotations
 

@@ -155,8 +155,8 @@ def implementations() -> dict[str, Implementation]:
 
 
 def not_an_adapter(inputs: Any) -> Any:
-    """What stands for the adapter of an implementation that checks drive."""
-    raise TypeError("a trainer check is run by parity.trainers.run, not as an adapter")
+    """The adapter of an implementation that only checks run: it is never called."""
+    raise TypeError("a trainer check is run by parity.trainers.execute, not as an adapter")
 
 
 def cases(name: str, profile: str, seed: int) -> list[Case]:

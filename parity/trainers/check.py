@@ -47,7 +47,7 @@ WAYS = {
 
 
 REPORTED = "reported"
-"""Gate of a quantity that nothing is held against."""
+"""Gate of a quantity that is shown and not judged."""
 
 
 @dataclasses.dataclass(frozen=True)

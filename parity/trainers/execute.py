@@ -1,4 +1,4 @@
-"""A case of a trainer check in each way of use, as result rows; an exception is a verdict, a disagreement is run twice."""
+"""A case of a trainer check as result rows. An exception is a verdict; a disagreement runs twice."""
 
 from __future__ import annotations
 

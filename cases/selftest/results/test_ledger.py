@@ -89,5 +89,5 @@ def test_a_bad_ledger_is_one_line(ledger, old, new, words):
 
 def test_ids_are_unique(ledger):
     ledger.write_text(ENTRY + ENTRY)
-    with pytest.raises(UsageError, match="stands twice"):
+    with pytest.raises(UsageError, match="is used twice"):
         Ledger.load(ledger)

@@ -210,7 +210,7 @@ def test_a_checkout_that_does_not_import_is_the_imports_own_message(cache, tmp_p
     (package / "__init__.py").write_text("")
     repaired = Environment.of([spec])
     assert repaired.versions["brokenthing"] == "1.0" and repaired.checkouts == {"brokenthing": "no git revision"}
-    with pytest.raises(EnvironmentUnusable, match="no package named other came of it"):
+    with pytest.raises(EnvironmentUnusable, match="no package named other was installed by it"):
         Environment.of([f"other @ {package.parent}"])
 
 

@@ -100,7 +100,7 @@ def test_a_record_that_cannot_be_read_says_why(tmp_path, monkeypatch, changed, m
         (["bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--case", "none.json"], "no such case file"),
         (["bisect", "trl", "--good", "0.28.0", "--bad", "0.28.0"], "name two releases"),
         (["bisect", "trl", "--good", "new", "--bad", "0.28.0"], "'new' is not a version of trl"),
-        (["bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--quantity", "loss"], "--quantity belongs to --case"),
+        (["bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--quantity", "loss"], "--quantity needs --case"),
         (["bisect", "torch", "--good", "1.0.0", "--bad", "1.1.0", "--check", "is-ratio"], "is about trl, not torch"),
         (["compare", "trl==1.0.0", "trl==1.0.0"], "name two"),
         (["compare", "trl", "trl==1.0.0"], "neither a version nor a path"),

@@ -1,4 +1,4 @@
-"""Rows to what people and programs read: terminal, JUnit, Markdown, HTML.
+"""Reports from rows: terminal, JUnit, Markdown, HTML.
 
 Reads rows, and nothing else: whatever a report shows is in `results.ndjson`, so that a run from another machine, or one
 that was killed, reports like any other. `rows` reads and writes the file, `summary.summarise` counts, the rest renders.

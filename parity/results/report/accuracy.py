@@ -1,4 +1,4 @@
-"""How near each implementation came to the float64 oracle, against one of them, on the cases that both were judged on.
+"""How near implementations come to the float64 oracle, in pairs, on the cases that both were judged on.
 
 `python -m parity.results.report.accuracy reports/results.ndjson [--of fixes.selective_log_probs …] [--at-least 30]`
 

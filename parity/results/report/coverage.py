@@ -1,4 +1,4 @@
-"""What a run really exercised: the share of every dimension, pairs that never met, reasons for what did not run."""
+"""What a run exercised: the share of every dimension, pairs that never met, reasons for what did not run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Dimension:
     Attributes:
         name: of the setting.
         default: its default; None also where the header does not name it.
-        drawn: implementation-cases away from the default, whatever came of them.
+        drawn: implementation-cases away from the default, whatever the verdict.
         exercised: those of them that were compared.
         share: `exercised` as a fraction of the family's compared implementation-cases.
         values: distinct values that were compared, the default included.

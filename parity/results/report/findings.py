@@ -1,4 +1,4 @@
-"""Failing rows to findings: one for everything that one implementation gets wrong in the same quantities."""
+"""Group failing rows into findings: one for each implementation and set of wrong quantities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implementation-cases: the rows of one case through one implementation, and what came of it as a whole."""
+"""Implementation-cases: all rows of one case through one implementation, with one verdict for the whole."""
 
 from __future__ import annotations
 

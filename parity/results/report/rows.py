@@ -1,4 +1,4 @@
-"""The results file: one strict JSON object a line, written as the run goes, so that a killed run keeps what it had."""
+"""The results file: one strict JSON object a line, written during the run, so that a killed run keeps its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run came to, counted once for every renderer."""
+"""The counts of a run, made once for all report formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parity.results.row import STOPPED, Row
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Implementation-cases by what came of them; each is in exactly one of the first six.
+    """Implementation-cases by verdict; each is in exactly one of the first six.
 
     `compared` is divided once more: agree, known (every failing row is in the ledger), nondeterministic, disagree.
     """
@@ -91,7 +91,7 @@ class Summary:
     Attributes:
         run: id of the run.
         header: what the header row carries under "header".
-        interrupted: whether the last line of the file was cut, so that the run did not come to its end.
+        interrupted: whether the last line of the file was cut, so that the run did not finish.
         counts: of all implementation-cases.
         lines: the table, by family, implementation and dtype.
         tallies: the same, by quantity.

@@ -56,7 +56,7 @@ def render(summary: Summary, console: Console) -> None:
 
 
 def _table(family: str, lines: Sequence[Line], console: Console) -> None:
-    """A table; where names would not fit beside the numbers each stands on a line of its own, never cut.
+    """A table. Names that do not fit beside the numbers get a line of their own; none is cut.
 
     Below it which known findings each implementation has, and why some were not compared.
     """
@@ -96,7 +96,7 @@ def _table(family: str, lines: Sequence[Line], console: Console) -> None:
 
 
 def _cells(found: Sequence[Line], counters: Sequence[Callable[[Counts], int]]) -> Iterator[list[str | Text]]:
-    """What stands beside an implementation's name, a row for each dtype; one row where nothing could run in any."""
+    """The cells beside an implementation's name: a row for each dtype, or one row where nothing could run."""
     if len(found) > 1 and all(line.verdict == "unsupported" for line in found):
         totals = [f"{sum(f(line.counts) for line in found):,}" for f in counters]
         yield ["all", *totals, "", "", Text("unsupported", style=COLOURS.get("unsupported", ""))]
@@ -150,7 +150,7 @@ def _coverage(summary: Summary, console: Console) -> None:
     if summary.undecided:
         say(
             console,
-            f"{summary.undecided:,} entries undecided: rounding alone decides about them, or a replica overflows",
+            f"{summary.undecided:,} entries undecided: correct rounding alone can change them, or a replica overflows",
             "dim",
         )
     for verdict in ("unsupported", "refused"):

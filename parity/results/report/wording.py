@@ -40,7 +40,7 @@ def ratio(value: float) -> str:
 
 
 def number(value: Any) -> str:
-    """A value of a quantity; null stands for what was not finite or not there."""
+    """A value of a quantity; null means what was not finite or not there."""
     if value is None:
         return "-"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -69,8 +69,8 @@ def as_drawn(summary: Summary) -> str:
     if not drawn:
         return ""
     return (
-        f"{drawn:,} of {count(len(summary.findings), 'new finding')} as drawn: the run's time for minimising was used up; "
-        f"with --implementation it goes to one"
+        f"{drawn:,} of {count(len(summary.findings), 'new finding')} as drawn: the time for minimising was used up; "
+        f"run with --implementation to minimise one"
     )
 
 

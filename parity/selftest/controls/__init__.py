@@ -1,4 +1,4 @@
-"""Honest implementations: correct code by other roads, which the judge must never call wrong.
+"""Controls: correct implementations with other algorithms, which must never be called wrong.
 
 They are the controls of everything that tests the harness itself: the soak (`python -m parity.selftest.false_alarms`),
 the sensitivity tests, which make wrong implementations by small edits of these, and the mutants. They know no library

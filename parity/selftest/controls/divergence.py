@@ -1,4 +1,4 @@
-"""Honest distillation losses: the same divergence by other roads, each with the recipe it really computes in."""
+"""Controls of family `divergence`: correct losses with other algorithms, each with its true recipe."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def by_blocks(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Road:
-    """A road from inputs to the loss, and the recipe it computes in.
+    """An algorithm from inputs to the loss, and the recipe it computes in.
 
     Attributes:
         width: float32 throughout, from the stored logits on, or nowhere: the dtype of each head down to its terms.

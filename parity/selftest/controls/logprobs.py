@@ -1,4 +1,4 @@
-"""Honest log-probs and entropies: the same definition by other roads, each with the recipe it really computes in."""
+"""Controls of family `logprobs`: correct log-probs and entropies with other algorithms, each with its true recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TILE = 4
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A road from hidden states to log-probs and entropies, both (B, T), and the recipe it computes in."""
+    """An algorithm from hidden states to log-probs and entropies, both (B, T), and the recipe it computes in."""
 
     call: Callable[[Inputs], Pair]
     recipe: Callable[[Inputs], Recipe]

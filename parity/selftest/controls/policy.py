@@ -1,4 +1,4 @@
-"""Honest policy losses in float32, written from the papers and TRL's documentation, in two orders of operations."""
+"""Controls of family `policy`: correct float32 losses from the papers and TRL's documentation, in two orders of operations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Wrong implementations: an honest one with one small edit, which the judge must catch.
+"""Correct implementations with one small error, which must be caught.
 
-Each is an `Implementation` with the recipe of the honest one that it edits, so that nothing but the edit can give it
+Each is an `Implementation` with the recipe of the correct one that it edits, so that nothing but the edit can give it
 away. `python -m parity.selftest.false_alarms --wrong` measures in what share of single cases each is caught.
 """
 
@@ -19,7 +19,7 @@ from parity.selftest.controls import control
 
 @dataclasses.dataclass(frozen=True)
 class Wrong:
-    """A wrong implementation, the dtypes in which it is tried, and the honest one that it edits."""
+    """A wrong implementation, the dtypes in which it is tried, and the correct one that it edits."""
 
     implementation: Implementation
     base: Implementation

@@ -1,4 +1,4 @@
-"""Mutants: deliberately wrong implementations by which the harness is tested, each a small edit of a correct one.
+"""Mutants: deliberately wrong implementations, each a small edit of a correct one. The harness must catch them all.
 
 `parity mutants` runs every mutant through the code path of a real run until its first kill; what survives is a bug of
 the generator or of a gate. The correct implementations that they are edits of, and those of

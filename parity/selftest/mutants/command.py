@@ -1,4 +1,4 @@
-"""`parity mutants`: the kill matrix of the harness itself."""
+"""`parity mutants`: run the mutants and print which are caught."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Misconduct: right results by code that does not leave its caller's things alone."""
+"""Mutants with right results and wrong side effects: changed inputs, environment, random state, patched functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kill matrix: every mutant on its family's stream of drawn cases until its first kill, beside the controls."""
+"""The kill matrix: every mutant on drawn cases until it is caught, and the controls beside it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Fate:
 
     @property
     def right(self) -> bool:
-        """Whether it met the fate it should: death for a mutant, life for a control that was judged at all."""
+        """Whether the result is right: a mutant was caught, a control was judged and not called wrong."""
         return self.killed if self.mistake else not self.killed and self.judged > 0
 
 

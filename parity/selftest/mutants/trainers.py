@@ -1,4 +1,4 @@
-"""Mutants of whole trainers: one method of TRL's class with one passage of its source changed, in the place of the class.
+"""Mutants of whole trainers: TRL's class with one passage of one method changed.
 
 They are edits of the installed release: a passage that it does not have is an error, so that no mutant is lost unseen.
 Each goes through the released way of its trainer's checks, cell by cell, until a quantity disagrees that the class itself

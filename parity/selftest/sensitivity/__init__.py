@@ -1,4 +1,4 @@
-"""Detection limit: the smallest relative error that one case, and a run, catches; beside fixed tolerances.
+"""Detection limits: the smallest relative error that one case, or a run, catches; the same for fixed tolerances.
 
     python -m parity.selftest.sensitivity --cases 96
 

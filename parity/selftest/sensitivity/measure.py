@@ -1,6 +1,6 @@
-"""The size from which on a relative error is caught, case by case: by the gates, and by fixed tolerances.
+"""The smallest relative error that is caught, case by case: by the gates, and by fixed tolerances.
 
-An honest implementation is edited by a factor 1 + ε on its log-probs, its loss or its gradients, and judged as a run
+A correct implementation is edited by a factor 1 + ε on its log-probs, its loss or its gradients, and judged as a run
 judges. ε goes down a grid of quarter octaves; an error that is caught at ε is taken to be caught at every larger one.
 """
 
@@ -35,7 +35,7 @@ NEVER = math.inf
 
 DTYPES = ("fp32", "fp16", "bf16")
 LOGITS = {"fp32 logits": "reordered", "16-bit logits": "plain"}
-"""How the honest implementation keeps its logits: its name under `HEADS`; in float32 the two are one."""
+"""How the correct implementation keeps its logits: its name under `HEADS`; in float32 the two are one."""
 ROAD = {"reordered": "ieee", "plain": "stored"}
 
 GATES, DEFAULTS, LOOSE, ABSOLUTE = "gates", "torch.testing defaults", "atol 0.1, rtol 0.5", "atol 1e-2"
@@ -55,8 +55,8 @@ class Found:
     Attributes:
         target: "log-probs", "loss" or "gradients".
         limits: judge -> smallest ε of `GRID` that it catches; `NEVER` if it does not catch 1; 0 if it faults the
-            honest values themselves.
-        slopes: gradient or log-probs -> slope of the honest values and what their gate allows, which a run pools.
+            correct values themselves.
+        slopes: gradient or log-probs -> slope of the correct values and what their gate allows, which a run pools.
     """
 
     family: str
@@ -137,7 +137,7 @@ def drawn(name: str, dtype: str, count: int, seed: int) -> Iterator[Case]:
 
 
 def measure(name: str, dtype: str, kind: str, bench: Bench) -> list[Found]:
-    """Every kind of error on one case; none where the honest implementation does not run or is faulted itself."""
+    """Every kind of error on one case; none where the correct implementation does not run or is called wrong itself."""
     honest = implementation(name, LOGITS[kind])
     case = bench.inputs.case
     with warnings.catch_warnings():

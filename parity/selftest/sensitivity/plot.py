@@ -16,7 +16,7 @@ STYLES = {
     LOOSE: ("#6b7280", "1.4", "2 3"),
     ABSOLUTE: ("#15803d", "1.4", "8 3 2 3"),
 }
-"""Colour, width and dashes of each judge: told apart without colour too."""
+"""Colour, width and dashes of each judge; they differ without colour too."""
 SHARES = (0.5, 0.99)
 PANELS = (
     ("logprobs", "log-probs"),
@@ -32,7 +32,7 @@ PANELS = (
 def svg(found: Iterable[Found], logits: str) -> str:
     """Small multiples, a row for each dtype and a column for each error; a curve for each judge.
 
-    A case whose honest values a judge faults counts as not caught: what is always red catches nothing.
+    A case whose correct values a judge faults counts as not caught: what is always red catches nothing.
     """
     every = [one for one in found if one.logits == logits or one.dtype == "fp32"]
     panels = dict.fromkeys([*PANELS, *((one.family, one.target) for one in every)])

@@ -24,12 +24,12 @@ def groups(found: Iterable[Found]) -> dict[Key, list[Found]]:
 
 
 def limits(found: Sequence[Found], label: str) -> list[float]:
-    """The limits of one judge, ascending, without the cases whose honest values it faults."""
+    """The limits of one judge, ascending, without the cases whose correct values it faults."""
     return sorted(one.limits[label] for one in found if one.limits[label] > 0.0)
 
 
 def alarms(found: Sequence[Found], label: str) -> float:
-    """Share of cases whose honest values the judge faults."""
+    """Share of cases whose correct values the judge faults."""
     return sum(one.limits[label] == 0.0 for one in found) / len(found)
 
 
@@ -107,7 +107,7 @@ def _unreached(values: Sequence[float]) -> str:
 
 
 def tolerances(found: Iterable[Found]) -> str:
-    """The same cases by every judge: honest values faulted; of the other cases the median limit, and caught at 1 %."""
+    """The same cases by every judge: correct values faulted; of the other cases the median limit, and caught at 1 %."""
     lines = ["| family | error on | dtype | " + " | ".join(JUDGES) + " |", "|" + "---|" * (3 + len(JUDGES))]
     for (family, target, dtype, logits), own in groups(found).items():
         cells = [family, target, dtype if dtype == "fp32" else f"{dtype}, {logits}"]

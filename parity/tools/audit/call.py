@@ -1,4 +1,4 @@
-"""One call of an implementation, with what a user would have heard of it and where an error came from."""
+"""One call of an implementation, with its warnings and the line that raised an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OURS = "parity/fixes/"
 
 
 def run(implementation: Implementation, inputs: Inputs) -> tuple[Outcome, set[str], str]:
-    """What came of it, what was said, and where an error came from; the inputs, which others share, are put back."""
+    """The outcome, the warnings, and where an error came from; the inputs, which others share, are restored."""
     raised: list[str] = []
 
     def call(x: Inputs) -> Outputs:

@@ -18,7 +18,7 @@ from parity.tools.audit.responsible import engine, is_wired, mend
 from parity.tools.audit.verdicts import JUDGED, Answer, answer
 
 CASES = 2
-"""Pairs of which every one must move alike."""
+"""Pairs of inputs for each setting; all must give the same answer."""
 AGREE, NEW, NOTHING = 0, 1, 3
 
 
@@ -43,7 +43,7 @@ class Options:
 
 
 def audit(options: Options) -> tuple[list[Answer], dict[int, str]]:
-    """The answers, and where to mend by their number.
+    """The answers, and where to repair by their number.
 
     Raises:
         UsageError: for a family, implementation or setting that does not exist.
@@ -82,7 +82,7 @@ def _check(options: Options) -> None:
 
 
 def _with_engines(chosen: Sequence[Implementation]) -> list[Implementation]:
-    """The implementations, references first, and the kernels behind them, which decide where to mend."""
+    """The implementations, references first, and the kernels behind them, which decide where to repair."""
     known = {i.id: i for i in chosen}
     engines = {e for i in chosen if is_wired(i.id) and (e := engine(i.id)) is not None and e not in known}
     every = [*chosen, *(select([e])[0] for e in sorted(engines))]

@@ -1,4 +1,4 @@
-"""The pairs of a probe with what the definition makes of both sides, computed once for all implementations."""
+"""Pairs of inputs, with and without a setting, and the definition on both, computed once for all implementations."""
 
 from __future__ import annotations
 

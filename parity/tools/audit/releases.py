@@ -94,7 +94,7 @@ _TELLING = tuple(a for a in ANSWERS if a not in ("honoured", "not run"))
 
 
 def cell(row: Row | None) -> str:
-    """ "ignored ×17.1 (trainer)": the answer, gradient norm over the definition's, where to mend."""
+    """ "ignored ×17.1 (trainer)": the answer, gradient norm over the definition's, where to repair."""
     if row is None:
         return ""
     if row["answer"] not in FINDINGS:

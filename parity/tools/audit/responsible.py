@@ -1,4 +1,4 @@
-"""Where a setting that is not honoured is to be mended: in the kernel, in the trainer that calls it, or in both."""
+"""Where to repair a setting that is not honoured: in the kernel, in the trainer that calls it, or in both."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def engine(implementation: str) -> str | None:
 
 
 def mend(one: Answer, kernel: Answer | None, reference: Answer | None) -> str:
-    """Where to mend, decided by what the kernel makes of the same value when it is called directly.
+    """Where to repair, decided by what the kernel makes of the same value when it is called directly.
 
-    Nothing is to be mended where the release has no such setting: its reference has none either.
+    Nothing is to be repaired where the release has no such setting: its reference has none either.
     """
     if one.parameter is not None:
         return f"adapter: {one.parameter}"

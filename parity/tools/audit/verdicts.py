@@ -1,4 +1,4 @@
-"""What an implementation makes of a setting: honoured, ignored, wrong, refused, crashed, absent, or not run."""
+"""Is a setting honoured by an implementation, or ignored, wrong, refused, crashed, absent, or not run?"""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _one(implementation: Implementation, stand: Stand, blank: Answer, known: Led
         moved_gradient=_gradient_ratio(stand.moved.exact, stand.still.exact),
     )
     if asked:
-        return _absent(implementation, out, f"hands out no {' and no '.join(asked)}")
+        return _absent(implementation, out, f"has no {' and no '.join(asked)}")
     moved, said, raised = run(implementation, stand.moved.inputs)
     if moved.verdict == "unsupported" and moved.message.startswith(INTERPRETER):
         return dataclasses.replace(blank, reason=moved.message)

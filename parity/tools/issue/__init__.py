@@ -1,4 +1,4 @@
-"""What one pastes upstream: a Markdown issue with numbers, code paths, a stand-alone script and versions."""
+"""A bug report for upstream: Markdown with numbers, code paths, a stand-alone script and versions."""
 
 from parity.tools.issue.standalone import script
 from parity.tools.issue.text import issue_text

@@ -1,4 +1,4 @@
-"""How a stand-alone script drives TRL's GRPOTrainer: a Llama whose backbone hands back the case's hidden states."""
+"""How a stand-alone script drives TRL's GRPOTrainer: a Llama whose backbone returns the case's hidden states."""
 
 from __future__ import annotations
 

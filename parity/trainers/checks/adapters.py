@@ -1,4 +1,4 @@
-"""Training a LoRA: the policy is base and adapter, the reference the base alone, or the adapter as it was handed over."""
+"""Training a LoRA: the policy is base and adapter; the reference is the base, or the adapter before training."""
 
 from __future__ import annotations
 

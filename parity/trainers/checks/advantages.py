@@ -1,4 +1,4 @@
-"""Advantages, before the loss sees them: groups without spread, completions that nobody scored, weights, normalisation.
+"""Advantages: groups without spread, completions without a reward, weights, normalisation.
 
 The trainer generates for real; the reward functions return a table by position, so that the definition is known.
 """
@@ -31,7 +31,7 @@ REWARDS: dict[str, str] = {
     "equal": "a group without spread beside one with it",
     "none": "one completion that the function returns None for",
     "nan": "one completion that the function returns NaN for",
-    "all-none": "a group in which nothing was scored",
+    "all-none": "a group in which no completion was scored",
     "single": "a group in which one completion was scored",
     "group-of-one": "evaluation with num_generations_eval=1: nothing to compare with, so 0",
     "weighted": "two functions, weights 1 and -0.5, each with a None of its own and one completion without any",

@@ -1,4 +1,4 @@
-"""What lies between hidden states and log-probs must be applied by every log-prob path: held against the model's own.
+"""Everything between hidden states and log-probs (softcap, scale, bias, hooks, …) must be applied by the trainer.
 
 Softcap, logit scale, a head's bias, tied heads, adapters on the head, copies of it, hooks on it: the model's own forward
 applies them; a trainer that multiplies hidden states by `lm_head.weight` itself has to find each one.
@@ -127,7 +127,7 @@ class Batch:
         return (logps * self.cotangent.to(logps)).sum()
 
     def ask(self, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
-        """The same scalar by the trainer's own path, the model whose gradients it has, and the log-probs, if handed out."""
+        """The same scalar by the trainer's own path, the model whose gradients it has, and the log-probs, if returned."""
         return ASK[self.trainer](self, cell)
 
     def inputs(self) -> dict[str, Tensor]:

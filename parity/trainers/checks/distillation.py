@@ -1,6 +1,6 @@
 """Checks of distillation: a teacher behind HTTP, its parts in isolation, and GKD with a local teacher as the control.
 
-A server hands out log-probs of few tokens; TRL pads ragged completions with -inf and must keep that out of the loss. In
+A server returns log-probs of few tokens; TRL pads ragged completions with -inf and must keep that out of the loss. In
 trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the first step (reverse KL, beta 1).
 """
 
@@ -66,7 +66,7 @@ def _teacher_model() -> Any:
         "beta": beta_setting(1.0),
         "split": SPLIT,
         "temperature": Setting(1.0, "of student and teacher", (1.0, 0.7)),
-        "top_k": Setting(1, "tokens the teacher hands out; above 1 at beta 0 alone", (1, 4)),
+        "top_k": Setting(1, "tokens that the teacher returns; above 1 only at beta 0", (1, 4)),
     },
     functools.partial(cells, "server-distillation-trainer"),
 )

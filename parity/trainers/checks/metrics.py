@@ -1,4 +1,4 @@
-"""Metrics that a trainer logs of one batch, held against what their names and the trainers' documentation say."""
+"""Metrics that a trainer logs for one batch, compared with what their names and TRL's documentation say."""
 
 from __future__ import annotations
 

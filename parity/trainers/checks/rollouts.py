@@ -1,4 +1,4 @@
-"""Same rollouts, other log-probs: what "mostly the same" is made of when log-probs come from another implementation.
+"""The same rollouts with log-probs from another implementation: where do two runs differ, and why?
 
 GRPO, four steps, seed 3407, log-probs by the trainer's own kernel, by the model's own logits, by cut-cross-entropy. On
 stored completions every gradient is judged. Live, where each run generates for itself, the difference of two losses is

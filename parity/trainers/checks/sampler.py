@@ -1,4 +1,4 @@
-"""A sampler whose log-probs are not the trainer's: the importance ratio that GRPO makes of both, and the loss with it."""
+"""A sampler whose log-probs differ from the trainer's: GRPO's importance ratio, and the loss with it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The log-probs that a trainer takes of stored completions: however many at once, head in float32 or not, asked for more.
+"""Log-probs of stored completions by the trainer: several at once, head in float32 or not, more logits than needed.
 
 Two judgements. The gradient of every parameter, against the model's own logits in float64; of a model in bfloat16 the
 replicas round as it does (`narrow`). And the head alone: what the trainer made of the hidden states that its own backbone
-handed over, against family `logprobs` on those very numbers, which needs no unit for the backbone.
+passed on, against family `logprobs` on those very numbers, which needs no unit for the backbone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """KL at step 1: the policy is the reference, so KL, log-ratios and what follows from them are machine zero.
 
-Bounds. A log-prob of the policy and one of the reference are two honest evaluations of one definition; each may be off
+Bounds. A log-prob of the policy and one of the reference are two correct evaluations of one definition; each may be off
 by g = 6·rms of that token's log-prob over Monte Carlo replicas of the model (the judge's row gate). So |d| ≤ D = 2g for
 the log-ratio d of a token, exp(d) - d - 1 ≤ D²/2·exp(D) for its KL, plus 4u for evaluating that near 1.
 """
@@ -77,7 +77,7 @@ def step_one(cell: Cell) -> Iterator[Result]:
 
 
 def _log_probs(step: Step, truth: Truth) -> Iterator[Result]:
-    """Log-probs of both parties against the model's own logits, and against each other."""
+    """Log-probs of policy and reference against the model's own logits, and against each other."""
     for name, value in (("logps", step.policy), ("ref_logps", step.reference)):
         if value is not None:
             t = value.shape[1]
@@ -96,7 +96,7 @@ def _log_probs(step: Step, truth: Truth) -> Iterator[Result]:
 
 
 def _first(value: Tensor, truth: Truth) -> str:
-    """Where a party first leaves the definition."""
+    """Where policy or reference first differs from the definition."""
     t = value.shape[1]
     e = (value.detach().cpu().double() - truth.logps[:, -t:]).abs() * truth.counted[:, -t:]
     beyond = (e > truth.apart[:, -t:]).nonzero()

@@ -1,4 +1,4 @@
-"""Sequences that are longer than `max_length`: what is left of them, and loss and gradients of that."""
+"""Sequences longer than `max_length`: which tokens are kept, and the loss and gradients of these."""
 
 from __future__ import annotations
 

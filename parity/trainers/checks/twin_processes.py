@@ -1,4 +1,4 @@
-"""Two processes against one: the window dealt out to ranks with unequal token counts, gradients reduced by DDP or FSDP2."""
+"""Two processes against one: ranks with unequal token counts, gradients reduced by DDP, FSDP2 or ZeRO-3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies beyond one full window: evaluation, the last and incomplete one, a second step, and a resumed run."""
+"""Beyond one full window: evaluation, the incomplete last window, a second step, a resumed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas of a model that is loaded in bfloat16: what it computes in float32 all the same, and where it goes back.
+"""Replicas of a model that is loaded in bfloat16: which operations it computes in float32, and where it rounds again.
 
 Everything that such a model stores is rounded to bfloat16; its norms, its softmax and its rotary angles are computed in
 float32 by explicit casts. The casts are what tells the two apart, forward; backward each marks its region again.
@@ -17,7 +17,7 @@ from parity.trainers.definitions.training_step import Double, StepRounding
 aten = torch.ops.aten
 
 INSIDE = (aten._softmax_backward_data.default, aten.silu_backward.default, aten.gelu_backward.default)
-"""Kernels that compute in float32 whatever they read, and round what they hand out."""
+"""Kernels that compute in float32 whatever they read, and round what they return."""
 
 
 class BackboneRounding(StepRounding):

@@ -1,4 +1,4 @@
-"""Where two runs of a trainer part: the first module whose output in the first micro-batch is not the same."""
+"""Where two runs of a trainer first differ: the first module whose output in the first micro-batch is not the same."""
 
 from __future__ import annotations
 

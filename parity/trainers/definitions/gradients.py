@@ -1,4 +1,4 @@
-"""The gradients of a trainer's step against the definition's: one judged quantity, that names the parameter."""
+"""The gradients of a trainer's step compared with the definition's: one judged quantity that names the worst parameter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A training step by its definition: the model in float64, the family's loss on its logits, and replicas of the step.
 
-What a trainer's gradients are held against. `Double` takes transformers' own excursions to float32 (normalisation,
-softmax, rotary angles) along to float64.
+A trainer's gradients are compared with it. Where transformers' code casts to float32 (normalisation, softmax, rotary
+angles), `Double` keeps float64.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Step:
 
 
 def judge_scalar(value: float, exact: Tensor, replicas: Sequence[Tensor]) -> Judgement:
-    """The scalar gate on a number that a trainer hands out in float32."""
+    """The scalar gate on a number that a trainer returns in float32."""
     unit = Unit(exact, torch.stack(list(replicas)), scalar=True)
     return judge(torch.tensor(value, dtype=torch.float32), unit, torch.float32)
 

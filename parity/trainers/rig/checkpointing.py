@@ -1,4 +1,4 @@
-"""A model with a checkpointing wrapper of its own, which shows in the numbers when it is lost.
+"""A model with its own checkpointing function; if that is replaced, the numbers change.
 
 Modelled on what Unsloth installs for Gemma-4, whose layers read state that an earlier layer left behind: the wrapper
 hands that state through, the stock function of `gradient_checkpointing_enable` does not know it. Here every decoder

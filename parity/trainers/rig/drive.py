@@ -171,7 +171,7 @@ def train(trainer: Any) -> dict[str, Any]:
 
 
 def fixed(cell: Cell, trainer: Any) -> contextlib.AbstractContextManager[Any]:
-    """What "fixed" means: `parity.fixes.apply` on the constructed trainer, taken back afterwards."""
+    """What "fixed" means: `parity.fixes.apply` on the constructed trainer, undone afterwards."""
     from parity.fixes import apply
 
     return apply(trainer) if cell.way == "fixed" else contextlib.nullcontext()

@@ -116,7 +116,7 @@ def in_order(ids: Tensor, scored: Tensor, logps: Tensor) -> Tensor:
 
 
 def _watch_online(trainer: Any) -> Step:
-    """Online DPO: `_forward` hands out the log-probs, of the policy first, then of the reference."""
+    """Online DPO: `_forward` returns the log-probs, of the policy first, then of the reference."""
     found: list[Any] = []
     loss: list[float] = []
     drive.spied(trainer, "_forward", lambda args, kwargs, out: found.append((args, out.detach())))
@@ -158,7 +158,7 @@ class Truth:
 
     Attributes:
         logps, replicas: exact, and (R, B, L - 1) under Monte Carlo arithmetic.
-        apart: D, the most that two honest evaluations differ by at a token.
+        apart: D, the most that two correct evaluations differ by at a token.
         kl: the most that exp(d) - d - 1 comes to at a token.
         counted: the tokens of completions.
     """

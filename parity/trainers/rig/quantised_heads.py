@@ -1,4 +1,4 @@
-"""Quantised heads of tiny models: what bitsandbytes and torch.ao make of an LM head, and what their forward computes."""
+"""Quantised LM heads of tiny models (bitsandbytes, torch.ao), and what their forward computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training steps of a real trainer, recorded: what its own batching handed to the loss, and the gradients that came out."""
+"""Record the training steps of a real trainer: what its batching passed to the loss, and the gradients."""
 
 from __future__ import annotations
 

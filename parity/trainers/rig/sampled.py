@@ -1,4 +1,4 @@
-"""What a release's own GRPO trainer samples from a tiny model at a fixed seed: `parity compare` reports where it changed.
+"""Tokens that a release's GRPO trainer samples from a tiny model at a fixed seed, for `parity compare`.
 
 Nothing is judged: no definition says which tokens a seed gives. Tokens move when defaults of sampling, the warpers of
 generation, or the number of random numbers that it draws do.

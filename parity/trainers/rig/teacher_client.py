@@ -2,7 +2,7 @@
 
 ServerDistillationTrainer since 1.10; TRL 1.1 to 1.9 had its path in the experimental DistillationTrainer. The prompts and
 completions go in through a dataset and come out of the trainer's own batching; where the release samples completions
-itself, the stored ones are handed out in place of the student's generation.
+itself, the stored ones are returned in place of the student's generation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A teacher server on loopback that speaks what TRL's `VLLMClient` asks of vLLM, backed by a real model.
+"""A teacher server on loopback with the part of vLLM's API that TRL's `VLLMClient` uses, backed by a real model.
 
 Two protocols: `POST /v1/completions` with `prompt_logprobs` (vLLM's own server, TRL since 1.12) and
 `POST /get_sequence_logprobs/` (`trl vllm-serve`, TRL 1.1 to 1.11, JSON and binary). The contract between teacher and

@@ -1,4 +1,4 @@
-"""A real trainer over one stored window, in one of the ways that must not change its gradients."""
+"""Run a real trainer on one stored window, with one variation that must not change its gradients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PACKED = 48
 """Tokens of a row of packed sequences: the window fills two, no sequence is cut."""
 PAIRED = ("dpo-trainer", "online-dpo-trainer")
 SAMPLED = ("grpo-trainer", "rloo-trainer", "distillation-trainer")
-"""Trainers that generate in a method of their own: the stored completions are handed out instead, as they are."""
+"""Trainers that generate in a method of their own: the stored completions are returned instead, as they are."""
 PROMPTED = (*SAMPLED, "online-dpo-trainer")
 """Trainers whose dataset has prompts alone. Online DPO calls the model's `generate`, whose completions end with <eos>."""
 
@@ -262,7 +262,7 @@ def _generate_stored(trainer: Any, chosen: Sequence[Row]) -> None:
 
 
 def external(tokens: Tensor) -> Tensor:
-    """1 where a token counts as the model's own, 0 where it stands for a tool's answer: every fifth word."""
+    """1 where a token counts as the model's own, 0 where it is part of a tool's answer: every fifth word."""
     return (tokens % 5 != 0).long()
 
 

@@ -1,4 +1,4 @@
-"""A user's own trainer, a subclass of one of TRL's: run in the place of the TRL class by every check of that trainer."""
+"""A user's subclass of a TRL trainer, which every check of that trainer runs instead of TRL's class."""
 
 from __future__ import annotations
 

@@ -41,11 +41,11 @@ def _progress(line: str) -> None:
 
 
 @click.command("history")
-@click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; repeat for several")
-@click.option("--bisect", "search", is_flag=True, help="bisect between the outermost releases of each record instead")
+@click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; repeat it for several")
+@click.option("--bisect", "search", is_flag=True, help="find the exact release of each change instead")
 @_usable
 def history_command(ids: tuple[str, ...], search: bool) -> int:
-    """Real upstream failures: red on the releases that had them, green on those that do not."""
+    """Run recorded upstream failures: each must show on the bad releases and be gone on the good ones."""
     from parity.results.report import measured
     from parity.versions.commands import history
     from parity.versions.search import boundaries
@@ -66,15 +66,17 @@ def history_command(ids: tuple[str, ...], search: bool) -> int:
 @click.option("--bad", required=True, metavar="VER", help="a release that is wrong")
 @click.option("--case", "name", metavar="CASE", help="case file, ledger entry, or id of a case in reports/")
 @click.option("--check", "record", metavar="RECORD", help="a record of `parity history`")
-@click.option("--implementation", "implementations", multiple=True, metavar="ID", help="whom to follow")
-@click.option("--quantity", "quantities", multiple=True, metavar="NAME", help="only this quantity of --case")
-@click.option("--find", type=click.Choice(["broken", "fixed"]), default="broken", show_default=True)
-@click.option("--hold", multiple=True, metavar="PKG==VER", help="a partner that must not move")
+@click.option("--implementation", "implementations", multiple=True, metavar="ID", help="the implementation to follow")
+@click.option("--quantity", "quantities", multiple=True, metavar="NAME", help="follow only this quantity of --case")
+@click.option(
+    "--find", type=click.Choice(["broken", "fixed"]), default="broken", show_default=True, help="what to find"
+)
+@click.option("--hold", multiple=True, metavar="PKG==VER", help="keep another package at this version")
 @_usable
 def bisect_command(package: str, good: str, bad: str, find: Any, hold: tuple[str, ...], **chosen: Any) -> int:
-    """The release that changed an answer: searched over the releases of PKG between two that differ.
+    """Find the release of PKG that changed a result, between two releases that differ.
 
-    With neither --case nor --check it follows what differs most clearly between the ends, among the frozen cases.
+    Without --case and --check it compares the frozen cases at both ends and follows the clearest difference.
     """
     from parity.versions.search.releases import check_ends, search
 
@@ -119,7 +121,7 @@ def _check(
     implementations: tuple[str, ...],
     quantities: tuple[str, ...],
 ) -> tuple[Any, str, Path | None]:
-    """The check that is followed, how `parity replay` is told of it, and where it is remembered if it had to be found."""
+    """The check to follow, the arguments of `parity replay` for it, and the file that remembers it if it had to be found."""
     from parity.errors import UsageError
     from parity.registry import select
     from parity.running.find import find as find_case
@@ -127,7 +129,7 @@ def _check(
     from parity.versions.search.checks import Check, only_implementation
 
     if name and record:
-        raise UsageError("--case and --check both say what to look at; keep one")
+        raise UsageError("--case and --check both name a case; use one of them")
     if record:
         found = history.load([record])[0]
         if found.package != package:
@@ -139,7 +141,7 @@ def _check(
         select([chosen])
         return Check(name, case, chosen, quantities or ("*",)), f"{name} --implementation {chosen}", None
     if quantities:
-        raise UsageError("--quantity belongs to --case, which names the case it is a quantity of")
+        raise UsageError("--quantity needs --case")
     older, newer = (good, bad) if find == "broken" else (bad, good)
     remembered = _state(f"{question}\nfirst difference of {implementations}")
     check = compare.remembered(remembered)
@@ -152,7 +154,7 @@ def _check(
 
 
 def _shown(path: Path) -> str:
-    """A path as one types it where one stands."""
+    """A path relative to the working directory where that is possible."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -160,10 +162,10 @@ def _shown(path: Path) -> str:
 @click.argument("before", metavar="SPEC")
 @click.argument("after", metavar="SPEC")
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
-@click.option("--all-defaults", is_flag=True, help="every setting at the release's own default")
+@click.option("--all-defaults", is_flag=True, help="give every setting the release's own default")
 @_usable
 def compare_command(before: str, after: str, implementations: tuple[str, ...], all_defaults: bool) -> int:
-    """What moved between two environments, quantity by quantity, and which of the two is nearer to the definition."""
+    """What changed between two releases, quantity by quantity, and which of them is nearer to the definition."""
     from parity.versions.commands.compare import compare
 
     text, code = compare(([before], [after]), implementations, all_defaults=all_defaults)
@@ -178,15 +180,17 @@ def compare_command(before: str, after: str, implementations: tuple[str, ...], a
     "--family", "name", default="policy", show_default=True, metavar="NAME|FILE.py:NAME", help="a loss family"
 )
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
-@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="environments at a time")
+@click.option(
+    "--workers", type=click.IntRange(1), default=2, show_default=True, help="releases that run at the same time"
+)
 @click.option("--html", type=click.Path(path_type=Path), default=Path("reports/matrix.html"), show_default=True)
 @_usable
 def matrix_command(
     package: str, releases: str, name: str, implementations: tuple[str, ...], workers: int, html: Path
 ) -> int:
-    """Every release of a range: headroom by implementation and loss type, on the terminal and as a page.
+    """Headroom by release, implementation and loss type, on the terminal and as an HTML page.
 
-    Killed, it goes on where it stopped. Exit 1 when the newest release fails where the ledger knows of nothing.
+    If it is killed, the same command continues. Exit code 1 if the newest release fails in a way that the ledger does not know.
     """
     from rich.console import Console
 
@@ -202,20 +206,20 @@ def matrix_command(
 
 @click.group("env")
 def env_command() -> None:
-    """The environments on this machine."""
+    """Environments of other versions on this machine."""
 
 
 @env_command.command("list")
 @_usable
 def env_list() -> int:
-    """Name, megabytes of its own, the date it stands for, and what does not import there."""
+    """Name, size, date, and packages that do not import."""
     from parity.versions.env.environment import environments_root, listing, own_bytes
 
     made = listing()
     for one in made:
         broken = [name for name, reason in one.imports.items() if reason]
-        told = f"  does not import: {', '.join(broken)}" if broken else ""
-        click.echo(f"{one.name}  {own_bytes(one) >> 20} MB  {(one.before or 'no date')[:10]}{told}")
+        broken_text = f"  does not import: {', '.join(broken)}" if broken else ""
+        click.echo(f"{one.name}  {own_bytes(one) >> 20} MB  {(one.before or 'no date')[:10]}{broken_text}")
     click.echo(f"{len(made)} environments in {environments_root()}")
     return FOUND
 
@@ -224,7 +228,7 @@ def env_list() -> int:
 @click.argument("name")
 @_usable
 def env_show(name: str) -> int:
-    """The versions in one environment; NAME may be the beginning of its name."""
+    """The versions in one environment; the beginning of its name is enough."""
     from parity.versions.env.environment import show
 
     made = show(name)
@@ -240,7 +244,7 @@ def env_show(name: str) -> int:
 @click.option("--days", type=click.IntRange(min=0), default=30, show_default=True, help="unused for longer than this")
 @_usable
 def env_prune(names: tuple[str, ...], days: int) -> int:
-    """Remove the named environments, else those unused for --days (0: all); one in use stays."""
+    """Remove the named environments, or those that were unused for --days (0: all). One in use stays."""
     from parity.versions.env.environment import prune
 
     removed = prune(names, unused=timedelta(days=days) if days else None)

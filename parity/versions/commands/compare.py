@@ -1,4 +1,4 @@
-"""Two environments side by side: the same frozen cases in both, and what moved between them."""
+"""Compare two environments: the same frozen cases in both, and what changed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def of(frozen: Cases, wanted: Sequence[str]) -> Cases:
 def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[str]:
     """The named ones, else all of a run from TRL and Liger that need no interpreter, those of `packages`, and trainers.
 
-    Of the trainers those as released and on their fused path: what `parity.fixes` mends is no release's.
+    Of the trainers those as released and on their fused path: what `parity.fixes` repairs is no release's.
     """
     from parity.registry import select
     from parity.trainers.catalogue import is_trainer

@@ -3,7 +3,7 @@
 A record is a TOML file in cases/history/ beside the frozen case that shows the failure:
 
     what            one sentence
-    link            where it is reported or was mended, if known
+    link            where it is reported or was repaired, if known
     package         what `parity bisect` searches
     bad, good       versions of it on which the check was run; "0.23.0 liger-kernel==0.6.5" asks for a partner too
     case            JSON file in the same folder
@@ -56,7 +56,7 @@ class Record:
 
     @property
     def reference(self) -> str:
-        """The plain path that its candidate is held against in reports."""
+        """The plain path that its candidate is compared with in reports."""
         family = self.check.case.family
         if is_trainer(family):
             return f"{family}.released"
@@ -122,7 +122,7 @@ def _specs(package: str, text: str) -> tuple[str, ...]:
 
 
 def recall(records: Sequence[Record], say: Callable[[str], None]) -> list[Finding]:
-    """Runs every record on each of its releases, one process an environment; `say` is told what comes out."""
+    """Runs every record on each of its releases, one process an environment; `say` gets each result as text."""
     wanted: dict[tuple[str, ...], list[tuple[Record, bool]]] = {}
     for record in records:
         for specs, bad in [*((s, True) for s in record.bad), *((s, False) for s in record.good)]:

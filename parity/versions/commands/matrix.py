@@ -135,7 +135,7 @@ def _read(file: Path) -> Line | None:
 
 
 def cell(found: Sequence[Row], implementation: str, cases: Sequence[Case]) -> Cell:
-    """What the rows of some cases come to."""
+    """The summary of the rows of some cases."""
     ids = {case.id for case in cases}
     mine = [r for r in found if r.implementation == implementation and r.case in ids]
     judged = [r for r in mine if r.quantity is not None and r.judged]

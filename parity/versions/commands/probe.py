@@ -1,4 +1,4 @@
-"""Cases through implementations inside an environment, as result rows: what history, bisect and compare look through.
+"""Run cases inside an environment and return result rows, for history, bisect and compare.
 
 `python -m parity.versions.commands.probe` reads a plan (JSON) from its standard input and prints one row a line, and the defaults
 of GRPOConfig and the tokens that its trainer samples where the plan asks for them; `look` is the caller's side.

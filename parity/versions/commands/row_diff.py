@@ -1,4 +1,4 @@
-"""What moved between two sets of rows, quantity by quantity, held against the oracle: pure, and its table."""
+"""What changed between two sets of rows, quantity by quantity, and which side is nearer to the oracle. Pure functions."""
 
 from __future__ import annotations
 

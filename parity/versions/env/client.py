@@ -1,7 +1,7 @@
-"""Calls to uv, the one client through which environments and releases reach an index.
+"""Calls to uv, the only client that contacts a package index.
 
 No index is named here: uv's own configuration decides. uv does not read pip's, so the three settings without which
-a machine set up for pip would behave differently (index, local wheel folder, certificates) are handed over, unless
+a machine set up for pip would behave differently (index, local wheel folder, certificates) are passed on, unless
 uv's own variables already say something.
 """
 

@@ -62,7 +62,7 @@ class Environment:
         for spec in (*asked, *held):
             if spec.name not in made.versions:
                 raise EnvironmentUnusable(
-                    f"{spec}: no package named {spec.name} came of it; name it as its project does"
+                    f"{spec}: no package named {spec.name} was installed by it; use the project's own name"
                 )
             if reason := made.imports.get(spec.name):
                 raise EnvironmentUnusable(f"{spec} does not import with {made.partners}: {reason}")

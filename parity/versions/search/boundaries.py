@@ -1,4 +1,4 @@
-"""The boundary of each history record, found by bisecting between its outermost releases: a record's own proof.
+"""The exact release of each change in the history records, found by bisecting between their outermost releases.
 
 All records are searched in step: of the releases that any search needs next, the one that most of them need is asked,
 for all of those in one process. Every answer is on disk before the next one is sought.

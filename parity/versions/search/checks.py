@@ -1,4 +1,4 @@
-"""What a version is asked: one case through one implementation, and the answer as bisect and history read it."""
+"""What is measured in each version: one case through one implementation, and the result for bisect and history."""
 
 from __future__ import annotations
 

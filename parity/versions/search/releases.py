@@ -1,4 +1,4 @@
-"""Bisecting releases of a package: the pure search joined to the index, to environments and to a check.
+"""Bisect the releases of a package: the search, with a real index, environments and a check.
 
 Every measurement is on disk before the next one starts, so a search that was killed goes on where it stopped: the
 search is deterministic and is simply run again over what is known.
@@ -221,12 +221,12 @@ def _text(
     if found.outcome == "alike":
         return f"{about}: both ends are alike, there is nothing to search. {ends}"
     if found.outcome == "swapped":
-        return f"{about}: the ends answer the other way round; swap --good and --bad, or change --find. {ends}"
+        return f"{about}: the ends are the wrong way round: swap --good and --bad, or change --find. {ends}"
     if found.outcome == "unjudged":
         return f"{about}: an end could not be judged, so there is nothing to search between. {ends}"
     if found.outcome == "unstable":
         told = [f"{version} {made.verdict}" for version, made in found.measured if version in (found.low, found.high)]
-        return f"{about}: not the same answer twice, so no release is to blame: {', '.join(told)}. {ends}"
+        return f"{about}: different results when repeated, so no release is blamed: {', '.join(told)}. {ends}"
 
     change = {"broken": "broke in", "fixed": "became right in"}[find] if found.by == "verdict" else "changed in"
     named = (package, "torch", "triton", *PARTNERS)
