@@ -1,4 +1,4 @@
-"""Put our losses into TRL's trainers: into the fused LM head, and in place of the loss object of the Liger path.
+"""Put our policy loss into TRL's trainers, in place of Liger's.
 
 Nothing else of the trainer changes: it goes on reading its model's config, masking, gathering and logging.
 """

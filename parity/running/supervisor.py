@@ -50,7 +50,7 @@ def run(plans: list[dict[str, Any]], timeout: float, first_timeout: float) -> It
     """Run every plan in a process of its own and yield its events and, for one that is given up, `Lost`.
 
     An implementation that is silent for `timeout` seconds of CPU time (the first of a process: `first_timeout`, it
-    imports), or for `limited.BACKSTOP` times as many on the clock, is killed: its row is timed-out. A process that ends
+    imports), or for `cpu_limit.BACKSTOP` times as many on the clock, is killed: its row is timed-out. A process that ends
     before it is done gives a crashed row. Either way a new process goes on behind the case, without that implementation
     on it.
     """

@@ -137,7 +137,7 @@ def test_a_killed_build_leaves_nothing_that_looks_like_one(made, cache):
 
 
 def test_one_in_use_is_not_removed(made):
-    program = "from parity.versions import environment; print(environment.prune(unused=None))"
+    program = "from parity.versions.env import environment; print(environment.prune(unused=None))"
     done = made.run(["python", "-c", program], capture=True)
     assert done.stdout.strip() == "[]", done.stderr
     assert environment.listing() == [made]

@@ -24,7 +24,7 @@ from parity.versions.env.client import EnvironmentUnusable, one_line
 from parity.versions.env.environment import Environment
 
 CPU_LIMIT = 600.0
-"""Seconds of CPU time of a probe, its children included; on the clock `limited.BACKSTOP` times as many."""
+"""Seconds of CPU time of a probe, its children included; on the clock `cpu_limit.BACKSTOP` times as many."""
 ROW, CONFIG, SAMPLED = "parity-row ", "parity-config ", "parity-sampled "
 
 
@@ -60,7 +60,7 @@ def look(
     Failing rows carry the id of the ledger entry that they fall under, in `known`.
     On the CPU, one thread, without repeated calls and relations: the same cases, the same rows, wherever it runs.
     EnvironmentUnusable when the process dies, with its last line, or is ended: after `cpu_limit` seconds of CPU time, or
-    `limited.BACKSTOP` times as many on the clock; the message says which.
+    `cpu_limit.BACKSTOP` times as many on the clock; the message says which.
     """
     plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations), "config": config}
     plan["sampled"] = sampled

@@ -97,7 +97,7 @@ class Environment:
 
         Its scripts come first on PATH. `settings` are added to the process environment, `stdin` is what it reads.
         Nothing is checked: the caller reads `returncode`. `cpu_limit`: seconds of CPU time, of it and its children
-        together; LimitExceeded beyond them, or after `limited.BACKSTOP` times as many on the clock.
+        together; LimitExceeded beyond them, or after `cpu_limit.BACKSTOP` times as many on the clock.
         """
         variables = build.clean(os.environ)
         path = os.pathsep.join([str(self.root / "bin"), variables.get("PATH", os.defpath)])
