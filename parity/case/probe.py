@@ -15,7 +15,7 @@ Tensors = dict[str, torch.Tensor | None]
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """A setting moved away from its default, and how to take it back on the same tensors.
+    """A setting moved away from its default, and how to reset it on the same tensors.
 
     Attributes:
         setting: as in the family's table.

@@ -54,8 +54,14 @@ _IMPLEMENTATIONS = click.option(
 
 
 @main.command("run")
-@click.option("--profile", default="pr", show_default=True, help="quick, pr, nightly or soak")
-@click.option("--family", "families", multiple=True, metavar="NAME|FILE.py:NAME", help="only this family, or your own")
+@click.option("--profile", default="pr", show_default=True, help="how many cases: quick, pr, nightly or soak")
+@click.option(
+    "--family",
+    "families",
+    multiple=True,
+    metavar="NAME|FILE.py:NAME",
+    help="only this family (see parity list), or your own",
+)
 @_IMPLEMENTATIONS
 @click.option("--dtype", "dtypes", multiple=True, help="fp32, fp16 or bf16")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")

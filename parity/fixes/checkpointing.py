@@ -72,7 +72,7 @@ def keep_gradient_checkpointing(trainer_or_model: Any = None) -> Patch:
     With a trainer or a model, for its model alone: any other goes through TRL's switch. Without, for every model.
 
     In trl 0.22 to 0.25 only `unwrap_model_for_generation` overwrites. Nothing is done where neither does (up to 0.21, or
-    a release that mends it): asked on a stand-in model.
+    a release that repairs it): asked on a stand-in model.
     """
     try:
         utils = importlib.import_module("trl.models.utils")

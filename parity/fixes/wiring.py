@@ -69,7 +69,7 @@ def use_fused_policy_loss(trainer: Any) -> Patch:
 
 
 class _TrainerLoss:
-    """The loss object of a trainer: called as Liger's, it takes from the batch what the trainer does not hand over."""
+    """The loss object of a trainer: called as Liger's, it takes from the batch what the trainer does not pass on."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

@@ -210,7 +210,7 @@ def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) ->
 
 
 def classify(bench: Bench, implementation: Implementation, failing: Sequence[str]) -> dict[str, Class]:
-    """ "logic" for each quantity that float32 does not mend and no other float32 recipe explains, else "precision"."""
+    """ "logic" for each quantity that float32 does not repair and no other float32 recipe explains, else "precision"."""
     narrow = bench.inputs.case.dtype != "fp32" or bench.inputs.context == "autocast"
     precise = bench.in_float32() if narrow else bench
     outcome = execute(implementation, precise.inputs)

@@ -57,7 +57,7 @@ def skip_reason(family: Family, implementation: Implementation, case: Case, sett
         return f"dtype {case.dtype} is not among {', '.join(sorted(implementation.dtypes))}"
     context = context_of(settings)
     if (context if context != "tf32" else "plain") not in implementation.contexts:
-        return f"context {context} is not claimed"
+        return f"context {context} is not supported"
     return interpreter_limit(family, case, settings) if implementation.interpreted and device == "cpu" else None
 
 

@@ -43,7 +43,7 @@ def flaky(failing: Collection[str], again: Callable[[], Mapping[str, bool]]) -> 
 class Blame:
     """Who is wrong on one case: its rows go through `decide` one after another, those of the reference first.
 
-    A candidate is held against the reference where that was judged: both are to blame where both disagree with the oracle.
+    A candidate is compared with the reference where that was judged: both are to blame where both disagree with the oracle.
     A quantity that follows another definition (`variant`) is nobody's fault.
     """
 

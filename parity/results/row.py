@@ -96,7 +96,7 @@ class Row(msgspec.Struct, kw_only=True, rename={"cls": "class"}):
 
     @property
     def judged(self) -> bool:
-        """Whether something was held against the oracle."""
+        """Whether something was compared with the oracle."""
         return self.verdict in JUDGED
 
     @property

@@ -155,7 +155,7 @@ def _death(worker: Worker) -> str:
 
 
 def _lost(worker: Worker, events: Any, folder: Path, message: str, verdict: Verdict) -> Iterator[Event]:
-    """A row for whom the process was lost to, and a new process that leaves that pair out."""
+    """A row for the implementation that ended the process, and a new process that leaves that pair out."""
     worker.restarts += 1
     if worker.started is None or worker.restarts > MAX_RESTARTS:
         worker.finished = True

@@ -34,7 +34,7 @@ class ImplementationCase:
 
     @property
     def judged(self) -> tuple[Row, ...]:
-        """The rows in which something was held against the oracle."""
+        """The rows in which something was compared with the oracle."""
         return tuple(row for row in self.rows if row.judged)
 
     @property

@@ -16,7 +16,7 @@ from parity.results.row import SCHEMA, Row
 
 @contextlib.contextmanager
 def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Row | Mapping[str, Any]], None]]:
-    """Open a results file; the function it hands out writes one row, the header first, and flushes it.
+    """Open a results file; the function it returns writes one row, the header first, and flushes it.
 
     Folders are made. An existing file is replaced, or with `append` continued, less a last line that was left half
     written.

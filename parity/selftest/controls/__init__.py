@@ -80,11 +80,11 @@ CONTROLS: dict[str, tuple[Implementation, ...]] = {
         for name, road in ROADS.items()
     ),
 }
-"""Family of the package -> its honest implementations; of another family they stand in its record."""
+"""Family of the package -> its correct implementations; of another family they stand in its record."""
 
 
 def controls_of(family: str) -> tuple[Implementation, ...]:
-    """The honest implementations of a family: those of `CONTROLS`, or of the record of a family of a user's own."""
+    """The correct implementations of a family: those of `CONTROLS`, or of the record of a family of a user's own."""
     if family in CONTROLS:
         return CONTROLS[family]
     return tuple(recorded(family, name, found) for name, found in loss_family(family).controls.items())

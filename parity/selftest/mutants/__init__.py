@@ -91,7 +91,7 @@ def mutants(family: str) -> tuple[Mutant, ...]:
 
 @functools.cache
 def controls(family: str) -> tuple[Mutant, ...]:
-    """The correct implementations that the mutants are edits of, and the honest ones."""
+    """The correct implementations that the mutants are edits of, and the correct ones."""
     return originals(family) + tuple(Mutant(implementation, "") for implementation in controls_of(family))
 
 

@@ -69,7 +69,7 @@ class Found:
 
 
 def implementation(name: str, kind: str, error: float = 0.0) -> Implementation:
-    """The honest implementation of a family on one kind of logits, its log-probs times 1 + `error` inside a loss.
+    """The correct implementation of a family on one kind of logits, its log-probs times 1 + `error` inside a loss.
 
     Of a family of a user's own its first control, whatever the kind.
     """
@@ -122,7 +122,7 @@ LABELS = {"logps": "log-probs"}
 
 
 def label_of(name: str) -> str:
-    """How the tables call what a family hands out first."""
+    """How the tables call what a family returns first."""
     first = loss_family(name).outputs[0]
     return LABELS.get(first, first)
 
