@@ -1,6 +1,7 @@
 """README and docs name what exists, and stay short enough to be read."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,14 @@ def test_it_is_short_enough_to_be_read():
 def test_a_measured_page_names_the_command_that_writes_it(page):
     head = page.read_text().split("\n## ")[0]
     assert re.search(WRITER, head, re.MULTILINE)
+
+
+def test_the_map_shows_the_layers_that_are_checked():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(c["layers"] for c in contracts if c["type"] == "layers")
+    text = (DOCS / "architecture.md").read_text().split("\n## Layers")[1].split("\n\n")[2]
+    drawn = [re.match(r" {4}(\w+( \| \w+)*)", line)[1] for line in text.splitlines()]
+    assert drawn == [layer.replace("parity.", "") for layer in layers]
 
 
 def test_the_checks_see_what_is_broken():
