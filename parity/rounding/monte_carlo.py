@@ -81,7 +81,7 @@ class MonteCarlo(TorchDispatchMode):
     Matrix products over K terms get max(2, √K/2)·u·(|A|·|B|)·ξ (in tf32 their operands are cut to its grid, stretched at
     random), sums 2·u·Σ|x|·ξ, a log-softmax or log-sum-exp its row's u·(2|logsumexp| + 1 + √V/4)·ξ, any other rounded
     operation x·(1 + u·ξ) + η·ξ
-    with η the smallest normal of float32; results that no rounding touches are left alone. ξ is uniform in ±1 per
+    with η the smallest normal of float32; results that no rounding touches are left unchanged. ξ is uniform in ±1 per
     element. An exponential beyond the range of the elementwise dtype is infinite. In float16 and bfloat16 the result is
     rounded to their bits instead, on a grid stretched at random; with `own_grid` the first replica's is not stretched, for
     what is systematic about the numbers that a dtype has (a float32 head, rounded, may be the teacher's).
