@@ -200,6 +200,17 @@ def replay_command(
     sys.exit(replay(case, implementations, device, issue, console()))
 
 
+@main.command("findings")
+@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
+def findings_command(ledger: Path | None) -> None:
+    """The known findings as one page for somebody who trains, most severe first."""
+    from parity import data
+    from parity.results.ledger import Ledger
+    from parity.results.report.known import page
+
+    click.echo(page(Ledger.load(ledger or data.ledger_file())), nl=False)
+
+
 @main.command("report")
 @click.argument("results", type=click.Path(path_type=Path), default=Path("reports/results.ndjson"))
 @click.option(

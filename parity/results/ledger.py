@@ -15,14 +15,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.results.row import Row
+from parity.results.user import ForUser, Severity
 
 _REQUIRED = ("id", "family", "implementations", "quantities", "reason", "date", "case")
-_KNOWN = {*_REQUIRED, "link", "settings", "dtypes", "devices", "verdicts", "versions", "variants", "class", "gates"}
+_KNOWN = {
+    *_REQUIRED,
+    "link",
+    "settings",
+    "dtypes",
+    "devices",
+    "verdicts",
+    "versions",
+    "variants",
+    "class",
+    "gates",
+    "severity",
+    "user",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +63,8 @@ class Entry:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gates: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
+    severity: Severity | None = None
+    user: ForUser = dataclasses.field(default_factory=ForUser)
 
     def covers_implementation(self, implementation: str) -> bool:
         """Whether the entry names this implementation."""
@@ -143,6 +160,11 @@ def _entry(raw: Mapping[str, Any], path: Path) -> Entry:
             raise UsageError(f"{path}: {name}: versions {specifier!r} is not a version specifier") from None
     known = {f.name for f in dataclasses.fields(Entry)}
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in known}
+    try:
+        fields["user"] = msgspec.convert(raw.get("user", {}), ForUser)
+        msgspec.convert(fields.get("severity"), Severity | None)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{path}: {name}: severity or user: {error}") from None
     fields["date"] = str(fields["date"])
     return Entry(**fields)
 
