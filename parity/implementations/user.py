@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from parity import world
 from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.errors import UsageError
@@ -83,6 +84,7 @@ def loaded(spec: str) -> Any:
         raise UsageError(f"implementation {spec!r}: importing {path} fails: {type(error).__name__}: {error}") from error
     tell(importing=None)
     found = getattr(module, name, None)
+    world.belongs(found.id if isinstance(found, Implementation) else path_id(spec), str(file))
     if not isinstance(found, Implementation | Family) and not callable(found):
         own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
         public = [n for n, v in own.items() if (inspect.isfunction(v) or inspect.isclass(v)) and not n.startswith("_")]
@@ -100,7 +102,8 @@ def _module(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    with world.importing(str(file)):
+        spec.loader.exec_module(module)
     return module
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from parity import world
 from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.inputs import context_of
@@ -36,15 +37,13 @@ def run_case(
     implementation before it runs, so that the supervisor knows which one to blame if the process dies.
     """
     bench = Bench.of(family, case, device)
-    kept = side_effects.copies(bench.inputs)
     blame = Blame()
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
+        if world.broken():  # see `Session.retire`: a fresh process goes on from here
+            return
         announce(implementation)
         deep = thorough if isinstance(thorough, bool) else thorough(implementation)
         rows = list(_rows(bench.offered(implementation), implementation, deep))
-        side_effects.damaged(
-            bench.inputs, kept
-        )  # put back what an implementation changed: the next one gets the same bits
         yield from map(blame.decide, rows)
 
 
@@ -94,8 +93,11 @@ def _rows(bench: Bench, implementation: Implementation, thorough: bool) -> Itera
         yield replace(base, message=reason)
         return
     outcome, leaks = side_effects.watched(implementation, inputs)
-    if leaks:  # a first call imports and caches; what an implementation leaves behind it leaves again
-        leaks = [leak for leak in side_effects.watched(implementation, inputs)[1] if leak in leaks]
+    if world.broken():  # nothing in this process can be believed any more, least of all the replicas
+        yield _logic_row(base, "protocol", "protocol", False, "; ".join(leaks))
+        return
+    if leaks:
+        leaks = side_effects.confirmed(implementation, inputs, leaks)
     if outcome.verdict != "ran":
         yield replace(base, verdict=outcome.verdict, message=outcome.message, blame=outcome.blame)
         return

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import parity
+from parity import world
 from parity.case.inputs import Inputs
 from parity.errors import HarnessError, OracleError, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
@@ -30,12 +31,14 @@ class Outcome:
         quantities: outputs and gradients by name; None for a gradient that should be there and is not.
         message: of the exception.
         blame: "harness" where the exception came from the adapter itself.
+        leaks: what the call left changed in the process; it is put back.
     """
 
     verdict: str
     quantities: Mapping[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
     message: str = ""
     blame: str | None = None
+    leaks: tuple[str, ...] = ()
 
 
 def fresh(inputs: Inputs) -> Inputs:
@@ -122,7 +125,7 @@ def gradients(x: Inputs) -> dict[str, torch.Tensor | None]:
 def execute(implementation: Implementation, inputs: Inputs) -> Outcome:
     """Forward and backward on fresh leaves. Never raises for what the implementation does."""
     x = fresh(inputs)
-    return guarded(implementation, lambda: _both(implementation, x))
+    return guarded(implementation, lambda: _both(implementation, x), inputs)
 
 
 def _both(implementation: Implementation, x: Inputs) -> Outcome:
@@ -133,15 +136,60 @@ def _both(implementation: Implementation, x: Inputs) -> Outcome:
     return Outcome("ran", detached | gradients(x))
 
 
-def guarded(implementation: Implementation, run: Callable[[], Outcome]) -> Outcome:
-    """Run, and turn whatever is raised into a verdict."""
+def copies(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Copies of every input tensor and upstream gradient ("d logps"), to be held against them afterwards."""
+    return {k: v.detach().clone() for k, v in _shared(inputs).items()}
+
+
+def _shared(inputs: Inputs) -> dict[str, torch.Tensor]:
+    named = {k: v for k, v in inputs.tensors.items() if v is not None}
+    return named | {f"d {k}": v for k, v in inputs.cotangents.items()}
+
+
+def damaged(inputs: Inputs, kept: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of inputs whose bits changed; they are put back."""
+    out = []
+    for name, now in _shared(inputs).items():
+        old = kept[name]
+        if not _same_bits(now, old):
+            out.append(f"input {name} was changed in place")
+            memory = tuple(slice(0, 1) if step == 0 else slice(None) for step in now.stride())  # expanded: one for all
+            with torch.no_grad():
+                now.detach()[memory].copy_(old[memory])
+    return out
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
+
+
+def guarded(implementation: Implementation, run: Callable[[], Outcome], *shared: Inputs) -> Outcome:
+    """Run in a world that is put back afterwards, `shared` inputs too, and turn whatever is raised into a verdict."""
+    kept = [(inputs, copies(inputs), dict(vars(inputs.settings))) for inputs in shared]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = world.take()
+        inside = world.its_own(implementation.id)
+        outcome = _caught(implementation, run)
+        leaks = (inside or before).restore(implementation.id)
+        if inside is not None:
+            before.restore()
+    for inputs, tensors, settings in kept:
+        leaks += damaged(inputs, tensors)
+        leaks += [
+            f"setting {name} changed" for name, value in vars(inputs.settings).items() if settings.get(name) != value
+        ]
+        vars(inputs.settings).clear()
+        vars(inputs.settings).update(settings)
+    return dataclasses.replace(outcome, leaks=tuple(leaks))
+
+
+def _caught(implementation: Implementation, run: Callable[[], Outcome]) -> Outcome:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return run()
+        return run()
     except Unsupported as error:
         return Outcome("unsupported", message=str(error))
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         return Outcome("out-of-memory", message=_first_line(error))
     except OracleError as error:
         return Outcome("crashed", message=f"the harness's own oracle: {_first_line(error)}", blame="harness")
@@ -150,6 +198,8 @@ def guarded(implementation: Implementation, run: Callable[[], Outcome]) -> Outco
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # sys.exit(0) in a loss is no success of the harness
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch's own words on the CPU
+            return Outcome("out-of-memory", message=_first_line(error))
         return _classified(implementation, error)
 
 

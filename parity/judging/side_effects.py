@@ -2,94 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
+from parity import world
 from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.implementations.implementation import Implementation
 from parity.judging.execute import Outcome, backward, execute, forward, fresh, gradients, guarded, surroundings
 
-WATCHED = (torch, torch.nn.functional, torch.autograd, torch.utils.checkpoint)
-
-
-def snapshot() -> dict[str, Any]:
-    """Process state that calling a loss must not change."""
-    return {
-        "environment variables": dict(os.environ),
-        "torch RNG": torch.get_rng_state().numpy().tobytes(),
-        "python RNG": hash(random.getstate()),
-        "grad mode": torch.is_grad_enabled(),
-        "default dtype": torch.get_default_dtype(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "module bindings": [(m.__name__, dict(vars(m)), list(map(id, vars(m).values()))) for m in WATCHED],
-    }
-
-
-def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The names of what differs; bindings and variables that merely appeared by an import do not count as bindings."""
-    out = []
-    for name, old in before.items():
-        new = after[name]
-        if name == "module bindings":
-            for (module, then, ids), (_, now, now_ids) in zip(old, new, strict=True):
-                if ids != now_ids:
-                    moved = [k for k, v in then.items() if callable(v) and now.get(k) is not v]
-                    out += [f"rebound {module}.{k}" for k in moved[:3]]
-        elif name == "environment variables":
-            keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
-            out += [f"environment variable {k}" for k in keys[:3]]
-        elif new != old:
-            out.append(f"{name} changed")
-    return out
-
-
-def restore(before: Mapping[str, Any]) -> None:
-    """Undo what a check found changed, as far as it can be undone, so that one leak is reported once."""
-    os.environ.clear()
-    os.environ.update(before["environment variables"])
-    torch.set_float32_matmul_precision(before["float32_matmul_precision"])
-    torch.set_default_dtype(before["default dtype"])
-    torch.set_grad_enabled(before["grad mode"])
-
-
-def copies(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Copies of every input tensor, to be compared with them afterwards."""
-    return {k: v.detach().clone() for k, v in inputs.tensors.items() if v is not None}
-
-
-def damaged(inputs: Inputs, kept: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of inputs whose bits changed; they are put back."""
-    out = []
-    for name, old in kept.items():
-        now = inputs.tensors[name]
-        assert now is not None
-        if not _same_bits(now, old):
-            out.append(f"input {name} was changed in place")
-            with torch.no_grad():
-                now.detach().copy_(old)
-    return out
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
-
 
 def watched(implementation: Implementation, inputs: Inputs) -> tuple[Outcome, list[str]]:
-    """Execute, and what it left changed; the inputs, environment and modes are put back."""
-    before, kept, settings = snapshot(), copies(inputs), dict(vars(inputs.settings))
+    """Execute, and what it left changed: `parity.world` and the inputs, all of which is put back."""
     outcome = execute(implementation, inputs)
-    leaks = changed(before, snapshot()) + damaged(inputs, kept)
-    leaks += [f"setting {name} changed" for name, value in vars(inputs.settings).items() if settings.get(name) != value]
-    vars(inputs.settings).update(settings)
-    restore(before)
-    return outcome, leaks
+    return outcome, list(outcome.leaks)
+
+
+def confirmed(implementation: Implementation, inputs: Inputs, leaks: list[str]) -> list[str]:
+    """Those of the leaks of a first call that the second shows too: a first one imports and caches.
+
+    The second runs without what the first patched; what was rebound with nothing imported counts at once.
+    """
+    with world.without(implementation.id):
+        again = watched(implementation, inputs)[1]
+    return [leak for leak in leaks if leak in again or leak.startswith("rebound")] + [
+        leak for leak in again if leak.startswith("rebound") and leak not in leaks
+    ]
 
 
 def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
@@ -120,7 +59,7 @@ def interleaved(implementation: Implementation, inputs: Inputs, other: Inputs, f
             backward(a, outputs)
         return Outcome("ran", gradients(a))
 
-    then = guarded(implementation, run)
+    then = guarded(implementation, run, inputs, other)
     if then.verdict != "ran":
         return [f"a second forward before the backward of the first: {then.verdict}, {then.message}"]
     return [
@@ -157,7 +96,7 @@ def accumulation(implementation: Implementation, inputs: Inputs) -> list[str]:
                 found.append(f"a second backward into .grad of {name} does not add the same gradient")
         return Outcome("ran")
 
-    outcome = guarded(implementation, run)
+    outcome = guarded(implementation, run, inputs)
     if outcome.verdict == "crashed":
         if "retain_graph" in outcome.message or "second time" in outcome.message:
             return [f"a second backward with retain_graph=True fails: {outcome.message}"]

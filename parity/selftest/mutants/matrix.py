@@ -123,34 +123,17 @@ def _judged(bench: Bench, mutant: Mutant, fate: Fate, known: Sequence[Outcome]) 
                     return _dead(fate, case, j.gate, quantity, j.message)
         if not leaks and not thorough and outcome.verdict in ("ran", "unsupported"):
             return dataclasses.replace(fate, judged=fate.judged + len(outcome.quantities))
-    before, settings = side_effects.snapshot(), dict(vars(bench.inputs.settings))
-    kept = side_effects.copies(
-        bench.inputs
-    )  # only the first call of a run is cleaned up after, and the bench is shared
-    try:
-        for row in _rows(bench, implementation, thorough):
-            fate = dataclasses.replace(fate, judged=fate.judged + (row.verdict in DECIDED))
-            if row.failing:
-                return _dead(fate, case, row.gate or row.verdict, row.quantity or "", row.message)
-        return fate
-    finally:
-        _put_back(before)
-        side_effects.damaged(bench.inputs, kept)
-        vars(bench.inputs.settings).update(settings)
+    for row in _rows(bench, implementation, thorough):
+        fate = dataclasses.replace(fate, judged=fate.judged + (row.verdict in DECIDED))
+        if row.failing:
+            return _dead(fate, case, row.gate or row.verdict, row.quantity or "", row.message)
+    return fate
 
 
 def _dead(fate: Fate, case: Case, gate: str, quantity: str, message: str) -> Fate:
     return dataclasses.replace(
         fate, gate=gate, quantity=quantity, dtype=case.dtype, message=message, case=case.to_json()
     )
-
-
-def _put_back(before: dict[str, Any]) -> None:
-    """Undo what a mutant left behind after the calls that the harness does not clean up."""
-    side_effects.restore(before)
-    modules = {m.__name__: m for m in side_effects.WATCHED}
-    for name, bindings, _ in before["module bindings"]:
-        vars(modules[name]).update(bindings)
 
 
 def _task(name: str, seed: int, budget: int) -> list[Fate]:

@@ -1,0 +1,250 @@
+"""Every entry of the world: a call that changes it is named, and the next party finds it as it was."""
+
+import builtins
+import gc
+import locale
+import logging
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from parity import world
+from parity.implementations.implementation import Implementation
+from parity.judging.execute import execute
+from parity.registry import family, from_file, run_case
+from parity.selftest.controls import control
+from parity.world import snapshot
+from parity.world.state import WATCHES, differing
+
+LOGPROBS = family("logprobs")
+PLAIN = control("honest.logprobs.plain")
+CASE = LOGPROBS.case(3, "fp32", {"V": 11, "H": 5, "bias": "random"})
+
+
+class Mode(torch.overrides.TorchFunctionMode):
+    """Left entered, it sees every call of torch."""
+
+
+def hook(*args):
+    return None
+
+
+EFFECTS = {
+    "environment variables": lambda: os.environ.update(UNSLOTH_RETURN_HIDDEN_STATES="1"),
+    "working folder": lambda: os.chdir("/"),
+    "umask": lambda: os.umask(0o77),
+    "locale": lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8" if locale.setlocale(locale.LC_ALL) == "C" else "C"),
+    "signal handlers": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+    "timers": lambda: signal.setitimer(signal.ITIMER_VIRTUAL, 1000),
+    "resource limits": lambda: resource.setrlimit(
+        resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    ),
+    "warnings filters": lambda: warnings.simplefilter("error"),
+    "logging.disable": lambda: logging.disable(logging.CRITICAL),
+    "interpreter settings": lambda: (sys.setrecursionlimit(5000), gc.disable()),
+    "sys.path": lambda: sys.path.insert(0, "/nowhere"),
+    "standard streams": lambda: setattr(sys, "stdout", open(os.devnull, "w")),  # noqa: SIM115
+    "python RNG": lambda: random.seed(1),
+    "numpy RNG": lambda: np.random.seed(1),  # noqa: NPY002
+    "numpy error handling": lambda: np.seterr(all="raise"),
+    "torch RNG": lambda: torch.manual_seed(1),
+    "grad mode": lambda: torch.set_grad_enabled(False),
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
+    "autograd threads": lambda: torch.autograd.set_multithreading_enabled(False),
+    "torch modes": lambda: Mode().__enter__(),
+    "default dtype": lambda: torch.set_default_dtype(torch.bfloat16),
+    "default device": lambda: torch.set_default_device("meta"),
+    "float32_matmul_precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "switches": lambda: setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark),
+    "autocast": lambda: torch.set_autocast_enabled("cpu", True),
+    "flushing of subnormal numbers": lambda: torch.set_flush_denormal(True),
+    "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "hooks on every module": lambda: torch.nn.modules.module.register_module_forward_hook(hook),
+}
+WATCHED_ONLY = {"threads", "file descriptors", "child processes"}
+ON_CUDA = {"CUDA RNG"}
+
+
+def after(effect):
+    """The honest implementation, and an effect that outlives the call."""
+
+    def call(x):
+        out = PLAIN.call(x)
+        effect()
+        return out
+
+    return Implementation("own.leaves", "logprobs", "candidate", call, PLAIN.recipe, outputs=PLAIN.outputs)
+
+
+def test_every_entry_is_tried_here():
+    assert {w.name for w in WATCHES} == EFFECTS.keys() | WATCHED_ONLY | ON_CUDA
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_an_entry_is_named_and_put_back(name):
+    before = {w.name: w.get() for w in WATCHES}
+    found = execute(after(EFFECTS[name]), LOGPROBS.build(CASE))
+    left = {watch.name for watch, _ in differing(before)}
+    assert left <= {"file descriptors"}, left
+    says = {"environment variables": "environment variable UNSLOTH_RETURN_HIDDEN_STATES", "switches": "cudnn.benchmark"}
+    assert any(says.get(name, f"{name} changed") in leak for leak in found.leaks), found.leaks
+    assert not world.broken()
+
+
+def rebind(owner, name, value=lambda *args, **kwargs: torch.zeros(())):
+    return lambda: setattr(owner, name, value)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (torch, "log_softmax"),
+        (torch, "exp"),
+        (torch, "where"),
+        (torch.nn.functional, "logsigmoid"),
+        (torch.special, "expm1"),
+        (torch.Tensor, "gather"),
+        (torch.Tensor, "__matmul__"),
+        (torch.Tensor, "backward"),
+        (torch.nn.Linear, "forward"),
+        (torch, "float64"),
+        (torch, "inf"),
+        (builtins, "sum"),
+        (sys.modules["parity.rounding.oracle"], "exact"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else v.__name__,
+)
+def test_a_rebound_name_is_named_and_put_back(owner, name):
+    inherited = name not in vars(owner)
+    was = getattr(owner, name)
+    found = execute(
+        after(rebind(owner, name, torch.float32 if name == "float64" else 0.0 if name == "inf" else max)),
+        LOGPROBS.build(CASE),
+    )
+    assert getattr(owner, name) is was or getattr(owner, name) == was
+    assert (name not in vars(owner)) == inherited
+    assert any(leak.startswith("rebound ") and leak.endswith(f".{name}") for leak in found.leaks), found.leaks
+
+
+REAL = torch.log_softmax
+
+
+@pytest.mark.parametrize("always", [True, False], ids=["in every call", "once"])
+@pytest.mark.parametrize(
+    "evil",
+    [lambda z, dim, **k: REAL(z, dim, **k) * 1.5, lambda z, *a, **k: torch.zeros_like(z)],
+    ids=["scaled", "constant"],
+)
+def test_who_patches_torch_is_named_and_nobody_else_pays(evil, always):
+    """One patch used to make the next party "0.666667 times the oracle", and the reference to blame."""
+    done = []
+
+    def patch():
+        if always or not done:
+            torch.log_softmax = evil
+        done.append(1)
+
+    try:
+        rows = list(run_case(CASE, [after(patch), PLAIN]))
+    finally:
+        torch.log_softmax = REAL
+    wrong = [r for r in rows if r["verdict"] != "agree"]
+    assert {(r["implementation"], r["quantity"]) for r in wrong} == {("own.leaves", "protocol")}, wrong
+    assert "rebound torch.log_softmax" in wrong[0]["message"]
+
+
+def test_what_no_list_names_makes_the_process_unfit(monkeypatch):
+    """A kernel registered for `aten::tanh`: no name is rebound, and every definition computes something else."""
+    monkeypatch.setattr(snapshot, "_broken", [])
+    library = torch.library.Library("aten", "IMPL")
+
+    def effect():
+        if not done:
+            done.append(library.impl("tanh", lambda x: torch.ops.aten.mul.Tensor(x, 0.5), "CPU"))
+
+    done: list = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rows = list(run_case(CASE, [after(effect), PLAIN]))
+    finally:
+        library._destroy()
+    assert [(r["implementation"], r["quantity"], r["verdict"]) for r in rows] == [
+        ("own.leaves", "protocol", "disagree")
+    ]
+    assert "operations of torch compute something else" in rows[0]["message"]
+    assert world.broken()
+
+
+def test_what_is_left_behind_is_named(tmp_path):
+    opened, threads, children = [], [], []
+    halt = threading.Event()
+
+    def effect():
+        opened.append(open(tmp_path / "x", "w"))  # noqa: SIM115
+        threads.append(threading.Thread(target=halt.wait, daemon=True))
+        threads[-1].start()
+        children.append(subprocess.Popen(["sleep", "60"]))
+
+    try:
+        leaks = execute(after(effect), LOGPROBS.build(CASE)).leaks
+        assert {"1 thread left running", "1 process left running"} <= set(leaks)
+        assert any("file descriptor left open" in leak for leak in leaks)
+    finally:
+        halt.set()
+        for file in opened:
+            file.close()
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def test_a_fork_that_comes_back_ends(tmp_path):
+    """It would write rows of its own beside its parent's."""
+    seen = tmp_path / "seen"
+
+    def call(x):
+        os.fork()
+        return PLAIN.call(x)
+
+    outcome = execute(
+        Implementation("own.forks", "logprobs", "candidate", call, PLAIN.recipe, outputs=PLAIN.outputs),
+        LOGPROBS.build(CASE),
+    )
+    with seen.open("a") as file:
+        file.write("x")
+    time.sleep(0.3)
+    assert outcome.verdict == "ran"
+    assert seen.read_text() == "x"
+
+
+def test_what_a_file_patches_at_import_holds_in_its_own_calls_only(tmp_path):
+    file = tmp_path / "patching.py"
+    file.write_text(
+        "import os, torch\nreal = torch.log_softmax\n"
+        "torch.log_softmax = lambda *a, **k: real(*a, **k)\nmine = torch.log_softmax\n"
+        "os.environ['SET_AT_IMPORT'] = '1'\ntorch.manual_seed(3)\nseen = []\n"
+        "def own(hidden, weight, ids, bias, temperature=1.0):\n"
+        "    seen.append((torch.log_softmax is mine, os.environ.get('SET_AT_IMPORT')))\n"
+        "    z = (hidden.float() @ weight.float().T + bias.float()) / temperature\n"
+        "    return torch.log_softmax(z, -1).gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)\n"
+    )
+    rng = torch.get_rng_state()
+    (own,) = from_file(f"{file}:own")
+    assert torch.log_softmax is REAL and "SET_AT_IMPORT" not in os.environ
+    assert torch.equal(rng, torch.get_rng_state())
+    rows = list(run_case(CASE, [own, PLAIN]))
+    assert {r["verdict"] for r in rows} == {"agree"}, [r for r in rows if r["verdict"] != "agree"]
+    assert set(sys.modules["parity_user_patching"].seen) == {(True, "1")}
+    assert torch.log_softmax is REAL and "SET_AT_IMPORT" not in os.environ

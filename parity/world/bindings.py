@@ -1,0 +1,91 @@
+"""What names mean: the functions of torch, of the libraries under test and of the harness, where a call may rebind them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+OPERATIONS = (
+    "builtins math torch torch.functional torch.nn torch.nn.functional torch.nn.init torch.autograd torch.autograd.function "
+    "torch.special torch.linalg torch.fft torch.amp torch.cuda torch.random torch.utils.checkpoint torch._tensor "
+    "torch._C._nn torch._C._special torch._C._linalg torch._VF torch.optim torch.overrides"
+).split()
+"""Modules whose functions oracle, replicas and every implementation are written in."""
+UNDER_TEST = frozenset("parity trl liger_kernel cut_cross_entropy unsloth_zoo".split())
+"""Packages of which every imported module is watched, and every class in it: a patch of TRL is not for the next party."""
+CLASSES = (torch.Tensor, torch.nn.Module, torch.nn.Linear, torch.nn.Parameter, torch.autograd.Function, torch.Generator)
+Change = tuple[Any, str, Any, Any]
+"""Owner, name, what it was and what it is now; MISSING where there was or is nothing."""
+MISSING = object()
+
+_owners: list[tuple[str, Any]] = []
+_modules = 0
+_copies: dict[int, tuple[list[int], dict[str, Any]]] = {}
+
+
+def owners() -> list[tuple[str, Any]]:
+    """(name, module or class) of everything that is watched; looked for anew after an import."""
+    global _modules
+    if len(sys.modules) == _modules:
+        return _owners
+    _modules = len(sys.modules)
+    _owners[:] = [(name, sys.modules[name]) for name in OPERATIONS if name in sys.modules]
+    _owners.extend((f"{c.__module__}.{c.__qualname__}", c) for c in CLASSES)
+    for name, module in list(sys.modules.items()):
+        if (
+            isinstance(module, ModuleType)
+            and name.partition(".")[0] in UNDER_TEST
+            and not name.startswith("parity.world")
+        ):
+            _owners.append((name, module))
+            own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
+            _owners.extend((f"{name}.{c.__qualname__}", c) for c in own)
+    return _owners
+
+
+def take() -> list[tuple[str, Any, dict[str, Any]]]:
+    """(name, owner, its bindings). A copy is made only of what changed since the last time."""
+    return [(name, owner, _copy(owner)) for name, owner in owners()]
+
+
+def _copy(owner: Any) -> dict[str, Any]:
+    own = vars(owner)
+    ids = list(map(id, own.values()))
+    known = _copies.get(id(owner))
+    if known is None or known[0] != ids:
+        known = _copies[id(owner)] = ids, dict(own)
+    return known[1]
+
+
+def changes(before: list[tuple[str, Any, dict[str, Any]]]) -> Iterator[tuple[str, Change]]:
+    """("torch.log_softmax", change) of what was rebound, removed, or hides what was inherited since `before` was taken.
+
+    A name that merely appeared, by an import or a cache, is no change; neither is a flag or a counter.
+    """
+    for label, owner, then in before:
+        now = _copy(owner)
+        if now is then:
+            continue
+        for name, value in then.items():
+            if _matters(value, label) and now.get(name, MISSING) is not value:
+                yield f"{label}.{name}", (owner, name, value, now.get(name, MISSING))
+        if isinstance(owner, type):
+            for name in now.keys() - then.keys():
+                if any(name in vars(base) for base in owner.__mro__[1:]) and _matters(now[name], label):
+                    yield f"{label}.{name}", (owner, name, MISSING, now[name])
+
+
+def _matters(value: Any, label: str) -> bool:
+    constant = isinstance(value, float) and label in ("torch", "math")
+    return constant or callable(value) or isinstance(value, torch.dtype | property | staticmethod | classmethod)
+
+
+def put(owner: Any, name: str, value: Any) -> None:
+    """Bind a name of an owner, or unbind it."""
+    with contextlib.suppress(AttributeError):
+        delattr(owner, name) if value is MISSING else setattr(owner, name, value)

@@ -1,0 +1,120 @@
+"""The world of a call: taken before it, compared and put back after it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from parity.world import bindings
+from parity.world.probe import arithmetic
+from parity.world.state import WATCHES, Watch, differing
+
+_kept: dict[str, tuple[list[bindings.Change], list[tuple[Watch, Any]]]] = {}
+_belongs: dict[str, str] = {}
+_suspended: set[str] = set()
+_broken: list[str] = []
+_reference: list[bytes] = []
+LEFT = 10
+"""Bindings of one call that are named one by one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """Everything of `state.WATCHES` and `bindings`, as it was in process `pid`."""
+
+    states: dict[str, Any]
+    names: list[tuple[str, Any, dict[str, Any]]]
+    modules: int
+    pid: int
+
+    def restore(self, whose: str = "") -> list[str]:
+        """Put everything back; the names of what was changed. `whose`: the implementation that was called.
+
+        What an import rebound is not named: it stays in force for calls of the same library (`its_own`), and only there.
+        What cannot be put back (a user's thread that goes on, an operation that still computes something else) makes the
+        process `broken`. A fork of the process that came here ends: what it would do next is its parent's work.
+        """
+        if os.getpid() != self.pid:
+            os._exit(0)
+        found: list[str] = []
+        rebound = list(bindings.changes(self.names))
+        for _, (owner, name, before, _) in rebound:
+            bindings.put(owner, name, before)
+        if rebound and len(sys.modules) != self.modules and whose and whose not in _suspended:
+            _kept.setdefault(_key(whose), ([], []))[0].extend(change for _, change in rebound)
+        else:
+            found += [f"rebound {name}" for name, _ in rebound[:LEFT]]
+        for watch, now in differing(self.states):  # one after the other: a mode that is left would see the next reading
+            before = self.states[watch.name]
+            found += watch.told(before, now)
+            if watch.put is not None:
+                watch.put(before)
+            elif watch.name == "threads" and ".py:" in whose:
+                _broken.append(f"{whose} left a thread running")
+        if arithmetic() != _reference[0]:
+            found.append("operations of torch compute something else since")
+            _broken.append(f"{whose} changed what operations of torch compute")
+        return found
+
+
+def take() -> Snapshot:
+    """The world as it is."""
+    if not _reference:
+        _reference.append(arithmetic())
+    return Snapshot({w.name: w.get() for w in WATCHES}, bindings.take(), len(sys.modules), os.getpid())
+
+
+def broken() -> list[str]:
+    """Why this process must not judge anybody else any more; empty where all is well."""
+    return list(_broken)
+
+
+def _key(whose: str) -> str:
+    return _belongs.get(whose, whose)
+
+
+@contextlib.contextmanager
+def importing(file: str) -> Iterator[None]:
+    """Around the import of a user's file: what it patches or sets holds in calls of what it defines, and nowhere else."""
+    before = take()
+    try:
+        yield
+    finally:
+        names = [change for _, change in bindings.changes(before.names)]
+        states = [(watch, now) for watch, now in differing(before.states) if watch.kept and watch.put is not None]
+        _kept[file] = names, states
+        before.restore()
+
+
+def belongs(id: str, file: str) -> None:
+    """The implementation is defined in this user's file."""
+    _belongs[id] = file
+
+
+def its_own(whose: str) -> Snapshot | None:
+    """Put in force what `whose` file or library patched when it was imported; the world then, None where that is nothing.
+
+    The caller restores the one that it had before.
+    """
+    names, states = _kept.get(_key(whose), ([], []))
+    names = [] if whose in _suspended else names
+    for owner, name, _, value in names:
+        bindings.put(owner, name, value)
+    for watch, now in states:
+        assert watch.put is not None
+        watch.put(now)
+    return take() if names or states else None
+
+
+@contextlib.contextmanager
+def without(whose: str) -> Iterator[None]:
+    """Calls of `whose` without what its first call patched: does the call itself patch it again?"""
+    _suspended.add(whose)
+    try:
+        yield
+    finally:
+        _suspended.discard(whose)

@@ -1,0 +1,319 @@
+"""What else a process has that all parties share: one record for each, that reads it and puts it back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import locale
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.modules import module as nn_module
+from torch.utils._device import DeviceContext
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """One thing that a call must leave alone: `get` reads it, `put` restores what `get` gave.
+
+    `named` tells from both readings what changed, where the name alone says too little. Without `put` nothing can undo
+    it: see `Snapshot.restore`. `kept`: what a user's file sets at import stays in force for its own calls.
+    """
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], Any] | None = None
+    named: Callable[[Any, Any], list[str]] | None = None
+    kept: bool = True
+
+    def told(self, before: Any, now: Any) -> list[str]:
+        """How the change is named."""
+        return self.named(before, now) if self.named else [f"{self.name} changed"]
+
+
+def _environment(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    keys = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
+    return [f"environment variable {k}" for k in keys[:3]]
+
+
+def _put_environment(value: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(value)
+
+
+def _signals() -> dict[int, Any]:
+    return {s: signal.getsignal(s) for s in signal.valid_signals()}
+
+
+def _put_signals(value: dict[int, Any]) -> None:
+    for number, handler in value.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
+TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+
+
+def _timers() -> tuple[bool, ...]:
+    """Which run: one that is left on strikes a later party."""
+    return tuple(signal.getitimer(t)[0] > 0 for t in TIMERS)
+
+
+def _put_timers(value: tuple[bool, ...]) -> None:
+    for timer, on in zip(TIMERS, value, strict=True):
+        if not on:
+            signal.setitimer(timer, 0)
+
+
+def _limits() -> tuple[tuple[int, int], ...]:
+    return tuple(resource.getrlimit(r) for r in (resource.RLIMIT_NOFILE, resource.RLIMIT_DATA, resource.RLIMIT_CPU))
+
+
+def _put_limits(value: tuple[tuple[int, int], ...]) -> None:
+    for which, (soft, hard) in zip(
+        (resource.RLIMIT_NOFILE, resource.RLIMIT_DATA, resource.RLIMIT_CPU), value, strict=True
+    ):
+        resource.setrlimit(which, (soft, hard))
+
+
+def _umask() -> int:
+    mask = os.umask(0o22)
+    os.umask(mask)
+    return mask
+
+
+def _numpy_state() -> Any:
+    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 the global one is what is watched
+    return kind, np.asarray(keys).tobytes(), *rest
+
+
+def _put_numpy(value: Any) -> None:
+    kind, keys, *rest = value
+    np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))  # noqa: NPY002
+
+
+def _torch_rng() -> bytes:
+    return torch.get_rng_state().numpy().tobytes()
+
+
+def _put_torch_rng(value: bytes) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+
+
+def _cuda_rng() -> tuple[bytes, ...]:
+    return tuple(s.numpy().tobytes() for s in torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
+
+
+def _put_cuda_rng(value: tuple[bytes, ...]) -> None:
+    if value:
+        torch.cuda.set_rng_state_all([torch.frombuffer(bytearray(v), dtype=torch.uint8) for v in value])
+
+
+def _autocast() -> tuple[Any, ...]:
+    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+
+
+def _put_autocast(value: tuple[Any, ...]) -> None:
+    for device, enabled, dtype in value:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+SWITCHES: tuple[tuple[Any, str], ...] = (
+    (torch.backends.cudnn, "enabled"),
+    (torch.backends.cudnn, "benchmark"),
+    (torch.backends.cudnn, "deterministic"),
+    (torch.backends.cudnn, "allow_tf32"),
+    (torch.backends.cuda.matmul, "allow_tf32"),
+    (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    (torch.backends.mkldnn, "enabled"),
+    (torch.utils.deterministic, "fill_uninitialized_memory"),
+)
+_SDP = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+
+
+def _switches() -> tuple[bool, ...]:
+    sdp = [getattr(torch.backends.cuda, f"{name}_enabled")() for name in _SDP]
+    return tuple(getattr(owner, name) for owner, name in SWITCHES) + tuple(sdp)
+
+
+def _put_switches(value: tuple[bool, ...]) -> None:
+    for (owner, name), on in zip(SWITCHES, value, strict=False):
+        if getattr(owner, name) != on:
+            setattr(owner, name, on)
+    for name, on in zip(_SDP, value[len(SWITCHES) :], strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}")(on)
+
+
+def _named_switches(before: tuple[bool, ...], now: tuple[bool, ...]) -> list[str]:
+    names = [
+        f"{owner.__name__ if hasattr(owner, '__name__') else 'torch.backends.cuda.matmul'}.{name}"
+        for owner, name in SWITCHES
+    ]
+    names += [f"torch.backends.cuda.{name}" for name in _SDP]
+    return [f"switch {n} changed" for n, a, b in zip(names, before, now, strict=True) if a != b]
+
+
+_TINY = [5e-324]
+
+
+def _flushes() -> bool:
+    """Whether subnormal numbers count as 0 on this thread: torch can set it and not say it."""
+    return _TINY[0] * 1.0 == 0.0
+
+
+def _modes() -> tuple[int, int]:
+    """How many are entered; the default device, which torch keeps at the bottom as a mode, is an entry of its own."""
+    depth = torch._C._len_torch_function_stack()
+    own = sum(not isinstance(torch._C._get_function_stack_at(k), DeviceContext) for k in range(depth))
+    return own, torch._C._len_torch_dispatch_stack()
+
+
+def _put_modes(value: tuple[int, int]) -> None:
+    while _modes()[0] > value[0]:
+        torch._C._pop_torch_function_stack()
+    while torch._C._len_torch_dispatch_stack() > value[1]:
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+HOOKS = tuple(n for n in vars(nn_module) if n.startswith("_global_") and isinstance(vars(nn_module)[n], dict))
+"""Hooks on every module of the process."""
+
+
+def _put_hooks(value: tuple[dict[int, Any], ...]) -> None:
+    for name, hooks in zip(HOOKS, value, strict=True):
+        table = vars(nn_module)[name]
+        table.clear()
+        table.update(hooks)
+
+
+def _interpreter() -> tuple[Any, ...]:
+    return sys.getrecursionlimit(), gc.isenabled(), sys.gettrace(), sys.getprofile(), sys.excepthook, sys.displayhook
+
+
+def _put_interpreter(value: tuple[Any, ...]) -> None:
+    limit, collecting, trace, profile, sys.excepthook, sys.displayhook = value
+    sys.setrecursionlimit(limit)
+    (gc.enable if collecting else gc.disable)()
+    sys.settrace(trace)
+    sys.setprofile(profile)
+
+
+def _put_path(value: tuple[str, ...]) -> None:
+    sys.path[:] = value
+
+
+def _put_streams(value: tuple[Any, ...]) -> None:
+    sys.stdin, sys.stdout, sys.stderr = value
+
+
+def _put_locale(value: str) -> None:
+    locale.setlocale(locale.LC_ALL, value)
+
+
+def _put_filters(value: tuple[Any, ...]) -> None:
+    warnings.resetwarnings()
+    warnings.filters[:] = list(value[0])  # type: ignore[index]
+    warnings.showwarning = value[1]
+
+
+def _descriptors() -> frozenset[str]:
+    try:
+        return frozenset(os.listdir("/proc/self/fd"))
+    except OSError:
+        return frozenset()
+
+
+def _children() -> frozenset[int]:
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for task in os.listdir("/proc/self/task"):
+            found.update(map(int, Path(f"/proc/self/task/{task}/children").read_text().split()))
+    return frozenset(found)
+
+
+def _more(what: str) -> Callable[[Any, Any], list[str]]:
+    """Names what is left behind; what is gone is none of our business."""
+
+    def named(before: Any, now: Any) -> list[str]:
+        left = len(set(now) - set(before))
+        return [f"{left} {what} left {'open' if what.startswith('file') else 'running'}"] if left else []
+
+    return named
+
+
+def _threads() -> frozenset[int]:
+    return frozenset(t.ident or 0 for t in threading.enumerate())
+
+
+WATCHES: tuple[Watch, ...] = (
+    Watch("torch modes", _modes, _put_modes),
+    Watch("environment variables", lambda: dict(os.environ), _put_environment, _environment),
+    Watch("working folder", os.getcwd, os.chdir),
+    Watch("umask", _umask, os.umask),
+    Watch("locale", lambda: locale.setlocale(locale.LC_ALL), _put_locale),
+    Watch("signal handlers", _signals, _put_signals),
+    Watch("timers", _timers, _put_timers),
+    Watch("resource limits", _limits, _put_limits),
+    Watch("warnings filters", lambda: (tuple(warnings.filters), warnings.showwarning), _put_filters),
+    Watch("logging.disable", lambda: logging.root.manager.disable, logging.disable),
+    Watch("interpreter settings", _interpreter, _put_interpreter),
+    Watch("sys.path", lambda: tuple(sys.path), _put_path),
+    Watch("standard streams", lambda: (sys.stdin, sys.stdout, sys.stderr), _put_streams),
+    Watch("python RNG", random.getstate, random.setstate, kept=False),
+    Watch("numpy RNG", _numpy_state, _put_numpy, kept=False),
+    Watch("numpy error handling", np.geterr, lambda how: np.seterr(**how)),
+    Watch("torch RNG", _torch_rng, _put_torch_rng, kept=False),
+    Watch("CUDA RNG", _cuda_rng, _put_cuda_rng, kept=False),
+    Watch("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    Watch(
+        "anomaly mode",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda v: torch.set_anomaly_enabled(*v),
+    ),
+    Watch("autograd threads", torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
+    Watch("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Watch(
+        "default device",
+        lambda: str(torch.get_default_device()),
+        lambda d: torch.set_default_device(None if d == "cpu" else d),
+    ),
+    Watch("float32_matmul_precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    Watch(
+        "deterministic algorithms", _deterministic, lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1])
+    ),
+    Watch("switches", _switches, _put_switches, _named_switches),
+    Watch("autocast", _autocast, _put_autocast),
+    Watch("flushing of subnormal numbers", _flushes, torch.set_flush_denormal),
+    Watch("number of threads", torch.get_num_threads, torch.set_num_threads),
+    Watch("hooks on every module", lambda: tuple(dict(vars(nn_module)[n]) for n in HOOKS), _put_hooks),
+    Watch("threads", _threads, None, _more("thread"), kept=False),
+    Watch("file descriptors", _descriptors, None, _more("file descriptor"), kept=False),
+    Watch("child processes", _children, None, _more("process"), kept=False),
+)
+"""In the order in which they are put back: modes first that change what later entries do."""
+
+
+def differing(before: dict[str, Any]) -> Iterator[tuple[Watch, Any]]:
+    """Each entry that is not as it was, with what it is now."""
+    for watch in WATCHES:
+        now = watch.get()
+        if now != before[watch.name] and watch.told(before[watch.name], now):
+            yield watch, now
