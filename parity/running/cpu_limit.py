@@ -49,7 +49,7 @@ def run(argv: Sequence[str], *, cpu: float, stdin: str | None = None, **popen: A
                 if passed > BACKSTOP * cpu:
                     raise LimitExceeded(f"no answer in {passed:.0f} s, having used {spent:.1f} s of CPU time")
         except BaseException:
-            _end(process.pid)
+            end(process.pid)
             raise
 
 
@@ -73,7 +73,7 @@ def cpu_time(pid: int) -> float:
     return total
 
 
-def _end(pid: int) -> None:
+def end(pid: int) -> None:
     """Kill a process and its descendants: one that went on would hold the pipes open, and the reader with them."""
     for one in _tree(pid):
         try:

@@ -56,18 +56,36 @@ class Done(_Event, frozen=True):
     """All shards are done."""
 
 
+class Retired(_Event, frozen=True):
+    """After this pair the process judges nobody any more (`parity.world.broken`): a fresh one goes on."""
+
+    case: str
+    implementation: str
+
+
 class Lost(_Event, frozen=True):
     """A worker was given up; told by the supervisor, not by a worker."""
 
     message: str
 
 
-Event: TypeAlias = At | Started | Shrinking | Judged | Checked | ShardDone | Done | Lost
+Event: TypeAlias = At | Started | Shrinking | Judged | Checked | ShardDone | Done | Retired | Lost
 
 
 def line_of(event: Event) -> str:
     """The event as a line. Raises ValueError for a NaN or an infinity in it."""
     return json.dumps(msgspec.to_builtins(event), allow_nan=False) + "\n"
+
+
+def signed(nonce: str, pid: int, event: Event) -> str:
+    """The line of an event of the process `pid` that was told the nonce."""
+    return f"{nonce} {pid} {line_of(event)}"
+
+
+def genuine(line: str, nonce: str, pid: int) -> str | None:
+    """A signed line without its signature; None for what a fork, a library or an implementation wrote, or a line cut short."""
+    head = f"{nonce} {pid} "
+    return line[len(head) :] if line.startswith(head) and line.endswith("\n") else None
 
 
 def read(line: str, source: str) -> Event:

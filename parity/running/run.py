@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from msgspec.structs import replace
 
 from parity import data
@@ -87,6 +88,7 @@ def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[d
         "ledger": str(ledger_path),
         "findings": str(options.reports / "findings"),
         "frozen": frozen,
+        "memory": memory(count) if device == "cpu" else None,
     }
     out = [plan | {"shards": []} for _ in range(count)]
     for number, name in enumerate([*families, *checked]):
@@ -105,6 +107,15 @@ def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[d
             shard = {"family": name, "index": index, "count": part, "seed": seed}
             out[(number + index) % count]["shards"].append(shard)
     return [p for p in out if p["shards"]]
+
+
+MEMORY = 4 << 30
+"""Bytes that a worker has in any case: torch, transformers and the largest case take a quarter of it."""
+
+
+def memory(workers: int) -> int:
+    """Bytes for each of so many workers: its share of what is free."""
+    return max(MEMORY, psutil.virtual_memory().available // workers)
 
 
 def frozen_cases(ledger_path: Path) -> list[tuple[str, Any, dict[str, Any]]]:

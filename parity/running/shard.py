@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
+from parity import world
 from parity.case.case import Case
 from parity.case.drawing import batch, cases
 from parity.case.profiles import Profile
@@ -188,6 +189,7 @@ class Session:
     ) -> Iterator[Row]:
         """Rows of a case, the known ones marked; pairs that killed a worker before are left out."""
         skip = {i for c, i in shard.skip if c == case.id} if shard else set()
+        last = ""
         usable = [i for i in chosen if i.id not in skip]
         extends = {i.id: i.extends for i in usable}
         agreed: set[tuple[str, str | None]] = set()
@@ -198,7 +200,10 @@ class Session:
                 row.known = self._known(row, case, extends[row.implementation], agreed)
             else:
                 agreed.add((row.implementation, row.quantity))
+            last = row.implementation
             yield row
+        if world.broken():
+            raise Retired(case.id, last)
 
     def _known(self, row: Row, case: Case, extended: str, agreed: Set[tuple[str, str | None]]) -> str | None:
         """The ledger's entry of a failing row; a trainer inherits those of the class it extends, unless that agrees here."""
@@ -216,6 +221,13 @@ class _Stream:
     smallest: Case | None = None
     found: float = 0.0
     deadline: float = 0.0
+
+
+class Retired(BaseException):
+    """(case, implementation) after which this process must not judge anybody: `parity.world.broken`.
+
+    No Exception: Hypothesis would minimise it.
+    """
 
 
 class Finding(Exception):

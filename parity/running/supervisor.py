@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import queue
+import re
+import secrets
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -14,16 +18,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from msgspec.structs import replace
 
 from parity.errors import UsageError
 from parity.process import environment, interpreter
 from parity.results.row import Row, Verdict
 from parity.running import cpu_limit
-from parity.running.events import At, Done, Event, Judged, Lost, ShardDone, Shrinking, Started
+from parity.running.events import At, Done, Event, Judged, Lost, Retired, ShardDone, Shrinking, Started, genuine
 from parity.running.events import read as read_event
 
 MAX_RESTARTS = 20
+SLEEPING = 2.0
+"""Clock ÷ limit for a process that uses next to no CPU time: it waits for something that does not come."""
+ASLEEP = 0.05
+"""Share of a core below which a process sleeps; one of six that compute on a core has three times as much."""
+THRICE = 3
+"""Losses of a worker to one implementation after which it is left out."""
 
 
 @dataclasses.dataclass
@@ -31,11 +42,15 @@ class Worker:
     """A worker process with the shards it still has to do.
 
     `last`: when it said something last; `computed`: its CPU time when it had been silent since, None before that.
+    `kept`: rows of the implementation that runs, passed on when it is done, so that none is there twice when it runs
+    again in a fresh process; `done`: (case, implementation) pairs passed on since the case `at` began. `retried`: pairs
+    that had a second chance; `retired`: the pair after which the process asked for a successor.
     """
 
     plan: dict[str, Any]
     shards: list[dict[str, Any]]
     process: subprocess.Popen[str] | None = None
+    nonce: str = ""
     started: Started | None = None
     at: int = 0
     shrinking: bool = False
@@ -44,106 +59,157 @@ class Worker:
     restarts: int = 0
     errors: Path | None = None
     finished: bool = False
+    kept: list[Judged] = dataclasses.field(default_factory=list)
+    done: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+    retried: set[tuple[str, str] | None] = dataclasses.field(default_factory=set)
+    retired: Retired | None = None
 
 
 def run(plans: list[dict[str, Any]], timeout: float, first_timeout: float) -> Iterator[Event]:
     """Run every plan in a process of its own and yield its events and, for one that is given up, `Lost`.
 
     An implementation that is silent for `timeout` seconds of CPU time (the first of a process: `first_timeout`, it
-    imports), or for `cpu_limit.BACKSTOP` times as many on the clock, is killed: its row is timed-out. A process that ends
-    before it is done gives a crashed row. Either way a new process goes on behind the case, without that implementation
-    on it.
+    imports), or on the clock for SLEEPING times as many asleep or `cpu_limit.BACKSTOP` times as many in any case, is
+    killed: its row is timed-out. A process that ends before it is done is given one more chance, for it may have been
+    ended from outside; the second time its row is crashed. Either way a new process goes on behind the case, without that
+    implementation on it.
     """
-    events: queue.Queue[tuple[Worker, Event | None]] = queue.Queue()
+    events: queue.Queue[tuple[Worker, subprocess.Popen[str], Event | None]] = queue.Queue()
     workers = [Worker(plan, list(plan["shards"])) for plan in plans]
-    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+    remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=f"parity-{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         for number, worker in enumerate(workers):
             worker.errors = Path(folder) / f"stderr-{number}"
             _start(worker, events, Path(folder))
         try:
             while not all(w.finished for w in workers):
                 try:
-                    worker, event = events.get(timeout=0.5)
+                    worker, process, event = events.get(timeout=0.5)
                 except queue.Empty:
                     for worker in workers:
-                        message = _silent(worker, timeout if worker.started else first_timeout)
+                        message, asleep = _silent(worker, timeout if worker.started else first_timeout)
                         if message:
                             assert worker.process is not None
-                            worker.process.kill()
-                            worker.process.wait()
-                            yield from _lost(worker, events, Path(folder), message, "timed-out")
+                            _end(worker.process)
+                            yield from _lost(worker, events, Path(folder), message, "timed-out", out=asleep)
+                    continue
+                if process is not worker.process:  # what one that was given up had still to say
                     continue
                 worker.last, worker.computed = time.monotonic(), None
-                if event is None:
-                    if worker.finished or worker.process is None or worker.process.poll() is None:
-                        continue
+                if event is not None:
+                    yield from _passed_on(worker, event)
+                elif not worker.finished:
                     yield from _lost(worker, events, Path(folder), _death(worker), "crashed")
-                    continue
-                _noted(worker, event)
-                yield event
         finally:
             for worker in workers:
-                if worker.process is not None and worker.process.poll() is None:
-                    worker.process.kill()
+                if worker.process is not None:
+                    _end(worker.process)
 
 
-def _silent(worker: Worker, limit: float) -> str:
-    """Why a worker has been silent for too long, or nothing; on a loaded machine the clock alone says little."""
+def remove_abandoned() -> None:
+    """Remove the temporary folders of runs that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob("parity-*-*"):
+        found = re.fullmatch(r"parity-(\d+)-\w+", folder.name)
+        with contextlib.suppress(OSError):
+            if found and not psutil.pid_exists(int(found[1])) and folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill a worker and what it started."""
+    if process.poll() is None:
+        cpu_limit.end(process.pid)
+        process.wait()
+
+
+def _silent(worker: Worker, limit: float) -> tuple[str, bool]:
+    """Why a worker has been silent for too long, or nothing, and whether it slept; on a loaded machine the clock says little."""
     if worker.finished or worker.process is None:
-        return ""
+        return "", False
     if worker.computed is None:
         worker.computed = cpu_limit.cpu_time(worker.process.pid)
     waited = time.monotonic() - worker.last
     if waited <= limit:
-        return ""
+        return "", False
     spent = cpu_limit.cpu_time(worker.process.pid) - worker.computed
-    over = spent > limit or waited > cpu_limit.BACKSTOP * limit
-    return f"no answer for {waited:.0f} s, {spent:.0f} s of them CPU time" if over else ""
+    asleep = waited > SLEEPING * limit and spent < ASLEEP * waited
+    over = asleep or spent > limit or waited > cpu_limit.BACKSTOP * limit
+    return (f"no answer for {waited:.0f} s, {spent:.0f} s of them CPU time" if over else ""), asleep
 
 
-def _noted(worker: Worker, event: Event) -> None:
-    """Keep what a new process would have to know."""
+def _passed_on(worker: Worker, event: Event) -> Iterator[Event]:
+    """The event, after the rows that were held back; keeps what a new process would have to know."""
+    if isinstance(event, Judged):
+        worker.kept.append(event)
+        return
+    for judged in worker.kept:
+        worker.done.add((judged.row.case, judged.row.implementation))
+        yield judged
+    worker.kept.clear()
     match event:
         case Started():
             worker.started = event
         case At():
+            if event.number != worker.at:
+                worker.done.clear()
             worker.at, worker.shrinking = event.number, False
         case Shrinking():
             worker.shrinking = True
         case ShardDone():
             worker.shards.pop(0)
             worker.at = 0
+            worker.done.clear()
+        case Retired():
+            worker.retired = event
         case Done() | Lost():
             worker.finished = True
+    yield event
 
 
 def _start(worker: Worker, events: Any, folder: Path) -> None:
     assert worker.errors is not None
     plan = folder / f"{worker.errors.name}.json"
-    plan.write_text(json.dumps(worker.plan | {"shards": worker.shards}))
+    worker.nonce = secrets.token_hex(8)
+    told = {"shards": worker.shards, "nonce": worker.nonce, "parent": os.getpid()}
+    plan.write_text(json.dumps(worker.plan | told))
     env = os.environ | environment(worker.plan["device"], worker.plan["threads"])
     command = [*interpreter("parity.running.worker:main"), str(plan)]
     with worker.errors.open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env, text=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=env,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the watcher, who ends its workers
+        )
     worker.process, worker.last, worker.started, worker.computed = process, time.monotonic(), None, None
+    nonce = worker.nonce
 
     def read() -> None:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
-                if not line.endswith("\n"):  # the last line of a process that died while it wrote
-                    break
+                told = genuine(line, nonce, process.pid)
+                if told is None:
+                    continue
                 try:
-                    events.put((worker, read_event(line, "a worker's event")))
+                    events.put((worker, process, read_event(told, "a worker's event")))
                 except UsageError as error:
                     process.kill()
-                    events.put((worker, Lost(str(error))))
+                    events.put((worker, process, Lost(str(error))))
                     break
         process.wait()
-        if worker.process is process:
-            events.put((worker, None))
+        events.put((worker, process, None))
+
+    def ended() -> None:  # a descendant that holds the pipe open keeps nobody waiting
+        process.wait()
+        time.sleep(5.0)
+        events.put((worker, process, None))
 
     threading.Thread(target=read, daemon=True).start()
+    threading.Thread(target=ended, daemon=True).start()
 
 
 def _death(worker: Worker) -> str:
@@ -154,21 +220,35 @@ def _death(worker: Worker) -> str:
     return f"the process ended ({how}){': ' + tail[0][:300] if tail else ''}"
 
 
-def _lost(worker: Worker, events: Any, folder: Path, message: str, verdict: Verdict) -> Iterator[Event]:
-    """A row for the implementation that ended the process, and a new process that leaves that pair out."""
-    worker.restarts += 1
-    if worker.started is None or worker.restarts > MAX_RESTARTS:
-        worker.finished = True
-        yield Lost(message)
-        return
-    case, implementation = worker.started.case, worker.started.implementation
-    yield Judged(lost_row(worker.started, verdict, message, worker.plan["device"]))
-    first = worker.shards[0]
-    skip = [*first.get("skip", ()), [case, implementation]]
-    first |= {"resume": worker.at, "skip": skip}
-    if worker.shrinking or sum(i == implementation for _, i in skip) >= 3:
-        # minimising would run into the same wall again; after the third time the implementation is left out
-        worker.plan["exclude"] = [*worker.plan.get("exclude", ()), implementation]
+def _lost(
+    worker: Worker, events: Any, folder: Path, message: str, verdict: Verdict, out: bool = False
+) -> Iterator[Event]:
+    """A new process; and where the pair had its second chance, a row for it and a process that leaves it out.
+
+    `out`: the implementation is left out of all further cases at once.
+    """
+    worker.kept.clear()
+    started, retired = worker.started, worker.retired
+    last = retired or started
+    pair = (last.case, last.implementation) if last else None
+    resumed: dict[str, Any] = {"resume": worker.at, "done": sorted(worker.done)}
+    if verdict == "crashed" and not retired and not worker.shrinking and pair not in worker.retried:
+        worker.retried.add(pair)
+    else:
+        worker.restarts += 1
+        if pair is None or worker.restarts > MAX_RESTARTS:
+            worker.finished = True
+            yield Lost(message)
+            return
+        if started is not None and not retired and (pair not in worker.done or worker.shrinking):
+            yield Judged(lost_row(started, verdict, message, worker.plan["device"]))
+        case, implementation = pair
+        resumed["skip"] = [*worker.shards[0].get("skip", ()), [case, implementation]]
+        if out or worker.shrinking or sum(i == implementation for _, i in resumed["skip"]) >= THRICE:
+            # minimising would run into the same wall again; after the third time the implementation is left out
+            worker.plan["exclude"] = [*worker.plan.get("exclude", ()), implementation]
+    worker.retired = None
+    worker.shards[0] |= resumed
     _start(worker, events, folder)
 
 

@@ -1,40 +1,55 @@
 """A worker process, in which implementations run: reads a plan, writes one JSON event a line to its standard output.
 
-`python -m parity.running.worker PLAN.json`. A separate process, because an implementation may hang or take the process down.
+A separate process, because an implementation may hang or take the process down. Every event carries the nonce of the plan
+and this process's id: what a fork of it, a library or an implementation writes to the same descriptor is no event.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import sys
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
-from parity.process import prepare
+from parity.process import die_with, prepare
 
 
 def main(path: str) -> int:
     """Run the shards of a plan; the last event is `Done`."""
     plan: dict[str, Any] = json.loads(Path(path).read_text())
-    events = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with events
+    die_with(plan["parent"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    events = os.fdopen(os.dup(1), "w", buffering=1)  # not inherited by what an implementation starts
+    os.dup2(2, 1)  # what libraries print must not mix with events
+    pid = os.getpid()
     prepare(plan["device"], plan["threads"])
-
-    from parity.running.events import Done, Event, ShardDone, line_of
-
-    def emit(event: Event) -> None:
-        events.write(line_of(event))
+    limit_memory(plan.get("memory"))
 
     from parity.case.case import Case
     from parity.case.profiles import PROFILES
     from parity.registry import resolved, select
     from parity.results.ledger import Ledger
-    from parity.running.shard import Session, Shard
+    from parity.running.events import Done, Event, Judged, ShardDone, signed
+    from parity.running.events import Retired as RetiredEvent
+    from parity.running.shard import Retired, Session, Shard
     from parity.trainers.catalogue import is_trainer
 
-    for name in plan["families"]:
+    for name in plan.get("families", ()):
         resolved(name)
+    done: set[tuple[str, str]] = set()
+
+    def emit(event: Event) -> None:
+        if os.getpid() != pid:
+            os._exit(0)
+        if isinstance(event, Judged):
+            row = event.row
+            if not row.minimised and (row.case, row.implementation) in done:
+                return  # a process before this one has told it
+        events.write(signed(plan["nonce"], pid, event))
+
     session = Session(
         implementations=[i for i in select(plan["implementations"]) if i.id not in plan.get("exclude", ())],
         profile_name=plan["profile"],
@@ -47,17 +62,27 @@ def main(path: str) -> int:
     )
     frozen = [(name, Case.from_json(case), extra) for name, case, extra in plan["frozen"]]
     for raw in plan["shards"]:
+        done.clear()
+        done.update(map(tuple, raw.pop("done", ())))
         shard = Shard(**raw | {"skip": tuple(map(tuple, raw.get("skip", ())))})
-        if shard.count == 0:
-            session.frozen(shard, frozen)
-        elif is_trainer(shard.family):
-            session.checks(shard)
-        else:
-            session.drawn(shard)
+        try:
+            if shard.count == 0:
+                session.frozen(shard, frozen)
+            elif is_trainer(shard.family):
+                session.checks(shard)
+            else:
+                session.drawn(shard)
+        except Retired as pair:
+            emit(RetiredEvent(*pair.args))
+            return 0
         emit(ShardDone())
     emit(Done())
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+def limit_memory(limit: int | None) -> None:
+    """Hold this process's own memory to `limit` bytes, so that an allocation fails and the machine does not."""
+    if limit:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        with contextlib.suppress(ValueError, OSError):  # a limit below what is used or above the hard one
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

@@ -1,11 +1,13 @@
 """An implementation that hangs or takes the process down is a verdict, and the run goes on."""
 
+import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from parity import data
@@ -48,40 +50,187 @@ def test_death_is_crashed_and_the_others_go_on(tmp_path):
     assert not [e for e in events if isinstance(e, Lost)]
 
 
-def test_a_hang_is_timed_out_and_the_others_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_limit, "BACKSTOP", 1.5)
+def test_a_sleeper_is_timed_out_once_and_the_others_go_on(tmp_path):
     events = run(tmp_path, ["hangs", "right"], 4.0)
-    assert "timed-out" in verdicts(events, "hangs")
+    assert verdicts(events, "hangs").count("timed-out") == 1
     assert verdicts(events, "right").count("agree") >= 5
 
 
 @pytest.mark.parametrize(
-    ("program", "backstop", "message"),
+    ("program", "backstop", "message", "sleeps"),
     [
-        ("while True: pass", 1000.0, r"no answer for \d+ s, [12] s of them CPU time"),
-        ("import time; time.sleep(60)", 3.0, r"no answer for 3 s, 0 s of them CPU time"),
+        ("while True: pass", 1000.0, r"no answer for \d+ s, [12] s of them CPU time", False),
+        ("import time; time.sleep(60)", 1000.0, r"no answer for 2 s, 0 s of them CPU time", True),
+        (
+            "import time\nwhile True:\n t = time.process_time()\n while time.process_time() < t + .01: pass\n time.sleep(.1)",
+            3.0,
+            r"no answer for 3 s, 0 s of them CPU time",
+            False,
+        ),
     ],
+    ids=["computes", "sleeps", "computes now and then"],
 )
-def test_a_silent_worker_has_its_cpu_time_and_then_the_clock(monkeypatch, program, backstop, message):
-    """Under a limit of 1 s: one that computes at 1 s of CPU time, however late; one that sleeps at 3 s of the clock."""
+def test_a_silent_worker_has_its_cpu_time_and_then_the_clock(monkeypatch, program, backstop, message, sleeps):
+    """Under a limit of 1 s: one that computes at 1 s of CPU time, however late; one that sleeps at 2 s of the clock."""
     monkeypatch.setattr(cpu_limit, "BACKSTOP", backstop)
     with subprocess.Popen([sys.executable, "-S", "-c", program]) as process:
         try:
             worker = supervisor.Worker({}, [], process, last=time.monotonic())
-            while not (told := supervisor._silent(worker, 1.0)):
+            while not (told := supervisor._silent(worker, 1.0))[0]:
                 time.sleep(0.1)
-            assert re.fullmatch(message, told)
+            assert re.fullmatch(message, told[0]) and told[1] is sleeps
         finally:
             process.kill()
 
 
 def test_waiting_for_a_core_is_no_hang(monkeypatch):
-    monkeypatch.setattr(cpu_limit, "BACKSTOP", 1000.0)
-    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"]) as process:
-        try:
-            assert supervisor._silent(supervisor.Worker({}, [], process, last=time.monotonic() - 600), 180.0) == ""
-        finally:
-            process.kill()
+    """One of ten on a core, silent for 600 s."""
+    spent = iter([0.0, 60.0])
+    monkeypatch.setattr(cpu_limit, "cpu_time", lambda pid: next(spent))
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
+        worker = supervisor.Worker({}, [], process, last=time.monotonic() - 600)
+        assert supervisor._silent(worker, 180.0) == ("", False)
+
+
+FAULTS = """
+import os, signal, sys, threading, time, torch
+from fixtures.kernels import right
+
+def own(hidden, weight, ids, temperature=1.0):
+    {counted}
+    {act}
+    return right(hidden, weight, ids, temperature)
+"""
+
+
+def planted(tmp_path, act: str, timeout=60.0) -> list[dict]:
+    """Events of a run over `right` and one that acts from its fifth call on, in all processes together."""
+    counter = str(tmp_path / "calls")
+    counted = f"open({counter!r}, 'a').write('x'); calls = os.path.getsize({counter!r})"
+    (tmp_path / "own.py").write_text(FAULTS.format(counted=counted, act=act))
+    plan = {
+        "device": "cpu",
+        "threads": 1,
+        "profile": "quick",
+        "dtypes": ["fp32"],
+        "implementations": [f"{tmp_path}/own.py:own", "fixtures/kernels.py:right"],
+        "exclude": ["trl.selective_log_softmax"],
+        "ledger": str(data.ledger_file()),
+        "findings": str(tmp_path / "findings"),
+        "frozen": [],
+        "shards": [{"family": "logprobs", "index": 0, "count": 8, "seed": 1}],
+    }
+    return list(supervisor.run([plan], timeout, 120.0))
+
+
+def rows_of(events, name):
+    return [e["row"] for e in events if "row" in e and e["row"]["implementation"].endswith(f":{name}")]
+
+
+def nothing_twice(events):
+    keys = [
+        (r["case"], r["implementation"], r["quantity"])
+        for e in events
+        if (r := e.get("row")) and not r.get("minimised")
+    ]
+    assert len(keys) == len(set(keys)), "a row stands twice"
+
+
+def test_one_that_is_killed_from_outside_has_a_second_chance(tmp_path):
+    events = planted(tmp_path, "if calls == 5: os.kill(os.getpid(), signal.SIGKILL)")
+    for name in ("own", "right"):
+        assert {r["verdict"] for r in rows_of(events, name)} == {"agree", "unsupported"}, name
+    nothing_twice(events)
+
+
+def test_one_that_always_dies_is_crashed_and_no_row_stands_twice(tmp_path):
+    events = planted(tmp_path, "if calls > 4: os._exit(0)")
+    assert "crashed" in {r["verdict"] for r in rows_of(events, "own")}
+    assert {r["verdict"] for r in rows_of(events, "right")} == {"agree", "unsupported"}
+    assert sum(r["verdict"] == "crashed" for r in rows_of(events, "own")) <= supervisor.THRICE
+    assert "exit code 0" in next(r["message"] for r in rows_of(events, "own") if r["verdict"] == "crashed")
+    nothing_twice(events)
+
+
+def test_words_of_others_are_no_events():
+    line = '{"done": true, "nonce": "aa", "pid": 7}'
+    assert supervisor.genuine(line, "aa", 7) == {"done": True}
+    for nonce, pid in (("bb", 7), ("aa", 8)):
+        assert supervisor.genuine(line, nonce, pid) is None
+    assert supervisor.genuine('{"done": true}', "aa", 7) is None
+    assert supervisor.genuine('{"done"', "aa", 7) is None
+
+
+def test_a_fork_that_goes_on_and_words_on_every_descriptor_change_nothing(tmp_path):
+    act = (
+        "os.fork() if calls == 5 else None\n"
+        "    for fd in range(3, 30):\n"
+        "        try: os.write(fd, b'{\"done\": true}\\n')\n"
+        "        except OSError: pass"
+    )
+    events = planted(tmp_path, act)
+    assert {r["verdict"] for r in rows_of(events, "right")} == {"agree", "unsupported"}
+    assert len({r["case"] for r in rows_of(events, "right")}) == 8
+    nothing_twice(events)
+
+
+def test_a_world_that_cannot_be_put_back_is_left_for_a_fresh_process(tmp_path):
+    act = (
+        "if calls == 5: torch.ops; globals().setdefault('kept', torch.library.Library('aten', 'IMPL')).impl("
+        "'_log_softmax', lambda x, dim, half: torch.zeros_like(x), 'CPU')"
+    )
+    events = planted(tmp_path, act)
+    wrong = [r for r in rows_of(events, "own") if r["verdict"] not in ("agree", "unsupported")]
+    assert [(r["quantity"], r["verdict"]) for r in wrong] == [("protocol", "disagree")], wrong
+    assert {r["verdict"] for r in rows_of(events, "right")} == {"agree", "unsupported"}
+    assert len({r["case"] for r in rows_of(events, "right")}) == 8
+    nothing_twice(events)
+
+
+def test_too_much_memory_is_a_verdict(tmp_path):
+    events = planted(tmp_path, "if calls > 4: torch.empty(1 << 45, dtype=torch.uint8)")
+    assert "out-of-memory" in {r["verdict"] for r in rows_of(events, "own")}
+    assert {r["verdict"] for r in rows_of(events, "right")} == {"agree", "unsupported"}
+
+
+def test_a_watcher_that_is_killed_leaves_no_worker_and_its_folder_goes_at_the_next_start(tmp_path):
+    program = (
+        "import sys, threading, time, os\n"
+        "from parity.running import supervisor\n"
+        "from pathlib import Path\n"
+        "plan = {'device': 'cpu', 'threads': 1}\n"
+        "w = supervisor.Worker(plan, [])\n"
+        "folder = Path(sys.argv[1]); w.errors = folder / 'stderr-0'\n"
+        "supervisor.interpreter = lambda target: [sys.executable, '-c', 'import os, sys, time; sys.path.append(sys.argv[2]);"
+        ' from parity.process import die_with; import json; die_with(json.load(open(sys.argv[1]))["parent"]);'
+        ' open(sys.argv[1] + ".pid", "w").write(str(os.getpid())); time.sleep(60)\']\n'
+        "supervisor._start(w, None, folder)\n"
+        "time.sleep(60)\n"
+    )
+    root = str(Path(supervisor.__file__).parents[2])
+    program = program.replace("sys.path.append(sys.argv[2])", f"sys.path.append({root!r})")
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as watcher:
+        told = tmp_path / "stderr-0.json.pid"
+        until = time.monotonic() + 60
+        while not (told.exists() and told.read_text()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        watcher.kill()
+    until = time.monotonic() + 10
+    while (
+        psutil.pid_exists(int(told.read_text()))
+        and psutil.Process(int(told.read_text())).status() != psutil.STATUS_ZOMBIE
+    ):
+        assert time.monotonic() < until, "the worker goes on"
+        time.sleep(0.05)
+
+
+def test_folders_of_runs_that_were_killed_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor.tempfile, "tempdir", str(tmp_path))
+    for name in ("parity-999999999-abc", f"parity-{os.getpid()}-abc", "parity-abc", "other-999999999-abc"):
+        (tmp_path / name).mkdir()
+    supervisor.remove_abandoned()
+    assert {p.name for p in tmp_path.iterdir()} == {f"parity-{os.getpid()}-abc", "parity-abc", "other-999999999-abc"}
 
 
 def test_an_exception_is_crashed(tmp_path):
