@@ -91,8 +91,8 @@ def trainer(x: Inputs, liger: bool = False, kind: Any = None, shared: bool = Fal
     extra: dict[str, Any] = {}
     if s.head == "lora":
         extra["peft_config"] = trl.lora(["lm_head"], lora_alpha=2)
-    built = model(x)
-    with trl.quiet(), trl.environment_kept():
+    with trl.quiet(), trl.environment_kept(), trl.generators_kept():
+        built = model(x)
         args = arguments(x, liger, kind)
         beta, args.beta = args.beta, 0.0  # reference log-probs are given: no reference model has to be loaded
         out = build(

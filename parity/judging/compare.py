@@ -130,6 +130,7 @@ def _rows(bench: Bench, implementation: Implementation, thorough: bool) -> Itera
         leaks += side_effects.accumulation(implementation, inputs)
         for name, (holds, message) in side_effects.relations(bench.family, implementation, inputs, outcome).items():
             yield _logic_row(base, f"relation: {name}", "relation", holds, message)
+    leaks += world.broken()
     yield _logic_row(base, "protocol", "protocol", not leaks, "; ".join(leaks))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hypothesis.errors import Flaky
 from msgspec.structs import replace
 
 from parity import world
@@ -105,6 +106,8 @@ class Session:
                 batch(strategy, f"{shard.seed}/{shard.family}/{shard.index}/{number}", visit)
             except Finding as smallest:
                 self._freeze(smallest)
+                self.minimising += time.monotonic() - state.found
+            except Flaky:  # it shows no more when asked again: its row stands as drawn
                 self.minimising += time.monotonic() - state.found
             number += 1
 

@@ -17,6 +17,7 @@ import io
 import logging
 import os
 import pkgutil
+import random
 import re
 import shutil
 import tempfile
@@ -26,6 +27,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from packaging.version import Version
 
 from parity.errors import Unsupported
@@ -235,3 +238,18 @@ def environment_kept() -> Iterator[None]:
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """transformers seeds every generator when a trainer is made: not the loss's doing."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 the global one is meant
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+        if devices:
+            torch.cuda.set_rng_state_all(devices)

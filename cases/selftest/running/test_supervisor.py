@@ -13,7 +13,7 @@ import pytest
 from parity import data
 from parity.results.row import Row
 from parity.running import cpu_limit, supervisor
-from parity.running.events import Event, Judged, Lost
+from parity.running.events import Done, Event, Judged, Lost, genuine, read, signed
 from parity.running.run import frozen_cases
 
 
@@ -104,7 +104,7 @@ def own(hidden, weight, ids, temperature=1.0):
 
 
 def planted(tmp_path, act: str, timeout=60.0) -> list[dict]:
-    """Events of a run over `right` and one that acts from its fifth call on, in all processes together."""
+    """Events of a run over `right` and one that acts from its second call on, in all processes together."""
     counter = str(tmp_path / "calls")
     counted = f"open({counter!r}, 'a').write('x'); calls = os.path.getsize({counter!r})"
     (tmp_path / "own.py").write_text(FAULTS.format(counted=counted, act=act))
@@ -124,91 +124,89 @@ def planted(tmp_path, act: str, timeout=60.0) -> list[dict]:
 
 
 def rows_of(events, name):
-    return [e["row"] for e in events if "row" in e and e["row"]["implementation"].endswith(f":{name}")]
+    return [e.row for e in events if isinstance(e, Judged) and e.row.implementation.endswith(f":{name}")]
 
 
 def nothing_twice(events):
-    keys = [
-        (r["case"], r["implementation"], r["quantity"])
-        for e in events
-        if (r := e.get("row")) and not r.get("minimised")
-    ]
+    told = [e.row for e in events if isinstance(e, Judged) and not e.row.minimised]
+    keys = [(row.case, row.implementation, row.quantity) for row in told]
     assert len(keys) == len(set(keys)), "a row stands twice"
 
 
 def test_one_that_is_killed_from_outside_has_a_second_chance(tmp_path):
-    events = planted(tmp_path, "if calls == 5: os.kill(os.getpid(), signal.SIGKILL)")
+    events = planted(tmp_path, "if calls == 2: os.kill(os.getpid(), signal.SIGKILL)")
     for name in ("own", "right"):
-        assert {r["verdict"] for r in rows_of(events, name)} == {"agree", "unsupported"}, name
+        assert {r.verdict for r in rows_of(events, name)} == {"agree", "unsupported"}, name
     nothing_twice(events)
 
 
 def test_one_that_always_dies_is_crashed_and_no_row_stands_twice(tmp_path):
-    events = planted(tmp_path, "if calls > 4: os._exit(0)")
-    assert "crashed" in {r["verdict"] for r in rows_of(events, "own")}
-    assert {r["verdict"] for r in rows_of(events, "right")} == {"agree", "unsupported"}
-    assert sum(r["verdict"] == "crashed" for r in rows_of(events, "own")) <= supervisor.THRICE
-    assert "exit code 0" in next(r["message"] for r in rows_of(events, "own") if r["verdict"] == "crashed")
+    events = planted(tmp_path, "if calls > 1: os._exit(0)")
+    assert "crashed" in {r.verdict for r in rows_of(events, "own")}
+    assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
+    assert sum(r.verdict == "crashed" for r in rows_of(events, "own")) <= supervisor.THRICE
+    assert "exit code 0" in next(r.message for r in rows_of(events, "own") if r.verdict == "crashed")
     nothing_twice(events)
 
 
 def test_words_of_others_are_no_events():
-    line = '{"done": true, "nonce": "aa", "pid": 7}'
-    assert supervisor.genuine(line, "aa", 7) == {"done": True}
-    for nonce, pid in (("bb", 7), ("aa", 8)):
-        assert supervisor.genuine(line, nonce, pid) is None
-    assert supervisor.genuine('{"done": true}', "aa", 7) is None
-    assert supervisor.genuine('{"done"', "aa", 7) is None
+    line = signed("aa", 7, Done())
+    told = genuine(line, "aa", 7)
+    assert told is not None and read(told, "line") == Done()
+    for words, nonce, pid in (
+        (line, "bb", 7),
+        (line, "aa", 8),
+        (told, "aa", 7),
+        ('{"done": true}\n', "aa", 7),
+        (line[:-1], "aa", 7),
+    ):
+        assert genuine(words, nonce, pid) is None
 
 
 def test_a_fork_that_goes_on_and_words_on_every_descriptor_change_nothing(tmp_path):
     act = (
-        "os.fork() if calls == 5 else None\n"
+        "os.fork() if calls == 2 else None\n"
         "    for fd in range(3, 30):\n"
         "        try: os.write(fd, b'{\"done\": true}\\n')\n"
         "        except OSError: pass"
     )
     events = planted(tmp_path, act)
-    assert {r["verdict"] for r in rows_of(events, "right")} == {"agree", "unsupported"}
-    assert len({r["case"] for r in rows_of(events, "right")}) == 8
+    assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
+    assert len({r.case for r in rows_of(events, "right")}) == 8
     nothing_twice(events)
 
 
 def test_a_world_that_cannot_be_put_back_is_left_for_a_fresh_process(tmp_path):
     act = (
-        "if calls == 5: torch.ops; globals().setdefault('kept', torch.library.Library('aten', 'IMPL')).impl("
+        "if calls == 2: torch.ops; globals().setdefault('kept', torch.library.Library('aten', 'IMPL')).impl("
         "'_log_softmax', lambda x, dim, half: torch.zeros_like(x), 'CPU')"
     )
     events = planted(tmp_path, act)
-    wrong = [r for r in rows_of(events, "own") if r["verdict"] not in ("agree", "unsupported")]
-    assert [(r["quantity"], r["verdict"]) for r in wrong] == [("protocol", "disagree")], wrong
-    assert {r["verdict"] for r in rows_of(events, "right")} == {"agree", "unsupported"}
-    assert len({r["case"] for r in rows_of(events, "right")}) == 8
+    wrong = [r for r in rows_of(events, "own") if r.verdict not in ("agree", "unsupported")]
+    assert [(r.quantity, r.verdict) for r in wrong] == [("protocol", "disagree")], wrong
+    assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
+    assert len({r.case for r in rows_of(events, "right")}) == 8
     nothing_twice(events)
 
 
 def test_too_much_memory_is_a_verdict(tmp_path):
-    events = planted(tmp_path, "if calls > 4: torch.empty(1 << 45, dtype=torch.uint8)")
-    assert "out-of-memory" in {r["verdict"] for r in rows_of(events, "own")}
-    assert {r["verdict"] for r in rows_of(events, "right")} == {"agree", "unsupported"}
+    events = planted(tmp_path, "if calls > 1: torch.empty(1 << 45, dtype=torch.uint8)")
+    assert "out-of-memory" in {r.verdict for r in rows_of(events, "own")}
+    assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
 
 
 def test_a_watcher_that_is_killed_leaves_no_worker_and_its_folder_goes_at_the_next_start(tmp_path):
-    program = (
-        "import sys, threading, time, os\n"
-        "from parity.running import supervisor\n"
-        "from pathlib import Path\n"
-        "plan = {'device': 'cpu', 'threads': 1}\n"
-        "w = supervisor.Worker(plan, [])\n"
-        "folder = Path(sys.argv[1]); w.errors = folder / 'stderr-0'\n"
-        "supervisor.interpreter = lambda target: [sys.executable, '-c', 'import os, sys, time; sys.path.append(sys.argv[2]);"
-        ' from parity.process import die_with; import json; die_with(json.load(open(sys.argv[1]))["parent"]);'
-        ' open(sys.argv[1] + ".pid", "w").write(str(os.getpid())); time.sleep(60)\']\n'
-        "supervisor._start(w, None, folder)\n"
-        "time.sleep(60)\n"
-    )
     root = str(Path(supervisor.__file__).parents[2])
-    program = program.replace("sys.path.append(sys.argv[2])", f"sys.path.append({root!r})")
+    worker = (
+        f"import json, os, sys, time; sys.path.append({root!r}); from parity.process import die_with; plan = sys.argv[1]; "
+        "die_with(json.load(open(plan))['parent']); open(plan + '.pid', 'w').write(str(os.getpid())); time.sleep(60)"
+    )
+    program = (
+        "import sys, time\nfrom pathlib import Path\nfrom parity.running import supervisor\n"
+        "worker = supervisor.Worker({'device': 'cpu', 'threads': 1}, [], errors=Path(sys.argv[1]) / 'stderr-0')\n"
+        f"supervisor.interpreter = lambda target: [sys.executable, '-c', {worker!r}]\n"
+        "supervisor._start(worker, None, Path(sys.argv[1]))\ntime.sleep(60)\n"
+    )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as watcher:
         told = tmp_path / "stderr-0.json.pid"
         until = time.monotonic() + 60
