@@ -159,9 +159,9 @@ def test_who_patches_torch_is_named_and_nobody_else_pays(evil, always):
         rows = list(run_case(CASE, [after(patch), PLAIN]))
     finally:
         torch.log_softmax = REAL
-    wrong = [r for r in rows if r["verdict"] != "agree"]
-    assert {(r["implementation"], r["quantity"]) for r in wrong} == {("own.leaves", "protocol")}, wrong
-    assert "rebound torch.log_softmax" in wrong[0]["message"]
+    wrong = [r for r in rows if r.verdict != "agree"]
+    assert {(r.implementation, r.quantity) for r in wrong} == {("own.leaves", "protocol")}, wrong
+    assert "rebound torch.log_softmax" in wrong[0].message
 
 
 def test_what_no_list_names_makes_the_process_unfit(monkeypatch):
@@ -180,10 +180,8 @@ def test_what_no_list_names_makes_the_process_unfit(monkeypatch):
             rows = list(run_case(CASE, [after(effect), PLAIN]))
     finally:
         library._destroy()
-    assert [(r["implementation"], r["quantity"], r["verdict"]) for r in rows] == [
-        ("own.leaves", "protocol", "disagree")
-    ]
-    assert "operations of torch compute something else" in rows[0]["message"]
+    assert [(r.implementation, r.quantity, r.verdict) for r in rows] == [("own.leaves", "protocol", "disagree")]
+    assert "operations of torch compute something else" in rows[0].message
     assert world.broken()
 
 
@@ -245,6 +243,6 @@ def test_what_a_file_patches_at_import_holds_in_its_own_calls_only(tmp_path):
     assert torch.log_softmax is REAL and "SET_AT_IMPORT" not in os.environ
     assert torch.equal(rng, torch.get_rng_state())
     rows = list(run_case(CASE, [own, PLAIN]))
-    assert {r["verdict"] for r in rows} == {"agree"}, [r for r in rows if r["verdict"] != "agree"]
+    assert {r.verdict for r in rows} == {"agree"}, [r for r in rows if r.verdict != "agree"]
     assert set(sys.modules["parity_user_patching"].seen) == {(True, "1")}
     assert torch.log_softmax is REAL and "SET_AT_IMPORT" not in os.environ
