@@ -40,6 +40,8 @@ class Recipe:
             that of the softmax: torch's CPU kernels do so, its CUDA kernels keep float32 (SoftMax.cu).
         accumulate: dtype in which partial gradients are summed across chunks.
         partials: how many partial gradients are summed so (the roundings grow with its square root).
+        partial_terms: how many terms each of them sums, where they are added one by one into a sum of that dtype in memory,
+            in any order; 0 where only their number is known. A partial sum below half a unit of the total is lost.
         reduction: dtype in which the parts of a product that is split along a long sum are added, "fp32" unless a device
             was found to round them (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` and its twin).
         upstream: factor, at most 1, that gradients meet only after `accumulate` has held them: they overflow there sooner.
@@ -63,6 +65,7 @@ class Recipe:
     log_sum: str | None = None
     accumulate: str = "fp32"
     partials: int = 1
+    partial_terms: int = 0
     reduction: str = "fp32"
     upstream: float = 1.0
     inputs: str | None = None
@@ -83,7 +86,7 @@ class Recipe:
             log_sum=_other(out.log_sum, out.softmax, *(() if out.teacher_softmax is None else (out.teacher_softmax,))),
             bias=_other(out.bias, out.inputs or "fp32", out.dlogits),
         )
-        return out if out.accumulate != "fp32" else dataclasses.replace(out, partials=1, upstream=1.0)
+        return out if out.accumulate != "fp32" else dataclasses.replace(out, partials=1, partial_terms=0, upstream=1.0)
 
     def stored_wide(self) -> Recipe:
         """The recipe with float32 wherever something is stored, cast or rounded."""
@@ -94,7 +97,7 @@ class Recipe:
         parts = [
             f"{f.name}={getattr(self, f.name)}"
             for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default and f.name not in ("partials", "upstream")
+            if getattr(self, f.name) != f.default and f.name not in ("partials", "partial_terms", "upstream")
         ]
         return " ".join(parts) or "fp32"
 

@@ -24,7 +24,7 @@ SOURCES = (
     "cut_cross_entropy.cce_backward._cce_backward_kernel",
 )
 BLOCK = 128
-"""Widest block of the backward kernel's tuning table: a gradient is the sum of that many partial sums in its own dtype."""
+"""Block of the backward kernel: the gradients of so many logits make one partial sum, added in the dtype of the gradient."""
 
 
 def _call(x: Inputs, **options: Any) -> Outputs:
@@ -56,16 +56,20 @@ def _call(x: Inputs, **options: Any) -> Outputs:
 def _kernel(x: Inputs) -> Recipe:
     """float32 logits in blocks (an fp16 dot is as coarse as fp16 logits in the interpreter), gradients summed in place.
 
-    The selected logit comes from a kernel of its own (indexed_dot.py), which rounds each product e·c to the input dtype.
+    The selected logit comes from a kernel of its own (indexed_dot.py), which rounds each product e·c to the input dtype. On
+    CUDA each block's partial gradient is rounded and added to what is stored; in the interpreter, which takes no more than
+    2,048 entries, it is an fp16 product itself.
     """
     s = x.settings
     blocks = max(math.ceil(s.V / BLOCK), math.ceil(s.B * s.T / BLOCK))
+    cuda = x.hidden.is_cuda
     return Recipe(
-        logits="fp32" if x.hidden.is_cuda else "input",
+        logits="fp32" if cuda else "input",
         dlogits="input",
         selected="input",
         accumulate="input",
-        partials=(4 if x.hidden.is_cuda else 8) * blocks,  # in the interpreter each partial is an fp16 product itself
+        partials=max(2, blocks) if cuda else 8 * blocks,
+        partial_terms=BLOCK if cuda else 0,
         inputs=None if s.logit_scale / s.temperature == 1.0 and x.weight.dtype == x.hidden.dtype else "input",
     )
 

@@ -9,7 +9,6 @@ writes the definition and nothing else.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parity.case.case import DTYPES
 from parity.case.family import Mark
 from parity.recipe import HALF_SUBNORMAL, LARGEST, UNIT_ROUNDOFF, Recipe
+from parity.rounding.noise import Noise
 from parity.rounding.products import SPLIT_FROM, cut, split
 
 NARROW = 2.0**-20
@@ -37,38 +37,6 @@ _EXACT = frozenset(
     nan_to_num flip roll round floor ceil heaviside unfold constant_pad_nd value_selecting_reduction_backward repeat
     expand_copy arange rand tril triu diagonal""".split()
 )
-
-
-class _Noise:
-    """Uniform noise in ±1, read at random offsets from one pool drawn per process (drawing it anew dominates the run)."""
-
-    _pool: torch.Tensor | None = None
-    SIZE = 1 << 22
-
-    def __init__(self, seed: int):
-        self._random = random.Random(seed)
-        if _Noise._pool is None:
-            generator = torch.Generator().manual_seed(20261120)
-            _Noise._pool = torch.rand(self.SIZE, generator=generator, dtype=torch.float64) * 2 - 1
-
-    def choice(self, values: tuple[int, ...]) -> int:
-        return self._random.choice(values)
-
-    def like(self, x: torch.Tensor) -> torch.Tensor:
-        pool = _Noise._pool
-        assert pool is not None
-        n = x.numel()
-        if n <= self.SIZE // 2:
-            start = self._random.randrange(self.SIZE - n)
-            out = pool[start : start + n]
-        else:  # tile the pool, each copy rolled by a random offset
-            pieces, left = [], n
-            while left > 0:
-                start = self._random.randrange(self.SIZE // 2)
-                pieces.append(pool[start : start + min(left, self.SIZE // 2)])
-                left -= self.SIZE // 2
-            out = torch.cat(pieces)
-        return out.view(x.shape).to(x.device)
 
 
 MANY = 1024
@@ -92,7 +60,7 @@ class MonteCarlo(TorchDispatchMode):
         self.own_grid = own_grid
         self.recipe = recipe.resolve(dtype)
         self.dtype = dtype
-        self.noise = _Noise(seed)
+        self.noise = Noise(seed)
         self.backward = False
         self.quiet = False
         self.u_sum = UNIT_ROUNDOFF["fp32"]
@@ -256,9 +224,22 @@ class MonteCarlo(TorchDispatchMode):
             row = self.noise.like(out[..., :1])
             out = out + out * row * UNIT_ROUNDOFF[self.recipe.logits]
         partial = self.u_partial() if self.backward else 0.0
-        if partial:
+        if partial and self.recipe.partial_terms:
+            out = self._added(a, b)
+        elif partial:
             out = out + matmul(a * a, b * b).sqrt_().mul_(partial).mul_(self.noise.like(out))
         return out
+
+    def _added(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """a·b as partial products of `partial_terms` terms, each rounded and added to what is stored, in any order."""
+        pieces = -(-a.shape[-1] // self.recipe.partial_terms)
+        parts = torch.stack([p if p.dim() == 3 else p.unsqueeze(0) for p in split(a, b, pieces)])
+        order = self.noise.like(parts.new_empty(parts.shape[:2])).argsort(0)
+        parts = parts.gather(0, order[..., None, None].expand_as(parts))
+        total = torch.zeros_like(parts[0])
+        for part in parts:
+            total = self._grid(total + self._grid(part, self.recipe.accumulate), self.recipe.accumulate)
+        return total if a.dim() == 3 else total[0]
 
     def u_partial(self) -> float:
         """Relative spread from summing `partials` partial gradients in a narrow dtype."""
