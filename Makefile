@@ -6,7 +6,9 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 WORKERS ?= 2
-UNSLOTH ?= 2026.10.9
+MAX_TIME ?= 6h
+PACKAGE ?= trl
+VERSION ?= NEXT
 
 ifeq ($(VENV),0)
 PY := $(PYTHON)
@@ -19,7 +21,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help parity nightly test check bench doctor clean check-only
+.PHONY: help parity nightly upgrade-check test check bench doctor clean check-only
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,21 +30,22 @@ help:  ## list the targets
 parity: $(READY)  ## compare every installed loss with its float64 definition (profile pr)
 	$(PY) -m parity run $(ARGS)
 
-nightly: $(READY)  ## the same with fresh, many more cases; every history record; Unsloth in an environment of its own
-	status=0; \
-	$(PY) -m parity run --profile nightly $(ARGS) || status=$$?; \
-	$(PY) -m parity history || status=$$?; \
-	$(PY) -m parity run --with unsloth-zoo==$(UNSLOTH) --implementation unsloth --reports reports/unsloth || status=$$?; \
-	exit $$status
+nightly: $(READY)  ## the nightly gate: proof of life, a long run, history, mutants, Unsloth, what changed (MAX_TIME=6h)
+	$(PY) -m parity nightly --max-time $(MAX_TIME) $(ARGS)
+
+upgrade-check: $(READY)  ## may we upgrade? TRL=1.17.0 or PACKAGE=liger-kernel VERSION=NEXT, CONFIG=grpo.yaml
+	$(PY) -m parity upgrade-check $(PACKAGE)==$(if $(TRL),$(TRL),$(VERSION)) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 
 test: $(READY)  ## everything the project tests
 	$(PY) -m pytest cases -n $(WORKERS) --dist loadfile $(ARGS)
 
-check: $(READY)  ## ruff, types, and the layers of the imports
+check: $(READY)  ## ruff, types, layers of the imports, CI files
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
+	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(PY) -m check_jsonschema --builtin-schema vendor.github-actions .github/actions/*/action.yml
 
 bench: $(READY)  ## time and memory, side by side (pytest-benchmark)
 	@mkdir -p reports

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from parity.cli import nightly
 from parity.cli.group import Group, console
+from parity.cli.show import progress, report
 from parity.errors import UsageError
-from parity.results.row import Row
 from parity.versions.commands.cli import COMMANDS
 
 
@@ -21,26 +20,6 @@ from parity.versions.commands.cli import COMMANDS
 @click.version_option(package_name="llm-parity", prog_name="parity")
 def main() -> None:
     """Compare LLM post-training losses with their definition: who is wrong, in which quantity, by how much."""
-
-
-def _progress() -> Callable[[list[Row]], None]:
-    """A line on stderr: rewritten on a terminal, every 20 s elsewhere."""
-    terminal, begun = sys.stderr.isatty(), time.monotonic()
-    last = [begun if not terminal else 0.0]
-
-    def show(rows: list[Row]) -> None:
-        now = time.monotonic()
-        if now - last[0] < (0.2 if terminal else 20.0):
-            return
-        last[0] = now
-        pairs = len({(r.case, r.implementation) for r in rows if r.verdict == "agree"})
-        failing = len(
-            {r.implementation for r in rows if r.verdict not in ("agree", "unsupported", "refused") and not r.known}
-        )
-        text = f"{now - begun:5.0f} s  {pairs} implementation-cases agree, {failing} implementations with new findings"
-        click.echo(f"\r{text}\033[K" if terminal else text, err=True, nl=not terminal)
-
-    return show
 
 
 _IMPLEMENTATIONS = click.option(
@@ -81,17 +60,21 @@ _IMPLEMENTATIONS = click.option(
     "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
 )
 @click.option("--workers", type=int, default=None, help="number of processes; default: at most 2")
-def run_command(specs: tuple[str, ...], **options: Any) -> None:
+@click.option(
+    "--max-time", default=None, metavar="TIME", help="end in order after 2h, 90m or the like, and report what was done"
+)
+def run_command(specs: tuple[str, ...], max_time: str | None, **options: Any) -> None:
     """Draw cases, run every implementation on them, compare with the definition, and report."""
     if specs:
         sys.exit(_inside(specs))
     from parity.running.run import Options, execute
 
-    started = Options(**options)
-    result = execute(started, _progress())
+    limit = nightly.duration(max_time).total_seconds() if max_time else None
+    started = Options(max_time=limit, **options)
+    result = execute(started, progress())
     if sys.stderr.isatty():
         click.echo("", err=True)
-    _report(result.header, result.rows, started.reports, result.reasons, result.exit_code)
+    report(result.header, result.rows, started.reports, result.reasons, result.exit_code)
     sys.exit(result.exit_code)
 
 
@@ -108,24 +91,6 @@ def _inside(specs: tuple[str, ...]) -> int:
         elif not word.startswith("--with="):
             argv.append(word)
     return run_inside(specs, argv)
-
-
-def _report(header: dict[str, Any], rows: list[Row], folder: Path, reasons: list[str], code: int) -> None:
-    from parity.results.report import html, junit, markdown, terminal
-    from parity.results.report.summary import summarise
-
-    summary = summarise(header, rows)
-    folder.mkdir(parents=True, exist_ok=True)
-    junit.write(summary, folder / "junit.xml")  # files first: whoever reads the terminal may stop reading
-    markdown.write(summary, folder / "summary.md")
-    html.write(summary, folder / "index.html")
-    screen = console()
-    terminal.render(summary, screen)
-    for reason in reasons:
-        screen.print(reason, markup=False)
-    screen.print(
-        f"reports in {folder}/: results.ndjson, index.html, summary.md, junit.xml; exit code {code}", markup=False
-    )
 
 
 @main.command("list")
@@ -224,7 +189,7 @@ def report_command(results: Path, reports: Path | None) -> None:
     from parity.results.report.rows import read
 
     header, rows = read(results)
-    _report(header, rows, reports or results.parent, [], 0)
+    report(header, rows, reports or results.parent, [], 0)
 
 
 @main.command("case", hidden=True)
@@ -259,7 +224,7 @@ def mutants_command(**options: Any) -> None:
     sys.exit(run(console(), **options))
 
 
-for _command in COMMANDS:
+for _command in (*COMMANDS, *nightly.COMMANDS):
     main.add_command(_command)
 
 

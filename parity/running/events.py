@@ -48,6 +48,14 @@ class Checked(_Event, frozen=True):
     stale: bool | None
 
 
+class Stopped(_Event, frozen=True):
+    """The time of the run was over in a shard of this family, after `done` of its `of` cases."""
+
+    family: str
+    done: int
+    of: int
+
+
 class ShardDone(_Event, frozen=True):
     """The first of the shards is done."""
 
@@ -69,7 +77,7 @@ class Lost(_Event, frozen=True):
     message: str
 
 
-Event: TypeAlias = At | Started | Shrinking | Judged | Checked | ShardDone | Done | Retired | Lost
+Event: TypeAlias = At | Started | Shrinking | Judged | Checked | Stopped | ShardDone | Done | Retired | Lost
 
 
 def line_of(event: Event) -> str:

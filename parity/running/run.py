@@ -26,7 +26,7 @@ from parity.results.ledger import Ledger
 from parity.results.row import Row
 from parity.running import supervisor
 from parity.running.chosen import described, named
-from parity.running.events import Checked, Judged, Lost
+from parity.running.events import Checked, Judged, Lost, Stopped
 from parity.running.provenance import header, resolve_device
 from parity.trainers import catalogue
 
@@ -54,6 +54,7 @@ class Options:
     results: Path | None = None
     reports: Path = Path("reports")
     workers: int | None = None
+    max_time: float | None = None
 
 
 @dataclasses.dataclass
@@ -89,6 +90,7 @@ def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[d
         "findings": str(options.reports / "findings"),
         "frozen": frozen,
         "memory": memory(count) if device == "cpu" else None,
+        "deadline": None if options.max_time is None else time.time() + options.max_time,
     }
     out = [plan | {"shards": []} for _ in range(count)]
     for number, name in enumerate([*families, *checked]):
@@ -173,6 +175,7 @@ def execute(options: Options, progress: Callable[[list[Row]], None]) -> Result:
     rows: list[Row] = []
     verdicts: dict[str, bool | None] = {}
     lost: list[str] = []
+    stopped: list[Stopped] = []
     begun = time.monotonic()
     path = options.results or options.reports / "results.ndjson"
     roles = {i.id: i.role for i in (load() | catalogue.implementations()).values()}
@@ -191,13 +194,27 @@ def execute(options: Options, progress: Callable[[list[Row]], None]) -> Result:
                     verdicts[event.entry] = event.stale
                 case Lost():
                     lost.append(event.message)
+                case Stopped():
+                    stopped.append(event)
             progress(rows)
         for row in pooled(rows):
             keep(row)
     head["header"]["seconds"] = round(time.monotonic() - begun, 1)
     stale = sorted(i for i, s in verdicts.items() if s)
     code, reasons = judge_run(options, rows, stale, lost, device)
+    if stopped:
+        head["header"]["stopped"] = stopped_after(stopped)
+        reasons = [*reasons, f"the time was over: {head['header']['stopped']}"]
     return Result(head, rows, stale, lost, code, reasons)
+
+
+def stopped_after(stopped: Sequence[Stopped]) -> str:
+    """`policy after 120 of 6,000 cases, …`, the shards of a family together."""
+    done, of = collections.Counter[str](), collections.Counter[str]()
+    for one in stopped:
+        done[one.family] += one.done
+        of[one.family] += one.of
+    return ", ".join(f"{name} after {done[name]:,} of {of[name]:,} cases" for name in of)
 
 
 def judge_run(

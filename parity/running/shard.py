@@ -22,7 +22,7 @@ from parity.implementations.implementation import Implementation
 from parity.registry import facts, loss_family, run_case
 from parity.results.ledger import Ledger, stale
 from parity.results.row import Row
-from parity.running.events import At, Checked, Event, Judged, Shrinking, Started
+from parity.running.events import At, Checked, Event, Judged, Shrinking, Started, Stopped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Session:
     findings_dir: Path
     emit: Callable[[Event], None]
     signatures: set[tuple[str, str, str | None]] = dataclasses.field(default_factory=set)
+    deadline: float | None = None
     minimised: int = 0
     minimising: float = 0.0
 
@@ -77,6 +78,13 @@ class Session:
                         verdict = stale(entry, list(self._run(case, concerned, shard, thorough)))
                     self.emit(Checked(entry.id, verdict))
 
+    def late(self, shard: Shard, number: int) -> bool:
+        """Whether the time of the run is over; the supervisor is told where the shard stopped."""
+        if self.deadline is None or time.time() < self.deadline:
+            return False
+        self.emit(Stopped(shard.family, number, shard.count))
+        return True
+
     def checks(self, shard: Shard) -> None:
         """Run a trainer's checks: every case of the profile whose number falls to this shard. Nothing is minimised."""
         from parity.case.profiles import SHARDS
@@ -87,6 +95,8 @@ class Session:
         ):
             if number < shard.resume:
                 continue
+            if self.late(shard, number):
+                break
             self.emit(At(number))
             for row in self._run(case, self._of(case), shard, thorough=False):
                 self.emit(Judged(row))
@@ -97,6 +107,8 @@ class Session:
         state = _Stream()
         number = 0
         while state.number < shard.count and number < 10 * shard.count:
+            if self.late(shard, state.number):
+                break
             state.finding = state.smallest = None
 
             def visit(case: Case) -> None:

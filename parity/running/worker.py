@@ -59,6 +59,7 @@ def main(path: str) -> int:
         ledger=Ledger.load(Path(plan["ledger"])),
         findings_dir=Path(plan["findings"]),
         emit=emit,
+        deadline=plan.get("deadline"),
     )
     frozen = [(name, Case.from_json(case), extra) for name, case, extra in plan["frozen"]]
     for raw in plan["shards"]:

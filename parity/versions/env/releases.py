@@ -48,7 +48,7 @@ def releases(package: str, low: str | None = None, high: str | None = None) -> l
     """
     if low is not None:
         release(package, low)
-    return _down_from(release(package, high) if high is not None else _first(package), low)
+    return _down_from(release(package, high) if high is not None else newest(package), low)
 
 
 def span(package: str, text: str) -> list[Release]:
@@ -88,7 +88,8 @@ def _down_from(newest: Release, low: str | None) -> list[Release]:
     return found[::-1]
 
 
-def _first(package: str) -> Release:
+def newest(package: str) -> Release:
+    """The newest release; EnvironmentUnusable when the index does not have the package."""
     try:
         return _newest(package)
     except UvFailed as failure:

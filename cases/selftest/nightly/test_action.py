@@ -1,0 +1,55 @@
+"""The script behind the action hands on the exit code and the summary; the workflow files say what the commands take."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from parity.cli.commands import main
+
+ROOT = Path(__file__).parents[3]
+GATE = ROOT / ".github" / "actions" / "parity" / "gate.sh"
+WRONG = """
+import torch
+
+
+def loss(hidden, weight, ids, temperature=1.0):
+    logits = hidden.float() @ weight.float().T / temperature
+    return FACTOR * torch.log_softmax(logits, -1).gather(-1, ids.long().clamp(min=0).unsqueeze(-1)).squeeze(-1)
+"""
+
+
+def gate(folder, **settings):
+    """The script in a folder, as a job of another repository runs it."""
+    given = {"PARITY_PYTHON": sys.executable, "PARITY_PROFILE": "quick", "PARITY_ARGUMENTS": "--dtype fp32 --workers 2"}
+    given |= {"GITHUB_STEP_SUMMARY": str(folder / "summary"), "GITHUB_OUTPUT": str(folder / "output")} | settings
+    return subprocess.run(
+        ["bash", str(GATE)], cwd=folder, env=os.environ | given, capture_output=True, text=True, timeout=500
+    )
+
+
+def test_a_wrong_kernel_turns_its_job_red(tmp_path):
+    (tmp_path / "kernel.py").write_text(WRONG.replace("FACTOR", "1.5"))
+    done = gate(tmp_path, PARITY_IMPLEMENTATIONS="kernel.py:loss\n")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "kernel.py:loss" in (tmp_path / "summary").read_text()
+    assert (tmp_path / "output").read_text() == "exit-code=1\n"
+
+
+@pytest.mark.parametrize("named", ["", "   \n\n"])
+def test_nothing_named_is_wrong_usage(tmp_path, named):
+    done = gate(tmp_path, PARITY_IMPLEMENTATIONS=named)
+    assert done.returncode == 2 and "FILE.py:NAME" in done.stderr
+
+
+def test_the_workflow_names_options_that_exist():
+    text = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+    for command, words in re.findall(r"bin/parity ([a-z-]+) ([^\n|]*)", text):
+        known = CliRunner().invoke(main, [command, "--help"])
+        assert known.exit_code == 0, command
+        for option in re.findall(r"--[a-z-]+", words):
+            assert option in known.output, f"{command} {option}"

@@ -1,0 +1,175 @@
+"""Runs are kept and compared: new, still there, gone, grown, missing; the issue says so."""
+
+import datetime
+import sqlite3
+
+import pytest
+
+from parity.errors import UsageError
+from parity.results import memory, notify, trend
+from parity.results.report.summary import summarise
+from parity.results.row import Row
+
+START = datetime.datetime(2026, 11, 1, 1, 17, tzinfo=datetime.UTC)
+
+
+def row(implementation="liger.f", quantity="loss", headroom=0.5, verdict="agree", case="policy-1", **fields):
+    """A row of family policy."""
+    wrong = {} if verdict == "agree" else {"cls": "logic", "blame": "candidate", "message": "2 <b>times</b> the oracle"}
+    given = wrong | {
+        "gate": "scalar",
+        "gates": {"scalar": headroom},
+        "settings": {"B": 1},
+        "replay": f"parity replay {case}",
+    }
+    where = {"case": case, "family": "policy", "dtype": "fp32", "device": "cpu"}
+    return Row(
+        implementation=implementation, quantity=quantity, verdict=verdict, headroom=headroom, **(where | given | fields)
+    )
+
+
+def night(folder, day, rows, code=0, versions=None, **header):
+    """One night, kept and read again."""
+    started = (START + datetime.timedelta(days=day)).isoformat()
+    told = {
+        "started": started,
+        "profile": "nightly",
+        "device": "cpu",
+        "seed": day,
+        "seconds": 60.0,
+        "git": "abc",
+    } | header
+    told["versions"] = versions or {"trl": "1.16.0"}
+    return memory.read(memory.remember(summarise({"run": f"run{day}", "header": told}, rows), code, folder))
+
+
+GOOD = [row(case=f"policy-{i}") for i in range(10)]
+BAD = [row(headroom=40.0, verdict="disagree")]
+
+
+def test_a_run_is_read_as_it_was_kept(tmp_path):
+    kept = night(
+        tmp_path, 0, [*GOOD, row(implementation="trl.g", headroom=0.9, dtype="bf16")], versions={"trl": "1.15.0"}
+    )
+    assert (kept.id, kept.profile, kept.exit_code, kept.complete, kept.green) == ("run0", "nightly", 0, True, True)
+    assert kept.started == START and kept.versions == {"trl": "1.15.0"}
+    assert kept.compared == {("liger.f", "policy", "cpu"): 10, ("trl.g", "policy", "cpu"): 1}
+    judged = {j.key: j for j in kept.judged}
+    assert judged["trl.g", "policy", "cpu", "bf16", "loss"].headroom == 0.9
+    assert judged["liger.f", "policy", "cpu", "fp32", "loss"].cases == 10
+    assert [r.id for r in memory.runs(tmp_path)] == ["run0"] and not kept.findings
+
+
+def test_a_run_that_is_kept_twice_replaces_its_file(tmp_path):
+    night(tmp_path, 0, GOOD, 0)
+    assert night(tmp_path, 0, GOOD, 3).exit_code == 3
+    assert len(memory.runs(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "schema", "table"])
+def test_a_foreign_file_is_one_line(tmp_path, damage):
+    path = night(tmp_path, 0, GOOD).path
+    if damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "text":
+        path.write_text("no database" * 100)
+    else:
+        with sqlite3.connect(path) as base:
+            base.execute("UPDATE run SET schema = 99" if damage == "schema" else "DROP TABLE judged")
+    with pytest.raises(UsageError, match=path.name) as error:
+        memory.runs(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_since_when_and_how_often(tmp_path):
+    night(tmp_path, 0, GOOD)
+    night(tmp_path, 1, [*GOOD, *BAD], 1)
+    night(tmp_path, 2, [*GOOD, *BAD], 1)
+    past = memory.runs(tmp_path)
+    (key,) = {f.key for f in past[-1].findings}
+    life = trend.life(key, past)
+    assert (life.first.id, life.last.id, life.times, life.of) == ("run1", "run2", 2, 3)
+    assert trend.change(past[1], past[:1]).new == (key,)
+    assert trend.change(past[2], past[:2]).still == (key,) and not trend.change(past[2], past[:2]).new
+    told = notify.body(trend.change(past[2], past[:2]))
+    assert "Still there" in told and "2026-11-02" in told and "seen in 2 of 3 runs" in told
+
+
+def test_what_is_gone_counts_only_if_it_was_looked_at(tmp_path):
+    night(tmp_path, 0, [*GOOD, *BAD], 1)
+    looked = trend.change(night(tmp_path, 1, GOOD), memory.runs(tmp_path)[:1])
+    assert len(looked.fixed) == 1
+    blind = trend.change(night(tmp_path, 2, [row(implementation="trl.g")]), memory.runs(tmp_path)[:1])
+    assert not blind.fixed
+
+
+def test_the_same_finding_on_another_case_is_the_same(tmp_path):
+    one = night(tmp_path, 0, [row(headroom=40.0, verdict="disagree", case="policy-7")], 1)
+    two = night(tmp_path, 1, [row(headroom=9.0, verdict="disagree", case="policy-8")], 1)
+    assert one.findings[0].key == two.findings[0].key
+    other = night(tmp_path, 2, [row(headroom=9.0, verdict="disagree", quantity="grad_hidden")], 1)
+    assert other.findings[0].key != one.findings[0].key
+
+
+@pytest.mark.parametrize("now, grown", [(0.7, False), (0.8, True), (None, True)])
+def test_headroom_that_grew_is_shown_though_green(tmp_path, now, grown):
+    for day in range(3):
+        night(tmp_path, day, [row(headroom=0.5)])
+    one = row(headroom=now, verdict="agree" if now else "disagree")
+    found = trend.change(night(tmp_path, 3, [one]), memory.runs(tmp_path)[:3]).growth
+    assert bool(found) is grown
+    assert not found or found[0].before == 0.5
+
+
+def test_growth_far_below_the_gate_is_not_news(tmp_path):
+    night(tmp_path, 0, [row(headroom=0.01)])
+    assert not trend.change(night(tmp_path, 1, [row(headroom=0.2)]), memory.runs(tmp_path)[:1]).growth
+
+
+@pytest.mark.parametrize("cases, missing", [(8, False), (7, True), (0, True)])
+def test_fewer_comparisons_than_usual_are_named(tmp_path, cases, missing):
+    for day in range(3):
+        night(tmp_path, day, GOOD)
+    rows = [*GOOD[:cases], row(implementation="trl.g")]
+    found = trend.change(night(tmp_path, 3, rows), memory.runs(tmp_path)[:3]).missing
+    assert bool(found) is missing
+    assert not found or (found[0].implementation, found[0].cases, found[0].usual) == ("liger.f", cases, 10)
+
+
+def test_runs_of_another_profile_or_device_do_not_count(tmp_path):
+    night(tmp_path, 0, GOOD, profile="quick")
+    night(tmp_path, 1, GOOD, device="cuda")
+    assert trend.change(night(tmp_path, 2, BAD, 1), memory.runs(tmp_path)[:2]).before is None
+
+
+def test_versions_that_moved_since_the_last_green_run(tmp_path):
+    night(tmp_path, 0, GOOD, versions={"trl": "1.15.0", "torch": "2.13.0"})
+    night(tmp_path, 1, BAD, 1, versions={"trl": "1.15.1", "torch": "2.13.0"})
+    change = trend.change(
+        night(tmp_path, 2, BAD, 1, versions={"trl": "1.16.0", "torch": "2.13.0"}), memory.runs(tmp_path)[:2]
+    )
+    assert change.moved == {"trl": ("1.15.0", "1.16.0")} and change.green.id == "run0"
+    assert "trl 1.15.0 → 1.16.0" in notify.body(change)
+
+
+def test_the_title_says_who_and_since_when(tmp_path):
+    green = trend.change(night(tmp_path, 0, GOOD), [])
+    assert notify.title(green) == "parity: green (2026-11-01)"
+    red = trend.change(night(tmp_path, 1, [*GOOD, *BAD], 1), memory.runs(tmp_path)[:1])
+    assert notify.title(red) == "parity: 1 new finding in liger.f, since 2026-11-02"
+    blind = trend.change(night(tmp_path, 2, GOOD, 3), memory.runs(tmp_path)[:1])
+    assert notify.title(blind) == "parity: red (2026-11-03): nothing, or not enough, was compared"
+
+
+def test_the_issue_escapes_what_comes_from_rows(tmp_path):
+    told = notify.body(trend.change(night(tmp_path, 0, BAD, 1), []))
+    assert "<b>" not in told and "&lt;b&gt;" in told and "`parity replay policy-1`" in told
+    assert "the candidate is wrong" in told and "headroom 40.00" in told
+
+
+def test_a_night_that_did_not_come_is_red(tmp_path):
+    day = datetime.timedelta(hours=36)
+    assert trend.stale([], day, START) == "no run was ever kept here"
+    past = [night(tmp_path, 0, GOOD)]
+    assert not trend.stale(past, day, START + datetime.timedelta(hours=35))
+    assert "37 h ago" in trend.stale(past, day, START + datetime.timedelta(hours=37))

@@ -1,0 +1,160 @@
+"""The commands of the gate: `parity nightly`, `notify`, `history-of`."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from parity.cli.show import progress, report
+from parity.errors import UsageError
+
+_REPORTS = click.option(
+    "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
+)
+
+
+def duration(text: str) -> datetime.timedelta:
+    """6h, 90m, 1h30m or 45s as a time span.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
+    if found is None or not any(found.groups()):
+        raise UsageError(f"time {text!r} cannot be read, write for example 6h, 90m or 1h30m")
+    h, m, s = (int(x or 0) for x in found.groups())
+    return datetime.timedelta(hours=h, minutes=m, seconds=s)
+
+
+@click.command("nightly")
+@click.option("--max-time", default="6h", show_default=True, help="for everything: 6h, 90m, 1h30m")
+@click.option("--profile", default="nightly", show_default=True, help="of the long run")
+@click.option("--family", "families", multiple=True, help="only this family")
+@click.option("--implementation", "implementations", multiple=True, metavar="ID|FILE.py:NAME", help="only this one")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
+@click.option("--seed", type=int, default=None, help="default: a fresh one, printed")
+@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
+@click.option("--skip", multiple=True, metavar="NAME", help="leave out history, mutants or unsloth")
+@_REPORTS
+def nightly_command(max_time: str, skip: tuple[str, ...], **options: Any) -> None:
+    """The nightly gate: proof that a planted mistake is caught, a long run with fresh cases, history, mutants, one page."""
+    from parity.nightly.night import Night, run
+    from parity.results.notify import title
+
+    others = tuple(o for o in Night.others if o[0] not in skip)
+    if unknown := set(skip) - {o[0] for o in Night.others}:
+        raise UsageError(f"--skip {sorted(unknown)[0]!r}: choose from {', '.join(o[0] for o in Night.others)}")
+    night = Night(max_time=duration(max_time).total_seconds(), others=others, **options)
+    code, changed = run(night, lambda line: click.echo(line, err=True), progress())
+    if changed is not None:
+        from parity.results.report.rows import read
+
+        header, rows = read(night.reports / "results.ndjson")
+        report(header, rows, night.reports, [], code)
+        click.echo(title(changed))
+    sys.exit(code)
+
+
+@click.command("notify")
+@click.option("--stale", default="36h", show_default=True, metavar="TIME", help="a last run older than this is red too")
+@click.option("--page", default="", metavar="LINK", help="where the report can be seen")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="file for the text of the issue")
+@_REPORTS
+def notify_command(stale: str, page: str, out: Path | None, reports: Path) -> None:
+    """The text of the one issue that a gate keeps open while it is red. Prints the title.
+
+    Exit code 0: green, close the issue; 1: red, open or update it; 3: no run, or none within --stale.
+    """
+    from parity.results import memory, notify, trend
+
+    past = memory.runs(reports / "history")
+    late = trend.stale(past, duration(stale), datetime.datetime.now(datetime.UTC))
+    if late:
+        text = f"parity: no night: {late}"
+        body = f"**{text}**\n\nThe machine, its timer or its runner is down, or the night died before its end.\n"
+        code = 3
+    else:
+        changed = trend.change(past[-1], past[:-1])
+        text, body, code = notify.title(changed), notify.body(changed, page), 0 if changed.run.green else 1
+    if out is not None:
+        out.write_text(body, encoding="utf-8")
+    click.echo(text)
+    if out is None:
+        click.echo(body)
+    sys.exit(code)
+
+
+@click.command("history-of")
+@click.argument("what", metavar="IMPLEMENTATION|FINDING")
+@_REPORTS
+def history_of_command(what: str, reports: Path) -> None:
+    """Kept runs of an implementation, a ledger entry or a finding: when it was seen, how often, with which versions."""
+    from parity.results import memory
+    from parity.results.report.wording import ratio
+
+    past = memory.runs(reports / "history")
+    if not past:
+        raise UsageError(f"{reports / 'history'}: no run was kept there yet; parity run and parity nightly keep theirs")
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "profile", "compared", "worst headroom", "at", "findings", "versions"):
+        table.add_column(name)
+    shown = 0
+    for run in past:
+        judged = [j for j in run.judged if j.implementation == what]
+        found = [f for f in run.findings if what in (f.implementation, f.known, f.key)]
+        compared = sum(n for (i, _, _), n in run.compared.items() if i == what)
+        if not judged and not found:
+            continue
+        shown += 1
+        worst = max(judged, key=lambda j: float("inf") if j.headroom is None else j.headroom, default=None)
+        size = "" if worst is None else ratio(float("inf") if worst.headroom is None else worst.headroom)
+        at = "" if worst is None else f"{worst.quantity} {worst.dtype}"
+        names = ", ".join(f.known or f"NEW {f.verdict} in {f.quantities}" for f in found)
+        library = next((p for p in run.versions if what.startswith(p.partition("-")[0])), "torch")
+        told = f"{library} {run.versions.get(library, '-')}"
+        table.add_row(
+            f"{run.started:%Y-%m-%d %H:%M}", run.profile, f"{compared:,}" if compared else "", size, at, names, told
+        )
+    if not shown:
+        every = sorted({j.implementation for r in past for j in r.judged} | {f.key for r in past for f in r.findings})
+        raise UsageError(f"{what!r} is in no kept run, choose from {', '.join(every)}")
+    Console(width=160 if not sys.stdout.isatty() else None, highlight=False).print(table)
+
+
+@click.command("upgrade-check")
+@click.argument("spec", metavar="PKG==VER|PKG==NEXT")
+@click.option(
+    "--config", type=click.Path(path_type=Path), default=None, help="YAML or JSON of TRL's arguments: judged first"
+)
+@_REPORTS
+def upgrade_check_command(spec: str, config: Path | None, reports: Path) -> None:
+    """May we upgrade? Run, compare and audit of the other release, on one page.
+
+    With --config the verdict is about those settings and their neighbours. Exit code 0: safe, 1: not safe, 3: not known.
+    """
+    from parity.nightly import upgrade
+    from parity.versions.env.client import EnvironmentUnusable
+
+    folder = reports / "upgrade"
+    try:
+        spec = upgrade.resolved(spec)
+        found, parts = upgrade.check(spec, config, folder, lambda line: click.echo(line, err=True))
+    except EnvironmentUnusable as error:
+        click.echo(f"parity: {error}", err=True)
+        sys.exit(upgrade.CODES[upgrade.UNKNOWN])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "upgrade.md").write_text(upgrade.page(spec, found, parts), encoding="utf-8")
+    for part in parts:
+        click.echo(f"{part.name}: {part.verdict}: {part.told}")
+    click.echo(f"{spec}: {found} ({folder / 'upgrade.md'})")
+    sys.exit(upgrade.CODES[found])
+
+
+COMMANDS = (nightly_command, notify_command, history_of_command, upgrade_check_command)

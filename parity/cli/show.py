@@ -1,0 +1,52 @@
+"""What a run shows while it goes on, and what it writes at its end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from parity.cli.group import console
+from parity.results.row import Row
+
+
+def progress() -> Callable[[list[Row]], None]:
+    """A line on stderr: rewritten on a terminal, every 20 s elsewhere."""
+    terminal, begun = sys.stderr.isatty(), time.monotonic()
+    last = [begun if not terminal else 0.0]
+
+    def show(rows: list[Row]) -> None:
+        now = time.monotonic()
+        if now - last[0] < (0.2 if terminal else 20.0):
+            return
+        last[0] = now
+        pairs = len({(r.case, r.implementation) for r in rows if r.verdict == "agree"})
+        failing = len(
+            {r.implementation for r in rows if r.verdict not in ("agree", "unsupported", "refused") and not r.known}
+        )
+        text = f"{now - begun:5.0f} s  {pairs} implementation-cases agree, {failing} implementations with new findings"
+        click.echo(f"\r{text}\033[K" if terminal else text, err=True, nl=not terminal)
+
+    return show
+
+
+def report(header: dict[str, Any], rows: list[Row], folder: Path, reasons: list[str], code: int) -> None:
+    from parity.results.report import html, junit, markdown, terminal
+    from parity.results.report.summary import summarise
+
+    summary = summarise(header, rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    junit.write(summary, folder / "junit.xml")  # files first: whoever reads the terminal may stop reading
+    markdown.write(summary, folder / "summary.md")
+    html.write(summary, folder / "index.html")
+    screen = console()
+    terminal.render(summary, screen)
+    for reason in reasons:
+        screen.print(reason, markup=False)
+    screen.print(
+        f"reports in {folder}/: results.ndjson, index.html, summary.md, junit.xml; exit code {code}", markup=False
+    )

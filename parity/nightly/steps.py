@@ -1,0 +1,62 @@
+"""The commands of a night besides the long run, each in a process of its own with a limit on the clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+COMMAND = (sys.executable, "-P", "-m", "parity")
+TAIL = 12
+"""Lines of its output that a step's place in the report shows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One command and what came of it; `exit_code` is None where the time was over before its end."""
+
+    name: str
+    command: str
+    exit_code: int | None
+    seconds: float
+    tail: str
+
+    @property
+    def verdict(self) -> str:
+        """One or two words for the page."""
+        if self.exit_code is None:
+            return "stopped: the time was over"
+        return {0: "as expected", 1: "RED", 2: "wrong usage", 3: "not run: no environment", 4: "stale"}.get(
+            self.exit_code, f"failed ({self.exit_code})"
+        )
+
+
+def run(name: str, words: Sequence[str], log: Path, limit: float) -> Step:
+    """Run `parity WORDS`, its output in `log`; after `limit` seconds it and its children are ended."""
+    command = [*COMMAND, *words]
+    begun = time.monotonic()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p and Path(p).is_dir())}
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        try:
+            code: int | None = process.wait(max(limit, 1.0))
+        except subprocess.TimeoutExpired:
+            code = None
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        if code is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return Step(name, " ".join(["parity", *words]), code, time.monotonic() - begun, "\n".join(lines[-TAIL:]))

@@ -1,0 +1,143 @@
+"""May we upgrade? Compare, audit and a run of the other release, and a team's own settings first: one page, one verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from parity.errors import UsageError
+from parity.nightly import steps
+from parity.nightly.steps import Step
+from parity.versions.commands import compare, team
+from parity.versions.commands.row_diff import MARKS, moved, side, table
+from parity.versions.env import releases
+from parity.versions.env.environment import Environment
+from parity.versions.env.spec import parse_all
+
+SAFE, CHANGED, NOT_SAFE, UNKNOWN = "safe", "safe, with changes of behaviour", "not safe", "not known"
+CODES = {SAFE: 0, CHANGED: 0, NOT_SAFE: 1, UNKNOWN: 3}
+NEXT = "NEXT"
+LIMIT = 3600.0
+"""Seconds on the clock for one of the commands."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One question of the check: what was asked, the answer in a line, and what was printed."""
+
+    name: str
+    verdict: str
+    told: str
+    printed: str
+
+
+def resolved(spec: str) -> str:
+    """PKG==VER with NEXT replaced by the newest release on the index.
+
+    Raises:
+        UsageError: for a spec without a version.
+    """
+    package, sign, version = spec.partition("==")
+    if not sign or not version:
+        raise UsageError(f"upgrade-check {spec!r}: write PKG==VER, or PKG==NEXT for the newest release")
+    if version != NEXT:
+        return spec
+    return f"{package}=={releases.newest(package).version}"
+
+
+def check(spec: str, config: Path | None, reports: Path, say: Callable[[str], None]) -> tuple[str, list[Part]]:
+    """The verdict and its parts, the team's own settings first.
+
+    Raises:
+        EnvironmentUnusable: when the environment of the other release cannot be made.
+    """
+    package = spec.partition("==")[0]
+    now = f"{package}=={installed(package)}"
+    parts = []
+    if config is not None:
+        say(f"your settings in {now} and {spec}")
+        parts.append(own_settings(now, spec, team.read(config)))
+    jobs: Sequence[tuple[str, list[str]]] = (
+        ("run", ["run", "--with", spec, "--profile", "pr", "--reports", str(reports / "run")]),
+        ("compare", ["compare", now, spec]),
+        ("audit", ["audit", "--with", spec, "--reports", str(reports / "audit")]),
+    )
+    for name, words in jobs:
+        say(f"parity {' '.join(words)}")
+        parts.append(part(steps.run(name, words, reports / f"{name}.log", LIMIT)))
+    return verdict(parts), parts
+
+
+def installed(package: str) -> str:
+    """The version of a package here.
+
+    Raises:
+        UsageError: where it is not installed.
+    """
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise UsageError(f"upgrade-check: {package} is not installed here: there is nothing to upgrade from") from None
+
+
+def own_settings(before: str, after: str, wanted: team.Team) -> Part:
+    """A team's settings and their neighbours through the plain and the fused losses of both releases."""
+    asked = [(f"{label} ({case.dtype}, seed {case.seed})", case) for label, case in team.cases(wanted)]
+    named = compare.implementations(["trl.GRPOTrainer", "liger.FusedLinearGRPOLoss"])
+    made = [Environment.of(parse_all([spec])) for spec in (before, after)]
+    seen = compare.both(made, [asked, asked], named)
+    different = moved(*(side(one.rows, asked) for one in seen))
+    worse = [m for m in different if m.mark == "+"]
+    mine = [m for m in worse if m.case.startswith("your settings")]
+    judged = sum(r.judged for r in seen[1].rows)
+    if not judged:
+        return Part("your settings", UNKNOWN, "nothing was compared with these settings", "")
+    counts = ", ".join(f"{sum(m.mark == mark for m in different)} {mark}" for mark in MARKS)
+    if mine:
+        told, found = f"{len(mine)} quantities are wrong with exactly these settings", NOT_SAFE
+    elif worse:
+        told, found = f"right with these settings, {len(worse)} quantities wrong with neighbours of them", CHANGED
+    elif different:
+        told, found = f"right, {len(different)} quantities moved inside their gates", CHANGED
+    else:
+        told, found = "nothing moved", SAFE
+    others = f"\nnot part of the loss, not looked at: {', '.join(wanted.others)}" if wanted.others else ""
+    text = table(different) if different else "nothing moved"
+    return Part("your settings", found, f"{told} ({counts}; {judged} judged)", text + others)
+
+
+def part(step: Step) -> Part:
+    """What one command says about the upgrade, by its exit code."""
+    if step.exit_code is None:
+        return Part(step.name, UNKNOWN, "its time was over", step.tail)
+    if step.exit_code == 0:
+        return Part(step.name, SAFE, "nothing new is wrong", step.tail)
+    if step.exit_code in (1, 4):
+        found = NOT_SAFE if step.exit_code == 1 else CHANGED
+        told = "something is wrong that is not known" if step.exit_code == 1 else "a known failure is gone"
+        return Part(step.name, found, told, step.tail)
+    return Part(step.name, UNKNOWN, f"it could not answer (exit code {step.exit_code})", step.tail)
+
+
+def verdict(parts: Sequence[Part]) -> str:
+    """The gravest of the parts; with settings of its own a team is told about those, and the rest stands below."""
+    own = [p for p in parts if p.name == "your settings"]
+    found = {p.verdict for p in (own or parts)}
+    return next(v for v in (NOT_SAFE, UNKNOWN, CHANGED, SAFE) if v in found)
+
+
+def page(spec: str, found: str, parts: Sequence[Part]) -> str:
+    """The page, Markdown."""
+    lines = [f"# Upgrade to {spec}: {found}", ""]
+    lines += [
+        "| asked | verdict | why |",
+        "|---|---|---|",
+        *(f"| {p.name} | {p.verdict} | {p.told} |" for p in parts),
+        "",
+    ]
+    for p in parts:
+        lines += [f"## {p.name}", "", "```", p.printed or "(nothing)", "```", ""]
+    return "\n".join(lines)

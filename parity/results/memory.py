@@ -1,0 +1,227 @@
+"""Past runs, kept: one small SQLite file a run in `reports/history/`, so that a report can say since when.
+
+A run is kept as sums: what was compared by implementation, family, device, dtype and quantity with the worst headroom, and the
+findings. Rows and cases stay in results.ndjson and in `reports/findings/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import math
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from parity.errors import UsageError
+from parity.results.report.findings import Finding
+from parity.results.report.outcomes import headroom
+from parity.results.report.summary import Summary
+
+SCHEMA = 1
+FOLDER = Path("reports/history")
+
+_TABLES = """
+CREATE TABLE run (schema INTEGER, id TEXT, started TEXT, profile TEXT, device TEXT, seed INTEGER, revision TEXT,
+                  versions TEXT, exit_code INTEGER, complete INTEGER, seconds REAL, page TEXT);
+CREATE TABLE compared (implementation TEXT, family TEXT, device TEXT, cases INTEGER);
+CREATE TABLE judged (implementation TEXT, family TEXT, device TEXT, dtype TEXT, quantity TEXT, cases INTEGER, headroom REAL,
+                     worst TEXT, known INTEGER);
+CREATE TABLE findings (key TEXT, implementation TEXT, family TEXT, verdict TEXT, class TEXT, blame TEXT, quantities TEXT,
+                       known TEXT, cases INTEGER, headroom REAL, message TEXT, replay TEXT);
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """A finding as one run had it; `key` is the same in every run that has it again, whatever the case.
+
+    `headroom` is None where the failure has no finite size.
+    """
+
+    key: str
+    implementation: str
+    family: str
+    verdict: str
+    cls: str | None
+    blame: str | None
+    quantities: str
+    known: str | None
+    cases: int
+    headroom: float | None
+    message: str
+    replay: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What one run judged of one quantity: in how many cases, and the worst headroom; `known`: that row is a known finding."""
+
+    implementation: str
+    family: str
+    device: str
+    dtype: str
+    quantity: str
+    cases: int
+    headroom: float | None
+    worst: str
+    known: bool
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str]:
+        """What it is compared by from run to run."""
+        return self.implementation, self.family, self.device, self.dtype, self.quantity
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A kept run; times are UTC, `seconds` on the clock, `compared`: (implementation, family, device) -> cases."""
+
+    id: str
+    started: datetime.datetime
+    profile: str
+    device: str
+    seed: int | None
+    revision: str
+    versions: Mapping[str, str]
+    exit_code: int
+    complete: bool
+    seconds: float
+    page: str
+    compared: Mapping[tuple[str, str, str], int]
+    judged: tuple[Judged, ...]
+    findings: tuple[Seen, ...]
+    path: Path
+
+    @property
+    def green(self) -> bool:
+        """Whether nothing had to be done about it."""
+        return self.exit_code == 0 and self.complete
+
+
+def key(finding: Finding) -> str:
+    """What a finding is recognised by in another run: who, in which family, how, in which quantities; or its ledger entry."""
+    if finding.known:
+        return f"{finding.implementation} {finding.known}"
+    return " ".join([finding.implementation, finding.family, finding.verdict, *sorted(finding.roots)])
+
+
+def remember(summary: Summary, exit_code: int, folder: Path = FOLDER, complete: bool = True, page: str = "") -> Path:
+    """Write a run's file: complete or not at all, and once: a run that is remembered again replaces its file.
+
+    Raises:
+        UsageError: when the folder cannot be written.
+    """
+    header = summary.header
+    started = str(header.get("started") or datetime.datetime.now(datetime.UTC).isoformat())
+    stamp = started[:19].replace(":", "").replace("-", "")
+    path = folder / f"{stamp}-{summary.run}.sqlite"
+    whole = [
+        SCHEMA,
+        summary.run,
+        started,
+        header.get("profile"),
+        header.get("device"),
+        header.get("seed"),
+        header.get("git"),
+        json.dumps(header.get("versions") or {}),
+        exit_code,
+        complete and not summary.interrupted,
+        header.get("seconds") or 0.0,
+        page,
+    ]
+    compared: dict[tuple[str, str, str], int] = {}
+    for line in summary.lines:
+        where = (line.implementation, line.family, line.device)
+        compared[where] = compared.get(where, 0) + line.counts.compared
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".{path.name}.{os.getpid()}"
+        draft.unlink(missing_ok=True)
+        with contextlib.closing(sqlite3.connect(draft)) as base, base:
+            base.executescript(_TABLES)
+            _fill(base, "run", [whole])
+            _fill(base, "compared", [[*where, count] for where, count in compared.items()])
+            _fill(base, "judged", _judged(summary))
+            _fill(base, "findings", (_seen(f) for f in (*summary.findings, *summary.known)))
+        draft.replace(path)
+    except (OSError, sqlite3.Error) as error:
+        raise UsageError(f"{folder}: the run cannot be kept: {error}") from None
+    return path
+
+
+def runs(folder: Path = FOLDER) -> list[Run]:
+    """Every kept run, the oldest first.
+
+    Raises:
+        UsageError: for a file that is no kept run, naming it.
+    """
+    return sorted((read(path) for path in folder.glob("[!.]*.sqlite")), key=lambda run: run.started)
+
+
+def read(path: Path) -> Run:
+    """One kept run.
+
+    Raises:
+        UsageError: for a file that is no kept run, or one of a later parity.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path.resolve()}?mode=ro", uri=True)) as base:
+            ((schema, id, started, profile, device, seed, revision, versions, code, complete, seconds, page),) = (
+                base.execute("SELECT * FROM run")
+            )
+            if schema != SCHEMA:
+                raise UsageError(f"{path}: kept by another version of parity (schema {schema}, expected {SCHEMA})")
+            compared = {(i, f, d): n for i, f, d, n in base.execute("SELECT * FROM compared")}
+            judged = tuple(
+                Judged(i, f, d, t, q, n, h, w, bool(k))
+                for i, f, d, t, q, n, h, w, k in base.execute("SELECT * FROM judged")
+            )
+            found = tuple(Seen(*row) for row in base.execute("SELECT * FROM findings"))
+            when = datetime.datetime.fromisoformat(started).astimezone(datetime.UTC)
+            told = {str(k): str(v) for k, v in json.loads(versions).items()}
+    except (sqlite3.Error, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: not a run that parity kept: {error}") from None
+    return Run(
+        id,
+        when,
+        profile,
+        device,
+        seed,
+        revision or "",
+        told,
+        code,
+        bool(complete),
+        seconds,
+        page,
+        compared,
+        judged,
+        found,
+        path,
+    )
+
+
+def _fill(base: sqlite3.Connection, table: str, rows: Iterable[Iterable[object]]) -> None:
+    for row in rows:
+        values = list(row)
+        base.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)
+
+
+def _judged(summary: Summary) -> Iterator[list[object]]:
+    for t in summary.tallies:
+        where = [t.implementation, t.family, t.device, t.dtype, t.quantity]
+        yield [*where, t.judged, _finite(headroom(t.worst)), t.worst.case, bool(t.worst.known)]
+
+
+def _seen(f: Finding) -> list[object]:
+    cls = "logic" if "logic" in f.classes else next(iter(f.classes), None)
+    size = _finite(headroom(f.worst))
+    where = [key(f), f.implementation, f.family, f.verdict, cls, f.lead.blame, ", ".join(f.roots), f.known]
+    return [*where, f.cases, size, f.lead.message, f.lead.replay]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

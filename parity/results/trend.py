@@ -1,0 +1,167 @@
+"""What changed since earlier runs: findings that are new or gone, headroom that grows, comparisons that are missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from parity.results.memory import Run, Seen
+
+NIGHTS = 7
+"""Earlier runs of the same profile and device that a figure is compared with."""
+SHARE = 0.8
+"""Comparisons may fall to this share of the median of those runs."""
+GROWTH, WORTH_SHOWING = 1.5, 0.3
+"""Headroom that grew by this factor is shown even where it passes, once it uses this share of a gate."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Life:
+    """A finding over all runs that could have seen it: those which compared its implementation in its family."""
+
+    key: str
+    first: Run
+    last: Run
+    times: int
+    of: int
+    now: Seen | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """A quantity whose worst headroom grew; `before`: the median of the earlier runs, `now`: None where it has no size."""
+
+    implementation: str
+    family: str
+    device: str
+    dtype: str
+    quantity: str
+    before: float
+    now: float | None
+    case: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """Comparisons that fell below `SHARE` of what is usual."""
+
+    implementation: str
+    family: str
+    device: str
+    cases: int
+    usual: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A run beside those before it.
+
+    Attributes:
+        run: the run in question.
+        before: the run before it of the same profile and device, or None.
+        lives: by key, every finding of this run and of the one before it.
+        new: keys of what this run finds and no ledger entry covers, and the one before it had not.
+        still: the same, which the one before it had too.
+        fixed: what the run before had and this one compared and did not find.
+        growth: headrooms that grew.
+        missing: comparisons that fell.
+        moved: package -> (version in the last green run, version now); empty without a green run before.
+        green: the last green run before this one, or None.
+    """
+
+    run: Run
+    before: Run | None
+    lives: Mapping[str, Life]
+    new: tuple[str, ...]
+    still: tuple[str, ...]
+    fixed: tuple[str, ...]
+    growth: tuple[Growth, ...]
+    missing: tuple[Missing, ...]
+    moved: Mapping[str, tuple[str, str]]
+    green: Run | None
+
+
+def change(run: Run, earlier: Iterable[Run]) -> Change:
+    """`run` beside `earlier` ones, of which those with its profile and device count."""
+    past = [r for r in earlier if (r.profile, r.device) == (run.profile, run.device) and r.id != run.id]
+    past = sorted((r for r in past if r.started <= run.started), key=lambda r: r.started)
+    whole = [r for r in past if r.complete]
+    before = past[-1] if past else None
+    now = {f.key: f for f in run.findings}
+    then = {f.key: f for f in before.findings} if before else {}
+    fresh = [k for k, f in now.items() if f.known is None]
+    green = next((r for r in reversed(past) if r.green), None)
+    return Change(
+        run=run,
+        before=before,
+        lives={k: life(k, [*past, run]) for k in {**then, **now}},
+        new=tuple(k for k in fresh if k not in then),
+        still=tuple(k for k in fresh if k in then),
+        fixed=tuple(k for k, f in then.items() if k not in now and _compared(run, f)),
+        growth=tuple(_growth(run, whole[-NIGHTS:])),
+        missing=tuple(_missing(run, whole[-NIGHTS:])),
+        moved=moved(green, run) if green else {},
+        green=green,
+    )
+
+
+def life(key: str, past: Sequence[Run]) -> Life:
+    """When a finding was seen first and last, and how often.
+
+    Raises:
+        ValueError: where no run has it.
+    """
+    having = {r.id: next(f for f in r.findings if f.key == key) for r in past if any(f.key == key for f in r.findings)}
+    if not having:
+        raise ValueError(f"no run has the finding {key!r}")
+    seen = [r for r in past if r.id in having]
+    could = [r for r in past if r.id in having or _compared(r, having[seen[0].id])]
+    return Life(key, seen[0], seen[-1], len(seen), len(could), having.get(past[-1].id))
+
+
+def moved(before: Run, now: Run) -> dict[str, tuple[str, str]]:
+    """Package -> its versions in both runs, where they differ; "-" where it was not installed."""
+    names = sorted({*before.versions, *now.versions})
+    pairs = {n: (before.versions.get(n, "-"), now.versions.get(n, "-")) for n in names}
+    out = {n: pair for n, pair in pairs.items() if pair[0] != pair[1]}
+    return out | ({"harness": (before.revision, now.revision)} if before.revision != now.revision else {})
+
+
+def stale(past: Sequence[Run], limit: datetime.timedelta, at: datetime.datetime) -> str:
+    """Why the last run is too long ago, or nothing."""
+    if not past:
+        return "no run was ever kept here"
+    ago = at - past[-1].started
+    hours = ago.total_seconds() / 3600
+    return f"the last run began {hours:.0f} h ago ({past[-1].started:%Y-%m-%d %H:%M} UTC)" if ago > limit else ""
+
+
+def _compared(run: Run, finding: Seen) -> bool:
+    return any(n for (i, f, _), n in run.compared.items() if (i, f) == (finding.implementation, finding.family))
+
+
+def _growth(run: Run, past: Sequence[Run]) -> Iterable[Growth]:
+    usual: dict[tuple[str, ...], list[float]] = {}
+    for one in past:
+        for j in one.judged:
+            if j.headroom is not None and not j.known:
+                usual.setdefault(j.key, []).append(j.headroom)
+    out = []
+    for j in run.judged:
+        if j.known or j.key not in usual:
+            continue
+        before = statistics.median(usual[j.key])
+        large = j.headroom is None or j.headroom > max(GROWTH * before, WORTH_SHOWING)
+        if large:
+            out.append(Growth(*j.key, before=before, now=j.headroom, case=j.worst))
+    return sorted(out, key=lambda g: -(g.now or 1e300) / max(g.before, 1e-300))
+
+
+def _missing(run: Run, past: Sequence[Run]) -> Iterable[Missing]:
+    keys = sorted({k for r in past for k in r.compared})
+    for k in keys:
+        usual = statistics.median(r.compared.get(k, 0) for r in past)
+        if run.compared.get(k, 0) < SHARE * usual:
+            yield Missing(*k, cases=run.compared.get(k, 0), usual=usual)

@@ -1,0 +1,75 @@
+"""A team's own settings as cases: those of its config file, and its neighbours, each with one setting moved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from parity.case.case import Case
+from parity.case.inputs import Setting
+from parity.errors import UsageError
+from parity.registry import loss_family
+
+SEEDS = 3
+SHAPE = {"B": 3, "T": 6, "V": 33, "H": 8, "lengths": [6, 4, 1], "old": "mixed"}
+FACTORS = (0.5, 2.0)
+"""By which a number is moved to make its neighbours."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Team:
+    """The settings of a config file that decide the policy loss, and the other fields, which do not."""
+
+    settings: Mapping[str, Any]
+    others: tuple[str, ...]
+
+
+def read(path: Path) -> Team:
+    """A YAML or JSON file of TRL's argument names; one that a `GRPOConfig` saved works too. Nothing in it is executed.
+
+    Raises:
+        UsageError: for a file that cannot be read, is no mapping, or has no setting of the policy loss.
+    """
+    try:
+        found = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{path}: neither YAML nor JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise UsageError(f"{path}: expected names of arguments with their values, got a {type(found).__name__}")
+    fields = loss_family("policy").config_fields
+    own = {name: found[name] for name in fields if name in found}
+    if not own:
+        raise UsageError(f"{path}: sets none of {', '.join(fields)}")
+    return Team(own, tuple(sorted(found.keys() - own.keys())))
+
+
+def cases(team: Team) -> Iterator[tuple[str, Case]]:
+    """(label, case): the team's own settings in every dtype and with several seeds, then each neighbour once.
+
+    Raises:
+        UsageError: for a value that the policy family does not accept, naming it.
+    """
+    family = loss_family("policy")
+    for dtype in ("fp32", "bf16"):
+        for seed in range(SEEDS):
+            case = family.case(seed, dtype, SHAPE | dict(team.settings))
+            family.full_settings(case)
+            yield "your settings", case
+    for name in family.config_fields:
+        for value in _neighbours(team.settings.get(name, family.settings[name].default), family.settings[name]):
+            case = family.case(0, "fp32", SHAPE | dict(team.settings) | {name: value})
+            family.full_settings(case)
+            yield f"{name}={value}", case
+
+
+def _neighbours(value: Any, setting: Setting) -> Iterator[Any]:
+    if setting.choices is not None:
+        yield from (v for v in setting.choices if v != value)
+    elif isinstance(value, int | float) and not isinstance(value, bool) and value:
+        yield from (type(value)(value * factor) for factor in FACTORS)
