@@ -1,0 +1,147 @@
+"""`parity.fixes.check`: settings to findings to fixes, from a config, a script or a trainer, with nothing executed or changed."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from parity import data
+from parity.errors import UsageError
+from parity.fixes import check
+from parity.results.ledger import Ledger
+from parity.tools.advice.settings import LIBRARIES, Run, Unknown, holds
+from parity.trainers.rig import drive, models
+
+pytest.importorskip("trl")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+
+def found(source, **more):
+    """Id -> finding, of all runs of a file."""
+    return {f.entry.id: f for advice in check(source, **more) for f in advice.findings}
+
+
+def config(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def script(tmp_path, text):
+    path = tmp_path / "train.py"
+    path.write_text("raise SystemExit('executed')\n" + text)
+    return path
+
+
+def test_a_config_with_a_model_whose_softcap_is_left_out(tmp_path):
+    text = "model_name_or_path: google/recurrentgemma-2b\nnum_generations: 8\ntop_entropy_quantile: 0.8\n"
+    (advice,) = check(config(tmp_path, text), trainer="GRPOTrainer")
+    assert advice
+    assert advice.findings[0].entry.id == "softcap-names"
+    assert "fix: `apply`" in str(advice)
+    quantile = next(f for f in advice.findings if f.entry.id == "trl-grpo-quantile-minus-inf")
+    assert not quantile.certain
+    assert "if a token is banned" in str(quantile)
+
+
+def test_settings_with_nothing_wrong(tmp_path):
+    text = "model_name_or_path: Qwen/Qwen2.5-0.5B\nnum_generations: 8\ngradient_checkpointing: false\n"
+    (advice,) = check(config(tmp_path, text), trainer="GRPOTrainer")
+    assert not advice
+    assert not any(f.certain for f in advice.findings)
+    assert "softcap-names" not in found(config(tmp_path, text), trainer="GRPOTrainer")
+
+
+def test_a_config_that_fits_several_trainers_says_so(tmp_path):
+    path = config(tmp_path, "model_name_or_path: google/recurrentgemma-2b\nlearning_rate: 1.0e-6\n")
+    assert "does not say which trainer" in found(path)["softcap-names"].unless_known
+    assert not any(check(path))
+    assert not found(path, trainer="GRPOTrainer")["softcap-names"].unless_known
+
+
+ONLINE = """
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer as Trained
+STEPS = {steps}
+Trained(model="Qwen/Qwen2.5-0.5B", args=OnlineDPOConfig(output_dir="x", gradient_accumulation_steps=STEPS)).train()
+"""
+
+
+@pytest.mark.parametrize(("steps", "applies"), [("4", True), ("1", False), ("int(argv[1])", None)])
+def test_a_script_is_read_and_not_run(tmp_path, steps, applies):
+    entry = next(e for e in Ledger.load(data.ledger_file()).entries if e.id == "trl-online-dpo-accumulation")
+    if not entry.in_force():
+        pytest.skip("the installed releases have it mended")
+    finding = found(script(tmp_path, ONLINE.format(steps=steps))).get(entry.id)
+    assert (finding is None) is (applies is False)
+    if finding is not None:
+        assert finding.certain is (applies is True)
+        assert ("is not a literal" in finding.unless_known) is (applies is None)
+
+
+def test_a_subclass_a_default_and_what_cannot_be_read(tmp_path):
+    text = "from trl import DPOTrainer, DPOConfig\nclass Mine(DPOTrainer): pass\n"
+    exact = text + "Mine('m', DPOConfig(f_divergence_type='alpha_divergence', f_alpha_divergence_coef={}))"
+    assert "dpo-alpha-divergence" not in found(script(tmp_path, exact.format(0.5)))
+    assert found(script(tmp_path, exact.format(0.3)))["dpo-alpha-divergence"].certain
+    assert "dpo-alpha-divergence" not in found(script(tmp_path, text + "Mine('m', DPOConfig())"))
+    assert (
+        "takes **x" in found(script(tmp_path, text + "Mine('m', DPOConfig(**x))"))["dpo-alpha-divergence"].unless_known
+    )
+
+
+def test_a_trainer_is_looked_at_and_left_as_it_is():
+    args = drive.arguments(drive.config("GRPOTrainer"), "cpu", {"gradient_checkpointing": False})
+    trainer = drive.build("GRPOTrainer", models.model("llama"), args)
+    before = dict(vars(trainer.model)), torch.random.get_rng_state()
+    assert "head-hook" not in found(trainer)
+    assert dict(vars(trainer.model)) == before[0]
+    assert torch.equal(torch.random.get_rng_state(), before[1])
+    trainer.model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: output)
+    assert "head-hook" in found(trainer)
+
+
+def test_every_condition_of_the_ledger_is_one_that_is_understood():
+    words = {"trainer", "model", "imports", "uses", "liger", *LIBRARIES}
+    from parity.upstream import trl
+
+    names = ("GRPO", "DPO", "SFT", "GKD", "OnlineDPO")
+    fields = {field for name in names for field in trl.fields(trl.class_named(f"{name}Config"))} | {"modules_to_save"}
+    for entry in Ledger.load(data.ledger_file()).entries:
+        for table in entry.user.applies:
+            assert set(table) <= words | fields, entry.id
+            for wanted in table.values():
+                assert not isinstance(wanted, dict) or set(wanted) <= {"min", "max", "not"}
+
+
+def test_three_answers():
+    run = Run("x", ("GRPOTrainer",), args={"beta": 0.5, "epsilon": Unknown("why")}, models=(Unknown("a variable"),))
+    assert holds(run, "beta", {"min": 0.1}) is True
+    assert holds(run, "beta", {"max": 0.1}) is False
+    assert holds(run, "epsilon", {"max": 0.1}) == Unknown("why")
+    assert holds(run, "temperature", {"min": 1.0}) is True  # TRL's default
+    assert holds(run, "no_such_setting", True) is False
+    assert holds(run, "model", ["llama"]) == Unknown("a variable")
+    assert holds(run, "trl", ">=0") is True
+    assert holds(run, "trl", "<0.1") is False
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("x.yaml", "a: [1"), ("x.yaml", "3"), ("x.py", "def"), ("x.txt", ""), ("", "")]
+)
+def test_what_cannot_be_read_is_refused(tmp_path, name, text):
+    path = tmp_path / (name or "missing.yaml")
+    if name:
+        path.write_text(text)
+    with pytest.raises(UsageError, match=path.name):
+        check(path)
+
+
+def test_the_command(tmp_path):
+    def run(*arguments):
+        command = [sys.executable, "-m", "parity.fixes", "check", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    done = run(config(tmp_path, "model_name_or_path: google/recurrentgemma-2b\n"), "--trainer", "SFTTrainer")
+    assert (done.returncode, "[high] softcap-names" in done.stdout) == (1, True)
+    assert run(tmp_path / "missing.yaml").returncode == 2

@@ -1,0 +1,8 @@
+"""`python -m parity.fixes check FILE`."""
+
+import sys
+
+from parity.tools.advice.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

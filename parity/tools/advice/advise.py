@@ -1,0 +1,117 @@
+"""Settings → findings of the ledger that they meet on the installed stack → fix."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from parity import data
+from parity.errors import UsageError
+from parity.results.ledger import Entry, Ledger
+from parity.results.report.known import releases
+from parity.results.user import SEVERITIES
+from parity.tools.advice.read import from_script, from_trainer, from_yaml
+from parity.tools.advice.settings import LIBRARIES, Run, Unknown, holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """An entry that a run meets; `unless_known` says what could not be read and would decide it."""
+
+    entry: Entry
+    unless_known: str = ""
+
+    @property
+    def certain(self) -> bool:
+        """Whether the settings alone decide that it applies."""
+        return not self.unless_known and not self.entry.user.only_if
+
+    def __str__(self) -> str:
+        user, told = self.entry.user, f"[{self.entry.severity}] {self.entry.id}"
+        told += f", if {user.only_if}" if user.only_if else ""
+        told += f" (cannot tell: {self.unless_known})" if self.unless_known else ""
+        return f"{told}\n    {user.effect}\n    fix: {user.fix}. Releases: {releases(self.entry)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What is wrong for one run, most severe first. Truth value: whether anything is for certain, conventions apart."""
+
+    run: Run
+    findings: tuple[Finding, ...]
+
+    def __bool__(self) -> bool:
+        return any(f.certain and f.entry.severity != "convention" for f in self.findings)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        trainer = (
+            " or ".join(self.run.trainers) if not self.run.certain else next(iter(self.run.trainers), "no trainer seen")
+        )
+        installed = ", ".join(f"{name} {version}" for name, version in _installed())
+        yield f"{self.run.name}: {trainer}; {installed}"
+        if not self.findings:
+            yield "nothing of the known findings applies"
+        yield from map(str, self.findings)
+
+
+def check(source: Any, trainer: str | None = None, ledger: Path | None = None) -> list[Advice]:
+    """The known findings that the settings of a run meet; nothing is changed, and no code of a file is executed.
+
+    `source` is a constructed trainer, or the path of a YAML file of settings (as `trl grpo --config` takes it) or of a
+    Python script; `trainer` names the trainer class where the file leaves that open. One `Advice` a trainer.
+
+    Raises:
+        UsageError: for a file that cannot be read, or is neither YAML nor Python.
+    """
+    entries = Ledger.load(ledger or data.ledger_file()).entries
+    return [_advise(run, entries) for run in _runs(source, trainer)]
+
+
+def _runs(source: Any, trainer: str | None) -> list[Run]:
+    if not isinstance(source, str | os.PathLike):
+        return [from_trainer(source)]
+    path = Path(source)
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    if path.suffix in (".yaml", ".yml"):
+        return [from_yaml(path, trainer)]
+    if path.suffix == ".py":
+        return from_script(path, trainer)
+    raise UsageError(f"{path}: expected a .yaml file of settings or a .py script")
+
+
+def _advise(run: Run, entries: tuple[Entry, ...]) -> Advice:
+    found = []
+    for entry in entries:
+        if entry.user.part_of or not entry.in_force():
+            continue
+        met = [_meets(run, table) for table in entry.user.applies]
+        if any(m is True for m in met):
+            found.append(Finding(entry))
+        elif unknown := next((m for m in met if isinstance(m, Unknown)), None):
+            found.append(Finding(entry, unknown.why))
+    order = list(SEVERITIES)
+    found.sort(key=lambda f: (order.index(f.entry.severity or "medium"), bool(f.unless_known), f.entry.user.rank))
+    return Advice(run, tuple(found))
+
+
+def _meets(run: Run, table: dict[str, Any]) -> bool | Unknown:
+    answers = [holds(run, name, wanted) for name, wanted in table.items()]
+    if any(answer is False for answer in answers):
+        return False
+    return next((a for a in answers if isinstance(a, Unknown)), True)
+
+
+def _installed() -> Iterator[tuple[str, str]]:
+    for name in LIBRARIES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
