@@ -13,6 +13,7 @@ import torch
 from parity.errors import Unsupported
 from parity.registry import load
 from parity.results.report import accuracy
+from parity.results.row import Row
 from parity.tools.bench import losses, measure, report
 
 MB = 1 << 20
@@ -138,12 +139,16 @@ def test_running_out_of_memory_aborts_no_benchmark(monkeypatch, error):
 
 
 def row(name, case, quantity, dist, oracle=2.0, **fields):
-    made = {"family": "logprobs", "implementation": name, "case": case, "quantity": quantity, "dtype": "fp32"}
-    return (
-        made
-        | {"verdict": "agree", "gates": {"norm": 0.1}, "dist": dist, "value_oracle": oracle, "headroom": 0.5}
-        | fields
-    )
+    made = {
+        "family": "logprobs",
+        "implementation": name,
+        "case": case,
+        "quantity": quantity,
+        "dtype": "fp32",
+        "device": "cpu",
+    }
+    judged = {"verdict": "agree", "gates": {"norm": 0.1}, "dist": dist, "value_oracle": oracle, "headroom": 0.5}
+    return Row(**made | judged | fields)
 
 
 def test_accuracy_pairs_the_cases_that_both_were_judged_on():
