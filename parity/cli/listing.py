@@ -26,7 +26,7 @@ def show(console: Console, families: Iterable[str] = ()) -> None:
         fam = loss_family(name)
         console.print(f"\n[bold]family {name}[/bold]: {', '.join(fam.outputs)} and gradients")
         table = Table(box=None, pad_edge=False)
-        for column in ("implementation", "role", "version", "contexts", "why not / how"):
+        for column in ("implementation", "role", "version", "contexts", "note"):
             table.add_column(column, overflow="fold")
         for item in sorted(registry.values(), key=lambda i: (i.role != "reference", i.id)):
             if item.family != name:
@@ -47,7 +47,7 @@ def show(console: Console, families: Iterable[str] = ()) -> None:
 
 
 def _show_uncovered(console: Console) -> None:
-    """The trainers of the installed TRL that no check drives, each with the reason."""
+    """The trainers of the installed TRL without a check, each with the reason."""
     from parity.trainers.checks import installed
 
     table = Table(box=None, pad_edge=False)
@@ -64,11 +64,11 @@ def _show_trainer(console: Console, name: str) -> None:
     fam = catalogue.family(name)
     console.print(f"\n[bold]trainer {name}[/bold]: checks on a real {catalogue.TRAINERS[name]}")
     table = Table(box=None, pad_edge=False)
-    for column in ("check", "ways", "pr", "nightly", "settings", "meaning"):
+    for column in ("check", "run as", "pr", "nightly", "settings", "meaning"):
         table.add_column(column, overflow="fold")
     counted = {p: [c.settings["check"] for c in catalogue.cases(name, p, 0)] for p in ("pr", "nightly")}
     for one in fam.checks.values():
         counts = [str(counted[p].count(one.name)) for p in ("pr", "nightly")]
         table.add_row(one.name, " ".join(one.ways), *counts, " ".join(one.settings), one.doc)
     console.print(table)
-    console.print(f"ways: {'; '.join(f'{name}.{way}: {doc}' for way, doc in catalogue.WAYS.items())}")
+    console.print(f"run as: {'; '.join(f'{name}.{way}: {doc}' for way, doc in catalogue.WAYS.items())}")

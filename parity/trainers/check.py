@@ -41,8 +41,8 @@ TRAINERS = {
 
 WAYS = {
     "released": "the trainer as the installed version ships it",
-    "fused": "the installed version's fused path (use_liger_loss, use_liger_kernel), layers left alone",
-    "fixed": "the same with the patches of parity.fixes applied",
+    "fused": "the installed version's Liger path (use_liger_loss, use_liger_kernel), model layers unchanged",
+    "fixed": "the same after parity.fixes.apply(trainer)",
 }
 
 
