@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from parity.cli import nightly
-from parity.cli.group import Group, console
+from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
 from parity.cli.show import progress, report
 from parity.errors import UsageError
 from parity.versions.commands.cli import COMMANDS
@@ -59,7 +59,7 @@ _IMPLEMENTATIONS = click.option(
 @click.option(
     "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
 )
-@click.option("--workers", type=int, default=None, help="number of processes; default: at most 2")
+@click.option("--workers", type=click.IntRange(1), default=None, help="number of processes; default: at most 2")
 @click.option(
     "--max-time", default=None, metavar="TIME", help="end in order after 2h, 90m or the like, and report what was done"
 )
@@ -189,7 +189,10 @@ def report_command(results: Path, reports: Path | None) -> None:
     from parity.results.report.rows import read
 
     header, rows = read(results)
-    report(header, rows, reports or results.parent, [], 0)
+    end = header.get("end", {"exit_code": NOTHING if header.get("interrupted") else 0})
+    code = NOTHING if end["exit_code"] in (NOTHING, INTERRUPTED, TERMINATED) else 0
+    report(header, rows, reports or results.parent, [], code)
+    sys.exit(code)
 
 
 @main.command("case", hidden=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 from parity.errors import UsageError
 from parity.process import tell, under_watch
 
-USAGE, NOTHING, FAULT, NO_JUDGEMENT, INTERRUPTED = 2, 3, 70, 125, 130
+USAGE, NOTHING, FAULT, NO_JUDGEMENT, INTERRUPTED, TERMINATED = 2, 3, 70, 125, 130, 143
 """Exit codes beside those of a command itself. `replay` answers NO_JUDGEMENT for USAGE, NOTHING and FAULT: it is what
 `git bisect run` skips. FAULT (EX_SOFTWARE of sysexits.h): an error of the harness, which says nothing about any loss."""
 IN_PROCESS = frozenset({"replay", "audit"})

@@ -14,22 +14,25 @@ from parity.cli.group import console
 from parity.results.row import Row
 
 
-def progress() -> Callable[[list[Row]], None]:
-    """A line on stderr: rewritten on a terminal, every 20 s elsewhere."""
+def progress() -> Callable[[list[Row], int, int], None]:
+    """A line on stderr: rewritten on a terminal, a new one every 20 s elsewhere."""
     terminal, begun = sys.stderr.isatty(), time.monotonic()
     last = [begun if not terminal else 0.0]
 
-    def show(rows: list[Row]) -> None:
+    def show(rows: list[Row], done: int, of: int) -> None:
         now = time.monotonic()
         if now - last[0] < (0.2 if terminal else 20.0):
             return
         last[0] = now
-        pairs = len({(r.case, r.implementation) for r in rows if r.verdict == "agree"})
-        failing = len(
-            {r.implementation for r in rows if r.verdict not in ("agree", "unsupported", "refused") and not r.known}
-        )
-        text = f"{now - begun:5.0f} s  {pairs} implementation-cases agree, {failing} implementations with new findings"
-        click.echo(f"\r{text}\033[K" if terminal else text, err=True, nl=not terminal)
+        failing = len({r.implementation for r in rows if r.new})
+        parts = [f"{now - begun:5.0f} s", f"case {done:,} of {of:,} ({done / max(of, 1):.0%})"]
+        if done:
+            parts.append(f"about {max(0.0, (now - begun) * (of - done) / done):.0f} s left")
+        if rows:
+            parts.append(f"{rows[-1].implementation}")
+        parts.append(f"{failing} implementation{'s' if failing != 1 else ''} with new findings")
+        text = ", ".join(parts)
+        click.echo(f"\r{text[:119]}\033[K" if terminal else text, err=True, nl=not terminal)
 
     return show
 

@@ -129,7 +129,7 @@ def remember(summary: Summary, exit_code: int, folder: Path = FOLDER, complete: 
         header.get("git"),
         json.dumps(header.get("versions") or {}),
         exit_code,
-        complete and not summary.interrupted,
+        complete and not bool(summary.incomplete),
         header.get("seconds") or 0.0,
         page,
     ]

@@ -37,7 +37,7 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
         UsageError: when nothing has this name.
     """
     path = Path(name)
-    if path.suffix == ".json" or path.exists():
+    if path.suffix == ".json" or _there(path):
         case = Case.load(path)
         return case, _found_with(path)
     ledger = Ledger.load(data.ledger_file())
@@ -56,7 +56,14 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
     if drawn is not None:
         return drawn, None
     ids = ", ".join(e.id for e in ledger.entries)
-    raise UsageError(f"case {name!r}: no such file, ledger entry ({ids}) or case in {reports}/results.ndjson")
+    raise UsageError(f"case {name[:200]!r}: no such file, ledger entry ({ids}) or case in {reports}/results.ndjson")
+
+
+def _there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long for a file, or with a zero byte
+        return False
 
 
 def _found_with(path: Path) -> str | None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import secrets
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +27,10 @@ from parity.errors import UsageError
 from parity.judging.pooled_slope import pooled
 from parity.registry import family, load, loss_families, loss_family, select
 from parity.results.ledger import Ledger
-from parity.results.row import Row
+from parity.results.row import SCHEMA, Row
 from parity.running import supervisor
 from parity.running.chosen import described, named
-from parity.running.events import Checked, Judged, Lost, Stopped
+from parity.running.events import At, Checked, Judged, Lost, Stopped
 from parity.running.provenance import header, resolve_device
 from parity.trainers import catalogue
 
@@ -35,8 +39,8 @@ MINIMUM_REQUIRED = 20
 TIMEOUT, FIRST_TIMEOUT = 180.0, 300.0
 DTYPES = ("fp32", "fp16", "bf16")
 
-AGREE, NEW, USAGE, NOTHING, STALE = 0, 1, 2, 3, 4
-"""Exit codes of the contract; where several hold the order of precedence is usage, nothing, new, stale."""
+AGREE, NEW, USAGE, NOTHING, STALE, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 130, 143
+"""Exit codes of the contract; where several hold the order of precedence is usage, stopped, nothing, new, stale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +162,8 @@ def check(options: Options) -> None:
         raise UsageError("device 'cuda': torch sees no CUDA device here (parity doctor says why), choose cpu or auto")
 
 
-def execute(options: Options, progress: Callable[[list[Row]], None]) -> Result:
-    """Run, writing rows as they come; `progress(rows)` is called at every event."""
+def execute(options: Options, progress: Callable[[list[Row], int, int], None]) -> Result:
+    """Run, writing rows as they come; `progress(rows, cases, of)` is called at every event."""
     from parity.results.report.rows import writer
 
     check(options)
@@ -170,6 +174,7 @@ def execute(options: Options, progress: Callable[[list[Row]], None]) -> Result:
     plan = plans(options, device, seed, ledger_path)
     run_id = secrets.token_hex(4)
     head = header(run_id, device, options.profile, seed)
+    head["header"]["ends"] = True  # with a record of its end: a file without one is of a run that was killed
     every = (*loss_families(), *catalogue.names())
     head["header"]["dimensions"] = {n: defaults(family(n).settings) for n in every}
     rows: list[Row] = []
@@ -179,32 +184,45 @@ def execute(options: Options, progress: Callable[[list[Row]], None]) -> Result:
     begun = time.monotonic()
     path = options.results or options.reports / "results.ndjson"
     roles = {i.id: i.role for i in (load() | catalogue.implementations()).values()}
-    with writer(path) as write:
+    of, done, ended = size(plan), 0, 0
+    with locked(options.reports), writer(path) as write:
         write(head)
 
         def keep(row: Row) -> None:
             rows.append(replace(row, run=run_id, role=roles.get(row.implementation, row.role)))
             write(rows[-1])
 
-        for event in supervisor.run(plan, TIMEOUT, FIRST_TIMEOUT):
-            match event:
-                case Judged():
-                    keep(event.row)
-                case Checked():
-                    verdicts[event.entry] = event.stale
-                case Lost():
-                    lost.append(event.message)
-                case Stopped():
-                    stopped.append(event)
-            progress(rows)
+        try:
+            with stopping():
+                for event in supervisor.run(plan, TIMEOUT, FIRST_TIMEOUT):
+                    match event:
+                        case Judged():
+                            keep(event.row)
+                        case Checked():
+                            verdicts[event.entry] = event.stale
+                        case Lost():
+                            lost.append(event.message)
+                        case Stopped():
+                            stopped.append(event)
+                        case At():
+                            done += 1
+                    progress(rows, done, of)
+        except KeyboardInterrupt as error:
+            ended = TERMINATED if isinstance(error, Terminated) else INTERRUPTED
         for row in pooled(rows):
             keep(row)
+        stale = sorted(i for i, s in verdicts.items() if s)
+        code, reasons = judge_run(options, rows, stale, lost, device)
+        if stopped:
+            head["header"]["stopped"] = stopped_after(stopped)
+            reasons = [*reasons, f"the time was over: {head['header']['stopped']}"]
+        if ended:
+            code, reasons = ended, [f"stopped after {done} of {of} cases", *reasons]
+        complete = not (ended or stopped or lost)
+        end = {"cases": done, "of": of, "complete": complete, "exit_code": code}
+        write({"end": end, "schema": SCHEMA, "run": run_id})
+    head["end"] = end
     head["header"]["seconds"] = round(time.monotonic() - begun, 1)
-    stale = sorted(i for i, s in verdicts.items() if s)
-    code, reasons = judge_run(options, rows, stale, lost, device)
-    if stopped:
-        head["header"]["stopped"] = stopped_after(stopped)
-        reasons = [*reasons, f"the time was over: {head['header']['stopped']}"]
     return Result(head, rows, stale, lost, code, reasons)
 
 
@@ -215,6 +233,64 @@ def stopped_after(stopped: Sequence[Stopped]) -> str:
         done[one.family] += one.done
         of[one.family] += one.of
     return ", ".join(f"{name} after {done[name]:,} of {of[name]:,} cases" for name in of)
+
+
+def size(plan: Iterable[dict[str, Any]]) -> int:
+    """How many cases a plan is about: those drawn or listed, and the frozen ones of its families."""
+    total = 0
+    for worker in plan:
+        for shard in worker["shards"]:
+            frozen = sum(case["family"] == shard["family"] for _, case, _ in worker["frozen"])
+            total += shard["count"] or frozen
+    return total
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end (SIGTERM): as Ctrl-C, with an exit code of its own."""
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does: workers killed, folders removed, what there is reported."""
+
+    def asked(number: int, frame: Any) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread alone
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, asked)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A folder of reports for one run at a time: two would write their rows under one header.
+
+    Raises:
+        UsageError: naming the process of the other.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a+")  # noqa: SIM115 held open as long as the lock is
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written: {error.strerror}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise UsageError(
+                f"{folder}: process {file.read().strip() or 'another'} writes its reports there; choose another --reports"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+        file.truncate(0)
 
 
 def judge_run(

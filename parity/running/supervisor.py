@@ -44,7 +44,8 @@ class Worker:
     `last`: when it said something last; `computed`: its CPU time when it had been silent since, None before that.
     `kept`: rows of the implementation that runs, passed on when it is done, so that none is there twice when it runs
     again in a fresh process; `done`: (case, implementation) pairs passed on since the case `at` began. `retried`: pairs
-    that had a second chance; `retired`: the pair after which the process asked for a successor.
+    that had a second chance; `retired`: the pair after which the process asked for a successor;
+    `again`: its first case was begun before.
     """
 
     plan: dict[str, Any]
@@ -63,6 +64,7 @@ class Worker:
     done: set[tuple[str, str]] = dataclasses.field(default_factory=set)
     retried: set[tuple[str, str] | None] = dataclasses.field(default_factory=set)
     retired: Retired | None = None
+    again: bool = False
 
 
 def run(plans: list[dict[str, Any]], timeout: float, first_timeout: float) -> Iterator[Event]:
@@ -153,6 +155,9 @@ def _passed_on(worker: Worker, event: Event) -> Iterator[Event]:
             if event.number != worker.at:
                 worker.done.clear()
             worker.at, worker.shrinking = event.number, False
+            if worker.again:  # the process before this one has said so
+                worker.again = False
+                return
         case Shrinking():
             worker.shrinking = True
         case ShardDone():
@@ -247,6 +252,7 @@ def _lost(
         if out or worker.shrinking or sum(i == implementation for _, i in resumed["skip"]) >= THRICE:
             # minimising would run into the same wall again; after the third time the implementation is left out
             worker.plan["exclude"] = [*worker.plan.get("exclude", ()), implementation]
+    worker.again = last is not None
     worker.retired = None
     worker.shards[0] |= resumed
     _start(worker, events, folder)

@@ -42,6 +42,11 @@ def render(summary: Summary) -> bytes:
                     if _of(line) == _of(tally):
                         _quantity(suite, tally, summary)
         _totals(suite)
+    if summary.incomplete:  # else a viewer shows what there is as green
+        suite = ET.SubElement(root, "testsuite", name="parity.run")
+        error = ET.SubElement(ET.SubElement(suite, "testcase", classname="parity", name="run", time="0"), "error")
+        error.set("message", _legal(summary.incomplete))
+        _totals(suite)
     _totals(root)
     ET.indent(root)
     xml: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)

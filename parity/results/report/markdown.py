@@ -39,8 +39,8 @@ def render(summary: Summary) -> str:
 def _render(summary: Summary, full: int) -> str:
     out = ["## Numerical parity", "", f"**{escape(' · '.join(wording.counts(summary.counts)))}**", ""]
     out += [escape(f"{summary.counts.total:,} implementation-cases: {wording.outcome(summary)}."), ""]
-    if summary.interrupted:
-        out += ["The run was interrupted: its last row is cut, and whatever came after it is missing.", ""]
+    if summary.incomplete:
+        out += [f"**The run was {summary.incomplete}.**", ""]
     out += _table(summary.lines)
     if summary.findings:
         out += ["### New findings", ""]

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from parity.decoding import decode, json_of
+import msgspec
+
+from parity.decoding import convert, decode, json_of
 from parity.errors import UsageError
 from parity.results.row import SCHEMA, Row
 
@@ -53,8 +55,10 @@ def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Row | M
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], list[Row]]:
-    """The header row and all others. A last line that was left half written is dropped, and the header then carries
-    `"interrupted": true`.
+    """The header row and all others; the header carries the run's end record under "end".
+
+    A last line that was left half written is dropped. The header has `"interrupted": true` then, and where a run that
+    writes an end record has left none.
 
     Raises:
         UsageError: one line that names the file, the line number and what is wrong there.
@@ -72,8 +76,10 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[Row]]:
     for number, line in enumerate(lines, 1):
         if header is None:
             header = _header(line, f"{path} line {number}")
+        elif line.startswith(END):
+            header["end"] = _end(line, f"{path} line {number}")
         elif line.strip():
-            rows.append(decode(Row, line, f"{path} line {number}"))
+            rows.append(_row(line, f"{path} line {number}", header))
     if rest.strip():
         where = f"{path} line {len(lines) + 1}"
         try:
@@ -84,11 +90,41 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[Row]]:
         else:  # complete but for its line break
             if header is None:
                 header = _header(rest, where)
+            elif rest.startswith(END):
+                header["end"] = _end(rest, where)
             else:
-                rows.append(decode(Row, rest, where))
+                rows.append(_row(rest, where, header))
     if header is None:
         raise UsageError(f"{path}: no header row; the run that wrote it ended before it began")
+    if header["header"].get("ends") and "end" not in header:
+        header["interrupted"] = True
     return header, rows
+
+
+END = b'{"end": '
+"""How the record of a run's end begins; it is the last line."""
+
+
+class _End(msgspec.Struct):
+    cases: int
+    of: int
+    complete: bool
+    exit_code: int
+
+
+def _end(line: bytes, where: str) -> dict[str, Any]:
+    found = json_of(line, where)
+    convert(_End, found["end"], where)
+    return dict(found["end"])
+
+
+def _row(line: bytes, where: str, header: dict[str, Any]) -> Row:
+    row: Row = decode(Row, line, where)
+    if row.run and header.get("run") and row.run != header["run"]:
+        raise UsageError(
+            f"{where}: a row of run {row.run} under the header of run {header['run']}: two runs in one file"
+        )
+    return row
 
 
 def _header(line: bytes, where: str) -> dict[str, Any]:

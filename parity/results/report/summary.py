@@ -91,7 +91,7 @@ class Summary:
     Attributes:
         run: id of the run.
         header: what the header row carries under "header".
-        interrupted: whether the last line of the file was cut, so that the run did not finish.
+        incomplete: how far a run came that did not finish; empty for one that did.
         counts: of all implementation-cases.
         lines: the table, by family, implementation and dtype.
         tallies: the same, by quantity.
@@ -104,7 +104,7 @@ class Summary:
 
     run: str
     header: Mapping[str, Any]
-    interrupted: bool
+    incomplete: str
     counts: Counts
     lines: tuple[Line, ...]
     tallies: tuple[Tally, ...]
@@ -118,6 +118,16 @@ class Summary:
 DTYPES = ("fp64", "fp32", "fp16", "bf16")
 
 
+def _incomplete(header: Mapping[str, Any]) -> str:
+    end = header.get("end")
+    if end is not None:
+        how = "interrupted: " if end["exit_code"] in (130, 143) else ""
+        return "" if end["complete"] else f"{how}stopped after {end['cases']:,} of {end['of']:,} cases"
+    return (
+        "interrupted: the file ends before the run did, what came later is missing" if header.get("interrupted") else ""
+    )
+
+
 def summarise(header: Mapping[str, Any], rows: Iterable[Row]) -> Summary:
     """Count a run; `header` is the file's first row, `rows` all others (`rows.read` returns the two)."""
     everything = grouped(rows)
@@ -129,7 +139,7 @@ def summarise(header: Mapping[str, Any], rows: Iterable[Row]) -> Summary:
     return Summary(
         run=str(header.get("run", "")),
         header=told,
-        interrupted=bool(header.get("interrupted", False)),
+        incomplete=_incomplete(header),
         counts=_counts(cases),
         lines=tuple(_lines(everything)),
         tallies=tuple(_tallies(everything)),

@@ -32,8 +32,8 @@ def render(summary: Summary, console: Console) -> None:
     )
     say(console, wording.about(summary), "dim")
     say(console, wording.versions(summary), "dim")
-    if summary.interrupted:
-        say(console, "the run was interrupted: its last row is cut, and whatever came after it is missing", "yellow")
+    if summary.incomplete:
+        say(console, f"the run was {summary.incomplete}", "yellow")
     for family in dict.fromkeys(line.family for line in summary.lines):
         console.print()
         _table(family, [line for line in summary.lines if line.family == family], console)

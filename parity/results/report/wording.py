@@ -60,7 +60,7 @@ def outcome(summary: Summary) -> str:
     """One line: new and known findings."""
     new, known = len(summary.findings), len(summary.known)
     text = count(new, "new finding") if new else "no new findings"
-    return f"{text}, {known:,} known"
+    return f"{text}{' so far' if summary.incomplete else ''}, {known:,} known{', incomplete' if summary.incomplete else ''}"
 
 
 def as_drawn(summary: Summary) -> str:

@@ -1,0 +1,126 @@
+"""A run that did not finish says so: in its file, in every report and in its exit code; one folder is one run's."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from parity.cli.commands import main
+from parity.errors import UsageError
+from parity.results.report import html, junit, markdown
+from parity.results.report.rows import read, writer
+from parity.results.report.summary import summarise
+from parity.results.row import Row
+from parity.running import run as running
+from parity.running.events import At, Judged
+
+HEADER = {
+    "schema": 1,
+    "run": "aa",
+    "header": {"versions": {}, "device": "cpu", "profile": "quick", "seed": 1, "ends": True},
+}
+
+
+def row(**fields):
+    base = {"case": "logprobs-1", "family": "logprobs", "implementation": "trl.selective_log_softmax", "dtype": "fp32"}
+    return Row(
+        **{
+            **base,
+            "device": "cpu",
+            "verdict": "agree",
+            "quantity": "logps",
+            "run": "aa",
+            "settings": {"V": 3},
+            **fields,
+        }
+    )
+
+
+def file_of(path, *records):
+    with writer(path) as write:
+        for record in records:
+            write(record)
+    return path
+
+
+def end(**fields):
+    return {"end": {"cases": 12, "of": 340, "complete": False, "exit_code": 130} | fields, "schema": 1, "run": "aa"}
+
+
+@pytest.mark.parametrize(
+    ("records", "says"),
+    [((HEADER, row(), end()), "stopped after 12 of 340 cases"), ((HEADER, row()), "the file ends before the run did")],
+    ids=["interrupted", "killed"],
+)
+def test_every_report_says_that_a_run_did_not_finish(tmp_path, records, says):
+    path = file_of(tmp_path / "results.ndjson", *records)
+    done = CliRunner().invoke(main, ["report", str(path)])
+    assert done.exit_code == 3
+    assert says in " ".join(done.output.split())
+    assert "no new findings so far" in " ".join(done.output.split())
+    summary = summarise(*read(path))
+    for text in (markdown.render(summary), html.render(summary), junit.render(summary).decode()):
+        assert says in text
+    assert b'errors="1"' in junit.render(summary)
+
+
+def test_a_run_that_finished_and_an_older_file_are_whole(tmp_path):
+    older = {**HEADER, "header": {k: v for k, v in HEADER["header"].items() if k != "ends"}}
+    for number, records in enumerate([(HEADER, row(), end(complete=True)), (older, row())]):
+        path = file_of(tmp_path / f"{number}.ndjson", *records)
+        assert summarise(*read(path)).incomplete == ""
+        assert CliRunner().invoke(main, ["report", str(path)]).exit_code == 0
+
+
+def test_rows_of_two_runs_in_one_file_are_refused(tmp_path):
+    path = file_of(tmp_path / "results.ndjson", HEADER, row(), row(run="bb"))
+    with pytest.raises(UsageError, match=r"results.ndjson line 3: a row of run bb under the header of run aa"):
+        read(path)
+
+
+@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt, 130), (running.Terminated, 143)])
+def test_what_there_is_when_it_is_stopped_is_reported(tmp_path, monkeypatch, raised, code):
+    def events(*args):
+        yield At(0)
+        yield Judged(row(run=""))
+        raise raised
+
+    monkeypatch.setattr(running.supervisor, "run", events)
+    found = running.execute(running.Options(profile="quick", reports=tmp_path), lambda *args: None)
+    assert found.exit_code == code
+    assert found.reasons[0].startswith("stopped after 1 of ")
+    header, rows = read(tmp_path / "results.ndjson")
+    assert header["end"]["complete"] is False and len(rows) == 1
+    assert json.loads((tmp_path / "results.ndjson").read_text().splitlines()[-1])["end"]["exit_code"] == code
+
+
+def test_sigterm_is_an_end_as_well():
+    def terminated():
+        with running.stopping():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+
+    with pytest.raises(running.Terminated):
+        terminated()
+    assert signal.getsignal(signal.SIGTERM) is not None
+
+
+def test_a_folder_of_reports_belongs_to_one_run(tmp_path):
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom parity.running.run import locked\n"
+        "with locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UsageError, match=f"process {other.pid} writes its reports there"), running.locked(tmp_path):
+            pass
+        other.kill()
+    with running.locked(tmp_path):
+        pass
