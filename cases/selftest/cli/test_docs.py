@@ -87,6 +87,13 @@ def test_the_map_shows_the_layers_that_are_checked():
     assert drawn == [layer.replace("parity.", "") for layer in layers]
 
 
+@pytest.mark.parametrize("title", ["Follow one case", "Follow one trainer check"])
+def test_the_map_follows_it_in_at_most_fifteen_modules(title):
+    section = (DOCS / "architecture.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    modules = set(re.findall(r"parity/[\w/]+\.py", section))
+    assert 10 <= len(modules) <= 15, sorted(modules)
+
+
 def test_the_checks_see_what_is_broken():
     page = DOCS / "glossary.md"
     assert list(broken_paths("see parity/no/such.py and `parity.no.such`, not parity/registry.py")) == [
