@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MINIMUM = (3, 11)
-KEPT = ("torch", "triton")
+KEPT = ("torch", "triton", "pytorch-triton")
+"""Never touched in VENV=system; NVIDIA's containers have Triton as `pytorch-triton` and torch as 2.9.0a0+nv25.10."""
 NEEDED = "torch transformers trl accelerate datasets peft numpy hypothesis click rich jinja2 safetensors msgspec pytest".split()
 WISHED = "triton liger-kernel cut-cross-entropy pytest-benchmark pytest-timeout pytest-xdist mpmath uv".split()
 
@@ -75,7 +76,7 @@ def install(folder: Path, system: bool) -> int:
             print(f"VENV=system: {sys.executable} has no torch; use plain `make parity`, which brings one")
             return 3
         constraints = [f"{n}=={v}" for n, v in held.items() if v] + [
-            c for c in constraints if not c.startswith("torch==")
+            c for c in constraints if c.partition("==")[0] not in KEPT
         ]
         installed = ", ".join(f"{n} {v}" for n, v in held.items() if v)
         print(f"VENV=system: {folder}, over the packages of {sys.executable}; {installed} stay as they are")
@@ -85,6 +86,8 @@ def install(folder: Path, system: bool) -> int:
         print("downloads about 0.5 GB with a CPU build of torch, 3 GB with a CUDA build; some minutes, once")
     sys.stdout.flush()
     venv.EnvBuilder(with_pip=True, system_site_packages=system, clear=folder.exists()).create(folder)
+    if system and held["triton"] is None and held["pytorch-triton"] is not None:
+        known_as_triton(folder, held["pytorch-triton"])
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     with tempfile.TemporaryDirectory() as temporary:
         pins = Path(temporary) / "constraints.txt"
@@ -114,6 +117,15 @@ def install(folder: Path, system: bool) -> int:
             )
             return 3
     return 0
+
+
+def known_as_triton(folder: Path, version: str) -> None:
+    """Tell pip of a venv that the `pytorch-triton` below it is `triton`, so that it installs no other over it."""
+    for site in folder.glob("lib/python*/site-packages"):
+        about = site / f"triton-{version}.dist-info"
+        about.mkdir(parents=True, exist_ok=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: triton\nVersion: {version}\n")
+        (about / "INSTALLER").write_text("parity\n")
 
 
 VERSIONS = (

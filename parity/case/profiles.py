@@ -52,5 +52,10 @@ PROFILES = {
         minimise_seconds=600.0,
     ),
 }
-SHARDS = 2
+SHARDS, SHARDS_CUDA = 2, 16
 """Parts into which each family's draws are split, whatever the number of cores, so that results do not depend on it."""
+
+
+def shards(device: str) -> int:
+    """Into how many parts a family's draws are split: by the device, so that every machine with it draws the same cases."""
+    return SHARDS_CUDA if device == "cuda" else SHARDS

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from parity.implementations.implementation import Implementation
 from parity.registry import load
+from parity.running import gpu
 from parity.running.provenance import resolve_device, versions
 
 
@@ -21,6 +22,9 @@ def diagnose(console: Console) -> int:
     console.print("  " + ", ".join(f"{k} {v}" for k, v in found.items()), soft_wrap=True)
     device = resolve_device("auto")
     console.print(f"[bold]device[/bold]\n  {device}: {_device_text(device)}")
+    for why in (gpu.unusable(), gpu.no_triton() if device == "cuda" else None):
+        if why:
+            console.print(f"  {why}", soft_wrap=True, markup=False)
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
     console.print(
         f"[bold]C++ compiler[/bold]\n  {compiler}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from parity import world
 from parity.case.inputs import Inputs
 from parity.errors import HarnessError, OracleError, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
+from parity.process import matmul_precision
 from parity.rounding.oracle import gradient_name
 
 OWN = str(Path(parity.__file__).parent)
@@ -84,14 +86,14 @@ def forward(implementation: Implementation, x: Inputs) -> Outputs:
 @contextlib.contextmanager
 def surroundings(implementation: Implementation, x: Inputs) -> Iterator[None]:
     """Where both passes run: the implementation's own surroundings, and tf32 products where the case says so."""
-    before = torch.get_float32_matmul_precision()
+    before = matmul_precision()
     if x.context == "tf32":
         torch.set_float32_matmul_precision("high")
     try:
         with implementation.around():
             yield
     finally:
-        if x.context == "tf32" and torch.get_float32_matmul_precision() == "high":
+        if x.context == "tf32" and matmul_precision() == "high":
             torch.set_float32_matmul_precision(before)  # what else is left behind is for the protocol gate to see
 
 
@@ -216,7 +218,7 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     if (
         implementation.interpreted
         and any("triton" in Path(f).parts for f in files[-4:])
-        and not torch.cuda.is_available()
+        and os.environ.get("TRITON_INTERPRET") == "1"
     ):
         return Outcome("unsupported", message=f"Triton's interpreter: {message}")
     if own and (not theirs or theirs[-1] < own[-1]):

@@ -22,13 +22,13 @@ from msgspec.structs import replace
 from parity import data
 from parity.case.case import Case
 from parity.case.inputs import defaults
-from parity.case.profiles import PROFILES, SHARDS
+from parity.case.profiles import PROFILES, shards
 from parity.errors import UsageError
 from parity.judging.pooled_slope import pooled
 from parity.registry import family, load, loss_families, loss_family, select
 from parity.results.ledger import Ledger
 from parity.results.row import SCHEMA, Row
-from parity.running import supervisor
+from parity.running import gpu, supervisor
 from parity.running.chosen import described, named
 from parity.running.events import At, Checked, Judged, Lost, Stopped
 from parity.running.provenance import header, resolve_device
@@ -82,7 +82,9 @@ def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[d
     families = [f for f in wanted or known if f in known and f in have]
     checked = catalogue.chosen(wanted, have)
     frozen = [f for f in frozen_cases(ledger_path) if profile.frozen_trainers or f[1]["family"] in known]
-    count = options.workers or max(1, min(os.cpu_count() or 1, SHARDS))
+    parts = shards(device)
+    count = options.workers or gpu.workers(parts)
+    gpus = gpu.visible() if device == "cuda" else []
     plan: dict[str, Any] = {
         "device": device,
         "threads": 1,
@@ -96,21 +98,25 @@ def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[d
         "memory": memory(count) if device == "cpu" else None,
         "deadline": None if options.max_time is None else time.time() + options.max_time,
     }
-    out = [plan | {"shards": []} for _ in range(count)]
+    out = [
+        plan
+        | {"shards": [], "gpu": gpus[n % len(gpus)] if gpus else None, "wait": gpu.START_APART * n if gpus else 0.0}
+        for n in range(count)
+    ]
     for number, name in enumerate([*families, *checked]):
         out[number % count]["shards"].append({"family": name, "index": -1, "count": 0, "seed": seed})
     for number, name in enumerate(families):
         total = loss_family(name).drawn.get(options.profile, 0)
-        for index in range(SHARDS):
-            part = total // SHARDS + (index < total % SHARDS)
+        for index in range(parts):
+            part = total // parts + (index < total % parts)
             if part:
                 shard = {"family": name, "index": index, "count": part, "seed": seed}
                 out[(number + index) % count]["shards"].append(shard)
     for number, name in enumerate(checked):
         total = len(catalogue.cases(name, options.profile, seed))
-        for index in range(min(SHARDS, total)):
-            part = len(range(index, total, SHARDS))
-            shard = {"family": name, "index": index, "count": part, "seed": seed}
+        for index in range(min(parts, total)):
+            part = len(range(index, total, parts))
+            shard = {"family": name, "index": index, "count": part, "seed": seed, "parts": parts}
             out[(number + index) % count]["shards"].append(shard)
     return [p for p in out if p["shards"]]
 
@@ -173,7 +179,8 @@ def execute(options: Options, progress: Callable[[list[Row], int, int], None]) -
     ledger_path = options.ledger or data.ledger_file()
     plan = plans(options, device, seed, ledger_path)
     run_id = secrets.token_hex(4)
-    head = header(run_id, device, options.profile, seed)
+    cannot = _cannot(options, device)
+    head = header(run_id, "cpu" if cannot else device, options.profile, seed)
     head["header"]["ends"] = True  # with a record of its end: a file without one is of a run that was killed
     every = (*loss_families(), *catalogue.names())
     head["header"]["dimensions"] = {n: defaults(family(n).settings) for n in every}
@@ -194,7 +201,7 @@ def execute(options: Options, progress: Callable[[list[Row], int, int], None]) -
 
         try:
             with stopping():
-                for event in supervisor.run(plan, TIMEOUT, FIRST_TIMEOUT):
+                for event in supervisor.run([] if cannot else plan, TIMEOUT, FIRST_TIMEOUT):
                     match event:
                         case Judged():
                             keep(event.row)
@@ -212,7 +219,7 @@ def execute(options: Options, progress: Callable[[list[Row], int, int], None]) -
         for row in pooled(rows):
             keep(row)
         stale = sorted(i for i, s in verdicts.items() if s)
-        code, reasons = judge_run(options, rows, stale, lost, device)
+        code, reasons = (NOTHING, [cannot]) if cannot else judge_run(options, rows, stale, lost, device)
         if stopped:
             head["header"]["stopped"] = stopped_after(stopped)
             reasons = [*reasons, f"the time was over: {head['header']['stopped']}"]
@@ -293,6 +300,20 @@ def locked(folder: Path) -> Iterator[None]:
         file.truncate(0)
 
 
+def _cannot(options: Options, device: str) -> str | None:
+    """Why a box with a GPU cannot give the run that was asked for: no run on its CPU instead, which would end green."""
+    if device == "cpu":
+        return gpu.unusable() if options.device == "auto" else None
+    return gpu.no_triton() if any(i.interpreted for i in select(options.implementations)) else None
+
+
+def required_kernels(options: Options) -> list[str]:
+    """On CUDA every Triton kernel that runs by default is required: there it is what users run."""
+    if options.dtypes or options.families:  # some kernels claim no other dtype; others are of another family
+        return []
+    return [i.id for i in select(options.implementations) if i.interpreted and not i.opt_in and not i.missing()]
+
+
 def judge_run(
     options: Options, rows: Sequence[Row], stale: Sequence[str], lost: Sequence[str], device: str
 ) -> tuple[int, list[str]]:
@@ -301,11 +322,12 @@ def judge_run(
     comparisons = cases_compared(rows)
     if not sum(comparisons.values()):
         nothing.append("nothing was compared")
+    kernels = required_kernels(options) if device == "cuda" else []
+    nothing += [f"required on CUDA: {name}: {_why(name, rows)}" for name in kernels if not comparisons[name]]
     for item in options.require:
         name, _, wanted = item.partition(":")
-        count = sum(n for i, n in comparisons.items() if i == name or i.startswith(f"{name}."))
-        if wanted and wanted != device:
-            count = 0
+        there = cases_compared(r for r in rows if r.device == wanted) if wanted else comparisons
+        count = sum(n for i, n in there.items() if i == name or i.startswith(f"{name}."))
         if count < MINIMUM_REQUIRED:
             nothing.append(f"required {item}: {count} judged comparisons, at least {MINIMUM_REQUIRED} expected")
     new = collections.Counter(r.implementation for r in rows if r.new)

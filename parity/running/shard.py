@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from parity import world
 from parity.case.case import Case
 from parity.case.drawing import batch, cases
-from parity.case.profiles import Profile
+from parity.case.profiles import SHARDS, Profile
 from parity.implementations.implementation import Implementation
 from parity.registry import facts, loss_family, run_case
 from parity.results.ledger import Ledger, stale
@@ -36,6 +36,7 @@ class Shard:
     index: int
     count: int
     seed: int
+    parts: int = SHARDS
     resume: int = 0
     skip: tuple[tuple[str, str], ...] = ()
 
@@ -87,11 +88,10 @@ class Session:
 
     def checks(self, shard: Shard) -> None:
         """Run a trainer's checks: every case of the profile whose number falls to this shard. Nothing is minimised."""
-        from parity.case.profiles import SHARDS
         from parity.trainers.catalogue import cases as trainer_cases
 
         for number, case in enumerate(
-            trainer_cases(shard.family, self.profile_name, shard.seed)[shard.index :: SHARDS]
+            trainer_cases(shard.family, self.profile_name, shard.seed)[shard.index :: shard.parts]
         ):
             if number < shard.resume:
                 continue

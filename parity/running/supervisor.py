@@ -22,9 +22,9 @@ import psutil
 from msgspec.structs import replace
 
 from parity.errors import UsageError
-from parity.process import environment, interpreter
+from parity.process import interpreter
 from parity.results.row import Row, Verdict
-from parity.running import cpu_limit
+from parity.running import cpu_limit, gpu
 from parity.running.events import At, Done, Event, Judged, Lost, Retired, ShardDone, Shrinking, Started, genuine
 from parity.running.events import read as read_event
 
@@ -177,7 +177,7 @@ def _start(worker: Worker, events: Any, folder: Path) -> None:
     worker.nonce = secrets.token_hex(8)
     told = {"shards": worker.shards, "nonce": worker.nonce, "parent": os.getpid()}
     plan.write_text(json.dumps(worker.plan | told))
-    env = os.environ | environment(worker.plan["device"], worker.plan["threads"])
+    env = gpu.child(worker.plan["device"], worker.plan["threads"], worker.plan.get("gpu"))
     command = [*interpreter("parity.running.worker:main"), str(plan)]
     with worker.errors.open("w") as errors:
         process = subprocess.Popen(
@@ -220,9 +220,9 @@ def _start(worker: Worker, events: Any, folder: Path) -> None:
 def _death(worker: Worker) -> str:
     assert worker.process is not None and worker.errors is not None
     code = worker.process.returncode
-    tail = [line for line in worker.errors.read_text(errors="replace").splitlines() if line.strip()][-1:]
+    why = gpu.cause(worker.errors.read_text(errors="replace").splitlines())
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    return f"the process ended ({how}){': ' + tail[0][:300] if tail else ''}"
+    return f"the process ended ({how}){': ' + why[:300] if why else ''}"
 
 
 def _lost(

@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def main(path: str) -> int:
     events = os.fdopen(os.dup(1), "w", buffering=1)  # not inherited by what an implementation starts
     os.dup2(2, 1)  # what libraries print must not mix with events
     pid = os.getpid()
+    time.sleep(plan.get("wait", 0.0))
     prepare(plan["device"], plan["threads"])
     limit_memory(plan.get("memory"))
 

@@ -23,6 +23,8 @@ import torch
 from torch.nn.modules import module as nn_module
 from torch.utils._device import DeviceContext
 
+from parity.process import matmul_precision
+
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
@@ -149,20 +151,28 @@ SWITCHES: tuple[tuple[Any, str], ...] = (
 _SDP = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 
 
-def _switches() -> tuple[bool, ...]:
+def _switches() -> tuple[bool | str, ...]:
     sdp = [getattr(torch.backends.cuda, f"{name}_enabled")() for name in _SDP]
-    return tuple(getattr(owner, name) for owner, name in SWITCHES) + tuple(sdp)
+    return tuple(_switch(owner, name) for owner, name in SWITCHES) + tuple(sdp)
 
 
-def _put_switches(value: tuple[bool, ...]) -> None:
+def _switch(owner: Any, name: str) -> bool | str:
+    """A switch; "mixed" where somebody set torch's newer `fp32_precision`, beside which `allow_tf32` raises."""
+    try:
+        return bool(getattr(owner, name))
+    except RuntimeError:
+        return "mixed"
+
+
+def _put_switches(value: tuple[bool | str, ...]) -> None:
     for (owner, name), on in zip(SWITCHES, value, strict=False):
-        if getattr(owner, name) != on:
+        if _switch(owner, name) != on:
             setattr(owner, name, on)
     for name, on in zip(_SDP, value[len(SWITCHES) :], strict=True):
         getattr(torch.backends.cuda, f"enable_{name}")(on)
 
 
-def _named_switches(before: tuple[bool, ...], now: tuple[bool, ...]) -> list[str]:
+def _named_switches(before: tuple[bool | str, ...], now: tuple[bool | str, ...]) -> list[str]:
     names = [
         f"{owner.__name__ if hasattr(owner, '__name__') else 'torch.backends.cuda.matmul'}.{name}"
         for owner, name in SWITCHES
@@ -295,7 +305,7 @@ WATCHES: tuple[Watch, ...] = (
         lambda: str(torch.get_default_device()),
         lambda d: torch.set_default_device(None if d == "cpu" else d),
     ),
-    Watch("float32_matmul_precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    Watch("float32_matmul_precision", matmul_precision, torch.set_float32_matmul_precision),
     Watch(
         "deterministic algorithms", _deterministic, lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1])
     ),

@@ -1,0 +1,138 @@
+"""A box with a GPU says why it cannot use it, and each worker sees what it should."""
+
+import subprocess
+
+import pytest
+import torch
+
+from fixtures.pretended_cuda import pretended
+from parity import bootstrap, world
+from parity.case.profiles import SHARDS, SHARDS_CUDA
+from parity.process import matmul_precision
+from parity.running import gpu, one_kernel, run
+from parity.running.run import NOTHING, Options
+
+
+@pytest.fixture
+def box(monkeypatch, tmp_path):
+    """A box with the device file of a GPU."""
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(gpu, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_without_a_device_file_nothing_is_wrong():
+    assert gpu.unusable() is None
+
+
+def test_a_driver_too_old_ends_the_run_with_its_cause(box, monkeypatch, tmp_path):
+    def old():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nPlease update")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", old)
+    found = run.execute(Options(profile="quick", reports=tmp_path), lambda rows: None)
+    assert found.exit_code == NOTHING and not found.rows
+    assert "driver on your system is too old (found version 12040)" in found.reasons[0]
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "torch was built without CUDA" in gpu.unusable()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu.unusable() is None  # as the caller wished
+
+
+def test_a_kernel_that_cannot_be_compiled_ends_the_run(monkeypatch, tmp_path):
+    said = "Traceback\nRuntimeError: Failed to find C compiler. Please specify via CC environment variable.\n"
+    failed = subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr(gpu.subprocess, "run", lambda *args, **kwargs: failed)
+    assert "Failed to find C compiler" in gpu.no_triton() and "apt-get install gcc python3-dev" in gpu.no_triton()
+    assert "Failed to find C compiler" in run._cannot(Options(), "cuda")
+    assert run._cannot(Options(implementations=("honest",)), "cpu") is None
+
+
+def test_the_one_kernel_is_right_in_the_interpreter():
+    assert one_kernel.main("cpu") == 0
+
+
+def test_kernels_are_required_on_cuda():
+    kernels = run.required_kernels(Options())
+    assert "trl.chunked_logprob_kernel" in kernels and "cce.default" in kernels
+    code, reasons = run.judge_run(Options(), [], [], [], "cuda")
+    assert code == NOTHING and any("required on CUDA: cce.default" in r for r in reasons)
+    assert not any("required on CUDA" in r for r in run.judge_run(Options(), [], [], [], "cpu")[1])
+
+
+def test_the_environment_of_a_worker(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    on_gpu = gpu.child("cuda", 1, "2")
+    assert "TRITON_INTERPRET" not in on_gpu and on_gpu["CUDA_VISIBLE_DEVICES"] == "2"
+    on_cpu = gpu.child("cpu", 1)
+    assert on_cpu["TRITON_INTERPRET"] == "1" and on_cpu["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_shards_do_not_depend_on_workers_and_gpus_are_dealt_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+
+    def dealt(device, workers):
+        options = Options(profile="quick", workers=workers, reports=tmp_path)
+        plan = run.plans(options, device, 1, run.data.ledger_file())
+        shards = sorted(
+            (s["family"], s["index"], s["count"], s.get("parts", SHARDS)) for p in plan for s in p["shards"]
+        )
+        return shards, plan
+
+    few, plan = dealt("cuda", 2)
+    many, spread = dealt("cuda", 5)
+    assert few == many and {p["gpu"] for p in plan} == {"3", "5"}
+    assert [p["wait"] for p in spread] == sorted({p["wait"] for p in spread})  # each starts later than the one before
+    assert sum(name == "policy" and index >= 0 for name, index, _, _ in many) == SHARDS_CUDA
+    on_cpu, plan = dealt("cpu", 3)
+    assert sum(name == "policy" and index >= 0 for name, index, _, _ in on_cpu) == SHARDS
+    assert all(p["gpu"] is None and not p["wait"] for p in plan)
+
+
+@pytest.mark.parametrize(
+    ("stderr", "why"),
+    [
+        (
+            "x.cu:12: block: [0,0,0] Assertion `index out of bounds` failed.\nTraceback\n  File\n"
+            "torch.AcceleratorError: CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA` to enable",
+            "torch.AcceleratorError: CUDA error: device-side assert triggered",
+        ),
+        (
+            "Traceback\nCUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress`",
+            "illegal",
+        ),
+        ("Traceback\nValueError: no\n\nduring handling\nKeyError: 'x'", "KeyError: 'x'"),
+        ("Killed", "Killed"),
+        ("", ""),
+    ],
+)
+def test_the_line_that_says_why_a_process_died(stderr, why):
+    assert why in gpu.cause(stderr.splitlines())
+
+
+def test_torchs_newer_precision_switch_is_seen_and_put_back():
+    before = world.take()
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert matmul_precision() == "mixed"
+    finally:
+        leaks = before.restore()
+    assert "float32_matmul_precision changed" in leaks
+    assert matmul_precision() == "highest" and torch.backends.cuda.matmul.allow_tf32 is False
+
+
+def test_the_devices_random_state_is_watched():
+    with pretended():
+        before = world.take()
+        torch.rand(1, device="cuda")
+        leaks = before.restore()
+    assert leaks == ["CUDA RNG changed"]
+
+
+def test_containers_with_triton_under_another_name(tmp_path):
+    site = tmp_path / "lib" / "python3.12" / "site-packages"
+    site.mkdir(parents=True)
+    bootstrap.known_as_triton(tmp_path, "3.6.0+gitabc")
+    assert "Name: triton\nVersion: 3.6.0+gitabc" in next(site.glob("triton-*.dist-info/METADATA")).read_text()
+    assert "pytorch-triton" in bootstrap.KEPT

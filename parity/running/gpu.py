@@ -1,0 +1,91 @@
+"""The GPUs of a box: whether torch and Triton can use them, why not, and which one each worker sees."""
+
+from __future__ import annotations
+
+import glob
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from parity.process import environment
+
+DEVICE_FILES = "/dev/nvidia[0-9]*"
+START_APART = 2.0
+"""Seconds between the starts of two workers on CUDA: each imports for seconds and makes a context of its own."""
+
+
+def unusable() -> str | None:
+    """Why a box that has a GPU cannot run on it, with the remedy; None where it can, or where there is none.
+
+    `CUDA_VISIBLE_DEVICES` set to nothing is the caller's wish, and no fault.
+    """
+    import torch
+
+    if not glob.glob(DEVICE_FILES) or torch.cuda.is_available():
+        return None
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return None
+    if torch.version.cuda is None:
+        return "this box has a GPU, and torch was built without CUDA: install a CUDA build, or say --device cpu"
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        first = str(error).strip().splitlines()[0]
+        return f"this box has a GPU that torch {torch.__version__} cannot use ({first}): update the driver, or say --device cpu"
+    return (
+        f"this box has a GPU, and torch {torch.__version__} sees no CUDA device: update the driver, or say --device cpu"
+    )
+
+
+def no_triton(seconds: float = 300.0) -> str | None:
+    """Why Triton cannot compile here: one kernel is compiled and run in a process of its own; None where it can."""
+    from parity.running import one_kernel
+
+    command = [sys.executable, "-P", one_kernel.__file__]
+    try:
+        done = subprocess.run(command, env=child("cuda", 1), capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"Triton compiles no kernel here: no answer in {seconds:.0f} s"
+    if done.returncode == 0:
+        return None
+    said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit code {done.returncode}")
+    remedy = "it needs a C compiler and Python's headers (Debian: apt-get install gcc python3-dev), or say --device cpu"
+    return f"Triton compiles no kernel here ({said.strip()[:200]}): {remedy}"
+
+
+def visible() -> list[str]:
+    """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    import torch
+
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
+def workers(shards: int) -> int:
+    """How many workers: a core each, no more than there are shards; the shards, and so the results, do not depend on it."""
+    return max(1, min(os.cpu_count() or 1, shards))
+
+
+def child(device: str, threads: int, gpu: str | None = None) -> Mapping[str, str]:
+    """The environment of a worker: without `TRITON_INTERPRET` on CUDA, without a GPU on the CPU, with one where `gpu` says.
+
+    One visible device a process: a Trainer that sees two wraps its model in DataParallel.
+    """
+    env = dict(os.environ) | environment(device, threads)
+    if device == "cpu":
+        return env | {"CUDA_VISIBLE_DEVICES": ""}
+    env.pop("TRITON_INTERPRET", None)
+    return env if gpu is None else env | {"CUDA_VISIBLE_DEVICES": gpu}
+
+
+def cause(lines: Sequence[str]) -> str:
+    """The line of a dead process's stderr that says why: a CUDA error or a failed assertion before advice that follows it."""
+    told = [line.strip() for line in lines if line.strip()]
+    for sign in ("CUDA error", "Assertion", "out of memory", "Error:"):
+        found = [line for line in told if sign in line]
+        if found:
+            return found[-1] if sign == "Error:" else found[0]
+    return told[-1] if told else ""
