@@ -76,16 +76,6 @@ def environment(device: str, threads: int) -> dict[str, str]:
     return out | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
 
 
-def matmul_precision() -> str:
-    """`torch.get_float32_matmul_precision()`; "mixed" where it raises: somebody set torch's newer `fp32_precision`."""
-    import torch
-
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return "mixed"
-
-
 def prepare(device: str, threads: int) -> None:
     """Settings that hold for every implementation and are recorded in the header: full float32 products, no tf32."""
     for name, value in environment(device, threads).items():

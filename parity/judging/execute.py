@@ -17,8 +17,8 @@ from parity import world
 from parity.case.inputs import Inputs
 from parity.errors import HarnessError, OracleError, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
-from parity.process import matmul_precision
 from parity.rounding.oracle import gradient_name
+from parity.world.state import matmul_precision
 
 OWN = str(Path(parity.__file__).parent)
 REFUSALS = (ValueError, NotImplementedError, AssertionError, TypeError, KeyError)

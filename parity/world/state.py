@@ -23,8 +23,6 @@ import torch
 from torch.nn.modules import module as nn_module
 from torch.utils._device import DeviceContext
 
-from parity.process import matmul_precision
-
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
@@ -135,6 +133,14 @@ def _put_autocast(value: tuple[Any, ...]) -> None:
 
 def _deterministic() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def matmul_precision() -> str:
+    """`torch.get_float32_matmul_precision()`; "mixed" where it raises: somebody set torch's newer `fp32_precision`."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "mixed"
 
 
 SWITCHES: tuple[tuple[Any, str], ...] = (

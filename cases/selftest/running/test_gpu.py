@@ -8,9 +8,9 @@ import torch
 from fixtures.pretended_cuda import pretended
 from parity import bootstrap, world
 from parity.case.profiles import SHARDS, SHARDS_CUDA
-from parity.process import matmul_precision
 from parity.running import gpu, one_kernel, run
 from parity.running.run import NOTHING, Options
+from parity.world.state import matmul_precision
 
 
 @pytest.fixture
