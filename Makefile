@@ -21,7 +21,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help parity nightly upgrade-check test check bench doctor clean check-only
+.PHONY: help parity nightly upgrade-check test check bench doctor clean check-only cuda-first
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ bench: $(READY)  ## time and memory, side by side (pytest-benchmark)
 	@mkdir -p reports
 	$(PY) -m pytest -q cases/bench --benchmark-only --benchmark-json=reports/benchmark.json $(ARGS)
 	$(PY) -m parity.tools.bench.report reports/benchmark.json --plot reports/benchmark.svg
+
+cuda-first: $(READY)  ## the first hour on a new GPU box, written to docs/results/; exit code 3 without a GPU
+	$(PY) -m parity.tools.cuda_first
 
 doctor: $(READY)  ## what is installed, what can run here, what is missing
 	$(PY) -m parity doctor

@@ -91,7 +91,9 @@ def drawn(
 def judged(bench: Bench, implementation: Implementation) -> tuple[dict[str, Judgement], dict[str, Judgement]] | str:
     """The first judgement and the one that counts, or why there is none."""
     bench = bench.offered(implementation)
-    reason = skip_reason(bench.family, implementation, bench.inputs.case, bench.inputs.settings, "cpu")
+    reason = skip_reason(
+        bench.family, implementation, bench.inputs.case, bench.inputs.settings, bench.inputs.device.type
+    )
     if reason:
         return f"unsupported: {reason}"
     outcome = execute(implementation, bench.inputs)
@@ -103,12 +105,14 @@ def judged(bench: Bench, implementation: Implementation) -> tuple[dict[str, Judg
     return first, confirmed(bench, implementation, outcome)
 
 
-def soak(chosen_cases: Iterable[Case], implementations: Iterable[Implementation] | None = None) -> Soak:
+def soak(
+    chosen_cases: Iterable[Case], implementations: Iterable[Implementation] | None = None, device: str = "cpu"
+) -> Soak:
     """Judge implementations, or else the correct ones of each family, on cases; an interrupt keeps what there is."""
     out, chosen = Soak(), None if implementations is None else list(implementations)
     with contextlib.suppress(KeyboardInterrupt):
         for number, case in enumerate(chosen_cases, 1):
-            bench = bench_of(case)
+            bench = bench_of(case, device)
             for implementation in chosen or controls_of(case.family):
                 _add(out, bench, implementation)
             if number % PROGRESS == 0:
@@ -197,6 +201,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", action="append", metavar="NAME|FILE.py:NAME")
     parser.add_argument("--profile", default="pr", choices=tuple(PROFILES), help="what is drawn; nightly also compiles")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the implementations run")
     parser.add_argument("--wrong", action="store_true", help="how often the wrong implementations are caught instead")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -207,7 +212,7 @@ def main() -> int:
     failed = False
     for name in map(resolved, options.family or loss_families()):
         start = time.monotonic()
-        found = soak(drawn(name, options.cases, options.seed, profile=options.profile))
+        found = soak(drawn(name, options.cases, options.seed, profile=options.profile), device=options.device)
         seconds = time.monotonic() - start
         print(f"{name}: {found.total} implementation-cases in {seconds:.0f} s; {dict(found.judged)}")
         print(f"{name}: {len(found.first)} quantities beyond a gate at first, {len(found.alarms)} after confirmation")

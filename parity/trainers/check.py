@@ -155,6 +155,7 @@ class Check:
         doc: first line of the function's docstring, for listings.
         drives: whether it drives the trainer's class in this process, so that a user's own can take its place; else it
             looks at functions beside the class, or starts processes of its own.
+        moves: whether it hands the device of its cell to what it runs; the others run on the CPU whatever the run's device is.
     """
 
     name: str
@@ -165,6 +166,7 @@ class Check:
     ways: tuple[str, ...] = ("released", "fixed")
     doc: str = ""
     drives: bool = True
+    moves: bool = False
 
 
 CHECKS: dict[str, Check] = {}
@@ -177,6 +179,7 @@ def check(
     cells: Cells,
     ways: tuple[str, ...] = ("released", "fixed"),
     drives: bool = True,
+    moves: bool = False,
 ) -> Callable[[Callable[[Cell], Iterator[Result]]], Callable[[Cell], Iterator[Result]]]:
     """Register a function as `Check(name, …)`.
 
@@ -193,7 +196,7 @@ def check(
         if other is not None and other.run.__module__ != run.__module__:
             raise UsageError(f"check {name!r} is registered by {other.run.__module__} and {run.__module__}")
         doc = (run.__doc__ or "").strip().partition("\n")[0]
-        CHECKS[name] = Check(name, wanted, settings, cells, run, ways, doc, drives)
+        CHECKS[name] = Check(name, wanted, settings, cells, run, ways, doc, drives, moves)
         return run
 
     return register

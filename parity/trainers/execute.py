@@ -33,7 +33,8 @@ def rows(
         if way(implementation) not in found.ways:
             continue
         announce(implementation)
-        cell = Cell(case, settings, way(implementation), device, implementation.user_class)
+        used = device if found.moves else "cpu"  # the row tells the device that was used
+        cell = Cell(case, settings, way(implementation), used, implementation.user_class)
         yield from map(blame.decide, _rows(found, cell, implementation))
 
 

@@ -63,7 +63,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield "rloo-trainer", {"rewards": rewards, "clipped": True}
 
 
-@check("advantages", ("grpo-trainer", "rloo-trainer"), SETTINGS, cells, ways=("released",))
+@check("advantages", ("grpo-trainer", "rloo-trainer"), SETTINGS, cells, ways=("released",), moves=True)
 def advantages(cell: Cell) -> Iterator[Result]:
     """Advantages of a generation batch, by their definition: (r - mean) / (std + 1e-4) in a group, or leave-one-out."""
     rewards, weights = table(cell.settings.rewards)

@@ -58,7 +58,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield trainer, {"model": "gemma2", "head": head}
 
 
-@check("config-values", TRAINERS, SETTINGS, cells)
+@check("config-values", TRAINERS, SETTINGS, cells, moves=True)
 def config_values(cell: Cell) -> Iterator[Result]:
     """Log-probs (or the loss made of them) and every gradient equal those of the model's own logits."""
     batch = Batch(cell)

@@ -34,6 +34,7 @@ from parity.upstream import trl
         if profile in ("nightly", "soak") or (prompts == "ragged" and settings["beta"] == 1.0)
     ],
     ways=("released",),
+    moves=True,
 )
 def ragged_control(cell: Cell) -> Iterator[Result]:
     """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""

@@ -58,7 +58,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield trainer, cell
 
 
-@check("gradient-flow", TRAINERS, SETTINGS, cells)
+@check("gradient-flow", TRAINERS, SETTINGS, cells, moves=True)
 def gradient_flow(cell: Cell) -> Iterator[Result]:
     """One step gives every trainable parameter a finite gradient that is not zero, and moves it."""
     trainer = build(cell)

@@ -151,6 +151,7 @@ def _policy(architecture: str, parameters: Mapping[str, Tensor]) -> Any:
         for source in ("own", "cut-cross-entropy")
         if profile in ("nightly", "soak")
     ],
+    moves=True,
 )
 def live_rollouts(cell: Cell) -> Iterator[Result]:
     """Four steps that generate, log-probs of a source against the model's own logits: the loss difference by cause.

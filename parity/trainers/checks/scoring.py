@@ -64,7 +64,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield "grpo-trainer", {"model": model, "dtype": "bf16", "batch": "3", "cast_lm_head_to_fp32": cast}
 
 
-@check("scoring", TRAINERS, SETTINGS, cells)
+@check("scoring", TRAINERS, SETTINGS, cells, moves=True)
 def scoring(cell: Cell) -> Iterator[Result]:
     """Log-probs and entropies of stored completions, and their gradients: one by one or all at once, head cast or not."""
     s = cell.settings

@@ -60,7 +60,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield trainer, cell
 
 
-@check("step-one", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
+@check("step-one", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"), moves=True)
 def step_one(cell: Cell) -> Iterator[Result]:
     """With the policy equal to the reference the first step shows no KL, no log-ratio and the loss of ratio 1."""
     step = run(cell)

@@ -1,0 +1,53 @@
+"""The first hour: its steps are commands that exist, none stops the others, and without a GPU it says so and ends in 3."""
+
+import sys
+
+from click.testing import CliRunner
+
+from parity.cli.commands import main as cli
+from parity.results.row import Row
+from parity.running.find import find
+from parity.tools import cuda_first
+from parity.tools.cuda_first import Done, Step
+
+
+def test_without_a_gpu(capsys, tmp_path):
+    assert cuda_first.main(tmp_path / "results") == 3
+    assert "no CUDA device here" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
+def test_the_steps_are_commands_that_exist():
+    found = cuda_first.steps()
+    for step in found:
+        if step.command[1:3] == ("-m", "parity"):
+            assert CliRunner().invoke(cli, [step.command[3], "--help"]).exit_code == 0
+            assert step.results is None or str(step.results.parent) in step.command
+    for case in cuda_first.FROZEN:
+        assert find(case)
+    assert len({step.name for step in found}) == len(found) > 8
+
+
+def test_a_step_that_fails_or_hangs_stops_none(monkeypatch, tmp_path):
+    wanted = (
+        Step("fails", (sys.executable, "-c", "raise SystemExit('broken')")),
+        Step("hangs", (sys.executable, "-c", "import time; time.sleep(60)")),
+        Step("is not there", ("/nowhere/command",)),
+        Step("works", (sys.executable, "-c", "print('fine')")),
+    )
+    done = [cuda_first.run(step, 1.5) for step in wanted]
+    assert [d.code for d in done] == [1, None, None, 0]
+    assert "broken" in done[0].said and "fine" in done[-1].said
+
+
+def row(implementation, device, headroom, **fields):
+    return Row(case="a", family="policy", implementation=implementation, dtype="bf16", device=device, verdict="agree",
+               gate="norm", headroom=headroom, **fields)  # fmt: skip
+
+
+def test_the_page_tells_cuda_from_the_cpu():
+    rows = [row("x", "cuda", 0.5), row("x", "cuda", 0.25), row("y", "cpu", 0.9)]
+    text = cuda_first.page({"device_name": "H"}, [Done(Step("doctor", ("python", "-m")), None, 600.0, "said")], rows)
+    assert "Compared on CUDA: 1 implementation-cases; on the CPU: 1." in text
+    assert "| x | norm | 2 | 0.5 | 0.5 | 0.5 |" in text and "| y |" not in text
+    assert "doctor: ran past its limit, 600 s" in text
