@@ -9,8 +9,8 @@ import torch
 from parity.registry import select
 from parity.trainers import catalogue
 from parity.trainers.checks import adapters
-from parity.trainers.definitions import windows
 from parity.trainers.execute import rows
+from parity.trainers.rig import stored_window
 
 QUANTITIES = {"sequences", "loss", "finite gradient", "gradient"}
 
@@ -56,8 +56,8 @@ def test_policy_and_references_are_three_models():
     ids = torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         policy = adapter.policy("llama")(ids).logits
-        handed_over = windows.reference(adapter.reference("llama"))(ids).logits
-        alone = windows.reference("llama")(ids).logits
+        handed_over = stored_window.reference(adapter.reference("llama"))(ids).logits
+        alone = stored_window.reference("llama")(ids).logits
     for one, other in ((policy, handed_over), (policy, alone), (handed_over, alone)):
         assert (one - other).abs().max() > 1e-2
 

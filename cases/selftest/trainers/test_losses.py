@@ -113,7 +113,7 @@ def test_kto_by_hand(monkeypatch):
     ratios["others"] = -ratios["others"]
     found = preference.kto("own", "others", [True, False], "llama", s, None)  # z = 0
     assert found.item() == pytest.approx((0.7 * (1 - sigmoid(0.5)) + 1.3 * (1 - sigmoid(1.0))) / 2)
-    found = preference.apo_zero_unpaired("own", [True, False], "llama", s, None)
+    found = preference.apo_zero_unpaired("own", [True, False], "llama", s.beta, None, (s.desirable, s.undesirable))
     assert found.item() == pytest.approx((0.7 * (1 - sigmoid(0.5)) + 1.3 * sigmoid(-1.0)) / 2)
 
 

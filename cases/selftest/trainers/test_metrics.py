@@ -11,9 +11,9 @@ from parity.selftest.mutants.trainers import EDITS, mutated
 from parity.trainers import catalogue
 from parity.trainers.checks import metrics
 from parity.trainers.checks.twins import plain_twin
-from parity.trainers.definitions import training_step, windows
+from parity.trainers.definitions import training_step
 from parity.trainers.execute import rows
-from parity.trainers.rig import drive, models, twin_runs
+from parity.trainers.rig import drive, models, stored_window, twin_runs
 
 PADDED = {"objective/kl", "objective/non_score_reward", "objective/rlhf_reward", "objective/entropy"}
 
@@ -70,12 +70,13 @@ def test_the_entropy_of_the_prompt_is_seen(monkeypatch):
 
 def test_a_batch_by_hand():
     """Two tokens of one completion: log-probs, KL and entropy from the model's own logits."""
-    model = windows.policy("llama", torch.float64)
+    model = stored_window.policy("llama", torch.float64)
     tokens, start = [5, 9, 11, 4], 2
     found = metrics.Batch([(tokens, start)], "llama", model)
     with torch.no_grad():
         own, base = (
-            torch.log_softmax(m(torch.tensor([tokens])).logits[0, 1:3], -1) for m in (model, windows.reference("llama"))
+            torch.log_softmax(m(torch.tensor([tokens])).logits[0, 1:3], -1)
+            for m in (model, stored_window.reference("llama"))
         )
     assert found.logps.item() == pytest.approx(float(own[0, 11] + own[1, 4]))
     assert found.ref.item() == pytest.approx(float(base[0, 11] + base[1, 4]))

@@ -7,30 +7,30 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.recipe import IEEE_FP32
-from parity.trainers.definitions import windows
+from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.bf16_model import BackboneRounding, Wide
 from parity.trainers.definitions.gradients import forward_order, gradients
 from parity.trainers.definitions.training_step import AutocastRounding, Double, Step, StepRounding, logits
-from parity.trainers.rig import models
+from parity.trainers.rig import models, stored_window
 
-WINDOW = windows.sequences(windows.rows())
+WINDOW = stored_window.sequences(stored_window.rows())
 
 
 @pytest.fixture(scope="module")
 def step():
-    return Step(windows.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model))
+    return Step(stored_window.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model))
 
 
 @pytest.fixture(scope="module")
 def plain():
     """The gradients of the same window in float32."""
-    model = windows.policy("llama")
+    model = stored_window.policy("llama")
     windows.sft(WINDOW, model).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
 def test_sft_is_the_models_own_loss():
-    model = windows.policy("llama", torch.float64)
+    model = stored_window.policy("llama", torch.float64)
     total = 0.0
     for tokens, start in WINDOW:
         labels = torch.tensor([[-100] * start + tokens[start:]])
@@ -42,28 +42,28 @@ def test_sft_is_the_models_own_loss():
 
 def test_preferences_at_the_reference():
     model = models.model("llama", torch.float64)
-    other = windows.sequences(windows.rows(), "other")
+    other = stored_window.sequences(stored_window.rows(), "other")
     with Double():  # as a step is taken; outside, norms and rotary embeddings compute in float32
         dpo = float(windows.dpo((WINDOW, other), "llama", 0.3, model).detach())
-        kto = float(windows.kto(WINDOW, [True] * 3 + [False] * 5, "llama", 0.3, model).detach())
+        kto = float(preference.apo_zero_unpaired(WINDOW, [True] * 3 + [False] * 5, "llama", 0.3, model).detach())
     assert dpo == pytest.approx(math.log(2), abs=1e-12)
     assert kto == pytest.approx(0.5, abs=1e-12)
 
 
 def test_a_model_does_not_remember_the_mode_it_was_first_asked_for_in():
-    windows.reference.cache_clear()
+    stored_window.saved_reference.cache_clear()
     with Double():
-        inside = windows.reference("llama")
-    windows.reference.cache_clear()
-    outside = windows.reference("llama")
+        inside = stored_window.reference("llama")
+    stored_window.saved_reference.cache_clear()
+    outside = stored_window.reference("llama")
     pairs = zip(inside.named_buffers(), outside.named_buffers(), strict=True)
     assert [name for (name, a), (_, b) in pairs if a.dtype != b.dtype or not torch.equal(a, b)] == []
 
 
 def test_dpo_of_two_pairs_on_paper():
-    model = windows.policy("llama", torch.float64)
-    chosen, rejected = WINDOW[:2], windows.sequences(windows.rows(), "other")[:2]
-    reference = windows.reference("llama")
+    model = stored_window.policy("llama", torch.float64)
+    chosen, rejected = WINDOW[:2], stored_window.sequences(stored_window.rows(), "other")[:2]
+    reference = stored_window.reference("llama")
     total = 0.0
     for good, bad in zip(chosen, rejected, strict=True):
         gap = [float((windows.sums(m, [good]) - windows.sums(m, [bad])).detach()) for m in (model, reference)]
@@ -74,14 +74,14 @@ def test_dpo_of_two_pairs_on_paper():
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_leave_one_out_of_two_is_the_difference(beta):
     """With a reward that is less the KL of the policy that generated."""
-    model, old = windows.policy("llama", torch.float64), models.model("llama", torch.float64)
+    model, old = stored_window.policy("llama", torch.float64), models.model("llama", torch.float64)
     with torch.no_grad():
         old.get_output_embeddings().weight.mul_(1.001)
         now, then = windows.sums(model, WINDOW), windows.sums(old, WINDOW)
-        kl = (then - windows.sums(windows.reference("llama"), WINDOW)).view(-1, 2)
+        kl = (then - windows.sums(stored_window.reference("llama"), WINDOW)).view(-1, 2)
         assert kl.abs().max() > 1e-3
         found = windows.rloo(WINDOW, "llama", beta, windows.Generation(WINDOW, old, 1), model)
-    r = windows.rewards(WINDOW) - beta * kl
+    r = stored_window.rewards(WINDOW) - beta * kl
     a = torch.stack([r[:, 0] - r[:, 1], r[:, 1] - r[:, 0]], 1).flatten()
     ratio = (now - then).exp()
     expected = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).mean()
@@ -156,8 +156,8 @@ def test_autocast_is_judged_by_bfloat16_and_no_wider():
     def loss(model):
         return windows.sft(WINDOW, model)
 
-    coarse = Step(windows.policy("llama", torch.float64), loss, AutocastRounding)
-    model = windows.policy("llama")
+    coarse = Step(stored_window.policy("llama", torch.float64), loss, AutocastRounding)
+    model = stored_window.policy("llama")
     with torch.autocast("cpu", torch.bfloat16):
         windows.sft(WINDOW, model).backward()
     found = {name: p.grad for name, p in model.named_parameters()}
@@ -228,7 +228,7 @@ def test_a_replica_that_is_not_finite_is_an_error():
         def rounded(self, out, dtype=None):
             return out * torch.nan
 
-    broken = Step(windows.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model), Broken)
+    broken = Step(stored_window.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model), Broken)
     with pytest.raises(FloatingPointError, match="embed_tokens"):
         broken.replicas(1)
 

@@ -5,9 +5,8 @@ import pytest
 from parity.registry import select
 from parity.trainers import catalogue
 from parity.trainers.checks import truncation
-from parity.trainers.definitions import windows
 from parity.trainers.execute import rows
-from parity.trainers.rig import twin_runs
+from parity.trainers.rig import stored_window, twin_runs
 
 
 def verdicts(trainer, **settings):
@@ -24,7 +23,7 @@ def test_the_cut_by_hand():
 @pytest.mark.parametrize("name", ["completion", "other"])
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
 def test_some_of_the_window_is_cut_and_all_of_it_can_be_scored(mode, name):
-    window = windows.sequences(twin_runs.rows("dpo-trainer"), name)
+    window = stored_window.sequences(twin_runs.rows("dpo-trainer"), name)
     cut = truncation.cut(window, mode)
     assert 0 < sum(a != b for a, b in zip(window, cut, strict=True)) < len(window)
     assert all(0 < start < len(tokens) for tokens, start in cut)

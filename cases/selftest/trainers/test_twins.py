@@ -12,11 +12,11 @@ from parity.selftest.mutants.trainers import EDITS, mutated
 from parity.trainers import catalogue
 from parity.trainers.checks import installed, twin_processes, twin_windows, twins
 from parity.trainers.checks.twins import SPLIT
-from parity.trainers.definitions import windows
+from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.training_step import Step
 from parity.trainers.execute import rows
-from parity.trainers.rig import drive, ranks, recorder, twin_runs, zero
+from parity.trainers.rig import batches, drive, ranks, recorder, stored_window, twin_runs, zero
 
 
 def outcome(trainer, check="twins", way="released", **settings):
@@ -63,7 +63,7 @@ def test_the_fix_of_the_accumulation_looks_before_it_divides():
 
 
 def test_online_dpo_with_the_preference_turned_round(monkeypatch):
-    preferred = windows.preferred
+    preferred = stored_window.preferred
     monkeypatch.setattr(windows, "preferred", lambda chosen: preferred(chosen)[::-1])
     twins._by_definition.cache_clear()
     found = verdicts(outcome("online-dpo-trainer"))
@@ -177,7 +177,7 @@ def test_what_two_ranks_may_do_wrong(monkeypatch, quantities, damage):
     plain = twin_processes._settings("sft-trainer")
     plain.split = "4x2"  # in one process the window is twice as large
     steps = recorder.train(twin_runs.build("sft-trainer", plain))
-    sequences = twin_runs.seen(steps.batches)
+    sequences = batches.sequences_of(steps.batches)
     halves = (sequences[:4], sequences[4:])
     found = [ranks.Rank({n: g.clone() for n, g in steps.gradients[0].items()}, list(half)) for half in halves]
     damage(found)
@@ -193,7 +193,7 @@ def test_a_tied_matrix_that_is_sharded_as_two(monkeypatch):
     run = twin_runs.build("sft-trainer", plain)
     run.model.lm_head.weight = torch.nn.Parameter(run.model.lm_head.weight.detach().clone())
     steps = recorder.train(run)
-    sequences = twin_runs.seen(steps.batches)
+    sequences = batches.sequences_of(steps.batches)
     found = [ranks.Rank(dict(steps.gradients[0]), list(half), sharded=1) for half in (sequences[:4], sequences[4:])]
     monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
     got = outcome("sft-trainer", check="processes", sharding="fsdp2", model="qwen2")
@@ -232,8 +232,8 @@ def test_rows_that_are_left_out_of_the_loss():
     plain = twin_processes._settings("sft-trainer")
     plain.split = "4x2"
     steps = recorder.train(twin_runs.build("sft-trainer", plain, part=rows))
-    assert sorted(twin_runs.seen(steps.batches)) == sorted(twin_runs.expected("sft-trainer", rows))
-    step = Step(windows.policy("llama", torch.float64), twin_runs.definition("sft-trainer", plain, rows))
+    assert sorted(batches.sequences_of(steps.batches)) == sorted(twin_runs.expected("sft-trainer", rows))
+    step = Step(stored_window.policy("llama", torch.float64), twin_losses.definition("sft-trainer", plain, rows))
     assert gradients(step, steps.gradients[0]).agrees
     counted = {n: g * 39 / 44 for n, g in steps.gradients[0].items()}  # as if the five tokens left out were counted
     assert not gradients(step, counted).agrees
@@ -250,7 +250,7 @@ def test_ranks_that_do_not_do_as_told(monkeypatch, sharding, rank, quantities):
     plain = twin_processes._settings("sft-trainer")
     plain.split = "4x2"
     steps = recorder.train(twin_runs.build("sft-trainer", plain))
-    own = twin_runs.seen(steps.batches)
+    own = batches.sequences_of(steps.batches)
     found = [ranks.Rank(steps.gradients[0], half, **rank) for half in (own[:4], own[4:])]
     monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
     got = verdicts(outcome("sft-trainer", check="processes", sharding=sharding))

@@ -13,10 +13,10 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import Cell, Result, check
 from parity.trainers.checks.twins import plain_twin
-from parity.trainers.definitions import windows
+from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import Step
-from parity.trainers.rig import drive, models, twin_runs
+from parity.trainers.rig import drive, models, stored_window, twin_runs
 from parity.upstream import trl
 
 KINDS = {
@@ -34,7 +34,7 @@ TRAINERS = tuple(twin_runs.CLASSES)
 REFERRED = tuple(t for t in TRAINERS if t not in ("sft-trainer", "distillation-trainer"))
 """Trainers that have a reference."""
 TRAINED = 2
-"""Seed of the adapter at the step that is judged; `windows.HANDED_OVER` of one at construction."""
+"""Seed of the adapter at the step that is judged; `stored_window.HANDED_OVER` of one at construction."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Adapter:
     def model(self, architecture: str) -> Any:
         """What is handed to the trainer."""
         base = models.model(architecture)
-        return windows.adapted(base, windows.HANDED_OVER) if self.kind == "existing" else base
+        return stored_window.adapted(base, stored_window.HANDED_OVER) if self.kind == "existing" else base
 
     def config(self) -> Any:
         """The trainer's peft_config."""
@@ -54,16 +54,16 @@ class Adapter:
 
     def move(self, model: Any) -> None:
         """The adapter, away from where it started: a reference that were the policy would show."""
-        windows.fill_adapter(model, TRAINED)
+        stored_window.fill_adapter(model, TRAINED)
 
     def policy(self, architecture: str) -> Any:
         """The policy in float64."""
         base = models.model(architecture, torch.float64)
-        return windows.adapted(base, TRAINED, **_saved(self.kind)).train()
+        return stored_window.adapted(base, TRAINED, **_saved(self.kind)).train()
 
     def reference(self, architecture: str) -> str:
-        """What `windows.reference` knows the reference by."""
-        return architecture + (windows.ADAPTED if self.kind == "existing" else "")
+        """What `stored_window.reference` knows the reference by."""
+        return architecture + (stored_window.ADAPTED if self.kind == "existing" else "")
 
 
 def _saved(kind: str) -> dict[str, Any]:
@@ -101,5 +101,5 @@ def adapters(cell: Cell) -> Iterator[Result]:
     steps = twin_runs.train(twin_runs.build(trainer, twin, cell.way, adapter=adapter, **more), cell.way)
     yield twin_runs.all_there(trainer, steps)
     by = SimpleNamespace(**vars(twin) | {"model": adapter.reference(s.model)})
-    step = Step(adapter.policy(s.model), twin_runs.definition(trainer, by))
+    step = Step(adapter.policy(s.model), twin_losses.definition(trainer, by))
     yield from first_step(step, steps)

@@ -19,7 +19,7 @@ from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import Step
-from parity.trainers.rig import drive, twin_runs
+from parity.trainers.rig import drive, stored_window, twin_runs
 from parity.upstream import trl
 
 OWN = {
@@ -141,10 +141,10 @@ def losses(cell: Cell) -> Iterator[Result]:
     steps = twin_runs.train(run, cell.way)
     if not s.whole:  # else its sequences count from their first token on
         yield twin_runs.all_there(trainer, steps)
-    step = Step(windows.policy(s.model, torch.float64), _definition(trainer, s))
+    step = Step(stored_window.policy(s.model, torch.float64), _definition(trainer, s))
     if s.loss == "kto":
         others = preference.mismatched(_window(trainer))
-        z = float(preference.shift(others, s.model, windows.policy(s.model, torch.float64)))
+        z = float(preference.shift(others, s.model, stored_window.policy(s.model, torch.float64)))
         yield holds("estimate", (z > 0) is (s.model == "llama"), f"{z:.3g}: the cell tests nothing", "exact", value=z)
     yield from first_step(step, steps)
 
@@ -186,7 +186,7 @@ def _options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     return out
 
 
-def _window(trainer: str) -> windows.Sequences:
+def _window(trainer: str) -> stored_window.Sequences:
     return twin_runs.sequences(trainer, twin_runs.rows(trainer))
 
 
@@ -195,16 +195,17 @@ def _definition(trainer: str, s: SimpleNamespace) -> Callable[[Any], Tensor]:
     if s.whole:
         window = [(tokens, 1) for tokens, _ in window]
     if trainer == "dpo-trainer":
-        return functools.partial(preference.dpo, (window, windows.sequences(chosen, "other")), s.model, s)
+        return functools.partial(preference.dpo, (window, stored_window.sequences(chosen, "other")), s.model, s)
     if s.loss == "kto":
         others = preference.mismatched(window)
         return functools.partial(preference.kto, window, others, [r.label for r in chosen], s.model, s)
     if s.loss == "apo_zero_unpaired":
-        return functools.partial(preference.apo_zero_unpaired, window, [r.label for r in chosen], s.model, s)
+        labels, weights = [r.label for r in chosen], (s.desirable, s.undesirable)
+        return functools.partial(preference.apo_zero_unpaired, window, labels, s.model, s.beta, weights=weights)
     if s.loss == "dft":
         return functools.partial(preference.dft, window)
     if s.loss == "ipo":
-        return functools.partial(preference.online_ipo, windows.preferred(chosen), s.model, s.beta)
+        return functools.partial(preference.online_ipo, stored_window.preferred(chosen), s.model, s.beta)
     if trainer == "online-dpo-trainer":
-        return functools.partial(windows.dpo, windows.preferred(chosen), s.model, s.beta)
+        return functools.partial(windows.dpo, stored_window.preferred(chosen), s.model, s.beta)
     return functools.partial(windows.sft, window)

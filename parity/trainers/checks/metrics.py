@@ -15,8 +15,8 @@ from parity.errors import Unsupported
 from parity.trainers.check import Cell, Result, check, holds, judged
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, training_step, windows
-from parity.trainers.definitions.windows import Sequences
-from parity.trainers.rig import twin_runs
+from parity.trainers.rig import stored_window, twin_runs
+from parity.trainers.rig.stored_window import Sequences
 
 MODELS = ("llama", "qwen2", "gemma2")
 SETTINGS = {
@@ -46,7 +46,7 @@ class Batch:
         for z, (tokens, start) in zip(training_step.logits(model, [t for t, _ in window]), window, strict=True):
             dists.append(torch.log_softmax(z[start - 1 : -1], -1))
             own.append(dists[-1].gather(-1, torch.tensor(tokens[start:]).unsqueeze(-1))[:, 0])
-        base = windows.completion_logps(windows.reference(architecture), window)
+        base = windows.completion_logps(stored_window.reference(architecture), window)
         self.logps, self.ref = (torch.stack([t.sum() for t in side]) for side in (own, base))
         self.tokens, self.ref_tokens, table = torch.cat(own), torch.cat(base), torch.cat(dists)
         self.entropy = -(table.exp() * table).sum(-1).mean()
@@ -91,7 +91,7 @@ def _online(window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any)
 
 
 def _scores(window: Sequences) -> Tensor:
-    return windows.rewards(window).flatten()
+    return stored_window.rewards(window).flatten()
 
 
 def _unpaired(window: Sequences, labels: Sequence[bool], s: SimpleNamespace, model: Any) -> Values:
@@ -130,9 +130,9 @@ def _defined(trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
     rows = twin_runs.rows(trainer)
     window = twin_runs.sequences(trainer, rows)
     if trainer == "dpo-trainer":
-        return functools.partial(_dpo, (window, windows.sequences(rows, "other")), s)
+        return functools.partial(_dpo, (window, stored_window.sequences(rows, "other")), s)
     if trainer == "online-dpo-trainer":
-        return functools.partial(_online, windows.preferred(rows), s)
+        return functools.partial(_online, stored_window.preferred(rows), s)
     if trainer == "kto-trainer":
         return functools.partial(_unpaired, window, [r.label for r in rows], s)
     if trainer == "sft-trainer":
@@ -164,7 +164,7 @@ def metrics(cell: Cell) -> Iterator[Result]:
     yield twin_runs.all_there(trainer, twin_runs.train(run, cell.way))
     logged: Mapping[str, Any] = next((entry for entry in run.state.log_history if "loss" in entry), {})
     define = _defined(trainer, s)
-    truth = training_step.Scalars(windows.policy(s.model, torch.float64), define)
+    truth = training_step.Scalars(stored_window.policy(s.model, torch.float64), define)
     names = [name for name in truth.exact if name in logged]
     if not names:
         raise Unsupported(f"{cell.trainer} of the installed version logs none of {', '.join(truth.exact)}")

@@ -25,11 +25,11 @@ from parity.families import policy
 from parity.rounding.monte_carlo import exact_mark
 from parity.trainers.check import Cell, Result, check, holds, reported
 from parity.trainers.checks.twins import SETTINGS, plain_twin
-from parity.trainers.definitions import windows
+from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.training_step import Double, Step
-from parity.trainers.definitions.windows import Sequences
-from parity.trainers.rig import drive, recorder, twin_runs
+from parity.trainers.rig import batches, drive, recorder, stored_window, twin_runs
+from parity.trainers.rig.stored_window import Sequences
 
 STEPS, ITERATIONS = 4, 2
 """Optimizer steps, and how many are taken on one generation live: at ratio 1 a loss says nothing of log-probs."""
@@ -115,7 +115,7 @@ def same_rollouts(cell: Cell) -> Iterator[Result]:
         "steps", len(steps.gradients) == STEPS, f"{len(steps.gradients)} steps instead of {STEPS}", gate="exact"
     )
     for number, parameters in enumerate(steps.parameters):
-        step = Step(_policy(s.model, parameters), twin_runs.definition(trainer, s))
+        step = Step(_policy(s.model, parameters), twin_losses.definition(trainer, s))
         yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
 
 
@@ -129,7 +129,7 @@ def _once(cell: Cell) -> None:
 
 
 def _policy(architecture: str, parameters: Mapping[str, Tensor]) -> Any:
-    model = windows.policy(architecture, torch.float64)
+    model = stored_window.policy(architecture, torch.float64)
     model.load_state_dict(parameters)
     return model
 
@@ -236,14 +236,14 @@ def _live(cell: Cell, s: SimpleNamespace, source: str, count: int) -> Live:
     wanted |= {"max_steps": count, "learning_rate": rate(cell.settings.sampling), "num_iterations": ITERATIONS}
     args = drive.arguments(drive.config(cell.trainer), cell.device, wanted, ("num_iterations",))
     data = twin_runs.dataset(name, twin_runs.rows(name))
-    run = drive.build(cell.trainer, windows.policy(s.model), args, train_dataset=data, reward_funcs=_reward)
+    run = drive.build(cell.trainer, stored_window.policy(s.model), args, train_dataset=data, reward_funcs=_reward)
     install(run, source)
     scored: list[Tensor] = []
     drive.spied(run, "_get_per_token_logps_and_entropies", functools.partial(_keep, scored))
     with drive.seeded(), drive.fixed(cell, run) if source == "own" else drive.seeded():
         steps = recorder.train(run)
     furthest = [_furthest(batch, logps) for batch, logps in zip(steps.batches, scored, strict=True)]
-    windows_of_steps = [twin_runs.seen([batch]) for batch in steps.batches]
+    windows_of_steps = [batches.sequences_of([batch]) for batch in steps.batches]
     return Live(steps.losses, steps.batches, windows_of_steps, steps.parameters, furthest)
 
 
@@ -348,7 +348,7 @@ def _definition(
             tensors["old_logps"] = windows.padded(windows.completion_logps(generator, window, temperature))
         if s.beta != 0.0:
             width = max(len(ids) - start for ids, start in window)
-            own = windows.completion_logps(windows.reference(s.model), window, temperature)
+            own = windows.completion_logps(stored_window.reference(s.model), window, temperature)
             tensors["ref_logps"] = windows.padded(own) if given is None else given[:, :width].cpu().double()
         inputs = Inputs(Case("policy", 0, "fp64"), SimpleNamespace(**settings), tensors, (), {})
         return float(fam.oracle(inputs, exact_mark)["loss"])

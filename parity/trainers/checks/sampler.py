@@ -18,8 +18,8 @@ from parity.trainers.check import Cell, Result, check, judged
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import training_step, windows
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.windows import Sequences
-from parity.trainers.rig import drive, twin_runs
+from parity.trainers.rig import drive, stored_window, twin_runs
+from parity.trainers.rig.stored_window import Sequences
 from parity.upstream import trl
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -74,13 +74,13 @@ def sampler(cell: Cell) -> Iterator[Result]:
     settings = {"loss_type": s.loss, "beta": s.beta, "max_completion_length": drive.COMPLETION}
     weigh = functools.partial(ratio, s, windows.padded(given)) if s.correction else None
     define = functools.partial(windows.grpo, window, twin.model, settings, own, None, ratio=weigh)
-    step = training_step.Step(windows.policy(twin.model, torch.float64), define)
+    step = training_step.Step(stored_window.policy(twin.model, torch.float64), define)
     yield from first_step(step, steps)
     logged: Mapping[str, Any] = next((entry for entry in run.state.log_history if "loss" in entry), {})
     if not s.correction or s.split != "8x1":
         return  # over several micro-batches the log has a mean of their values
     measured = functools.partial(_measured, s, window, windows.padded(given), own)
-    truth = training_step.Scalars(windows.policy(twin.model, torch.float64), measured)
+    truth = training_step.Scalars(stored_window.policy(twin.model, torch.float64), measured)
     for name in truth.exact:
         if name in logged:
             yield judged(name, truth.judge(name, float(logged[name])), float(logged[name]), truth.exact[name])
@@ -115,7 +115,7 @@ def log_probs(window: Sequences, missing: bool, own: Any) -> list[Tensor]:
     """What the sampler reports of each completion, (T_i,) float32: NaN where it has none, 0 for a tool's token."""
     out = []
     with torch.no_grad():
-        exactly = windows.completion_logps(windows.policy("llama", torch.float64), window)
+        exactly = windows.completion_logps(stored_window.policy("llama", torch.float64), window)
     for i, (logps, (tokens, start)) in enumerate(zip(exactly, window, strict=True)):
         reported = (logps + APART * normal(21, f"sampler {i}", logps.shape).double()).float()
         if own is not None:
@@ -136,7 +136,7 @@ def _report(trainer: Any, window: Sequences, given: list[Tensor]) -> None:
 
     def generate_and_score(prompts: Any, *args: Any, **kwargs: Any) -> Any:
         out = list(generate(prompts, *args, **kwargs))
-        ids = [windows.ids(p) if isinstance(p, str) else list(p) for p in prompts]
+        ids = [stored_window.ids(p) if isinstance(p, str) else list(p) for p in prompts]
         completions = out[names.index("completion_ids")]
         reported = [known[tuple(p), tuple(c)].tolist() for p, c in zip(ids, completions, strict=True)]
         out[names.index("logprobs")] = [[None if math.isnan(x) else x for x in lp] for lp in reported]

@@ -30,8 +30,8 @@ from parity.trainers.definitions import windows
 from parity.trainers.definitions.bf16_model import BackboneRounding
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.training_step import Step, logits
-from parity.trainers.definitions.windows import Sequences
-from parity.trainers.rig import drive, models
+from parity.trainers.rig import drive, models, stored_window
+from parity.trainers.rig.stored_window import Sequences
 from parity.upstream import trl
 
 TEMPERATURE = 0.7
@@ -86,7 +86,7 @@ def scoring(cell: Cell) -> Iterator[Result]:
 
 
 def _size(batch: str) -> int:
-    return len(windows.LENGTHS) if batch == "all" else int(batch)
+    return len(stored_window.LENGTHS) if batch == "all" else int(batch)
 
 
 class Batch:
@@ -100,7 +100,7 @@ class Batch:
     """
 
     def __init__(self) -> None:
-        self.sequences: Sequences = windows.sequences(windows.rows(), eos=False)
+        self.sequences: Sequences = stored_window.sequences(stored_window.rows(), eos=False)
         left = max(start for _, start in self.sequences)
         right = max(len(ids) - start for ids, start in self.sequences)
         shape = (len(self.sequences), left + right)

@@ -12,11 +12,11 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import Cell, Result, check, holds
 from parity.trainers.checks.twins import plain_twin
-from parity.trainers.definitions import windows
+from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import Step
-from parity.trainers.definitions.windows import Sequences
-from parity.trainers.rig import drive, twin_runs
+from parity.trainers.rig import batches, drive, stored_window, twin_runs
+from parity.trainers.rig.stored_window import Sequences
 from parity.upstream import trl
 
 MAX_LENGTH = 10
@@ -54,10 +54,10 @@ def truncation(cell: Cell) -> Iterator[Result]:
     twin = plain_twin(model=s.model, split=s.split)
     steps = twin_runs.train(twin_runs.build(trainer, twin, twin_runs.unfixed(cell.way), **limits), cell.way)
     rows = twin_runs.rows(trainer)
-    window = cut(windows.sequences(rows), s.mode)
-    other = cut(windows.sequences(rows, "other"), s.mode)
+    window = cut(stored_window.sequences(rows), s.mode)
+    other = cut(stored_window.sequences(rows, "other"), s.mode)
     wanted = sorted([*window, *other] if trainer == "dpo-trainer" else window)
-    got = sorted(twin_runs.seen(steps.batches))
+    got = sorted(batches.sequences_of(steps.batches))
     lost, more = [w for w in wanted if w not in got], [g for g in got if g not in wanted]
     uncut = got == sorted(twin_runs.expected(trainer))  # DPO up to 1.3 cuts behind the point where a batch is looked at
     yield holds("sequences", wanted == got or uncut, f"missing {lost[:1]}, got {more[:1]}", "exact")
@@ -65,9 +65,9 @@ def truncation(cell: Cell) -> Iterator[Result]:
     define = {
         "sft-trainer": functools.partial(windows.sft, window),
         "dpo-trainer": functools.partial(windows.dpo, (window, other), s.model, beta),
-        "kto-trainer": functools.partial(windows.kto, window, [r.label for r in rows], s.model, beta),
+        "kto-trainer": functools.partial(preference.apo_zero_unpaired, window, [r.label for r in rows], s.model, beta),
     }[trainer]
-    step = Step(windows.policy(s.model, torch.float64), define)
+    step = Step(stored_window.policy(s.model, torch.float64), define)
     yield from first_step(step, steps)
 
 

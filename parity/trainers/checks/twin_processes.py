@@ -15,12 +15,12 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import Cell, Result, check, holds
 from parity.trainers.checks.twins import SPLIT, by_definition, plain_twin
-from parity.trainers.definitions import windows
+from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.training_step import Step
-from parity.trainers.definitions.windows import Row
-from parity.trainers.rig import ranks, twin_runs
+from parity.trainers.rig import ranks, stored_window, twin_runs
 from parity.trainers.rig.ranks import Plan, Rank
+from parity.trainers.rig.stored_window import Row
 
 LOSS = "dapo"
 """GRPO's loss here: the one whose normaliser counts the tokens of all ranks."""
@@ -115,7 +115,7 @@ def _dealt(trainer: str, count: int) -> tuple[int, ...]:
     own = _launched(count, "none", "unequal", MODELS[0])[trainer][1].sequences
     out = tuple(i for i, s in enumerate(twin_runs.expected(trainer)) if s in own)
     groups = {rows[i].prompt for i in out}
-    if trainer != "sft-trainer" and len(out) != len(groups) * windows.GENERATIONS:
+    if trainer != "sft-trainer" and len(out) != len(groups) * stored_window.GENERATIONS:
         raise Unsupported(f"the second rank holds rows {out}: a part of a group")
     return out
 
@@ -125,7 +125,7 @@ def _step(trainer: str, tokens: str, model: str, part: Sequence[Row]) -> Step:
     settings = _settings(trainer, model)
     if tokens == "unequal":
         return by_definition(trainer, settings)
-    return Step(windows.policy(model, torch.float64), twin_runs.definition(trainer, settings, part))
+    return Step(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, settings, part))
 
 
 @functools.cache

@@ -17,11 +17,11 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import Cell, Result, check, holds, judged, within
 from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
-from parity.trainers.definitions import windows
+from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.training_step import Step
-from parity.trainers.definitions.windows import Row
-from parity.trainers.rig import drive, models, recorder, twin_runs
+from parity.trainers.rig import batches, drive, models, recorder, stored_window, twin_runs
+from parity.trainers.rig.stored_window import Row
 from parity.upstream import trl
 
 OF_STORED = ("evaluation", "incomplete", "uneven", "second", "resumed")
@@ -69,7 +69,7 @@ def beyond_one_window(cell: Cell) -> Iterator[Result]:
 
 def _evaluation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     """The loss that evaluation reports on the window is the loss that training takes its gradient of."""
-    run = twin_runs.build(trainer, s, per_device_eval_batch_size=8, num_generations_eval=windows.GENERATIONS)
+    run = twin_runs.build(trainer, s, per_device_eval_batch_size=8, num_generations_eval=stored_window.GENERATIONS)
     with trl.quiet():
         loss = float(run.evaluate()["eval_loss"])
     step = by_definition(trainer, s)
@@ -103,13 +103,13 @@ def _epoch(
 @functools.lru_cache(maxsize=4)
 def _step(trainer: str, model: str, rows: tuple[Row, ...]) -> Step:
     s = SimpleNamespace(model=model, beta=SETTINGS["beta"].default)
-    return Step(windows.policy(model, torch.float64), twin_runs.definition(trainer, s, rows))
+    return Step(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, s, rows))
 
 
-def found_rows(trainer: str, part: Sequence[Row], batches: list[dict[str, Any]]) -> list[Row]:
+def found_rows(trainer: str, part: Sequence[Row], micro_batches: list[dict[str, Any]]) -> list[Row]:
     """The rows whose completion is among the sequences of these micro-batches."""
-    seen = [tokens for tokens, _ in twin_runs.seen(batches)]
-    own = windows.sequences(part, eos=trainer not in twin_runs.SAMPLED)
+    seen = [tokens for tokens, _ in batches.sequences_of(micro_batches)]
+    own = stored_window.sequences(part, eos=trainer not in twin_runs.SAMPLED)
     return [row for row, (tokens, _) in zip(part, own, strict=True) if tokens in seen]
 
 
@@ -136,7 +136,7 @@ def _resumed(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     yield holds(
         "parameters", not moved, f"{len(moved)} parameters differ after resuming, first {moved[:1]}", gate="exact"
     )
-    same = twin_runs.seen(whole.window(1)) == twin_runs.seen(resumed.window(0))
+    same = batches.sequences_of(whole.window(1)) == batches.sequences_of(resumed.window(0))
     yield holds("sequences", same, "the resumed run goes on with other sequences", gate="exact")
     yield from _second_gradient(trainer, s, resumed, 0)
 
@@ -160,8 +160,7 @@ def _synced(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     off = {n: float((found[n].double() - w).abs().max() / (6 * 2.0**-24 * w.abs().max())) for n, w in wanted.items()}
     worst = max(off, key=lambda name: off[name])
     yield Result("reference", {"bound": off[worst]}, message=f"furthest off: {worst}" if off[worst] > 1 else "")
-    with windows.referring(first.eval().requires_grad_(False)):
-        yield from _second_gradient(trainer, s, steps, 1)
+    yield from _second_gradient(trainer, s, steps, 1, first.eval().requires_grad_(False))
 
 
 def _truncated(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
@@ -170,10 +169,10 @@ def _truncated(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
         raise Unsupported("the trainer generates no completions that could be truncated")
     part = [dataclasses.replace(r, counted=i not in (1, 4, 5)) for i, r in enumerate(twin_runs.rows(trainer))]
     steps = twin_runs.train(twin_runs.build(trainer, s, part=part), way)
-    with windows.earning(twin_runs.sequences(trainer, twin_runs.rows(trainer))):
-        step = Step(windows.policy(s.model, torch.float64), twin_runs.definition(trainer, s, part))
-        yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
-        yield gradients(step, steps.gradients[0])
+    earned = stored_window.rewards(twin_runs.sequences(trainer, twin_runs.rows(trainer)))
+    step = Step(stored_window.policy(s.model, torch.float64), twin_losses.definition(trainer, s, part, earned=earned))
+    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
+    yield gradients(step, steps.gradients[0])
 
 
 def _adaptive(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
@@ -189,7 +188,7 @@ def _adaptive(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     run = twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, **adaptive)
     steps = twin_runs.train(run, way)
     rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(1))
-    model = windows.policy(s.model, torch.float64)
+    model = stored_window.policy(s.model, torch.float64)
     model.load_state_dict(steps.parameters[1])
     settings = {"loss_type": s.loss, "beta": 0.0, "max_completion_length": drive.COMPLETION, "entropy_coef": 0.15}
     window = twin_runs.sequences(trainer, rows)
@@ -209,13 +208,15 @@ def _two_steps(trainer: str, s: SimpleNamespace, **more: Any) -> Any:
     return twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, **more)
 
 
-def _second_gradient(trainer: str, s: SimpleNamespace, steps: recorder.Steps, at: int) -> Iterator[Result]:
+def _second_gradient(
+    trainer: str, s: SimpleNamespace, steps: recorder.Steps, at: int, reference: Any = None
+) -> Iterator[Result]:
     rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(at))
     if len(rows) != 4:
         raise Unsupported(f"the second window holds {len(rows)} known sequences instead of 4")
-    model = windows.policy(s.model, torch.float64)
+    model = stored_window.policy(s.model, torch.float64)
     model.load_state_dict(steps.parameters[at])
-    step = Step(model, twin_runs.definition(trainer, s, rows))
+    step = Step(model, twin_losses.definition(trainer, s, rows, reference=reference))
     yield gradients(step, steps.gradients[at], "gradient of step 2")
 
 
@@ -226,14 +227,14 @@ def _generation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     if getattr(run.args, "steps_per_generation", None) != 4:
         raise Unsupported("the config of the installed version has no steps_per_generation")
     steps = twin_runs.train(run, way)
-    old = windows.policy(s.model, torch.float64)
-    whole = windows.sequences(twin_runs.rows(trainer), eos=False)
+    old = stored_window.policy(s.model, torch.float64)
+    whole = stored_window.sequences(twin_runs.rows(trainer), eos=False)
     generation = windows.Generation(whole, old, steps=2)
     for number, parameters in enumerate(steps.parameters):
         rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(number))
-        model = windows.policy(s.model, torch.float64)
+        model = stored_window.policy(s.model, torch.float64)
         model.load_state_dict(parameters)
-        step = Step(model, twin_runs.definition(trainer, s, rows, generation))
+        step = Step(model, twin_losses.definition(trainer, s, rows, generation))
         yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
 
 

@@ -17,10 +17,10 @@ import torch
 
 from parity.case.inputs import Setting, defaults
 from parity.trainers.check import Cell, Result, check, judged
-from parity.trainers.definitions import first_divergence, windows
+from parity.trainers.definitions import first_divergence, twin_losses
 from parity.trainers.definitions.gradients import finite, gradients
 from parity.trainers.definitions.training_step import AutocastRounding, Step, StepRounding
-from parity.trainers.rig import drive, twin_runs
+from parity.trainers.rig import drive, stored_window, twin_runs
 
 TRAINERS = tuple(twin_runs.CLASSES)
 SPLITS = ("8x1", "4x2", "2x4", "1x8")
@@ -125,4 +125,4 @@ def by_definition(trainer: str, s: SimpleNamespace) -> Step:
 def _by_definition(trainer: str, model: str, loss: str, beta: float, tools: bool, precision: str) -> Step:
     s = SimpleNamespace(model=model, loss=loss, beta=beta, tools=tools)
     rounding = AutocastRounding if precision == "autocast" else StepRounding
-    return Step(windows.policy(model, torch.float64), twin_runs.definition(trainer, s), rounding)
+    return Step(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, s), rounding)

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from parity.trainers.definitions import training_step, windows
-from parity.trainers.definitions.windows import Sequences
+from parity.trainers.rig import stored_window
+from parity.trainers.rig.stored_window import Reference, Sequences
 
 Losses = Mapping[str, Callable[["Pairs"], Tensor]]
 
@@ -32,10 +33,10 @@ class Pairs:
         tokens: log-probs (T_i,) of the chosen.
     """
 
-    def __init__(self, window: tuple[Sequences, Sequences], architecture: str, s: SimpleNamespace, model: Any):
+    def __init__(self, window: tuple[Sequences, Sequences], reference: Reference, s: SimpleNamespace, model: Any):
         own = [windows.completion_logps(model, w) for w in window]
         with torch.no_grad():
-            base = [windows.completion_logps(windows.reference(architecture), w) for w in window]
+            base = [windows.completion_logps(stored_window.reference(reference), w) for w in window]
         self.s, self.tokens, self.own = s, own[0], own
         self.logps, self.ref = _summed(own, s.ld_alpha), _summed(base, s.ld_alpha)
         self.ratios = [a - b for a, b in zip(self.logps, self.ref, strict=True)]
@@ -134,9 +135,9 @@ MIXED = {"mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}}
 """Name of ours -> loss types of DPOTrainer and their weights; MPO (arXiv 2411.10442, equation 2)."""
 
 
-def dpo(window: tuple[Sequences, Sequences], architecture: str, s: SimpleNamespace, model: Any) -> Tensor:
+def dpo(window: tuple[Sequences, Sequences], reference: Reference, s: SimpleNamespace, model: Any) -> Tensor:
     """The mean over the pairs, each times its WPO weight where that is on (arXiv 2406.11827, equation 2)."""
-    pairs = Pairs(window, architecture, s, model)
+    pairs = Pairs(window, reference, s, model)
     loss = torch.stack([w * DPO[name](pairs) for name, w in MIXED.get(s.loss, {s.loss: 1.0}).items()]).sum(0)
     if s.weighting:
         weights = [_alignment(model, w) for w in window]
@@ -156,31 +157,39 @@ def _alignment(model: Any, window: Sequences) -> Tensor:
 
 
 def kto(
-    window: Sequences, others: Sequences, labels: Sequence[bool], architecture: str, s: SimpleNamespace, model: Any
+    window: Sequences, others: Sequences, labels: Sequence[bool], reference: Reference, s: SimpleNamespace, model: Any
 ) -> Tensor:
     """mean of λ_D (1 - σ(β(Δ - z))) of desirable and λ_U (1 - σ(β(z - Δ))) of undesirable ones (arXiv 2402.01306).
 
     z = max(0, mean of log π - log π_ref over `others`, completions beside another prompt), without gradient.
     """
-    ratios = windows.log_ratios(model, architecture, window)
-    z = shift(others, architecture, model)
+    ratios = windows.log_ratios(model, reference, window)
+    z = shift(others, reference, model)
     good = s.desirable * (1 - torch.sigmoid(s.beta * (ratios - z)))
     bad = s.undesirable * (1 - torch.sigmoid(s.beta * (z - ratios)))
     return torch.where(torch.tensor(labels), good, bad).mean()
 
 
 def apo_zero_unpaired(
-    window: Sequences, labels: Sequence[bool], architecture: str, s: SimpleNamespace, model: Any
+    window: Sequences,
+    labels: Sequence[bool],
+    reference: Reference,
+    beta: float,
+    model: Any,
+    weights: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """mean of λ_D (1 - σ(βΔ)) of desirable and λ_U σ(βΔ) of undesirable ones (arXiv 2408.06266, equation 7, unpaired)."""
-    p = torch.sigmoid(s.beta * windows.log_ratios(model, architecture, window))
-    return torch.where(torch.tensor(labels), s.desirable * (1 - p), s.undesirable * p).mean()
+    """mean of λ_D (1 - σ(βΔ)) of desirable and λ_U σ(βΔ) of undesirable ones (arXiv 2408.06266, equation 7, unpaired).
+
+    KTO's own loss subtracts a KL estimated on the micro-batch, so that it is not a sum over micro-batches; this one is.
+    """
+    p = torch.sigmoid(beta * windows.log_ratios(model, reference, window))
+    return torch.where(torch.tensor(labels), weights[0] * (1 - p), weights[1] * p).mean()
 
 
-def shift(others: Sequences, architecture: str, model: Any) -> Tensor:
+def shift(others: Sequences, reference: Reference, model: Any) -> Tensor:
     """KTO's estimate of the KL on one batch."""
     with torch.no_grad():
-        return windows.log_ratios(model, architecture, others).mean().clamp(min=0)
+        return windows.log_ratios(model, reference, others).mean().clamp(min=0)
 
 
 def mismatched(window: Sequences) -> Sequences:
@@ -196,7 +205,7 @@ def dft(window: Sequences, model: Any) -> Tensor:
     return -(logps.exp().detach() * logps).sum() / logps.numel()
 
 
-def online_ipo(window: tuple[Sequences, Sequences], architecture: str, beta: float, model: Any) -> Tensor:
+def online_ipo(window: tuple[Sequences, Sequences], reference: Reference, beta: float, model: Any) -> Tensor:
     """mean of (d - 1/(2β))², d of whole completions (arXiv 2310.12036)."""
-    chosen, rejected = (windows.log_ratios(model, architecture, w) for w in window)
+    chosen, rejected = (windows.log_ratios(model, reference, w) for w in window)
     return ((chosen - rejected - 1 / (2 * beta)) ** 2).mean()

@@ -1,16 +1,12 @@
-"""One optimizer window of stored data, and its loss by definition, for every trainer whose twins are compared.
+"""The losses of a stored window by their definitions, for every trainer whose twins are compared.
 
-Eight sequences of unequal lengths (of pairs: chosen and rejected of each). The policy is the tiny model moved a little, so
-that a reference model, read from disk, is not equal to it and log-ratios are not zero. Definitions are those of the
-papers; each is a mean over the window, however a trainer cuts it into micro-batches.
+Those of the papers; each is a mean over the window, however a trainer cuts it into micro-batches.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,127 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from parity.case.case import Case, normal
+from parity.case.case import Case
 from parity.case.inputs import Inputs, defaults
 from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
 from parity.rounding.monte_carlo import exact_mark
 from parity.trainers.definitions import training_step
-from parity.trainers.rig import models
-from parity.trainers.rig.drive import reward
-from parity.upstream import trl
+from parity.trainers.rig import models, stored_window
+from parity.trainers.rig.stored_window import Reference, Sequences
 
-PROMPT_LENGTHS = (2, 6, 3, 5, 2, 4, 7, 3)
-LENGTHS = (7, 1, 4, 8, 2, 6, 3, 5)
-"""Tokens of each completion: no two alike, so that a mean of means is not the mean."""
-OTHER_LENGTHS = (3, 6, 2, 2, 8, 1, 5, 4)
-NUDGE = 0.05
-ADAPTED, HANDED_OVER, ADAPTER_SIZE = "+adapter", 3, 0.1
-"""Suffix of an architecture with the adapter that a trainer is handed, seed of that adapter, size of its weights."""
-GENERATIONS = 2
 CLIP = 0.2
 """ε of the clipped ratio, TRL's default in GRPO and RLOO."""
-
-Sequences = list[tuple[list[int], int]]
-"""Token ids of prompt and completion, and the length of the prompt."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A sample as words: a prompt, a completion, and another completion of the same prompt; `counted`: in the loss."""
-
-    prompt: str
-    completion: str
-    other: str
-    label: bool
-    counted: bool = True
-
-
-def rows(prompts: int = 8) -> list[Row]:
-    """The samples; with fewer prompts than samples they follow each other in groups of one prompt."""
-    out = []
-    for i, (length, other) in enumerate(zip(LENGTHS, OTHER_LENGTHS, strict=True)):
-        group = i * prompts // len(LENGTHS)
-        prompt = models.words(11, f"prompt {group}", PROMPT_LENGTHS[group]) + " "
-        completion, alternative = models.words(11, f"completion {i}", length), models.words(11, f"other {i}", other)
-        out.append(Row(prompt, completion, alternative, label=i % 3 != 0))
-    return out
-
-
-def ids(text: str) -> list[int]:
-    """Token ids of words."""
-    found: list[int] = models.tokenizer()(text, add_special_tokens=False)["input_ids"]
-    return found
-
-
-def sequences(chosen: Sequence[Row], name: str = "completion", eos: bool = True) -> Sequences:
-    """Prompt and completion of each row as token ids; `eos`: the completion ends as a dataset's does.
-
-    Of a row that is not counted every token stands before the completion: none is scored.
-    """
-    out = []
-    for row in chosen:
-        prompt, completion = ids(row.prompt), ids(getattr(row, name)) + ([models.EOS] if eos else [])
-        out.append((prompt + completion, len(prompt) + (0 if row.counted else len(completion))))
-    return out
-
-
-def policy(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The model of the twins: the saved one, each parameter moved by a share of itself, the same bits in every dtype."""
-    out = models.model(architecture, dtype).train()
-    with torch.no_grad():
-        for name, parameter in out.named_parameters():
-            share = 1 + NUDGE * normal(5, name, parameter.shape)
-            parameter.copy_((parameter.float() * share.float()).to(parameter.dtype))
-    return out
-
-
-@functools.cache
-def reference(architecture: str) -> Any:
-    """The saved model in float64, without gradients; of "llama+adapter" with the adapter that a trainer is handed."""
-    name = architecture.removesuffix(ADAPTED)
-    out = models.model(name, torch.float64)
-    if name != architecture:
-        out = adapted(out, HANDED_OVER)
-    return out.eval().requires_grad_(False)
-
-
-@contextlib.contextmanager
-def _standing(name: str, function: Callable[[Any], Any]) -> Iterator[None]:
-    """Within it the function `name` of this module is another one."""
-    saved, globals()[name] = globals()[name], function
-    try:
-        yield
-    finally:
-        globals()[name] = saved
-
-
-def referring(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Within it every definition takes `model`, in float64 and without gradients, for its reference."""
-    return _standing("reference", lambda architecture: model)
-
-
-def adapted(base: Any, seed: int, **options: Any) -> Any:
-    """`base` with a LoRA whose weights are drawn from `seed`, in the dtype of the base."""
-    import peft
-
-    with trl.quiet():
-        out = peft.get_peft_model(base, trl.lora(**options), autocast_adapter_dtype=False)
-    fill_adapter(out, seed)
-    return out
-
-
-def fill_adapter(model: Any, seed: int) -> None:
-    """Weights of the adapter that is trained, by parameter name, none of them zero; a saved copy away from its original."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".ref." in name:
-                continue
-            if "lora_" in name:
-                parameter.copy_(ADAPTER_SIZE * normal(seed, name, parameter.shape).to(parameter))
-            elif "modules_to_save" in name:
-                share = 1 + NUDGE * normal(seed, name, parameter.shape)
-                parameter.copy_((parameter.float() * share.float()).to(parameter))
 
 
 def completion_logps(model: Any, window: Sequences, temperature: float = 1.0) -> list[Tensor]:
@@ -155,10 +41,10 @@ def sums(model: Any, window: Sequences) -> Tensor:
     return torch.stack([lp.sum() for lp in completion_logps(model, window)])
 
 
-def log_ratios(model: Any, architecture: str, window: Sequences) -> Tensor:
+def log_ratios(model: Any, reference: Reference, window: Sequences) -> Tensor:
     """log π - log π_ref of each completion, (N,)."""
     with torch.no_grad():
-        base = sums(reference(architecture), window)
+        base = sums(stored_window.reference(reference), window)
     return sums(model, window) - base
 
 
@@ -168,41 +54,10 @@ def sft(window: Sequences, model: Any) -> Tensor:
     return -logps.sum() / logps.numel()
 
 
-def dpo(window: tuple[Sequences, Sequences], architecture: str, beta: float, model: Any) -> Tensor:
+def dpo(window: tuple[Sequences, Sequences], reference: Reference, beta: float, model: Any) -> Tensor:
     """mean of -log σ(β(Δ_chosen - Δ_rejected)), Δ the log-ratio to the reference (arXiv 2305.18290)."""
-    chosen, rejected = (log_ratios(model, architecture, w) for w in window)
+    chosen, rejected = (log_ratios(model, reference, w) for w in window)
     return -logsigmoid(beta * (chosen - rejected)).mean()
-
-
-def kto(window: Sequences, labels: Sequence[bool], architecture: str, beta: float, model: Any) -> Tensor:
-    """mean of 1 - σ(βΔ) of a desirable and σ(βΔ) of an undesirable completion (APO-zero, arXiv 2408.06266, unpaired).
-
-    KTO's own loss subtracts a KL estimated on the micro-batch, so that it is not a sum over micro-batches.
-    """
-    p = torch.sigmoid(beta * log_ratios(model, architecture, window))
-    return torch.where(torch.tensor(labels), 1 - p, p).mean()
-
-
-def rewards(window: Sequences) -> Tensor:
-    """The rewards of the stored completions, in groups: (prompts, generations), float64."""
-    texts = models.tokenizer().batch_decode([t[start:] for t, start in window], skip_special_tokens=True)
-    return torch.tensor(reward(completions=texts), dtype=torch.float64).view(-1, GENERATIONS)
-
-
-def earning(window: Sequences) -> contextlib.AbstractContextManager[None]:
-    """Within it every definition takes the rewards of these sequences, whatever is left of them in a loss."""
-    earned = rewards(window)
-    return _standing("rewards", lambda window: earned)
-
-
-def preferred(chosen: Sequence[Row]) -> tuple[Sequences, Sequences]:
-    """Of each row the completion with the higher reward, and the other one: what online DPO calls chosen and rejected."""
-    first, second = (sequences(chosen, name) for name in ("completion", "other"))
-    scores = [reward(completions=[r.completion for r in chosen]), reward(completions=[r.other for r in chosen])]
-    keep = [a >= b for a, b in zip(*scores, strict=True)]
-    better = [a if k else b for a, b, k in zip(first, second, keep, strict=True)]
-    worse = [b if k else a for a, b, k in zip(first, second, keep, strict=True)]
-    return better, worse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,63 +73,71 @@ class Generation:
         return values[[self.whole.index(sequence) for sequence in window]]
 
 
-def rloo(window: Sequences, architecture: str, beta: float, generation: Generation | None, model: Any) -> Tensor:
+def rloo(
+    window: Sequences,
+    reference: Reference,
+    beta: float,
+    generation: Generation | None,
+    model: Any,
+    earned: Tensor | None = None,
+) -> Tensor:
     """-mean of min(ρA, clip(ρ)A), ρ = π/π_old, A the reward minus the mean of the group's others (arXiv 2402.14740).
 
-    The reward is less β(log π_old - log π_ref) of the whole completion.
+    The reward is less β(log π_old - log π_ref) of the whole completion; `earned`: rewards other than the window's.
     """
     whole = window if generation is None else generation.whole
     logps = sums(model, window)
     old = logps.detach()
-    r = rewards(whole)
+    r = stored_window.rewards(whole) if earned is None else earned
     with torch.no_grad():
         if generation is not None:
             old = sums(generation.old, window)
         if beta != 0.0:
             then = old if generation is None else sums(generation.old, whole)
-            r = r - beta * (then - sums(reference(architecture), whole)).view(r.shape)
-    advantages = (r - (r.sum(1, keepdim=True) - r) / (GENERATIONS - 1)).flatten()
+            r = r - beta * (then - sums(stored_window.reference(reference), whole)).view(r.shape)
+    advantages = (r - (r.sum(1, keepdim=True) - r) / (stored_window.GENERATIONS - 1)).flatten()
     if generation is not None:
         advantages = generation.of(window, advantages)
     ratio = (logps - old).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
 
 
-def advantages(window: Sequences) -> Tensor:
+def advantages(window: Sequences, earned: Tensor | None = None) -> Tensor:
     """GRPO's: the reward less its group's mean, over the group's standard deviation + 1e-4, (N,)."""
-    r = rewards(window)
+    r = stored_window.rewards(window) if earned is None else earned
     return ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)).flatten()
 
 
 def grpo(
     window: Sequences,
-    architecture: str,
+    reference: Reference,
     settings: dict[str, Any],
-    own: Callable[[Tensor], Tensor] | None,
+    tools: Callable[[Tensor], Tensor] | None,
     generation: Generation | None,
     model: Any,
     ratio: Callable[[Tensor, Tensor], Tensor] | None = None,
+    earned: Tensor | None = None,
 ) -> Tensor:
-    """Family `policy` on the model's hidden states and head, the window as one batch; `own`: token ids -> tool mask.
+    """Family `policy` on the model's hidden states and head, the window as one batch; `tools`: token ids -> tool mask.
 
-    `ratio`: log-probs (N, T) and mask -> the sampler's importance ratio.
+    `ratio`: log-probs (N, T) and mask -> the sampler's importance ratio. `earned`: rewards, where they are not the window's.
     """
     fam = POLICY
     s = SimpleNamespace(**{**defaults(fam.settings), **head_settings(model), **settings})
-    tensors = policy_tensors(window, model)
+    tensors = policy_tensors(window, model, earned)
     if s.beta != 0.0:
         with torch.no_grad():
-            tensors["ref_logps"] = padded(completion_logps(reference(architecture), window))
+            tensors["ref_logps"] = padded(completion_logps(stored_window.reference(reference), window))
     if generation is not None:
         s.steps_per_generation = generation.steps
-        tensors["advantages"] = generation.of(window, advantages(generation.whole))
+        tensors["advantages"] = generation.of(window, advantages(generation.whole, earned))
         tensors["num_items_in_batch"] = torch.tensor(float(sum(len(t) - n for t, n in generation.whole)))
         with torch.no_grad():
             tensors["old_logps"] = padded(completion_logps(generation.old, window))
-    if own is not None:
+    if tools is not None:
         mask, tokens = tensors["mask"], tensors["ids"]
         assert mask is not None and tokens is not None
-        mask = torch.where(own(tokens) != 0, mask, torch.zeros_like(mask))  # a replica rounds a product's 0 too
+        mask = torch.where(tools(tokens) != 0, mask, torch.zeros_like(mask))  # a replica rounds a product's 0 too
         tensors |= {"mask": mask, "num_items_in_batch": mask.sum()}
     if ratio is not None:
         assert tensors["mask"] is not None
@@ -294,7 +157,7 @@ def head_settings(model: Any) -> dict[str, Any]:
     }
 
 
-def policy_tensors(window: Sequences, model: Any) -> dict[str, Tensor | None]:
+def policy_tensors(window: Sequences, model: Any, earned: Tensor | None = None) -> dict[str, Tensor | None]:
     """A window as the inputs of family `policy`: hidden states and head of the model, advantages of the stored rewards."""
     width = max(len(t) for t, _ in window)
     tokens = torch.tensor([t + [models.PAD] * (width - len(t)) for t, _ in window])
@@ -320,7 +183,7 @@ def policy_tensors(window: Sequences, model: Any) -> dict[str, Tensor | None]:
         "ids": torch.nn.utils.rnn.pad_sequence([torch.tensor(t[start:]) for t, start in window], batch_first=True),
         "mask": mask,
         "completion_mask": mask,
-        "advantages": advantages(window),
+        "advantages": advantages(window, earned),
         "num_items_in_batch": mask.sum(),
         **dict.fromkeys(none),
         "lora_a": None,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from parity.errors import Unsupported
 from parity.process import environment
-from parity.trainers.rig import zero
+from parity.trainers.rig import batches, zero
 
 TIMEOUT = 300.0
 JOINING = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -170,7 +170,7 @@ def _trained(plan: Plan, trainer: str) -> Rank:
     gradients = {n: g for n, g in steps.gradients[0].items() if g is not None}
     sharded, found = stepped[0] if stepped else (steps.sharded, gradients)
     kind = run.accelerator.distributed_type.value
-    return Rank({n: g.contiguous() for n, g in found.items()}, twin_runs.seen(steps.window(0)), sharded, kind)
+    return Rank({n: g.contiguous() for n, g in found.items()}, batches.sequences_of(steps.window(0)), sharded, kind)
 
 
 FULL_SHARD: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +14,8 @@ from torch import Tensor
 
 from parity.errors import Unsupported
 from parity.trainers.check import Result, holds
-from parity.trainers.definitions import windows
-from parity.trainers.definitions.windows import Row, Sequences
-from parity.trainers.rig import drive, models, recorder
+from parity.trainers.rig import batches, drive, models, recorder, stored_window
+from parity.trainers.rig.stored_window import Row, Sequences
 from parity.upstream import trl
 
 BETA = {
@@ -48,7 +45,7 @@ PROMPTED = (*SAMPLED, "online-dpo-trainer")
 
 def rows(trainer: str) -> list[Row]:
     """The window of a trainer: groups of one prompt where advantages are relative to a group."""
-    return windows.rows(4 if trainer in ("grpo-trainer", "rloo-trainer") else 8)
+    return stored_window.rows(4 if trainer in ("grpo-trainer", "rloo-trainer") else 8)
 
 
 def expected(trainer: str, part: Sequence[Row] | None = None) -> Sequences:
@@ -56,14 +53,14 @@ def expected(trainer: str, part: Sequence[Row] | None = None) -> Sequences:
     chosen = rows(trainer) if part is None else part
     own = sequences(trainer, chosen)
     if trainer in SAMPLED:  # a truncated completion is taken out of the attention too
-        prompts = [windows.ids(r.prompt) for r in chosen]
+        prompts = [stored_window.ids(r.prompt) for r in chosen]
         own = [s if r.counted else (p, len(p)) for s, r, p in zip(own, chosen, prompts, strict=True)]
-    return own + windows.sequences(chosen, "other") if trainer in PAIRED else own
+    return own + stored_window.sequences(chosen, "other") if trainer in PAIRED else own
 
 
 def sequences(trainer: str, chosen: Sequence[Row]) -> Sequences:
     """The rows as the trainer has them: a dataset's completion ends, a stored one where another counts as truncated."""
-    return windows.sequences(chosen, eos=trainer not in SAMPLED or truncating(trainer, chosen))
+    return stored_window.sequences(chosen, eos=trainer not in SAMPLED or truncating(trainer, chosen))
 
 
 def truncating(trainer: str, chosen: Sequence[Row]) -> bool:
@@ -80,7 +77,7 @@ def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
         grouped = trainer in ("grpo-trainer", "rloo-trainer")
         return Dataset.from_dict({"prompt": list(dict.fromkeys(prompts)) if grouped else prompts})
     if not all(r.counted for r in chosen):
-        own = windows.sequences(chosen)
+        own = stored_window.sequences(chosen)
         masks = [[0] * start + [1] * (len(tokens) - start) for tokens, start in own]
         return Dataset.from_dict({"input_ids": [tokens for tokens, _ in own], "completion_mask": masks})
     columns: dict[str, list[Any]] = {"prompt": prompts, "completion": [r.completion for r in chosen]}
@@ -99,7 +96,7 @@ def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
         "gradient_accumulation_steps": accumulation,
         "beta": BETA.get(trainer, s.beta),
         "temperature": 1.0,
-        "num_generations": windows.GENERATIONS,
+        "num_generations": stored_window.GENERATIONS,
         "max_length": None if s.padding == "none" else 64,
         "use_bias_correction_kl": False,
         **drive.checkpointing(s.checkpointing),
@@ -144,7 +141,7 @@ def build(
     data = dataset(trainer, chosen)
     given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
     # Before a config that would have every model loaded in shards.
-    policy = windows.policy(s.model) if adapter is None else adapter.model(s.model)
+    policy = stored_window.policy(s.model) if adapter is None else adapter.model(s.model)
     if adapter is not None:
         given["peft_config"] = adapter.config()
     elif trainer in ("dpo-trainer", "kto-trainer", "online-dpo-trainer"):
@@ -219,11 +216,11 @@ def _hand_out(trainer: Any, name: str, chosen: Sequence[Row]) -> None:
     stored: dict[tuple[int, ...], list[list[int]]] = {}
     end = [models.EOS] if truncating(name, chosen) else []
     for row in chosen:
-        completion = windows.ids(row.completion) + (end if row.counted else [])
-        stored.setdefault(tuple(windows.ids(row.prompt)), []).append(completion)
+        completion = stored_window.ids(row.completion) + (end if row.counted else [])
+        stored.setdefault(tuple(stored_window.ids(row.prompt)), []).append(completion)
 
     def generate(prompts: list[Any], *_: Any, **__: Any) -> Any:
-        prompt_ids = [windows.ids(p) if isinstance(p, str) else list(p) for p in prompts]
+        prompt_ids = [stored_window.ids(p) if isinstance(p, str) else list(p) for p in prompts]
         left = {k: list(v) for k, v in stored.items()}
         completion_ids = [left[tuple(p)].pop(0) for p in prompt_ids]
         known = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "extra_fields": {}}
@@ -248,10 +245,13 @@ def handed_names(generate: Any) -> list[str]:
 
 def _generate_stored(trainer: Any, chosen: Sequence[Row]) -> None:
     """The stored pairs in place of `model.generate`: the first of a prompt, then the other; tokenising, masks are theirs."""
-    stored = {tuple(windows.ids(r.prompt)): (windows.ids(r.completion), windows.ids(r.other)) for r in chosen}
+    stored = {
+        tuple(stored_window.ids(r.prompt)): (stored_window.ids(r.completion), stored_window.ids(r.other))
+        for r in chosen
+    }
 
     def generate(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Tensor:
-        count = len(input_ids) // windows.GENERATIONS
+        count = len(input_ids) // stored_window.GENERATIONS
         completions = []
         for i, (tokens, seen) in enumerate(zip(input_ids, attention_mask, strict=True)):
             completions.append(torch.tensor([*stored[tuple(tokens[seen.bool()].tolist())][i // count], models.EOS]))
@@ -282,81 +282,11 @@ def _with_tools(trainer: Any) -> None:
     trainer._generate_and_score_completions = scored
 
 
-def seen(batches: list[dict[str, Any]]) -> Sequences:
-    """The sequences of recorded batches without padding, prompt length first found from their loss mask."""
-    out: Sequences = []
-    for batch in batches:
-        out += _of_batch(batch)
-    return out
-
-
 def all_there(trainer: str, steps: recorder.Steps) -> Result:
     """Every sequence of the window, each once, prompt and completion as they were given."""
-    wanted, got = sorted(expected(trainer)), sorted(seen(steps.batches))
+    wanted, got = sorted(expected(trainer)), sorted(batches.sequences_of(steps.batches))
     missing = [w for w in wanted if w not in got]
     message = (
         f"{len(got)} of {len(wanted)} sequences; missing {missing[:1]}, got {[g for g in got if g not in wanted][:1]}"
     )
     return holds("sequences", wanted == got, message, gate="exact", value=float(len(got)))
-
-
-def _of_batch(batch: Mapping[str, Any]) -> Sequences:
-    if "prompt_ids" in batch:
-        tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-        present = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-        loss = torch.cat([torch.zeros_like(batch["prompt_mask"]), batch["completion_mask"]], 1)
-        return [_one(*row) for row in zip(tokens, present, loss, strict=True)]
-    if "chosen_input_ids" in batch:  # DPO up to 0.28
-        return [pair for side in ("chosen", "rejected") for pair in _beside_the_prompt(batch, side)]
-    if "input_ids" not in batch:
-        raise Unsupported(f"a batch of {', '.join(sorted(batch))} is not a layout that can be read")
-    tokens = batch["input_ids"]
-    loss = batch["completion_mask"] if "completion_mask" in batch else (batch["labels"] != -100).long()
-    if "attention_mask" in batch:
-        return [_one(*row) for row in zip(tokens, batch["attention_mask"], loss, strict=True)]
-    starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist() + [tokens.shape[1]]  # packed into one row
-    pieces = [slice(a, b) for a, b in itertools.pairwise(starts)]
-    return [_one(tokens[0, p], torch.ones_like(tokens[0, p]), loss[0, p]) for p in pieces]
-
-
-def _beside_the_prompt(batch: Mapping[str, Any], side: str) -> Sequences:
-    """Sequences of a layout that keeps prompt and completion apart."""
-    names = ("prompt", side)
-    tokens, present = (torch.cat([batch[f"{n}_{what}"] for n in names], 1) for what in ("input_ids", "attention_mask"))
-    loss = torch.cat([torch.zeros_like(batch["prompt_input_ids"]), batch[f"{side}_attention_mask"]], 1)
-    return [_one(*row) for row in zip(tokens, present, loss, strict=True)]
-
-
-def _one(tokens: Tensor, present: Tensor, loss: Tensor) -> tuple[list[int], int]:
-    kept = tokens[present.bool()].tolist()
-    return kept, len(kept) - int((loss * present).sum())
-
-
-Definition = Callable[[Any], Tensor]
-
-
-def definition(
-    trainer: str, s: SimpleNamespace, part: Sequence[Row] | None = None, generation: windows.Generation | None = None
-) -> Definition:
-    """The loss of the window, or of a part of its rows, by its definition: a function of the float64 model."""
-    chosen = rows(trainer) if part is None else part
-    window = sequences(trainer, chosen)
-    beta = BETA.get(trainer, s.beta)
-    if trainer == "sft-trainer":
-        return functools.partial(windows.sft, window)
-    if trainer == "dpo-trainer":
-        pair = (window, windows.sequences(chosen, "other"))
-        return functools.partial(windows.dpo, pair, s.model, beta)
-    if trainer == "online-dpo-trainer":
-        pair = windows.preferred(chosen)
-        return functools.partial(windows.dpo, pair, s.model, beta)
-    if trainer == "kto-trainer":
-        return functools.partial(windows.kto, window, [r.label for r in chosen], s.model, beta)
-    if trainer == "rloo-trainer":
-        return functools.partial(windows.rloo, window, s.model, beta, generation)
-    if trainer == "grpo-trainer":
-        settings = {"loss_type": s.loss, "beta": beta, "max_completion_length": drive.COMPLETION}
-        own = external if s.tools else None
-        return functools.partial(windows.grpo, window, s.model, settings, own, generation)
-    teacher = models.model("qwen2", torch.float64).eval().requires_grad_(False)
-    return functools.partial(windows.distillation, window, teacher, beta)
