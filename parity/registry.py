@@ -18,7 +18,7 @@ from parity.implementations.implementation import REGISTRY, Implementation
 from parity.judging import compare
 from parity.judging.assess import Bench
 from parity.results.row import Row
-from parity.trainers import catalogue, execute
+from parity.trainers import catalogue, execute, user_trainer
 from parity.trainers.catalogue import TrainerFamily, is_trainer
 
 NAMES = ("logprobs", "policy", "divergence")
@@ -166,9 +166,10 @@ def from_file(spec: str) -> list[Implementation]:
             f"implementation {spec!r} is a family: name it with --family, and one of its implementations here"
         )
     if inspect.isclass(found):
-        from parity.trainers.rig import user_trainer
+        from parity.implementations import trl_trainer
 
-        return user_trainer.implementations(found, id)
+        checks = user_trainer.implementation(found, id)
+        return [checks, trl_trainer.of_subclass(found, id)] if checks.family == "grpo-trainer" else [checks]
     return [user.from_function(found, id, [loss_family(name) for name in loss_families()])]
 
 

@@ -45,7 +45,7 @@ class Implementation:
         every: on the CPU, run it on one case in `every` (a cost, not a narrowing: which cases is a hash of their id).
         sources: dotted names of the code it runs, for reports that cite file and line.
         opt_in: leave it out of a run that does not name it.
-        user_class: FILE.py:NAME of a user's trainer, driven by checks instead of the TRL class that it extends.
+        user_class: a user's trainer, which checks drive instead of the TRL class that it extends.
         extends: id of the implementation whose known findings it inherits, where that does not agree on the same case.
     """
 
@@ -63,7 +63,7 @@ class Implementation:
     every: int = 1
     sources: tuple[str, ...] = ()
     opt_in: bool = False
-    user_class: str = ""
+    user_class: type | None = None
     extends: str = ""
 
     @property

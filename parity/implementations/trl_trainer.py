@@ -14,7 +14,7 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.policy import WINDOW_NORMALISED
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, implementation, require
+from parity.implementations.implementation import Implementation, Outputs, implementation, require
 from parity.implementations.trl import softcap
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.recipe import Recipe
@@ -260,3 +260,23 @@ def grpo_trainer_liger(x: Inputs) -> Outputs:
     """`GRPOTrainer.compute_loss`, the version's own Liger path: Liger's loss up to 1.13, chunked log-probs in 1.14."""
     require(_has_liger_path(), "this version of TRL has no Liger path (removed in 1.15)")
     return outputs(x, liger=True)
+
+
+def of_subclass(kind: type, id: str) -> Implementation:
+    """The loss of a user's subclass of GRPOTrainer, FILE.py:NAME, as a candidate of family `policy`."""
+
+    def compute_loss(x: Inputs) -> Outputs:
+        return outputs(x, kind=kind)
+
+    return Implementation(
+        id=id,
+        family="policy",
+        role="candidate",
+        call=compute_loss,
+        recipe=getattr(kind, "recipe", _recipe),
+        library="trl",
+        outputs=METRIC_NAMES,
+        contexts=frozenset({"plain", "autocast"}),
+        extends="trl.GRPOTrainer",
+        sources=(f"{kind.__module__}.{kind.__qualname__}",),
+    )

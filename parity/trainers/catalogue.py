@@ -1,7 +1,7 @@
-"""Checks that need a real trainer: KL at step 1, twins, gradient flow, config values, distillation.
+"""The checks of trainers by name, each trainer as a family, and each way of using one as an implementation.
 
-Adding one is writing one function under `parity.trainers.check.check` in a module named in `MODULES`; docs/trainers.md
-shows one. TRL, transformers and PEFT are imported inside the functions, never at module level.
+A check is one function under the decorator `parity.trainers.check.check`, in a module of `parity/trainers/checks` that
+`MODULES` names. TRL, transformers and PEFT are imported inside functions, so that this module loads without them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A check is registered under a name for one or more trainers. Its settings are dimensions as a loss family's; a case of it
 is a `Case` whose family is the trainer ("grpo-trainer") and whose setting `check` names the check, so that it freezes,
-replays, bisects and enters the ledger as any other case. What runs it is a *way* of using the trainer: as released, on
-its fused path, or with parity.fixes applied; each is an implementation in rows ("grpo-trainer.released").
+replays, bisects and enters the ledger as any other case. It is run in ways of use: the trainer as released, on its fused
+path, or with parity.fixes applied. Each way is an implementation in rows, "grpo-trainer.released", and a key of `WAYS`.
 """
 
 from __future__ import annotations
@@ -122,14 +122,14 @@ def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "
 class Cell:
     """A case of a check in one way of use: what a check function is given.
 
-    `user_class`: FILE.py:NAME of a user's trainer that is driven instead of the TRL class that it extends, or nothing.
+    `user_class`: a user's trainer, driven instead of the TRL class that it extends.
     """
 
     case: Case
     settings: SimpleNamespace
     way: str
     device: str
-    user_class: str = ""
+    user_class: type | None = None
 
     @property
     def trainer(self) -> str:

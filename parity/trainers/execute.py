@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
-from parity.implementations.user import loaded
 from parity.judging.execute import Outcome, guarded
 from parity.judging.rows import Blame, empty_row, flaky
 from parity.results.row import Row, finite
@@ -79,7 +78,7 @@ def attempt(found: Check, cell: Cell, implementation: Implementation) -> tuple[O
     results: list[Result] = []
 
     def run() -> Outcome:
-        user_class = drive.using(loaded(cell.user_class)) if cell.user_class else contextlib.nullcontext()
+        user_class = drive.using(cell.user_class) if cell.user_class else contextlib.nullcontext()
         with user_class:
             results.extend(found.run(cell))
         return Outcome("ran") if results else Outcome("unsupported", message="nothing was measured", blame="harness")

@@ -13,6 +13,7 @@ from parity.registry import run_case, select
 from parity.trainers.catalogue import family
 from parity.trainers.check import Cell
 from parity.trainers.checks import step_one
+from parity.trainers.definitions import log_probs
 from parity.trainers.rig import first_step
 
 
@@ -52,7 +53,7 @@ def honest():
     """One honest step, and its definition."""
     asked = cell("grpo-trainer", {"check": "step-one", "temperature": 0.7})
     step = step_one.run(asked)
-    return asked, step, step_one.own(asked, step.ids, step.mask, step.completion)
+    return asked, step, log_probs.truth(asked, step.ids, step.mask, step.completion)
 
 
 def results(asked, step, truth):
@@ -83,7 +84,7 @@ def test_a_kl_that_is_not_zero_disagrees(honest, kl):
 def test_a_loss_with_another_temperature_disagrees(honest):
     asked, step, _ = honest
     other = cell("grpo-trainer", {"check": "step-one"})
-    found = results(asked, step, step_one.own(other, step.ids, step.mask, step.completion))
+    found = results(asked, step, log_probs.truth(other, step.ids, step.mask, step.completion))
     assert not found["logps"].agrees and not found["ref_logps"].agrees
 
 
@@ -127,7 +128,7 @@ def test_rows_in_the_order_of_the_micro_batch():
 def test_the_bound_of_online_dpo_leaves_out_padded_prompts():
     asked = cell("online-dpo-trainer", {"check": "step-one"})
     step = step_one.run(asked)
-    truth = step_one.own(asked, step.ids, step.mask, step.completion)
+    truth = log_probs.truth(asked, step.ids, step.mask, step.completion)
     assert bool((step.mask[:, 0] == 0).any())  # prompts of unequal length, padded on the left
     found = {r.quantity: r for r in step_one._online(asked, step, truth)}
     assert found["kl"].agrees and found["loss"].agrees

@@ -18,8 +18,10 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judging.gates import Unit, judge
 from parity.trainers.check import Cell, Result, check, holds, judged, pairwise, within
+from parity.trainers.definitions import log_probs
+from parity.trainers.definitions.log_probs import Truth, U
 from parity.trainers.rig import drive, models
-from parity.trainers.rig.first_step import Step, Truth, U, own, run
+from parity.trainers.rig.first_step import Step, run
 
 SETTINGS = {
     "model": Setting("llama", "tiny model", tuple(models.ARCHITECTURES)),
@@ -64,7 +66,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def step_one(cell: Cell) -> Iterator[Result]:
     """With the policy equal to the reference the first step shows no KL, no log-ratio and the loss of ratio 1."""
     step = run(cell)
-    truth = own(cell, step.ids, step.mask, step.completion)
+    truth = log_probs.truth(cell, step.ids, step.mask, step.completion)
     yield from _log_probs(step, truth)
     yield from METRICS[cell.trainer](cell, step, truth)
     if cell.settings.checkpointing == drive.CUSTOM:

@@ -1,4 +1,4 @@
-"""The first step of a real trainer, watched: what it scored, what it logged, and what its log-probs are by definition."""
+"""The first step of a real trainer, watched: what it scored and what it logged."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 
 from parity.errors import Unsupported
-from parity.judging.gates import ROW
-from parity.judging.settle import REPLICAS
-from parity.recipe import IEEE_FP32, UNIT_ROUNDOFF
 from parity.trainers.check import Cell
-from parity.trainers.definitions.training_step import Double, StepRounding
 from parity.trainers.rig import checkpointing, drive, models
 from parity.upstream import trl
-
-U = UNIT_ROUNDOFF["fp32"]
 
 
 @dataclasses.dataclass
@@ -150,45 +144,3 @@ WATCH = {
     "OnlineDPOTrainer": _watch_online,
     "DPOTrainer": _watch_pairs,
 }
-
-
-@dataclasses.dataclass
-class Truth:
-    """The definition's log-probs of the tokens after the first, float64, (B, L - 1), and what rounding does to them.
-
-    Attributes:
-        logps, replicas: exact, and (R, B, L - 1) under Monte Carlo arithmetic.
-        apart: D, the most that two correct evaluations differ by at a token.
-        kl: the most that exp(d) - d - 1 comes to at a token.
-        counted: the tokens of completions.
-    """
-
-    logps: Tensor
-    replicas: Tensor
-    apart: Tensor
-    kl: Tensor
-    counted: Tensor
-
-
-def own(cell: Cell, ids: Tensor, mask: Tensor, completion: Tensor) -> Truth:
-    """Log-probs by the model's own forward in float64, the logits divided by the temperature."""
-    s = cell.settings
-    model = models.model(s.model, torch.float64).eval()
-    if s.checkpointing == drive.CUSTOM:
-        checkpointing.install(model, checkpoint=False)
-    ids, mask, completion = (x.cpu() for x in (ids, mask, completion))
-    temperature = s.temperature if cell.trainer in ("GRPOTrainer", "RLOOTrainer") else 1.0
-
-    def logps(copies: int) -> Tensor:
-        rows, seen = ids.repeat(copies, 1), mask.repeat(copies, 1)
-        z = model(input_ids=rows, attention_mask=seen, use_cache=False).logits[:, :-1] / temperature
-        return torch.log_softmax(z, -1).gather(-1, rows[:, 1:, None]).squeeze(-1)
-
-    with torch.no_grad(), Double():
-        exact = logps(1)
-        with StepRounding(IEEE_FP32, "fp32", 20261120):
-            stack = logps(REPLICAS).view(REPLICAS, *exact.shape)
-    rms = (stack - exact).square().mean(0).sqrt()
-    apart = 2 * ROW * torch.maximum(rms, U * exact.abs())
-    kl = apart.square() / 2 * apart.exp() + 4 * U
-    return Truth(exact, stack, apart, kl, completion[:, 1:].bool())
