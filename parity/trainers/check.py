@@ -9,10 +9,11 @@ path, or with parity.fixes applied. Each way is an implementation in rows, "grpo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,7 +138,26 @@ class Cell:
         return TRAINERS[self.case.family]
 
 
-Cells = Callable[[str, int], Iterable[tuple[str, Mapping[str, Any]]]]
+CellOf = tuple[str, Mapping[str, Any]]
+"""A trainer and the settings away from default of one of its cells."""
+
+Cells = Callable[[str, int], Iterable[CellOf]]
+"""Profile and seed -> the cells of a check in that profile."""
+
+
+def by_profile(
+    quick: Sequence[CellOf] = (), pr: Sequence[CellOf] = ()
+) -> Callable[[Callable[[int], Iterable[CellOf]]], Cells]:
+    """Make `Cells` of a function of the seed, which is asked in nightly and soak; the short profiles have a few fixed ones."""
+
+    def decorate(longer: Callable[[int], Iterable[CellOf]]) -> Cells:
+        @functools.wraps(longer)
+        def cells(profile: str, seed: int) -> Iterable[CellOf]:
+            return {"quick": quick, "pr": pr}[profile] if profile in ("quick", "pr") else longer(seed)
+
+        return cells
+
+    return decorate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from parity.selftest.mutants.trainers import EDITS, mutated
 from parity.trainers import catalogue
 from parity.trainers.checks import installed, twin_processes, twin_windows, twins
 from parity.trainers.checks.twins import SPLIT
-from parity.trainers.definitions import twin_losses, windows
+from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.training_step import Step
 from parity.trainers.execute import rows
@@ -64,7 +64,7 @@ def test_the_fix_of_the_accumulation_looks_before_it_divides():
 
 def test_online_dpo_with_the_preference_turned_round(monkeypatch):
     preferred = stored_window.preferred
-    monkeypatch.setattr(windows, "preferred", lambda chosen: preferred(chosen)[::-1])
+    monkeypatch.setattr(stored_window, "preferred", lambda chosen: preferred(chosen)[::-1])
     twins._by_definition.cache_clear()
     found = verdicts(outcome("online-dpo-trainer"))
     twins._by_definition.cache_clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, Result, check
+from parity.trainers.check import Cell, CellOf, Result, by_profile, check
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.gradients import first_step
@@ -70,13 +70,13 @@ def _saved(kind: str) -> dict[str, Any]:
     return {"modules_to_save": ["lm_head"]} if kind == "saved-head" else {}
 
 
-def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """In pr every trainer that has a reference once; in nightly every trainer with every kind, and with checkpointing."""
-    if profile in ("quick", "pr"):
-        existing = ("dpo-trainer", "rloo-trainer")
-        one = ((t, {"adapter": "existing"} if t in existing else {}) for t in REFERRED)
-        yield from one if profile == "pr" else ()
-        return
+PR = [(t, {"adapter": "existing"} if t in ("dpo-trainer", "rloo-trainer") else {}) for t in REFERRED]
+"""Every trainer that has a reference, once."""
+
+
+@by_profile(pr=PR)
+def cells(seed: int) -> Iterator[CellOf]:
+    """Every trainer with every kind, and with checkpointing."""
     for trainer in TRAINERS:
         for kind in KINDS if trainer in REFERRED else ("new", "saved-head"):
             yield trainer, {"adapter": kind}
@@ -96,8 +96,7 @@ def adapters(cell: Cell) -> Iterator[Result]:
     adapter = Adapter(s.adapter)
     twin = plain_twin(model=s.model, split="8x1", beta=0.04, checkpointing=s.checkpointing)
     more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
-    if more and "precompute_ref_log_probs" not in trl.fields(drive.config(cell.trainer)):
-        raise Unsupported(f"{cell.trainer} of the installed version has no precompute_ref_log_probs")
+    drive.needs(cell.trainer, *more)
     steps = twin_runs.train(twin_runs.build(trainer, twin, cell.way, adapter=adapter, **more), cell.way)
     yield twin_runs.all_there(trainer, steps)
     by = SimpleNamespace(**vars(twin) | {"model": adapter.reference(s.model)})

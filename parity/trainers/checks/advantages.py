@@ -6,7 +6,7 @@ The trainer generates for real; the reward functions return a table by position,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from parity.case.case import uniform
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.recipe import UNIT_ROUNDOFF
-from parity.trainers.check import Cell, Result, check
+from parity.trainers.check import Cell, CellOf, Result, by_profile, check
 from parity.trainers.rig import drive, models
 from parity.upstream import trl
 
@@ -48,12 +48,10 @@ SETTINGS = {
 CLIP = (0.5, 1.25)
 
 
-def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """One in pr; all of them in nightly: they are cheap."""
-    if profile != "quick":
-        yield "grpo-trainer", {"rewards": "weighted"}
-    if profile in ("quick", "pr"):
-        return
+@by_profile(pr=[("grpo-trainer", {"rewards": "weighted"})])
+def cells(seed: int) -> Iterator[CellOf]:
+    """All of them: they are cheap."""
+    yield "grpo-trainer", {"rewards": "weighted"}
     for rewards in REWARDS:
         for scale in ("group", "batch", "none"):
             yield "grpo-trainer", {"rewards": rewards, "scale_rewards": scale}

@@ -6,7 +6,7 @@ applies them; a trainer that multiplies hidden states by `lm_head.weight` itself
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from parity.errors import Unsupported
 from parity.judging.gates import Judgement, Unit, judge
 from parity.judging.settle import CERTAIN, settle
 from parity.recipe import IEEE_FP32
-from parity.trainers.check import Cell, Result, check, judged
+from parity.trainers.check import Cell, CellOf, Result, by_profile, check, judged
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.training_step import Double, Step, StepRounding
 from parity.trainers.rig import drive, models, quantised_heads
@@ -42,14 +42,14 @@ TRAINERS = ("grpo-trainer", "rloo-trainer", "async-grpo-trainer", "dpo-trainer",
 PROMPT, LENGTH = 3, 12
 
 
-def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """In pr one nested softcap and one head that is not what it seems; in nightly every model and every head."""
-    yield "grpo-trainer", {"model": "gemma4"}
-    if profile == "quick":
-        return
-    yield "sft-trainer", {"head": "modules_to_save"}
-    if profile == "pr":
-        return
+PR: tuple[CellOf, ...] = (("grpo-trainer", {"model": "gemma4"}), ("sft-trainer", {"head": "modules_to_save"}))
+"""One nested softcap, and one head that is not what it seems."""
+
+
+@by_profile(quick=PR[:1], pr=PR)
+def cells(seed: int) -> Iterator[CellOf]:
+    """Every model and every head."""
+    yield from PR
     for trainer in TRAINERS:
         for name in models.ARCHITECTURES:
             yield trainer, {"model": name}

@@ -16,7 +16,7 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, Result, check, holds, pairwise
+from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds, pairwise
 from parity.trainers.rig import drive, models
 from parity.upstream import trl
 
@@ -45,14 +45,14 @@ SETTINGS = {
 }
 
 
-def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """In pr the two that failed; in nightly every pair of values, per trainer."""
-    if profile == "quick":
-        return
-    yield "grpo-trainer", {"trained": "frozen-embeddings"}
-    yield "online-dpo-trainer", {}
-    if profile == "pr":
-        return
+PR: tuple[CellOf, ...] = (("grpo-trainer", {"trained": "frozen-embeddings"}), ("online-dpo-trainer", {}))
+"""The two that failed."""
+
+
+@by_profile(pr=PR)
+def cells(seed: int) -> Iterator[CellOf]:
+    """Every pair of values, per trainer."""
+    yield from PR
     for number, trainer in enumerate(TRAINERS):
         for cell in pairwise(SETTINGS, seed + number):
             yield trainer, cell
@@ -78,21 +78,9 @@ def gradient_flow(cell: Cell) -> Iterator[Result]:
     dead = [n for n in reached if seen.get(n) is None or not bool(seen[n].any())]  # type: ignore[union-attr]
     infinite = [n for n, g in seen.items() if g is not None and not bool(g.isfinite().all())]
     still = [n for n in reached if torch.equal(named[n].detach(), before[n])]
-    yield holds(
-        "gradients",
-        not dead,
-        _told("no gradient", dead, reached, failure),
-        value=float(len(reached) - len(dead)),
-        exact=float(len(reached)),
-    )
+    yield _all("gradients", "no gradient", dead, reached, failure)
     yield holds("finite gradients", not infinite, _told("not finite", infinite, named, ""))
-    yield holds(
-        "learning rate has an effect",
-        not still,
-        _told("did not move", still, reached, failure),
-        value=float(len(reached) - len(still)),
-        exact=float(len(reached)),
-    )
+    yield _all("learning rate has an effect", "did not move", still, reached, failure)
     norm = log.get("grad_norm")
     yield holds("grad_norm", norm is not None and 0.0 < float(norm) < float("inf"), f"grad_norm {norm}", value=norm)
 
@@ -139,6 +127,12 @@ def _reached(cell: Cell, named: Mapping[str, Any]) -> list[str]:
     """The trainable parameters that text reaches: not the vision tower, nor an expert that no token was routed to."""
     away = ("vision", "multi_modal_projector", "embed_vision", "experts", "router")
     return [n for n in named if not any(part in n for part in away)]
+
+
+def _all(quantity: str, what: str, wrong: list[str], reached: list[str], failure: str) -> Result:
+    """That no parameter is wrong; the value is how many are right."""
+    right = float(len(reached) - len(wrong))
+    return holds(quantity, not wrong, _told(what, wrong, reached, failure), value=right, exact=float(len(reached)))
 
 
 def _told(what: str, names: list[str], of: Any, failure: str) -> str:

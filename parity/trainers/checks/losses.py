@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, Result, check, holds
+from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
@@ -80,11 +80,9 @@ PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
 )
 
 
-def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """In pr four; in nightly every loss of every trainer, and with each of the settings that it honours."""
-    if profile in ("quick", "pr"):
-        yield from PR if profile == "pr" else ()
-        return
+@by_profile(pr=PR)
+def cells(seed: int) -> Iterator[CellOf]:
+    """Every loss of every trainer, and with each of the settings that it honours."""
     for trainer, names in OWN.items():
         for loss in names:
             plain = {"loss": loss, **({"smoothing": 0.1} if loss == "exo_pair" else {})}  # ε = 0 is log 0

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, Result, check, holds, judged
+from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds, judged
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, training_step, windows
-from parity.trainers.rig import stored_window, twin_runs
+from parity.trainers.rig import drive, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Sequences
 
 MODELS = ("llama", "qwen2", "gemma2")
@@ -140,11 +140,9 @@ def _defined(trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
     return functools.partial(_sampled, trainer, window, s)
 
 
-def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """In pr two; in nightly every trainer with every model."""
-    if profile in ("quick", "pr"):
-        yield from PR if profile == "pr" else ()
-        return
+@by_profile(pr=PR)
+def cells(seed: int) -> Iterator[CellOf]:
+    """Every trainer with every model."""
     for trainer in TRAINERS:
         for model in MODELS:
             yield trainer, {"model": model}
@@ -162,7 +160,7 @@ def metrics(cell: Cell) -> Iterator[Result]:
         trainer, plain_twin(model=s.model, split="8x1", beta=s.beta), twin_runs.unfixed(cell.way), **more
     )
     yield twin_runs.all_there(trainer, twin_runs.train(run, cell.way))
-    logged: Mapping[str, Any] = next((entry for entry in run.state.log_history if "loss" in entry), {})
+    logged = drive.logged(run)
     define = _defined(trainer, s)
     truth = training_step.Scalars(stored_window.policy(s.model, torch.float64), define)
     names = [name for name in truth.exact if name in logged]

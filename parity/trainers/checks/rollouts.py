@@ -115,7 +115,7 @@ def same_rollouts(cell: Cell) -> Iterator[Result]:
         "steps", len(steps.gradients) == STEPS, f"{len(steps.gradients)} steps instead of {STEPS}", gate="exact"
     )
     for number, parameters in enumerate(steps.parameters):
-        step = Step(_policy(s.model, parameters), twin_losses.definition(trainer, s))
+        step = Step(stored_window.policy_at(s.model, parameters), twin_losses.definition(trainer, s))
         yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
 
 
@@ -126,12 +126,6 @@ def _settings(cell: Cell) -> SimpleNamespace:
 def _once(cell: Cell) -> None:
     if cell.settings.source != "own" and cell.way == "fixed":
         raise Unsupported(f"log-probs by {cell.settings.source} are the same in every way of using the trainer")
-
-
-def _policy(architecture: str, parameters: Mapping[str, Tensor]) -> Any:
-    model = stored_window.policy(architecture, torch.float64)
-    model.load_state_dict(parameters)
-    return model
 
 
 @check(
@@ -289,8 +283,8 @@ def _parts(cell: Cell, s: SimpleNamespace, run: Live, plain: Live) -> Parts:
     out = []
     for k, batch in enumerate(run.batches):
         old = k - k % ITERATIONS  # the step before which it was generated
-        model = _policy(s.model, run.parameters[k])
-        generator = _policy(s.model, run.parameters[old]) if k > old else None
+        model = stored_window.policy_at(s.model, run.parameters[k])
+        generator = stored_window.policy_at(s.model, run.parameters[old]) if k > old else None
         defined = functools.partial(_definition, cell, s, model, generator)
         given = batch.get("ref_per_token_logps")
         out.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, Result, check, judged
+from parity.trainers.check import Cell, CellOf, Result, by_profile, check, judged
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import training_step, windows
 from parity.trainers.definitions.gradients import first_step
@@ -38,14 +38,15 @@ APART = 0.6
 """Spread of a token's log-prob at the sampler around the trainer's, nats: no ratio is near a bound."""
 FIELDS = {"mode": "vllm_importance_sampling_mode", "low": "vllm_importance_sampling_clip_min"}
 
-PR: tuple[Mapping[str, Any], ...] = ({"mode": "token_truncate"}, {"tools": True, "split": "2x4"})
+PR: tuple[CellOf, ...] = (
+    ("grpo-trainer", {"mode": "token_truncate"}),
+    ("grpo-trainer", {"tools": True, "split": "2x4"}),
+)
 
 
-def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """In pr two; in nightly every mode with every bound, and each other setting with a mode of tokens and of sequences."""
-    if profile in ("quick", "pr"):
-        yield from (("grpo-trainer", s) for s in PR if profile == "pr")
-        return
+@by_profile(pr=PR)
+def cells(seed: int) -> Iterator[CellOf]:
+    """Every mode with every bound, and each other setting with a mode of tokens and of sequences."""
     for mode in MODES:
         for low in (None, 0.5):
             for high in (2.0, 30.0):
@@ -76,7 +77,7 @@ def sampler(cell: Cell) -> Iterator[Result]:
     define = functools.partial(windows.grpo, window, twin.model, settings, own, None, ratio=weigh)
     step = training_step.Step(stored_window.policy(twin.model, torch.float64), define)
     yield from first_step(step, steps)
-    logged: Mapping[str, Any] = next((entry for entry in run.state.log_history if "loss" in entry), {})
+    logged = drive.logged(run)
     if not s.correction or s.split != "8x1":
         return  # over several micro-batches the log has a mean of their values
     measured = functools.partial(_measured, s, window, windows.padded(given), own)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from parity.judging.gates import Judgement, judge
 from parity.judging.settle import CERTAIN, settle
 from parity.recipe import Recipe
 from parity.rounding.oracle import exact as by_oracle
-from parity.trainers.check import Cell, Result, check, holds, judged
+from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds, judged
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.bf16_model import BackboneRounding
 from parity.trainers.definitions.gradients import gradients
@@ -47,13 +47,14 @@ SETTINGS = {
 }
 
 
-def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """In pr one that has it all; in nightly every value by itself in both dtypes, and the cast with every model."""
-    if profile == "quick":
-        return
-    yield "grpo-trainer", {"dtype": "bf16", "batch": "3", "cast_lm_head_to_fp32": True}
-    if profile == "pr":
-        return
+PR: tuple[CellOf, ...] = (("grpo-trainer", {"dtype": "bf16", "batch": "3", "cast_lm_head_to_fp32": True}),)
+"""One that has it all."""
+
+
+@by_profile(pr=PR)
+def cells(seed: int) -> Iterator[CellOf]:
+    """Every value by itself in both dtypes, and the cast with every model."""
+    yield from PR
     for trainer in TRAINERS:
         for dtype in ("fp32", "bf16"):
             yield from ((trainer, {"dtype": dtype, "batch": b}) for b in ("all", "3", "1"))

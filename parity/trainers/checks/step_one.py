@@ -17,7 +17,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judging.gates import Unit, judge
-from parity.trainers.check import Cell, Result, check, holds, judged, pairwise, within
+from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds, judged, pairwise, within
 from parity.trainers.definitions import log_probs
 from parity.trainers.definitions.log_probs import Truth, U
 from parity.trainers.rig import drive, models
@@ -50,11 +50,9 @@ A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
 )
 
 
-def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A handful in pr; in nightly and soak every pair of values, per trainer."""
-    if profile in ("quick", "pr"):
-        yield from A_FEW[: 2 if profile == "quick" else None]
-        return
+@by_profile(quick=A_FEW[:2], pr=A_FEW)
+def cells(seed: int) -> Iterator[CellOf]:
+    """Every pair of values, per trainer."""
     yield from A_FEW
     for number, trainer in enumerate(TRAINERS):
         yield trainer, {"padding_free": True}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from parity.case.inputs import Setting
-from parity.errors import Unsupported
-from parity.trainers.check import Cell, Result, check, holds
+from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
@@ -29,11 +28,9 @@ SETTINGS = {
 TRAINERS = ("sft-trainer", "dpo-trainer", "kto-trainer")
 
 
-def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """In pr DPO; in nightly every trainer with every setting."""
-    if profile in ("quick", "pr"):
-        yield from [("dpo-trainer", {})] if profile == "pr" else []
-        return
+@by_profile(pr=[("dpo-trainer", {})])
+def cells(seed: int) -> Iterator[CellOf]:
+    """Every trainer with every setting."""
     for trainer in TRAINERS:
         for mode in ("keep_start", "keep_end") if trainer != "kto-trainer" else ("keep_start",):
             for split in ("8x1", "1x8"):
@@ -49,7 +46,7 @@ def truncation(cell: Cell) -> Iterator[Result]:
     limits: dict[str, Any] = {"max_length": MAX_LENGTH, "truncation_mode": s.mode}
     if "truncation_mode" not in known:
         if s.mode != "keep_start":
-            raise Unsupported(f"{cell.trainer} of the installed version has no truncation_mode")
+            drive.needs(cell.trainer, "truncation_mode")
         del limits["truncation_mode"]
     twin = plain_twin(model=s.model, split=s.split)
     steps = twin_runs.train(twin_runs.build(trainer, twin, twin_runs.unfixed(cell.way), **limits), cell.way)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, Result, check, holds
+from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds
 from parity.trainers.checks.twins import SPLIT, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.gradients import gradients
@@ -35,10 +34,9 @@ MODELS = ("llama", "qwen2")
 """The second has one matrix for embeddings and head, which a wrapper must not take for two."""
 
 
-def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Nightly: every trainer, sharded and not, and with a rank that has no token where its batching can deal so."""
-    if profile not in ("nightly", "soak"):
-        return
+@by_profile()
+def cells(seed: int) -> Iterator[CellOf]:
+    """Every trainer, sharded and not, and with a rank that has no token where its batching can deal so."""
     for sharding in ("none", "fsdp2"):
         for tokens in ("unequal", "none"):
             yield from ((t, {"sharding": sharding, "tokens": tokens}) for t in twin_runs.CLASSES)

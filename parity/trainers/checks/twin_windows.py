@@ -15,7 +15,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, Result, check, holds, judged, within
+from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds, judged, within
 from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import gradients
@@ -36,11 +36,9 @@ RATE = 0.05
 """Learning rate of the runs whose second step must differ from the first."""
 
 
-def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Nightly: every kind, those that a trainer has; evaluation for all; pr: SFT's incomplete window."""
-    if profile in ("quick", "pr"):
-        yield from [("sft-trainer", {"kind": "uneven"})] if profile == "pr" else []
-        return
+@by_profile(pr=[("sft-trainer", {"kind": "uneven"})])
+def cells(seed: int) -> Iterator[CellOf]:
+    """Every kind, those that a trainer has; evaluation for all."""
     for trainer in TRAINERS:
         for kind in OF_STORED if trainer in STORED else ("evaluation",):
             yield trainer, {"kind": kind}
@@ -147,8 +145,9 @@ def _synced(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     The second step's gradient is that of the definition with this reference.
     """
     s = SimpleNamespace(**{**vars(s), "beta": 0.04})
-    if trainer not in SYNCED or "sync_ref_model" not in trl.fields(drive.config(twin_runs.CLASSES[trainer])):
-        raise Unsupported("the trainer of the installed version has no sync_ref_model")
+    if trainer not in SYNCED:
+        raise Unsupported(f"{trainer} has no sync_ref_model")
+    drive.needs(twin_runs.CLASSES[trainer], "sync_ref_model")
     run = _two_steps(trainer, s, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=MIXED)
     steps = twin_runs.train(run, way)
     first, moved = models.model(s.model, torch.float64), models.model(s.model, torch.float64)
@@ -180,16 +179,14 @@ def _adaptive(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
 
     Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it.
     """
-    if "use_adaptive_entropy" not in trl.fields(drive.config(twin_runs.CLASSES[trainer])):
-        raise Unsupported("the trainer of the installed version has no use_adaptive_entropy")
+    drive.needs(twin_runs.CLASSES[trainer], "use_adaptive_entropy")
     adaptive: dict[str, Any] = {"use_adaptive_entropy": True, "entropy_target": 100.0}
     adaptive |= {"entropy_coef": 0.1, "entropy_coef_delta": 0.05}
     s = SimpleNamespace(**{**vars(s), "split": "4x1"})
     run = twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, **adaptive)
     steps = twin_runs.train(run, way)
     rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(1))
-    model = stored_window.policy(s.model, torch.float64)
-    model.load_state_dict(steps.parameters[1])
+    model = stored_window.policy_at(s.model, steps.parameters[1])
     settings = {"loss_type": s.loss, "beta": 0.0, "max_completion_length": drive.COMPLETION, "entropy_coef": 0.15}
     window = twin_runs.sequences(trainer, rows)
     step = Step(model, functools.partial(windows.grpo, window, s.model, settings, None, None))
@@ -214,8 +211,7 @@ def _second_gradient(
     rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(at))
     if len(rows) != 4:
         raise Unsupported(f"the second window holds {len(rows)} known sequences instead of 4")
-    model = stored_window.policy(s.model, torch.float64)
-    model.load_state_dict(steps.parameters[at])
+    model = stored_window.policy_at(s.model, steps.parameters[at])
     step = Step(model, twin_losses.definition(trainer, s, rows, reference=reference))
     yield gradients(step, steps.gradients[at], "gradient of step 2")
 
@@ -232,8 +228,7 @@ def _generation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     generation = windows.Generation(whole, old, steps=2)
     for number, parameters in enumerate(steps.parameters):
         rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(number))
-        model = stored_window.policy(s.model, torch.float64)
-        model.load_state_dict(parameters)
+        model = stored_window.policy_at(s.model, parameters)
         step = Step(model, twin_losses.definition(trainer, s, rows, generation))
         yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from parity.case.case import hashes
+from parity.errors import Unsupported
 from parity.trainers.check import Cell
 from parity.trainers.rig import models
 from parity.upstream import trl
@@ -51,6 +52,17 @@ def config(trainer: str) -> type:
     """The config class of a trainer; a subclass of it if the user's trainer is annotated with one of its own."""
     found: type = trl.config_class(trl_class(trainer), trl_class(f"{trainer.removesuffix('Trainer')}Config"))
     return found
+
+
+def needs(trainer: str, *fields: str) -> None:
+    """Go on only where the trainer's config has the fields.
+
+    Raises:
+        Unsupported: naming those that the installed version lacks.
+    """
+    missing = [name for name in fields if name not in trl.fields(config(trainer))]
+    if missing:
+        raise Unsupported(f"{trainer} of the installed version has no {', '.join(missing)}")
 
 
 BASE: dict[str, Any] = {
@@ -167,6 +179,11 @@ def train(trainer: Any) -> dict[str, Any]:
     """`trainer.train()` for its one step; the first log entry."""
     with trl.quiet(), trl.environment_kept(), seeded():
         trainer.train()
+    return logged(trainer)
+
+
+def logged(trainer: Any) -> dict[str, Any]:
+    """What a trainer logged of its first step; empty if nothing."""
     return next((entry for entry in trainer.state.log_history if "loss" in entry or "kl" in entry), {})
 
 

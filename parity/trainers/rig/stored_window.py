@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -78,6 +78,13 @@ def policy(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
         for name, parameter in out.named_parameters():
             share = 1 + NUDGE * normal(5, name, parameter.shape)
             parameter.copy_((parameter.float() * share.float()).to(parameter.dtype))
+    return out
+
+
+def policy_at(architecture: str, parameters: Mapping[str, Tensor]) -> Any:
+    """The policy in float64 with the parameters that a run had at one of its steps."""
+    out = policy(architecture, torch.float64)
+    out.load_state_dict(parameters)
     return out
 
 
