@@ -16,13 +16,15 @@ _KINDS = {"str": "a text", "int": "a whole number", "float": "a number", "bool":
 _KINDS |= {"array": "a list", "object": "a dict"}
 SHOWN = 80
 """Characters of a wrong value that a message repeats."""
+NESTED = 64
+"""Lists and objects within one another, at most: far below what would end the interpreter's stack, far above any need."""
 
 
 def text_of(path: Path, what: str) -> str:
     """The text of a file.
 
     Raises:
-        UsageError: when there is no such file, or it is not readable text; `what` says what it should be.
+        UsageError: when there is no such file, or it is no text; `what` says what it should be.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -34,19 +36,19 @@ def text_of(path: Path, what: str) -> str:
         raise UsageError(f"{path}: not a readable {what}: not UTF-8") from None
 
 
-def json_of(text: str | bytes, where: str) -> Any:
-    """Plain values of a strict JSON text.
+def json_of(text: str | bytes, where: str, what: str = "JSON object") -> Any:
+    """Plain values of a strict JSON text; `what` it should be is named where it is malformed.
 
     Raises:
         UsageError: naming `where`: malformed, not UTF-8, NaN or an infinity, a number too large, too deeply nested.
     """
     try:
-        return json.loads(text, parse_constant=_not_strict, parse_float=_in_range)
+        return _shallow(json.loads(text, parse_constant=_not_strict, parse_float=_in_range), where)
     except UnicodeDecodeError:
         raise UsageError(f"{where}: not UTF-8") from None
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise UsageError(f"{where}: not a JSON object: {error.msg} at {at}") from None
+        raise UsageError(f"{where}: not a {what}: {error.msg} at {at}") from None
     except RecursionError:
         raise UsageError(f"{where}: nested too deeply") from None
     except ValueError as error:
@@ -56,7 +58,8 @@ def json_of(text: str | bytes, where: str) -> Any:
 def toml_of(text: str, where: str, what: str) -> dict[str, Any]:
     """Plain values of a TOML text; `what` it should be is named in the UsageError."""
     try:
-        return tomllib.loads(text)
+        found: dict[str, Any] = _shallow(tomllib.loads(text), where)
+        return found
     except RecursionError:
         raise UsageError(f"{where}: nested too deeply") from None
     except ValueError as error:  # tomllib.TOMLDecodeError is one, and so is an integer of too many digits
@@ -79,10 +82,37 @@ def convert(kind: Any, data: Any, where: str) -> Any:
 
 def decode(kind: Any, line: str | bytes, where: str) -> Any:
     """A line of JSON as a typed structure; the same as `convert(kind, json_of(line))`, in one pass where nothing is wrong."""
+    content = line.encode(errors="surrogatepass") if isinstance(line, str) else line
     try:
-        return msgspec.json.decode(line, type=kind)
+        if content.count(b"[") + content.count(b"{") > NESTED:
+            return convert(kind, json_of(line, where), where)
+        return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return convert(kind, json_of(line, where), where)
+
+
+def of_schema(data: Any, schema: int, where: str, name: str) -> None:
+    """Refuses what is no JSON object of this schema, before anything else of it is read.
+
+    Raises:
+        UsageError: "{where}: {name} is a JSON object, got …", "schema is mandatory", "schema … is not readable here".
+    """
+    if not isinstance(data, dict):
+        raise UsageError(f"{where}: {name} is a JSON object, got {type(data).__name__}")
+    if "schema" not in data:
+        raise UsageError(f'{where}: schema is mandatory (this parity writes "schema": {schema})')
+    if data["schema"] != schema or isinstance(data["schema"], bool):
+        raise UsageError(f"{where}: schema {_short(repr(data['schema']))} is not readable here, expected {schema}")
+
+
+def _shallow(data: Any, where: str) -> Any:
+    level: list[Any] = [data]
+    for _ in range(NESTED):
+        inside = [list(x.values()) if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
+        level = [y for x in inside for y in x]
+        if not level:
+            return data
+    raise UsageError(f"{where}: nested too deeply, {NESTED} levels and more")
 
 
 def _not_strict(name: str) -> NoReturn:
@@ -105,6 +135,8 @@ def _told(problem: str, kind: Any, data: Any) -> str:
         return f"{_joined(field, missing[1])} is mandatory"
     if unknown := re.fullmatch(r"Object contains unknown field `(.+)`", what):
         return f"{_joined(field, unknown[1])!r} is unknown{_choices(kind, path)}"
+    if re.fullmatch(r"Expected `\w+` of length >= 1", what):
+        return f"{field} is mandatory, got {_short(repr(value))}"
     if what.startswith(("Invalid enum value", "Invalid value")):
         return f"{field} {_short(repr(value))} is unknown{_choices(kind, path)}"
     if wrong := re.fullmatch(r"Expected `([^`]+)`, got `[^`]+`", what):

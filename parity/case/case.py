@@ -13,11 +13,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 
+from parity.decoding import convert, json_of, of_schema, text_of
 from parity.errors import UsageError
 
 SCHEMA = 1
@@ -65,32 +67,57 @@ class Case:
         Raises:
             UsageError: naming `source`, the field and its value, when the object is not a case.
         """
-        if not isinstance(data, dict):
-            raise UsageError(f"{source}: a case is a JSON object, got {type(data).__name__}")
-        if "schema" not in data:
-            raise UsageError(f'{source}: no key "schema" (this parity writes "schema": {SCHEMA})')
-        if data["schema"] != SCHEMA:
-            raise UsageError(f"{source}: schema {data.get('schema')!r} is not readable here, expected {SCHEMA}")
-        expected = {"family": str, "seed": int, "dtype": str, "settings": dict}
-        for name, kind in expected.items():
-            if not isinstance(data.get(name), kind) or isinstance(data.get(name), bool):
-                raise UsageError(f"{source}: {name} must be a {kind.__name__}, got {data.get(name)!r}")
-        if data["dtype"] not in DTYPES:
-            raise UsageError(f"{source}: dtype {data['dtype']!r} is unknown, choose from {', '.join(DTYPES)}")
-        return cls(data["family"], data["seed"], data["dtype"], data["settings"], data.get("tensors"))
+        of_schema(data, SCHEMA, source, "a case")
+        raw = convert(_Json, data, source)
+        return cls(raw.family, raw.seed, raw.dtype, raw.settings, raw.tensors)
 
     @classmethod
     def load(cls, path: str | Path) -> Case:
-        """Read a case file; files may wrap the case under the key "case" beside remarks of their own."""
-        try:
-            data = json.loads(Path(path).read_text())
-        except FileNotFoundError:
-            raise UsageError(f"{path}: no such case file") from None
-        except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-            raise UsageError(f"{path}: not a readable JSON case: {error}") from None
-        if isinstance(data, dict) and isinstance(data.get("case"), dict):
-            data = data["case"]
-        return cls.from_json(data, str(path))
+        """The case of a file; see `Frozen.load`."""
+        return Frozen.load(path).case
+
+
+class _Json(msgspec.Struct):
+    """A case in JSON, beside its schema."""
+
+    family: str
+    seed: int
+    dtype: Literal["fp64", "fp32", "fp16", "bf16"]
+    settings: dict[str, Any]
+    tensors: str | None = None
+
+
+class _File(msgspec.Struct):
+    """A case file that wraps its case beside remarks; those that are not named here are the writer's own."""
+
+    case: dict[str, Any]
+    implementation: str | None = None
+    implementations: tuple[str, ...] | None = None
+    fast: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A case file: the case, whom it was found with, who runs on it (None: all), and whether without repeated calls."""
+
+    case: Case
+    implementation: str | None = None
+    implementations: tuple[str, ...] | None = None
+    fast: bool = False
+
+    @classmethod
+    def load(cls, path: str | Path) -> Frozen:
+        """Read a case file: a case, or one under the key "case" beside remarks.
+
+        Raises:
+            UsageError: one line that names the file, the field and its value.
+        """
+        where = str(path)
+        data = json_of(text_of(Path(path), "case"), where, "readable JSON case")
+        if not isinstance(data, dict) or "case" not in data:
+            return cls(Case.from_json(data, where))
+        raw = convert(_File, data, where)
+        return cls(Case.from_json(raw.case, where), raw.implementation, raw.implementations, raw.fast)
 
 
 def _mix(h: np.ndarray) -> np.ndarray:

@@ -186,13 +186,24 @@ def findings_command(ledger: Path | None) -> None:
 )
 def report_command(results: Path, reports: Path | None) -> None:
     """Print the results file of a run again, and write HTML, Markdown and JUnit."""
+    from parity.results.header import End
     from parity.results.report.rows import read
 
     header, rows = read(results)
-    end = header.get("end", {"exit_code": NOTHING if header.get("interrupted") else 0})
-    code = NOTHING if end["exit_code"] in (NOTHING, INTERRUPTED, TERMINATED) else 0
+    if isinstance(header.end, End):
+        code = NOTHING if header.end.exit_code in (NOTHING, INTERRUPTED, TERMINATED) else 0
+    else:
+        code = NOTHING if header.interrupted is True else 0
     report(header, rows, reports or results.parent, [], code)
     sys.exit(code)
+
+
+@main.command("schema", hidden=True)
+def schema_command() -> None:
+    """Print docs/results.md, the format of a results file."""
+    from parity.results.schema import page
+
+    click.echo(page(), nl=False)
 
 
 @main.command("case", hidden=True)

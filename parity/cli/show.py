@@ -6,11 +6,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 
 from parity.cli.group import console
+from parity.results.header import Header
 from parity.results.row import Row
 
 
@@ -37,7 +37,7 @@ def progress() -> Callable[[list[Row], int, int], None]:
     return show
 
 
-def report(header: dict[str, Any], rows: list[Row], folder: Path, reasons: list[str], code: int) -> None:
+def report(header: Header, rows: list[Row], folder: Path, reasons: list[str], code: int) -> None:
     from parity.results.report import html, junit, markdown, terminal
     from parity.results.report.summary import summarise
 

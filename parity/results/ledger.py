@@ -8,63 +8,53 @@ it still holds; random draws never make an entry stale.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import fnmatch
 import importlib.metadata
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from parity.case.case import Case
+from parity.decoding import convert, text_of, toml_of
 from parity.errors import UsageError
-from parity.results.row import Row
+from parity.results.row import Class, Row, Verdict
 from parity.results.user import ForUser, Severity
 
-_REQUIRED = ("id", "family", "implementations", "quantities", "reason", "date", "case")
-_KNOWN = {
-    *_REQUIRED,
-    "link",
-    "settings",
-    "dtypes",
-    "devices",
-    "verdicts",
-    "versions",
-    "variants",
-    "class",
-    "gates",
-    "severity",
-    "user",
-}
+Text = Annotated[str, Meta(min_length=1)]
+Texts = Annotated[tuple[Text, ...], Meta(min_length=1)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"cls": "class"}):
     """A known finding. Scope fields that are empty hold for everything; `family` may be a pattern ("*-trainer").
 
     `settings` maps a setting or feature to a value, a list of values, or a table with `min`, `max` or `not`. `variants`
     are names of definitions other than the oracle's: a row is inside when one of them explains all that failed with it.
+    `cls`, in the file "class", is the class of the disagreement.
     """
 
-    id: str
-    family: str
-    implementations: tuple[str, ...]
-    quantities: tuple[str, ...]
-    reason: str
-    date: str
-    case: str
+    id: Text
+    family: Text
+    implementations: Texts
+    quantities: Texts
+    reason: Text
+    date: Text
+    case: Text
     link: str = ""
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: dict[str, Any] = {}
     dtypes: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
-    verdicts: tuple[str, ...] = ("disagree",)
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    verdicts: tuple[Verdict, ...] = ("disagree",)
+    versions: dict[str, str] = {}
     gates: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
+    cls: Class | None = None
     severity: Severity | None = None
-    user: ForUser = dataclasses.field(default_factory=ForUser)
+    user: ForUser = ForUser()
 
     def covers_implementation(self, implementation: str) -> bool:
         """Whether the entry names this implementation."""
@@ -91,6 +81,7 @@ class Entry:
             and (not self.devices or row.device in self.devices)
             and (not self.gates or row.gate in self.gates)
             and (not self.variants or row.variant in self.variants)
+            and self.cls in (None, row.cls)
             and all(_holds(facts.get(name), wanted) for name, wanted in self.settings.items())
             and self.in_force()
         )
@@ -122,13 +113,8 @@ class Ledger:
         Raises:
             UsageError: for an entry without a mandatory field, with an unknown one, or whose case does not exist.
         """
-        try:
-            data = tomllib.loads(path.read_text())
-        except FileNotFoundError:
-            raise UsageError(f"{path}: no such ledger file") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path}: not a readable ledger: {error}") from None
-        entries = [_entry(raw, path) for raw in data.get("finding", [])]
+        file = convert(_File, toml_of(text_of(path, "ledger"), str(path), "ledger"), str(path))
+        entries = [_entry(raw, path) for raw in file.finding]
         ids = [e.id for e in entries]
         for double in {i for i in ids if ids.count(i) > 1}:
             raise UsageError(f"{path}: id {double!r} is used twice")
@@ -143,30 +129,27 @@ class Ledger:
         return [(e, Case.load(self.folder / e.case)) for e in self.entries]
 
 
-def _entry(raw: Mapping[str, Any], path: Path) -> Entry:
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    finding: list[dict[str, Any]] = []
+
+
+def _entry(raw: dict[str, Any], path: Path) -> Entry:
     name = raw.get("id", "an entry without id")
-    for field in _REQUIRED:
-        if not raw.get(field):
-            raise UsageError(f"{path}: {name}: {field} is mandatory")
-    for field in raw:
-        if field not in _KNOWN:
-            raise UsageError(f"{path}: {name}: {field!r} is unknown, choose from {', '.join(sorted(_KNOWN))}")
-    if not (path.parent / raw["case"]).exists():
-        raise UsageError(f"{path}: {name}: its case {raw['case']} does not exist")
-    for specifier in raw.get("versions", {}).values():
+    where = f"{path}: {name}"
+    if isinstance(raw.get("date"), datetime.date):  # TOML has dates, with and without quotes
+        raw = raw | {"date": raw["date"].isoformat()}
+    entry: Entry = convert(Entry, raw, where)
+    if not (path.parent / entry.case).exists():
+        raise UsageError(f"{where}: its case {entry.case} does not exist")
+    for specifier in entry.versions.values():
         try:
             SpecifierSet(specifier)
         except InvalidSpecifier:
-            raise UsageError(f"{path}: {name}: versions {specifier!r} is not a version specifier") from None
-    known = {f.name for f in dataclasses.fields(Entry)}
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in known}
-    try:
-        fields["user"] = msgspec.convert(raw.get("user", {}), ForUser)
-        msgspec.convert(fields.get("severity"), Severity | None)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{path}: {name}: severity or user: {error}") from None
-    fields["date"] = str(fields["date"])
-    return Entry(**fields)
+            raise UsageError(f"{where}: versions {specifier!r} is not a version specifier") from None
+    for setting, wanted in entry.settings.items():
+        for word in wanted.keys() - {"min", "max", "not"} if isinstance(wanted, dict) else ():
+            raise UsageError(f"{where}: settings.{setting}: {word!r} is unknown, choose from min, max, not")
+    return entry
 
 
 def stale(entry: Entry, rows: Sequence[Row]) -> bool | None:

@@ -16,6 +16,8 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
+
 from parity.errors import UsageError
 from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
@@ -116,21 +118,21 @@ def remember(summary: Summary, exit_code: int, folder: Path = FOLDER, complete: 
         UsageError: when the folder cannot be written.
     """
     header = summary.header
-    started = str(header.get("started") or datetime.datetime.now(datetime.UTC).isoformat())
+    started = str(header.started or datetime.datetime.now(datetime.UTC).isoformat())
     stamp = started[:19].replace(":", "").replace("-", "")
     path = folder / f"{stamp}-{summary.run}.sqlite"
     whole = [
         SCHEMA,
         summary.run,
         started,
-        header.get("profile"),
-        header.get("device"),
-        header.get("seed"),
-        header.get("git"),
-        json.dumps(header.get("versions") or {}),
+        header.profile,
+        header.device,
+        header.seed,
+        header.git,
+        json.dumps(header.versions),
         exit_code,
         complete and not bool(summary.incomplete),
-        header.get("seconds") or 0.0,
+        0.0 if header.seconds is msgspec.UNSET else header.seconds,
         page,
     ]
     compared: dict[tuple[str, str, str], int] = {}

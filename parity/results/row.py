@@ -41,18 +41,18 @@ class Row(msgspec.Struct, kw_only=True, rename={"cls": "class"}):
 
     schema: Annotated[int, _of("version of the file")] = SCHEMA
     run: Annotated[str, _of("id of the run")] = ""
-    case: Annotated[str, _of("id of the case; of a row about the whole run, what it is pooled over")]
+    case: Annotated[str, _of("id of the case, or what is pooled")]
     family: Annotated[str, _of("family of losses, or the trainer")]
     implementation: Annotated[str, _of("its id")]
     role: Annotated[Literal["reference", "candidate"], _of("reference: the plain path of the library")] = "candidate"
-    against: Annotated[str | None, _of("id of the reference that was judged on this case; null on its own rows")] = None
+    against: Annotated[str | None, _of("id of the reference judged on this case; null on its own rows")] = None
     quantity: Annotated[
         str | None, _of('what was judged: "loss", "grad_weight", "protocol", …; null where nothing was')
     ] = None
     dtype: Annotated[str, _of("of the parameters under test")]
     device: Annotated[str, _of("cpu or cuda")]
-    verdict: Annotated[Verdict, _of("see below")]
-    cls: Annotated[Class | None, _of("of a disagreement: whether finer arithmetic would mend it")] = None
+    verdict: Annotated[Verdict, _of("below")]
+    cls: Annotated[Class | None, _of("of a disagreement: precision where finer arithmetic mends it")] = None
     blame: Annotated[
         Literal["candidate", "reference", "both", "harness"] | None, _of("who is wrong; null: nobody, or not decided")
     ] = None
@@ -82,7 +82,7 @@ class Row(msgspec.Struct, kw_only=True, rename={"cls": "class"}):
     known: Annotated[str | None, _of("id of the ledger entry that covers it")] = None
     seed: Annotated[int | None, _of("of the case")] = None
     settings: Annotated[
-        dict[str, Any], _of("of the case, those away from their default, and its shapes; empty: about the whole run")
+        dict[str, Any], _of("those away from their default, and the shapes; empty: about the whole run")
     ] = msgspec.field(default_factory=dict)
     features: Annotated[dict[str, Any], _of("what the case exercises, for scopes of the ledger")] = msgspec.field(
         default_factory=dict
@@ -90,9 +90,7 @@ class Row(msgspec.Struct, kw_only=True, rename={"cls": "class"}):
     message: Annotated[str, _of("what differs, hints at why, or the reason for the verdict")] = ""
     replay: Annotated[str, _of("the command that shows it again")] = ""
     frozen: Annotated[str | UnsetType, _of("file of the frozen case; only on rows of one")] = UNSET
-    minimised: Annotated[
-        bool | UnsetType, _of("true: of a minimised case; false: no time was left to minimise; else not there")
-    ] = UNSET
+    minimised: Annotated[bool | UnsetType, _of("true: of a minimised case; false: no time was left for it")] = UNSET
 
     @property
     def judged(self) -> bool:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from parity import data
-from parity.case.case import Case
+from parity.case.case import Case, Frozen
+from parity.decoding import decode
 from parity.errors import UsageError
 from parity.registry import family
 from parity.results.ledger import Ledger
+from parity.results.row import Row
 from parity.trainers import catalogue
 
 
@@ -38,17 +39,17 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
     """
     path = Path(name)
     if path.suffix == ".json" or _there(path):
-        case = Case.load(path)
-        return case, _found_with(path)
+        found = Frozen.load(path)
+        return found.case, found.implementation
     ledger = Ledger.load(data.ledger_file())
     for entry, case in ledger.frozen():
         if entry.id == name:
             return case, None
     recorded = sorted((data.cases_dir() / "history").glob("*.json"))
     for file in [*data.frozen_cases(), *recorded, *sorted((reports / "findings").glob("*.json"))]:
-        case = Case.load(file)
-        if name in (case.id, file.stem):
-            return case, _found_with(file)
+        found = Frozen.load(file)
+        if name in (found.case.id, file.stem):
+            return found.case, found.implementation
     for case in (case for trainer in catalogue.names() for case in catalogue.cases(trainer, "pr", 0)):
         if case.id == name:
             return case, f"{case.family}.released"
@@ -66,14 +67,6 @@ def _there(path: Path) -> bool:
         return False
 
 
-def _found_with(path: Path) -> str | None:
-    """The implementation that a finding's file names."""
-    name = json.loads(path.read_text()).get("implementation")
-    if name is not None and not isinstance(name, str):
-        raise UsageError(f"{path}: implementation must be a text, got {name!r}")
-    return name
-
-
 def _from_rows(name: str, path: Path) -> Case | None:
     """Rebuild a case from its rows: they carry its seed and settings."""
     if not path.exists():
@@ -83,12 +76,10 @@ def _from_rows(name: str, path: Path) -> Case | None:
             if f'"{name}"' not in line:
                 continue
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
+                row = decode(Row, line, str(path))
+            except UsageError:  # the header, or a line that a killed run left half written
                 continue
-            if row.get("case") == name:
-                fam = family(row["family"])
-                return fam.case(
-                    row["seed"], row["dtype"], {k: v for k, v in row["settings"].items() if k in fam.settings}
-                )
+            if row.case == name and row.seed is not None:
+                fam = family(row.family)
+                return fam.case(row.seed, row.dtype, {k: v for k, v in row.settings.items() if k in fam.settings})
     return None

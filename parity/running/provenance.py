@@ -10,9 +10,9 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import parity
+from parity.results.header import About, Header
 
 PACKAGES = (
     "torch transformers trl liger-kernel cut-cross-entropy triton accelerate peft datasets unsloth-zoo unsloth vllm "
@@ -68,29 +68,26 @@ def resolve_device(name: str) -> str:
     return name
 
 
-def header(run: str, device: str, profile: str, seed: int) -> dict[str, Any]:
+def header(run: str, device: str, profile: str, seed: int) -> Header:
     """The first row of a results file."""
     import torch
 
     from parity.rounding.products import products
 
     cuda = device == "cuda"
-    return {
-        "schema": 1,
-        "run": run,
-        "header": {
-            "versions": versions(),
-            "cut-cross-entropy source": source_hash("cut_cross_entropy"),
-            "device": device,
-            "device_name": torch.cuda.get_device_name(0) if cuda else platform.processor() or platform.machine(),
-            "driver": torch.version.cuda if cuda else None,
-            "float32_matmul_precision": "highest",
-            "products": products(device).described(),
-            "triton": "compiled" if cuda else "interpreted",
-            "profile": profile,
-            "seed": seed,
-            "git": revision(),
-            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": " ".join(["parity", *sys.argv[1:]]),
-        },
-    }
+    about = About(
+        versions=versions(),
+        source_hash=source_hash("cut_cross_entropy"),
+        device=device,
+        device_name=torch.cuda.get_device_name(0) if cuda else platform.processor() or platform.machine(),
+        driver=torch.version.cuda if cuda else None,
+        float32_matmul_precision="highest",
+        products=products(device).described(),
+        triton="compiled" if cuda else "interpreted",
+        profile=profile,
+        seed=seed,
+        git=revision(),
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=" ".join(["parity", *sys.argv[1:]]),
+    )
+    return Header(run=run, header=about)

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import secrets
 import signal
@@ -20,14 +19,15 @@ import psutil
 from msgspec.structs import replace
 
 from parity import data
-from parity.case.case import Case
+from parity.case.case import Frozen
 from parity.case.inputs import defaults
 from parity.case.profiles import PROFILES, shards
 from parity.errors import UsageError
 from parity.judging.pooled_slope import pooled
 from parity.registry import family, load, loss_families, loss_family, select
+from parity.results.header import End, Header, Last
 from parity.results.ledger import Ledger
-from parity.results.row import SCHEMA, Row
+from parity.results.row import Row
 from parity.running import gpu, supervisor
 from parity.running.chosen import described, named
 from parity.running.events import At, Checked, Judged, Lost, Stopped
@@ -65,7 +65,7 @@ class Options:
 class Result:
     """What a run came to."""
 
-    header: dict[str, Any]
+    header: Header
     rows: list[Row]
     stale: list[str]
     lost: list[str]
@@ -137,9 +137,8 @@ def frozen_cases(ledger_path: Path) -> list[tuple[str, Any, dict[str, Any]]]:
         paths.setdefault(Path(entry.case).name, ledger_path.parent / entry.case)
     out = []
     for name, path in sorted(paths.items()):
-        raw = json.loads(path.read_text())
-        extra = {k: v for k, v in raw.items() if k in ("implementations", "fast")} if "case" in raw else {}
-        out.append((name, Case.load(path).to_json(), extra))
+        found = Frozen.load(path)
+        out.append((name, found.case.to_json(), {"implementations": found.implementations, "fast": found.fast}))
     return out
 
 
@@ -181,9 +180,9 @@ def execute(options: Options, progress: Callable[[list[Row], int, int], None]) -
     run_id = secrets.token_hex(4)
     cannot = _cannot(options, device)
     head = header(run_id, "cpu" if cannot else device, options.profile, seed)
-    head["header"]["ends"] = True  # with a record of its end: a file without one is of a run that was killed
+    head.header.ends = True  # with a record of its end: a file without one is of a run that was killed
     every = (*loss_families(), *catalogue.names())
-    head["header"]["dimensions"] = {n: defaults(family(n).settings) for n in every}
+    head.header.dimensions = {n: defaults(family(n).settings) for n in every}
     rows: list[Row] = []
     verdicts: dict[str, bool | None] = {}
     lost: list[str] = []
@@ -221,15 +220,14 @@ def execute(options: Options, progress: Callable[[list[Row], int, int], None]) -
         stale = sorted(i for i, s in verdicts.items() if s)
         code, reasons = (NOTHING, [cannot]) if cannot else judge_run(options, rows, stale, lost, device)
         if stopped:
-            head["header"]["stopped"] = stopped_after(stopped)
-            reasons = [*reasons, f"the time was over: {head['header']['stopped']}"]
+            head.header.stopped = stopped_after(stopped)
+            reasons = [*reasons, f"the time was over: {head.header.stopped}"]
         if ended:
             code, reasons = ended, [f"stopped after {done} of {of} cases", *reasons]
         complete = not (ended or stopped or lost)
-        end = {"cases": done, "of": of, "complete": complete, "exit_code": code}
-        write({"end": end, "schema": SCHEMA, "run": run_id})
-    head["end"] = end
-    head["header"]["seconds"] = round(time.monotonic() - begun, 1)
+        head.end = End(cases=done, of=of, complete=complete, exit_code=code)
+        write(Last(end=head.end, run=run_id))
+    head.header.seconds = round(time.monotonic() - begun, 1)
     return Result(head, rows, stale, lost, code, reasons)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from parity.errors import UsageError
 from parity.results import memory, notify, trend
+from parity.results.header import About, Header
 from parity.results.report.summary import summarise
 from parity.results.row import Row
 
@@ -40,7 +41,7 @@ def night(folder, day, rows, code=0, versions=None, **header):
         "git": "abc",
     } | header
     told["versions"] = versions or {"trl": "1.16.0"}
-    return memory.read(memory.remember(summarise({"run": f"run{day}", "header": told}, rows), code, folder))
+    return memory.read(memory.remember(summarise(Header(run=f"run{day}", header=About(**told)), rows), code, folder))
 
 
 GOOD = [row(case=f"policy-{i}") for i in range(10)]

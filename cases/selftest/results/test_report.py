@@ -8,6 +8,7 @@ import pytest
 from msgspec import convert
 from rich.console import Console
 
+from parity.results.header import Header
 from parity.results.report import failure, html, junit, markdown, terminal
 from parity.results.report import summary as counting
 from parity.results.row import Row
@@ -115,7 +116,7 @@ def typed(rows):
 
 
 def summarise(header, rows):
-    return counting.summarise(header, typed(rows))
+    return counting.summarise(convert(header, Header), typed(rows))
 
 
 def text_of(rows, *width):

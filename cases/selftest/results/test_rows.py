@@ -8,14 +8,15 @@ import sys
 import textwrap
 
 import pytest
-from msgspec import convert
+from msgspec import UNSET, convert
 from msgspec.structs import replace
 
 from parity.errors import UsageError
+from parity.results.header import About, Header
 from parity.results.report.rows import read, writer
 from parity.results.row import Row
 
-HEADER = {"schema": 1, "run": "r1", "header": {"seed": 3}}
+HEADER = Header(run="r1", header=About(seed=3))
 OBJECT = {
     "schema": 1,
     "run": "r1",
@@ -78,14 +79,14 @@ def test_a_half_written_last_line_is_dropped_and_said(tmp_path, cut):
     path.write_bytes(path.read_bytes()[: -cut - 1])
     header, rows = read(path)
     assert rows == [ROW]
-    assert header["interrupted"] is True
+    assert header.interrupted is True
 
 
 def test_a_cut_within_a_character(tmp_path):
     path = tmp_path / "results.ndjson"
     write(path, HEADER)
     path.write_bytes(path.read_bytes() + b'{"case": "\xcf')
-    assert read(path)[0]["interrupted"] is True
+    assert read(path)[0].interrupted is True
 
 
 def test_a_last_line_without_its_break_counts(tmp_path):
@@ -102,7 +103,7 @@ def test_append_goes_on_after_a_kill(tmp_path):
     write(path, replace(ROW, case="policy-9"), append=True)
     header, rows = read(path)
     assert [r.case for r in rows] == ["policy-1", "policy-9"]
-    assert "interrupted" not in header
+    assert header.interrupted is UNSET
 
 
 def test_a_killed_process_keeps_what_it_had(tmp_path):
@@ -110,7 +111,7 @@ def test_a_killed_process_keeps_what_it_had(tmp_path):
     code = f"""
         from parity.results.report.rows import writer
         with writer({str(path)!r}) as add:
-            add({HEADER!r})
+            add({HEADER.to_json()!r})
             while True:
                 add({OBJECT!r})
                 print(flush=True)
@@ -122,7 +123,7 @@ def test_a_killed_process_keeps_what_it_had(tmp_path):
     process.wait()
     process.stdout.close()
     header, rows = read(path)
-    assert header["run"] == "r1"
+    assert header.run == "r1"
     assert len(rows) >= 50
     assert all(row == ROW for row in rows)
 
@@ -140,7 +141,7 @@ def test_a_killed_process_keeps_what_it_had(tmp_path):
 )
 def test_a_malformed_line_is_named(tmp_path, line, says):
     path = tmp_path / "results.ndjson"
-    path.write_text(f"{json.dumps(HEADER)}\n{line}\n{json.dumps(OBJECT)}\n")
+    path.write_text(f"{json.dumps(HEADER.to_json())}\n{line}\n{json.dumps(OBJECT)}\n")
     with pytest.raises(UsageError) as caught:
         read(path)
     assert says in str(caught.value)
@@ -154,7 +155,7 @@ def test_a_malformed_line_is_named(tmp_path, line, says):
         ("", "no header row"),
         ('{"sch', "no header row"),
         (json.dumps(OBJECT) + "\n", "line 1: expected the header row"),
-        (json.dumps(HEADER | {"schema": 2}) + "\n", "line 1: schema 2 is not readable here"),
+        (json.dumps(HEADER.to_json() | {"schema": 2}) + "\n", "line 1: schema 2 is not readable here"),
     ],
 )
 def test_a_file_without_its_header(tmp_path, text, says):

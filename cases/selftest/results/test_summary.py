@@ -5,13 +5,14 @@ import math
 import pytest
 from msgspec import convert
 
+from parity.results.header import About, Header
 from parity.results.report import wording
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import summarise
 from parity.results.row import Row
 
 DIMENSIONS = {"policy": {"B": 2, "T": 3, "V": 7, "H": 4, "beta": 0.0, "softcap": None, "holes": False, "delta": None}}
-HEADER = {"schema": 1, "run": "r1", "header": {"dimensions": DIMENSIONS}}
+HEADER = Header(run="r1", header=About(dimensions=DIMENSIONS))
 
 
 def row(case="c1", quantity="loss", verdict="agree", implementation="lib.loss", **fields):
@@ -258,7 +259,7 @@ def test_reasons_have_shares():
 
 
 def test_nothing_at_all():
-    s = summarise({"schema": 1, "run": "r", "header": {}}, [])
+    s = summarise(Header(run="r", header=About()), [])
     assert s.counts.total == 0
     assert wording.outcome(s) == "no new findings, 0 known"
 

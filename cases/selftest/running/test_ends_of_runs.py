@@ -95,7 +95,7 @@ def test_what_there_is_when_it_is_stopped_is_reported(tmp_path, monkeypatch, rai
     assert found.exit_code == code
     assert found.reasons[0].startswith("stopped after 1 of ")
     header, rows = read(tmp_path / "results.ndjson")
-    assert header["end"]["complete"] is False and len(rows) == 1
+    assert header.end.complete is False and len(rows) == 1
     assert json.loads((tmp_path / "results.ndjson").read_text().splitlines()[-1])["end"]["exit_code"] == code
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+from msgspec import UNSET
+
 from parity.results.report import wording
 from parity.results.report.failure import text_of
 from parity.results.report.findings import Finding
@@ -30,8 +32,8 @@ def write(summary: Summary, path: str | Path) -> None:
 def render(summary: Summary) -> bytes:
     """The XML: a suite per family; new findings fail (or are errors, where nothing was judged), the rest is skipped."""
     root = ET.Element("testsuites", name="parity")
-    if summary.header.get("seconds") is not None:
-        root.set("time", str(summary.header["seconds"]))
+    if summary.header.seconds is not UNSET:
+        root.set("time", str(summary.header.seconds))
     for family in dict.fromkeys(line.family for line in summary.lines):
         suite = ET.SubElement(root, "testsuite", name=f"parity.{family}")
         _properties(suite, summary)
@@ -114,7 +116,7 @@ def _text(case: ET.Element, tag: str, text: str) -> None:
 
 def _properties(suite: ET.Element, summary: Summary) -> None:
     told = {"run": summary.run, "about": wording.about(summary), "counts": " · ".join(wording.counts(summary.counts))}
-    told |= {f"version {k}": str(v) for k, v in (summary.header.get("versions") or {}).items()}
+    told |= {f"version {k}": str(v) for k, v in summary.header.versions.items()}
     holder = ET.SubElement(suite, "properties")
     for name, value in told.items():
         ET.SubElement(holder, "property", name=_legal(name), value=_legal(value))

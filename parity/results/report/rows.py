@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
+from msgspec import UNSET
 
-from parity.decoding import convert, decode, json_of
+from parity.decoding import convert, decode, json_of, of_schema
 from parity.errors import UsageError
+from parity.results.header import End, Header, Last
 from parity.results.row import SCHEMA, Row
 
 
 @contextlib.contextmanager
-def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Row | Mapping[str, Any]], None]]:
+def writer(
+    path: str | Path, append: bool = False
+) -> Iterator[Callable[[Header | Row | Last | Mapping[str, Any]], None]]:
     """Open a results file; the function it returns writes one row, the header first, and flushes it.
 
     Folders are made. An existing file is replaced, or with `append` continued, less a last line that was left half
@@ -34,8 +37,8 @@ def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Row | M
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
 
-    def write(row: Row | Mapping[str, Any]) -> None:
-        data = row.to_json() if isinstance(row, Row) else row
+    def write(row: Header | Row | Last | Mapping[str, Any]) -> None:
+        data = row.to_json() if isinstance(row, Header | Row | Last) else row
         try:
             line = json.dumps(data, allow_nan=False)
         except ValueError as error:
@@ -54,11 +57,11 @@ def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Row | M
         yield write
 
 
-def read(path: str | Path) -> tuple[dict[str, Any], list[Row]]:
-    """The header row and all others; the header carries the run's end record under "end".
+def read(path: str | Path) -> tuple[Header, list[Row]]:
+    """The header row and all others; the header carries the run's end record under `end`.
 
-    A last line that was left half written is dropped. The header has `"interrupted": true` then, and where a run that
-    writes an end record has left none.
+    A last line that was left half written is dropped. The header has `interrupted` then, and where a run that writes an
+    end record has left none.
 
     Raises:
         UsageError: one line that names the file, the line number and what is wrong there.
@@ -71,13 +74,13 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[Row]]:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     *lines, rest = content.split(b"\n")
-    header: dict[str, Any] | None = None
+    header: Header | None = None
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         if header is None:
             header = _header(line, f"{path} line {number}")
         elif line.startswith(END):
-            header["end"] = _end(line, f"{path} line {number}")
+            header.end = _end(line, f"{path} line {number}")
         elif line.strip():
             rows.append(_row(line, f"{path} line {number}", header))
     if rest.strip():
@@ -86,18 +89,18 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[Row]]:
             json_of(rest, where)
         except UsageError:
             if header is not None:
-                header["interrupted"] = True
+                header.interrupted = True
         else:  # complete but for its line break
             if header is None:
                 header = _header(rest, where)
             elif rest.startswith(END):
-                header["end"] = _end(rest, where)
+                header.end = _end(rest, where)
             else:
                 rows.append(_row(rest, where, header))
     if header is None:
         raise UsageError(f"{path}: no header row; the run that wrote it ended before it began")
-    if header["header"].get("ends") and "end" not in header:
-        header["interrupted"] = True
+    if header.header.ends is True and header.end is UNSET:
+        header.interrupted = True
     return header, rows
 
 
@@ -105,35 +108,25 @@ END = b'{"end": '
 """How the record of a run's end begins; it is the last line."""
 
 
-class _End(msgspec.Struct):
-    cases: int
-    of: int
-    complete: bool
-    exit_code: int
+def _end(line: bytes, where: str) -> End:
+    found: Last = convert(Last, json_of(line, where), where)
+    return found.end
 
 
-def _end(line: bytes, where: str) -> dict[str, Any]:
-    found = json_of(line, where)
-    convert(_End, found["end"], where)
-    return dict(found["end"])
-
-
-def _row(line: bytes, where: str, header: dict[str, Any]) -> Row:
+def _row(line: bytes, where: str, header: Header) -> Row:
     row: Row = decode(Row, line, where)
-    if row.run and header.get("run") and row.run != header["run"]:
-        raise UsageError(
-            f"{where}: a row of run {row.run} under the header of run {header['run']}: two runs in one file"
-        )
+    if row.run and header.run and row.run != header.run:
+        raise UsageError(f"{where}: a row of run {row.run} under the header of run {header.run}: two runs in one file")
     return row
 
 
-def _header(line: bytes, where: str) -> dict[str, Any]:
-    row = json_of(line, where)
-    if not isinstance(row, dict) or not isinstance(row.get("header"), dict):
+def _header(line: bytes, where: str) -> Header:
+    data = json_of(line, where)
+    if not isinstance(data, dict) or not isinstance(data.get("header"), dict):
         raise UsageError(f"{where}: expected the header row {{schema, run, header}} of a results file")
-    if row.get("schema") != SCHEMA:
-        raise UsageError(f"{where}: schema {row.get('schema')!r} is not readable here, expected {SCHEMA}")
-    return row
+    of_schema(data, SCHEMA, where, "a header")
+    found: Header = convert(Header, data, where)
+    return found
 
 
 def _opened(path: Path, append: bool) -> BinaryIO:

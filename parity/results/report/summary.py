@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
+from parity.results.header import About, End, Header
 from parity.results.report.coverage import Coverage, Reason, coverage, reasons
 from parity.results.report.findings import Finding, findings, tier
 from parity.results.report.outcomes import ImplementationCase, about_run, grouped, headroom
@@ -103,7 +103,7 @@ class Summary:
     """
 
     run: str
-    header: Mapping[str, Any]
+    header: About
     incomplete: str
     counts: Counts
     lines: tuple[Line, ...]
@@ -118,27 +118,27 @@ class Summary:
 DTYPES = ("fp64", "fp32", "fp16", "bf16")
 
 
-def _incomplete(header: Mapping[str, Any]) -> str:
-    end = header.get("end")
-    if end is not None:
-        how = "interrupted: " if end["exit_code"] in (130, 143) else ""
-        return "" if end["complete"] else f"{how}stopped after {end['cases']:,} of {end['of']:,} cases"
+def _incomplete(header: Header) -> str:
+    if isinstance(end := header.end, End):
+        how = "interrupted: " if end.exit_code in (130, 143) else ""
+        return "" if end.complete else f"{how}stopped after {end.cases:,} of {end.of:,} cases"
     return (
-        "interrupted: the file ends before the run did, what came later is missing" if header.get("interrupted") else ""
+        "interrupted: the file ends before the run did, what came later is missing"
+        if header.interrupted is True
+        else ""
     )
 
 
-def summarise(header: Mapping[str, Any], rows: Iterable[Row]) -> Summary:
+def summarise(header: Header, rows: Iterable[Row]) -> Summary:
     """Count a run; `header` is the file's first row, `rows` all others (`rows.read` returns the two)."""
     everything = grouped(rows)
     cases = [c for c in everything if not about_run(c.rows[0])]
     found = findings(everything)
-    told = header.get("header", {})
-    dimensions = told.get("dimensions") or {}
+    dimensions = header.header.dimensions or {}
     families = list(dict.fromkeys([c.family for c in cases]))
     return Summary(
-        run=str(header.get("run", "")),
-        header=told,
+        run=header.run,
+        header=header.header,
         incomplete=_incomplete(header),
         counts=_counts(cases),
         lines=tuple(_lines(everything)),

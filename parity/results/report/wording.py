@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from parity.results.report.coverage import Reason
 from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
@@ -77,26 +79,26 @@ def as_drawn(summary: Summary) -> str:
 def about(summary: Summary) -> str:
     """Profile, seed, device, revision and time of the run, as far as the header tells."""
     h = summary.header
-    device = " ".join(str(h[k]) for k in ("device", "device_name") if h.get(k))
+    device = " ".join(filter(None, (h.device, h.device_name)))
     told = {
         "run": summary.run,
-        "profile": h.get("profile"),
-        "seed": h.get("seed"),
+        "profile": h.profile,
+        "seed": h.seed,
         "device": device,
-        "driver": h.get("driver"),
-        "float32 matmul": h.get("float32_matmul_precision"),
-        "Triton": h.get("triton"),
-        "revision": h.get("git"),
+        "driver": h.driver,
+        "float32 matmul": h.float32_matmul_precision,
+        "Triton": h.triton,
+        "revision": h.git,
     }
     parts = [f"{k} {v}" for k, v in told.items() if v not in (None, "")]
-    if h.get("seconds") is not None:
-        parts.append(f"{h['seconds']:,} s")
+    if h.seconds is not UNSET:
+        parts.append(f"{h.seconds:,} s")
     return " · ".join(parts)
 
 
 def versions(summary: Summary) -> str:
     """The versions that the header tells."""
-    return " · ".join(f"{k} {v}" for k, v in (summary.header.get("versions") or {}).items())
+    return " · ".join(f"{k} {v}" for k, v in summary.header.versions.items())
 
 
 def at(row: Row | None) -> str:

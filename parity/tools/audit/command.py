@@ -123,7 +123,7 @@ def run(options: Options, console: Console) -> int:
         write(about)
         for number, one in enumerate(answers):
             write(table.row(one, mends.get(number, "")))
-    versions = ", ".join(f"{k} {v}" for k, v in about["header"]["versions"].items() if k in SHOWN)
+    versions = ", ".join(f"{k} {v}" for k, v in about.header.versions.items() if k in SHOWN)
     page = f"{measured.head('Settings audit', 'parity')}\n{table.markdown(answers, mends, versions)}"
     (options.reports / "audit.md").write_text(page, encoding="utf-8")
     table.show(answers, mends, console)

@@ -15,15 +15,18 @@ A record is a TOML file in cases/history/ beside the frozen case that shows the 
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
+import msgspec
+from msgspec import Meta
 from packaging.version import Version
 
 from parity import data
 from parity.case.case import Case
+from parity.decoding import convert, text_of, toml_of
 from parity.errors import UsageError
 from parity.registry import load as load_implementations
 from parity.results.row import Row
@@ -33,9 +36,8 @@ from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
 from parity.versions.search.checks import Check, amount, gradient_norm, loss
 
-EXPECTED, THEN = ("disagree", "refused", "crashed"), ("agree", "refused")
-_FIELDS = {"what": str, "package": str, "bad": list, "good": list, "case": str, "implementation": str}
-_OPTIONAL = {"link": str, "quantities": list, "expect": str, "then": str}
+_Text = Annotated[str, Meta(min_length=1, pattern=r"^\S")]
+_Texts = Annotated[tuple[_Text, ...], Meta(min_length=1)]
 RECALLED, MISSED, UNUSABLE = 0, 1, 3
 
 
@@ -94,26 +96,28 @@ def load(ids: Sequence[str] = ()) -> list[Record]:
     return [_read(found[name]) for name in (ids or found)]
 
 
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """A record's file; its fields are explained above."""
+
+    what: _Text
+    package: _Text
+    bad: _Texts
+    good: _Texts
+    case: _Text
+    implementation: _Text
+    link: str = ""
+    quantities: _Texts = ("*",)
+    expect: Literal["disagree", "refused", "crashed"] = "disagree"
+    then: Literal["agree", "refused"] = "agree"
+
+
 def _read(path: Path) -> Record:
-    try:
-        raw = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not a readable record: {error}") from None
-    for name, kind in _FIELDS.items():
-        if not isinstance(raw.get(name), kind) or not raw[name]:
-            raise UsageError(f"{path}: {name} is mandatory, a {kind.__name__}, got {raw.get(name)!r}")
-    if unknown := sorted(raw.keys() - _FIELDS.keys() - _OPTIONAL.keys()):
-        raise UsageError(f"{path}: {unknown[0]!r} is unknown, choose from {', '.join([*_FIELDS, *_OPTIONAL])}")
-    verdicts = {"expect": raw.get("expect", "disagree"), "then": raw.get("then", "agree")}
-    for name, choices in (("expect", EXPECTED), ("then", THEN)):
-        if verdicts[name] not in choices:
-            raise UsageError(f"{path}: {name} {verdicts[name]!r} is unknown, choose from {', '.join(choices)}")
-    case = Case.load(path.parent / raw["case"])
-    failure = "crashed" if verdicts["expect"] == "crashed" else "disagree"
-    check = Check(path.stem, case, raw["implementation"], tuple(raw.get("quantities", ("*",))), failure)
-    bad, good = (tuple(_specs(raw["package"], text) for text in raw[side]) for side in ("bad", "good"))
-    rest = {"link": raw.get("link", ""), "file": path.parent / raw["case"]}
-    return Record(path.stem, raw["what"], raw["package"], bad, good, check, **verdicts, **rest)
+    raw: _File = convert(_File, toml_of(text_of(path, "record"), str(path), "record"), str(path))
+    file = path.parent / raw.case
+    failure = "crashed" if raw.expect == "crashed" else "disagree"
+    check = Check(path.stem, Case.load(file), raw.implementation, raw.quantities, failure)
+    bad, good = (tuple(_specs(raw.package, text) for text in side) for side in (raw.bad, raw.good))
+    return Record(path.stem, raw.what, raw.package, bad, good, check, raw.expect, raw.then, raw.link, file)
 
 
 def _specs(package: str, text: str) -> tuple[str, ...]:

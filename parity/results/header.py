@@ -1,0 +1,75 @@
+"""The first row of a results file: what the run was, and where."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType, field
+
+from parity.results.row import SCHEMA
+
+
+def _of(text: str) -> Meta:
+    return Meta(description=text)
+
+
+class About(msgspec.Struct, kw_only=True, rename={"source_hash": "cut-cross-entropy source"}):
+    """What a run must record about where it ran."""
+
+    versions: Annotated[dict[str, str], _of("of the harness and of the libraries")] = field(default_factory=dict)
+    source_hash: Annotated[str | None, _of("digest of its files")] = None
+    device: Annotated[str | None, _of("cpu or cuda")] = None
+    device_name: Annotated[str | None, _of("of the GPU or the processor")] = None
+    driver: Annotated[str | None, _of("CUDA version of torch")] = None
+    float32_matmul_precision: Annotated[str | None, _of("as set in torch")] = None
+    products: Annotated[dict[str, Any] | None, _of("how tf32 and 16-bit products and sums were found to round")] = None
+    triton: Annotated[str | None, _of("compiled or interpreted")] = None
+    profile: Annotated[str | None, _of("size of the run")] = None
+    seed: Annotated[int | None, _of("of the drawn cases")] = None
+    git: Annotated[str | None, _of('revision of the harness; with "+" where it has changes')] = None
+    started: Annotated[str | None, _of("ISO 8601, UTC")] = None
+    command: Annotated[str | None, _of("command line")] = None
+    ends: Annotated[bool | UnsetType, _of("true: the last row is a record of the end")] = UNSET
+    dimensions: Annotated[dict[str, dict[str, Any]] | UnsetType, _of("family -> setting -> its default")] = UNSET
+    stopped: Annotated[
+        str | UnsetType, _of("how far it came before its time was over; known to its own report only")
+    ] = UNSET
+    seconds: Annotated[float | UnsetType, _of("how long the run took; known to its own report only")] = UNSET
+
+
+class End(msgspec.Struct, kw_only=True):
+    """How a run ended."""
+
+    cases: Annotated[int, _of("run")]
+    of: Annotated[int, _of("planned")]
+    complete: Annotated[bool, _of("whether the run did all that it had planned")]
+    exit_code: Annotated[int, _of("of the command")]
+
+
+class Last(msgspec.Struct, kw_only=True):
+    """The last row."""
+
+    end: Annotated[End, _of("how the run ended")]
+    schema: Annotated[int, _of("version of the file")] = SCHEMA
+    run: Annotated[str, _of("id of the run")] = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as a JSON object."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return data
+
+
+class Header(msgspec.Struct, kw_only=True):
+    """The first row. Reading a file adds `end`, of its last row, and `interrupted`, where that is missing or cut."""
+
+    schema: Annotated[int, _of("version of the file")] = SCHEMA
+    run: Annotated[str, _of("id of the run")] = ""
+    header: About
+    end: End | UnsetType = UNSET
+    interrupted: bool | UnsetType = UNSET
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as a JSON object."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return data
