@@ -111,7 +111,7 @@ def main(folder: Path = Path("docs/results")) -> int:
         return NOTHING
     from parity.results.report.rows import read
 
-    about = header("cuda-first", "cuda", "quick", 0)["header"]
+    about = header("cuda-first", "cuda", "quick", 0).to_json()["header"]
     done: list[Done] = []
     rows: list[Row] = []
     today = datetime.datetime.now(datetime.UTC).date()
