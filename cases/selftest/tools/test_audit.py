@@ -134,7 +134,7 @@ def plain_loss(hidden, weight, ids, mask, advantages, old_logps=None):
 
 
 def test_a_function_without_the_parameter_is_absent_and_says_so():
-    own = from_function(plain_loss, "own")
+    own = from_function(plain_loss, "own", [loss_family(name) for name in NAMES])
     found = asked(own, "delta")
     assert (found.answer, found.new, found.parameter) == ("absent", False, None)
     assert "no parameter delta" in found.reason
@@ -147,7 +147,7 @@ def takes_delta(hidden, weight, ids, mask, advantages, old_logps=None, delta=Non
 
 
 def test_an_adapter_that_denies_a_parameter_is_told_of_it(monkeypatch):
-    own = from_function(plain_loss, "own")
+    own = from_function(plain_loss, "own", [loss_family(name) for name in NAMES])
     monkeypatch.setattr(source_lines, "_resolved", lambda name: takes_delta)
     found = asked(own, "delta")
     assert found.answer == "absent"
@@ -157,7 +157,7 @@ def test_an_adapter_that_denies_a_parameter_is_told_of_it(monkeypatch):
 
 
 def test_what_the_ledger_covers_is_known_and_no_new_finding():
-    found = asked(mutant("policy", "delta-forgotten"), "delta", lambda row, case: f"entry for {row['implementation']}")
+    found = asked(mutant("policy", "delta-forgotten"), "delta", lambda row, case: f"entry for {row.implementation}")
     assert found.answer == "ignored"
     assert found.known == ("entry for mutant.policy.delta-forgotten",)
     assert not found.new
@@ -375,7 +375,7 @@ def test_the_table_over_releases_keeps_what_some_release_does_not_honour():
             "label": label,
             "answer": answer,
             "gradient": gradient,
-            "mend": responsible,
+            "mend": mend,
         }
 
     old = [row("ratio=token", "ignored", 17.13, "trainer: does not pass it"), row("tau=0.7", "honoured")]
