@@ -176,6 +176,30 @@ def findings_command(ledger: Path | None) -> None:
     click.echo(page(Ledger.load(ledger or data.ledger_file())), nl=False)
 
 
+@main.command("upstream")
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.option("--all", "every", is_flag=True, help="every entry of the ledger")
+@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
+@click.option("--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True)
+@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="processes")
+def upstream_command(ids: tuple[str, ...], every: bool, ledger: Path | None, reports: Path, workers: int) -> None:
+    """Write reports/upstream/ID/ for entries of the ledger: a script that needs the library alone, and the text beside it.
+
+    Each script is run in a fresh process. Exit 0 when every one shows its defect, 1 when one does not.
+    """
+    from parity import data
+    from parity.tools.upstream import upstream
+
+    if bool(ids) == every:
+        raise UsageError("upstream: name entries of the ledger, or --all")
+    wrong = 0
+    for sent in upstream(ids, ledger or data.ledger_file(), reports / "upstream", workers):
+        wrong += not sent.right
+        said = "nothing to show" if sent.code is None else {1: "shows", 0: "is gone"}.get(sent.code, "script fails")
+        click.echo(f"{sent.id}: {said}: {sent.told}")
+    sys.exit(int(wrong > 0))
+
+
 @main.command("report")
 @click.argument("results", type=click.Path(path_type=Path), default=Path("reports/results.ndjson"))
 @click.option(

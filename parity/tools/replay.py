@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from parity import data
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.process import prepare
-from parity.registry import family, run_case, select
+from parity.registry import facts, family, run_case, select
+from parity.results.ledger import Entry, Ledger
 from parity.results.row import Row
 from parity.running.find import find, followed
 from parity.running.provenance import resolve_device
-from parity.trainers import catalogue
 
 AGREES, DISAGREES, NO_JUDGEMENT = 0, 1, 125
 
@@ -24,8 +25,6 @@ def replay(name: str, ids: Sequence[str], device: str, issue: bool, console: Con
     from parity.results.report import failure
 
     case, found_with = find(name)
-    if issue and catalogue.is_trainer(case.family):
-        raise UsageError(f"case {case.id} is a trainer check: --issue writes the script of a loss; leave it out")
     device = resolve_device(device)
     prepare(device, threads=1)
     chosen = [i for i in select(followed(ids, found_with, case)) if i.family == case.family]
@@ -53,14 +52,21 @@ def exit_code(rows: Sequence[Row]) -> int:
     return AGREES
 
 
+def entry_of(case: Case, rows: Sequence[Row]) -> Entry | None:
+    """The shipped ledger's entry of a case's failing rows."""
+    ledger = Ledger.load(data.ledger_file())
+    found = {ledger.match(row, facts(case)) for row in rows if row.failing}
+    return next((e for e in ledger.entries if e.id in found), None)
+
+
 def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], console: Console) -> int:
     """Print the upstream report of the first implementation that disagrees."""
     from parity.tools.issue import issue_text
 
     for implementation in chosen:
         own = [r for r in rows if r.implementation == implementation.id]
-        if exit_code(own) == DISAGREES:
-            console.file.write(issue_text(case, implementation, rows) + "\n")
+        if any(r.failing for r in own):
+            console.file.write(issue_text(case, implementation, rows, entry_of(case, own)) + "\n")
             return DISAGREES
     console.print(f"case {case.id}: nothing to report, no implementation disagrees here", markup=False)
     return exit_code(rows)

@@ -1,13 +1,19 @@
-"""The stand-alone script that reproduces a finding: torch and the library, at most 40 lines, no harness."""
+"""The stand-alone script that shows a finding: torch and the library, nothing of this package.
+
+Adapter and definition are the functions of this package, taken from their source for the settings of the case (`bundle`).
+The script prints every quantity of the library beside the definition in float64 and exits with 1 while the library is wrong,
+with 0 once it is right.
+"""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
-import itertools
 import pprint
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,51 +22,59 @@ from parity.case.inputs import Inputs
 from parity.errors import Unsupported
 from parity.implementations.implementation import Implementation
 from parity.registry import loss_family
-from parity.tools.issue import trainer_calls
-from parity.tools.issue.calls import CALLS, Call, plain_log_softmax
-from parity.tools.issue.definition import DEFINITIONS
-from parity.tools.issue.tensors import STYLES, WIDTH, assigned, helpers, wrapped
+from parity.results.row import Row
+from parity.tools.issue.bundle import Bundle, bundled
+from parity.tools.issue.tensors import STYLES, WIDTH, assigned, helpers
 
-LINES = 40
+LITERALS = 60
+"""Lines of tensors from which they are written by the hash that made them, where there is one."""
+STRUCTURAL = 0.1
+"""Relative distance from which a quantity counts as wrong that was NaN, infinite or missing."""
 
-assert trainer_calls  # registers the trainers' calls
 
-
-def script(case: Case, implementation: Implementation, device: str = "cpu", metrics: Sequence[str] = ()) -> str:
-    """A script that prints, for each output and gradient, what the implementation and the float64 definition give.
-
-    At most 40 lines of 120 columns that import torch and the library; where the implementation has no `Call`, does not
-    take the case, or the case is too large to be written down, a script that goes through `parity replay` instead.
+def script(
+    case: Case,
+    implementation: Implementation,
+    limits: Mapping[str, float] | None = None,
+    device: str = "cpu",
+    why: str = "",
+    twice: bool = False,
+) -> str:
+    """The script of a finding.
 
     Args:
-        device: where the finding was made; "cpu" keeps a script there unless it needs Triton.
-        metrics: optional outputs to print besides those that have an upstream gradient.
+        limits: quantity -> relative distance from the definition from which it is wrong; see `limits_of`. None: what has
+            an upstream gradient, and every gradient, from `STRUCTURAL` on.
+        device: where the finding was made; "cpu" keeps a script there.
+        why: the reason, in one comment line.
+        twice: the second backward pass of one graph is what is wrong.
     """
     fam = loss_family(case.family)
-    if implementation.id not in CALLS or case.family not in DEFINITIONS:
-        return through_harness(case, implementation, "no stand-alone call is written for it")
     inputs = offered(fam.build(case), implementation)
-    names = outputs(inputs, implementation, metrics)
+    if limits is None:
+        limits = dict.fromkeys([*inputs.cotangents, *(f"grad_{leaf}" for leaf in inputs.leaves)], STRUCTURAL)
+    head = [f"# {implementation.library or implementation.id} {implementation.version() or ''}".rstrip()]
+    head += [f"# {why}"] if why else []
     try:
-        parties = _parties(inputs, implementation, names)
-    except (Unsupported, ImportError) as error:
+        around = [] if implementation.around is contextlib.nullcontext else [implementation.around]
+        bundle, (library, oracle, *other) = bundled(inputs, implementation.call, fam.oracle, *around)
+        text = _assembled(inputs, implementation, bundle, (library, oracle, *other), limits, device, twice)
+    except Unsupported as error:
         return through_harness(case, implementation, str(error))
-    alone = {implementation.role: parties[implementation.role]}
-    for shown, style in itertools.product((parties, alone), STYLES):
-        lines = _assembled(inputs, implementation, names, shown, device, style)
-        text = "\n".join(lines) + "\n"
-        if len(lines) <= LINES and all(len(line) <= WIDTH for line in lines) and _parses(text):
-            return text
-    return through_harness(case, implementation, f"its tensors do not fit in {LINES} lines")
+    return "\n".join([*head, *text]) + "\n"
 
 
-def _parses(text: str) -> bool:
-    """Whether every line was broken inside brackets."""
-    try:
-        ast.parse(text)
-    except SyntaxError:
-        return False
-    return True
+def limits_of(rows: Sequence[Row]) -> dict[str, float]:
+    """Quantity -> where the script draws the line: half way, on a logarithmic scale, from what rounding allows to the error."""
+    out: dict[str, float] = {}
+    for row in rows:
+        if row.verdict not in ("disagree", "nondeterministic") or row.gate in ("protocol", "relation", None):
+            continue
+        limit = STRUCTURAL
+        if row.headroom and row.dist and row.value_oracle:
+            limit = float(row.dist / abs(row.value_oracle) / row.headroom**0.5)
+        out[str(row.quantity)] = limit
+    return out
 
 
 def offered(inputs: Inputs, implementation: Implementation) -> Inputs:
@@ -70,130 +84,187 @@ def offered(inputs: Inputs, implementation: Implementation) -> Inputs:
     return dataclasses.replace(inputs, cotangents=kept)
 
 
-def outputs(inputs: Inputs, implementation: Implementation, metrics: Sequence[str]) -> list[str]:
-    """The outputs to print: those with an upstream gradient, then the metrics asked for where they are offered."""
-    known = loss_family(inputs.case.family).outputs
-    more = [n for n in known if n in metrics and n in implementation.outputs and n not in inputs.cotangents]
-    return [n for n in known if n in inputs.cotangents] + more
-
-
-def _parties(x: Inputs, implementation: Implementation, names: Sequence[str]) -> dict[str, Call]:
-    """Role -> call: the implementation and, for log-probs, the reference (TRL's own for TRL, else its arithmetic).
-
-    The reference of a policy loss is the trainer itself, which another library's script cannot need.
-    """
-    parties = {implementation.role: CALLS[implementation.id](x, names)}
-    if x.case.family == "logprobs" and implementation.role == "candidate" and x.settings.ignored == "none":
-        plain = CALLS["trl.selective_log_softmax"] if implementation.library == "trl" else plain_log_softmax
-        parties["reference"] = plain(x, names)
-    return parties
-
-
 def _assembled(
-    x: Inputs, implementation: Implementation, names: Sequence[str], parties: dict[str, Call], device: str, style: str
+    x: Inputs,
+    implementation: Implementation,
+    bundle: Bundle,
+    names: Sequence[str],
+    limits: Mapping[str, float],
+    device: str,
+    twice: bool,
 ) -> list[str]:
-    present = [n for n in ("hidden", "weight", "bias", "lora_a", "lora_b") if x.tensors.get(n) is not None]
-    signature = ", ".join(present)
-    functions: list[str] = []
-    definition = DEFINITIONS[x.case.family](x, names)
-    for role, lines in [*((r, c.lines) for r, c in parties.items()), ("definition", definition)]:
-        functions.append(f"def {role}({signature}):")
-        for line in _returning(list(lines), names):
-            functions += wrapped(f"    {line}")
-    upstream, tensors = [], _tensors(x, present, functions, style)
-    for name in (n for n in names if n in x.cotangents):
-        lines = _cotangent(name, x, style)
-        upstream.append(lines.pop() if len(lines) == 1 and " = " not in lines[0] else f"cotangent_{name}")
-        tensors += lines
-    leaves = f"[{', '.join(f'({n}, {n in x.leaves})' for n in present)}]"
-    header = ", ".join(f'"{n}"' for n in ["metric", *names, *(f"grad_{leaf}" for leaf in x.leaves)])
-    columns = ", ".join(f'["{role}", *measure({_in_context(x, role)})]' for role in parties)
-    body = [
-        *(line for c in parties.values() for line in c.setup),
-        *helpers(tensors),
-        *tensors,
-        *functions,
-        "def measure(call, dtype=None):",
-        *wrapped(f"    inputs = [torch.nn.Parameter(t.to(dtype or t.dtype), grad) for t, grad in {leaves}]"),
-        "    out = call(*inputs)",
-        *wrapped(
-            f"    pairs = [(o, g.to(o).expand_as(o)) for o, g in zip(out, [{', '.join(upstream)}]) if o.requires_grad]"
-        ),
-        "    torch.autograd.backward(*zip(*pairs))",
-        "    values = [*out, *(t.grad for t in inputs if t.requires_grad)]",
-        '    return ["none" if v is None else f"{v.double().norm() if v.dim() else v:.6g}" for v in values]',
-        'exact = ["float64", *measure(definition, torch.float64)]',
-        *wrapped(f"for row in zip([{header}], {columns}, exact):"),
-        '    print("| " + " | ".join(row) + " |")',
+    functions = "\n\n\n".join(ast.unparse(f) for f in bundle.functions.values())
+    functions = "\n".join(_broken(line) for line in functions.splitlines())
+    constants = [f"{name} = {value}" for name, value in bundle.constants.items()]
+    text = functions + "\n".join(constants)
+    present = {n: t for n, t in x.tensors.items() if n in x.leaves or re.search(rf"\b{n}\b", text)}
+    settings = {n: v for n, v in vars(x.settings).items() if re.search(rf"(settings|\bs)\.{n}\b|['\"]{n}['\"]", text)}
+    if re.search(r"getattr\((s|x\.settings), name\)|__dict__", text):
+        settings = vars(x.settings)
+    library, oracle, *around = names
+    lines, tensors = [], _tensors(x, present)
+    lines += [f"SETTINGS = SimpleNamespace({', '.join(f'{n}={v!r}' for n, v in settings.items())})"]
+    lines += [*constants, "", "", *functions.splitlines(), "", "", *helpers(tensors), *tensors, ""]
+    lines += [f"TENSORS = {{{', '.join(f'{n!r}: {n if t is not None else None}' for n, t in present.items())}}}"]
+    lines += [f"UPSTREAM = {{{', '.join(f'{n!r}: cotangent_{n}' for n in x.cotangents)}}}"]
+    lines += [f"LEAVES, PARAMETERS = {x.leaves!r}, {sorted(x.parameters & present.keys())!r}"]
+    lines += [f"LIMITS = {_rounded(limits)}  # relative distance that is more than rounding"]
+    lines += ["", "", *_frame(x, around[0] if around else None)]
+    lines += ["", "", f"found, exact = measure({library}), measure({oracle}, torch.float64)"]
+    lines += _twice(library) if twice else COMPARED.splitlines()
+    return [*_imports(bundle, implementation, device, "\n".join(lines)), "", *lines]
+
+
+def _broken(line: str) -> str:
+    if len(line) <= WIDTH:
+        return line
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": indent}
+    wrapped = "\n".join(textwrap.wrap(line, WIDTH, **options))  # type: ignore[arg-type]
+    try:
+        ast.parse(textwrap.dedent(wrapped))
+    except SyntaxError:
+        return line
+    return wrapped
+
+
+def _rounded(limits: Mapping[str, float]) -> str:
+    return "{" + ", ".join(f"{name!r}: {value:.2g}" for name, value in limits.items()) + "}"
+
+
+def _tensors(x: Inputs, present: Mapping[str, torch.Tensor | None]) -> list[str]:
+    """Every tensor and upstream gradient, in the first style that is short enough."""
+    for style in STYLES:
+        out: list[str] = []
+        for name, tensor in present.items():
+            out += [] if tensor is None else assigned(name, tensor, x, style)
+        for name, g in x.cotangents.items():
+            if g.numel() == 1 or not any(g.stride()):
+                out.append(f"cotangent_{name} = torch.tensor({float(g.flatten()[0])!r}).expand({tuple(g.shape)})")
+            else:
+                out += assigned(f"cotangent_{name}", g.float() if torch.equal(g.float().double(), g) else g, x, style)
+        if len(out) <= LITERALS and all(len(line) <= WIDTH for line in out):
+            return out
+    if any("too large" in line for line in out):
+        raise Unsupported("a tensor is too large to be written down")
+    return out
+
+
+FRAME = """\
+def inputs(dtype=None):
+    x = SimpleNamespace(settings=SETTINGS{extra})
+    for name, tensor in TENSORS.items():
+        if tensor is not None and tensor.is_floating_point():
+            tensor = tensor.detach().to(dtype or tensor.dtype).requires_grad_(name in LEAVES)
+            if name in PARAMETERS and dtype is None:
+                tensor = torch.nn.Parameter(tensor.detach(), name in LEAVES)
+        setattr(x, name, tensor)
+    x.tensors = {{name: getattr(x, name) for name in TENSORS}}
+    return x
+
+
+def backward(x, out, **options):
+    pairs = [(out[name], g.to(out[name]).expand_as(out[name])) for name, g in UPSTREAM.items() if name in out]
+    pairs = [pair for pair in pairs if pair[0].requires_grad]
+    if pairs and LEAVES:
+        torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs], **options)
+    return {{f"grad_{{name}}": getattr(x, name).grad for name in LEAVES}}
+
+
+def measure(call, dtype=None):
+    x = inputs(dtype)
+{calling}
+"""
+
+COMPARED = """\
+wrong = []
+print("| quantity | library | float64 definition | relative distance |")
+print("|---|---|---|---|")
+for name, right in exact.items():
+    value = found.get(name)
+    if name not in found:
+        continue
+    size = float(right.double().norm())
+    off = float("nan") if value is None else float((value.double() - right.double()).norm()) / max(size, 1e-300)
+    shown = "none" if value is None else f"{float(value) if value.dim() == 0 else float(value.double().norm()):.6g}"
+    print(f"| {name} | {shown} | {float(right) if right.dim() == 0 else size:.6g} | {off:.2g} |")
+    limit = LIMITS.get(name)
+    if limit is not None and torch.isfinite(right).all() and not off <= limit:
+        wrong.append(name)
+print("wrong:" if wrong else "right", *wrong)
+raise SystemExit(1 if wrong else 0)"""
+
+
+def _twice(library: str) -> list[str]:
+    """A second backward pass through one graph must add the gradient of the first."""
+    return [
+        "x = inputs()",
+        f"out = {library}(x)",
+        "first = {n: None if g is None else g.clone() for n, g in backward(x, out, retain_graph=True).items()}",
+        "both = backward(x, out)",
+        "ratios = {n: float(both[n].norm() / first[n].norm()) for n in both if both[n] is not None}",
+        'print("gradient after two backward passes over that after one (2 is right):", ratios)',
+        "raise SystemExit(int(any(abs(ratio - 2) > 1e-3 for ratio in ratios.values())))",
     ]
-    return [_comment(x, implementation), *_imports(implementation, parties, device, body), *body]
 
 
-def _returning(body: list[str], names: Sequence[str]) -> list[str]:
-    """The lines of a function's body with a return statement, trailing assignments of outputs folded into it."""
-    values = {name: name for name in names}
-    while body:
-        name, _, value = body[-1].partition(" = ")
-        folded = ", ".join((values | {name: value}).values())
-        if values.get(name) != name:
-            break
-        if len(names) > 1 and (len(folded) > WIDTH - 16 or re.search(rf"\b({'|'.join(names)})\b", value)):
-            break
-        values[name] = value
-        body = body[:-1]
-    return [*body, f"return {', '.join(values.values())}{',' if len(values) == 1 else ''}"]
+def _frame(x: Inputs, around: str | None) -> list[str]:
+    """How inputs are made and a call is measured, in the call context of the case."""
+    extra = ", cotangents=UPSTREAM, leaves=LEAVES"
+    extra += f", context={x.context!r}, device=torch.device('cpu')"
+    extra += f", case=SimpleNamespace(seed={x.case.seed}, dtype={x.case.dtype!r})"
+    calls = {
+        "autocast": [f"with torch.autocast({x.device.type!r}, torch.bfloat16):", "    out = call(x)"],
+        "checkpoint": [
+            "out = apart(call, x, lambda f, *of: torch.utils.checkpoint.checkpoint(f, *of, use_reentrant=True))"
+        ],
+        "compile": ["out = apart(call, x, lambda f, *of: torch.compile(f, backend='aot_eager')(*of))"],
+    }
+    special = [f"    {line}" for line in calls.get(x.context, ["out = call(x)"])]
+    plain = ["if dtype is not None:", "    out = call(x, lambda name, value, *more: value)", "else:", *special]
+    tail = ["grads = backward(x, out)"]
+    last = ["return {n: v.detach() for n, v in out.items() if not n.startswith('_')} | grads"]
+    body = [*plain, *tail]
+    if around:
+        body = [f"with contextlib.nullcontext() if dtype is not None else {around}():", *(f"    {b}" for b in body)]
+    calling = "\n".join(f"    {line}" for line in [*body, *last])
+    out = FRAME.format(extra=extra, calling=calling).splitlines()
+    return [*APART.splitlines(), "", "", *out] if x.context in ("checkpoint", "compile") else out
 
 
-def _cotangent(name: str, x: Inputs, style: str) -> list[str]:
-    """An upstream gradient: an expression where it is one number, which stays expanded as `.sum()` hands it out."""
-    g = x.cotangents[name]
-    if g.numel() == 1 or not any(g.stride()):
-        return [f"torch.tensor({float(g.flatten()[0])!r})"]
-    return assigned(f"cotangent_{name}", g.float() if torch.equal(g.float().double(), g) else g, x, style)
+APART = '''\
+def apart(call, x, run):
+    """The call as a function of its leaves alone."""
+    names = []
+
+    def on_leaves(*leaves):
+        given = dict(zip(LEAVES, leaves))
+        out = call(SimpleNamespace(**vars(x) | given | {"tensors": x.tensors | given}))
+        names[:] = out
+        return tuple(out.values())
+
+    return dict(zip(names, run(on_leaves, *(getattr(x, name) for name in LEAVES))))'''
 
 
-def _comment(x: Inputs, implementation: Implementation) -> str:
-    library = f"{implementation.library} {implementation.version()}"
-    return f"# {implementation.id}, {library}, {x.case.dtype}: against the definition in float64"[:WIDTH]
-
-
-def _imports(implementation: Implementation, parties: dict[str, Call], device: str, body: list[str]) -> list[str]:
-    text = "\n".join(body)
-    numbers = [n for n in ("inf", "nan") if re.search(rf"(?<![\w.]){n}\b", text)]
-    out = ["import os"] if implementation.interpreted else []
-    out += [f"from math import {', '.join(numbers)}"] if numbers else []
-    seen = list(dict.fromkeys(line for c in parties.values() for line in c.imports))
-    out += [] if any(" torch," in line for line in seen) else ["import torch"]
-    if "checkpoint(" in text:
-        out.append("from torch.utils.checkpoint import checkpoint")
+def _imports(bundle: Bundle, implementation: Implementation, device: str, text: str) -> list[str]:
+    seen = dict.fromkeys(["import torch", "from types import SimpleNamespace", *bundle.imports])
+    if re.search(r"(?<![\w.])(inf|nan)\b", text):
+        seen["from math import inf, nan"] = None
+    if "contextlib." in text:
+        seen["import contextlib"] = None
+    if "torch.utils.checkpoint" in text:
+        seen["import torch.utils.checkpoint"] = None
+    before = ["import os", "", "os.environ['HF_HUB_OFFLINE'] = '1'"] if implementation.library == "trl" else []
     if implementation.interpreted:
-        out.append("if not torch.cuda.is_available():")
-        out.append('    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported')
-    out += seen
-    if implementation.interpreted or device != "cpu":
-        out.append('torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")')
-    return out
-
-
-def _tensors(x: Inputs, present: Sequence[str], functions: Sequence[str], style: str) -> list[str]:
-    """The leaves, every tensor that the functions name, and the upstream gradients."""
-    text = "\n".join(functions)
-    out: list[str] = []
-    for name, tensor in x.tensors.items():
-        if tensor is not None and (name in present or re.search(rf"\b{name}\b(?!=)", text)):
-            out += assigned(name, tensor, x, style)
-    return out
-
-
-def _in_context(x: Inputs, role: str) -> str:
-    context = x.settings.context
-    if context == "autocast":
-        return f"torch.autocast(hidden.device.type, torch.bfloat16)({role})"
-    if context == "checkpoint":
-        return f"lambda *inputs: checkpoint({role}, *inputs, use_reentrant=True)"
-    if context == "compile":
-        return f'torch.compile({role}, backend="aot_eager")'
-    return role
+        before = ["import os", "import torch", "", "if not torch.cuda.is_available():"]
+        before.append('    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported')
+    out = sorted(line for line in seen if line.startswith("import")) + sorted(
+        line for line in seen if line.startswith("from")
+    )
+    tail = ["", "torch.set_num_threads(1)"]
+    if device != "cpu":
+        tail.append('torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")')
+    return [*before, *out, *tail]
 
 
 def through_harness(case: Case, implementation: Implementation, why: str) -> str:
@@ -202,9 +273,11 @@ def through_harness(case: Case, implementation: Implementation, why: str) -> str
         f"# {implementation.id} through the harness (package parity): {why}".replace("\n", " ")[:WIDTH],
         "import json",
         "import subprocess",
+        "",
         *f"case = {pprint.pformat(case.to_json(), width=WIDTH - 7)}".splitlines(),
         'with open("case.json", "w") as file:',
         "    json.dump(case, file)",
-        f'subprocess.run(["parity", "replay", "case.json", "--implementation", {implementation.id!r}])',
+        f'done = subprocess.run(["parity", "replay", "case.json", "--implementation", {implementation.id!r}])',
+        "raise SystemExit(done.returncode)",
     ]
     return "\n".join(lines) + "\n"

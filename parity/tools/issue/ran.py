@@ -1,0 +1,41 @@
+"""A script of an issue in a fresh process that does not see this package."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SECONDS = 300.0
+FAULT = 70
+"""Stands for the 1 with which Python ends on an exception: a script that crashes shows nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """What a script came to: 1 while the defect is there, 0 when it is gone, anything else is a fault of the script."""
+
+    code: int
+    output: str
+    error: str = ""
+
+
+def ran(text: str, seconds: float = SECONDS) -> Ran:
+    """Run a script with this interpreter, outside this package."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    env |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "script.py"
+        file.write_text(text, encoding="utf-8")
+        command = [sys.executable, file.name]
+        try:
+            done = subprocess.run(
+                command, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return Ran(124, "", f"no end in {seconds:.0f} s")
+    failed = done.returncode == 1 and "Traceback (most recent call last)" in done.stderr
+    return Ran(FAULT if failed else done.returncode, done.stdout, done.stderr)
