@@ -90,7 +90,7 @@ class Implementation:
 
     def version(self) -> str | None:
         """Installed version of its library, or None."""
-        return _installed(self.library)
+        return _installed(self.library) if self.library else None
 
     def missing(self) -> str | None:
         """Why it cannot run here, with the remedy; None where it can."""
