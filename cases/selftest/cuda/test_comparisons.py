@@ -16,13 +16,15 @@ from fixtures.pretended_cuda import pretended
 from parity import data
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
+from parity.judging.assess import Bench, judge_all
+from parity.judging.execute import execute
 from parity.registry import facts, family, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report.failure import text_of
 from parity.selftest.controls import control
+from parity.selftest.false_alarms import soak
 from parity.tools import replay
 from parity.tools.audit.pairs import Stands
-from parity.tools.audit.probes import PROBES
 from parity.tools.audit.verdicts import answer
 from parity.trainers.catalogue import is_trainer
 from parity.trainers.definitions import windows
@@ -133,7 +135,7 @@ def test_one_that_ignores_strides_is_caught():
 
 
 def test_audit():
-    probe = next(p for p in PROBES["policy"] if p.label.startswith("temperature"))
+    probe = next(p for p in family("policy").probes if p.label.startswith("temperature"))
     honest = control("honest.policy.plain")
     call = honest.call
 
@@ -148,7 +150,7 @@ def test_audit():
 
 
 def test_replay(monkeypatch, capsys):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # a process for CUDA would remove it
+    monkeypatch.setattr(replay, "prepare", lambda device, threads: None)  # for CUDA it would leave the interpreter
     path = next(p for p, _ in FROZEN if p.stem == "trl-metrics-one-position")
     with pretended():
         assert replay.replay(str(path), ["trl.GRPOTrainer"], "cuda", False, Console(quiet=True)) == replay.DISAGREES
@@ -164,3 +166,31 @@ def test_gradients_of_a_trainer():
         assert gradients(step, right).agrees
         result = gradients(step, wrong)
     assert not result.agrees and "is 2 times the definition's" in result.message
+
+
+@pytest.mark.parametrize(
+    ("name", "id"), [("logprobs", "trl.ChunkedLogProbFunction"), ("divergence", "trl.ChunkedDivergenceFunction")]
+)
+def test_a_softcap_of_trls_kernels(name, id):
+    """Their tanh is 2σ(2x) - 1, off by an absolute amount near 0: small logits show it, and the recipe has it."""
+    settings = {"V": 9, "H": 4, "T": 6, "softcap": 50.0, "peak": 0.05, "temperature": 0.001}
+    case = family(name).case(3, "fp32", settings)
+    with pretended():
+        bench = Bench.of(family(name), case, "cuda")
+        one = next(i for i in chosen(name) if i.id == id)
+        recipe = one.recipe_for(bench.inputs)
+        assert recipe.tanh == "sigmoid"
+        outcome = execute(one, bench.inputs)
+        right = judge_all(bench, one, outcome, recipe)
+        ieee = judge_all(bench, one, outcome, dataclasses.replace(recipe, tanh="ieee"))
+    assert max(j.headroom for j in right.values()) < 0.8
+    if name == "logprobs":  # at this temperature a divergence has errors far larger than that of a tanh
+        assert max(j.headroom for j in ieee.values()) > 2 * max(j.headroom for j in right.values())
+
+
+def test_false_alarms():
+    case = family("logprobs").case(3, "fp32", {"V": 5})
+    with pretended():
+        found = soak([case], [control("honest.logprobs.plain")], device="cuda")
+        wrong = soak([case], [scaled(control("honest.logprobs.plain"), 1e-3)], device="cuda")
+    assert found.total == wrong.total == 1 and not found.alarms and wrong.alarms

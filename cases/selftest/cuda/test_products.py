@@ -7,7 +7,7 @@ import torch
 
 from fixtures.pretended_cuda import pretended
 from parity.implementations.implementation import Implementation
-from parity.judging.assess import Bench, _on, confirmed
+from parity.judging.assess import Bench, _on, confirmed, judge_all
 from parity.judging.execute import execute
 from parity.recipe import TF32, TF32_TRUNCATED, Recipe
 from parity.registry import family, run_case
@@ -130,3 +130,21 @@ class _SplitLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g @ ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_cudas_log_softmax_is_not_charged_for_the_cpus_rounding(dtype):
+    """Its sum and logarithm stay in float32; a recipe that rounds them as the CPU's does would hide an error of that size."""
+    one = control("honest.logprobs.narrow")
+    case = family("logprobs").case(3, dtype, {"V": 300, "H": 8, "T": 6})
+    with pretended():
+        bench = Bench.of(family("logprobs"), case, "cuda")
+        recipe = one.recipe_for(bench.inputs)
+        outcome = execute(one, bench.inputs)
+        judged = judge_all(bench, one, outcome, recipe)
+        spreads = [
+            (bench.replicas(r, 12)["logps"] - bench.exact["logps"]).square().mean().sqrt()
+            for r in (recipe, dataclasses.replace(recipe, log_sum=None))
+        ]
+    assert recipe.log_sum == "fp32" and all(j.agrees for j in judged.values())
+    assert float(spreads[0]) < 0.95 * float(spreads[1])

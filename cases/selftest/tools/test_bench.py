@@ -14,7 +14,7 @@ from parity.errors import Unsupported
 from parity.registry import load
 from parity.results.report import accuracy
 from parity.results.row import Row
-from parity.tools.bench import losses, measure, report
+from parity.tools.bench import losses, measure, report, step
 
 MB = 1 << 20
 
@@ -177,3 +177,13 @@ def test_accuracy_pairs_the_cases_that_both_were_judged_on():
     assert "| lib.loss | fp32 | gradients | 1 | ∞ | ∞ |" in told  # a peer of the same family, one headroom missing
     assert "lib.other" not in told
     assert "lib.loss" not in accuracy.headrooms(rows, (own,), at_least=3)
+
+
+def test_a_party_leaves_the_device_to_the_next():
+    """12 GB each would not stay on one GPU together; meta stands for the device that is left."""
+    party = step.Step("plain logits", step.Shape(2, 4, 6, 128, 1, 512), "fp32", "cpu")
+    party()
+    party.to("meta")
+    state = [v for one in party.optimizer.state.values() for v in one.values() if v.dim() > 0]
+    held = [*party.model.parameters(), *party.reference.parameters(), *state]
+    assert state and {t.device.type for t in held} == {"meta"}

@@ -76,6 +76,15 @@ class Step:
         self.scored = losses.shell("logprobs", size, dtype)
         self.judged = losses.shell("policy", size, dtype, beta=0.04, loss_type="dapo")
 
+    def to(self, device: str) -> None:
+        """Move models and optimizer state: one party at a time is on the GPU, 12 GB each."""
+        for model in (self.model, self.reference):
+            model.to(device)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[name] = value.to(device)
+
     def __call__(self) -> dict[str, float]:
         seconds = dict.fromkeys(PHASES, 0.0)
 
