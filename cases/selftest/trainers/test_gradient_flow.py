@@ -1,0 +1,28 @@
+"""Gradient flow on real trainers: red where parameters are dead, green with our fix."""
+
+import pytest
+
+pytest.importorskip("trl")
+
+from parity.registry import run_case, select
+from parity.trainers.catalogue import family
+
+
+def verdicts(trainer, settings, way):
+    case = family(trainer).case(0, "fp32", settings)
+    return {r.quantity: r for r in run_case(case, select([f"{trainer}.{way}"]))}
+
+
+@pytest.mark.parametrize("trained", ["frozen-embeddings", "lora"])
+def test_dead_parameters_are_listed_and_our_fix_revives_them(monkeypatch, trained):
+    from transformers import PreTrainedModel
+
+    # What TRL before 0.16 and transformers of its day left out: the hook on the input embeddings.
+    monkeypatch.setattr(PreTrainedModel, "enable_input_require_grads", lambda self: None)
+    settings = {"check": "gradient-flow", "trained": trained}
+    released = verdicts("grpo-trainer", settings, "released")
+    assert released["gradients"].verdict == "disagree"
+    assert "layers.0.self_attn.q_proj" in released["gradients"].message
+    assert released["learning rate has an effect"].verdict == "disagree"
+    fixed = verdicts("grpo-trainer", settings, "fixed")
+    assert all(r.verdict == "agree" for r in fixed.values())
