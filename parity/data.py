@@ -21,3 +21,9 @@ def ledger_file() -> Path:
 def frozen_cases() -> list[Path]:
     """Every frozen case, by name."""
     return sorted((cases_dir() / "regressions").glob("*.json"))
+
+
+def rollouts_dir() -> Path:
+    """The folder of the shipped recordings of a sampler's rollouts."""
+    checkout = _PACKAGE.parent / "fixtures" / "rollouts"
+    return checkout if _CHECKOUT.exists() else _PACKAGE / "_cases" / "rollouts"

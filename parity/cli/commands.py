@@ -13,6 +13,7 @@ from parity.cli import nightly
 from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
 from parity.cli.show import progress, report
 from parity.errors import UsageError
+from parity.rollouts.commands import rollouts
 from parity.versions.commands.cli import COMMANDS
 
 
@@ -264,6 +265,7 @@ def mutants_command(**options: Any) -> None:
 
 for _command in (*COMMANDS, *nightly.COMMANDS):
     main.add_command(_command)
+main.add_command(rollouts)
 
 
 if __name__ == "__main__":

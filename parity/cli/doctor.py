@@ -9,8 +9,10 @@ import sys
 
 from rich.console import Console
 
+from parity import recording
 from parity.implementations.implementation import Implementation
 from parity.registry import load
+from parity.rollouts import vllm_engine
 from parity.running import gpu
 from parity.running.provenance import resolve_device, versions
 
@@ -42,7 +44,13 @@ def diagnose(console: Console) -> int:
     interpreted = [i.id for i in ready if i.interpreted]
     if device == "cpu" and interpreted:
         console.print(f"  in Triton's interpreter (no CUDA device): {', '.join(interpreted)}", soft_wrap=True)
-    console.print("[bold]rollouts[/bold]\n  none recorded: importance ratios are generated, not a sampler's own")
+    console.print("[bold]rollouts[/bold]")
+    for line in recording.told() or ["none recorded: importance ratios are generated, not a sampler's own"]:
+        console.print(f"  {line}", soft_wrap=True, markup=False)
+    here = vllm_engine.distribution()
+    console.print(
+        f"  engine here: {here or 'no vLLM; pip install .[vllm] on a GPU box, make rollouts without one'}", markup=False
+    )
     other = [("uv", "environments of other versions (parity run --with)"), ("git", "the revision in reports")]
     for tool, purpose in other:
         there = shutil.which(tool) is not None or importlib.util.find_spec(tool) is not None

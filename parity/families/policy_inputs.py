@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from parity import recording
 from parity.case.case import Case, integers, normal, rounded, uniform
 from parity.case.inputs import Inputs, Setting
 from parity.errors import UsageError
@@ -38,6 +39,7 @@ SETTINGS = head.SETTINGS | {
     "old": Setting("mixed", "regions of the ratio to the old policy", ("absent", "inside", "mixed", "extreme")),
     "ratio": Setting("none", "sampler's importance ratio", ("none", "token", "sequence")),
     "ratio_range": Setting("unit", "its size: about 1, 1e-3 to 1e2, or with zeros", ("unit", "wide", "zeros")),
+    "recording": Setting("none", "log-ratios to the sampler: generated, or those of a recording in fixtures/rollouts"),
     "off_policy_mask_threshold": Setting(None, "threshold of the off-policy sequence mask, or none"),
     "sampler": Setting("none", "sampling log-probs given, and with NaN tokens", ("none", "given", "nan")),
     "entropy_quantile": Setting(False, "keep only the tokens of highest entropy", (False, True)),
@@ -124,6 +126,8 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         out["delta"] = None if out["loss_type"] in ("cispo", "sapo", "vespo") else out["delta"]
     if out["ratio"] == "none":
         out["ratio_range"] = "unit"
+    if out["ratio"] != "none":  # last, so that whatever was drawn before stays
+        out["recording"] = pick(*["none"] * 3 * len(recording.shipped()), *recording.shipped())
     if out["head"] != "plain":  # the adapter and the embeddings have the dtype of the model
         out["head_dtype"] = "same"
     return out
@@ -141,6 +145,8 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
         UsageError: for settings outside their range.
     """
     head.check(s, case)
+    if s.recording != "none":
+        recording.named(s.recording)
     for name in ("accumulation", "steps_per_generation", "max_completion_length", "chunk_size"):
         if getattr(s, name) < 1:
             raise UsageError(f"case {case.id}: {name}={getattr(s, name)} must be at least 1")
@@ -320,6 +326,9 @@ def _sampling(
     above = integers(case.seed, "off-policy", (s.B, 1), 2).bool()
     offset = threshold + torch.where(above, 1, -1) * (room + uniform(case.seed, "gap", (s.B, 1)))
     samp = lp + offset + torch.zeros_like(lp)
+    if s.recording != "none":  # a recording's noise around the constructed mean
+        d = recorded_log_ratios(case, s)
+        samp = samp - (d - (d * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1))
     if s.sampler == "nan":
         nan = (uniform(case.seed, "unscorable", (s.B, s.T)) < 0.2) & mask
         kept = (mask & ~nan).sum(-1, keepdim=True)
@@ -350,9 +359,31 @@ def _quantile(entropy: torch.Tensor, mask: torch.Tensor, margin: torch.Tensor) -
     return None if found is None else torch.tensor(1 - found, dtype=torch.float64)
 
 
+CLIP_MAX = 3.0
+"""TRL's default of `vllm_importance_sampling_clip_max`."""
+
+
+def recorded_log_ratios(case: Case, s: SimpleNamespace) -> torch.Tensor:
+    """log π - log π_sampler (B, T) of consecutive tokens of a recording, from a row by the seed on.
+
+    π is the trainer's over the whole vocabulary, as TRL has it: with top-p the ratios have the kept mass for their mean.
+    """
+    taken = recording.named(s.recording)
+    if taken.trainer_logps is None:
+        raise UsageError(f"case {case.id}: recording {s.recording!r} has no trainer's log-probs")
+    d = (taken.trainer_logps.double() - taken.sampler_logps.double())[taken.mask]
+    start = int(integers(case.seed, "recorded", (1,), len(d)))
+    at = (start + torch.arange(s.B * s.T)) % len(d)
+    return d[at].nan_to_num(nan=0.0).view(s.B, s.T)
+
+
 def _ratio(case: Case, s: SimpleNamespace, mask: torch.Tensor) -> torch.Tensor | None:
     if s.ratio == "none":
         return None
+    if s.recording != "none":
+        d = torch.where(mask, recorded_log_ratios(case, s), 0.0)
+        d = d if s.ratio == "token" else d.sum(-1, keepdim=True)
+        return d.exp().clamp(max=CLIP_MAX)
     shape = (s.B, s.T) if s.ratio == "token" else (s.B, 1)
     u = uniform(case.seed, "ratio", shape)
     rho = 0.5 + 1.5 * u if s.ratio_range == "unit" else 10.0 ** (-3 + 5 * u)

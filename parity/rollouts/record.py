@@ -1,0 +1,163 @@
+"""`parity rollouts record`: sample with an engine, score with the trainer's model, write recordings."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity import recording
+from parity.case.case import DTYPES, hashes
+from parity.errors import UsageError
+from parity.recording import Recording
+from parity.rollouts import models, scoring, server, transformers_engine, vllm_engine
+from parity.rollouts.request import Request, Sampled
+
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command was asked for; every temperature with every top-p is a recording."""
+
+    model: str
+    engine: str
+    out: Path
+    dtype: str = "fp32"
+    temperatures: tuple[float, ...] = (1.0,)
+    top_ps: tuple[float, ...] = (1.0,)
+    top_k: int = 0
+    prompts: Path | None = None
+    rows: int = 64
+    max_tokens: int = 32
+    seed: int = 0
+    name: str | None = None
+    scored: bool = True
+
+    def command(self) -> str:
+        """The command line that makes this again."""
+        words = ["parity rollouts record", f"--model {self.model}", f"--engine {self.engine}", f"--dtype {self.dtype}"]
+        words += [f"--temperature {t:g}" for t in self.temperatures] + [f"--top-p {p:g}" for p in self.top_ps]
+        given = {"top-k": self.top_k, "rows": self.rows, "max-tokens": self.max_tokens, "seed": self.seed}
+        words += [f"--{k} {v}" for k, v in given.items()] + ([f"--prompts {self.prompts}"] if self.prompts else [])
+        return " ".join(words)
+
+
+def record(options: Options) -> Iterator[Path]:
+    """The manifests of the recordings, one after the other as they are written."""
+    folder = models.folder_of(options.model)
+    prompts = read_prompts(options, folder)
+    longest = max(map(len, prompts)) + options.max_tokens + 1
+    sample = engine(options, folder, longest)
+    for temperature, top_p in itertools.product(options.temperatures, options.top_ps):
+        request = Request(prompts, temperature, top_p, options.top_k, options.max_tokens, options.seed)
+        yield recording.save(_recording(options, folder, request, sample(request)), options.out)
+
+
+def engine(options: Options, folder: Path, max_length: int) -> Callable[[Request], Sampled]:
+    """The engine called for.
+
+    Raises:
+        UsageError: for one that does not exist or is not there.
+    """
+    if options.engine == "vllm":
+        return vllm_engine.opened(str(folder), options.dtype, max_length)
+    if options.engine == "transformers":
+        return transformers_engine.opened(str(folder), options.dtype, max_length)
+    if options.engine.startswith(("http://", "https://")):
+        return server.opened(options.engine, str(folder))
+    raise UsageError(f"engine {options.engine!r} is unknown, choose vllm, transformers or a server's http://…")
+
+
+def read_prompts(options: Options, folder: Path) -> list[list[int]]:
+    """Token ids: of the file's lines, each a text or a JSON list of ids; without a file words by hash for a tiny model.
+
+    Raises:
+        UsageError: for a file that cannot be read or has no prompts, and where there is none and the model is not tiny.
+    """
+    if options.prompts is None:
+        if not options.model.startswith(models.PREFIX):
+            raise UsageError("--prompts FILE is needed: a prompt a line, as text or as a JSON list of token ids")
+        lengths = hashes(options.seed, "prompt length", (options.rows,)) % 9 + 4
+        return [
+            (hashes(options.seed, f"prompt {i}", (int(n),)) % 50 + 3).astype(int).tolist()
+            for i, n in enumerate(lengths)
+        ]
+    try:
+        lines = [line for line in options.prompts.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{options.prompts}: {error}") from None
+    if not lines:
+        raise UsageError(f"{options.prompts}: no prompts")
+    return [_ids(line, folder) for line in itertools.islice(itertools.cycle(lines), options.rows)]
+
+
+def _ids(line: str, folder: Path) -> list[int]:
+    if line.lstrip().startswith("["):
+        try:
+            return [int(i) for i in json.loads(line)]
+        except (ValueError, TypeError):
+            pass  # a text that begins with a bracket
+    from transformers import AutoTokenizer
+
+    return list(AutoTokenizer.from_pretrained(folder)(line)["input_ids"])
+
+
+def _recording(options: Options, folder: Path, request: Request, found: Sampled) -> Recording:
+    import importlib.metadata
+
+    rows = list(zip(request.prompts, found.completions, strict=True))
+    sampling = (request.temperature, request.top_p, request.top_k)
+    completion_ids = padded(found.completions, torch.int32, request.max_tokens)
+    trainer = kept = None
+    if options.scored:
+        scores = scoring.Trainer(folder, DTYPES[options.dtype]).score(rows, request.max_tokens, sampling)
+        trainer = scores.full.float()
+        kept = scores.kept.float() if request.top_p < 1 or request.top_k > 0 else None
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    facts = {
+        **found.facts,
+        "model": options.model if options.model.startswith(models.PREFIX) else folder.name,
+        "weights": models.weights_hash(folder),
+        "dtype": options.dtype,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "seed": request.seed,
+        "versions": versions,
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "command": options.command(),
+    }
+    stem = options.name or Path(options.model).name.removeprefix(models.PREFIX)
+    name = f"{stem}-{options.dtype}-t{request.temperature:g}-p{request.top_p:g}"
+    return Recording(
+        name + (f"-k{request.top_k}" if request.top_k else ""),
+        facts,
+        padded(request.prompts, torch.int32),
+        torch.tensor([len(p) for p in request.prompts], dtype=torch.int32),
+        completion_ids,
+        torch.tensor([len(c) for c in found.completions], dtype=torch.int32),
+        padded(_numbers(found.logps), torch.float32, request.max_tokens),
+        None if found.raw is None else padded(_numbers(found.raw), torch.float32, request.max_tokens),
+        trainer,
+        kept,
+    )
+
+
+def _numbers(rows: Sequence[Sequence[float | None]]) -> list[list[float]]:
+    return [[math.nan if x is None else x for x in row] for row in rows]
+
+
+def padded(rows: Sequence[Sequence[Any]], dtype: torch.dtype, width: int = 0) -> Tensor:
+    """Rows of different lengths as one tensor, zeros at the right."""
+    out = torch.zeros(len(rows), max([width, *map(len, rows)]), dtype=dtype)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = torch.tensor(list(row), dtype=dtype)
+    return out

