@@ -27,8 +27,8 @@ class About(msgspec.Struct, kw_only=True, rename={"source_hash": "cut-cross-entr
     triton: Annotated[str | None, _of("compiled or interpreted")] = None
     profile: Annotated[str | None, _of("size of the run")] = None
     seed: Annotated[int | None, _of("of the drawn cases")] = None
-    git: Annotated[str | None, _of('revision of the harness; with "+" where it has changes')] = None
-    rollouts: Annotated[list[str] | None, _of("engines and recordings that importance ratios may come from")] = None
+    git: Annotated[str | None, _of('revision of the harness; "+" where it has changes')] = None
+    rollouts: Annotated[list[str] | None, _of("recordings")] = None
     started: Annotated[str | None, _of("ISO 8601, UTC")] = None
     command: Annotated[str | None, _of("command line")] = None
     ends: Annotated[bool | UnsetType, _of("true: the last row is a record of the end")] = UNSET
