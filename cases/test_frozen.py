@@ -45,7 +45,7 @@ def test_ledger_entry_still_reproduces(entry) -> None:
     chosen = [i for i in chosen if only is None or i.id in only]
     deep = any(q.startswith(("protocol", "relation")) for q in entry.quantities)
     rows = list(run_case(case, chosen, device(), thorough=deep))
-    ledger = Ledger((entry,), data.cases_dir())
+    ledger = Ledger((entry,), data.ledger_file())
     known = {r.implementation for r in rows if r.failing and ledger.match(r, facts(case))}
     ran = {r.implementation for r in rows if r.verdict != "unsupported"}
     assert known == {i.id for i in chosen} & ran and known

@@ -25,6 +25,9 @@ from parity.errors import UsageError
 from parity.results.row import Class, Row, Verdict
 from parity.results.user import ForUser, Severity
 
+GROWTH = 3.0
+"""A known finding may be so many times as large as when it was entered; beyond that it is a new one."""
+
 Text = Annotated[str, Meta(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Meta(min_length=1)]
 
@@ -34,7 +37,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     `settings` maps a setting or feature to a value, a list of values, or a table with `min`, `max` or `not`. `variants`
     are names of definitions other than the oracle's: a row is inside when one of them explains all that failed with it.
-    `cls`, in the file "class", is the class of the disagreement.
+    `cls`, in the file "class", is the class of the disagreement. `headroom` is how large it was: a row of more than
+    `GROWTH` times as much, or of no finite size, is not covered. `link` says where it is discussed, or `unlinked` why
+    nowhere. From the day `expires` on (2026-12-31) the entry must be looked at again, and turns a run red until it is.
     """
 
     id: Text
@@ -45,6 +50,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     date: Text
     case: Text
     link: str = ""
+    unlinked: str = ""
+    expires: str = ""
+    headroom: float | None = None
     settings: dict[str, Any] = {}
     dtypes: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
@@ -55,6 +63,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     cls: Class | None = None
     severity: Severity | None = None
     user: ForUser = ForUser()
+
+    def expired(self, today: datetime.date) -> bool:
+        """Whether somebody has to look at it again."""
+        return bool(self.expires) and datetime.date.fromisoformat(self.expires) <= today
 
     def covers_implementation(self, implementation: str) -> bool:
         """Whether the entry names this implementation."""
@@ -82,6 +94,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             and (not self.gates or row.gate in self.gates)
             and (not self.variants or row.variant in self.variants)
             and self.cls in (None, row.cls)
+            and (self.headroom is None or (row.headroom is not None and row.headroom <= GROWTH * self.headroom))
             and all(_holds(facts.get(name), wanted) for name, wanted in self.settings.items())
             and self.in_force()
         )
@@ -104,7 +117,12 @@ class Ledger:
     """Every entry, and where it was read."""
 
     entries: tuple[Entry, ...]
-    folder: Path
+    path: Path
+
+    @property
+    def folder(self) -> Path:
+        """Where the cases of its entries are, by paths relative to it."""
+        return self.path.parent
 
     @classmethod
     def load(cls, path: Path) -> Ledger:
@@ -118,7 +136,20 @@ class Ledger:
         ids = [e.id for e in entries]
         for double in {i for i in ids if ids.count(i) > 1}:
             raise UsageError(f"{path}: id {double!r} is used twice")
-        return cls(tuple(entries), path.parent)
+        return cls(tuple(entries), path)
+
+    def expired(self, today: datetime.date) -> list[str]:
+        """A line for each entry that must be looked at again, with the place to edit."""
+        late = [e for e in self.entries if e.expired(today)]
+        return [f"ledger entry {e.id} expired on {e.expires}: {self.place(e.id)}" for e in late]
+
+    def place(self, id: str) -> str:
+        """`ledger.toml line 12` of an entry."""
+        for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(), 1):
+            name, sign, value = line.partition("=")
+            if sign and name.strip() == "id" and value.strip().strip("\"'") == id:
+                return f"{self.path} line {number}"
+        return str(self.path)
 
     def match(self, row: Row, facts: Mapping[str, Any]) -> str | None:
         """The id of the entry that a failing row falls under, or None; `facts` of its case: see `parity.registry.facts`."""
@@ -136,9 +167,16 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 def _entry(raw: dict[str, Any], path: Path) -> Entry:
     name = raw.get("id", "an entry without id")
     where = f"{path}: {name}"
-    if isinstance(raw.get("date"), datetime.date):  # TOML has dates, with and without quotes
-        raw = raw | {"date": raw["date"].isoformat()}
+    for field in ("date", "expires"):
+        if isinstance(raw.get(field), datetime.date):  # TOML has dates, with and without quotes
+            raw = raw | {field: raw[field].isoformat()}
     entry: Entry = convert(Entry, raw, where)
+    if not entry.link and not entry.unlinked:
+        raise UsageError(f"{where}: link is mandatory, or unlinked with the reason why there is none")
+    try:
+        entry.expired(datetime.date.min)
+    except ValueError:
+        raise UsageError(f"{where}: expires {entry.expires!r} is not a date, write for example 2026-12-31") from None
     if not (path.parent / entry.case).exists():
         raise UsageError(f"{where}: its case {entry.case} does not exist")
     for specifier in entry.versions.values():

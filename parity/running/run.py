@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import datetime
 import dataclasses
 import fcntl
 import os
@@ -334,7 +335,9 @@ def judge_run(
     nothing += [
         f"{id}: nothing was compared, {_why(id, rows)}" for id in sorted(own) if not comparisons[id] and not new[id]
     ]
-    rotten = [f"ledger entry {name} no longer reproduces: its case agrees" for name in stale]
+    ledger = Ledger.load(options.ledger or data.ledger_file())
+    rotten = [f"ledger entry {name} no longer reproduces, its case agrees: {ledger.place(name)}" for name in stale]
+    rotten += ledger.expired(datetime.datetime.now(datetime.UTC).date())
     code = NOTHING if nothing else NEW if found else STALE if rotten else AGREE
     return code, nothing + found + rotten
 

@@ -1,5 +1,6 @@
 """The ledger: mandatory fields, scopes, staleness."""
 
+import datetime
 import json
 
 import pytest
@@ -17,6 +18,7 @@ implementations = ["lib.*"]
 quantities = ["grad_*"]
 settings = { bias = "banned", V = { min = 5 } }
 reason = "because"
+link = "lib.f"
 date = "2026-11-20"
 case = "case.json"
 """
@@ -91,3 +93,36 @@ def test_ids_are_unique(ledger):
     ledger.write_text(ENTRY + ENTRY)
     with pytest.raises(UsageError, match="is used twice"):
         Ledger.load(ledger)
+
+
+def widened(ledger, line):
+    ledger.write_text(ENTRY.replace('reason = "because"', f'reason = "because"\n{line}'))
+    return Ledger.load(ledger)
+
+
+def test_a_finding_that_grew_threefold_is_a_new_one(ledger):
+    loaded, case = widened(ledger, "headroom = 20.0"), family("logprobs").case(1, "fp32", {"bias": "banned", "V": 9})
+    assert loaded.match(row(headroom=60.0), facts(case)) == "x"
+    assert loaded.match(row(headroom=60.1), facts(case)) is None
+    assert loaded.match(row(headroom=None), facts(case)) is None
+
+
+def test_an_expired_entry_names_its_line(ledger):
+    loaded = widened(ledger, 'expires = "2026-12-31"')
+    assert loaded.expired(datetime.date(2026, 12, 30)) == []
+    (told,) = loaded.expired(datetime.date(2026, 12, 31))
+    assert "x expired on 2026-12-31" in told and told.endswith("ledger.toml line 3")
+
+
+@pytest.mark.parametrize("text, told", [('expires = "soon"', "is not a date"), ("headroom = 'big'", "headroom")])
+def test_a_wrong_date_or_size_is_one_line(ledger, text, told):
+    with pytest.raises(UsageError, match=told):
+        widened(ledger, text)
+
+
+def test_an_entry_without_link_says_why(ledger):
+    ledger.write_text(ENTRY.replace('link = "lib.f"\n', ""))
+    with pytest.raises(UsageError, match="link is mandatory"):
+        Ledger.load(ledger)
+    ledger.write_text(ENTRY.replace('link = "lib.f"', 'unlinked = "our own stack"'))
+    assert Ledger.load(ledger).entries[0].unlinked == "our own stack"

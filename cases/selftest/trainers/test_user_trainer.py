@@ -117,7 +117,7 @@ def test_what_the_class_it_extends_does_right_on_the_same_case_is_new(session):
     entry = dataclasses.replace(
         next(e for e in session.ledger.entries if e.id == "gc-overwrite"), quantities=("*",), settings={}
     )
-    session.ledger = Ledger((entry,), session.ledger.folder)
+    session.ledger = Ledger((entry,), session.ledger.path)
     released = next(i for i in select(()) if i.id == "grpo-trainer.released")
     session.implementations = [released, *from_file(f"{FILE}:Scaled")]
     found = known(session, case)

@@ -1,0 +1,78 @@
+"""`parity ledger add` and `accept`: what was new is known afterwards, and nothing beside it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from parity import data
+from parity.cli.commands import main
+from parity.results.ledger import Ledger
+from parity.results.report.rows import read
+
+KERNEL = """
+import torch
+
+
+def loss(hidden, weight, ids, temperature=1.0):
+    logits = hidden.float() @ weight.float().T / temperature
+    return FACTOR * torch.log_softmax(logits, -1).gather(-1, ids.long().clamp(min=0).unsqueeze(-1)).squeeze(-1)
+"""
+
+
+@pytest.fixture(scope="module")
+def red(tmp_path_factory):
+    """A folder with a wrong kernel, a copy of the ledger, and the red run of the kernel."""
+    folder = tmp_path_factory.mktemp("red")
+    (folder / "kernel.py").write_text(KERNEL.replace("FACTOR", "1.5"))
+    shutil.copytree(data.cases_dir(), folder / "cases")
+    assert run(folder).exit_code == 1
+    return folder
+
+
+def run(folder):
+    words = ["run", "--profile", "quick", "--dtype", "fp32", "--family", "logprobs", "--workers", "2"]
+    words += ["--implementation", f"{folder}/kernel.py:loss", "--ledger", f"{folder}/cases/ledger.toml"]
+    return CliRunner().invoke(main, [*words, "--reports", f"{folder}/reports"])
+
+
+def ledger(folder, *words):
+    at = ["--run", f"{folder}/reports/results.ndjson", "--ledger", f"{folder}/cases/ledger.toml"]
+    return CliRunner().invoke(main, ["ledger", *words, *at])
+
+
+def test_add_writes_one_narrow_entry(red):
+    header, rows = read(red / "reports" / "results.ndjson")
+    case = next(r.case for r in rows if r.new and r.settings)
+    done = ledger(red, "add", case, "--reason", "half as much again", "--link", "kernel.py")
+    if done.exit_code == 2:  # the case of the finding is the minimised one
+        case = done.output.rpartition("choose from ")[2].split()[0]
+        done = ledger(red, "add", case, "--reason", "half as much again", "--link", "kernel.py")
+    assert done.exit_code == 0, done.output
+    entry = Ledger.load(red / "cases" / "ledger.toml").entries[-1]
+    assert entry.implementations == (f"{red}/kernel.py:loss",) and entry.dtypes == ("fp32",) and entry.link == "kernel.py"
+    assert (red / "cases" / entry.case).exists() and "B" not in entry.settings
+    again = ledger(red, "add", case, "--reason", "x", "--link", "y")
+    assert again.exit_code == 2 and "is there already" in again.output and "line" in again.output
+
+
+def test_what_is_accepted_is_known_in_the_next_run(red):
+    done = ledger(red, "accept", "--expires", "24h")
+    assert done.exit_code == 0 or "is there already" in done.output, done.output
+    entries = Ledger.load(red / "cases" / "ledger.toml").entries
+    assert any(e.expires and "Unexplained" in e.reason for e in entries) or "is there already" in done.output
+
+
+def test_a_case_that_is_no_finding(red):
+    done = ledger(red, "add", "policy-0", "--reason", "x", "--link", "y")
+    assert done.exit_code == 2 and "choose from" in done.output
+
+
+def test_a_green_run_has_nothing_to_accept(tmp_path):
+    (tmp_path / "kernel.py").write_text(KERNEL.replace("FACTOR", "1.0"))
+    shutil.copytree(data.cases_dir(), tmp_path / "cases")
+    assert run(tmp_path).exit_code in (0, 3)
+    done = ledger(tmp_path, "accept")
+    assert done.exit_code == 0 and "nothing to accept" in done.output
+    assert Path(tmp_path / "cases" / "ledger.toml").read_text() == data.ledger_file().read_text()

@@ -1,0 +1,117 @@
+"""New entries of a ledger, written from what a run found: as narrow as the finding, its case frozen beside the ledger."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from parity.case.case import Case
+from parity.errors import UsageError
+from parity.results.ledger import Ledger
+from parity.results.row import Row
+
+CASES = "regressions"
+"""Folder beside the ledger for the cases of its entries."""
+
+
+def entry(
+    case: Case, rows: Sequence[Row], library: str, reason: str, link: str, expires: datetime.date | None, sizes: Iterable[str]
+) -> dict[str, Any]:
+    """The fields of an entry that covers the failing rows of one implementation on one case, and no more than their like.
+
+    Scope: the implementation, the quantities that fail, the settings of the case that are not at their default (`sizes` left
+    out), its dtype and device, the installed version of `library`, the class, and the size of the failure.
+
+    Raises:
+        UsageError: where nothing new fails in `rows`.
+    """
+    failing = [r for r in rows if r.new]
+    if not failing:
+        raise UsageError(f"case {case.id}: nothing fails there that the ledger does not cover")
+    first = max(failing, key=lambda r: (r.cls == "logic", r.headroom or 0.0))
+    classes = {r.cls for r in failing}
+    sized = [r.headroom for r in failing]
+    out: dict[str, Any] = {
+        "id": _slug(f"{first.implementation}-{first.quantity or first.verdict}-{case.id}"),
+        "family": case.family,
+        "implementations": [first.implementation],
+        "quantities": sorted({str(r.quantity) for r in failing}),
+        "verdicts": sorted({r.verdict for r in failing}),
+        "dtypes": [case.dtype],
+        "devices": [first.device],
+        "settings": {k: v for k, v in case.settings.items() if k not in set(sizes)},
+        "versions": {} if _version(library) is None else {library: f"=={_version(library)}"},
+        "reason": reason,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "case": f"{CASES}/{case.id}.json",
+    }
+    out |= {"link": link} if link else {"unlinked": "accepted as a baseline, not yet explained"}
+    if len(classes) == 1 and first.cls:
+        out["class"] = first.cls
+    if all(size is not None for size in sized):
+        out["headroom"] = max(size for size in sized if size is not None)
+    if expires is not None:
+        out["expires"] = expires.isoformat()
+    return out
+
+
+def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case]]) -> list[str]:
+    """Write entries behind those that a ledger has, each with its case; the ids of those that are new.
+
+    The ledger is read again before it replaces the old one: a file that cannot be read is never left behind.
+
+    Raises:
+        UsageError: for an id that the ledger has, or a ledger that could not be read afterwards.
+    """
+    known = {e.id for e in Ledger.load(path).entries} if path.exists() else set()
+    for one, _ in entries:
+        if one["id"] in known:
+            raise UsageError(f"{path}: id {one['id']!r} is there already: {Ledger.load(path).place(one['id'])}")
+        known.add(one["id"])
+    text = path.read_text(encoding="utf-8") if path.exists() else "# Known findings\n"
+    for one, case in entries:
+        target = path.parent / one["case"]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            target.write_text(json.dumps(case.to_json(), indent=1) + "\n", encoding="utf-8")
+        text = text.rstrip("\n") + "\n\n" + toml(one)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text, encoding="utf-8")
+    try:
+        Ledger.load(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return [one["id"] for one, _ in entries]
+
+
+def toml(fields: Mapping[str, Any]) -> str:
+    """An entry as TOML. Its strings and lists are written as JSON, which TOML reads alike."""
+    lines = ["[[finding]]"]
+    for name, value in fields.items():
+        if value in ({}, [], ""):
+            continue
+        lines.append(f"{name} = {_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{json.dumps(k)} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007F")
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _version(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library) if library else None
+    except importlib.metadata.PackageNotFoundError:
+        return None
