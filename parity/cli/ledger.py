@@ -79,7 +79,6 @@ def _write(findings: list[Any], results: Path, ledger: Path | None, reason: str,
             continue
         case, _ = find(finding.lead.case, results.parent)
         shapes = [*family(case.family).shapes, "lengths"]
-        rows = [r for r in finding.rows if r.implementation == finding.implementation]
         library = libraries.get(finding.implementation, "")
-        entries.append((entry(case, rows, library, reason, link, until, shapes), case))
-    return append(ledger or data.ledger_file(), entries)
+        entries.append((entry(case, finding, library, reason, link, until, shapes), case))
+    return append(ledger or data.ledger_file(), entries, again=not link)

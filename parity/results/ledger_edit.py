@@ -13,37 +13,33 @@ from typing import Any
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.results.ledger import Ledger
-from parity.results.row import Row
+from parity.results.report.findings import Finding
 
 CASES = "regressions"
 """Folder beside the ledger for the cases of its entries."""
 
 
 def entry(
-    case: Case, rows: Sequence[Row], library: str, reason: str, link: str, expires: datetime.date | None, sizes: Iterable[str]
+    case: Case, finding: Finding, library: str, reason: str, link: str, expires: datetime.date | None, sizes: Iterable[str]
 ) -> dict[str, Any]:
-    """The fields of an entry that covers the failing rows of one implementation on one case, and no more than their like.
+    """The fields of an entry that covers a finding and no more than its like; `case` is its smallest case.
 
-    Scope: the implementation, the quantities that fail, the settings of the case that are not at their default (`sizes` left
-    out), its dtype and device, the installed version of `library`, the class, and the size of the failure.
-
-    Raises:
-        UsageError: where nothing new fails in `rows`.
+    Scope: the implementation, the quantities, dtypes and devices in which it fails, the settings of its smallest case that are
+    not at their default (`sizes` left out), the installed version of `library`, the class where all have one, and the size
+    of the failure where it has one.
     """
-    failing = [r for r in rows if r.new]
-    if not failing:
-        raise UsageError(f"case {case.id}: nothing fails there that the ledger does not cover")
-    first = max(failing, key=lambda r: (r.cls == "logic", r.headroom or 0.0))
-    classes = {r.cls for r in failing}
-    sized = [r.headroom for r in failing]
+    first = finding.lead
+    failing = [r for r in finding.rows if r.failing]
+    classes = {r.cls for r in failing} if len(finding.classes) == 1 else set()
+    sized = [finding.worst.headroom, *(r.headroom for r in failing)]
     out: dict[str, Any] = {
         "id": _slug(f"{first.implementation}-{first.quantity or first.verdict}-{case.id}"),
         "family": case.family,
         "implementations": [first.implementation],
-        "quantities": sorted({str(r.quantity) for r in failing}),
+        "quantities": sorted({str(quantity) for _, _, quantity in finding.cells}),
         "verdicts": sorted({r.verdict for r in failing}),
-        "dtypes": [case.dtype],
-        "devices": [first.device],
+        "dtypes": sorted({dtype for dtype, _, _ in finding.cells}),
+        "devices": sorted({device for _, device, _ in finding.cells}),
         "settings": {k: v for k, v in case.settings.items() if k not in set(sizes)},
         "versions": {} if _version(library) is None else {library: f"=={_version(library)}"},
         "reason": reason,
@@ -60,8 +56,8 @@ def entry(
     return out
 
 
-def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case]]) -> list[str]:
-    """Write entries behind those that a ledger has, each with its case; the ids of those that are new.
+def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case]], again: bool = False) -> list[str]:
+    """Write entries behind those that a ledger has, each with its case; their ids. With `again` those it has are left out.
 
     The ledger is read again before it replaces the old one: a file that cannot be read is never left behind.
 
@@ -69,6 +65,7 @@ def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case]]) -> list[s
         UsageError: for an id that the ledger has, or a ledger that could not be read afterwards.
     """
     known = {e.id for e in Ledger.load(path).entries} if path.exists() else set()
+    entries = [pair for pair in entries if not again or pair[0]["id"] not in known]
     for one, _ in entries:
         if one["id"] in known:
             raise UsageError(f"{path}: id {one['id']!r} is there already: {Ledger.load(path).place(one['id'])}")
