@@ -11,6 +11,7 @@ import click
 
 from parity.cli import nightly
 from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
+from parity.cli.ledger import ledger_command
 from parity.cli.show import progress, report
 from parity.errors import UsageError
 from parity.rollouts.commands import rollouts
@@ -263,7 +264,7 @@ def mutants_command(**options: Any) -> None:
     sys.exit(run(console(), **options))
 
 
-for _command in (*COMMANDS, *nightly.COMMANDS):
+for _command in (*COMMANDS, *nightly.COMMANDS, ledger_command):
     main.add_command(_command)
 main.add_command(rollouts)
 

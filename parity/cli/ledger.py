@@ -11,11 +11,14 @@ import click
 from parity import data
 from parity.cli.nightly import duration
 from parity.errors import UsageError
+from parity.results.header import Header
 
 _RESULTS = click.option(
     "--run", "results", type=click.Path(path_type=Path), default=Path("reports/results.ndjson"), show_default=True
 )
-_LEDGER = click.option("--ledger", type=click.Path(path_type=Path), default=None, help="default: the one of this checkout")
+_LEDGER = click.option(
+    "--ledger", type=click.Path(path_type=Path), default=None, help="default: the one of this checkout"
+)
 
 
 @click.group("ledger")
@@ -31,13 +34,17 @@ def ledger_command() -> None:
 @click.option("--expires", default="", metavar="TIME", help="look at it again after 720h, for example")
 @_RESULTS
 @_LEDGER
-def add_command(case: str, implementation: str | None, reason: str, link: str, expires: str, results: Path, ledger: Path) -> None:
+def add_command(
+    case: str, implementation: str | None, reason: str, link: str, expires: str, results: Path, ledger: Path
+) -> None:
     """Enter what fails anew on CASE in the last run, no wider than it is."""
-    header, found = _found(results)
+    _, found = _found(results)
     chosen = [f for f in found if f.lead.case == case and implementation in (None, f.implementation)]
     if not chosen:
         known = ", ".join(f"{f.lead.case} ({f.implementation})" for f in found)
-        raise UsageError(f"case {case!r}: no new finding of {results} has it, choose from {known or 'none: it has none'}")
+        raise UsageError(
+            f"case {case!r}: no new finding of {results} has it, choose from {known or 'none: it has none'}"
+        )
     for id in _write(chosen, results, ledger, reason, link, expires):
         click.echo(f"entered {id}")
 
@@ -52,11 +59,11 @@ def accept_command(expires: str, results: Path, ledger: Path) -> None:
     if not found:
         click.echo(f"{results}: no new findings, nothing to accept")
         return
-    for id in _write(found, results, ledger, f"Unexplained: accepted from run {header.get('run')}.", "", expires):
+    for id in _write(found, results, ledger, f"Unexplained: accepted from run {header.run}.", "", expires):
         click.echo(f"accepted {id}")
 
 
-def _found(results: Path) -> tuple[dict[str, Any], list[Any]]:
+def _found(results: Path) -> tuple[Header, list[Any]]:
     from parity.results.report.rows import read
     from parity.results.report.summary import summarise
 

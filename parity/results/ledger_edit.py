@@ -20,7 +20,13 @@ CASES = "regressions"
 
 
 def entry(
-    case: Case, finding: Finding, library: str, reason: str, link: str, expires: datetime.date | None, sizes: Iterable[str]
+    case: Case,
+    finding: Finding,
+    library: str,
+    reason: str,
+    link: str,
+    expires: datetime.date | None,
+    sizes: Iterable[str],
 ) -> dict[str, Any]:
     """The fields of an entry that covers a finding and no more than its like; `case` is its smallest case.
 

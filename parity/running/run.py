@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import datetime
 import dataclasses
+import datetime
 import fcntl
 import os
 import secrets
