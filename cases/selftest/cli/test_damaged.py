@@ -1,0 +1,156 @@
+"""Files that others wrote, damaged in 2,000 ways from a seed: read, or refused in one line; never a traceback."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from parity import data
+from parity.case.case import Case
+from parity.errors import UsageError
+from parity.registry import family
+from parity.results.ledger import Ledger
+from parity.results.report.rows import read
+from parity.results.report.summary import summarise
+from parity.running import find
+from parity.versions.commands import history
+
+SEED, FILES = 20261122, 2000
+ABSURD = [
+    None, True, -1, 0, 10**30, 10**4299, 1e308, -0.0, "", "x" * 5000, "../../etc/passwd", "\u0000", "NaN", [], [[]], {}, {"a": {}},
+    [1, "a", None], {"min": "a"}, {"not": []},
+]  # fmt: skip
+ROW = {
+    "schema": 1, "run": "aa", "case": "logprobs-1", "family": "logprobs", "implementation": "a.b", "dtype": "fp32",
+    "device": "cpu", "role": "reference", "verdict": "disagree", "quantity": "logps", "headroom": 2.0, "gates": {"row": 2.0},
+    "worst": [{"index": [0, 1], "value": 1.0, "oracle": 2.0, "error": 1.0}], "settings": {"V": 3}, "class": "logic",
+}  # fmt: skip
+HEADER = {"schema": 1, "run": "aa", "header": {"versions": {"torch": "2"}, "device": "cpu", "profile": "pr", "seed": 1}}
+
+
+def damaged(text: str, rng: random.Random) -> bytes:
+    """One of nine damages: of bytes, of the syntax, or of a value."""
+    how = rng.randrange(9)
+    raw = text.encode()
+    at = rng.randrange(len(raw))
+    if how == 0:
+        return raw[:at]
+    if how == 1:
+        return raw[:at] + rng.randbytes(rng.randrange(1, 9)) + raw[at:]
+    if how == 2:
+        return raw[:at] + raw[at + rng.randrange(1, 20) :]
+    if how == 3:
+        return raw[:at] + b"[" * rng.choice((5, 100_000)) + raw[at:]
+    if how == 4:
+        return raw[:at] + b"9" * 5000 + raw[at:]
+    if how == 5:
+        return rng.choice((b"", b"\xff\xfe", b"null", b"[]", b"{}", b'""', b"1", b"\n\n", b"NaN", b"[" * 100_000))
+    lines = text.split("\n")
+    number = rng.randrange(len(lines))
+    try:
+        value = json.loads(lines[number] if how > 6 else text)
+    except ValueError:
+        word = rng.choice(("= []", "= {}", "= 9999999999999999999999", '= "x"', "= [[1]]", "= true", "= 1979-05-27"))
+        lines[number] = lines[number].partition("=")[0] + word
+        return "\n".join(lines).encode()
+    _replace(value, rng)
+    told = json.dumps(value)
+    return told.encode() if how == 6 else "\n".join([*lines[:number], told, *lines[number + 1 :]]).encode()
+
+
+def _replace(value, rng: random.Random) -> None:
+    """Somewhere inside, an absurd value, a key less or a key more."""
+    while isinstance(value, dict | list) and value:
+        key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+        inner = value[key]
+        if not isinstance(inner, dict | list) or not inner or rng.random() < 0.4:
+            act = rng.randrange(4)
+            if act == 0 and isinstance(value, dict):
+                del value[key]
+            elif act == 1 and isinstance(value, dict):
+                value["surprise"] = rng.choice(ABSURD)
+            else:
+                value[key] = rng.choice(ABSURD)
+            return
+        value = inner
+
+
+def case(path: Path) -> None:
+    """As replay reads it, up to the call."""
+    found, with_whom = find.find(str(path))
+    find.followed((), with_whom, found)
+    family(found.family).full_settings(found)
+
+
+def ledger(path: Path) -> None:
+    found = Ledger.load(path)
+    for entry in found.entries:
+        assert entry.id
+        found.frozen()
+
+
+def report(path: Path) -> None:
+    summarise(*read(path))
+
+
+def record(path: Path) -> None:
+    history._read(path)
+
+
+def originals() -> dict[str, tuple[str, list[str]]]:
+    """Reader -> the suffix of its files and texts that it reads."""
+    cases = [p.read_text() for p in data.frozen_cases()[::7]]
+    records = [p.read_text() for p in sorted((data.cases_dir() / "history").glob("*.toml"))[::6]]
+    rows = "\n".join(json.dumps(r) for r in (HEADER, ROW, ROW | {"quantity": "grad_hidden"})) + "\n"
+    entry = data.ledger_file().read_text().split("[[finding]]")[1:5]
+    entries = ["[[finding]]" + e for e in entry]
+    return {"case": (".json", cases), "ledger": (".toml", entries), "report": (".ndjson", [rows]), "record": (".toml", records)}
+
+
+READERS = {"case": case, "ledger": ledger, "report": report, "record": record}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_damaged_file_is_read_or_refused_in_one_line(tmp_path, reader):
+    suffix, texts = originals()[reader]
+    for name in ("regressions", "history"):
+        (tmp_path / name).symlink_to(data.cases_dir() / name)
+    rng = random.Random(f"{SEED}/{reader}")
+    refused = 0
+    path = tmp_path / f"damaged{suffix}"
+    for text in texts:  # undamaged they are read
+        path.write_text(text)
+        READERS[reader](path)
+    for number in range(FILES // len(READERS)):
+        content = damaged(rng.choice(texts), rng)
+        path.write_bytes(content)
+        try:
+            READERS[reader](path)
+        except UsageError as error:
+            refused += 1
+            message = str(error)
+            assert "\n" not in message and len(message) < 1500, (number, message[:200])
+        except Exception as error:
+            raise AssertionError(f"{reader} {number}: {type(error).__name__}: {str(error)[:200]}: {content[:400]!r}") from error
+    assert refused > FILES // len(READERS) // 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"V": 10**9}, "V=1000000000 must be between 1 and"),
+        ({"V": 0}, "V=0 must be between 1 and"),
+        ({"B": 1 << 12, "T": 1 << 12, "V": 1 << 10}, "entries in one tensor, at most"),
+        ({"V": 10**4000}, "must be between"),
+    ],
+)
+def test_sizes_are_bounded_before_anything_is_allocated(settings, says):
+    with pytest.raises(UsageError, match=says):
+        family("logprobs").full_settings(Case("logprobs", 1, "fp32", settings))
+
+
+def test_stored_tensors_are_refused_not_replaced():
+    """A case that names a file of tensors used to be judged on generated ones."""
+    with pytest.raises(UsageError, match=r"stored tensors \('x.safetensors'\) are not read"):
+        family("logprobs").full_settings(Case("logprobs", 1, "fp32", {}, "x.safetensors"))
