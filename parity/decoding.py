@@ -52,7 +52,7 @@ def json_of(text: str | bytes, where: str, what: str = "JSON object") -> Any:
     except RecursionError:
         raise UsageError(f"{where}: nested too deeply") from None
     except ValueError as error:
-        raise UsageError(f"{where}: {_short(str(error))}") from None
+        raise UsageError(f"{where}: {short(str(error))}") from None
 
 
 def toml_of(text: str, where: str, what: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def toml_of(text: str, where: str, what: str) -> dict[str, Any]:
     except RecursionError:
         raise UsageError(f"{where}: nested too deeply") from None
     except ValueError as error:  # tomllib.TOMLDecodeError is one, and so is an integer of too many digits
-        raise UsageError(f"{where}: not a readable {what}: {_short(str(error))}") from None
+        raise UsageError(f"{where}: not a readable {what}: {short(str(error))}") from None
 
 
 def convert(kind: Any, data: Any, where: str) -> Any:
@@ -102,7 +102,7 @@ def of_schema(data: Any, schema: int, where: str, name: str) -> None:
     if "schema" not in data:
         raise UsageError(f'{where}: schema is mandatory (this parity writes "schema": {schema})')
     if data["schema"] != schema or isinstance(data["schema"], bool):
-        raise UsageError(f"{where}: schema {_short(repr(data['schema']))} is not readable here, expected {schema}")
+        raise UsageError(f"{where}: schema {short(repr(data['schema']))} is not readable here, expected {schema}")
 
 
 def _shallow(data: Any, where: str) -> Any:
@@ -136,16 +136,16 @@ def _told(problem: str, kind: Any, data: Any) -> str:
     if unknown := re.fullmatch(r"Object contains unknown field `(.+)`", what):
         return f"{_joined(field, unknown[1])!r} is unknown{_choices(kind, path)}"
     if re.fullmatch(r"Expected `\w+` of length >= 1", what):
-        return f"{field} is mandatory, got {_short(repr(value))}"
+        return f"{field} is mandatory, got {short(repr(value))}"
     if what.startswith(("Invalid enum value", "Invalid value")):
-        return f"{field} {_short(repr(value))} is unknown{_choices(kind, path)}"
+        return f"{field} {short(repr(value))} is unknown{_choices(kind, path)}"
     if wrong := re.fullmatch(r"Expected `([^`]+)`, got `[^`]+`", what):
         if not field and wrong[1] == "object":
             name = f"a {kind.__name__.lower()}" if isinstance(kind, type) else "it"
             return f"{name} is a JSON object, got {type(data).__name__}"
         expected = " or ".join(_KINDS.get(one, one) for one in wrong[1].split(" | "))
-        return f"{field or 'it'} must be {expected}, got {_short(repr(value))}"
-    return f"{field or 'it'}: {what[:1].lower()}{what[1:]}, got {_short(repr(value))}"
+        return f"{field or 'it'} must be {expected}, got {short(repr(value))}"
+    return f"{field or 'it'}: {what[:1].lower()}{what[1:]}, got {short(repr(value))}"
 
 
 def _at(path: str, data: Any) -> tuple[str, Any]:
@@ -182,6 +182,7 @@ def _choices(kind: Any, path: str) -> str:
     return f", choose from {', '.join(map(str, of))}" if of else ""
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """One line of at most SHOWN characters."""
     text = " ".join(text.split())
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"

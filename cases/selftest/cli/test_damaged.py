@@ -105,7 +105,12 @@ def originals() -> dict[str, tuple[str, list[str]]]:
     rows = "\n".join(json.dumps(r) for r in (HEADER, ROW, ROW | {"quantity": "grad_hidden"})) + "\n"
     entry = data.ledger_file().read_text().split("[[finding]]")[1:5]
     entries = ["[[finding]]" + e for e in entry]
-    return {"case": (".json", cases), "ledger": (".toml", entries), "report": (".ndjson", [rows]), "record": (".toml", records)}
+    return {
+        "case": (".json", cases),
+        "ledger": (".toml", entries),
+        "report": (".ndjson", [rows]),
+        "record": (".toml", records),
+    }
 
 
 READERS = {"case": case, "ledger": ledger, "report": report, "record": record}
@@ -116,6 +121,8 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(tmp_path, reader):
     suffix, texts = originals()[reader]
     for name in ("regressions", "history"):
         (tmp_path / name).symlink_to(data.cases_dir() / name)
+    for file in (data.cases_dir() / "history").glob("*.json"):
+        (tmp_path / file.name).symlink_to(file)
     rng = random.Random(f"{SEED}/{reader}")
     refused = 0
     path = tmp_path / f"damaged{suffix}"
@@ -132,7 +139,9 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(tmp_path, reader):
             message = str(error)
             assert "\n" not in message and len(message) < 1500, (number, message[:200])
         except Exception as error:
-            raise AssertionError(f"{reader} {number}: {type(error).__name__}: {str(error)[:200]}: {content[:400]!r}") from error
+            raise AssertionError(
+                f"{reader} {number}: {type(error).__name__}: {str(error)[:200]}: {content[:400]!r}"
+            ) from error
     assert refused > FILES // len(READERS) // 4
 
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from msgspec import UNSET
 
-from parity.decoding import convert, decode, json_of, of_schema
+from parity.decoding import convert, decode, json_of, of_schema, short
 from parity.errors import UsageError
 from parity.results.header import End, Header, Last
 from parity.results.row import SCHEMA, Row
