@@ -1,3 +1,20 @@
 """Numerical parity of post-training losses: oracle, reference and candidate on the same bits, with a name for who is wrong."""
 
 __version__ = "0.1.0"
+
+
+def run(**options):  # type: ignore[no-untyped-def] # its types need torch, and the command line starts without
+    """`parity run` from Python; the result has `rows`, `exit_code`, `reasons` and the `header`.
+
+        found = parity.run(profile="quick", implementations=("my_kernel.py:my_loss",))
+        worst = max((r for r in found.rows if r.headroom is not None), key=lambda r: r.headroom)
+
+    Options are the fields of `parity.running.run.Options`. Losses run in processes of their own; rows are written as they
+    come, to `reports/results.ndjson` unless `results` or `reports` says otherwise.
+
+    Raises:
+        UsageError: as the command does, one line.
+    """
+    from parity.running.run import Options, execute
+
+    return execute(Options(**options), lambda rows, done, of: None)

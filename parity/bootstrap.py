@@ -136,6 +136,7 @@ def install(folder: Path, system: bool, pins: str = "constraints.txt", more: tup
                 f"VENV=system: {' and '.join(KEPT)} changed to {' '.join(after)}; this must not happen, remove {folder}"
             )
             return 3
+    print(f"ready; to type parity as a command:\n\n    source {python.parent / 'activate'}\n")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import functools
 import importlib
 import importlib.metadata
@@ -108,7 +109,7 @@ def loss_family(name: str) -> Family:
         return _ADDED[name]
     if name not in known:
         every = (*known, *catalogue.TRAINERS)
-        raise UsageError(f"family {name!r} is unknown, choose from {', '.join(every)}, or FILE.py:NAME")
+        raise UsageError(f"family {name!r} is unknown, {meant(name, every)}")
     found: Family = importlib.import_module(f"parity.families.{name}").FAMILY
     return found
 
@@ -123,7 +124,8 @@ def load() -> dict[str, Implementation]:
 
 
 def select(ids: Iterable[str], family: str | None = None) -> list[Implementation]:
-    """The implementations called for: all that are not opt-in, or those named by id, id prefix, or FILE.py:NAME.
+    """The implementations called for: all that are not opt-in, or those named by id, id prefix, pattern (`liger.*`), or
+    FILE.py:NAME.
 
     Raises:
         UsageError: for an id that matches nothing, naming the choices.
@@ -134,7 +136,7 @@ def select(ids: Iterable[str], family: str | None = None) -> list[Implementation
     known = load()
     chosen: list[Implementation] = []
     for name in named:
-        matches = [i for i in known.values() if i.id == name or i.id.startswith(f"{name}.")]
+        matches = [i for i in known.values() if fnmatch.fnmatchcase(i.id, name) or i.id.startswith(f"{name}.")]
         if not matches:
             raise UsageError(f"implementation {name!r} is unknown, {_instead(name, known)}")
         chosen += matches
@@ -177,10 +179,15 @@ def _instead(name: str, known: Iterable[str]) -> str:
     """What may have been meant by a name that is no implementation."""
     if name.endswith(".py"):
         return f"name what to take from the file: {name}:NAME"
-    close = difflib.get_close_matches(name, list(known), 1, 0.75)
-    if close:
-        return f"did you mean {close[0]}?"
-    return f"choose from {', '.join(known)}, or FILE.py:NAME"
+    text = meant(name, known)
+    return text if text.endswith("?") else f"{text}, or FILE.py:NAME"
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """ "did you mean …?", or the choices where nothing is close."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, 1, 0.75)
+    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
 
 
 def facts(case: Case) -> dict[str, Any]:

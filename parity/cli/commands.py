@@ -24,12 +24,18 @@ def main() -> None:
     """Compare LLM post-training losses with their definition: who is wrong, in which quantity, by how much."""
 
 
+def _split(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Values that stand behind one another or are parted by commas."""
+    return tuple(word for value in values for word in value.split(",") if word)
+
+
 _IMPLEMENTATIONS = click.option(
     "--implementation",
     "implementations",
     multiple=True,
+    callback=_split,
     metavar="ID|FILE.py:NAME",
-    help="only this one, or your own function or trainer",
+    help="only this one, those of a pattern (liger.*), or your own function or trainer; repeat or part by commas",
 )
 """An option that `run` and `audit` share."""
 
@@ -40,11 +46,12 @@ _IMPLEMENTATIONS = click.option(
     "--family",
     "families",
     multiple=True,
+    callback=_split,
     metavar="NAME|FILE.py:NAME",
     help="only this family (see parity list), or your own",
 )
 @_IMPLEMENTATIONS
-@click.option("--dtype", "dtypes", multiple=True, help="fp32, fp16 or bf16")
+@click.option("--dtype", "dtypes", multiple=True, callback=_split, help="fp32, fp16 or bf16")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
 @click.option("--seed", type=int, default=None, help="default: fixed in quick and pr, a new one in nightly and soak")
 @click.option(

@@ -25,7 +25,7 @@ from parity.case.inputs import defaults
 from parity.case.profiles import PROFILES, shards
 from parity.errors import UsageError
 from parity.judging.pooled_slope import pooled
-from parity.registry import family, load, loss_families, loss_family, select
+from parity.registry import family, load, loss_families, loss_family, meant, select
 from parity.results.header import End, Header, Last
 from parity.results.ledger import Ledger
 from parity.results.row import Row
@@ -150,7 +150,7 @@ def check(options: Options) -> None:
         UsageError: naming the value and the choices.
     """
     if options.profile not in PROFILES:
-        raise UsageError(f"profile {options.profile!r} is unknown, choose from {', '.join(PROFILES)}")
+        raise UsageError(f"profile {options.profile!r} is unknown, {meant(options.profile, PROFILES)}")
     for dtype in options.dtypes:
         if dtype not in DTYPES:
             raise UsageError(f"dtype {dtype!r} is unknown, choose from {', '.join(DTYPES)}")

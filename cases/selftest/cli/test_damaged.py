@@ -18,8 +18,8 @@ from parity.versions.commands import history
 
 SEED, FILES = 20261122, 2000
 ABSURD = [
-    None, True, -1, 0, 10**30, 10**4299, 1e308, -0.0, "", "x" * 5000, "../../etc/passwd", "\u0000", "NaN", [], [[]], {}, {"a": {}},
-    [1, "a", None], {"min": "a"}, {"not": []},
+    None, True, -1, 0, 10**30, 10**4299, 1e308, -0.0, "", "x" * 5000, "../../etc/passwd", "\u0000", "NaN", [], [[]], {},
+    {"a": {}}, [1, "a", None], {"min": "a"}, {"not": []},
 ]  # fmt: skip
 ROW = {
     "schema": 1, "run": "aa", "case": "logprobs-1", "family": "logprobs", "implementation": "a.b", "dtype": "fp32",

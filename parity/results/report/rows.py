@@ -116,7 +116,8 @@ def _end(line: bytes, where: str) -> End:
 def _row(line: bytes, where: str, header: Header) -> Row:
     row: Row = decode(Row, line, where)
     if row.run and header.run and row.run != header.run:
-        raise UsageError(f"{where}: a row of run {row.run} under the header of run {header.run}: two runs in one file")
+        both = f"a row of run {short(row.run)} under the header of run {short(header.run)}"
+        raise UsageError(f"{where}: {both}: two runs in one file")
     return row
 
 

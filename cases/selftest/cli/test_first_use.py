@@ -1,0 +1,55 @@
+"""What a newcomer types: patterns, commas, slips of the pen, and the same from Python."""
+
+import pytest
+from click.testing import CliRunner
+
+import parity
+from parity.cli import commands
+from parity.errors import UsageError
+from parity.registry import select
+from parity.results.row import Row
+from parity.running import run as running
+from parity.running.events import At, Judged
+
+
+def test_patterns_choose_implementations():
+    every = {i.id for i in select(["liger.*"])}
+    assert every == {i.id for i in select(["liger"])} and len(every) > 3
+    assert {i.id for i in select(["*.selective_log_softmax"])} == {"trl.selective_log_softmax"}
+    with pytest.raises(UsageError, match=r"'liger.x\*' is unknown"):
+        select(["liger.x*"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--profile", "nigthly"], "did you mean nightly?"),
+        (["--family", "polcy"], "did you mean policy?"),
+        (["--implementation", "trl.selective_log_softmx"], "did you mean trl.selective_log_softmax?"),
+        (["--dtype", "fp32,fp8"], "dtype 'fp8' is unknown"),
+        (["--family", "policy,logprob"], "did you mean logprobs?"),
+        (["--workers", "-3"], "-3 is not in the range"),
+        (["--workers", "0"], "0 is not in the range"),
+    ],
+)
+def test_a_slip_of_the_pen_is_named(words, says, tmp_path):
+    done = CliRunner().invoke(commands.main, ["run", *words, "--reports", str(tmp_path)])
+    assert done.exit_code == 2
+    assert says in done.output
+    assert "Traceback" not in done.output
+
+
+def test_a_run_from_python_has_typed_rows(tmp_path, monkeypatch):
+    row = {"case": "c", "family": "logprobs", "implementation": "a.b", "dtype": "fp32", "device": "cpu"}
+
+    def events(plans, *args):
+        assert plans[0]["dtypes"] == ["fp32"]
+        yield At(0)
+        yield Judged(Row(**row, verdict="agree", quantity="logps", headroom=0.5))
+
+    monkeypatch.setattr(running.supervisor, "run", events)
+    found = parity.run(profile="quick", families=("logprobs",), dtypes=("fp32",), reports=tmp_path)
+    assert [r.headroom for r in found.rows] == [0.5]
+    assert found.exit_code == 0 and (tmp_path / "results.ndjson").exists()
+    with pytest.raises(UsageError, match="profile 'huge' is unknown"):
+        parity.run(profile="huge")
