@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import fnmatch
 import importlib.metadata
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -177,7 +178,7 @@ def _entry(raw: dict[str, Any], path: Path) -> Entry:
         entry.expired(datetime.date.min)
     except ValueError:
         raise UsageError(f"{where}: expires {entry.expires!r} is not a date, write for example 2026-12-31") from None
-    if not (path.parent / entry.case).exists():
+    if not os.path.exists(path.parent / entry.case):  # not Path.exists: a name may be too long for a file
         raise UsageError(f"{where}: its case {entry.case} does not exist")
     for specifier in entry.versions.values():
         try:
