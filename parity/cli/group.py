@@ -42,7 +42,7 @@ def silence() -> None:
 
 
 class Group(click.Group):
-    """Ends in the codes of this module, whatever is raised; see `docs/reliability.md`."""
+    """Ends in the codes of this module, whatever is raised."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The command line itself; calls from Python go through `main` and stay in their process."""
