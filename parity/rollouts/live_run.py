@@ -15,11 +15,12 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from parity.process import prepare
 
@@ -84,35 +85,40 @@ def served(folder: Path) -> Iterator[str]:
     command += ["--port", str(port), "--host", "127.0.0.1", "--max-model-len", "128", "--enforce-eager"]
     command += ["--logprobs-mode", "processed_logprobs"]
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        _wait(process, f"http://127.0.0.1:{port}")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(60)
+    with tempfile.TemporaryFile("w+") as log:  # a file, no pipe: a server whose pipe nobody reads stops when it is full
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True)
+        try:
+            _wait(process, f"http://127.0.0.1:{port}", log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-def _wait(process: subprocess.Popen[str], url: str) -> None:
+def _wait(process: subprocess.Popen[str], url: str, log: IO[str]) -> None:
     import requests
 
     begun = time.monotonic()
     while time.monotonic() - begun < START:
         if process.poll() is not None:
-            told = process.stderr.read() if process.stderr else ""
-            raise RuntimeError(f"the server ended with {process.returncode}: {told[-2000:]}")
+            log.seek(0)
+            raise RuntimeError(f"the server ended with {process.returncode}: {log.read()[-2000:]}")
         try:
             if requests.get(f"{url}/health", timeout=2).ok:
                 return
         except requests.RequestException:
             pass  # not up yet
         time.sleep(1)
-    raise RuntimeError(f"no server after {START:g} s")
+    log.seek(0)
+    raise RuntimeError(f"no server after {START:g} s: {log.read()[-2000:]}")
 
 
 def engine(changes: dict[str, str]) -> int:
     """Rollouts of an engine that reads another config than the trainer, and what `judge` says of them."""
-    import tempfile
 
     import torch
 
