@@ -5,13 +5,13 @@ import pytest
 from parity import data
 from parity.case.drawing import cases, draws
 from parity.plugin import device
-from parity.registry import facts, family, load, run_case
+from parity.registry import facts, load, loss_families, loss_family, run_case
 from parity.results.ledger import Ledger
 from parity.results.report.failure import text_of
 from parity.running.run import DTYPES, FIXED_SEED
 from parity.running.shard import selected
 
-CHOSEN = [i for i in load().values() if not i.opt_in]
+CHOSEN = [i for i in load().values() if not i.opt_in and i.family in loss_families()]
 
 
 @pytest.mark.parametrize("implementation", CHOSEN, ids=lambda i: i.id)
@@ -19,7 +19,7 @@ def test_drawn(implementation, request) -> None:
     if implementation.missing():
         pytest.skip(implementation.missing())
     count = request.config.getoption("--parity-cases")
-    ledger, fam = Ledger.load(data.ledger_file()), family(implementation.family)
+    ledger, fam = Ledger.load(data.ledger_file()), loss_family(implementation.family)
     judged = []
     drawn = draws(
         cases(fam, DTYPES, "quick"), f"{FIXED_SEED}/{implementation.id}", count * (8 if implementation.every > 1 else 1)

@@ -19,6 +19,7 @@ ENTRY = {
     "implementations": ["a.b"],
     "quantities": ["loss"],
     "reason": "r",
+    "link": "l",
     "date": "2026-11-22",
     "case": "x.json",
 }

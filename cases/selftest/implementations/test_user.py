@@ -10,6 +10,7 @@ from parity.implementations import user
 from parity.judging.assess import classify, confirmed
 from parity.judging.execute import execute
 from parity.registry import NAMES, bench_of, family, from_file, loss_family
+from parity.results.row import Row
 from parity.running.run import Options, judge_run
 
 FAMILY = family("logprobs")
@@ -107,8 +108,8 @@ def test_none_does_not_replace_a_default():
 
 
 def row(verdict, message="", name="own"):
-    empty = {"case": "logprobs-1", "known": None, "quantity": None}
-    return empty | {"implementation": name, "verdict": verdict, "message": message}
+    where = {"case": "logprobs-1", "family": "logprobs", "dtype": "fp32", "device": "cpu"}
+    return Row(**where, implementation=name, verdict=verdict, message=message)
 
 
 def own_file(tmp_path, text):

@@ -21,7 +21,7 @@ def test_caught_within_a_few_dozen_cases(name, seed):
         if case.settings.get("V", 7) > 4097:
             continue
         bench = bench_of(case).offered(wrong.implementation)
-        if skip_reason(wrong.implementation, case, bench.inputs.settings, "cpu"):
+        if skip_reason(bench.family, wrong.implementation, case, bench.inputs.settings, "cpu"):
             continue
         tried += 1
         outcome = execute(wrong.implementation, bench.inputs)

@@ -343,7 +343,7 @@ def test_the_command_on_a_users_own_function(tmp_path, monkeypatch):
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 1, done.output
     assert "1 honoured" in done.output and "1 ignored" in done.output
-    assert Path("reports/audit.md").read_text().startswith("# Settings audit\n\nWritten by `parity ")
+    assert Path("reports/audit.md").read_text().startswith("# Settings audit\n\nWritten by `parity")
     assert len(Path("reports/audit.ndjson").read_text().splitlines()) == 3
 
 

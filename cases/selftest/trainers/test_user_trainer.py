@@ -3,6 +3,7 @@
 import dataclasses
 import os
 
+import msgspec
 import pytest
 
 from parity import data
@@ -114,7 +115,7 @@ def test_what_the_class_it_extends_does_wrong_is_known(session):
 
 def test_what_the_class_it_extends_does_right_on_the_same_case_is_new(session):
     case = GRPO.case(0, "fp32", {"check": "twins"})
-    entry = dataclasses.replace(
+    entry = msgspec.structs.replace(
         next(e for e in session.ledger.entries if e.id == "gc-overwrite"), quantities=("*",), settings={}
     )
     session.ledger = Ledger((entry,), session.ledger.path)
