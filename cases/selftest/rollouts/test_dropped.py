@@ -23,7 +23,7 @@ def test_without_truncated_sampling_there_is_little_to_drop():
 
 def test_drawn_policy_cases_take_recordings():
     family = loss_family("policy")
-    drawn = list(draws(cases(family, ("fp32", "bf16"), "pr"), "recordings", 60))
+    drawn = list(draws(cases(family, ("fp32", "bf16"), "nightly"), "recordings", 60))
     named = [c for c in drawn if c.settings.get("recording", "none") != "none"]
     assert 3 <= len(named) < 40
     inputs = family.build(named[0])
