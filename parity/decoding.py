@@ -186,3 +186,11 @@ def short(text: str) -> str:
     """One line of at most SHOWN characters."""
     text = " ".join(text.split())
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+
+
+def shown(value: Any) -> str:
+    """A value as a message repeats it."""
+    try:
+        return short(repr(value))
+    except ValueError:  # an integer of more digits than Python prints
+        return "a number of thousands of digits"

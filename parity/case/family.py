@@ -13,6 +13,7 @@ import torch
 from parity.case.case import Case
 from parity.case.inputs import Inputs, Setting, fits
 from parity.case.probe import Probe, derived
+from parity.decoding import shown
 from parity.errors import UsageError
 
 
@@ -30,14 +31,6 @@ class Mark(Protocol):
 
 LARGEST_SIZE, LARGEST_CASE = 1 << 24, 1 << 28
 """Of one dimension, and entries of the logits or of a head: 2 GiB in the float64 of the oracle."""
-
-
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more digits than Python prints
-        return "a number of thousands of digits"
-    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 Oracle = Callable[[Inputs, Mark], dict[str, torch.Tensor]]
@@ -160,14 +153,14 @@ class Family:
                 )
             choices = self.settings[name].choices
             if choices is not None and value not in choices:
-                raise UsageError(f"case {case.id}: {name}={_short(value)} is not among {', '.join(map(repr, choices))}")
+                raise UsageError(f"case {case.id}: {name}={shown(value)} is not among {', '.join(map(repr, choices))}")
             default = self.settings[name].default
             if choices is None and not fits(value, default):
                 kind = "an integer" if type(default) is int else "text" if isinstance(default, str) else "a number"
-                raise UsageError(f"case {case.id}: {name}={_short(value)} must be {kind}")
+                raise UsageError(f"case {case.id}: {name}={shown(value)} must be {kind}")
         if case.tensors is not None:
             raise UsageError(
-                f"case {case.id}: stored tensors ({_short(case.tensors)}) are not read: a case is its seed and its "
+                f"case {case.id}: stored tensors ({shown(case.tensors)}) are not read: a case is its seed and its "
                 "settings; without that key its tensors are generated"
             )
         out = SimpleNamespace(**{n: case.settings.get(n, s.default) for n, s in self.settings.items()})
@@ -179,11 +172,11 @@ class Family:
         named = {n: getattr(settings, n) for n in self.shapes if hasattr(settings, n)}
         for name, value in named.items():
             if isinstance(value, int) and not 1 <= value <= LARGEST_SIZE:
-                raise UsageError(f"case {case.id}: {name}={_short(value)} must be between 1 and {LARGEST_SIZE:,}")
+                raise UsageError(f"case {case.id}: {name}={shown(value)} must be between 1 and {LARGEST_SIZE:,}")
         numbers = [v for v in named.values() if isinstance(v, int)]
         entries = max(math.prod(self.sizes(settings)), *(a * b for a in numbers for b in numbers if a is not b), 1)
         if entries > LARGEST_CASE:
-            sizes = ", ".join(f"{n}={_short(v)}" for n, v in named.items())
+            sizes = ", ".join(f"{n}={shown(v)}" for n, v in named.items())
             raise UsageError(f"case {case.id}: {sizes}: {entries:,} entries in one tensor, at most {LARGEST_CASE:,}")
 
     def case(self, seed: int, dtype: str, settings: Mapping[str, Any]) -> Case:
