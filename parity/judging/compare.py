@@ -93,10 +93,12 @@ def _rows(bench: Bench, implementation: Implementation, thorough: bool) -> Itera
         yield replace(base, message=reason)
         return
     outcome, leaks = side_effects.watched(implementation, inputs)
-    if world.broken():  # nothing in this process can be believed any more, least of all the replicas
+    if (
+        world.broken() and outcome.verdict == "ran"
+    ):  # nothing in this process can be believed any more, least of all the replicas
         yield _logic_row(base, "protocol", "protocol", False, "; ".join(leaks))
         return
-    if leaks:
+    if leaks and not world.broken():
         leaks = side_effects.confirmed(implementation, inputs, leaks)
     if outcome.verdict != "ran":
         yield replace(base, verdict=outcome.verdict, message=outcome.message, blame=outcome.blame)

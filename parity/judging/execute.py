@@ -17,6 +17,7 @@ from parity import world
 from parity.case.inputs import Inputs
 from parity.errors import HarnessError, OracleError, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
+from parity.judging import faults
 from parity.rounding.oracle import gradient_name
 from parity.world.state import matmul_precision
 
@@ -134,6 +135,7 @@ def _both(implementation: Implementation, x: Inputs) -> Outcome:
     with surroundings(implementation, x):
         outputs = forward(implementation, x)
         backward(x, outputs)
+        faults.synchronised(x.device.type)
     detached: dict[str, torch.Tensor | None] = {k: v.detach() for k, v in outputs.items()}
     return Outcome("ran", detached | gradients(x))
 
@@ -173,6 +175,9 @@ def guarded(implementation: Implementation, run: Callable[[], Outcome], *shared:
         before = world.take()
         inside = world.its_own(implementation.id)
         outcome = _caught(implementation, run)
+        if faults.lost():  # nothing on the device can be read any more
+            world.abandon(faults.lost())
+            return outcome
         leaks = (inside or before).restore(implementation.id)
         if inside is not None:
             before.restore()
@@ -192,6 +197,7 @@ def _caught(implementation: Implementation, run: Callable[[], Outcome]) -> Outco
     except Unsupported as error:
         return Outcome("unsupported", message=str(error))
     except (torch.OutOfMemoryError, MemoryError) as error:
+        faults.released()
         return Outcome("out-of-memory", message=_first_line(error))
     except OracleError as error:
         return Outcome("crashed", message=f"the harness's own oracle: {_first_line(error)}", blame="harness")
@@ -200,8 +206,12 @@ def _caught(implementation: Implementation, run: Callable[[], Outcome]) -> Outco
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # sys.exit(0) in a loss is no success of the harness
-        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch's own words on the CPU
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in faults.MEMORY):
             return Outcome("out-of-memory", message=_first_line(error))
+        if faults.sticky(error):
+            message = f"{type(error).__name__}: {_first_line(error)}, at {faults.place(error, _is_library)}"
+            faults.lose(message)
+            return Outcome("crashed", message=message)
         return _classified(implementation, error)
 
 

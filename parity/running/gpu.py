@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from parity.process import environment
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 START_APART = 2.0
 """Seconds between the starts of two workers on CUDA: each imports for seconds and makes a context of its own."""
+WHERE = signal.SIGUSR2
+"""Asks a worker to write its stacks to stderr; `faulthandler` does so in C, while Python waits for a kernel."""
 
 
 def unusable() -> str | None:
@@ -89,3 +96,20 @@ def cause(lines: Sequence[str]) -> str:
         if found:
             return found[-1] if sign == "Error:" else found[0]
     return told[-1] if told else ""
+
+
+def where(process: subprocess.Popen[str], errors: Path, seconds: float = 2.0) -> str:
+    """ "; in file:line function": where a worker that does not answer is, in the code of a library if it is in one."""
+    had = errors.stat().st_size
+    with contextlib.suppress(OSError):
+        process.send_signal(WHERE)
+    until = time.monotonic() + seconds
+    while errors.stat().st_size == had and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.05)
+    time.sleep(0.05)
+    frames = re.findall(r'File "(.+)", line (\d+) in (.+)', errors.read_text(errors="replace")[had:])
+    theirs = [
+        f for f in frames if not re.search(r"/(torch|triton|parity)/|/lib/python[\d.]+/(?!site-packages)|<", f[0])
+    ]
+    file, line, name = next(iter(theirs or frames), ("", "", ""))
+    return f"; in {file.rpartition('/site-packages/')[2]}:{line} {name}" if file else ""

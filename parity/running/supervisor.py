@@ -22,6 +22,7 @@ import psutil
 from msgspec.structs import replace
 
 from parity.errors import UsageError
+from parity.judging import faults
 from parity.process import interpreter
 from parity.results.row import Row, Verdict
 from parity.running import cpu_limit, gpu
@@ -91,7 +92,8 @@ def run(plans: list[dict[str, Any]], timeout: float, first_timeout: float) -> It
                     for worker in workers:
                         message, asleep = _silent(worker, timeout if worker.started else first_timeout)
                         if message:
-                            assert worker.process is not None
+                            assert worker.process is not None and worker.errors is not None
+                            message += gpu.where(worker.process, worker.errors)
                             _end(worker.process)
                             yield from _lost(worker, events, Path(folder), message, "timed-out", out=asleep)
                     continue
@@ -171,13 +173,14 @@ def _passed_on(worker: Worker, event: Event) -> Iterator[Event]:
     yield event
 
 
-def _start(worker: Worker, events: Any, folder: Path) -> None:
+def _start(worker: Worker, events: Any, folder: Path, blocking: bool = False) -> None:
     assert worker.errors is not None
     plan = folder / f"{worker.errors.name}.json"
     worker.nonce = secrets.token_hex(8)
     told = {"shards": worker.shards, "nonce": worker.nonce, "parent": os.getpid()}
     plan.write_text(json.dumps(worker.plan | told))
     env = gpu.child(worker.plan["device"], worker.plan["threads"], worker.plan.get("gpu"))
+    env = {**env, faults.BLOCKING: "1"} if blocking else env
     command = [*interpreter("parity.running.worker:main"), str(plan)]
     with worker.errors.open("w") as errors:
         process = subprocess.Popen(
@@ -237,8 +240,10 @@ def _lost(
     last = retired or started
     pair = (last.case, last.implementation) if last else None
     resumed: dict[str, Any] = {"resume": worker.at, "done": sorted(worker.done)}
+    again = False
     if verdict == "crashed" and not retired and not worker.shrinking and pair not in worker.retried:
         worker.retried.add(pair)
+        again = True
     else:
         worker.restarts += 1
         if pair is None or worker.restarts > MAX_RESTARTS:
@@ -255,7 +260,7 @@ def _lost(
     worker.again = last is not None
     worker.retired = None
     worker.shards[0] |= resumed
-    _start(worker, events, folder)
+    _start(worker, events, folder, blocking=again)
 
 
 def lost_row(started: Started, verdict: Verdict, message: str, device: str) -> Row:

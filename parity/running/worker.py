@@ -7,15 +7,18 @@ and this process's id: what a fork of it, a library or an implementation writes 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import resource
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from parity.process import die_with, prepare
+from parity.running import gpu
 
 
 def main(path: str) -> int:
@@ -24,6 +27,7 @@ def main(path: str) -> int:
     die_with(plan["parent"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     events = os.fdopen(os.dup(1), "w", buffering=1)  # not inherited by what an implementation starts
+    faulthandler.register(gpu.WHERE)
     os.dup2(2, 1)  # what libraries print must not mix with events
     pid = os.getpid()
     time.sleep(plan.get("wait", 0.0))
@@ -32,6 +36,7 @@ def main(path: str) -> int:
 
     from parity.case.case import Case
     from parity.case.profiles import PROFILES
+    from parity.judging import faults
     from parity.registry import resolved, select
     from parity.results.ledger import Ledger
     from parity.running.events import Done, Event, Judged, ShardDone, signed
@@ -76,6 +81,9 @@ def main(path: str) -> int:
             else:
                 session.drawn(shard)
         except Retired as pair:
+            if faults.lost() and not faults.blocking():  # once more in a process that knows the line
+                print(faults.lost(), file=sys.stderr)
+                return 1
             emit(RetiredEvent(*pair.args))
             return 0
         emit(ShardDone())

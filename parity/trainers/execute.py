@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from msgspec.structs import replace
 
+from parity import world
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
 from parity.judging.execute import Outcome, guarded
@@ -31,6 +32,8 @@ def rows(
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
         if way(implementation) not in found.ways:
             continue
+        if world.broken():  # a fresh process goes on from here
+            return
         announce(implementation)
         used = device if found.moves else "cpu"  # the row tells the device that was used
         cell = Cell(case, settings, way(implementation), used, implementation.user_class)

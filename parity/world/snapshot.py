@@ -68,6 +68,11 @@ def take() -> Snapshot:
     return Snapshot({w.name: w.get() for w in WATCHES}, bindings.take(), len(sys.modules), os.getpid())
 
 
+def abandon(reason: str) -> None:
+    """Nobody else may be judged in this process."""
+    _broken.append(reason)
+
+
 def broken() -> list[str]:
     """Why this process must not judge anybody else any more; empty where all is well."""
     return list(_broken)

@@ -53,6 +53,8 @@ def test_death_is_crashed_and_the_others_go_on(tmp_path):
 def test_a_sleeper_is_timed_out_once_and_the_others_go_on(tmp_path):
     events = run(tmp_path, ["hangs", "right"], 4.0)
     assert verdicts(events, "hangs").count("timed-out") == 1
+    message = next(row.message for row in rows(events, "hangs") if row.verdict == "timed-out")
+    assert re.search(r"no answer for .*; in .*fixtures/kernels\.py:\d+ hangs$", message), message
     assert verdicts(events, "right").count("agree") >= 5
 
 
@@ -186,6 +188,19 @@ def test_a_world_that_cannot_be_put_back_is_left_for_a_fresh_process(tmp_path):
     assert [(r.quantity, r.verdict) for r in wrong] == [("protocol", "disagree")], wrong
     assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
     assert len({r.case for r in rows_of(events, "right")}) == 8
+    nothing_twice(events)
+
+
+def test_a_lost_cuda_context_is_one_verdict_with_the_line_of_the_launch_and_a_fresh_process_goes_on(tmp_path):
+    raised = (
+        "torch.AcceleratorError('CUDA error: device-side assert triggered' + os.getenv('CUDA_LAUNCH_BLOCKING', '0'))"
+    )
+    events = planted(tmp_path, f"if calls in (2, 3): raise {raised}")
+    (row,) = (r for r in rows_of(events, "own") if r.verdict not in ("agree", "unsupported"))
+    assert row.verdict == "crashed" and re.search(r"device-side assert triggered1, at .*own\.py:7 own$", row.message)
+    assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
+    assert len({r.case for r in rows_of(events, "right")}) == 8
+    assert not [e for e in events if isinstance(e, Lost)]
     nothing_twice(events)
 
 

@@ -1,0 +1,71 @@
+"""Faults that end a CUDA context: every later call of the process fails, so a fresh process must go on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from collections.abc import Callable
+
+import torch
+
+STICKY = (
+    "device-side assert triggered",
+    "an illegal memory access was encountered",
+    "an illegal instruction was encountered",
+    "misaligned address",
+    "operation not supported on global/shared address space",
+    "invalid program counter",
+    "hardware stack error",
+    "unspecified launch failure",
+    "the launch timed out and was terminated",
+    "uncorrectable ECC error encountered",
+)
+"""Words of the errors after which "the process must be terminated and relaunched" (CUDA Runtime API, `cudaError`)."""
+MEMORY = ("can't allocate memory", "CUDA error: out of memory")
+"""Torch's words for too little memory that are no `torch.OutOfMemoryError`: on the CPU, and outside its own allocator."""
+BLOCKING = "CUDA_LAUNCH_BLOCKING"
+"""With it CUDA waits after every launch, so that an error is raised where its kernel was launched."""
+_lost: list[str] = []
+
+
+def sticky(error: BaseException) -> bool:
+    """Whether this error of torch or Triton says that the CUDA context is lost."""
+    text = str(error)
+    return ("CUDA" in text or "cuda" in type(error).__module__) and any(words in text for words in STICKY)
+
+
+def place(error: BaseException, theirs: Callable[[str], bool]) -> str:
+    """`file:line function` of the deepest frame of which `theirs` is true, or of the deepest."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [f for f in frames if theirs(f.filename)] or list(frames)
+    file = found[-1].filename.rpartition("/site-packages/")[2] if found else ""
+    return f"{file}:{found[-1].lineno} {found[-1].name}" if found else ""
+
+
+def lose(message: str) -> None:
+    """This process has no CUDA context any more."""
+    _lost.append(message)
+
+
+def lost() -> str:
+    """Why this process has no CUDA context any more; empty where it has."""
+    return _lost[0] if _lost else ""
+
+
+def blocking() -> bool:
+    """Whether an error is raised at the launch of its kernel in this process."""
+    return os.environ.get(BLOCKING) == "1"
+
+
+def synchronised(device: str) -> None:
+    """Wait for what was launched, so that its error belongs to the implementation that launched it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def released() -> None:
+    """After too much memory was asked for: hand back what torch keeps, for whoever comes next."""
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
