@@ -18,3 +18,10 @@ def run(**options):  # type: ignore[no-untyped-def] # its types need torch, and 
     from parity.running.run import Options, execute
 
     return execute(Options(**options), lambda rows, done, of: None)
+
+
+def capture(target, to="case.json", step=1, rows=None):  # type: ignore[no-untyped-def]
+    """Write the batch of a real training step as a case; see `parity.tools.capture.capture`."""
+    from parity.tools.capture import capture
+
+    return capture(target, to, step, rows)

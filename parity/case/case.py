@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from parity.decoding import convert, json_of, of_schema, text_of
+from parity.decoding import convert, json_of, of_schema, shown, text_of
 from parity.errors import UsageError
 
 SCHEMA = 1
@@ -33,8 +33,8 @@ _MASK = (1 << 64) - 1
 class Case:
     """A case of a loss family: seed, dtype of the parameters under test, and the settings away from their default.
 
-    `settings` holds shapes, mask layout and options alike, under the names of the family's table. `tensors` names a
-    safetensors file beside the case file that replaces generated inputs (a recording).
+    `settings` holds shapes, mask layout and options alike, under the names of the family's table. `tensors` is the path of
+    a safetensors file (in a case file: its name, it stands beside) that replaces the generated inputs, `sha256` its hash.
     """
 
     family: str
@@ -42,11 +42,15 @@ class Case:
     dtype: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tensors: str | None = None
+    sha256: str | None = None
 
     @property
     def id(self) -> str:
         """`family-xxxxxxxx`: a digest of the canonical JSON, stable across processes and versions."""
-        digest = hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+        data = self.to_json()
+        if self.sha256:  # what is in the file counts, not where it lies
+            del data["tensors"]
+        digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
         return f"{self.family}-{digest[:10]}"
 
     def to_json(self) -> dict[str, Any]:
@@ -58,7 +62,8 @@ class Case:
             "dtype": self.dtype,
             "settings": dict(sorted(self.settings.items())),
         }
-        return data | ({"tensors": self.tensors} if self.tensors else {})
+        stored = {"tensors": self.tensors, "sha256": self.sha256}
+        return data | {name: value for name, value in stored.items() if value}
 
     @classmethod
     def from_json(cls, data: Any, source: str = "case") -> Case:
@@ -69,7 +74,9 @@ class Case:
         """
         of_schema(data, SCHEMA, source, "a case")
         raw = convert(_Json, data, source)
-        return cls(raw.family, raw.seed, raw.dtype, raw.settings, raw.tensors)
+        if bool(raw.tensors) != bool(raw.sha256):
+            raise UsageError(f"{source}: tensors and sha256 belong together: a case without its hash is not read")
+        return cls(raw.family, raw.seed, raw.dtype, raw.settings, raw.tensors, raw.sha256)
 
     @classmethod
     def load(cls, path: str | Path) -> Case:
@@ -85,6 +92,7 @@ class _Json(msgspec.Struct):
     dtype: Literal["fp64", "fp32", "fp16", "bf16"]
     settings: dict[str, Any]
     tensors: str | None = None
+    sha256: str | None = None
 
 
 class _File(msgspec.Struct):
@@ -115,9 +123,19 @@ class Frozen:
         where = str(path)
         data = json_of(text_of(Path(path), "case"), where, "readable JSON case")
         if not isinstance(data, dict) or "case" not in data:
-            return cls(Case.from_json(data, where))
+            return cls(_beside(Path(path), Case.from_json(data, where)))
         raw = convert(_File, data, where)
-        return cls(Case.from_json(raw.case, where), raw.implementation, raw.implementations, raw.fast)
+        case = _beside(Path(path), Case.from_json(raw.case, where))
+        return cls(case, raw.implementation, raw.implementations, raw.fast)
+
+
+def _beside(path: Path, case: Case) -> Case:
+    """The case with the path of its tensors, which a case file names as they stand beside it."""
+    if not case.tensors:
+        return case
+    if Path(case.tensors).name != case.tensors:
+        raise UsageError(f"{path}: tensors {shown(case.tensors)} must be the name of a file beside the case")
+    return dataclasses.replace(case, tensors=str(path.parent / case.tensors))
 
 
 def _mix(h: np.ndarray) -> np.ndarray:

@@ -105,6 +105,9 @@ class Family:
         columns: columns of the version matrix, name -> (dtype, settings).
         examples: settings of the cases of a column; empty: the first two of `example`.
         config_fields: settings that a field of the same name decides in the configuration of TRL's trainer.
+        stored: tensors that a case may store -> their dimensions, a letter each ("BTH", "BT|B1" where there are two ways);
+            what `build` then makes of `case.tensors`. Empty: cases of the family store none.
+        derived: (stored tensors, file) -> the settings that they decide.
         controls: name -> correct implementation that must never be called wrong.
         mutants: name -> (mistake in one line, wrong implementation), each of which must be called wrong; both as a user's
             FILE.py:NAME: a function called by the names of its parameters, or an `Implementation`.
@@ -137,6 +140,8 @@ class Family:
     columns: Mapping[str, tuple[str, Mapping[str, Any]]] = dataclasses.field(default_factory=lambda: DTYPES_AS_COLUMNS)
     examples: tuple[Mapping[str, Any], ...] = ()
     config_fields: tuple[str, ...] = ()
+    stored: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    derived: Callable[[Mapping[str, torch.Tensor], str], dict[str, Any]] = lambda tensors, where: {}
     controls: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     mutants: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
 
@@ -158,11 +163,8 @@ class Family:
             if choices is None and not fits(value, default):
                 kind = "an integer" if type(default) is int else "text" if isinstance(default, str) else "a number"
                 raise UsageError(f"case {case.id}: {name}={shown(value)} must be {kind}")
-        if case.tensors is not None:
-            raise UsageError(
-                f"case {case.id}: stored tensors ({shown(case.tensors)}) are not read: a case is its seed and its "
-                "settings; without that key its tensors are generated"
-            )
+        if case.tensors is not None and not self.stored:
+            raise UsageError(f"case {case.id}: family {self.name} does not say what tensors it stores (Family.stored)")
         out = SimpleNamespace(**{n: case.settings.get(n, s.default) for n, s in self.settings.items()})
         self._bounded(case, out)
         return out

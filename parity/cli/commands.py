@@ -163,15 +163,27 @@ def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: 
     "--with", "specs", multiple=True, metavar="PKG==VER", help="run with this version, in an environment of its own"
 )
 @click.option("--issue", is_flag=True, help="print a bug report with a stand-alone script, for upstream")
+@click.option(
+    "--minimise",
+    type=click.Path(path_type=Path),
+    default=None,
+    metavar="FILE",
+    help="of captured tensors: write the smallest part that still disagrees",
+)
 def replay_command(
-    case: str, implementations: tuple[str, ...], device: str, specs: tuple[str, ...], issue: bool
+    case: str,
+    implementations: tuple[str, ...],
+    device: str,
+    specs: tuple[str, ...],
+    issue: bool,
+    minimise: Path | None,
 ) -> None:
     """Run a case again: a case file, a ledger entry, or the id of a case. Exit code 0 agrees, 1 disagrees, 125 not judged."""
     if specs:
         sys.exit(_inside(specs))
     from parity.tools.replay import replay
 
-    sys.exit(replay(case, implementations, device, issue, console()))
+    sys.exit(replay(case, implementations, device, issue, console(), minimise))
 
 
 @main.command("findings")

@@ -26,7 +26,7 @@ from parity.case.case import Case
 from parity.case.family import Family, Mark, Relation
 from parity.case.inputs import Inputs
 from parity.families import divergence_inputs as inputs_of
-from parity.families import head
+from parity.families import head, stored
 from parity.families.logprobs import IGNORE_INDEX
 from parity.families.probes import DIVERGENCE
 from parity.rounding.monte_carlo import of_teacher
@@ -245,6 +245,14 @@ def _garbage(x: Inputs) -> Inputs | None:
     return x.replace(**{n: torch.where(ignored, x.tensors[n].roll(1, -1) + 0.5, x.tensors[n]) for n in names})  # type: ignore[union-attr]
 
 
+def _build(case: Case) -> Inputs:
+    s = FAMILY.full_settings(case)
+    if not case.tensors:
+        return inputs_of.build(case, s)
+    inputs_of.check(case, s)
+    return stored.inputs(FAMILY, case)
+
+
 KINDS = {"forward KL": 0.0, "JSD": 0.5, "reverse KL": 1.0}
 GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
 
@@ -252,7 +260,9 @@ FAMILY: Family = Family(
     name="divergence",
     settings=inputs_of.SETTINGS,
     draw=inputs_of.draw,
-    build=lambda case: inputs_of.build(case, FAMILY.full_settings(case)),
+    build=_build,
+    stored=inputs_of.STORED,
+    derived=lambda tensors, where: inputs_of.derived(FAMILY, tensors, where),
     oracle=oracle,
     outputs=("loss",),
     scalars=frozenset({"loss"}),

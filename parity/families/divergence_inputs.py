@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from parity.case.case import DTYPES, Case, normal, rounded, uniform
+from parity.case.family import Family
 from parity.case.inputs import Inputs, Setting
+from parity.case.stored import sizes
 from parity.errors import UsageError
-from parity.families import head
+from parity.families import head, stored
 from parity.families.logprobs import IGNORE_INDEX
 from parity.rounding.monte_carlo import exact_mark
 
@@ -38,6 +41,47 @@ SETTINGS = head.SETTINGS | {
 
 WIRING = ("softcap", "logit_scale", "teacher_softcap", "teacher_logit_scale", "num_items", "extra_vocabulary")
 """Settings that bare losses have no parameter for."""
+
+
+STORED = stored.HEAD | {
+    "teacher_hidden": "BTG",
+    "teacher_weight": "WG",
+    "teacher_bias": "W",
+    "teacher_logits": "BTW",
+    "support_ids": "BTK",
+    "support_logps": "BTK",
+    "top1_ids": "BT",
+    "top1_logps": "BT",
+    "label_logps": "BT",
+    "num_items_in_batch": "",
+}
+
+
+def derived(family: Family, tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
+    """The settings that stored tensors decide.
+
+    Raises:
+        UsageError: where there is no teacher, or more than one kind of it.
+    """
+    kinds = [n for n in ("teacher_weight", "teacher_logits", "support_logps") if n in tensors]
+    if len(kinds) != 1:
+        raise UsageError(f"{where}: one of teacher_weight, teacher_logits or support_logps, it has {len(kinds)}")
+    found = sizes(family, tensors, where)
+    bias = tensors.get("teacher_bias")
+    banned = bias is not None and bool((bias == -torch.inf).any())
+    out = stored.of_head(family, tensors, where) | {
+        "ignored": stored.ignored(tensors["ids"]),
+        "teacher": "logits" if "teacher_logits" in tensors else "head",
+        "teacher_bias": "none" if bias is None else "banned" if banned else "random",
+        "sparse": "none" if "support_logps" not in tensors else "mixed" if "top1_logps" in tensors else "topk",
+        "num_items": "given" if "num_items_in_batch" in tensors else "none",
+        "extra_vocabulary": found.get("W", found["V"]) - found["V"],
+    }
+    return (
+        out
+        | ({"teacher_H": found["G"]} if "G" in found else {})
+        | ({"k": found["K"]} if out["sparse"] == "topk" else {})
+    )
 
 
 def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
@@ -107,16 +151,7 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     Raises:
         UsageError: for settings outside their range.
     """
-    head.check(s, case)
-    for name, least in (("teacher_H", 1), ("k", 1), ("extra_vocabulary", 0), ("other_tokens", 0)):
-        if getattr(s, name) < least:
-            raise UsageError(f"case {case.id}: {name}={getattr(s, name)} must be at least {least}")
-    if not 0 <= s.beta <= 1:
-        raise UsageError(f"case {case.id}: beta={s.beta} must lie in [0, 1]")
-    if s.sparse == "mixed" and s.beta == 0.0:
-        raise UsageError(f"case {case.id}: sparse='mixed' needs beta above 0")
-    if s.sparse != "none" and (s.extra_vocabulary or s.teacher != "head"):
-        raise UsageError(f"case {case.id}: sparse={s.sparse!r} needs teacher='head' and extra_vocabulary=0")
+    check(case, s)
     tensors = head.build(case, s)
     _student_bias(s, tensors)
     tensors |= _teacher(case, s, tensors)
@@ -134,6 +169,24 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     g = torch.where(g == 0, 0.5, g) if s.cotangent == "random" else g
     g = g / 64 if s.cotangent == "scaled" and case.dtype == "fp16" else g  # a float16 loss cannot carry 65,536
     return Inputs(case, s, tensors, head.leaves(s), {"loss": g})
+
+
+def check(case: Case, s: SimpleNamespace) -> None:
+    """Refuse settings outside their range.
+
+    Raises:
+        UsageError: naming the setting and its value.
+    """
+    head.check(s, case)
+    for name, least in (("teacher_H", 1), ("k", 1), ("extra_vocabulary", 0), ("other_tokens", 0)):
+        if getattr(s, name) < least:
+            raise UsageError(f"case {case.id}: {name}={getattr(s, name)} must be at least {least}")
+    if not 0 <= s.beta <= 1:
+        raise UsageError(f"case {case.id}: beta={s.beta} must lie in [0, 1]")
+    if s.sparse == "mixed" and s.beta == 0.0:
+        raise UsageError(f"case {case.id}: sparse='mixed' needs beta above 0")
+    if s.sparse != "none" and (s.extra_vocabulary or s.teacher != "head"):
+        raise UsageError(f"case {case.id}: sparse={s.sparse!r} needs teacher='head' and extra_vocabulary=0")
 
 
 def _student_bias(s: SimpleNamespace, tensors: dict[str, torch.Tensor | None]) -> None:

@@ -71,7 +71,7 @@ def build(case: Case, s: SimpleNamespace) -> dict[str, torch.Tensor | None]:
         banned[ids.unique()] = False
         bias = bias.masked_fill(banned, -torch.inf)
     return {
-        "hidden": _laid_out(hidden, s.layout),
+        "hidden": laid_out(hidden, s.layout),
         "weight": weight,
         "bias": bias,
         "ids": ids.to(torch.int32 if s.ids_dtype == "int32" else torch.int64),
@@ -90,7 +90,8 @@ def _targets(
     return ids
 
 
-def _laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in the memory layout that the setting names."""
     if layout == "strided":
         return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
     if layout == "transposed":

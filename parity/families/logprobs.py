@@ -7,6 +7,7 @@ ignored: their value is 0 and they have no gradient (torch.nn.functional.cross_e
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from parity.case.case import Case, uniform
 from parity.case.family import Family, Mark, Relation
 from parity.case.inputs import Inputs, Setting
-from parity.families import head
+from parity.families import head, stored
 from parity.families.probes import LOGPROBS
 
 IGNORE_INDEX = -100
@@ -49,6 +50,8 @@ def build(case: Case) -> Inputs:
     """
     s = FAMILY.full_settings(case)
     head.check(s, case)
+    if case.tensors:
+        return stored.inputs(FAMILY, case).replace(ignore_index=None)
     tensors = head.build(case, s)
     ids = tensors["ids"]
     assert ids is not None
@@ -66,6 +69,11 @@ def build(case: Case) -> Inputs:
         cotangents["entropy"] = head.cotangent(case, s.cotangent, "entropy", shape)
     tensors["ignore_index"] = None  # offered by name to functions that take it; a constant, not a tensor
     return Inputs(case, s, tensors, head.leaves(s), cotangents)
+
+
+def derived(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
+    """The settings that stored tensors decide."""
+    return stored.of_head(FAMILY, tensors, where) | {"ignored": stored.ignored(tensors["ids"])}
 
 
 def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
@@ -125,7 +133,7 @@ def _with_cotangents(x: Inputs, cotangents: dict[str, torch.Tensor]) -> Inputs:
 
 GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
 
-FAMILY = Family(
+FAMILY: Family = Family(
     name="logprobs",
     settings=SETTINGS,
     draw=draw,
@@ -144,6 +152,8 @@ FAMILY = Family(
     drawn={"quick": 80, "pr": 700, "nightly": 6000, "soak": 60000},
     example=head.example,
     probes=LOGPROBS,
+    stored=stored.HEAD,
+    derived=derived,
     examples=(head.RAGGED, {**head.RAGGED, "bias": "random", "temperature": 0.7, "targets": "likely"}),
     relations={
         "cotangent x2": Relation(

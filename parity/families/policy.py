@@ -17,7 +17,7 @@ import torch
 from parity.case.case import Case
 from parity.case.family import Family, Mark, Relation
 from parity.case.inputs import Inputs
-from parity.families import head
+from parity.families import head, policy_stored
 from parity.families import policy_inputs as inputs_of
 from parity.families.probes import POLICY
 
@@ -301,7 +301,8 @@ def _garbage(x: Inputs) -> Inputs | None:
 
 
 def _build(case: Case) -> Inputs:
-    return inputs_of.build(case, FAMILY.full_settings(case))
+    s = FAMILY.full_settings(case)
+    return policy_stored.build(FAMILY, case, s) if case.tensors else inputs_of.build(case, s)
 
 
 def factors(x: Inputs) -> dict[str, float]:
@@ -359,6 +360,8 @@ FAMILY: Family = Family(
     drawn={"quick": 60, "pr": 700, "nightly": 6000, "soak": 60000},
     example=_example,
     probes=POLICY,
+    stored=policy_stored.TENSORS,
+    derived=lambda tensors, where: policy_stored.derived(FAMILY, tensors, where),
     columns={one: ("fp32", {"loss_type": one}) for one in inputs_of.LOSS_TYPES},
     examples=(_RAGGED, {**_RAGGED, **_WINDOW, "beta": 0.04}, {**_RAGGED, "ratio": "token", "holes": True}),
     config_fields=CONFIG_FIELDS,

@@ -147,17 +147,7 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     Raises:
         UsageError: for settings outside their range.
     """
-    head.check(s, case)
-    if s.recording != "none":
-        recording.named(s.recording)
-    for name in ("accumulation", "steps_per_generation", "max_completion_length", "chunk_size"):
-        if getattr(s, name) < 1:
-            raise UsageError(f"case {case.id}: {name}={getattr(s, name)} must be at least 1")
-    for name in ("epsilon_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"):
-        if getattr(s, name) is not None and not getattr(s, name) > 0:
-            raise UsageError(f"case {case.id}: {name}={getattr(s, name)} must be positive")
-    if not 0 <= s.epsilon < 1:
-        raise UsageError(f"case {case.id}: epsilon={s.epsilon} must be at least 0 and below 1")
+    check(case, s)
     tensors = head.build(case, s)
     tensors |= _masks(case, s)
     tensors["previous_ids"] = integers(case.seed, "previous", (s.B, s.T), s.V)
@@ -172,6 +162,25 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
         leaves = tuple(n for n in leaves if n == "hidden") + ("lora_a", "lora_b")
     inputs = Inputs(case, s, tensors, leaves, {"loss": _cotangent(case, s)})
     return _with_logps(case, s, inputs)
+
+
+def check(case: Case, s: SimpleNamespace) -> None:
+    """Refuse settings outside their range.
+
+    Raises:
+        UsageError: naming the setting and its value.
+    """
+    head.check(s, case)
+    if s.recording != "none":
+        recording.named(s.recording)
+    for name in ("accumulation", "steps_per_generation", "max_completion_length", "chunk_size"):
+        if getattr(s, name) < 1:
+            raise UsageError(f"case {case.id}: {name}={getattr(s, name)} must be at least 1")
+    for name in ("epsilon_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"):
+        if getattr(s, name) is not None and not getattr(s, name) > 0:
+            raise UsageError(f"case {case.id}: {name}={getattr(s, name)} must be positive")
+    if not 0 <= s.epsilon < 1:
+        raise UsageError(f"case {case.id}: epsilon={s.epsilon} must be at least 0 and below 1")
 
 
 def _cotangent(case: Case, s: SimpleNamespace) -> torch.Tensor:

@@ -23,6 +23,14 @@ from parity.recipe import IEEE_FP32, Recipe
 from parity.rounding import products
 
 Outputs = dict[str, torch.Tensor]
+
+
+class Named(dict[str, torch.Tensor]):
+    """Outputs by name, and the names of what else a user's function returned, which nothing can judge."""
+
+    unknown: tuple[str, ...] = ()
+
+
 Adapter = Callable[[Inputs], Outputs]
 
 

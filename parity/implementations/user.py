@@ -25,7 +25,7 @@ from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.errors import UsageError
 from parity.implementations import plain
-from parity.implementations.implementation import Implementation, Outputs, require
+from parity.implementations.implementation import Implementation, Named, Outputs, require
 from parity.process import tell
 from parity.recipe import Recipe
 
@@ -113,18 +113,32 @@ def path_id(spec: str) -> str:
     return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{name}"
 
 
-def from_function(function: Callable[..., Any], id: str, families: Iterable[Family]) -> Implementation:
-    """Wrap a function as a candidate of the family that its parameter names fit."""
-    parameters = inspect.signature(function).parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    names = {n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    canonical = {ALIASES.get(n, n) for n in names}
+def canonical(name: str) -> str:
+    """The families' name of a parameter."""
+    return ALIASES.get(name, name)
+
+
+def family_of(signature: inspect.Signature, id: str, families: Iterable[Family]) -> Family:
+    """The family that the names of parameters fit, that which needs most of them.
+
+    Raises:
+        UsageError: where they fit none.
+    """
+    names = {n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     known = [f for f in families if f.required]
-    fits = [f for f in known if set(f.required) <= canonical]
+    fits = [f for f in known if set(f.required) <= set(map(canonical, names))]
     if not fits:
         wanted = "; ".join(f"{f.name}: {', '.join(f.required)}" for f in known)
         raise UsageError(f"implementation {id!r}: its parameters {', '.join(sorted(names))} fit no family ({wanted})")
-    chosen = max(fits, key=lambda f: len(f.required))
+    return max(fits, key=lambda f: len(f.required))
+
+
+def from_function(function: Callable[..., Any], id: str, families: Iterable[Family]) -> Implementation:
+    """Wrap a function as a candidate of the family that its parameter names fit."""
+    signature = inspect.signature(function)
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    names = {n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    chosen = family_of(signature, id, families)
 
     def call(x: Inputs) -> Outputs:
         return _call(function, chosen, names, open_ended, x)
@@ -160,24 +174,43 @@ def _call(function: Callable[..., Any], fam: Family, names: set[str], open_ended
     require(not unknown, f"{label} wants {', '.join(sorted(unknown))}, which family {fam.name} does not have")
     if open_ended:
         kwargs |= {n: v for n, v in offered.items() if n not in canonical}
-    return _named(function(**kwargs), fam)
+    return named_outputs(function(**kwargs), fam, getattr(function, "outputs", ()))
 
 
-def _named(result: Any, fam: Family) -> Outputs:
-    """A tensor is the first output; a pair adds the second, or a dict of metrics; a dict names its outputs."""
-    if isinstance(result, torch.Tensor):
-        return {fam.outputs[0]: result}
-    if isinstance(result, Mapping):
-        return dict(result)
-    if not isinstance(result, tuple | list) or not result or not isinstance(result[0], torch.Tensor):
+def named_outputs(result: Any, fam: Family, declared: Iterable[str] = ()) -> Named:
+    """A tensor is the first output; a mapping, alone or in a tuple, names its outputs, numbers among them.
+
+    A bare tensor behind the first is the next output where that is declared or the only optional one; else nothing says
+    what it is. Names that are no output of the family are kept in `unknown`.
+
+    Raises:
+        Returned: where the first output is not there, or no tensor.
+    """
+    parts = list(result) if isinstance(result, tuple | list) else [result]
+    if (
+        not parts
+        or not isinstance(parts[0], torch.Tensor | Mapping)
+        or (len(parts) > 1 and isinstance(parts[0], Mapping))
+    ):
         raise Returned(
             f"returned {type(result).__name__}, expected a tensor, a tuple that begins with one, or a dict of outputs"
         )
-    first, *rest = result
-    out = {fam.outputs[0]: first}
-    for name, value in zip(fam.outputs[1:], rest, strict=False):
-        if isinstance(value, Mapping):
-            out |= {k: v for k, v in value.items() if k in fam.outputs}
-        elif isinstance(value, torch.Tensor):
-            out[name] = value
+    out, unknown = Named(), list[str]()
+    certain = len(fam.optional) == 1
+    for place, part in enumerate(parts):
+        next_name = fam.outputs[place] if place < len(fam.outputs) else ""
+        if isinstance(part, Mapping):
+            for name, value in part.items():
+                known = name in fam.outputs and isinstance(value, torch.Tensor | float | int)
+                if known:
+                    out[name] = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+                else:
+                    unknown.append(str(name))
+        elif isinstance(part, torch.Tensor) and (place == 0 or certain or next_name in declared) and next_name:
+            out[next_name] = part
+        elif part is not None:
+            unknown.append(f"value {place + 1}")
+    if fam.outputs[0] not in out:
+        raise Returned(f"returned {', '.join(map(str, out)) or 'a dict'} without {fam.outputs[0]}")
+    out.unknown = tuple(unknown)
     return out

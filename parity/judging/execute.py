@@ -35,6 +35,8 @@ class Outcome:
         message: of the exception.
         blame: "harness" where the exception came from the adapter itself.
         leaks: what the call left changed in the process; it is put back.
+        unknown: names of what a user's function returned besides, which its family does not have.
+        differentiable: the outputs that carry a gradient.
     """
 
     verdict: str
@@ -42,6 +44,8 @@ class Outcome:
     message: str = ""
     blame: str | None = None
     leaks: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    differentiable: frozenset[str] = frozenset()
 
 
 def fresh(inputs: Inputs) -> Inputs:
@@ -137,7 +141,9 @@ def _both(implementation: Implementation, x: Inputs) -> Outcome:
         backward(x, outputs)
         faults.synchronised(x.device.type)
     detached: dict[str, torch.Tensor | None] = {k: v.detach() for k, v in outputs.items()}
-    return Outcome("ran", detached | gradients(x))
+    differentiable = frozenset(k for k, v in outputs.items() if v.requires_grad)
+    unknown = getattr(outputs, "unknown", ())
+    return Outcome("ran", detached | gradients(x), unknown=unknown, differentiable=differentiable)
 
 
 def copies(inputs: Inputs) -> dict[str, torch.Tensor]:

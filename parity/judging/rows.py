@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from parity.case.case import Case
@@ -15,6 +16,7 @@ def empty_row(family: AnyFamily, case: Case, implementation: str, device: str, *
     """A row of the results contract in which nothing was judged: unsupported, unless `fields` say otherwise."""
     s = family.full_settings(case)
     shapes = {k: getattr(s, k) for k in family.shapes if hasattr(s, k)}
+    replayed = str(Path(case.tensors).with_suffix(".json")) if case.tensors else case.id
     base: dict[str, Any] = {
         "case": case.id,
         "family": case.family,
@@ -25,7 +27,7 @@ def empty_row(family: AnyFamily, case: Case, implementation: str, device: str, *
         "seed": case.seed,
         "settings": dict(case.settings) | shapes,
         "features": dict(family.features(case)),
-        "replay": f"parity replay {case.id} --implementation {implementation}",
+        "replay": f"parity replay {replayed} --implementation {implementation}",
     }
     return Row(**base | fields)
 

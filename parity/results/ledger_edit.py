@@ -72,7 +72,11 @@ def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case]], again: bo
     """
     known = {e.id for e in Ledger.load(path).entries} if path.exists() else set()
     entries = [pair for pair in entries if not again or pair[0]["id"] not in known]
-    for one, _ in entries:
+    for one, case in entries:
+        if case.tensors:
+            raise UsageError(
+                f"{path}: case {case.id} has stored tensors: put it and its tensors beside the ledger by hand"
+            )
         if one["id"] in known:
             raise UsageError(f"{path}: id {one['id']!r} is there already: {Ledger.load(path).place(one['id'])}")
         known.add(one["id"])

@@ -89,6 +89,9 @@ class Row(msgspec.Struct, kw_only=True, rename={"cls": "class"}):
     )
     message: Annotated[str, _of("what differs, hints at why, or the reason for the verdict")] = ""
     replay: Annotated[str, _of("the command that shows it again")] = ""
+    unjudged: Annotated[
+        list[str], _of("on the row of protocol: what a user's function returned that its family does not know")
+    ] = msgspec.field(default_factory=list)
     frozen: Annotated[str | UnsetType, _of("file of the frozen case; only on rows of one")] = UNSET
     minimised: Annotated[bool | UnsetType, _of("true: of a minimised case; false: no time was left for it")] = UNSET
 

@@ -81,5 +81,6 @@ def _from_rows(name: str, path: Path) -> Case | None:
                 continue
             if row.case == name and row.seed is not None:
                 fam = family(row.family)
-                return fam.case(row.seed, row.dtype, {k: v for k, v in row.settings.items() if k in fam.settings})
+                made = fam.case(row.seed, row.dtype, {k: v for k, v in row.settings.items() if k in fam.settings})
+                return made if made.id == name else None  # not that of stored tensors: a row does not hold them
     return None

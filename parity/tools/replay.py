@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -20,9 +21,14 @@ from parity.running.provenance import resolve_device
 AGREES, DISAGREES, NO_JUDGEMENT = 0, 1, 125
 
 
-def replay(name: str, ids: Sequence[str], device: str, issue: bool, console: Console) -> int:
-    """Run the case through the named implementations (else the one it was found with, else all) and print the findings."""
-    from parity.results.report import failure
+def replay(
+    name: str, ids: Sequence[str], device: str, issue: bool, console: Console, smallest: Path | None = None
+) -> int:
+    """Run the case through the named implementations (else the one it was found with, else all) and print the findings.
+
+    `smallest`: a file for the smallest part of a stored case that still disagrees.
+    """
+    from parity.results.report import failure, wording
 
     case, found_with = find(name)
     device = resolve_device(device)
@@ -31,6 +37,13 @@ def replay(name: str, ids: Sequence[str], device: str, issue: bool, console: Con
     family(case.family).full_settings(case)
     if not chosen:
         raise UsageError(f"case {case.id} is of family {case.family}; none of {', '.join(ids)} is")
+    if smallest is not None:
+        from parity.tools.minimise import minimise
+
+        named = [i for i in chosen if len(chosen) == 1 or i.role != "reference"]
+        if len(named) != 1:
+            raise UsageError("replay: --minimise needs one --implementation")
+        case = minimise(case, named[0], smallest, device)
     wanted = {i.id for i in chosen}
     references = [i for i in select(()) if i.family == case.family and i.role == "reference" and i.id not in wanted]
     rows = list(run_case(case, [*references, *chosen], device))
@@ -40,6 +53,8 @@ def replay(name: str, ids: Sequence[str], device: str, issue: bool, console: Con
         own = [r for r in rows if r.implementation == implementation.id]
         failure.render_finding(own, console)
         failure.render_rest(own, console)
+        if unknown := [name for row in own for name in row.unjudged]:
+            failure.say(console, wording.unjudged(implementation.id, unknown), "yellow")
     return exit_code([r for r in rows if r.implementation in wanted])
 
 
@@ -63,6 +78,10 @@ def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], co
     """Print the upstream report of the first implementation that disagrees."""
     from parity.tools.issue import issue_text
 
+    if case.tensors:
+        raise UsageError(
+            f"case {case.id}: no script stands alone without its tensors: send the case file and {case.tensors}"
+        )
     for implementation in chosen:
         own = [r for r in rows if r.implementation == implementation.id]
         if any(r.failing for r in own):

@@ -80,6 +80,8 @@ class TrainerFamily:
                 outside its choices.
         """
         found = self.check(case)
+        if case.tensors:
+            raise UsageError(f"case {case.id}: a check of a trainer does not store tensors")
         for name, value in case.settings.items():
             if name == "check":
                 continue

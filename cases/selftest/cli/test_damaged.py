@@ -159,7 +159,10 @@ def test_sizes_are_bounded_before_anything_is_allocated(settings, says):
         family("logprobs").full_settings(Case("logprobs", 1, "fp32", settings))
 
 
-def test_stored_tensors_are_refused_not_replaced():
-    """A case that names a file of tensors used to be judged on generated ones."""
-    with pytest.raises(UsageError, match=r"stored tensors \('x.safetensors'\) are not read"):
-        family("logprobs").full_settings(Case("logprobs", 1, "fp32", {}, "x.safetensors"))
+@pytest.mark.parametrize("name", ["grpo-trainer", "logprobs"])
+def test_stored_tensors_are_never_replaced_by_generated_ones(name):
+    settings = {"check": "step-one"} if name == "grpo-trainer" else {}
+    case = Case(name, 1, "fp32", settings, "x.safetensors")
+    ask = family(name).full_settings if name == "grpo-trainer" else family(name).build
+    with pytest.raises(UsageError, match=r"does not store tensors|need both a file"):
+        ask(case)

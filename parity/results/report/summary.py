@@ -100,6 +100,7 @@ class Summary:
         coverage: of each family.
         reasons: for what was unsupported or refused.
         undecided: entries that no gate judged, because rounding alone decides about them or a replica overflows.
+        unjudged: user's functions -> what they returned that no definition knows.
     """
 
     run: str
@@ -113,6 +114,7 @@ class Summary:
     coverage: tuple[Coverage, ...]
     reasons: tuple[Reason, ...]
     undecided: int
+    unjudged: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 DTYPES = ("fp64", "fp32", "fp16", "bf16")
@@ -148,7 +150,15 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         coverage=tuple(coverage(f, [c for c in cases if c.family == f], dimensions.get(f, {})) for f in families),
         reasons=tuple(reasons(cases)),
         undecided=sum(r.undecided for c in cases for r in c.judged),
+        unjudged=_unjudged(cases),
     )
+
+
+def _unjudged(cases: Iterable[ImplementationCase]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    found: dict[str, dict[str, None]] = {}
+    for row in (r for c in cases for r in c.rows if r.unjudged):
+        found.setdefault(row.implementation, {}).update(dict.fromkeys(row.unjudged))
+    return tuple((who, tuple(names)) for who, names in found.items())
 
 
 def _counts(cases: Iterable[ImplementationCase]) -> Counts:

@@ -235,3 +235,8 @@ def _cell(entry: Mapping[str, Any], name: str) -> str:
     if name == "parameter":
         return str(value)
     return "not finite" if value is None else number(value)
+
+
+def unjudged(who: str, names: Sequence[str]) -> str:
+    """What a user's function returned that no definition knows."""
+    return f"{who} returned {', '.join(names)}: not judged, its family has no quantity of that name"

@@ -1,0 +1,247 @@
+"""`parity.capture`: the batch of a real training step as a case, to replay, minimise and judge."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.case.case import DTYPES
+from parity.case.family import Family
+from parity.case.stored import write
+from parity.errors import UsageError
+from parity.families import policy_stored
+from parity.implementations.user import canonical, family_of, named_outputs
+from parity.registry import family, loss_families, loss_family
+
+POLICY_SETTINGS = (
+    "loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl off_policy_mask_threshold "
+    "entropy_coef sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg "
+    "max_completion_length steps_per_generation"
+).split()
+GIVEN = {
+    "completion_ids": "ids",
+    "completion_mask": "completion_mask",
+    "tool_mask": "tool_mask",
+    "advantages": "advantages",
+    "old_per_token_logps": "old_logps",
+    "ref_per_token_logps": "ref_logps",
+    "sampling_per_token_logps": "sampling_logps",
+    "importance_sampling_ratio": "importance_sampling_ratio",
+    "num_items_in_batch": "num_items_in_batch",
+}
+"""What `GRPOTrainer.compute_loss` is given -> the family's name of it."""
+
+
+@dataclasses.dataclass
+class _Taken:
+    """What one call showed."""
+
+    family: str = ""
+    tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    leaves: list[str] = dataclasses.field(default_factory=list)
+    remarks: dict[str, Any] = dataclasses.field(default_factory=dict)
+    calls: int = 0
+
+    def keep(self, name: str, value: Tensor) -> None:
+        self.tensors[name] = value.detach().to("cpu", copy=True)
+        if value.requires_grad and name in ("hidden", "weight", "bias"):
+            self.leaves.append(name)
+
+
+@contextlib.contextmanager
+def capture(target: Any, to: str | Path = "case.json", step: int = 1, rows: int | None = None) -> Iterator[Any]:
+    """Write the batch of call number `step` of a loss, or of a trainer's `compute_loss`, as the case `to`.
+
+        with parity.capture(my_loss, to="case.json") as loss_fn:  # call loss_fn where my_loss was called
+            loss_fn(hidden, weight, ids, mask, advantages, beta=0.04).backward()
+        with parity.capture(trainer, to="case.json", step=3):  # TRL's GRPOTrainer or SFTTrainer
+            trainer.train()
+
+    A function's arguments are known by their names, as in `--implementation FILE.py:NAME`; tensors are copied before the
+    call, the upstream gradient when `backward` reaches it. Of a trainer: the last hidden states and the LM head, which must
+    be an `nn.Linear`. `to` gets a file of the same name with suffix `.safetensors` beside it. `rows`: the first so many
+    sequences only.
+
+    Raises:
+        UsageError: at the end of the block, naming what cannot be a case; nothing is written then.
+    """
+    taken = _Taken()
+    is_trainer = hasattr(target, "compute_loss") and hasattr(target, "accelerator")
+    watch = _trainer if is_trainer else _function
+    with watch(target, taken, step) as given:
+        yield given
+    if taken.calls < step:
+        raise UsageError(f"capture: the loss was called {taken.calls} times, step {step} did not come")
+    _write(taken, Path(to), rows)
+
+
+def _write(taken: _Taken, to: Path, rows: int | None) -> None:
+    of = loss_family(taken.family)
+    tensors = taken.tensors if rows is None else _first(of, taken.tensors, rows)
+    if taken.family == "policy":
+        tensors = policy_stored.completed(tensors)
+    derived = of.derived(tensors, "capture")
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    settings = taken.settings | derived | ({"grad": " ".join(taken.leaves)} if taken.leaves else {})
+    made = of.case(0, names[tensors["hidden"].dtype], settings)
+    of.full_settings(made)  # sizes and values, before anything is written
+    case = write(made, tensors, to, **taken.remarks)
+    try:
+        of.build(case)
+    except UsageError:
+        to.unlink()
+        Path(str(case.tensors)).unlink()
+        raise
+
+
+def _first(of: Family, tensors: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """The first rows of whatever has a dimension B."""
+    out = dict(tensors)
+    for name, letters in {**of.stored, f"d {of.outputs[0]}": "BT"}.items():
+        if name in out and letters[:1] == "B" and out[name].dim():
+            out[name] = out[name][:rows]
+    return out
+
+
+@contextlib.contextmanager
+def _function(function: Callable[..., Any], taken: _Taken, step: int) -> Iterator[Callable[..., Any]]:
+    """The function, watched."""
+    signature = inspect.signature(getattr(function, "forward", function))
+    label = getattr(function, "__name__", type(function).__name__)
+    of = family_of(signature, label, [loss_family(name) for name in loss_families()])
+
+    @functools.wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        taken.calls += 1
+        if taken.calls != step:
+            return function(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        _arguments(of, bound, taken, label)
+        out = function(*args, **kwargs)
+        first = named_outputs(out, of)[of.outputs[0]]
+        if first.requires_grad:
+            first.register_hook(lambda g: taken.keep(f"d {of.outputs[0]}", g))
+        return out
+
+    yield watched
+
+
+def _arguments(of: Family, bound: inspect.BoundArguments, taken: _Taken, label: str) -> None:
+    taken.family, taken.remarks = of.name, {"captured": {"function": label}}
+    given = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    for own, value in given.items():
+        name = canonical(own)
+        if name in of.stored and value is not None:
+            taken.keep(name, value if isinstance(value, Tensor) else torch.as_tensor(value))
+        elif name in of.settings and name not in ("B", "T", "V", "H"):
+            taken.settings[name] = value.item() if isinstance(value, Tensor) else value
+        elif value is not None and name not in of.stored and name != "ignore_index":
+            taken.remarks["captured"].setdefault("left out", []).append(own)
+    if torch.is_autocast_enabled(taken.tensors["hidden"].device.type):
+        taken.settings["context"] = "autocast"
+
+
+@contextlib.contextmanager
+def _trainer(trainer: Any, taken: _Taken, step: int) -> Iterator[Any]:
+    """The trainer, its `compute_loss` and the decoder of its model watched."""
+    kinds = {base.__name__ for base in type(trainer).__mro__}
+    read = _policy if "GRPOTrainer" in kinds else _labels if "SFTTrainer" in kinds else None
+    if read is None:
+        raise UsageError(
+            f"capture: {type(trainer).__name__} is no GRPOTrainer or SFTTrainer; give the loss function that it calls"
+        )
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise UsageError(f"capture: the LM head is a {type(head).__name__}, a case holds an nn.Linear")
+    original, seen, inside = trainer.compute_loss, list[Tensor](), [False]
+
+    def decoded(module: Any, args: Any, out: Any) -> None:
+        if inside[0] and torch.is_grad_enabled():
+            seen.append(out[0].detach())
+
+    @functools.wraps(original)
+    def watched(model_: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        taken.calls += 1
+        if taken.calls != step:
+            return original(model_, inputs, *args, **kwargs)
+        inside[0] = True
+        kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        if torch.is_autocast_enabled(trainer.accelerator.device.type):
+            taken.settings["context"] = "autocast"
+        taken.keep("weight", head.weight)
+        if head.bias is not None:
+            taken.keep("bias", head.bias)
+        try:
+            out = original(model_, inputs, *args, **kwargs)
+        finally:
+            inside[0] = False
+        loss = out[0] if isinstance(out, tuple) else out
+        about = {"trainer": type(trainer).__name__, "trl": importlib.metadata.version("trl"), "step": step}
+        taken.remarks = {"captured": about | {"loss": float(loss.detach())}}
+        taken.settings |= _transform(model.config.get_text_config())
+        taken.leaves.insert(0, "hidden")
+        read(trainer, kept, torch.cat(seen), taken, kwargs.get("num_items_in_batch"))
+        return out
+
+    hook = model.get_decoder().register_forward_hook(decoded)
+    trainer.compute_loss = watched
+    try:
+        yield trainer
+    finally:
+        hook.remove()
+        del trainer.compute_loss
+
+
+def _transform(config: Any) -> dict[str, Any]:
+    """Softcap and scale of a transformers config; Granite's `logits_scaling` divides."""
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return {"softcap": getattr(config, "final_logit_softcapping", None), "logit_scale": scale}
+
+
+def _policy(trainer: Any, inputs: Mapping[str, Any], hidden: Tensor, taken: _Taken, items: Any) -> None:
+    """GRPO: the hidden states that predict the completions."""
+    taken.family = "policy"
+    width = inputs["completion_ids"].shape[1]
+    taken.keep("hidden", hidden[:, -width - 1 : -1])
+    for theirs, ours in GIVEN.items():
+        if inputs.get(theirs) is not None:
+            taken.keep(ours, torch.as_tensor(inputs[theirs]))
+    completion = taken.tensors["completion_mask"]
+    taken.keep("mask", completion * taken.tensors["tool_mask"] if "tool_mask" in taken.tensors else completion)
+    s = family("policy").settings
+    wanted = {n: getattr(trainer.args, n) for n in POLICY_SETTINGS if hasattr(trainer.args, n)}
+    wanted |= {"temperature": trainer.temperature, "mode": "train" if trainer.model.training else "eval"}
+    wanted["accumulation"] = getattr(trainer, "current_gradient_accumulation_steps", None) or 1
+    quantile = getattr(trainer.args, "top_entropy_quantile", 1.0)
+    if quantile < 1.0:
+        taken.keep("top_entropy_quantile", torch.tensor(quantile, dtype=torch.float64))
+    taken.settings |= {
+        n: type(s[n].default)(v) if isinstance(s[n].default, int | float) else v for n, v in wanted.items()
+    }
+    taken.settings["cotangent"] = "ones"
+
+
+def _labels(trainer: Any, inputs: Mapping[str, Any], hidden: Tensor, taken: _Taken, items: Any) -> None:
+    """SFT: log-probs of the labels, with the upstream gradient of their mean, -1/N at a label."""
+    taken.family = "logprobs"
+    labels = inputs["labels"][:, 1:]
+    taken.keep("hidden", hidden[:, :-1])
+    taken.keep("ids", labels)
+    there = (labels != -100).double()
+    taken.keep("d logps", -there / float(there.sum().clamp(min=1) if items is None else items))

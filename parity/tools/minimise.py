@@ -1,0 +1,117 @@
+"""The smallest part of a stored batch that still disagrees: sequences, positions, vocabulary and hidden columns left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parity.case.case import DTYPES, Case
+from parity.case.family import Family
+from parity.case.stored import read, write
+from parity.errors import UsageError
+from parity.families import policy_stored
+from parity.implementations.implementation import Implementation
+from parity.registry import loss_family, run_case
+
+AXES = ("B", "T", "V", "H")
+IDS = ("ids", "previous_ids", "support_ids", "top1_ids")
+"""Tensors whose entries are columns of the vocabulary."""
+
+
+def minimise(case: Case, implementation: Implementation, to: Path, device: str = "cpu") -> Case:
+    """Write to `to` a part of the case that shows every quantity that fails on the whole.
+
+    Each axis in turn is cut by delta debugging (Zeller and Hildebrandt 2002): halves, quarters, … single entries are left
+    out as long as all of it still fails; tokens keep the columns that they name.
+
+    Raises:
+        UsageError: where nothing disagrees, or the case's tensors are generated.
+    """
+    if not case.tensors:
+        raise UsageError(f"case {case.id}: --minimise is for stored tensors; a drawn case is minimised by the run")
+    of, whole = loss_family(case.family), read(case)
+    wanted = _failing(case, implementation, device)
+    if not wanted:
+        raise UsageError(f"case {case.id}: {implementation.id} disagrees in nothing, so there is nothing to minimise")
+    kept = {axis: list(range(n)) for axis, n in zip(AXES, _shape(whole), strict=True)}
+    with tempfile.TemporaryDirectory(prefix="parity-minimise-") as folder:
+
+        def shows(trial: Mapping[str, Sequence[int]]) -> bool:
+            try:
+                made = _part(of, case, whole, trial, Path(folder) / "case.json")
+                return wanted <= _failing(made, implementation, device)
+            except UsageError:  # no case any more: no token is decided, or an axis is empty
+                return False
+
+        before = None
+        while before != kept:
+            before = {axis: list(of_axis) for axis, of_axis in kept.items()}
+            for axis in AXES:
+                kept[axis] = _smallest(kept[axis], lambda part, axis=axis: shows(kept | {axis: part}))  # type: ignore[misc]
+    return _part(of, case, whole, kept, to, implementation.id)
+
+
+def _smallest(items: list[int], shows: Callable[[list[int]], bool]) -> list[int]:
+    size = len(items) // 2
+    while size:
+        at = 0
+        while at < len(items) and len(items) > 1:
+            rest = items[:at] + items[at + size :]
+            if rest and shows(rest):
+                items = rest
+            else:
+                at += size
+        size = min(size, len(items)) // 2
+    return items
+
+
+def _failing(case: Case, implementation: Implementation, device: str) -> set[str]:
+    rows = run_case(case, [implementation], device, thorough=False)
+    return {row.subject for row in rows if row.failing}
+
+
+def _shape(tensors: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
+    rows, width, size = tensors["hidden"].shape
+    return rows, width, tensors["weight"].shape[0], size
+
+
+def _part(
+    of: Family,
+    case: Case,
+    whole: Mapping[str, Tensor],
+    kept: Mapping[str, Sequence[int]],
+    to: Path,
+    found_with: str = "",
+) -> Case:
+    """The case of those rows and columns, written to `to`."""
+    named = [whole[n][kept["B"]][:, kept["T"]] for n in IDS if n in whole]
+    present = {int(i) for ids in named for i in ids.unique() if int(i) >= 0}
+    columns = sorted({*kept["V"], *present})
+    vocabulary = whole["weight"].shape[0]
+    beyond = [*columns, *range(vocabulary, max(whole.get("teacher_weight", whole["weight"]).shape[0], vocabulary))]
+    place = torch.full((vocabulary,), -1)
+    place[columns] = torch.arange(len(columns))
+    index = {"B": list(kept["B"]), "T": list(kept["T"]), "V": columns, "H": list(kept["H"]), "W": beyond}
+    tensors = {}
+    for name, value in whole.items():
+        letters = "BT" if name.startswith("d ") else of.stored[name]
+        letters = next(one for one in letters.split("|") if len(one) == value.dim()) if value.dim() else ""
+        for axis, letter in enumerate(letters):
+            if letter in index:
+                value = value.index_select(axis, torch.tensor(index[letter]))
+        if name in IDS:
+            value = torch.where(value < 0, value, place[value.long().clamp(min=0)]).to(value.dtype)
+        tensors[name] = value
+    if case.family == "policy":
+        tensors = {n: v for n, v in tensors.items() if n not in ("completion_mask", "tool_mask")}
+        tensors = policy_stored.completed(tensors)
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    settings = dict(case.settings) | of.derived(tensors, str(to))
+    made = of.case(case.seed, names[tensors["hidden"].dtype], settings)
+    remarks = {"implementation": found_with} if found_with else {}
+    return write(dataclasses.replace(made), tensors, to, **remarks)
