@@ -15,7 +15,7 @@ from parity.case.case import Case
 from parity.case.family import Family
 from parity.errors import UsageError
 from parity.implementations import user
-from parity.implementations.implementation import REGISTRY, Implementation
+from parity.implementations.implementation import REGISTRY, Implementation, origin
 from parity.judging import compare
 from parity.judging.assess import Bench
 from parity.results.row import Row
@@ -214,6 +214,13 @@ def run_case(
     `thorough` (or what it says of an implementation) adds the repeated calls of the protocol gate and the exact relations
     to a loss; `announce` is called with each implementation before it runs.
     """
+    implementations = list(implementations)
     if is_trainer(case.family):
-        return execute.rows(case, implementations, device, announce)
-    return compare.run_case(loss_family(case.family), case, implementations, device, thorough, announce)
+        rows = execute.rows(case, implementations, device, announce)
+    else:
+        rows = compare.run_case(loss_family(case.family), case, implementations, device, thorough, announce)
+    libraries = {i.id: i.library for i in implementations if i.library}
+    for row in rows:
+        if file := origin(libraries.get(row.implementation, "")):
+            row.imported_from = file
+        yield row

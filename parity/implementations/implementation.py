@@ -12,7 +12,10 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,6 +118,19 @@ def _installed(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def origin(distribution: str) -> str | None:
+    """The file that a library's package is imported from, where that is not in site-packages: a checkout, an editable
+    install, a folder on the path."""
+    name = distribution.replace("-", "_")
+    module = sys.modules.get(name)
+    try:
+        spec = module.__spec__ if module is not None else importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    found = str(getattr(module, "__file__", None) or getattr(spec, "origin", None) or "")
+    return found if found and not {"site-packages", "dist-packages"} & set(Path(found).parts) else None
 
 
 REGISTRY: dict[str, Implementation] = {}

@@ -45,24 +45,22 @@ class Row(msgspec.Struct, kw_only=True, rename={"cls": "class"}):
     family: Annotated[str, _of("family of losses, or the trainer")]
     implementation: Annotated[str, _of("its id")]
     role: Annotated[Literal["reference", "candidate"], _of("reference: the plain path of the library")] = "candidate"
-    against: Annotated[str | None, _of("id of the reference judged on this case; null on its own rows")] = None
+    against: Annotated[str | None, _of("id of the reference judged beside it")] = None
     quantity: Annotated[
         str | None, _of('what was judged: "loss", "grad_weight", "protocol", …; null where nothing was')
     ] = None
     dtype: Annotated[str, _of("of the parameters under test")]
     device: Annotated[str, _of("cpu or cuda")]
     verdict: Annotated[Verdict, _of("below")]
-    cls: Annotated[Class | None, _of("of a disagreement: precision where finer arithmetic mends it")] = None
-    blame: Annotated[
-        Literal["candidate", "reference", "both", "harness"] | None, _of("who is wrong; null: nobody, or not decided")
-    ] = None
+    cls: Annotated[Class | None, _of("precision: finer arithmetic mends it")] = None
+    blame: Annotated[Literal["candidate", "reference", "both", "harness"] | None, _of("who is wrong")] = None
     gate: Annotated[str | None, _of("the tightest gate")] = None
     headroom: Annotated[float | None, _of("error ÷ allowed at that gate: above 1 fails")] = None
     gates: Annotated[dict[str, float | None], _of("every gate and its headroom")] = msgspec.field(default_factory=dict)
     recipe: Annotated[str | None, _of("the precision that the implementation declares")] = None
-    recipe_measured: Annotated[str | None, _of("the precision that it was found to have")] = None
-    variant: Annotated[str | None, _of("another definition that explains everything that fails")] = None
-    undecided: Annotated[int, _of("entries that rounding alone decides about, judged by no gate")] = 0
+    recipe_measured: Annotated[str | None, _of("the precision found")] = None
+    variant: Annotated[str | None, _of("another definition that explains all failures")] = None
+    undecided: Annotated[int, _of("entries that rounding alone decides, not judged")] = 0
     value: Annotated[float | None, _of("a scalar's value, a tensor's norm")] = None
     value_oracle: Annotated[float | None, _of("the same by the definition, in float64")] = None
     value_reference: Annotated[float | None, _of("the same of the reference")] = None
@@ -89,9 +87,10 @@ class Row(msgspec.Struct, kw_only=True, rename={"cls": "class"}):
     )
     message: Annotated[str, _of("what differs, hints at why, or the reason for the verdict")] = ""
     replay: Annotated[str, _of("the command that shows it again")] = ""
-    unjudged: Annotated[
-        list[str], _of("on the row of protocol: what a user's function returned that its family does not know")
-    ] = msgspec.field(default_factory=list)
+    unjudged: Annotated[list[str], _of("what a user's function returned beside its family's outputs")] = msgspec.field(
+        default_factory=list
+    )
+    imported_from: Annotated[str | UnsetType, _of("file of the library, where not in site-packages")] = UNSET
     frozen: Annotated[str | UnsetType, _of("file of the frozen case; only on rows of one")] = UNSET
     minimised: Annotated[bool | UnsetType, _of("true: of a minimised case; false: no time was left for it")] = UNSET
 

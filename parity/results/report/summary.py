@@ -101,6 +101,7 @@ class Summary:
         reasons: for what was unsupported or refused.
         undecided: entries that no gate judged, because rounding alone decides about them or a replica overflows.
         unjudged: user's functions -> what they returned that no definition knows.
+        imported: implementations -> the file that their library was imported from, where not in site-packages.
     """
 
     run: str
@@ -115,6 +116,7 @@ class Summary:
     reasons: tuple[Reason, ...]
     undecided: int
     unjudged: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    imported: tuple[tuple[str, str], ...] = ()
 
 
 DTYPES = ("fp64", "fp32", "fp16", "bf16")
@@ -151,6 +153,7 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         reasons=tuple(reasons(cases)),
         undecided=sum(r.undecided for c in cases for r in c.judged),
         unjudged=_unjudged(cases),
+        imported=tuple({(r.imported_from, r.implementation): 0 for c in everything for r in c.rows if r.imported_from}),
     )
 
 

@@ -37,6 +37,8 @@ def render(summary: Summary, console: Console) -> None:
     for family in dict.fromkeys(line.family for line in summary.lines):
         console.print()
         _table(family, [line for line in summary.lines if line.family == family], console)
+    for told in wording.imported(summary):
+        say(console, told, "yellow")
     for who, names in summary.unjudged:
         say(console, wording.unjudged(who, names), "yellow")
     if summary.findings:

@@ -240,3 +240,11 @@ def _cell(entry: Mapping[str, Any], name: str) -> str:
 def unjudged(who: str, names: Sequence[str]) -> str:
     """What a user's function returned that no definition knows."""
     return f"{who} returned {', '.join(names)}: not judged, its family has no quantity of that name"
+
+
+def imported(summary: Summary) -> list[str]:
+    """A line for each file that a library was imported from instead of site-packages."""
+    found: dict[str, list[str]] = {}
+    for file, who in summary.imported:
+        found.setdefault(file, []).append(who)
+    return [f"imported from {file}, not from site-packages: {', '.join(names)}" for file, names in found.items()]
