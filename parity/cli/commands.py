@@ -12,7 +12,7 @@ import click
 from parity.cli import nightly
 from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
 from parity.cli.ledger import ledger_command
-from parity.cli.show import progress, report
+from parity.cli.show import Detail, detail, progress, report
 from parity.errors import UsageError
 from parity.rollouts.commands import rollouts
 from parity.versions.commands.cli import COMMANDS
@@ -72,7 +72,8 @@ _IMPLEMENTATIONS = click.option(
 @click.option(
     "--max-time", default=None, metavar="TIME", help="end in order after 2h, 90m or the like, and report what was done"
 )
-def run_command(specs: tuple[str, ...], max_time: str | None, **options: Any) -> None:
+@detail
+def run_command(specs: tuple[str, ...], max_time: str | None, detail: Detail, **options: Any) -> None:
     """Draw cases, run every implementation on them, compare with the definition, and report."""
     if specs:
         sys.exit(_inside(specs))
@@ -83,7 +84,7 @@ def run_command(specs: tuple[str, ...], max_time: str | None, **options: Any) ->
     result = execute(started, progress())
     if sys.stderr.isatty():
         click.echo("", err=True)
-    report(result.header, result.rows, started.reports, result.reasons, result.exit_code)
+    report(result.header, result.rows, started.reports, result.reasons, result.exit_code, detail)
     sys.exit(result.exit_code)
 
 
@@ -229,7 +230,8 @@ def upstream_command(ids: tuple[str, ...], every: bool, ledger: Path | None, rep
     default=None,
     help="folder for reports; default: that of the results file",
 )
-def report_command(results: Path, reports: Path | None) -> None:
+@detail
+def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
     """Print the results file of a run again, and write HTML, Markdown and JUnit."""
     from parity.results.header import End
     from parity.results.report.rows import read
@@ -239,7 +241,8 @@ def report_command(results: Path, reports: Path | None) -> None:
         code = NOTHING if header.end.exit_code in (NOTHING, INTERRUPTED, TERMINATED) else 0
     else:
         code = NOTHING if header.interrupted is True else 0
-    report(header, rows, reports or results.parent, [], code)
+    ended = header.end.exit_code if isinstance(header.end, End) else code or int(any(row.new for row in rows))
+    report(header, rows, reports or results.parent, [], ended, detail)
     sys.exit(code)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from parity.cli.group import console
+from parity.errors import UsageError
 from parity.results.header import Header
 from parity.results.row import Row
 
@@ -37,9 +41,41 @@ def progress() -> Callable[[list[Row], int, int], None]:
     return show
 
 
-def report(header: Header, rows: list[Row], folder: Path, reasons: list[str], code: int) -> None:
-    from parity.results.report import html, junit, markdown, terminal
+@dataclasses.dataclass(frozen=True)
+class Detail:
+    """How much a command prints of a run."""
+
+    verbose: bool = False
+    quiet: bool = False
+    json: bool = False
+
+
+def detail(command: Any) -> Any:
+    """The options that say how much is printed; the command gets a `Detail`."""
+
+    @functools.wraps(command)
+    def with_detail(verbose: bool, quiet: bool, as_json: bool, **options: Any) -> Any:
+        if verbose + quiet + as_json > 1:
+            raise UsageError("-v, -q and --json exclude one another")
+        return command(detail=Detail(verbose, quiet, as_json), **options)
+
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="print one JSON object (docs/measured/json.md)"),
+        click.option("-q", "--quiet", is_flag=True, help="print the verdict only"),
+        click.option("-v", "--verbose", is_flag=True, help="print every table and finding"),
+    ):
+        with_detail = option(with_detail)
+    return with_detail
+
+
+def report(
+    header: Header, rows: list[Row], folder: Path, reasons: list[str], code: int, detail: Detail = Detail()
+) -> None:
+    """Write the reports of a run into `folder`, then print it."""
+    from parity.results import json_output
+    from parity.results.report import brief, html, junit, markdown, terminal
     from parity.results.report.summary import summarise
+    from parity.results.report.wording import compared, headline, verdict
 
     summary = summarise(header, rows)
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,9 +83,13 @@ def report(header: Header, rows: list[Row], folder: Path, reasons: list[str], co
     markdown.write(summary, folder / "summary.md")
     html.write(summary, folder / "index.html")
     screen = console()
-    terminal.render(summary, screen)
-    for reason in reasons:
-        screen.print(reason, markup=False)
-    screen.print(
-        f"reports in {folder}/: results.ndjson, index.html, summary.md, junit.xml; exit code {code}", markup=False
-    )
+    if detail.json:
+        click.echo(json_output.text(json_output.of_run(summary, code, reasons)))
+    elif detail.quiet:
+        brief.show([(f"{headline(summary)} · {compared(summary)} · {verdict(summary, code)}", "")], screen)
+    elif detail.verbose:
+        brief.show(brief.opening(summary, screen.width), screen)
+        terminal.render(summary, screen)
+        brief.show(brief.closing(summary, screen.width, code, reasons, folder), screen)
+    else:
+        brief.render(summary, screen, code, reasons, folder)

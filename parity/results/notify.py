@@ -6,19 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from parity.results.memory import Run, Seen
 from parity.results.report.markdown import code, escape
-from parity.results.report.wording import count, ratio
+from parity.results.report.wording import CODES, count, ratio
 from parity.results.trend import Change
 
 SHOWN = 20
 """Findings, headrooms and missing comparisons written out; the rest is counted."""
-REASONS = {
-    1: "something disagrees that no ledger entry covers",
-    2: "the command was wrong",
-    3: "nothing, or not enough, was compared",
-    4: "a ledger entry no longer holds",
-    70: "parity itself failed",
-    130: "it was interrupted",
-}
 
 
 def title(change: Change) -> str:
@@ -29,9 +21,7 @@ def title(change: Change) -> str:
     fresh = [*change.new, *change.still]
     if not fresh:
         why = (
-            "it did not come to its end"
-            if not run.complete
-            else REASONS.get(run.exit_code, f"exit code {run.exit_code}")
+            "it did not come to its end" if not run.complete else CODES.get(run.exit_code, f"exit code {run.exit_code}")
         )
         return f"parity: red ({run.started:%Y-%m-%d}): {why}"
     since = min(change.lives[k].first.started for k in fresh)
@@ -45,7 +35,7 @@ def body(change: Change, page: str = "") -> str:
     run = change.run
     out = [f"**{escape(title(change))}**", ""]
     if not run.green:
-        out += [f"Exit code {run.exit_code}: {REASONS.get(run.exit_code, 'see the log')}.", ""]
+        out += [f"Exit code {run.exit_code}: {CODES.get(run.exit_code, 'see the log')}.", ""]
     if not run.complete:
         out += ["The run did not come to its end: what is missing was not compared.", ""]
     out += _findings("New since the run before", change, change.new)

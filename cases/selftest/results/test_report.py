@@ -247,9 +247,6 @@ def test_the_summary_in_its_order():
     assert text.startswith("2 compared (0 agree, 1 known, 1 disagree) · 0 refused · 1 unsupported · 1 crashed\n")
     in_order(
         text,
-        "4 implementation-cases: 2 new findings, 1 known",
-        "seed 7",
-        "torch 2.13.0",
         "policy · cpu",
         "lib.known",
         "1 known",
@@ -276,7 +273,6 @@ def test_the_summary_in_its_order():
 def test_a_clean_run_says_what_it_compared():
     text = shown(summarise(HEADER, [LOSS]))
     assert text.startswith("1 compared (1 agree, 0 disagree) · 0 refused · 0 unsupported · 0 crashed\n")
-    assert "no new findings, 0 known" in text
     assert "passed" not in text
 
 
@@ -296,7 +292,6 @@ def test_the_table_fits(width):
 
 def test_an_interrupted_run_says_so():
     s = summarise(HEADER | {"interrupted": True}, [LOSS])
-    assert "interrupted" in shown(s)
     assert "interrupted" in markdown.render(s)
     assert "interrupted" in html.render(s)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from parity.results.header import About, End, Header
 from parity.results.report.coverage import Coverage, Reason, coverage, reasons
@@ -93,6 +93,7 @@ class Summary:
         header: what the header row carries under "header".
         incomplete: how far a run came that did not finish; empty for one that did.
         counts: of all implementation-cases.
+        compared: device -> implementation-cases compared there.
         lines: the table, by family, implementation and dtype.
         tallies: the same, by quantity.
         findings: new ones.
@@ -108,6 +109,7 @@ class Summary:
     header: About
     incomplete: str
     counts: Counts
+    compared: Mapping[str, int]
     lines: tuple[Line, ...]
     tallies: tuple[Tally, ...]
     findings: tuple[Finding, ...]
@@ -145,6 +147,7 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         header=header.header,
         incomplete=_incomplete(header),
         counts=_counts(cases),
+        compared=collections.Counter(c.device for c in cases if c.outcome == "compared"),
         lines=tuple(_lines(everything)),
         tallies=tuple(_tallies(everything)),
         findings=tuple(f for f in found if f.known is None),

@@ -1,4 +1,4 @@
-"""The summary and the failure text on a terminal: 80 columns and up, complete without colour."""
+"""Everything of a run on a terminal (`-v`): 80 columns and up, complete without colour. The one screen of it: `brief`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,8 @@ PAIRS = 12
 
 
 def render(summary: Summary, console: Console) -> None:
-    """Print a summary: counts, table, new findings, known findings, coverage."""
-    say(console, " · ".join(wording.counts(summary.counts)), "bold")
-    bad = bool(summary.findings)
-    say(
-        console, f"{summary.counts.total:,} implementation-cases: {wording.outcome(summary)}", "bold red" if bad else ""
-    )
-    say(console, wording.about(summary), "dim")
-    say(console, wording.versions(summary), "dim")
-    if summary.incomplete:
-        say(console, f"the run was {summary.incomplete}", "yellow")
+    """Print counts, tables, new findings in full, known findings and coverage."""
+    say(console, " · ".join(wording.counts(summary.counts)))
     for family in dict.fromkeys(line.family for line in summary.lines):
         console.print()
         _table(family, [line for line in summary.lines if line.family == family], console)

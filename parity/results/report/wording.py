@@ -41,6 +41,11 @@ def ratio(value: float) -> str:
     return f"{value:.2g}" if value < 0.1 else f"{value:.2f}" if value < 100 else f"{value:.3g}"
 
 
+def capped(value: float) -> str:
+    """A headroom for a narrow cell: beyond 1,000 its size says nothing."""
+    return ">1000" if 1000 < value < math.inf else ratio(value)
+
+
 def number(value: Any) -> str:
     """A value of a quantity; null means what was not finite or not there."""
     if value is None:
@@ -56,6 +61,42 @@ def counts(c: Counts) -> list[str]:
     out = [f"{c.compared:,} compared ({', '.join(parts)})", f"{c.refused:,} refused", f"{c.unsupported:,} unsupported"]
     out.append(f"{c.crashed:,} crashed")
     return out + [f"{n:,} {word}" for n, word in ((c.timed_out, "timed out"), (c.out_of_memory, "out of memory")) if n]
+
+
+CODES = {
+    0: "nothing new disagrees",
+    1: "something disagrees that no ledger entry covers",
+    2: "the command was wrong",
+    3: "nothing, or not enough, was compared",
+    4: "a ledger entry no longer holds",
+    70: "parity itself failed",
+    130: "it was interrupted",
+    143: "it was asked to end",
+}
+"""What an exit code says."""
+NOTHING = ("refused", "unsupported")
+"""Verdicts of a line of the table where nothing was compared."""
+
+
+def headline(summary: Summary) -> str:
+    """`NEW none · KNOWN 14`: the opening of every report."""
+    return f"NEW {len(summary.findings) or 'none'} · KNOWN {len(summary.known) or 'none'}"
+
+
+def verdict(summary: Summary, code: int) -> str:
+    """The exit code of the run and what it says."""
+    said = "the run did not come to its end" if code == 3 and summary.incomplete else CODES.get(code, "")
+    return f"the run ended with {code}: {said}"
+
+
+def compared(summary: Summary) -> str:
+    """How many implementation-cases were compared on each kind of device; on a CUDA device nothing stands for another."""
+    cpu, cuda = (summary.compared.get(device, 0) for device in ("cpu", "cuda"))
+    return f"{_number(cpu)} compared on CPU, {_number(cuda)} on CUDA"
+
+
+def _number(n: int) -> str:
+    return f"{n:,}" if n else "none"
 
 
 def outcome(summary: Summary) -> str:
