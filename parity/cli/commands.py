@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from parity.cli import nightly
+from parity.cli.complete import cases, devices, dtypes, families, implementations, profiles, trainers, values
 from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
 from parity.cli.ledger import ledger_command
 from parity.cli.show import Detail, detail, progress, report
@@ -29,6 +30,7 @@ def _split(ctx: click.Context, option: click.Parameter, values: tuple[str, ...])
     return tuple(word for value in values for word in value.split(",") if word)
 
 
+_JSON = click.option("--json", "as_json", is_flag=True, help="print JSON (docs/measured/json.md)")
 _IMPLEMENTATIONS = click.option(
     "--implementation",
     "implementations",
@@ -36,12 +38,19 @@ _IMPLEMENTATIONS = click.option(
     callback=_split,
     metavar="ID|FILE.py:NAME",
     help="only this one, those of a pattern (liger.*), or your own function or trainer; repeat or part by commas",
+    shell_complete=values(implementations),
 )
 """An option that `run` and `audit` share."""
 
 
 @main.command("run")
-@click.option("--profile", default="pr", show_default=True, help="how many cases: quick, pr, nightly or soak")
+@click.option(
+    "--profile",
+    default="pr",
+    show_default=True,
+    help="how many cases: quick, pr, nightly or soak",
+    shell_complete=values(profiles),
+)
 @click.option(
     "--family",
     "families",
@@ -49,10 +58,13 @@ _IMPLEMENTATIONS = click.option(
     callback=_split,
     metavar="NAME|FILE.py:NAME",
     help="only this family (see parity list), or your own",
+    shell_complete=values(families),
 )
 @_IMPLEMENTATIONS
-@click.option("--dtype", "dtypes", multiple=True, callback=_split, help="fp32, fp16 or bf16")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
+@click.option(
+    "--dtype", "dtypes", multiple=True, callback=_split, help="fp32, fp16 or bf16", shell_complete=values(dtypes)
+)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda", shell_complete=values(devices))
 @click.option("--seed", type=int, default=None, help="default: fixed in quick and pr, a new one in nightly and soak")
 @click.option(
     "--with", "specs", multiple=True, metavar="PKG==VER", help="run with this version, in an environment of its own"
@@ -104,27 +116,58 @@ def _inside(specs: tuple[str, ...]) -> int:
 
 
 @main.command("list")
-@click.option("--family", "families", multiple=True, help="only this family")
-def list_command(families: tuple[str, ...]) -> None:
-    """Families, implementations (with version, or why they cannot run), trainer checks and settings."""
-    from parity.cli.listing import show
+@click.option(
+    "--family", "families", multiple=True, callback=_split, help="only this family", shell_complete=values(families)
+)
+@click.option("--settings", metavar="FAMILY", help="its settings instead", shell_complete=values(families))
+@click.option("--checks", metavar="TRAINER", help="its checks instead", shell_complete=values(trainers))
+@click.option("--profiles", is_flag=True, help="the profiles instead, with the cases that each draws")
+@click.option("--uncovered", is_flag=True, help="the trainers of the installed TRL without a check instead")
+@_JSON
+def list_command(families: tuple[str, ...], as_json: bool, **sections: Any) -> None:
+    """Implementations with their version or why they cannot run; or settings, checks, profiles."""
+    from parity.cli import listing
+    from parity.results.json_output import text
 
-    show(console(), families)
+    chosen = [(name, value) for name, value in sections.items() if value]
+    if len(chosen) + bool(families) > 1:
+        raise UsageError("list: one of --family, --settings, --checks, --profiles and --uncovered at a time")
+    if chosen:
+        (name, value) = chosen[0]
+        found: list[Any] = listing.SECTIONS[name](*([] if value is True else [value]))
+    else:
+        found = listing.implementations(families)
+    if as_json:
+        click.echo(text(found))
+    elif chosen:
+        title = name if value is True else f"{name} of {value}"
+        listing.show_rows(title, found, console())
+    else:
+        listing.show_implementations(found, console())
 
 
 @main.command("doctor")
-def doctor_command() -> None:
+@_JSON
+def doctor_command(as_json: bool) -> None:
     """What is installed, what can run here, and what is missing."""
-    from parity.cli.doctor import diagnose
+    from parity.cli.doctor import diagnose, diagnosis
+    from parity.results.json_output import text
 
-    sys.exit(diagnose(console()))
+    found = diagnosis()
+    if as_json:
+        click.echo(text(found))
+    else:
+        diagnose(found, console())
+    sys.exit(0 if found.ready else NOTHING)
 
 
 @main.command("audit")
-@click.option("--family", "families", multiple=True, help="only this family (see parity list)")
+@click.option(
+    "--family", "families", multiple=True, help="only this family (see parity list)", shell_complete=values(families)
+)
 @_IMPLEMENTATIONS
 @click.option("--setting", "settings", multiple=True, help="only this setting")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda", shell_complete=values(devices))
 @click.option("--cases", type=click.IntRange(1), default=2, show_default=True, help="cases for each setting")
 @click.option(
     "--with", "specs", multiple=True, metavar="PKG==VER", help="run with this version, in an environment of its own"
@@ -157,9 +200,9 @@ def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: 
 
 
 @main.command("replay")
-@click.argument("case")
+@click.argument("case", shell_complete=values(cases))
 @_IMPLEMENTATIONS
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda", shell_complete=values(devices))
 @click.option(
     "--with", "specs", multiple=True, metavar="PKG==VER", help="run with this version, in an environment of its own"
 )
@@ -247,11 +290,12 @@ def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
 
 
 @main.command("schema", hidden=True)
-def schema_command() -> None:
-    """Print docs/results.md, the format of a results file."""
-    from parity.results.schema import page
+@click.option("--json", "as_json", is_flag=True)
+def schema_command(as_json: bool) -> None:
+    """Print docs/results.md, the format of a results file, or docs/measured/json.md, what --json prints."""
+    from parity.results.schema import json_page, page
 
-    click.echo(page(), nl=False)
+    click.echo(json_page() if as_json else page(), nl=False)
 
 
 @main.command("case", hidden=True)
@@ -273,7 +317,7 @@ def case_command(path: str) -> None:
     show_default=True,
     help="how many streams of cases; 10 for the full table",
 )
-@click.option("--family", "families", multiple=True, help="only this family")
+@click.option("--family", "families", multiple=True, help="only this family", shell_complete=values(families))
 @click.option(
     "--cases", type=click.IntRange(1), default=None, help="cases of each stream; default: as many as profile pr"
 )

@@ -12,50 +12,62 @@ from rich.console import Console
 from parity import recording
 from parity.implementations.implementation import Implementation
 from parity.registry import load
+from parity.results.json_output import DoctorOut
 from parity.rollouts import vllm_engine
 from parity.running import gpu
 from parity.running.provenance import resolve_device, versions
 
+TOOLS = {"uv": "environments of other versions (parity run --with)", "git": "the revision in reports"}
 
-def diagnose(console: Console) -> int:
-    """Print the diagnosis; 0 where something can be compared, 3 where nothing can."""
-    found = versions()
-    console.print("[bold]installed[/bold]")
-    console.print("  " + ", ".join(f"{k} {v}" for k, v in found.items()), soft_wrap=True)
+
+def diagnosis() -> DoctorOut:
+    """What is there."""
     device = resolve_device("auto")
-    console.print(f"[bold]device[/bold]\n  {device}: {_device_text(device)}")
-    for why in (gpu.unusable(), gpu.no_triton() if device == "cuda" else None):
-        if why:
-            console.print(f"  {why}", soft_wrap=True, markup=False)
-    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
-    console.print(
-        f"[bold]C++ compiler[/bold]\n  {compiler}"
-        if compiler
-        else "[bold]C++ compiler[/bold]\n  none: torch.compile paths crash (Debian: apt-get install g++)"
-    )
+    problems = [why for why in (gpu.unusable(), gpu.no_triton() if device == "cuda" else None) if why]
     ready: list[Implementation] = []
-    blocked: list[Implementation] = []
+    blocked: dict[str, list[str]] = {}
     for item in load().values():
-        (blocked if item.missing() else ready).append(item)
-    console.print(f"[bold]implementations[/bold]\n  {len(ready)} can run here, {len(blocked)} cannot")
-    for reason in sorted({str(i.missing()) for i in blocked}):
-        names = ", ".join(i.id for i in blocked if i.missing() == reason)
-        console.print(f"  {names}: {reason}", soft_wrap=True, markup=False)
-    interpreted = [i.id for i in ready if i.interpreted]
-    if device == "cpu" and interpreted:
-        console.print(f"  in Triton's interpreter (no CUDA device): {', '.join(interpreted)}", soft_wrap=True)
-    console.print("[bold]rollouts[/bold]")
-    for line in recording.told() or ["none recorded: importance ratios are generated, not a sampler's own"]:
-        console.print(f"  {line}", soft_wrap=True, markup=False)
-    here = vllm_engine.distribution()
-    console.print(
-        f"  engine here: {here or 'no vLLM; pip install .[vllm] on a GPU box, make rollouts without one'}", markup=False
+        if why := item.missing():
+            blocked.setdefault(str(why), []).append(item.id)
+        else:
+            ready.append(item)
+    return DoctorOut(
+        versions=versions(),
+        device=device,
+        device_text=_device_text(device),
+        problems=problems,
+        compiler=shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++"),
+        ready=[i.id for i in ready],
+        interpreted=[i.id for i in ready if i.interpreted and device == "cpu"],
+        blocked=dict(sorted(blocked.items())),
+        rollouts=recording.told(),
+        engine=vllm_engine.distribution(),
+        tools={t: shutil.which(t) is not None or importlib.util.find_spec(t) is not None for t in TOOLS},
     )
-    other = [("uv", "environments of other versions (parity run --with)"), ("git", "the revision in reports")]
-    for tool, purpose in other:
-        there = shutil.which(tool) is not None or importlib.util.find_spec(tool) is not None
-        console.print(f"[bold]{tool}[/bold]\n  {'found' if there else f'missing: install {tool}'}; for {purpose}")
-    return 0 if ready else 3
+
+
+def diagnose(found: DoctorOut, console: Console) -> None:
+    """Print the diagnosis."""
+
+    def part(title: str, *lines: str) -> None:
+        console.print(title, style="bold")
+        for line in lines:
+            console.print(f"  {line}", soft_wrap=True, markup=False)
+
+    part("installed", ", ".join(f"{k} {v}" for k, v in found.versions.items()))
+    part("device", f"{found.device}: {found.device_text}", *found.problems)
+    part("C++ compiler", found.compiler or "none: torch.compile paths crash (Debian: apt-get install g++)")
+    blocked = sum(map(len, found.blocked.values()))
+    can = [f"{len(found.ready)} can run here, {blocked} cannot"]
+    can += [f"{', '.join(ids)}: {reason}" for reason, ids in found.blocked.items()]
+    if found.interpreted:
+        can.append(f"in Triton's interpreter (no CUDA device): {', '.join(found.interpreted)}")
+    part("implementations", *can)
+    engine = found.engine or "no vLLM; pip install .[vllm] on a GPU box, make rollouts without one"
+    none = ["none recorded: importance ratios are generated, not a sampler's own"]
+    part("rollouts", *(found.rollouts or none), f"engine here: {engine}")
+    for tool, purpose in TOOLS.items():
+        part(tool, f"{'found' if found.tools[tool] else f'missing: install {tool}'}; for {purpose}")
 
 
 def _device_text(device: str) -> str:

@@ -1,74 +1,162 @@
-"""`parity list`: families, implementations and settings, from the registry."""
+"""`parity list`: implementations, settings, checks, profiles and trainers without a check, from the registry."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from parity.registry import load, loss_families, loss_family, resolved
+from parity.errors import UsageError
+from parity.registry import family, load, loss_families, meant, resolved
+from parity.results.json_output import CheckOut, ImplementationOut, ProfileOut, SettingOut, UncoveredOut
 from parity.trainers import catalogue
 
 
-def show(console: Console, families: Iterable[str] = ()) -> None:
-    """Print each family with its implementations and settings.
+def implementations(families: Iterable[str] = ()) -> list[ImplementationOut]:
+    """Every implementation, by family, references first.
 
     Raises:
         UsageError: for a family that does not exist.
     """
     chosen = tuple(map(resolved, families)) or (*loss_families(), *catalogue.names())
-    registry = load()
-    for name in chosen:
-        if catalogue.is_trainer(name):
-            _show_trainer(console, name)
-            continue
-        fam = loss_family(name)
-        console.print(f"\n[bold]family {name}[/bold]: {', '.join(fam.outputs)} and gradients")
-        table = Table(box=None, pad_edge=False)
-        for column in ("implementation", "role", "version", "contexts", "note"):
-            table.add_column(column, overflow="fold")
-        for item in sorted(registry.values(), key=lambda i: (i.role != "reference", i.id)):
-            if item.family != name:
-                continue
-            note = item.missing() or ("Triton" if item.interpreted else "") + (" opt-in" if item.opt_in else "")
-            version = f"{item.library} {item.version() or '-'}" if item.library else "parity"
-            table.add_row(item.id, item.role, version, " ".join(sorted(item.contexts)), note.strip())
-        console.print(table)
-        settings = Table(box=None, pad_edge=False, show_header=True)
-        for column in ("setting", "default", "values", "meaning"):
-            settings.add_column(column, overflow="fold")
-        for key, setting in fam.settings.items():
-            values = "" if setting.choices is None else " ".join(map(str, setting.choices))
-            settings.add_row(key, str(setting.default), values, setting.doc)
-        console.print(settings)
-    if any(catalogue.is_trainer(name) for name in chosen):
-        _show_uncovered(console)
+    every = [i for i in load().values() if i.family in chosen]
+    return [
+        ImplementationOut(
+            id=i.id,
+            family=i.family,
+            role=i.role,
+            library=i.library or None,
+            version=i.version() if i.library else None,
+            missing=i.missing() or None,
+            opt_in=i.opt_in,
+            interpreted=bool(i.interpreted),
+            contexts=sorted(i.contexts),
+        )
+        for i in sorted(every, key=lambda i: (chosen.index(i.family), i.role != "reference", i.id))
+    ]
 
 
-def _show_uncovered(console: Console) -> None:
+def settings(name: str) -> list[SettingOut]:
+    """The settings of a loss family, or of a trainer's checks."""
+    of = family(name).settings
+    return [
+        SettingOut(name=k, default=s.default, values=None if s.choices is None else list(s.choices), meaning=s.doc)
+        for k, s in of.items()
+    ]
+
+
+def checks(name: str) -> list[CheckOut]:
+    """The checks of a trainer.
+
+    Raises:
+        UsageError: for what is no trainer.
+    """
+    if not catalogue.is_trainer(name):
+        raise UsageError(f"trainer {name!r} is unknown, {meant(name, catalogue.TRAINERS)}")
+    counted = {p: [c.settings["check"] for c in catalogue.cases(name, p, 0)] for p in ("quick", "pr", "nightly")}
+    return [
+        CheckOut(
+            name=one.name,
+            run_as=list(one.ways),
+            cases={p: names.count(one.name) for p, names in counted.items()},
+            settings=list(one.settings),
+            meaning=one.doc,
+        )
+        for one in catalogue.family(name).checks.values()
+    ]
+
+
+def profiles() -> list[ProfileOut]:
+    """How many cases each profile draws of each loss family, and whether its seed is fixed."""
+    from parity.case.profiles import PROFILES
+    from parity.registry import loss_family
+
+    return [
+        ProfileOut(
+            name=name,
+            fixed_seed=profile.derandomised,
+            cases={f: loss_family(f).drawn.get(name, 0) for f in loss_families()},
+        )
+        for name, profile in PROFILES.items()
+    ]
+
+
+def uncovered() -> list[UncoveredOut]:
     """The trainers of the installed TRL without a check, each with the reason."""
     from parity.trainers.checks import installed
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("trainer without a check", "why"):
-        table.add_column(column, overflow="fold")
-    for name, told in installed.described():
-        if name not in installed.covered():
-            table.add_row(name, told.removeprefix("no check: "))
-    console.print("\n", table)
+    told = ((name, why.removeprefix("no check: ")) for name, why in installed.described())
+    return [UncoveredOut(trainer=name, why=why) for name, why in told if name not in installed.covered()]
 
 
-def _show_trainer(console: Console, name: str) -> None:
-    """The checks of a trainer, their settings and how often a profile has them."""
-    fam = catalogue.family(name)
-    console.print(f"\n[bold]trainer {name}[/bold]: checks on a real {catalogue.TRAINERS[name]}")
-    table = Table(box=None, pad_edge=False)
-    for column in ("check", "run as", "pr", "nightly", "settings", "meaning"):
-        table.add_column(column, overflow="fold")
-    counted = {p: [c.settings["check"] for c in catalogue.cases(name, p, 0)] for p in ("pr", "nightly")}
-    for one in fam.checks.values():
-        counts = [str(counted[p].count(one.name)) for p in ("pr", "nightly")]
-        table.add_row(one.name, " ".join(one.ways), *counts, " ".join(one.settings), one.doc)
+def show_implementations(found: Sequence[ImplementationOut], console: Console) -> None:
+    """A table for all families: id, role, and the library's version or why it cannot run."""
+    wide = max((len(i.id) for i in found), default=0)
+    for number, (name, group) in enumerate(itertools.groupby(found, key=lambda i: i.family)):
+        table = _table(f"{name}", ("", "", ""), show_header=False, lead=number > 0)
+        for column, width in zip(table.columns, (wide + 2, 9, None), strict=True):
+            column.no_wrap, column.min_width = width is not None, width
+        for i in group:
+            notes = [n for n, there in (("only if named", i.opt_in), ("Triton", i.interpreted)) if there]
+            version = f"{i.library} {i.version or ''}".strip() if i.library else "parity"
+            last = i.missing.partition(":")[0] if i.missing else ", ".join([version, *notes])
+            table.add_row(
+                Text(f"  {i.id}"), "reference" if i.role == "reference" else "", last, style="dim" if i.missing else ""
+            )
+        console.print(table)
+    can = sum(i.missing is None for i in found)
+    console.print(
+        f"\n{can} of {len(found)} can run here. Settings: parity list --settings policy; checks of a trainer: "
+        "parity list --checks dpo-trainer",
+        markup=False,
+    )
+
+
+def show_rows(title: str, found: Sequence[Any], console: Console) -> None:
+    """A table of structures; values and settings stand in the last column, behind the meaning."""
+    rows = [_row(msgspec.structs.asdict(one)) for one in found]
+    table = _table(title, tuple(rows[0]) if rows else ())
+    for row in rows:
+        table.add_row(*(Text(text) for text in row.values()))
+    for column in table.columns[:-1]:
+        column.max_width = 24
     console.print(table)
-    console.print(f"run as: {'; '.join(f'{name}.{way}: {doc}' for way, doc in catalogue.WAYS.items())}")
+
+
+def _row(row: dict[str, Any]) -> dict[str, str]:
+    more = {name.replace("_", " "): text for name in BEHIND if (text := _cell(row.pop(name, None)))}
+    cells: dict[str, str] = {}
+    for name, value in row.items():
+        cells |= {str(k): f"{v:,}" for k, v in value.items()} if isinstance(value, Mapping) else {name: _cell(value)}
+    if more:
+        told = "; ".join(f"{name}: {text}" for name, text in more.items())
+        cells["meaning"] = f"{cells['meaning'].rstrip('.')}; {told}"
+    return cells
+
+
+def _table(title: str, headings: Sequence[str], show_header: bool = True, lead: bool = False) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=show_header, padding=(0, 2, 0, 0))
+    table.title, table.title_justify, table.title_style = Text(("\n" if lead else "") + title), "left", "bold"
+    for heading in headings:
+        table.add_column(heading.replace("_", " "), overflow="fold")
+    return table
+
+
+def _cell(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+
+
+BEHIND = ("run_as", "values", "settings")
+"""Fields that stand behind the meaning: they are long."""
+SECTIONS: dict[str, Callable[..., list[Any]]] = {
+    "settings": settings,
+    "checks": checks,
+    "profiles": profiles,
+    "uncovered": uncovered,
+}
+"""Option of `parity list` -> what it shows instead of the implementations."""

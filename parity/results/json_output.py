@@ -80,6 +80,40 @@ class ImplementationOut(msgspec.Struct, kw_only=True):
     contexts: Annotated[list[str], _of("plain, autocast, compile, checkpoint")]
 
 
+class SettingOut(msgspec.Struct, kw_only=True):
+    """`parity list --settings FAMILY --json` prints a list of these."""
+
+    name: Annotated[str, _of("its name")]
+    default: Annotated[Any, _of("its default")]
+    values: Annotated[list[Any] | None, _of("those it may take; null: see its meaning")]
+    meaning: Annotated[str, _of("what it is")]
+
+
+class CheckOut(msgspec.Struct, kw_only=True):
+    """`parity list --checks TRAINER --json` prints a list of these."""
+
+    name: Annotated[str, _of("its name")]
+    run_as: Annotated[list[str], _of("released, fused, fixed")]
+    cases: Annotated[dict[str, int], _of("profile -> how many")]
+    settings: Annotated[list[str], _of("its settings")]
+    meaning: Annotated[str, _of("what it checks")]
+
+
+class ProfileOut(msgspec.Struct, kw_only=True):
+    """`parity list --profiles --json` prints a list of these."""
+
+    name: Annotated[str, _of("its name")]
+    fixed_seed: Annotated[bool, _of("the same cases every time")]
+    cases: Annotated[dict[str, int], _of("loss family -> cases drawn")]
+
+
+class UncoveredOut(msgspec.Struct, kw_only=True):
+    """`parity list --uncovered --json` prints a list of these: trainers of the installed TRL."""
+
+    trainer: Annotated[str, _of("class in TRL")]
+    why: Annotated[str, _of("why it has no check")]
+
+
 class DoctorOut(msgspec.Struct, kw_only=True):
     """`parity doctor --json`."""
 
@@ -146,7 +180,10 @@ class BisectOut(msgspec.Struct, kw_only=True):
     exit_code: Annotated[int, _of("of the command")]
 
 
-EVERY = (RunOut, FindingOut, CellOut, ImplementationOut, DoctorOut, EnvironmentOut, CompareOut, MovedOut, BisectOut)
+EVERY = (
+    *(RunOut, FindingOut, CellOut, ImplementationOut, SettingOut, CheckOut, ProfileOut, UncoveredOut, DoctorOut),
+    *(EnvironmentOut, CompareOut, MovedOut, BisectOut),
+)
 
 
 def text(value: Any) -> str:

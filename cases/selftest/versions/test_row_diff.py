@@ -320,14 +320,16 @@ def test_a_comparison_under_each_sides_defaults_shows_what_moved_inside_the_gate
     monkeypatch.setattr(compare, "Environment", stub)
     monkeypatch.setattr(compare, "cases", lambda: [("named", CASE)])
     monkeypatch.setattr(compare, "both", lambda *_, **__: looks)
-    plain, _ = compare.compare((["trl==1"], ["trl==2"]))
+    plain = compare.compare((["trl==1"], ["trl==2"])).text()
     assert "0 worse (+), 0 better (-), 0 otherwise moved (~)" in plain
     assert "GRPOConfig, defaults changed: top_k None -> 0" in plain
     assert "sampled tokens: none to compare, before: None; after: Unsupported: no trainer" in plain
-    own, code = compare.compare((["trl==1"], ["trl==2"]), all_defaults=True)
-    assert "1 otherwise moved (~)" in own and code == 0
+    own = compare.compare((["trl==1"], ["trl==2"]), all_defaults=True)
+    assert "1 otherwise moved (~)" in own.text() and own.exit_code == 0
     looks[1] = Look([row(**WRONG)], {})
-    assert compare.compare((["trl==1"], ["trl==2"]))[1] == 1
+    worse = compare.compare((["trl==1"], ["trl==2"])).json()
+    assert worse.exit_code == 1 and worse.judged == [1, 1]
+    assert [(m.case, m.mark, m.before, m.after) for m in worse.moved] == [("named", "+", "agree", "disagree")]
     looks[1] = Look([], {})
     with pytest.raises(compare.EnvironmentUnusable, match="1 and 0 judged quantities"):
         compare.compare((["trl==1"], ["trl==2"]))

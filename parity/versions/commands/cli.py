@@ -13,9 +13,11 @@ from typing import Any
 import click
 from packaging.utils import canonicalize_name
 
+from parity.results.json_output import text
 from parity.versions.env.client import EnvironmentUnusable, cache_folder
 
 FOUND, NOT_FOUND, USAGE, UNUSABLE = 0, 1, 2, 3
+_JSON = click.option("--json", "as_json", is_flag=True, help="print JSON (docs/measured/json.md)")
 
 
 def _usable(command: Callable[..., int]) -> Callable[..., None]:
@@ -72,8 +74,11 @@ def history_command(ids: tuple[str, ...], search: bool) -> int:
     "--find", type=click.Choice(["broken", "fixed"]), default="broken", show_default=True, help="what to find"
 )
 @click.option("--hold", multiple=True, metavar="PKG==VER", help="keep another package at this version")
+@_JSON
 @_usable
-def bisect_command(package: str, good: str, bad: str, find: Any, hold: tuple[str, ...], **chosen: Any) -> int:
+def bisect_command(
+    package: str, good: str, bad: str, find: Any, hold: tuple[str, ...], as_json: bool, **chosen: Any
+) -> int:
     """Find the release of PKG that changed a result, between two releases that differ.
 
     Without --case and --check it compares the frozen cases at both ends and follows the clearest difference.
@@ -100,8 +105,9 @@ def bisect_command(package: str, good: str, bad: str, find: Any, hold: tuple[str
     for path in (state, remembered):
         if path is not None:
             path.unlink(missing_ok=True)
-    click.echo(done.text)
-    return {"found": FOUND, "swapped": USAGE, "unjudged": UNUSABLE}.get(done.found.outcome, NOT_FOUND)
+    code = {"found": FOUND, "swapped": USAGE, "unjudged": UNUSABLE}.get(done.found.outcome, NOT_FOUND)
+    click.echo(text(done.json(code)) if as_json else done.text)
+    return code
 
 
 def _state(question: str) -> Path:
@@ -163,14 +169,17 @@ def _shown(path: Path) -> str:
 @click.argument("after", metavar="SPEC")
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
 @click.option("--all-defaults", is_flag=True, help="give every setting the release's own default")
+@_JSON
 @_usable
-def compare_command(before: str, after: str, implementations: tuple[str, ...], all_defaults: bool) -> int:
+def compare_command(
+    before: str, after: str, implementations: tuple[str, ...], all_defaults: bool, as_json: bool
+) -> int:
     """What changed between two releases, quantity by quantity, and which of them is nearer to the definition."""
     from parity.versions.commands.compare import compare
 
-    text, code = compare(([before], [after]), implementations, all_defaults=all_defaults)
-    click.echo(text)
-    return code
+    found = compare(([before], [after]), implementations, all_defaults=all_defaults)
+    click.echo(text(found.json()) if as_json else found.text())
+    return found.exit_code
 
 
 @click.command("matrix")
@@ -210,12 +219,16 @@ def env_command() -> None:
 
 
 @env_command.command("list")
+@_JSON
 @_usable
-def env_list() -> int:
+def env_list(as_json: bool) -> int:
     """Name, size, date, and packages that do not import."""
-    from parity.versions.env.environment import environments_root, listing, own_bytes
+    from parity.versions.env.environment import environments_root, listing, out, own_bytes
 
     made = listing()
+    if as_json:
+        click.echo(text([out(one) for one in made]))
+        return FOUND
     for one in made:
         broken = [name for name, reason in one.imports.items() if reason]
         broken_text = f"  does not import: {', '.join(broken)}" if broken else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from parity.case.case import Case
 from parity.errors import UsageError
 from parity.families.policy_inputs import LOSS_TYPES
 from parity.registry import NAMES, loss_families, loss_family
+from parity.results.json_output import CompareOut, MovedOut
 from parity.results.row import DECIDED
 from parity.versions.commands.history import folder
 from parity.versions.commands.probe import Look, look
@@ -78,14 +80,73 @@ def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[
     return [i.id for i in chosen]
 
 
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """Two environments: how many cases, the quantities judged in each, what moved, and remarks a line each."""
+
+    sides: tuple[Environment, Environment]
+    cases: int
+    judged: tuple[int, int]
+    moved: Sequence[Moved]
+    notes: Sequence[str]
+
+    @property
+    def exit_code(self) -> int:
+        """1 when something newly disagrees in the second, else 0."""
+        return int(any(m.mark == "+" for m in self.moved))
+
+    def text(self) -> str:
+        """The report."""
+        counts = {mark: sum(m.mark == mark for m in self.moved) for mark in MARKS}
+        before, after = self.sides
+        packages = [
+            f"{n} {a} -> {b}" for n in PARTNERS if (a := before.versions.get(n)) != (b := after.versions.get(n))
+        ]
+        lines = [f"before: {before.partners}", f"after:  {after.partners}", ""]
+        lines += [table(self.moved), ""] if self.moved else []
+        lines.append(
+            f"{self.cases} cases, {self.judged[0]} and {self.judged[1]} judged quantities: "
+            f"{counts['+']} worse (+), {counts['-']} better (-), {counts['~']} otherwise moved (~); ! outside its gate"
+        )
+        return "\n".join([*lines, f"packages: {', '.join(packages) or 'the same'}", *self.notes])
+
+    def json(self) -> CompareOut:
+        """The same as a structure."""
+        return CompareOut(
+            before=dict(self.sides[0].versions),
+            after=dict(self.sides[1].versions),
+            cases=self.cases,
+            judged=list(self.judged),
+            moved=[_moved_out(m) for m in self.moved],
+            notes=list(self.notes),
+            exit_code=self.exit_code,
+        )
+
+
+def _moved_out(m: Moved) -> MovedOut:
+    verdicts = [r.verdict if r else None for r in (m.before, m.after)]
+    sizes = [r.headroom if r else None for r in (m.before, m.after)]
+    return MovedOut(
+        case=m.case,
+        implementation=m.implementation,
+        quantity=m.quantity,
+        mark=m.mark,
+        nearer=m.nearer,
+        before=verdicts[0],
+        after=verdicts[1],
+        headroom_before=sizes[0],
+        headroom_after=sizes[1],
+    )
+
+
 def compare(
     specs: tuple[Sequence[str], Sequence[str]], named: Sequence[str] = (), *, all_defaults: bool = False
-) -> tuple[str, int]:
-    """The report and the exit code: 0, 1 when something newly disagrees in the second, 3 when nothing was compared.
+) -> Compared:
+    """The frozen cases in both environments.
 
     all_defaults: every setting of the loss at the release's own default, which is what a user gets who sets nothing;
     what moves then is the release, wrong or not.
-    EnvironmentUnusable when one of the environments cannot be made, imported or run.
+    EnvironmentUnusable when one of the environments cannot be made, imported or run, or nothing was compared.
     """
     parsed = [parse_all(one) for one in specs]
     if parsed[0] == parsed[1]:
@@ -102,20 +163,9 @@ def compare(
     if not all(judged):
         raise EnvironmentUnusable(f"compare: {' and '.join(map(str, judged))} judged quantities, nothing to compare")
     different = moved(side(found[0], asked[0]), side(found[1], asked[1]), settings_too=all_defaults)
-    lines = [f"before: {sides[0].partners}", f"after:  {sides[1].partners}", ""]
-    lines += [table(different), ""] if different else []
-    counts = {mark: sum(m.mark == mark for m in different) for mark in MARKS}
-    lines.append(
-        f"{len(asked[0])} cases, {judged[0]} and {judged[1]} judged quantities: "
-        f"{counts['+']} worse (+), {counts['-']} better (-), {counts['~']} otherwise moved (~); ! outside its gate"
-    )
-    packages = [
-        f"{n} {a} -> {b}" for n in PARTNERS if (a := sides[0].versions.get(n)) != (b := sides[1].versions.get(n))
-    ]
-    lines.append(f"packages: {', '.join(packages) or 'the same'}")
-    if not named:
-        lines.append(sampled_moved(*(one.sampled for one in seen)))
-    return "\n".join([*lines, *_settings_moved(*(one.config for one in seen))]), int(counts["+"] > 0)
+    notes = [] if named else [sampled_moved(*(one.sampled for one in seen))]
+    notes += _settings_moved(*(one.config for one in seen))
+    return Compared((sides[0], sides[1]), len(asked[0]), (judged[0], judged[1]), different, notes)
 
 
 def sampled_moved(before: list[list[int]] | str | None, after: list[list[int]] | str | None) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import parity
+from parity.results.json_output import EnvironmentOut
 from parity.running.cpu_limit import run as run_within
 from parity.versions.env import build
 from parity.versions.env.client import EnvironmentUnusable, cache_root
@@ -136,6 +137,14 @@ def show(name: str) -> Environment:
         return found[0]
     choices = ", ".join(one.name for one in found or every) or "none is made yet"
     raise EnvironmentUnusable(f"environment {name!r}: {'several match' if found else 'none matches'}: {choices}")
+
+
+def out(made: Environment) -> EnvironmentOut:
+    """One environment as `parity env list --json` prints it."""
+    broken = {name: reason for name, reason in made.imports.items() if reason}
+    return EnvironmentOut(
+        name=made.name, bytes=own_bytes(made), before=made.before, versions=dict(made.versions), broken=broken
+    )
 
 
 def own_bytes(made: Environment) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from parity.errors import UsageError
+from parity.results.json_output import BisectOut
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
 from parity.versions.env.releases import releases
@@ -41,6 +42,21 @@ class Report:
     moved: dict[str, tuple[str, str]]
     cause: tuple[str, ...]
     text: str
+
+    def json(self, exit_code: int) -> BisectOut:
+        """The same as a structure."""
+        found = self.found
+        return BisectOut(
+            outcome=found.outcome,
+            low=found.low,
+            high=found.high,
+            between=list(found.between),
+            by=found.by,
+            moved={name: list(pair) for name, pair in self.moved.items()},
+            cause=list(self.cause),
+            measured=[{"release": at, "verdict": m.verdict, "headroom": m.headroom} for at, m in found.measured],
+            exit_code=exit_code,
+        )
 
 
 def search(
