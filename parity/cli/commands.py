@@ -13,7 +13,8 @@ from parity.cli import nightly
 from parity.cli.complete import cases, devices, dtypes, families, implementations, profiles, trainers, values
 from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
 from parity.cli.ledger import ledger_command
-from parity.cli.show import Detail, detail, progress, report
+from parity.cli.progress import Shown
+from parity.cli.show import Detail, detail, report
 from parity.errors import UsageError
 from parity.rollouts.commands import rollouts
 from parity.versions.commands.cli import COMMANDS
@@ -93,9 +94,8 @@ def run_command(specs: tuple[str, ...], max_time: str | None, detail: Detail, **
 
     limit = nightly.duration(max_time).total_seconds() if max_time else None
     started = Options(max_time=limit, **options)
-    result = execute(started, progress())
-    if sys.stderr.isatty():
-        click.echo("", err=True)
+    with Shown() as progress:
+        result = execute(started, progress)
     report(result.header, result.rows, started.reports, result.reasons, result.exit_code, detail)
     sys.exit(result.exit_code)
 

@@ -12,7 +12,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from parity.cli.show import progress, report
+from parity.cli.progress import Shown
+from parity.cli.show import report
 from parity.errors import UsageError
 
 _REPORTS = click.option(
@@ -52,7 +53,8 @@ def nightly_command(max_time: str, skip: tuple[str, ...], **options: Any) -> Non
     if unknown := set(skip) - {o[0] for o in Night.others}:
         raise UsageError(f"--skip {sorted(unknown)[0]!r}: choose from {', '.join(o[0] for o in Night.others)}")
     night = Night(max_time=duration(max_time).total_seconds(), others=others, **options)
-    code, changed = run(night, lambda line: click.echo(line, err=True), progress())
+    with Shown() as progress:
+        code, changed = run(night, progress.say, progress)
     if changed is not None:
         from parity.results.report.rows import read
 

@@ -1,12 +1,9 @@
-"""What a run shows while it goes on, and what it writes at its end."""
+"""What a run writes and prints at its end."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +13,6 @@ from parity.cli.group import console
 from parity.errors import UsageError
 from parity.results.header import Header
 from parity.results.row import Row
-
-
-def progress() -> Callable[[list[Row], int, int], None]:
-    """A line on stderr: rewritten on a terminal, a new one every 20 s elsewhere."""
-    terminal, begun = sys.stderr.isatty(), time.monotonic()
-    last = [begun if not terminal else 0.0]
-
-    def show(rows: list[Row], done: int, of: int) -> None:
-        now = time.monotonic()
-        if now - last[0] < (0.2 if terminal else 20.0):
-            return
-        last[0] = now
-        failing = len({r.implementation for r in rows if r.new})
-        parts = [f"{now - begun:5.0f} s", f"case {done:,} of {of:,} ({done / max(of, 1):.0%})"]
-        if done:
-            parts.append(f"about {max(0.0, (now - begun) * (of - done) / done):.0f} s left")
-        if rows:
-            parts.append(f"{rows[-1].implementation}")
-        parts.append(f"{failing} implementation{'s' if failing != 1 else ''} with new findings")
-        text = ", ".join(parts)
-        click.echo(f"\r{text[:119]}\033[K" if terminal else text, err=True, nl=not terminal)
-
-    return show
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ from parity.results.ledger import Ledger
 from parity.results.row import Row
 from parity.running import gpu, supervisor
 from parity.running.chosen import described, named
-from parity.running.events import At, Checked, Judged, Lost, Stopped
+from parity.running.events import At, Checked, Judged, Lost, Started, Stopped
 from parity.running.provenance import header, resolve_device
 from parity.trainers import catalogue
 
@@ -168,8 +168,8 @@ def check(options: Options) -> None:
         raise UsageError("device 'cuda': torch sees no CUDA device here (parity doctor says why), choose cpu or auto")
 
 
-def execute(options: Options, progress: Callable[[list[Row], int, int], None]) -> Result:
-    """Run, writing rows as they come; `progress(rows, cases, of)` is called at every event."""
+def execute(options: Options, progress: Callable[[list[Row], int, int, str], None]) -> Result:
+    """Run, writing rows as they come; `progress(rows, cases, of, now)` is called at every event."""
     from parity.results.report.rows import writer
 
     check(options)
@@ -191,7 +191,7 @@ def execute(options: Options, progress: Callable[[list[Row], int, int], None]) -
     begun = time.monotonic()
     path = options.results or options.reports / "results.ndjson"
     roles = {i.id: i.role for i in (load() | catalogue.implementations()).values()}
-    of, done, ended = size(plan), 0, 0
+    of, done, ended, now = size(plan), 0, 0, ""
     with locked(options.reports), writer(path) as write:
         write(head)
 
@@ -213,7 +213,9 @@ def execute(options: Options, progress: Callable[[list[Row], int, int], None]) -
                             stopped.append(event)
                         case At():
                             done += 1
-                    progress(rows, done, of)
+                        case Started():
+                            now = f"{event.implementation} on {event.case}"
+                    progress(rows, done, of, now)
         except KeyboardInterrupt as error:
             ended = TERMINATED if isinstance(error, Terminated) else INTERRUPTED
         for row in pooled(rows):

@@ -62,7 +62,7 @@ def test_every_report_says_that_a_run_did_not_finish(tmp_path, records, says):
     done = CliRunner().invoke(main, ["report", str(path)])
     assert done.exit_code == 3
     assert says in " ".join(done.output.split())
-    assert "no new findings so far" in " ".join(done.output.split())
+    assert "NEW none so far" in " ".join(done.output.split())
     summary = summarise(*read(path))
     for text in (markdown.render(summary), html.render(summary), junit.render(summary).decode()):
         assert says in text

@@ -80,7 +80,8 @@ NOTHING = ("refused", "unsupported")
 
 def headline(summary: Summary) -> str:
     """`NEW none · KNOWN 14`: the opening of every report."""
-    return f"NEW {len(summary.findings) or 'none'} · KNOWN {len(summary.known) or 'none'}"
+    so_far = " so far" if summary.incomplete else ""
+    return f"NEW {len(summary.findings) or 'none'}{so_far} · KNOWN {len(summary.known) or 'none'}"
 
 
 def verdict(summary: Summary, code: int) -> str:

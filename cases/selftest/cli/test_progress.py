@@ -1,0 +1,67 @@
+"""How far a run is: the figures, nothing to overwrite on a pipe, one live line on a terminal."""
+
+import io
+import time
+
+from msgspec import convert
+from rich.console import Console
+
+from cases.selftest.results.test_report import GRADIENT, LOSS
+from parity.cli import progress
+from parity.results.row import Row
+
+
+def made(clock, **options):
+    out = io.StringIO()
+    return progress.Shown(Console(file=out, width=200, **options), clock), out
+
+
+def test_the_figures():
+    now = [0.0]
+    shown, _ = made(lambda: now[0])
+    shown([], 0, 400, "lib.a on case-1")
+    assert (
+        shown.text() == "0 of 400 cases (0 %) · time left not known yet · NEW none · KNOWN none · now lib.a on case-1"
+    )
+    rows = [convert(r, Row) for r in (LOSS, GRADIENT, GRADIENT | {"known": "entry-1"})]
+    now[0] = 20.0
+    shown(rows, 100, 400, "lib.b on case-2")
+    assert shown.line() == (
+        "20 s: 100 of 400 cases (25 %) · about 60 s left · NEW in lib.loss · KNOWN 1 · now lib.b on case-2"
+    )
+    assert len(shown.text(60)) == 60
+
+
+def test_time_left_follows_the_speed_of_the_last_minutes():
+    """A slow start does not weigh for ever: 10 cases in 300 s, then one a second."""
+    now = [0.0]
+    shown, _ = made(lambda: now[0])
+    for second, done in [(300, 10), *((300 + k, 10 + k) for k in range(1, 200))]:
+        now[0] = second
+        shown([], done, 309, "")
+    assert shown.left() == "about 100 s left" or shown.left() == "about 2 min left"
+
+
+def test_a_pipe_gets_lines(monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+    shown, out = made(lambda: 0.0)
+    with shown:
+        shown([], 3, 4, "lib.a on case-1")
+        while out.getvalue().count("\n") < 2:
+            time.sleep(0.01)
+    lines = out.getvalue().splitlines()
+    assert "3 of 4 cases (75 %)" in lines[1]
+    before = out.getvalue()
+    shown.say("history")
+    time.sleep(0.05)
+    assert out.getvalue() == before + "history\n", "what runs after it is not reported as it"
+    assert "\r" not in out.getvalue() and "\x1b" not in out.getvalue()
+
+
+def test_a_terminal_gets_one_live_line():
+    shown, out = made(lambda: 0.0, force_terminal=True)
+    with shown:
+        shown([], 3, 4, "lib.a on case-1")
+        shown.live.refresh()
+    assert "3 of 4 cases (75 %)" in out.getvalue() and "now lib.a" in out.getvalue()
+    assert out.getvalue().rstrip("\r\n").endswith("\x1b[2K"), "nothing of it stays"

@@ -1,0 +1,108 @@
+"""How far a run is: one live line on a terminal, a line every half minute elsewhere, both on standard error."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from parity.results.row import Row
+
+EVERY = 30.0
+"""Seconds between two lines where there is no terminal."""
+WINDOW = 120.0
+"""Seconds over which the speed is measured: the first cases of a run, frozen ones, take longest."""
+
+
+class Shown:
+    """Called with the rows so far, cases done and planned, and what runs now; shown from then until it is left.
+
+    `clock` gives seconds; lines of a pipe come from a thread, so that a hung kernel does not silence them.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
+        self.clock = clock
+        self.begun = clock()
+        self.past: collections.deque[tuple[float, int]] = collections.deque([(self.begun, 0)])
+        self.done, self.of, self.read, self.now = 0, 0, 0, "starting"
+        self.new: set[str] = set()
+        self.known: set[str] = set()
+        self.ended: threading.Event | None = None
+        self.live: Progress | None = None
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            columns = (BarColumn(20), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+            self.live = Progress(*columns, console=self.console, transient=True, refresh_per_second=2)
+            self.task = self.live.add_task("", total=None)
+
+    def __call__(self, rows: Sequence[Row], done: int, of: int, now: str) -> None:
+        """Take in what happened."""
+        if self.ended is None:
+            self._start()
+        for row in rows[self.read :]:
+            if row.new:
+                self.new.add(row.implementation)
+            elif row.known:
+                self.known.add(row.known)
+        self.read, self.of, self.now = len(rows), of, now or self.now
+        if done != self.done:
+            self.done = done
+            self.past.append((self.clock(), done))
+            while len(self.past) > 2 and self.past[-1][0] - self.past[1][0] > WINDOW:
+                self.past.popleft()
+        if self.live is not None:
+            self.live.update(self.task, total=of, completed=done, description=self.text(self.console.width - 32))
+
+    def text(self, width: int = 0) -> str:
+        """Cases done and planned, per cent, time left, findings so far, and as far as `width` reaches what runs now."""
+        parts = [f"{self.done:,} of {self.of:,} cases ({100 * self.done // max(self.of, 1)} %)", self.left()]
+        new = f"NEW in {', '.join(sorted(self.new)[:2])}{' …' * (len(self.new) > 2)}" if self.new else "NEW none"
+        parts += [new, f"KNOWN {len(self.known) or 'none'}"]
+        whole = " · ".join([*parts, f"now {self.now}"])
+        return whole if not width or len(whole) <= width else whole[: max(width - 1, 0)] + "…"
+
+    def left(self) -> str:
+        """Time left at the speed of the last minutes."""
+        (start, before), (end, done) = self.past[0], self.past[-1]
+        if done == before or end == start:
+            return "time left not known yet"
+        seconds = (self.of - done) * (end - start) / (done - before)
+        return f"about {seconds:.0f} s left" if seconds < 100 else f"about {seconds / 60:.0f} min left"
+
+    def line(self) -> str:
+        """What a pipe gets."""
+        return f"{self.clock() - self.begun:.0f} s: {self.text()}"
+
+    def say(self, line: str) -> None:
+        """Print a line about something else; the display ends until the next call."""
+        self._stop()
+        self.console.print(line, markup=False, soft_wrap=True)
+
+    def __enter__(self) -> Shown:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stop()
+
+    def _start(self) -> None:
+        self.ended = threading.Event()
+        if self.live is not None:
+            self.live.start()
+        else:
+            threading.Thread(target=self._lines, args=(self.ended,), daemon=True).start()
+
+    def _stop(self) -> None:
+        if self.ended is not None:
+            self.ended.set()
+            self.ended = None
+            if self.live is not None:
+                self.live.stop()
+
+    def _lines(self, ended: threading.Event) -> None:
+        while not ended.wait(EVERY):
+            self.console.print(self.line(), markup=False, soft_wrap=True)
