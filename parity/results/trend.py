@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -165,3 +166,56 @@ def _missing(run: Run, past: Sequence[Run]) -> Iterable[Missing]:
         usual = statistics.median(r.compared.get(k, 0) for r in past)
         if run.compared.get(k, 0) < SHARE * usual:
             yield Missing(*k, cases=run.compared.get(k, 0), usual=usual)
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """The worst headroom of one quantity over kept runs; `points`: a polyline of 96 x 18, the oldest run first."""
+
+    implementation: str
+    family: str
+    quantity: str
+    dtype: str
+    values: tuple[float, ...]
+    before: float
+    now: float
+    grew: bool
+
+    @property
+    def points(self) -> str:
+        """Logarithmic, so that a factor is the same rise everywhere."""
+        logs = [math.log10(max(v, 1e-3)) for v in self.values]
+        low, high = min(logs), max(max(logs), min(logs) + 0.3)
+        step = 92 / max(len(logs) - 1, 1)
+        return " ".join(f"{2 + k * step:.1f},{16 - 14 * (v - low) / (high - low):.1f}" for k, v in enumerate(logs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trend:
+    """All courses of a run's profile and device, the steepest first, over so many runs."""
+
+    runs: int
+    lines: tuple[Course, ...]
+
+
+def lines(run: Run, every: Iterable[Run]) -> Trend | None:
+    """The courses of what `run` judged, known findings left out; None where no earlier run can be compared with it."""
+    past = [r for r in every if (r.profile, r.device) == (run.profile, run.device) and r.started < run.started]
+    past = [r for r in sorted(past, key=lambda r: r.started) if r.complete][-NIGHTS:]
+    if not past:
+        return None
+    courses: dict[tuple[str, ...], list[float]] = {}
+    for one in (*past, run):
+        for j in one.judged:
+            if j.headroom is not None and not j.known:
+                courses.setdefault(j.key, []).append(j.headroom)
+    now = {j.key: j.headroom for j in run.judged if j.headroom is not None and not j.known}
+    out = []
+    for key, values in courses.items():
+        if key in now and len(values) > 1:
+            implementation, family, device, dtype, quantity = key
+            before = statistics.median(values[:-1])
+            grew = now[key] > max(GROWTH * before, WORTH_SHOWING)
+            told = dtype if device == "cpu" else f"{dtype} on {device}"
+            out.append(Course(implementation, family, quantity, told, tuple(values), before, now[key], grew))
+    return Trend(len(past) + 1, tuple(sorted(out, key=lambda c: -c.now / max(c.before, WORTH_SHOWING))))

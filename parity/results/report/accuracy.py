@@ -49,8 +49,8 @@ class Comparison:
 def compare(rows: Iterable[Row], ours: Sequence[str] = OURS) -> list[Comparison]:
     """Each of `ours` with every peer of its family, by dtype; counts, relations and pooled slopes left out."""
     errors: dict[tuple[str, str, str], dict[tuple[str, str], dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in _measured(rows):
-        where = (row.family, _kind(row), row.dtype)
+    for row in decided(rows):
+        where = (row.family, kind_of(row), row.dtype)
         errors[where][row.case, row.subject][row.implementation] = error(row)
     found = []
     for (_, kind, dtype), by_case in sorted(errors.items()):
@@ -68,13 +68,13 @@ def headrooms(rows: Iterable[Row], ours: Sequence[str] = OURS, at_least: int = 1
     Peers by family; those judged on fewer than `at_least` quantities are left out. A coarse recipe allows more.
     """
     found: dict[tuple[bool, str, str, str], list[float]] = defaultdict(list)
-    measured = list(_measured(rows))
+    measured = list(decided(rows))
     families = {row.family for row in measured if row.implementation in ours}
     for row in measured:
         if row.family in families:
             value = math.inf if row.headroom is None else float(row.headroom)
             name = row.implementation
-            found[name not in ours, name, row.dtype, _kind(row)].append(value)
+            found[name not in ours, name, row.dtype, kind_of(row)].append(value)
     lines = ["| implementation | dtype | of | quantities | median headroom | worst |", "|---|---|---|---:|---:|---:|"]
     for (_, name, dtype, kind), values in sorted(found.items()):
         if len(values) >= at_least:
@@ -87,14 +87,16 @@ def _headroom(value: float) -> str:
     return measured.headroom(value)
 
 
-def _measured(rows: Iterable[Row]) -> Iterable[Row]:
+def decided(rows: Iterable[Row]) -> Iterable[Row]:
+    """Rows that were held against the oracle as numbers: no counts, relations, pooled slopes, nor the protocol."""
     own = ("relation", "pooled", "protocol")
     return (
         row for row in rows if row.verdict in DECIDED and "exact" not in row.gates and not row.subject.startswith(own)
     )
 
 
-def _kind(row: Row) -> str:
+def kind_of(row: Row) -> str:
+    """gradients or values."""
     return "gradients" if row.subject.startswith("grad_") else "values"
 
 

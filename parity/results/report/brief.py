@@ -48,7 +48,7 @@ def render(
 def show(lines: Out, console: Console) -> None:
     """Print lines as they are: the terminal may break one that is too long for it, this never does."""
     for text, style in lines:
-        console.print(Text(plain(text), style=style), soft_wrap=True)
+        console.print(Text(plain(text.rstrip()), style=style), soft_wrap=True)
 
 
 def opening(summary: Summary, width: int) -> Out:
@@ -63,6 +63,8 @@ def closing(summary: Summary, width: int, code: int, reasons: Sequence[str], fol
     """Versions, reports, the verdict, why, what is new, what is known, and the next command to type."""
     out: Out = [("", "")]
     out += _labelled("idle", _idle(summary), width, 1)
+    for told in (*wording.imported(summary), *(wording.unjudged(*u) for u in summary.unjudged)):
+        out += _labelled("note", told, width, 2, "yellow")
     out += _labelled("run", f"{wording.versions(summary)} · {wording.about(summary)}", width, 4, "dim")
     out += _labelled("page", f"{folder}/index.html", width, 1, "dim")
     style = "bold green" if code == 0 else "bold red"

@@ -1,34 +1,99 @@
-"""One self-contained HTML page: no script, no font, nothing fetched."""
+"""One self-contained HTML page: no script, no font, nothing fetched; light and dark, down to the width of a phone."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
 
+from parity.results import memory, trend
 from parity.results.report import wording
+from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Line, Summary, Tally
 from parity.results.row import Row
 
-TEMPLATE = Path(__file__).with_name("template.html.j2")
+FOLDER = Path(__file__).with_name("page")
 
 
-def write(summary: Summary, path: str | Path) -> None:
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A section from what another command left beside the results.
+
+    Attributes:
+        id: of the heading.
+        title: of the section.
+        note: a sentence below it.
+        pictures: SVG files in base64; shown as images, in which no script runs.
+        summary: what the folded table is.
+        headings: of the table.
+        rows: of the table.
+    """
+
+    id: str
+    title: str
+    note: str = ""
+    pictures: Sequence[str] = ()
+    summary: str = ""
+    headings: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What a page shows beside the rows.
+
+    Attributes:
+        code: exit code of the run.
+        reasons: why it is not 0.
+        scripts: stand-alone scripts, by ledger entry or, for a new finding, by replay line.
+        parts: sections at the end.
+        past: kept runs, the oldest first; where this run is among them the page says what changed.
+    """
+
+    code: int = 0
+    reasons: Sequence[str] = ()
+    scripts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    parts: Sequence[Part] = ()
+    past: Sequence[memory.Run] = ()
+
+
+def write(summary: Summary, path: str | Path, extras: Extras = Extras()) -> None:
     """Write the page."""
-    Path(path).write_text(render(summary), encoding="utf-8")
+    Path(path).write_text(render(summary, extras), encoding="utf-8")
 
 
-def render(summary: Summary) -> str:
-    """The page. Everything that comes from rows is escaped."""
+def render(summary: Summary, extras: Extras = Extras()) -> str:
+    """The page. Everything that comes from rows and files is escaped."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(
+    own = next((run for run in extras.past if run.id == summary.run), None)
+    change = trend.change(own, extras.past) if own else None
+    lines = trend.lines(own, extras.past) if own else None
+    environment.globals.update(
         summary=summary,
+        extras=extras,
+        red=extras.code != 0,
+        verdict=wording.verdict(summary, extras.code),
+        change=change,
+        growth=[_growth(g) for g in change.growth] if change else [],
+        trend=lines,
+        seen=lambda finding: _seen(finding, change),
+        day=lambda run: f"{run.started:%Y-%m-%d}",
+        scripts=extras.scripts,
+        entries=len({f.known for f in summary.known}),
+        devices=len({line.device for line in summary.lines}),
         families=list(dict.fromkeys(line.family for line in summary.lines)),
+        errors=summary.errors,
+        sections=_sections(summary, extras, change, lines),
         tallies={
             (line.implementation, line.family, line.dtype, line.device): _tallies(summary, line)
             for line in summary.lines
@@ -40,6 +105,42 @@ def render(summary: Summary) -> str:
         gates=_gates,
         gate=lambda value: math.inf if value is None else value,
     )
+    return environment.get_template("page.html.j2").render()
+
+
+def _sections(
+    summary: Summary, extras: Extras, change: trend.Change | None, lines: trend.Trend | None
+) -> list[tuple[str, str]]:
+    """Id and title of every section that the page has, for the links at its top."""
+    there = {
+        ("new", "New"): summary.findings,
+        ("fixed", "Fixed"): change and change.before and change.fixed,
+        ("grew", "Grew"): change and change.before and change.growth,
+        ("known", "Known"): summary.known,
+        ("matrix", "Matrix"): summary.grids,
+        ("kl", "KL at step 1"): summary.step_one,
+        ("errors", "Errors"): summary.errors,
+        ("trend", "Trend"): lines,
+        **{(p.id, p.title): True for p in extras.parts},
+        ("implementations", "Every implementation"): True,
+        ("coverage", "Coverage"): True,
+        ("not-compared", "Not compared"): summary.reasons,
+        ("versions", "Versions"): True,
+    }
+    return [section for section, present in there.items() if present]
+
+
+def _seen(finding: Finding, change: trend.Change | None) -> str:
+    """Since when, where runs were kept."""
+    life = change.lives.get(memory.key(finding)) if change and change.before else None
+    if life is None:
+        return ""
+    return f"in {life.times:,} of {wording.count(life.of, 'run')}, first {life.first.started:%Y-%m-%d}"
+
+
+def _growth(g: trend.Growth) -> tuple[str, ...]:
+    now = "no finite size" if g.now is None else wording.ratio(g.now)
+    return g.implementation, g.quantity, f"{g.dtype} on {g.device}", wording.ratio(g.before), now, g.case
 
 
 def bar(value: float) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from parity.results.header import About, End, Header
 from parity.results.report.coverage import Coverage, Reason, coverage, reasons
 from parity.results.report.findings import Finding, findings, tier
+from parity.results.report.matrix import Grid, Lines, StepOne, errors, grids, step_one
 from parity.results.report.outcomes import ImplementationCase, about_run, grouped, headroom
 from parity.results.row import STOPPED, Row
 
@@ -103,6 +104,9 @@ class Summary:
         undecided: entries that no gate judged, because rounding alone decides about them or a replica overflows.
         unjudged: user's functions -> what they returned that no definition knows.
         imported: implementations -> the file that their library was imported from, where not in site-packages.
+        grids: headroom by implementation, loss and dtype, for each family.
+        step_one: first steps of real trainers.
+        errors: of each candidate beside the reference's, by family.
     """
 
     run: str
@@ -117,6 +121,9 @@ class Summary:
     coverage: tuple[Coverage, ...]
     reasons: tuple[Reason, ...]
     undecided: int
+    grids: tuple[Grid, ...]
+    step_one: tuple[StepOne, ...]
+    errors: tuple[tuple[str, list[str], Lines], ...]
     unjudged: tuple[tuple[str, tuple[str, ...]], ...] = ()
     imported: tuple[tuple[str, str], ...] = ()
 
@@ -139,6 +146,7 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
     """Count a run; `header` is the file's first row, `rows` all others (`rows.read` returns the two)."""
     everything = grouped(rows)
     cases = [c for c in everything if not about_run(c.rows[0])]
+    ordered = sorted(cases, key=_where)
     found = findings(everything)
     dimensions = header.header.dimensions or {}
     families = list(dict.fromkeys([c.family for c in cases]))
@@ -157,6 +165,9 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         undecided=sum(r.undecided for c in cases for r in c.judged),
         unjudged=_unjudged(cases),
         imported=tuple({(r.imported_from, r.implementation): 0 for c in everything for r in c.rows if r.imported_from}),
+        grids=tuple(grids(ordered, dimensions)),
+        step_one=tuple(step_one(ordered)),
+        errors=tuple(errors(cases, DTYPES)),
     )
 
 

@@ -20,9 +20,9 @@ ENTRY = ("parameter", "sequence", "position", "token", "masked", "index", "value
 HEADINGS = {"token": "token id", "masked": "masked?", "oracle": "float64"}
 
 
-def count(n: int, noun: str) -> str:
+def count(n: int, noun: str, plural: str = "") -> str:
     """`1,234 cases`, `1 case`."""
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {plural or noun + 's'}"
 
 
 def percent(share: float) -> str:
