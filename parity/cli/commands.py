@@ -17,7 +17,7 @@ from parity.cli.progress import Shown
 from parity.cli.show import Detail, detail, report
 from parity.errors import UsageError
 from parity.rollouts.commands import rollouts
-from parity.versions.commands.cli import COMMANDS
+from parity.versions.commands.cli import COMMANDS, device_option
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -323,6 +323,7 @@ def case_command(path: str) -> None:
 )
 @click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="processes")
 @click.option("--markdown", is_flag=True, help="print the table as a Markdown page")
+@device_option("cpu")
 def mutants_command(**options: Any) -> None:
     """Test the harness with wrong implementations: exit code 0 if all are caught and no correct one is."""
     from parity.selftest.mutants.command import run

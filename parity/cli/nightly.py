@@ -15,6 +15,7 @@ from rich.table import Table
 from parity.cli.progress import Shown
 from parity.cli.show import report
 from parity.errors import UsageError
+from parity.versions.commands.cli import device_option
 
 _REPORTS = click.option(
     "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
@@ -135,8 +136,9 @@ def history_of_command(what: str, reports: Path) -> None:
 @click.option(
     "--config", type=click.Path(path_type=Path), default=None, help="YAML or JSON of TRL's arguments: judged first"
 )
+@device_option("auto")
 @_REPORTS
-def upgrade_check_command(spec: str, config: Path | None, reports: Path) -> None:
+def upgrade_check_command(spec: str, config: Path | None, device: str, reports: Path) -> None:
     """May we upgrade? Run, compare and audit of the other release, on one page.
 
     With --config the verdict is about those settings and their neighbours. Exit code 0: safe, 1: not safe, 3: not known.
@@ -147,7 +149,7 @@ def upgrade_check_command(spec: str, config: Path | None, reports: Path) -> None
     folder = reports / "upgrade"
     try:
         spec = upgrade.resolved(spec)
-        found, parts = upgrade.check(spec, config, folder, lambda line: click.echo(line, err=True))
+        found, parts = upgrade.check(spec, config, folder, lambda line: click.echo(line, err=True), device)
     except EnvironmentUnusable as error:
         click.echo(f"parity: {error}", err=True)
         sys.exit(upgrade.CODES[upgrade.UNKNOWN])

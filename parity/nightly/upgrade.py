@@ -46,7 +46,9 @@ def resolved(spec: str) -> str:
     return f"{package}=={releases.newest(package).version}"
 
 
-def check(spec: str, config: Path | None, reports: Path, say: Callable[[str], None]) -> tuple[str, list[Part]]:
+def check(
+    spec: str, config: Path | None, reports: Path, say: Callable[[str], None], device: str = "cpu"
+) -> tuple[str, list[Part]]:
     """The verdict and its parts, the team's own settings first.
 
     Raises:
@@ -57,13 +59,14 @@ def check(spec: str, config: Path | None, reports: Path, say: Callable[[str], No
     parts = []
     if config is not None:
         say(f"your settings in {now} and {spec}")
-        parts.append(own_settings(now, spec, team.read(config)))
+        parts.append(own_settings(now, spec, team.read(config), device))
     jobs: Sequence[tuple[str, list[str]]] = (
         ("run", ["run", "--with", spec, "--profile", "pr", "--reports", str(reports / "run")]),
         ("compare", ["compare", now, spec]),
         ("audit", ["audit", "--with", spec, "--reports", str(reports / "audit")]),
     )
     for name, words in jobs:
+        words += ["--device", device]
         say(f"parity {' '.join(words)}")
         parts.append(part(steps.run(name, words, reports / f"{name}.log", LIMIT)))
     return verdict(parts), parts
@@ -83,12 +86,12 @@ def installed(package: str) -> str:
         raise UsageError(f"upgrade-check: {package} is not installed here: there is nothing to upgrade from") from None
 
 
-def own_settings(before: str, after: str, wanted: team.Team) -> Part:
+def own_settings(before: str, after: str, wanted: team.Team, device: str) -> Part:
     """A team's settings and their neighbours through the plain and the fused losses of both releases."""
     asked = [(f"{label} ({case.dtype}, seed {case.seed})", case) for label, case in team.cases(wanted)]
     named = compare.implementations(["trl.GRPOTrainer", "liger.FusedLinearGRPOLoss"])
     made = [Environment.of(parse_all([spec])) for spec in (before, after)]
-    seen = compare.both(made, [asked, asked], named)
+    seen = compare.both(made, [asked, asked], named, device)
     different = moved(*(side(one.rows, asked) for one in seen))
     worse = [m for m in different if m.mark == "+"]
     mine = [m for m in worse if m.case.startswith("your settings")]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import parity
 from parity import recording
+from parity.errors import UsageError
 from parity.results.header import About, Header
 
 PACKAGES = (
@@ -61,12 +62,21 @@ def revision() -> str | None:
 
 
 def resolve_device(name: str) -> str:
-    """ "cpu" or "cuda" for "auto"; what was asked for otherwise."""
+    """ "cpu" or "cuda" for "auto"; what was asked for otherwise.
+
+    Raises:
+        UsageError: for another name, and for "cuda" where torch sees no CUDA device.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device {name!r} is unknown, choose from auto, cpu, cuda")
+    if name == "cpu":
+        return name
     import torch
 
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise UsageError("device 'cuda': torch sees no CUDA device here (parity doctor says why), choose cpu or auto")
+    return "cuda" if there else "cpu"
 
 
 def header(run: str, device: str, profile: str, seed: int) -> Header:

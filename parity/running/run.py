@@ -162,10 +162,7 @@ def check(options: Options) -> None:
         select([name])
         if device not in ("", "cpu", "cuda"):
             raise UsageError(f"--require {item!r}: device must be cpu or cuda")
-    if options.device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device {options.device!r} is unknown, choose from auto, cpu, cuda")
-    if options.device == "cuda" and resolve_device("auto") != "cuda":
-        raise UsageError("device 'cuda': torch sees no CUDA device here (parity doctor says why), choose cpu or auto")
+    resolve_device(options.device)
 
 
 def execute(options: Options, progress: Callable[[list[Row], int, int, str], None]) -> Result:

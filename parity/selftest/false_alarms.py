@@ -30,8 +30,10 @@ from parity.judging.assess import Bench, confirmed, judge_all
 from parity.judging.compare import skip_reason
 from parity.judging.execute import execute
 from parity.judging.gates import Judgement
+from parity.process import prepare
 from parity.registry import bench_of, loss_families, loss_family, resolved
 from parity.results.report import measured
+from parity.running.provenance import resolve_device
 from parity.selftest.controls import controls_of
 from parity.selftest.controls.wrong import WRONG, Wrong
 
@@ -201,18 +203,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", action="append", metavar="NAME|FILE.py:NAME")
     parser.add_argument("--profile", default="pr", choices=tuple(PROFILES), help="what is drawn; nightly also compiles")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the implementations run")
+    parser.add_argument("--device", default="cpu", help="where the implementations run: auto, cpu or cuda")
     parser.add_argument("--wrong", action="store_true", help="how often the wrong implementations are caught instead")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    device = resolve_device(options.device)
+    prepare(device, threads=1)
     print(measured.head("False alarms", "python -m parity.selftest.false_alarms", "false-alarms.md"))
     if options.wrong:
         return _print_sensitivity(options.cases, options.seed)
     failed = False
     for name in map(resolved, options.family or loss_families()):
         start = time.monotonic()
-        found = soak(drawn(name, options.cases, options.seed, profile=options.profile), device=options.device)
+        found = soak(drawn(name, options.cases, options.seed, profile=options.profile), device=device)
         seconds = time.monotonic() - start
         print(f"{name}: {found.total} implementation-cases in {seconds:.0f} s; {dict(found.judged)}")
         print(f"{name}: {len(found.first)} quantities beyond a gate at first, {len(found.alarms)} after confirmation")

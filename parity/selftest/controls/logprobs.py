@@ -196,8 +196,8 @@ def permuted(x: Inputs) -> Pair:
     """Vocabulary and contraction in another order."""
     generator = torch.Generator().manual_seed(x.case.seed)
     rows, columns = (
-        torch.randperm(x.weight.shape[0], generator=generator),
-        torch.randperm(x.weight.shape[1], generator=generator),
+        torch.randperm(x.weight.shape[0], generator=generator).to(x.device),
+        torch.randperm(x.weight.shape[1], generator=generator).to(x.device),
     )
     weight = x.weight.float()[rows][:, columns]
     hidden = plain.states(x).float()

@@ -16,7 +16,13 @@ ROWS = Path("reports/mutants.ndjson")
 
 
 def run(
-    console: Console, seeds: int, families: tuple[str, ...], cases: int | None, workers: int, markdown: bool
+    console: Console,
+    seeds: int,
+    families: tuple[str, ...],
+    cases: int | None,
+    workers: int,
+    markdown: bool,
+    device: str = "cpu",
 ) -> int:
     """Run the matrix and print it: 0 when every mutant is killed and every control lives, else 1.
 
@@ -27,7 +33,7 @@ def run(
         if ".py:" not in name and name not in (*FAMILIES, *TRAINERS):
             raise UsageError(f"family {name!r} has no mutants, choose from {', '.join((*FAMILIES, *TRAINERS))}")
     fates: list[Fate] = []
-    for done in kill_matrix(range(seeds), cases, families or (*FAMILIES, *TRAINERS), workers):
+    for done in kill_matrix(range(seeds), cases, families or (*FAMILIES, *TRAINERS), workers, device):
         fates += done
         table.write(fates, ROWS)
         wrong = sum(not fate.right for fate in done)

@@ -271,7 +271,7 @@ def _row_means(x: Inputs, per_token: Tensor) -> Tensor:
     if x.num_items_in_batch is not None:
         return _divided(x, per_token)
     kept = (x.ids != IGNORE_INDEX).long()
-    each = torch.zeros(x.ids.numel()).masked_scatter(_rows(x), per_token.float()).view(x.ids.shape)
+    each = torch.zeros(x.ids.numel(), device=x.device).masked_scatter(_rows(x), per_token.float()).view(x.ids.shape)
     return (each.sum(1) / kept.sum(1).clamp(min=1)).sum() / kept.any(1).sum().clamp(min=1)
 
 

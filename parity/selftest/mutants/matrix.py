@@ -70,7 +70,9 @@ def drawn(name: str, seed: int) -> Iterator[Case]:
         yield from draws(strategy, f"{seed}/{name}/{shard}", loss_family(name).drawn[PROFILE] // SHARDS)
 
 
-def stream_fates(name: str, seed: int, budget: int, chosen: Sequence[Mutant], watched: Sequence[Mutant]) -> list[Fate]:
+def stream_fates(
+    name: str, seed: int, budget: int, chosen: Sequence[Mutant], watched: Sequence[Mutant], device: str = "cpu"
+) -> list[Fate]:
     """The fate of the `chosen` mutants and of the controls `watched` on the first `budget` cases of one stream."""
     warnings.simplefilter("ignore")
     by_id = {m.implementation.id: m for m in (*chosen, *watched)}
@@ -80,7 +82,7 @@ def stream_fates(name: str, seed: int, budget: int, chosen: Sequence[Mutant], wa
         if number >= CONTROL_CASES and not any(by_id[id].mistake for id in alive):
             break
         controlled = number < CONTROL_CASES or number % CONTROL_SHARE == 0
-        bench = bench_of(case)
+        bench = bench_of(case, device)
         known = [execute(m.implementation, bench.offered(m.implementation).inputs) for m in originals(name)]
         for id in list(alive):
             if not by_id[id].mistake and not controlled:
@@ -136,20 +138,24 @@ def _dead(fate: Fate, case: Case, gate: str, quantity: str, message: str) -> Fat
     )
 
 
-def _task(name: str, seed: int, budget: int) -> list[Fate]:
+def _task(name: str, seed: int, budget: int, device: str) -> list[Fate]:
     from parity.process import prepare
 
-    prepare("cpu", 1)
+    prepare(device, 1)
     if name in TRAINERS:
         from parity.selftest.mutants.trainers import fates
 
-        return fates(name, seed, budget)
+        return fates(name, seed, budget, device)
     name = resolved(name)
-    return stream_fates(name, seed, budget, mutants(name), controls(name))
+    return stream_fates(name, seed, budget, mutants(name), controls(name), device)
 
 
 def kill_matrix(
-    seeds: Iterable[int], budget: int | None = None, families: Iterable[str] = FAMILIES, workers: int = 1
+    seeds: Iterable[int],
+    budget: int | None = None,
+    families: Iterable[str] = FAMILIES,
+    workers: int = 1,
+    device: str = "cpu",
 ) -> Iterator[list[Fate]]:
     """The fates of every mutant and control, a list for each seed and family as it is done.
 
@@ -159,7 +165,7 @@ def kill_matrix(
     chosen, streams = tuple(families), tuple(seeds)
     limit = {name: 10**9 if name in TRAINERS else loss_family(resolved(name)).drawn[PROFILE] for name in chosen}
     tasks = [
-        (name, seed, min(budget or 10**9, limit[name]))
+        (name, seed, min(budget or 10**9, limit[name]), device)
         for number, seed in enumerate(streams)
         for name in chosen
         if name not in TRAINERS or number == 0

@@ -109,12 +109,12 @@ _wrong(
 _wrong(
     "last-dropped",
     "last token dropped",
-    mask=lambda c: right.mask(c).index_fill(1, torch.tensor([c.x.mask.shape[1] - 1]), 0.0),
+    mask=lambda c: right.mask(c).index_fill(1, torch.tensor([c.x.mask.shape[1] - 1], device=c.x.device), 0.0),
 )
 _wrong(
     "last-row-dropped",
     "last sequence dropped",
-    mask=lambda c: right.mask(c).index_fill(0, torch.tensor([len(c.x.mask) - 1]), 0.0),
+    mask=lambda c: right.mask(c).index_fill(0, torch.tensor([len(c.x.mask) - 1], device=c.x.device), 0.0),
 )
 
 

@@ -322,7 +322,7 @@ def cells(family: str, seed: int) -> Iterator[Case]:
                 yield case
 
 
-def fates(family: str, seed: int, budget: int) -> list[Fate]:
+def fates(family: str, seed: int, budget: int, device: str = "cpu") -> list[Fate]:
     """The fate of each mutant of a trainer and of the class itself, the control, on at most `budget` cells.
 
     The control sees those that the mutants need.
@@ -337,7 +337,8 @@ def fates(family: str, seed: int, budget: int) -> list[Fate]:
     for number, case in enumerate(cells(family, seed)):
         if number == budget or not any(mistakes.get(name) for name in alive):
             break
-        cell = Cell(case, catalogue.family(family).full_settings(case), "released", "cpu")
+        used = device if catalogue.family(family).check(case).moves else "cpu"
+        cell = Cell(case, catalogue.family(family).full_settings(case), "released", used)
         for name in list(alive):
             with drive.using(kinds[name]):
                 alive[name] = _judged(cell, implementation, alive[name], ledger)

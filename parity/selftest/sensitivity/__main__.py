@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from parity.registry import bench_of, loss_families, resolved
+from parity.running.provenance import resolve_device
 
 
 def main() -> int:
@@ -19,8 +20,6 @@ def main() -> int:
     Families measured in processes of their own are put together by --read.
     """
     from parity.process import prepare
-
-    prepare("cpu", threads=1)
     from parity.results.report import measured
     from parity.selftest.sensitivity import plot, table
     from parity.selftest.sensitivity.measure import DTYPES, LOGITS, Found, drawn, measure
@@ -32,13 +31,16 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, default=Path("reports/limits.ndjson"))
     parser.add_argument("--plot", type=Path, help="folder for detection-limit-*.svg, docs/measured for the docs")
     parser.add_argument("--read", type=Path, nargs="+", help="rows of earlier runs instead of measuring, all families")
+    parser.add_argument("--device", default="cpu", help="where the implementations run: auto, cpu or cuda")
     options = parser.parse_args()
+    device = resolve_device(options.device)
+    prepare(device, threads=1)
     found = [Found(**json.loads(row)) for file in options.read or () for row in file.read_text().splitlines()]
     if not options.read:
         begun = time.process_time()
         for name, dtype in itertools.product(map(resolved, options.family or loss_families()), DTYPES):
             for case in drawn(name, dtype, options.cases, options.seed):
-                bench = bench_of(case)
+                bench = bench_of(case, device)
                 for kind in list(LOGITS)[: 1 if dtype == "fp32" else None]:
                     found += measure(name, dtype, kind, bench)
             print(f"{name} {dtype}: {time.process_time() - begun:.0f} CPU-seconds so far", file=sys.stderr, flush=True)

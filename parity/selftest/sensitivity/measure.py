@@ -247,7 +247,7 @@ class Jury:
 
     def outside(self, values: Values, names: list[str], label: str) -> bool:
         """Whether a fixed tolerance calls one of the quantities wrong, beside the exact value rounded to its dtype."""
-        return any(not _close(values[n], self.bench.exact[n], label) for n in names)
+        return any(not _close(values[n].cpu(), self.bench.exact[n], label) for n in names)
 
 
 def _close(value: torch.Tensor, exact: torch.Tensor, label: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import sys
@@ -42,11 +43,25 @@ def _progress(line: str) -> None:
     click.echo(line, err=True)
 
 
+def _there(ctx: click.Context, option: click.Parameter, value: str) -> str:
+    """ "cpu" or "cuda", which must be usable."""
+    from parity.running.provenance import resolve_device
+
+    return resolve_device(value)
+
+
+def device_option(default: str) -> Callable[..., Any]:
+    """`--device`, "cpu" or "cuda" once it is read."""
+    said = "auto, cpu or cuda; environments keep this machine's build of torch"
+    return click.option("--device", default=default, callback=_there, show_default=True, help=said)
+
+
 @click.command("history")
 @click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; repeat it for several")
 @click.option("--bisect", "search", is_flag=True, help="find the exact release of each change instead")
+@device_option("cpu")
 @_usable
-def history_command(ids: tuple[str, ...], search: bool) -> int:
+def history_command(ids: tuple[str, ...], search: bool, device: str) -> int:
     """Run recorded upstream failures: each must show on the bad releases and be gone on the good ones."""
     from parity.results.report import measured
     from parity.versions.commands import history
@@ -54,10 +69,10 @@ def history_command(ids: tuple[str, ...], search: bool) -> int:
 
     records = history.load(ids)
     if search:
-        found = boundaries.boundaries(records, _progress)
+        found = boundaries.boundaries(records, _progress, device)
         click.echo(f"{measured.head('Where each boundary lies', 'parity', 'boundaries.md')}\n{boundaries.table(found)}")
         return boundaries.exit_code(found)
-    findings = history.recall(records, _progress)
+    findings = history.recall(records, _progress, device)
     click.echo(f"{measured.head('Real upstream failures', 'parity', 'history.md')}\n{history.table(findings)}")
     return history.exit_code(findings)
 
@@ -74,10 +89,11 @@ def history_command(ids: tuple[str, ...], search: bool) -> int:
     "--find", type=click.Choice(["broken", "fixed"]), default="broken", show_default=True, help="what to find"
 )
 @click.option("--hold", multiple=True, metavar="PKG==VER", help="keep another package at this version")
+@device_option("cpu")
 @_JSON
 @_usable
 def bisect_command(
-    package: str, good: str, bad: str, find: Any, hold: tuple[str, ...], as_json: bool, **chosen: Any
+    package: str, good: str, bad: str, find: Any, hold: tuple[str, ...], device: str, as_json: bool, **chosen: Any
 ) -> int:
     """Find the release of PKG that changed a result, between two releases that differ.
 
@@ -87,8 +103,9 @@ def bisect_command(
 
     package = str(canonicalize_name(package))
     check_ends(package, good, bad, find)
-    question = "\n".join([package, good, bad, find, *hold])
-    check, arguments, remembered = _check(package, good, bad, find, hold, question, **chosen)
+    question = "\n".join([package, good, bad, find, *hold, device])
+    check, arguments, remembered = _check(package, good, bad, find, hold, question, device, **chosen)
+    check = dataclasses.replace(check, device=device)
     state = _state(f"{question}\n{check.about}\n{check.case.id}")
     done = search(
         package,
@@ -99,7 +116,7 @@ def bisect_command(
         find=find,
         hold=hold,
         state=state,
-        reproduce=f"parity replay {arguments} --with {{high}}",
+        reproduce=f"parity replay {arguments} --device {device} --with {{high}}",
         say=_progress,
     )
     for path in (state, remembered):
@@ -122,6 +139,7 @@ def _check(
     find: str,
     hold: tuple[str, ...],
     question: str,
+    device: str,
     name: str | None,
     record: str | None,
     implementations: tuple[str, ...],
@@ -153,7 +171,7 @@ def _check(
     check = compare.remembered(remembered)
     if check is None:
         _progress(f"the frozen cases in {package} {older} and {newer}")
-        check = compare.first_difference(package, older, newer, hold, implementations, find)
+        check = compare.first_difference(package, older, newer, hold, implementations, find, device)
         compare.remember(remembered, check)
     _progress(f"differs most clearly: {check.about}")
     return check, f"{check.name} --implementation {check.implementation}", remembered
@@ -169,15 +187,16 @@ def _shown(path: Path) -> str:
 @click.argument("after", metavar="SPEC")
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
 @click.option("--all-defaults", is_flag=True, help="give every setting the release's own default")
+@device_option("cpu")
 @_JSON
 @_usable
 def compare_command(
-    before: str, after: str, implementations: tuple[str, ...], all_defaults: bool, as_json: bool
+    before: str, after: str, implementations: tuple[str, ...], all_defaults: bool, device: str, as_json: bool
 ) -> int:
     """What changed between two releases, quantity by quantity, and which of them is nearer to the definition."""
     from parity.versions.commands.compare import compare
 
-    found = compare(([before], [after]), implementations, all_defaults=all_defaults)
+    found = compare(([before], [after]), implementations, all_defaults=all_defaults, device=device)
     click.echo(text(found.json()) if as_json else found.text())
     return found.exit_code
 
@@ -193,9 +212,10 @@ def compare_command(
     "--workers", type=click.IntRange(1), default=2, show_default=True, help="releases that run at the same time"
 )
 @click.option("--html", type=click.Path(path_type=Path), default=Path("reports/matrix.html"), show_default=True)
+@device_option("cpu")
 @_usable
 def matrix_command(
-    package: str, releases: str, name: str, implementations: tuple[str, ...], workers: int, html: Path
+    package: str, releases: str, name: str, implementations: tuple[str, ...], workers: int, html: Path, device: str
 ) -> int:
     """Headroom by release, implementation and loss type, on the terminal and as an HTML page.
 
@@ -206,7 +226,7 @@ def matrix_command(
     from parity.versions.commands import matrix, matrix_page
 
     package = str(canonicalize_name(package))
-    lines = matrix.matrix(package, releases, name, implementations, workers, _progress)
+    lines = matrix.matrix(package, releases, name, implementations, workers, _progress, device)
     matrix_page.render(package, lines, Console(highlight=False))
     matrix_page.write(package, name, lines, html)
     click.echo(f"page: {html}")

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,11 @@ def _moved_out(m: Moved) -> MovedOut:
 
 
 def compare(
-    specs: tuple[Sequence[str], Sequence[str]], named: Sequence[str] = (), *, all_defaults: bool = False
+    specs: tuple[Sequence[str], Sequence[str]],
+    named: Sequence[str] = (),
+    *,
+    all_defaults: bool = False,
+    device: str = "cpu",
 ) -> Compared:
     """The frozen cases in both environments.
 
@@ -156,8 +161,8 @@ def compare(
     frozen = of([*cases(), *of_own(wanted), *twins()], wanted)
     asked = [frozen, frozen]
     if all_defaults:
-        asked = [_with_defaults(frozen, one.config) for one in both(sides, [[], []], ())]
-    seen = both(sides, asked, wanted, sampled=not named)
+        asked = [_with_defaults(frozen, one.config) for one in both(sides, [[], []], (), device)]
+    seen = both(sides, asked, wanted, device, sampled=not named)
     found = [one.rows for one in seen]
     judged = [sum(r.verdict in DECIDED for r in rows) for rows in found]
     if not all(judged):
@@ -187,12 +192,12 @@ def sampled_moved(before: list[list[int]] | str | None, after: list[list[int]] |
 
 
 def both(
-    made: Sequence[Environment], asked: Sequence[Cases], wanted: Sequence[str], *, sampled: bool = False
+    made: Sequence[Environment], asked: Sequence[Cases], wanted: Sequence[str], device: str, *, sampled: bool = False
 ) -> list[Look]:
     """What each environment shows of its cases, the environments at the same time."""
 
     def one(environment: Environment, frozen: Cases) -> Look:
-        return look(environment, [case for _, case in frozen], wanted, config=True, sampled=sampled)
+        return look(environment, [case for _, case in frozen], wanted, config=True, sampled=sampled, device=device)
 
     with ThreadPoolExecutor(len(made)) as pool:
         return list(pool.map(one, made, asked))
@@ -222,7 +227,7 @@ def _settings_moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
 
 
 def first_difference(
-    package: str, older: str, newer: str, hold: Sequence[str], named: Sequence[str], find: str
+    package: str, older: str, newer: str, hold: Sequence[str], named: Sequence[str], find: str, device: str
 ) -> Check:
     """The frozen case, implementation and quantity that differ most clearly between two releases of a package.
 
@@ -232,11 +237,11 @@ def first_difference(
     wanted = implementations(named, [package])
     frozen = of([*cases(), *of_own(wanted), *twins()], wanted)
     made = [Environment.of([f"{package}=={version}"], hold) for version in (older, newer)]
-    found = both(made, [frozen, frozen], wanted)
+    found = both(made, [frozen, frozen], wanted, device)
     different = moved(*(side(one.rows, frozen) for one in found))
     mark, other = "+-" if find == "broken" else "-+"
     if one := next((m for m in different if m.mark == mark), None):
-        return _check(one, dict(frozen)[one.case])
+        return replace(_check(one, dict(frozen)[one.case]), device=device)
     raise UsageError(
         f"nothing {'broke' if find == 'broken' else 'became right'} between {package} {older} and {newer} in "
         f"{len(frozen)} frozen cases{_other_way(different, other, find)}; name one with --case or --check"
@@ -246,14 +251,14 @@ def first_difference(
 def remember(path: Path, check: Check) -> None:
     """Keeps the check for a search that is killed: the ends need not be compared again."""
     kept = {"name": check.name, "case": check.case.to_json(), "implementation": check.implementation}
-    save_json(path, {**kept, "quantities": list(check.quantities), "failure": check.failure})
+    save_json(path, {**kept, "quantities": list(check.quantities), "failure": check.failure, "device": check.device})
 
 
 def remembered(path: Path) -> Check | None:
     """The check kept at `path`; None where there is none, or what is there cannot be read."""
     try:
         kept = json.loads(path.read_text())
-        fields = {"implementation": kept["implementation"], "failure": kept["failure"]}
+        fields = {"implementation": kept["implementation"], "failure": kept["failure"], "device": kept["device"]}
         return Check(kept["name"], Case.from_json(kept["case"]), quantities=tuple(kept["quantities"]), **fields)
     except (OSError, ValueError, KeyError, TypeError, UsageError):
         return None

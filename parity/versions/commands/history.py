@@ -125,7 +125,7 @@ def _specs(package: str, text: str) -> tuple[str, ...]:
     return (f"{package}=={version}", *others)
 
 
-def recall(records: Sequence[Record], say: Callable[[str], None]) -> list[Finding]:
+def recall(records: Sequence[Record], say: Callable[[str], None], device: str = "cpu") -> list[Finding]:
     """Runs every record on each of its releases, one process an environment; `say` gets each result as text."""
     wanted: dict[tuple[str, ...], list[tuple[Record, bool]]] = {}
     for record in records:
@@ -133,17 +133,17 @@ def recall(records: Sequence[Record], say: Callable[[str], None]) -> list[Findin
             wanted.setdefault(specs, []).append((record, bad))
     out = []
     for specs, asked in wanted.items():
-        for finding in _in_environment(specs, asked):
+        for finding in _in_environment(specs, asked, device):
             out.append(finding)
             mark = {True: ", as recorded", False: ", NOT AS RECORDED", None: ""}[finding.as_recorded]
             say(f"{' '.join(specs)}  {finding.record.id}: {finding.verdict}{mark}{finding.told}")
     return out
 
 
-def _in_environment(specs: tuple[str, ...], asked: Sequence[tuple[Record, bool]]) -> list[Finding]:
+def _in_environment(specs: tuple[str, ...], asked: Sequence[tuple[Record, bool]], device: str) -> list[Finding]:
     try:
         made = Environment.of(specs)
-        found = rows(made, *distinct([record.check for record, _ in asked]))
+        found = rows(made, *distinct([record.check for record, _ in asked]), device)
     except EnvironmentUnusable as error:
         return [Finding(record, specs, bad, "not run", None, f": {error}") for record, bad in asked]
     return [_judged(record, specs, bad, found) for record, bad in asked]

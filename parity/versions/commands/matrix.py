@@ -80,6 +80,7 @@ def matrix(
     named: Sequence[str],
     workers: int,
     say: Callable[[str], None],
+    device: str = "cpu",
 ) -> list[Line]:
     """The lines of a range, oldest first; each release is kept on disk once it is done, and not run again.
 
@@ -88,32 +89,34 @@ def matrix(
     name = resolved(name)
     asked, wanted = columns(name), implementations(name, named, package)
     versions = [one.version for one in span(package, text)]
-    kept = _folder(package, asked, wanted)
+    kept = _folder(package, asked, wanted, device)
     lines: dict[str, Line] = {}
     with ThreadPoolExecutor(workers) as pool:
-        jobs = {pool.submit(_line, package, version, asked, wanted, kept): version for version in versions}
+        jobs = {pool.submit(_line, package, version, asked, wanted, kept, device): version for version in versions}
         for number, job in enumerate(as_completed(jobs), 1):
             line = lines[jobs[job]] = job.result()
             say(f"{number} of {len(versions)}: {package} {line.version} {line.unusable or line.partners}")
     return [lines[version] for version in versions]
 
 
-def _folder(package: str, asked: Mapping[str, Sequence[Case]], wanted: Sequence[str]) -> Path:
+def _folder(package: str, asked: Mapping[str, Sequence[Case]], wanted: Sequence[str], device: str) -> Path:
     """Where the lines of this very matrix are kept: another harness, another folder."""
     root = Path(parity.__file__).parent
     sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py"))))
     ids = [[case.id for case in cases] for cases in asked.values()]
-    question = json.dumps([package, ids, list(wanted), sources.hexdigest()])
+    question = json.dumps([package, ids, list(wanted), sources.hexdigest(), device])
     return cache_folder("matrix", hashlib.sha256(question.encode()).hexdigest()[:12])
 
 
-def _line(package: str, version: str, asked: Mapping[str, Sequence[Case]], wanted: Sequence[str], kept: Path) -> Line:
+def _line(
+    package: str, version: str, asked: Mapping[str, Sequence[Case]], wanted: Sequence[str], kept: Path, device: str
+) -> Line:
     file = kept / f"{version}.json"
     if (known := _read(file)) is not None:
         return known
     try:
         made = Environment.of([f"{package}=={version}"])
-        found = rows(made, [case for cases in asked.values() for case in cases], wanted)
+        found = rows(made, [case for cases in asked.values() for case in cases], wanted, device)
     except EnvironmentUnusable as error:
         # Not kept: the index or the disk may be to blame.
         return Line(version, "", {}, str(error))

@@ -39,9 +39,9 @@ class Look:
     sampled: list[list[int]] | str | None = None
 
 
-def rows(made: Environment, cases: Sequence[Case], implementations: Sequence[str]) -> list[Row]:
+def rows(made: Environment, cases: Sequence[Case], implementations: Sequence[str], device: str = "cpu") -> list[Row]:
     """The rows of `look`."""
-    return look(made, cases, implementations).rows
+    return look(made, cases, implementations, device=device).rows
 
 
 def look(
@@ -53,19 +53,21 @@ def look(
     sampled: bool = False,
     exactly: Mapping[str, Sequence[str]] | None = None,
     cpu_limit: float = CPU_LIMIT,
+    device: str = "cpu",
 ) -> Look:
     """Every case through the named implementations and the references of its family, in the environment.
 
     `exactly`: id of a case -> the implementations that it goes through, and no reference: what a search asks.
     Failing rows carry the id of the ledger entry that they fall under, in `known`.
-    On the CPU, one thread, without repeated calls and relations: the same cases, the same rows, wherever it runs.
+    One thread, without repeated calls and relations: the same cases, the same rows, wherever it runs.
     EnvironmentUnusable when the process dies, with its last line, or is ended: after `cpu_limit` seconds of CPU time, or
     `cpu_limit.BACKSTOP` times as many on the clock; the message says which.
     """
     plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations), "config": config}
     plan["sampled"] = sampled
+    plan["device"] = device
     plan["exactly"] = {case: list(ids) for case, ids in (exactly or {}).items()}
-    done = _ran(made, json.dumps(plan), cpu_limit)
+    done = _ran(made, json.dumps(plan), cpu_limit, device)
     if done.returncode:
         last = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
         raise EnvironmentUnusable(f"environment {made.name}: {last}")
@@ -81,10 +83,11 @@ def _lines(done: subprocess.CompletedProcess[str], mark: str) -> list[str]:
     return [line.removeprefix(mark) for line in done.stdout.splitlines() if line.startswith(mark)]
 
 
-def _ran(made: Environment, plan: str, cpu_limit: float) -> subprocess.CompletedProcess[str]:
+def _ran(made: Environment, plan: str, cpu_limit: float, device: str) -> subprocess.CompletedProcess[str]:
     command = ["python", "-W", "ignore", "-m", "parity.versions.commands.probe"]
+    settings = environment(device, 1) | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     try:
-        return made.run(command, settings=environment("cpu", 1), capture=True, stdin=plan, cpu_limit=cpu_limit)
+        return made.run(command, settings=settings, capture=True, stdin=plan, cpu_limit=cpu_limit)
     except LimitExceeded as error:
         raise EnvironmentUnusable(f"environment {made.name}: {error}") from None
 
@@ -96,8 +99,8 @@ def main() -> int:
     from parity.registry import select
     from parity.results.ledger import Ledger
 
-    prepare("cpu", threads=1)
     plan = json.load(sys.stdin)
+    prepare(plan["device"], threads=1)
     ledger = Ledger.load(data.ledger_file())
     wanted = select(plan["implementations"])
     references = [one for one in select(()) if one.role == "reference"]
@@ -106,7 +109,7 @@ def main() -> int:
         chosen = {one.id: one for one in (*references, *wanted) if one.family == case.family}
         if only := plan["exactly"].get(case.id):
             chosen = {name: one for name, one in chosen.items() if name in only}
-        for row in run_case(case, chosen.values(), "cpu", thorough=False):
+        for row in run_case(case, chosen.values(), plan["device"], thorough=False):
             if row.failing:
                 row.known = ledger.match(row, facts(case))
             _print(ROW, row.to_json())

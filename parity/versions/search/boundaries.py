@@ -133,8 +133,9 @@ class Search:
             save_json(self.path, {key: asdict(one) for key, one in self.known.items() if one.versions})
 
 
-def boundaries(records: Sequence[Record], say: Callable[[str], None]) -> list[Boundary]:
+def boundaries(records: Sequence[Record], say: Callable[[str], None], device: str = "cpu") -> list[Boundary]:
     """Bisects every change that the records claim; killed, it goes on where it stopped."""
+    records = [replace(record, check=replace(record.check, device=device)) for record in records]
     searches = [Search(record, one, _state(record, one)) for record in records for one in ends(record)]
     for package in {one.record.package for one in searches}:
         own = [one for one in searches if one.record.package == package]
@@ -192,7 +193,9 @@ def answers(asked: Question, records: Sequence[Record]) -> list[Measurement]:
         exactly: dict[str, list[str]] = {}
         for record in records:
             exactly.setdefault(record.check.case.id, []).append(record.check.implementation)
-        rows = look(made, cases, implementations, exactly=exactly, cpu_limit=CPU_LIMIT * len(cases)).rows
+        device = records[0].check.device
+        limit = CPU_LIMIT * len(cases)
+        rows = look(made, cases, implementations, exactly=exactly, cpu_limit=limit, device=device).rows
     except EnvironmentUnusable as error:
         if len(records) == 1:
             return [Measurement("unsupported", message=str(error))]

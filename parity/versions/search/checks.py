@@ -29,16 +29,18 @@ class Check:
     implementation: str
     quantities: tuple[str, ...] = ("*",)
     failure: str = "disagree"
+    device: str = "cpu"
 
     @property
     def about(self) -> str:
         """What is followed, on one line."""
         only = "" if self.quantities == ("*",) else f", {', '.join(self.quantities)}"
-        return f"{self.name}, {self.implementation}{only}"
+        where = "" if self.device == "cpu" else f", on {self.device}"
+        return f"{self.name}, {self.implementation}{only}{where}"
 
     def measure(self, made: Environment) -> Measurement:
         """The answer of `judged` in an environment; EnvironmentUnusable when the process dies there."""
-        return self.judged(rows(made, [self.case], [self.implementation]))
+        return self.judged(rows(made, [self.case], [self.implementation], self.device))
 
     def judged(self, found: Iterable[Row]) -> Measurement:
         """`answer`, with this check's own failure read as a disagreement."""

@@ -1,0 +1,179 @@
+"""`--device cuda` reaches the implementations in every command that has it: seen on the pretended device."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from fixtures.pretended_cuda import pretended
+from parity.case.case import Case
+from parity.cli.commands import main as cli
+from parity.judging.execute import execute
+from parity.nightly import upgrade
+from parity.nightly.steps import Step
+from parity.registry import bench_of, family
+from parity.selftest import false_alarms
+from parity.selftest.mutants import FAMILIES, controls, matrix, mutants, trainers
+from parity.selftest.sensitivity import __main__ as limits
+from parity.selftest.sensitivity import measure
+from parity.versions.commands import matrix as releases_matrix
+from parity.versions.commands import probe
+from parity.versions.env.environment import Environment
+from parity.versions.search import boundaries, releases
+from parity.versions.search.checks import Check
+
+CASE = family("logprobs").case(3, "fp32", {"V": 5, "T": 2})
+
+
+class Asked:
+    """Stands for an environment: keeps on which device a probe is to run, and runs it here if it is told to."""
+
+    name, partners, versions, imports, checkouts = "stands", "stands", {}, {}, {}
+
+    def __init__(self, runs=False):
+        self.runs, self.devices = runs, []
+
+    def run(self, command, *, settings, stdin, **_):
+        self.devices.append(json.loads(stdin)["device"])
+        assert (
+            ("TRITON_INTERPRET" in settings)
+            == (settings.get("CUDA_VISIBLE_DEVICES") == "")
+            == (self.devices[-1] == "cpu")
+        )
+        out = io.StringIO()
+        if self.runs:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys, "stdin", io.StringIO(stdin))
+                patch.setattr(sys, "stdout", out)
+                patch.setattr("parity.process.prepare", lambda device, threads: None)
+                probe.main()
+        out.write(f"\n{probe.CONFIG}{{}}\n{probe.SAMPLED}[]\n")
+        return subprocess.CompletedProcess(command, 0, out.getvalue(), "")
+
+
+def test_an_environment_runs_its_cases_on_the_device():
+    with pretended():
+        found = {d: probe.rows(Asked(runs=True), [CASE], ["trl.selective_log_softmax"], d) for d in ("cpu", "cuda")}
+    for device, rows in found.items():
+        assert rows and {r.device for r in rows} == {device}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Every environment, and `torch` that sees a device."""
+    one = Asked()
+    monkeypatch.setattr(Environment, "of", lambda *args, **kwargs: one)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    return one
+
+
+def parity(*words):
+    done = CliRunner().invoke(cli, [*words, "--device", "cuda"])
+    assert done.exit_code != 2 and isinstance(done.exception, SystemExit | None), (done.output, done.exception)
+    return done
+
+
+def test_history_and_compare(asked):
+    parity("history", "--record", "delta")
+    parity("compare", "trl==1.14.0", "trl==1.15.0", "--implementation", "trl.selective_log_softmax")
+    assert len(asked.devices) >= 4 and set(asked.devices) == {"cuda"}
+
+
+def test_boundaries_matrix_and_upgrade_check(asked, monkeypatch, tmp_path):
+    monkeypatch.setattr(boundaries, "releases", lambda *_: [])
+    monkeypatch.setattr(boundaries, "cache_folder", lambda *_: tmp_path)
+    parity("history", "--bisect", "--record", "delta")
+    monkeypatch.setattr(releases_matrix, "span", lambda *_: [SimpleNamespace(version="1.15.0")])
+    monkeypatch.setattr(releases_matrix, "cache_folder", lambda *_: tmp_path)
+    parity("matrix", "trl", "1.15.0..1.15.0", "--family", "logprobs", "--html", str(tmp_path / "page.html"))
+    config, ran = tmp_path / "team.json", []
+    config.write_text('{"beta": 0.04}')
+    monkeypatch.setattr(upgrade.steps, "run", lambda name, words, *_: ran.append(words) or Step(name, "", 0, 0.0, ""))
+    parity("upgrade-check", "trl==1.15.0", "--config", str(config), "--reports", str(tmp_path))
+    assert len(asked.devices) >= 4 and set(asked.devices) == {"cuda"}
+    assert len(ran) == 3 and all(words[-2:] == ["--device", "cuda"] for words in ran)
+
+
+def test_bisect(asked, monkeypatch):
+    seen = {}
+
+    def search(package, *, check, **how):
+        seen.update(how, answer=check(asked))
+        return SimpleNamespace(text="", found=SimpleNamespace(outcome="unjudged"))
+
+    monkeypatch.setattr(releases, "search", search)
+    parity("bisect", "trl", "--good", "1.14.0", "--bad", "1.15.0", "--check", "delta")
+    assert asked.devices == ["cuda"] and "--device cuda" in seen["reproduce"] and "on cuda" in seen["about"]
+
+
+def test_a_search_that_is_resumed_keeps_its_device(tmp_path):
+    from parity.versions.commands.compare import remember, remembered
+
+    check = Check("a", CASE, "trl.selective_log_softmax", device="cuda")
+    remember(tmp_path / "check.json", check)
+    assert remembered(tmp_path / "check.json") == check
+
+
+def test_without_a_device_it_is_one_line():
+    done = CliRunner().invoke(cli, ["history", "--device", "cuda"])
+    assert done.exit_code == 2 and "torch sees no CUDA device here" in done.output
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """The devices of the benches that are made, on a pretended device."""
+    devices, made = [], bench_of
+
+    def bench(case: Case, device: str = "cpu"):
+        devices.append(device)
+        return made(case, device)
+
+    for module in (matrix, false_alarms, limits):
+        monkeypatch.setattr(module, "bench_of", bench)
+    for where in ("parity.process.prepare", "parity.selftest.false_alarms.prepare"):
+        monkeypatch.setattr(where, lambda device, threads: devices.append(device))
+    with pretended():
+        yield devices
+
+
+def test_mutants_of_losses(here, monkeypatch):
+    name = FAMILIES[0]
+    for kind, of in (("mutants", mutants), ("controls", controls)):
+        monkeypatch.setattr(matrix, kind, lambda name, of=of: of(name)[:1])
+    assert CliRunner().invoke(cli, ["mutants", "--family", name, "--cases", "1", "--workers", "1", "--device", "cuda"])
+    assert len(here) == 2 and set(here) == {"cuda"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_mutants_and_controls_run_on_the_device(name):
+    """One that fails for a tensor of its own on the CPU would count as caught, or say nothing of the judge."""
+    case = family(name).case(3, "fp32", {"V": 9, "T": 4})
+    with pretended():
+        bench = bench_of(case, "cuda")
+        found = {m.implementation.id: m.implementation for m in (*mutants(name), *controls(name))}
+        said = {id: execute(one, bench.offered(one).inputs).message for id, one in found.items()}
+    assert len(said) > 20 and not {id: text for id, text in said.items() if re.search("device|indices should", text)}
+
+
+def test_mutants_of_trainers(monkeypatch):
+    used = []
+    monkeypatch.setattr(trainers, "_judged", lambda cell, *args: used.append(cell.device) or args[1])
+    trainers.fates("sft-trainer", 0, 2, "cuda")
+    assert "cuda" in used  # a check that runs on the CPU in any case says so
+
+
+def test_false_alarms_and_limits(here, monkeypatch, capsys, tmp_path):
+    one = ["command", "--device", "cuda", "--cases", "1", "--family", "logprobs"]
+    monkeypatch.setattr(sys, "argv", one)
+    assert false_alarms.main() == 0
+    monkeypatch.setattr(sys, "argv", [*one, "--rows", str(tmp_path / "limits.ndjson")])
+    monkeypatch.setattr(measure, "DTYPES", ("fp32",))
+    assert limits.main() == 0
+    assert len(here) >= 4 and set(here) == {"cuda"}
+    monkeypatch.setattr(measure, "GRID", measure.GRID[::16])
+    assert measure.measure("logprobs", "fp32", "fp32 logits", bench_of(CASE, "cuda"))
