@@ -94,12 +94,11 @@ def _rows(whole: Bench, implementation: Implementation, thorough: bool) -> Itera
         yield replace(base, message=reason)
         return
     outcome, leaks = side_effects.watched(implementation, inputs)
-    if (
-        world.broken() and outcome.verdict == "ran"
-    ):  # nothing in this process can be believed any more, least of all the replicas
-        yield _logic_row(base, "protocol", "protocol", False, "; ".join(leaks))
+    unfit = world.broken()
+    if unfit and outcome.verdict == "ran":  # nothing in this process can be believed, least of all the replicas
+        yield _logic_row(base, "protocol", "protocol", False, "; ".join(leaks + unfit))
         return
-    if leaks and not world.broken():
+    if leaks and not unfit:
         leaks = side_effects.confirmed(implementation, inputs, leaks)
     if outcome.verdict != "ran":
         yield replace(base, verdict=outcome.verdict, message=outcome.message, blame=outcome.blame)

@@ -25,7 +25,7 @@ MISSING = object()
 
 _owners: list[tuple[str, Any]] = []
 _modules = 0
-_copies: dict[int, tuple[list[int], dict[str, Any]]] = {}
+_copies: dict[int, dict[str, Any]] = {}
 
 
 def owners() -> list[tuple[str, Any]]:
@@ -54,12 +54,14 @@ def take() -> list[tuple[str, Any, dict[str, Any]]]:
 
 
 def _copy(owner: Any) -> dict[str, Any]:
-    own = vars(owner)
-    ids = list(map(id, own.values()))
-    known = _copies.get(id(owner))
-    if known is None or known[0] != ids:
-        known = _copies[id(owner)] = ids, dict(own)
-    return known[1]
+    own, known = vars(owner), _copies.get(id(owner))
+    try:
+        same = known == own  # in C, by identity first: what is not the same object is the rare case
+    except Exception:  # values that cannot be compared, arrays for example
+        same = False
+    if known is None or not same:
+        known = _copies[id(owner)] = dict(own)
+    return known
 
 
 def changes(before: list[tuple[str, Any, dict[str, Any]]]) -> Iterator[tuple[str, Change]]:

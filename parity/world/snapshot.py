@@ -18,6 +18,8 @@ _belongs: dict[str, str] = {}
 _suspended: set[str] = set()
 _broken: list[str] = []
 _reference: list[bytes] = []
+_unprobed: list[str] = []
+"""Who was called since arithmetic was last tried."""
 LEFT = 10
 """Bindings of one call that are named one by one."""
 
@@ -55,9 +57,7 @@ class Snapshot:
                 watch.put(before)
             elif watch.name == "threads" and ".py:" in whose:
                 _broken.append(f"{whose} left a thread running")
-        if arithmetic() != _reference[0]:
-            found.append("operations of torch compute something else since")
-            _broken.append(f"{whose} changed what operations of torch compute")
+        _unprobed.append(whose)
         return found
 
 
@@ -74,7 +74,10 @@ def abandon(reason: str) -> None:
 
 
 def broken() -> list[str]:
-    """Why this process must not judge anybody else any more; empty where all is well."""
+    """Why this process must not judge anybody else any more; empty where all is well. Asked after the calls of each party."""
+    if _unprobed and arithmetic() != _reference[0]:
+        _broken.append(f"operations of torch compute something else since {_unprobed[-1]} was called")
+    _unprobed.clear()
     return list(_broken)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal
 import contextlib
 import dataclasses
 import gc
@@ -53,13 +54,16 @@ def _put_environment(value: dict[str, str]) -> None:
     os.environ.update(value)
 
 
+SIGNALS = tuple(map(int, signal.valid_signals()))
+
+
 def _signals() -> dict[int, Any]:
-    return {s: signal.getsignal(s) for s in signal.valid_signals()}
+    return {s: _signal.getsignal(s) for s in SIGNALS}  # `signal.getsignal` looks each handler up in an enum
 
 
 def _put_signals(value: dict[int, Any]) -> None:
     for number, handler in value.items():
-        if handler is not None and signal.getsignal(number) is not handler:
+        if handler is not None and _signal.getsignal(number) is not handler:
             signal.signal(number, handler)
 
 
