@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -33,6 +33,7 @@ class Bench:
     inputs: Inputs
     exact: Quantities
     _replicas: dict[tuple[Recipe, int, bool], Quantities] = dataclasses.field(default_factory=dict)
+    _units: dict[tuple[str, Recipe, int, bool], Unit] = dataclasses.field(default_factory=dict)
     _cut: dict[str, Quantities] = dataclasses.field(default_factory=dict)
     _narrowed: dict[frozenset[str], Bench] = dataclasses.field(default_factory=dict)
 
@@ -83,7 +84,13 @@ class Bench:
         return self._replicas[key]
 
     def unit(self, name: str, recipe: Recipe, count: int = REPLICAS, finer: bool = False) -> Unit:
-        """What quantity `name` is measured with under a recipe; `finer` as in `replicas`."""
+        """What quantity `name` is measured with under a recipe, computed once; `finer` as in `replicas`."""
+        key = (name, recipe, count, finer)
+        if key not in self._units:
+            self._units[key] = self._unit(name, recipe, count, finer)
+        return self._units[key]
+
+    def _unit(self, name: str, recipe: Recipe, count: int, finer: bool) -> Unit:
         found = self.replicas(recipe, count, finer)
         value = self.exact[name]
         stack = found[name]
@@ -170,18 +177,22 @@ def judge_all(
     recipe: Recipe,
     count: int = REPLICAS,
     finer: bool = False,
+    only: Collection[str] | None = None,
 ) -> dict[str, Judgement]:
-    """Every quantity the implementation should return, judged; and each that it should not. `finer`: see `Bench`."""
+    """Every quantity the implementation should return (or `only` some), judged; and each that it should not. `finer`: see
+    `Bench`."""
     wanted = expected(bench, implementation, recipe)
     judged = {}
     for name, dtype in wanted.items():
+        if only is not None and name not in only:
+            continue
         value = outcome.quantities.get(name)
         if value is None:
             judged[name] = failed("no gradient" if name.startswith("grad_") else "missing")
             continue
         judged[name] = judge(value, bench.unit(name, recipe, count, finer), dtype or value.dtype)
     for name in outcome.quantities:
-        if name.startswith("grad_") and name not in wanted:
+        if name.startswith("grad_") and name not in wanted and (only is None or name in only):
             judged[name] = failed("a gradient where none was asked for")
     return judged
 
@@ -202,10 +213,19 @@ def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) ->
     """
     recipe = implementation.recipe_for(bench.inputs)
     counts = ladder(largest(bench))
-    judged = dict(settle(lambda count: judge_all(bench, implementation, outcome, recipe, count), counts))
-    if recipe != recipe.stored_wide() and any(not j.agrees and math.isfinite(j.headroom) for j in judged.values()):
-        finer = judge_all(bench, implementation, outcome, recipe, counts[-1], finer=True)
-        judged = {name: finer[name] if finer[name].agrees else j for name, j in judged.items()}
+    judged: dict[str, Judgement] = {}
+
+    def wrong() -> list[str]:
+        return [name for name, j in judged.items() if not j.agrees]
+
+    def judge_with(count: int) -> dict[str, Judgement]:
+        judged.update(judge_all(bench, implementation, outcome, recipe, count, only=wrong() if judged else None))
+        return judged
+
+    settle(judge_with, counts)
+    if recipe != recipe.stored_wide() and any(math.isfinite(judged[name].headroom) for name in wrong()):
+        finer = judge_all(bench, implementation, outcome, recipe, counts[-1], finer=True, only=wrong())
+        judged.update({name: j for name, j in finer.items() if j.agrees})
     return judged
 
 

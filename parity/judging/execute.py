@@ -47,6 +47,12 @@ class Outcome:
     unknown: tuple[str, ...] = ()
     differentiable: frozenset[str] = frozenset()
 
+    def same_as(self, other: Outcome) -> bool:
+        """Whether both ran and every quantity of this one is in the other to the last bit."""
+        ran = self.verdict == other.verdict == "ran"
+        theirs = other.quantities
+        return ran and all(name in theirs and same_bits(x, theirs[name]) for name, x in self.quantities.items())
+
 
 def fresh(inputs: Inputs) -> Inputs:
     """The same bits and strides, with leaves that have no history and no gradient."""
@@ -161,7 +167,7 @@ def damaged(inputs: Inputs, kept: Mapping[str, torch.Tensor]) -> list[str]:
     out = []
     for name, now in _shared(inputs).items():
         old = kept[name]
-        if not _same_bits(now, old):
+        if not same_bits(now, old):
             out.append(f"input {name} was changed in place")
             memory = tuple(slice(0, 1) if step == 0 else slice(None) for step in now.stride())  # expanded: one for all
             with torch.no_grad():
@@ -169,8 +175,13 @@ def damaged(inputs: Inputs, kept: Mapping[str, torch.Tensor]) -> list[str]:
     return out
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two tensors are equal in dtype, shape and every entry, a NaN equal to a NaN; or neither is there."""
+    if a is None or b is None:
+        return a is b
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def guarded(implementation: Implementation, run: Callable[[], Outcome], *shared: Inputs) -> Outcome:

@@ -7,6 +7,7 @@ Comparisons are in positive form: a NaN fails. The judge knows no loss.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -49,6 +50,80 @@ class Unit:
     counted: bool = False
     first_order: float = 0.0
     terms: float = 0.0
+
+    @functools.cached_property
+    def errors(self) -> Errors:
+        """The replicas' errors at every entry of the oracle's value."""
+        o, stack = self.exact.detach().cpu().double(), self.replicas.detach().cpu().double()
+        if stack.shape[1:] != o.shape:
+            raise ValueError(f"replicas {tuple(stack.shape)} do not stack the oracle's {tuple(o.shape)}")
+        return Errors(o, stack - o, self.entrywise)
+
+    @functools.cached_property
+    def reach(self) -> float:
+        """The largest size of the oracle or a replica; NaN or infinite where one is."""
+        o, stack = self.exact, self.replicas
+        return float(torch.maximum(o.detach().abs().amax(), stack.detach().abs().amax())) if o.numel() else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """Errors `each` of R replicas, (R, …), around the oracle's value `o`; what the gates need of them is computed once."""
+
+    o: torch.Tensor
+    each: torch.Tensor
+    entrywise: bool = False
+
+    def at(self, skip: torch.Tensor) -> Errors:
+        """The same without the entries of `skip`."""
+        return Errors(torch.where(skip, 0.0, self.o), torch.where(skip, 0.0, self.each), self.entrywise)
+
+    @property
+    def _flat(self) -> torch.Tensor:
+        return self.each.reshape(self.each.shape[0], -1)
+
+    @functools.cached_property
+    def norm(self) -> float:
+        """‖o‖₂."""
+        return float(self.o.norm())
+
+    @functools.cached_property
+    def top(self) -> float:
+        """|o|∞."""
+        return float(self.o.abs().amax())
+
+    @functools.cached_property
+    def norms(self) -> tuple[float, float]:
+        """Root mean square and maximum of ‖e_r‖₂."""
+        return _rms_max(self._flat.norm(dim=1))
+
+    @functools.cached_property
+    def tops(self) -> tuple[float, float]:
+        """Root mean square and maximum of |e_r|∞."""
+        return _rms_max(self._flat.abs().amax(1))
+
+    @functools.cached_property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Root mean square and maximum of the size of e_r in each row."""
+        sizes = self.size(self.each)
+        return sizes.square().mean(0).sqrt(), sizes.amax(0)
+
+    def size(self, x: torch.Tensor) -> torch.Tensor:
+        """Of each row: an entry's absolute value, or the norm of the last dimension."""
+        return x.abs() if self.entrywise else x.norm(dim=-1)
+
+    @functools.cached_property
+    def direction(self) -> tuple[torch.Tensor, float, float]:
+        """p = o/|o|∞, ‖p‖² and √Σp⁴."""
+        p = self.o / self.top
+        return p, float(p.square().sum()), float(p.pow(4).sum().sqrt())
+
+    @functools.cached_property
+    def slopes(self) -> tuple[float, float]:
+        """Root mean square and maximum of |Σe_r·o|/‖o‖²."""
+        p, energy, _ = self.direction
+        s = (self._flat / self.top) @ p.reshape(-1) / energy
+        return _rms_max(s.abs())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,39 +192,40 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         return failed(f"dtype {_NAMES.get(value.dtype, value.dtype)}, expected {_NAMES[dtype]}")
     name = _NAMES[value.dtype]
     u, eta, largest = UNIT_ROUNDOFF[name], HALF_SUBNORMAL[name], LARGEST[name]
-    o, v = unit.exact.detach().cpu().double(), value.detach().cpu().double()
-    stack = unit.replicas.detach().cpu().double()
-    if stack.shape[1:] != o.shape:
-        raise ValueError(f"replicas {tuple(stack.shape)} do not stack the oracle's {tuple(o.shape)}")
-    spread = stack - o
+    errors, v = unit.errors, value.detach().cpu().double()
+    o = errors.o
     if o.numel() == 0:
         return Judgement({"structure": 0.0})
-    infinite = torch.isinf(o) & (stack == o).all(0)  # by definition, not because something overflowed
-    skip = ~torch.isfinite(spread).all(0) | (o.abs() > largest / 2) | ((spread + o).abs() > largest).any(0)
-    skip = skip & ~infinite
-    finite = torch.isfinite(v)
-    same = (finite == torch.isfinite(o)) & (torch.isnan(v) == torch.isnan(o))
-    same = torch.where(infinite, v == o, same | skip)
     gates = {"structure": 0.0}
-    message, overflows = "", False
-    if not bool(same.all()):
-        beyond = ~same & torch.isinf(v) & torch.isfinite(o)
-        if bool((same | beyond).all()):
-            nearest = judge(torch.where(beyond, v.sign() * largest, v).to(value), unit, dtype)
-            if nearest.agrees:
-                return nearest
-        gates["structure"] = math.inf
-        overflows = bool(skip.any()) and bool((torch.isinf(v) | same).all())
-        nan, inf = int((torch.isnan(v) & ~same).sum()), int((torch.isinf(v) & ~same).sum())
-        message = (
-            f"{nan} NaN and {inf} infinite entries where the oracle is finite"
-            if nan + inf
-            else "finite where the oracle is not"
-        )
-    skip = skip | ~torch.isfinite(o) | ~finite
-    e = torch.where(skip, 0.0, v - o)
-    o = torch.where(skip, 0.0, o)
-    spread = torch.where(skip, 0.0, spread)
+    message, overflows, same, skip = "", False, None, None
+    finite = torch.isfinite(v)
+    if not (unit.reach <= largest / 2 and bool(finite.all())):  # a NaN is no small number
+        spread = errors.each
+        infinite = torch.isinf(o) & (unit.replicas.detach().cpu().double() == o).all(
+            0
+        )  # by definition, none overflowed
+        skip = ~torch.isfinite(spread).all(0) | (o.abs() > largest / 2) | ((spread + o).abs() > largest).any(0)
+        skip = skip & ~infinite
+        same = (finite == torch.isfinite(o)) & (torch.isnan(v) == torch.isnan(o))
+        same = torch.where(infinite, v == o, same | skip)
+        if not bool(same.all()):
+            beyond = ~same & torch.isinf(v) & torch.isfinite(o)
+            if bool((same | beyond).all()):
+                nearest = judge(torch.where(beyond, v.sign() * largest, v).to(value), unit, dtype)
+                if nearest.agrees:
+                    return nearest
+            gates["structure"] = math.inf
+            overflows = bool(skip.any()) and bool((torch.isinf(v) | same).all())
+            nan, inf = int((torch.isnan(v) & ~same).sum()), int((torch.isinf(v) & ~same).sum())
+            message = (
+                f"{nan} NaN and {inf} infinite entries where the oracle is finite"
+                if nan + inf
+                else "finite where the oracle is not"
+            )
+        skip = skip | ~torch.isfinite(o) | ~finite
+        errors = errors.at(skip)
+    e = v - o if skip is None else torch.where(skip, 0.0, v - o)
+    safe = v if skip is None else torch.where(skip, 0.0, v)
     if unit.zero is not None:
         zero = unit.zero.reshape(unit.zero.shape + (1,) * (v.dim() - unit.zero.dim()))
         leak = torch.where(zero & ~torch.isnan(v), v.abs(), 0.0).amax()
@@ -157,103 +233,93 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         if gates["zero"]:
             message = message or f"{float(leak):.3g} where the mask implies exactly 0"
     by_row = None
+    top = float(e.abs().amax())
     if unit.counted:
-        gates["exact"] = float(e.abs().amax()) / (4 * UNIT_ROUNDOFF["fp32"] * max(1.0, float(o.abs().amax())))
+        gates["exact"] = top / (4 * UNIT_ROUNDOFF["fp32"] * max(1.0, errors.top))
         allowed = 4 * UNIT_ROUNDOFF["fp32"]
     elif unit.scalar:
         u_c = UNIT_ROUNDOFF[unit.compute]
-        rms = float(spread.square().mean().sqrt())
-        worst = WORST * float(spread.abs().amax())
-        allowed = max(FIRST_ORDER * unit.first_order, SCALAR * rms, worst, u * float(o.abs()), u_c * unit.terms, eta)
-        gates["scalar"] = float(e.abs()) / allowed
+        rms, worst = errors.tops
+        allowed = max(
+            FIRST_ORDER * unit.first_order, SCALAR * rms, WORST * worst, u * errors.top, u_c * unit.terms, eta
+        )
+        gates["scalar"] = top / allowed
     else:
-        allowed, by_row = _tensor_gates(gates, e, o, spread, u, eta, UNIT_ROUNDOFF[unit.compute], unit.entrywise)
+        allowed, by_row = _tensor_gates(gates, e, errors, u, eta, UNIT_ROUNDOFF[unit.compute])
     rtol = 6 * u
-    safe = torch.where(skip, 0.0, v)
+    agrees = all(g <= 1.0 for g in gates.values())
     return Judgement(
         gates=gates,
         message=message,
         overflows=overflows,
-        undecided=int(skip.sum()),
-        max_abs=float(e.abs().amax()),
-        max_rel=_finite_ratio(float(e.abs().amax()), float(o.abs().amax())),
-        dist=float(torch.dist(safe, o)),
+        undecided=0 if skip is None else int(skip.sum()),
+        max_abs=top,
+        max_rel=_finite_ratio(top, errors.top),
+        dist=float(torch.dist(safe, errors.o)),
         atol=allowed,
         rtol=rtol,
-        allclose=bool(torch.allclose(safe, o, atol=allowed, rtol=rtol)) and bool(same.all()),
-        slope=_slope(e, o) if e.dim() > 0 else None,
-        worst=_worst(v, unit.exact.detach().cpu().double(), e, same, by_row if _tightest(gates) == "row" else None),
+        allclose=bool(torch.allclose(safe, errors.o, atol=allowed, rtol=rtol)) and (same is None or bool(same.all())),
+        slope=_slope(e, errors) if e.dim() > 0 else None,
+        worst=() if agrees else _worst(v, o, e, same, by_row if _tightest(gates) == "row" else None),
     )
 
 
 def _tensor_gates(
-    gates: dict[str, float],
-    e: torch.Tensor,
-    o: torch.Tensor,
-    spread: torch.Tensor,
-    u: float,
-    eta: float,
-    u_c: float,
-    entrywise: bool,
+    gates: dict[str, float], e: torch.Tensor, errors: Errors, u: float, eta: float, u_c: float
 ) -> tuple[float, torch.Tensor | None]:
     """Add the norm, max, row and slope gates; returns what the max gate allows, and the row gate each entry."""
-    count = spread.shape[0]
-    flat = spread.reshape(count, -1)
-    n = o.numel()
-    norms = flat.norm(dim=1)
-    unit_norm = max(_rms(norms), u * float(o.norm()), eta * n**0.5)
-    gates["norm"] = float(e.norm()) / max(NORM * unit_norm, WORST * float(norms.amax()))
-    tops = flat.abs().amax(1)
-    allowed = max(MAX * max(_rms(tops), u * float(o.abs().amax()), eta), WORST * float(tops.amax()))
+    o = errors.o
+    rms, worst = errors.norms
+    gates["norm"] = float(e.norm()) / max(NORM * max(rms, u * errors.norm, eta * o.numel() ** 0.5), WORST * worst)
+    rms, worst = errors.tops
+    allowed = max(MAX * max(rms, u * errors.top, eta), WORST * worst)
     gates["max"] = float(e.abs().amax()) / allowed
     by_row = None
     if o.dim() > 0:
-        size = (lambda x: x.abs()) if entrywise else (lambda x: x.norm(dim=-1))
-        width = 1 if entrywise else o.shape[-1]
-        unit = torch.maximum(size(spread).square().mean(0).sqrt(), u * size(o)).clamp(min=eta * width**0.5)
+        row_rms, row_worst = errors.rows
+        width, size = 1 if errors.entrywise else o.shape[-1], errors.size(o)
+        unit = torch.maximum(row_rms, u * size).clamp(min=eta * width**0.5)
         # a probability is the exponential of a rounded logit: where its row is uncertain by a large share, by a factor
-        share = (unit / size(o).clamp(min=1e-300)).clamp(1e-9, 10.0)
+        share = (unit / size.clamp(min=1e-300)).clamp(1e-9, 10.0)
         factor = (ROW * share.square().log1p().sqrt()).expm1() / share
-        tail = (size(spread).amax(0) / unit).square()  # long only where the replicas show it: additive noise has none
+        tail = (row_worst / unit).square()  # long only where the replicas show it: additive noise has none
         multiple = torch.minimum(factor, tail).clamp(min=ROW)
-        allowed_row = torch.maximum(multiple * unit, WORST * size(spread).amax(0))
-        gates["row"] = float((size(e) / allowed_row).amax())
-        by_row = allowed_row if entrywise else allowed_row.unsqueeze(-1)
-    top = float(o.abs().amax())
-    if top > eta:  # below, the quantity is zero in its dtype and has no direction
-        p, q = o / top, e / top
-        energy = float(p.square().sum())
-        s_r = (flat / top) @ p.reshape(-1) / energy
-        floor = max(_rms(s_r), u / 3**0.5 * float(p.pow(4).sum().sqrt()) / energy, 2 * u_c)
-        floor += eta / top * float(p.abs().sum()) / energy
-        gates["slope"] = abs(float((q * p).sum()) / energy) / max(SLOPE * floor, WORST * float(s_r.abs().amax()))
+        allowed_row = torch.maximum(multiple * unit, WORST * row_worst)
+        gates["row"] = float((errors.size(e) / allowed_row).amax())
+        by_row = allowed_row if errors.entrywise else allowed_row.unsqueeze(-1)
+    if errors.top > eta:  # below, the quantity is zero in its dtype and has no direction
+        p, energy, fourth = errors.direction
+        rms, worst = errors.slopes
+        floor = max(rms, u / 3**0.5 * fourth / energy, 2 * u_c)
+        floor += eta / errors.top * float(p.abs().sum()) / energy
+        gates["slope"] = abs(float((e / errors.top * p).sum()) / energy) / max(SLOPE * floor, WORST * worst)
     return allowed, by_row
 
 
-def _rms(x: torch.Tensor) -> float:
-    return float(x.square().mean().sqrt())
+def _rms_max(x: torch.Tensor) -> tuple[float, float]:
+    return float(x.square().mean().sqrt()), float(x.amax())
 
 
 def _finite_ratio(a: float, b: float) -> float | None:
     return a / b if b > 0 else None
 
 
-def _slope(e: torch.Tensor, o: torch.Tensor) -> float | None:
-    top = float(o.abs().amax())
-    if top == 0:
+def _slope(e: torch.Tensor, errors: Errors) -> float | None:
+    if errors.top == 0:
         return None
-    p = o / top
-    return float((e / top * p).sum() / p.square().sum())
+    p, energy, _ = errors.direction
+    return float((e / errors.top * p).sum()) / energy
 
 
 def _worst(
-    v: torch.Tensor, o: torch.Tensor, e: torch.Tensor, same: torch.Tensor, allowed: torch.Tensor | None
+    v: torch.Tensor, o: torch.Tensor, e: torch.Tensor, same: torch.Tensor | None, allowed: torch.Tensor | None
 ) -> tuple[tuple[tuple[int, ...], float, float, float], ...]:
     """Up to five entries (index, value, oracle, error): structural mismatches, then by error ÷ what its row is allowed.
 
     Without `allowed` (another gate than row is the tightest) simply by error.
     """
-    order = torch.where(same, e.abs() if allowed is None else e.abs() / allowed, torch.inf).flatten()
+    order = e.abs() if allowed is None else e.abs() / allowed
+    order = (order if same is None else torch.where(same, order, torch.inf)).flatten()
     k = min(5, order.numel())
     found = []
     for flat in order.topk(k).indices.tolist():

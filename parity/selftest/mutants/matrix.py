@@ -10,8 +10,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, SHARDS
@@ -93,18 +91,6 @@ def stream_fates(
     return [done.get(id) or alive[id] for id in by_id]
 
 
-def _same(a: Outcome, b: Outcome) -> bool:
-    """Whether every quantity of `a` is in `b` to the last bit."""
-    ran = a.verdict == b.verdict == "ran"
-    return ran and all(name in b.quantities and _same_bits(x, b.quantities[name]) for name, x in a.quantities.items())
-
-
-def _same_bits(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
-    if x is None or y is None:
-        return x is y
-    return x.dtype == y.dtype and x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())
-
-
 def _judged(bench: Bench, mutant: Mutant, fate: Fate, known: Sequence[Outcome]) -> Fate:
     """The fate after one more case, by the code path of a run; what the mutant leaves behind is put back.
 
@@ -118,7 +104,7 @@ def _judged(bench: Bench, mutant: Mutant, fate: Fate, known: Sequence[Outcome]) 
     fate = dataclasses.replace(fate, cases=fate.cases + 1)
     if mutant.mistake and mutant.pure:
         outcome, leaks = side_effects.watched(implementation, bench.inputs)
-        same = any(_same(outcome, other) for other in known)
+        same = any(outcome.same_as(other) for other in known)
         if outcome.verdict == "ran" and not same:
             for quantity, j in confirmed(bench, implementation, outcome).items():
                 if not j.agrees:
