@@ -8,6 +8,7 @@ version of any library changes it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -44,7 +45,7 @@ class Case:
     tensors: str | None = None
     sha256: str | None = None
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         """`family-xxxxxxxx`: a digest of the canonical JSON, stable across processes and versions."""
         data = self.to_json()

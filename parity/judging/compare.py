@@ -137,10 +137,12 @@ def _rows(whole: Bench, implementation: Implementation, thorough: bool) -> Itera
         yield row
     if thorough:
         other = bench.beside()
-        leaks += side_effects.repeated(implementation, inputs, other, outcome)
-        leaks += side_effects.interleaved(implementation, inputs, other, outcome)
-        leaks += side_effects.accumulation(implementation, inputs)
-        for name, (holds, message) in side_effects.relations(bench.family, implementation, inputs, outcome).items():
+        with world.together(implementation.id):
+            leaks += side_effects.repeated(implementation, inputs, other, outcome)
+            leaks += side_effects.interleaved(implementation, inputs, other, outcome)
+            leaks += side_effects.accumulation(implementation, inputs)
+            related = side_effects.relations(bench.family, implementation, inputs, outcome)
+        for name, (holds, message) in related.items():
             yield _logic_row(base, f"relation: {name}", "relation", holds, message)
     leaks += world.broken()
     base.unjudged = list(outcome.unknown)

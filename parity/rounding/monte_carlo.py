@@ -9,6 +9,7 @@ writes the definition and nothing else.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -163,7 +164,8 @@ class MonteCarlo(TorchDispatchMode):
 
     def scattered(self, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """scale·ξ, of the shape of `scale`, nothing where the scale is not finite: what to add to `out`."""
-        return torch.where(torch.isfinite(scale), scale, 0.0) * self.noise.like(scale)
+        scale = scale if _finite(scale) else torch.where(torch.isfinite(scale), scale, 0.0)
+        return scale * self.noise.like(scale)
 
     def rounded(self, out: torch.Tensor, dtype: str | None = None) -> torch.Tensor:
         """A result as rounded to `dtype` (none: the recipe's for elementwise operations): x·(1 + u·ξ) + η·ξ, or on its grid."""
@@ -172,9 +174,10 @@ class MonteCarlo(TorchDispatchMode):
         if u > NARROW:
             noisy = self._grid(out, dtype) + self.eta * self.noise.like(out)
         else:
-            noisy = out + out.abs().mul_(u).add_(self.eta).mul_(self.noise.like(out))
-        noisy = torch.where(torch.isfinite(out), noisy, out)
-        if self.largest is not None:
+            noisy = torch.addcmul(out, out.abs().mul_(u).add_(self.eta), self.noise.like(out))
+        if not _finite(noisy):
+            noisy = torch.where(torch.isfinite(out), noisy, out)
+        if self.largest is not None and noisy.numel() and not noisy.abs().amax().item() <= self.largest:
             noisy = torch.where(
                 noisy.abs() > self.largest, torch.copysign(torch.full_like(noisy, torch.inf), noisy), noisy
             )
@@ -215,8 +218,9 @@ class MonteCarlo(TorchDispatchMode):
             for part in split(a, b, self.noise.choice((2, 4, 8, 16))):
                 out = out + part.mul_(u).mul_(self.noise.like(part))
         size = matmul(a.abs(), b.abs())
-        beyond = size > self.range_partial() if self.backward else None
-        out = out + size.mul_(walk * self.u_sum).mul_(self.noise.like(out))
+        bounded = self.backward and self.range_partial() < torch.inf
+        beyond = size > self.range_partial() if bounded else None
+        out = torch.addcmul(out, size.mul_(walk * self.u_sum), self.noise.like(out))
         if beyond is not None:
             out = torch.where(beyond, torch.copysign(torch.full_like(out, torch.inf), out), out)
         if a.shape[-1] == 1 and not self.backward and self.recipe.logits in ("fp16", "bf16"):
@@ -288,6 +292,11 @@ class MonteCarlo(TorchDispatchMode):
             return torch.where(torch.isfinite(x), y, x)
         finally:
             self.quiet = False
+
+
+def _finite(x: torch.Tensor) -> bool:
+    """Whether every entry certainly is finite: in one pass, and wrong only about a sum that overflows."""
+    return math.isfinite(x.sum().item())
 
 
 _RUNNING: list[MonteCarlo] = []

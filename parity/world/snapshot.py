@@ -17,6 +17,8 @@ _kept: dict[str, tuple[list[bindings.Change], list[tuple[Watch, Any]]]] = {}
 _belongs: dict[str, str] = {}
 _suspended: set[str] = set()
 _broken: list[str] = []
+_together: list[Snapshot] = []
+"""The snapshot whose names calls share (`together`), the innermost last."""
 _reference: list[bytes] = []
 _unprobed: list[str] = []
 """Who was called since arithmetic was last tried."""
@@ -26,10 +28,10 @@ LEFT = 10
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Everything of `state.WATCHES` and `bindings`, as it was in process `pid`."""
+    """Everything of `state.WATCHES` and `bindings`, as it was in process `pid`; without `names` within `together`."""
 
     states: dict[str, Any]
-    names: list[tuple[str, Any, dict[str, Any]]]
+    names: list[tuple[str, Any, dict[str, Any]]] | None
     modules: int
     pid: int
 
@@ -43,7 +45,7 @@ class Snapshot:
         if os.getpid() != self.pid:
             os._exit(0)
         found: list[str] = []
-        rebound = list(bindings.changes(self.names))
+        rebound = list(bindings.changes(self.names)) if self.names is not None else []
         for _, (owner, name, before, _) in rebound:
             bindings.put(owner, name, before)
         if rebound and len(sys.modules) != self.modules and whose and whose not in _suspended:
@@ -65,7 +67,20 @@ def take() -> Snapshot:
     """The world as it is."""
     if not _reference:
         _reference.append(arithmetic())
-    return Snapshot({w.name: w.get() for w in WATCHES}, bindings.take(), len(sys.modules), os.getpid())
+    names = None if _together else bindings.take()
+    return Snapshot({w.name: w.get() for w in WATCHES}, names, len(sys.modules), os.getpid())
+
+
+@contextlib.contextmanager
+def together(whose: str) -> Iterator[None]:
+    """Around calls of one party between which nothing else is computed: names that they rebind are put back once, at the end."""
+    before = take()
+    _together.append(before)
+    try:
+        yield
+    finally:
+        _together.pop()
+        before.restore(whose)
 
 
 def abandon(reason: str) -> None:
@@ -75,10 +90,17 @@ def abandon(reason: str) -> None:
 
 def broken() -> list[str]:
     """Why this process must not judge anybody else any more; empty where all is well. Asked after the calls of each party."""
-    if _unprobed and arithmetic() != _reference[0]:
+    if _unprobed and not _unchanged():
         _broken.append(f"operations of torch compute something else since {_unprobed[-1]} was called")
     _unprobed.clear()
     return list(_broken)
+
+
+def _unchanged() -> bool:
+    try:
+        return arithmetic() == _reference[0]
+    except Exception:  # an operation that raises since is none that still computes the same
+        return False
 
 
 def _key(whose: str) -> str:
@@ -92,7 +114,7 @@ def importing(file: str) -> Iterator[None]:
     try:
         yield
     finally:
-        names = [change for _, change in bindings.changes(before.names)]
+        names = [change for _, change in bindings.changes(before.names or [])]
         states = [(watch, now) for watch, now in differing(before.states) if watch.kept and watch.put is not None]
         _kept[file] = names, states
         before.restore()
