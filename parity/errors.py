@@ -23,3 +23,7 @@ class HarnessError(Exception):
 
 class OracleError(FloatingPointError):
     """The harness's own definition or its replicas cannot be judged with: a fault of ours, never a skipped case."""
+
+
+class Returned(Exception):
+    """What an implementation returned is no output of its family: a verdict about it."""

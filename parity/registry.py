@@ -124,8 +124,8 @@ def load() -> dict[str, Implementation]:
 
 
 def select(ids: Iterable[str], family: str | None = None) -> list[Implementation]:
-    """The implementations called for: all that are not opt-in, or those named by id, id prefix, pattern (`liger.*`), or
-    FILE.py:NAME.
+    """The implementations called for: all that are not opt-in, or those named by id, group (`liger`, `trl.GRPOTrainer.*`,
+    which has `trl.GRPOTrainer` in it), pattern (`*.Fused*`), or FILE.py:NAME. An id names no other than itself.
 
     Raises:
         UsageError: for an id that matches nothing, naming the choices.
@@ -136,7 +136,8 @@ def select(ids: Iterable[str], family: str | None = None) -> list[Implementation
     known = load()
     chosen: list[Implementation] = []
     for name in named:
-        matches = [i for i in known.values() if fnmatch.fnmatchcase(i.id, name) or i.id.startswith(f"{name}.")]
+        exact = [i for i in known.values() if i.id == name]
+        matches = exact or [i for i in known.values() if fnmatch.fnmatchcase(i.id, name) or _below(i.id, name)]
         if not matches:
             raise UsageError(f"implementation {name!r} is unknown, {_instead(name, known)}")
         chosen += matches
@@ -149,6 +150,12 @@ def select(ids: Iterable[str], family: str | None = None) -> list[Implementation
         ]
     unique = {(i.id, i.family): i for i in chosen + added}
     return [i for i in unique.values() if family is None or i.family == family]
+
+
+def _below(id: str, name: str) -> bool:
+    """Whether an id is in the group `a.b`, or `a.b.*`, to which `a.b` itself belongs."""
+    group = name.removesuffix(".*")
+    return id.startswith(f"{group}.") or (id == group and name != group)
 
 
 def from_file(spec: str) -> list[Implementation]:

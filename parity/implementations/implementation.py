@@ -159,6 +159,13 @@ def require(condition: bool, reason: str) -> None:
         raise Unsupported(reason)
 
 
+def by_token(value: Any, x: Inputs) -> Any:
+    """(B·T,) as (B, T). Whatever has another shape or type is left as it came: the structure gate names it."""
+    rows, width = x.ids.shape
+    flat = isinstance(value, torch.Tensor) and tuple(value.shape) == (rows * width,)
+    return value.view(rows, width) if flat else value
+
+
 def accepted(module: Any, name: str) -> Any:
     """`module.name`, or `Unsupported` saying that the installed version has none."""
     found = getattr(module, name, None)

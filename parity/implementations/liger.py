@@ -9,7 +9,7 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, accepted, implementation, require
+from parity.implementations.implementation import Outputs, accepted, by_token, implementation, require
 from parity.recipe import Recipe
 
 
@@ -76,7 +76,7 @@ def chunked_selective_logprob(x: Inputs) -> Outputs:
     logps = function.apply(
         x.hidden.flatten(0, 1), x.weight, x.ids.flatten().long(), x.bias, s.temperature, s.chunk_size or 4096
     )
-    return {"logps": logps.view(s.B, s.T)}
+    return {"logps": by_token(logps, x)}
 
 
 @implementation(
@@ -98,7 +98,7 @@ def fused_linear_cross_entropy(x: Inputs) -> Outputs:
     require(x.weight.dtype == x.hidden.dtype, "hidden states and head of one dtype only")
     loss = LigerFusedLinearCrossEntropyLoss(reduction="none", softcap=s.softcap, ignore_index=IGNORE_INDEX)
     nll = loss(x.weight, _folded(x).flatten(0, 1), x.ids.flatten().long(), x.bias)
-    return {"logps": -nll.view(s.B, s.T)}
+    return {"logps": by_token(-nll, x)}
 
 
 @implementation(
@@ -121,4 +121,4 @@ def cross_entropy(x: Inputs) -> Outputs:
     if s.temperature != 1.0:
         z = z / s.temperature
     loss = LigerCrossEntropyLoss(reduction="none", ignore_index=IGNORE_INDEX)
-    return {"logps": -loss(z, x.ids.flatten().long()).view(s.B, s.T)}
+    return {"logps": by_token(-loss(z, x.ids.flatten().long()), x)}

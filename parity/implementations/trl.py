@@ -12,7 +12,7 @@ from parity.case.inputs import Inputs
 from parity.errors import Unsupported
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, accepted, implementation, require
+from parity.implementations.implementation import Outputs, accepted, by_token, implementation, require
 from parity.recipe import Recipe
 
 DEFAULT_CHUNK = 32768
@@ -148,7 +148,7 @@ def _chunked(x: Inputs) -> Outputs:
         s.logit_scale,
         *([outputs] if takes_outputs else []),
     )
-    return {"logps": out[0].view(s.B, s.T)} | ({"entropy": out[1].view(s.B, s.T)} if outputs else {})
+    return {"logps": by_token(out[0], x)} | ({"entropy": by_token(out[1], x)} if outputs else {})
 
 
 @implementation(

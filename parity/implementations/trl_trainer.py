@@ -258,7 +258,8 @@ def _has_liger_path() -> bool:
 )
 def grpo_trainer_liger(x: Inputs) -> Outputs:
     """`GRPOTrainer.compute_loss`, the version's own Liger path: Liger's loss up to 1.13, chunked log-probs in 1.14."""
-    require(_has_liger_path(), "this version of TRL has no Liger path (removed in 1.15)")
+    when = "removed in 1.15" if trl.since("1.15") else "it came later"
+    require(_has_liger_path(), f"this version of TRL has no Liger path ({when})")
     return outputs(x, liger=True)
 
 

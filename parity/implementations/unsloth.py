@@ -18,7 +18,7 @@ from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.families.policy import WINDOW_NORMALISED
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, accepted, implementation, require
+from parity.implementations.implementation import Outputs, accepted, by_token, implementation, require
 from parity.implementations.trl_divergence import heads
 from parity.recipe import Recipe
 
@@ -45,7 +45,7 @@ def _log_probs(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
         temperature=s.temperature,
         lm_head_bias=x.bias,
     )
-    return logps.view(s.B, s.T)
+    return by_token(logps, x)
 
 
 @implementation(

@@ -23,7 +23,7 @@ import torch
 from parity import world
 from parity.case.family import Family
 from parity.case.inputs import Inputs
-from parity.errors import UsageError
+from parity.errors import Returned, UsageError
 from parity.implementations import plain
 from parity.implementations.implementation import Implementation, Named, Outputs, require
 from parity.process import tell
@@ -153,10 +153,6 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
         contexts=frozenset(getattr(function, "contexts", ("plain", "autocast", "checkpoint", "compile"))),
         sources=(f"{function.__module__}.{function.__qualname__}",),
     )
-
-
-class Returned(Exception):
-    """What a user's function returned is no output of its family."""
 
 
 def _call(function: Callable[..., Any], fam: Family, names: set[str], open_ended: bool, x: Inputs) -> Outputs:

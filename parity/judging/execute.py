@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ import torch
 import parity
 from parity import world
 from parity.case.inputs import Inputs
-from parity.errors import HarnessError, OracleError, Unsupported
+from parity.errors import HarnessError, OracleError, Returned, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
 from parity.judging import faults
 from parity.rounding.oracle import gradient_name
@@ -70,7 +71,15 @@ def fresh(inputs: Inputs) -> Inputs:
 
 def forward(implementation: Implementation, x: Inputs) -> Outputs:
     """Call the adapter in the call context of the case: plain, tf32, autocast, torch.compile region, reentrant checkpoint."""
-    context, call = x.context, implementation.call
+    context = x.context
+
+    def call(x: Inputs) -> Outputs:
+        outputs = implementation.call(x)
+        for name, value in outputs.items():
+            if not isinstance(value, torch.Tensor):
+                raise Returned(f"returned {type(value).__name__} as {name}, expected a tensor")
+        return outputs
+
     if context in ("plain", "tf32"):
         return call(x)
     if context == "autocast":
@@ -238,7 +247,9 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     message = f"{type(error).__name__}: {_first_line(error)}"
     own = [i for i, f in enumerate(files) if f.startswith(OWN)]
     theirs = [i for i, f in enumerate(files) if _is_library(f)]
-    raised = bool(theirs) and theirs[-1] == len(files) - 1
+    raised = bool(theirs) and theirs[-1] == len(files) - 1 and _on_purpose(error)
+    if isinstance(error, Returned):
+        return Outcome("crashed", message=message)
     if implementation.is_function:  # its adapter is the harness's for every function: what fails is the user's
         clear = raised and isinstance(error, REFUSALS) and not isinstance(error, TypeError | KeyError)
         return Outcome("refused" if clear else "crashed", message=message)
@@ -257,6 +268,15 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     if raised and isinstance(error, REFUSALS):
         return Outcome("refused", message=message)
     return Outcome("crashed", message=message)
+
+
+def _on_purpose(error: BaseException) -> bool:
+    """Whether it was raised by a statement: a lookup or a conversion that failed on the way is no refusal.
+
+    torch raises NotImplementedError below Python, for a dtype without a kernel.
+    """
+    line = traceback.extract_tb(error.__traceback__)[-1].line or "raise"
+    return isinstance(error, NotImplementedError) or re.search(r"\b(raise|assert)\b", line) is not None
 
 
 def _is_library(filename: str) -> bool:

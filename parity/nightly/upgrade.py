@@ -89,7 +89,7 @@ def installed(package: str) -> str:
 def own_settings(before: str, after: str, wanted: team.Team, device: str) -> Part:
     """A team's settings and their neighbours through the plain and the fused losses of both releases."""
     asked = [(f"{label} ({case.dtype}, seed {case.seed})", case) for label, case in team.cases(wanted)]
-    named = compare.implementations(["trl.GRPOTrainer", "liger.FusedLinearGRPOLoss"])
+    named = compare.implementations(["trl.GRPOTrainer.*", "liger.FusedLinearGRPOLoss"])
     made = [Environment.of(parse_all([spec])) for spec in (before, after)]
     seen = compare.both(made, [asked, asked], named, device)
     different = moved(*(side(one.rows, asked) for one in seen))

@@ -16,6 +16,8 @@ def test_patterns_choose_implementations():
     every = {i.id for i in select(["liger.*"])}
     assert every == {i.id for i in select(["liger"])} and len(every) > 3
     assert {i.id for i in select(["*.selective_log_softmax"])} == {"trl.selective_log_softmax"}
+    assert [i.id for i in select(["trl.GRPOTrainer"])] == ["trl.GRPOTrainer"]  # an id is itself alone
+    assert {i.id for i in select(["trl.GRPOTrainer.*"])} == {"trl.GRPOTrainer", "trl.GRPOTrainer.liger"}
     with pytest.raises(UsageError, match=r"'liger.x\*' is unknown"):
         select(["liger.x*"])
 

@@ -9,7 +9,7 @@ from parity.errors import UsageError
 from parity.implementations import user
 from parity.judging.assess import classify, confirmed
 from parity.judging.execute import execute
-from parity.registry import NAMES, bench_of, family, from_file, loss_family
+from parity.registry import NAMES, bench_of, family, from_file, loss_family, run_case, select
 from parity.results.row import Row
 from parity.running.run import Options, judge_run
 
@@ -101,6 +101,128 @@ def test_what_it_returns_and_raises(what, verdict, says):
     assert outcome.verdict == verdict
     assert says in outcome.message
     assert outcome.blame != "harness"
+
+
+def judged(function, **settings):
+    """Quantity -> row of a function on a small policy case."""
+    policy = loss_family("policy")
+    case = policy.case(3, "fp32", {**policy.example(0), "beta": 0.04, "old": "inside", "ref": "apart", **settings})
+    rows = list(run_case(case, [from_function(function, "my.py:own")], thorough=False))
+    return {r.quantity: r for r in rows}
+
+
+def grpo(hidden, weight, ids, mask, advantages, beta=0.0, old_logps=None, ref_logps=None):
+    """Loss, KL and clip fraction of GRPO as a user returns them."""
+    logps = torch.log_softmax(hidden @ weight.T, -1).gather(-1, ids.long()[..., None])[..., 0]
+    ratio = torch.exp(logps - old_logps)
+    a, m = advantages[:, None], mask.float()
+    kl = torch.exp(ref_logps - logps) - (ref_logps - logps) - 1
+    terms = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) + beta * kl
+    clipped = ((ratio < 0.8) & (a < 0)) | ((ratio > 1.2) & (a > 0))
+    mean = lambda values: (values * m).sum() / m.sum()  # noqa: E731
+    return ((terms * m).sum(-1) / m.sum(-1)).mean(), mean(kl), mean(clipped.float())
+
+
+@pytest.mark.parametrize("number", [False, True])
+def test_metrics_are_judged_though_nothing_declares_them(number):
+    """A doubled KL used to agree in silence, with exit code 0."""
+
+    def metrics(factor):
+        def own(hidden, weight, ids, mask, advantages, beta=0.0, old_logps=None, ref_logps=None):
+            loss, kl, clipped = grpo(hidden, weight, ids, mask, advantages, beta, old_logps, ref_logps)
+            told = {"kl": factor * kl.detach(), "clip_ratio": clipped, "lr": 1e-6, "texts": ["a"]}
+            return loss, {k: v.item() if number and torch.is_tensor(v) else v for k, v in told.items()}
+
+        return own
+
+    right, wrong = judged(metrics(1.0)), judged(metrics(2.0))
+    assert {right[q].verdict for q in ("loss", "kl", "clip_ratio", "grad_weight")} == {"agree"}
+    assert wrong["kl"].verdict == "disagree" and wrong["loss"].verdict == "agree"
+    assert right["protocol"].unjudged == ["lr", "texts"]
+
+
+def test_an_unnamed_second_tensor_is_an_output_only_where_there_is_one_it_can_be():
+    def with_logps(hidden, weight, ids, mask, advantages, beta=0.0, old_logps=None, ref_logps=None):
+        return grpo(hidden, weight, ids, mask, advantages, beta, old_logps, ref_logps)[0], old_logps
+
+    rows = judged(with_logps)
+    assert "kl" not in rows and rows["protocol"].unjudged == ["value 2"]
+
+    def with_entropy(factor):
+        def own(hidden, weight, ids):
+            z = torch.log_softmax(hidden @ weight.T, -1)
+            return z.gather(-1, ids[..., None])[..., 0], -factor * (z.exp() * z).sum(-1)
+
+        return own
+
+    case = FAMILY.case(3, "fp32", {"entropy": "gradient"})
+    for factor, verdict in ((1.0, "agree"), (2.0, "disagree")):
+        rows = run_case(case, [from_function(with_entropy(factor), "my.py:own")], thorough=False)
+        found = {r.quantity: r.verdict for r in rows}
+        assert found["entropy"] == found["grad_hidden"] == verdict
+
+
+@pytest.mark.parametrize(
+    ("change", "quantity", "says"),
+    [
+        (lambda loss: loss[None], "loss", "shape (1,), expected ()"),
+        (lambda loss: loss.long(), "loss", "expected a floating-point one"),
+        (lambda loss: (loss * 0).expand(3, 6), "loss", "shape (3, 6), expected ()"),
+        (lambda loss: loss.detach(), "grad_hidden", "no gradient"),
+        (lambda loss: {"kl": loss}, None, "returned kl without loss"),
+        (lambda loss: {"loss": "0.3"}, None, "without loss"),
+        (lambda loss: int("x"), None, "ValueError: invalid literal"),
+        (lambda loss: {}["x"], None, "KeyError"),
+    ],
+)
+def test_a_wrong_shape_or_type_or_an_exception_is_a_verdict(change, quantity, says):
+    def own(hidden, weight, ids, mask, advantages, beta=0.0, old_logps=None, ref_logps=None):
+        return change(grpo(hidden, weight, ids, mask, advantages, beta, old_logps, ref_logps)[0])
+
+    row = judged(own)[quantity]
+    assert row.failing and says in row.message, row.message
+
+
+def _extra_dimension(logps):
+    return logps[:, None]
+
+
+def _transposed(logps):
+    return logps.view(1, -1)
+
+
+def _nothing(logps):
+    return None
+
+
+def _lookup(logps):
+    return {}["logps"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_extra_dimension, "expected (3, 6)"),
+        (_transposed, "expected (3, 6)"),
+        (_nothing, "returned NoneType as logps"),
+        (_lookup, "KeyError"),
+    ],
+)
+def test_what_a_library_returns_wrong_is_its_verdict_and_no_adapter_repairs_it(monkeypatch, change, says):
+    """`view` made a log-prob per token of whatever had as many entries, and None was "unsupported"."""
+    module = pytest.importorskip("liger_kernel.chunked_loss.fused_linear_ppo")
+    original = module._ChunkedSelectiveLogProbFunction
+
+    class Wrong:
+        @staticmethod
+        def apply(*args):
+            return change(original.apply(*args))
+
+    monkeypatch.setattr(module, "_ChunkedSelectiveLogProbFunction", Wrong)
+    case = FAMILY.case(3, "fp32", FAMILY.example(0))
+    rows = list(run_case(case, select(["liger.chunked_selective_logprob"]), thorough=False))
+    row = next(r for r in rows if r.quantity == "logps" or r.quantity is None)
+    assert row.failing and says in row.message and row.blame != "harness", row
 
 
 def test_none_does_not_replace_a_default():

@@ -1,8 +1,12 @@
 """`--with`: the same command inside an environment, with its own exit code; what cannot be made is one line."""
 
+import io
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -67,3 +71,34 @@ def test_a_version_that_does_not_exist_ends_with_3(tmp_path):
     assert done.returncode == 3
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_command_inside_which_ends_in_order(monkeypatch, tmp_path, number):
+    """The child writes its rows and ends with its own code; before, the parent died and the child went on unseen."""
+    program = (
+        "import pathlib, signal, sys, time\n"
+        "def ended(*_):\n    pathlib.Path('rows').write_text('whole'); sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, ended); signal.signal(signal.SIGINT, ended)\n"
+        "pathlib.Path('ready').touch(); time.sleep(60)\n"
+    )
+
+    class Made:
+        partners, checkouts, imports = "nothing", {}, {}
+
+        @staticmethod
+        def run(argv):
+            return subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdin=subprocess.DEVNULL, check=False)
+
+    def send():
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(inside, "Environment", type("E", (), {"of": staticmethod(lambda specs: Made)}))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    handler = signal.getsignal(number)
+    threading.Thread(target=send, daemon=True).start()
+    assert inside.run_inside(["trl==1.0"], ["run"]) == 143
+    assert (tmp_path / "rows").read_text() == "whole"
+    assert signal.getsignal(number) is handler

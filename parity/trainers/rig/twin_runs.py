@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,14 +210,18 @@ def train(trainer: Any, way: str, **options: Any) -> recorder.Steps:
 def _hand_out(trainer: Any, name: str, chosen: Sequence[Row]) -> None:
     """Stored completions in place of generation; everything behind it is the trainer's own."""
     original = getattr(trainer, "_generate_single_turn", None)
-    if original is None:
+    if original is None and not hasattr(trainer, "_generate_with_model"):
         raise Unsupported("the installed version does not generate in a method of its own")
-    names = handed_names(original)
     stored: dict[tuple[int, ...], list[list[int]]] = {}
     end = [models.EOS] if truncating(name, chosen) else []
     for row in chosen:
         completion = stored_window.ids(row.completion) + (end if row.counted else [])
         stored.setdefault(tuple(stored_window.ids(row.prompt)), []).append(completion)
+
+    if original is None:
+        _generate_in_model(trainer, stored)
+        return
+    names = handed_names(original)
 
     def generate(prompts: list[Any], *_: Any, **__: Any) -> Any:
         prompt_ids = [stored_window.ids(p) if isinstance(p, str) else list(p) for p in prompts]
@@ -229,6 +233,19 @@ def _hand_out(trainer: Any, name: str, chosen: Sequence[Row]) -> None:
 
     generate.original = original  # type: ignore[attr-defined]
     trainer._generate_single_turn = generate
+
+
+def _generate_in_model(trainer: Any, stored: Mapping[tuple[int, ...], Sequence[list[int]]]) -> None:
+    """The stored completions in place of `model.generate`, which distillation called up to 1.9: padded at the right."""
+
+    def generate(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
+        left = {k: list(v) for k, v in stored.items()}
+        prompts = [tuple(tokens[seen.bool()].tolist()) for tokens, seen in zip(input_ids, attention_mask, strict=True)]
+        completions = [torch.tensor(left[prompt].pop(0)) for prompt in prompts]
+        new = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True, padding_value=models.PAD)
+        return SimpleNamespace(sequences=torch.cat([input_ids, new.to(input_ids)], 1))
+
+    trainer.model.generate = generate
 
 
 def handed_names(generate: Any) -> list[str]:

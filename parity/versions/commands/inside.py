@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
+import psutil
 
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
@@ -22,10 +28,32 @@ def run_inside(specs: Sequence[str | Spec], argv: Sequence[str]) -> int:
     try:
         made = Environment.of(specs)
         click.echo(described(made), err=True)
-        return made.run(["python", "-m", "parity", *argv]).returncode
+        with forwarded():
+            return made.run(["python", "-m", "parity", *argv]).returncode
     except EnvironmentUnusable as error:
         click.echo(f"parity: {error}", err=True)
         return NO_JUDGEMENT if list(argv[:1]) == ["replay"] else UNUSABLE
+
+
+@contextlib.contextmanager
+def forwarded() -> Iterator[None]:
+    """SIGTERM goes on to the child, whose rows and reports it ends in order; so does SIGINT, which a terminal sends to both."""
+
+    def pass_on(number: int, frame: Any) -> None:
+        if number != signal.SIGINT or not sys.stdin.isatty():
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.send_signal(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def described(made: Environment) -> str:
