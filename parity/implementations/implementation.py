@@ -82,6 +82,11 @@ class Implementation:
         """Whether it is a user's own function, FILE.py:NAME, and no subclass of a trainer."""
         return ".py:" in self.id and not self.extends
 
+    @property
+    def is_trainer(self) -> bool:
+        """Whether checks drive it, and its adapter is never called."""
+        return self.family.endswith("-trainer")
+
     def recipe_for(self, inputs: Inputs) -> Recipe:
         """The recipe on these inputs, autocast and tf32 products included (a GPU's; CPUs have none)."""
         recipe = self.recipe if isinstance(self.recipe, Recipe) else self.recipe(inputs)

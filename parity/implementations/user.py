@@ -159,8 +159,8 @@ def _call(function: Callable[..., Any], fam: Family, names: set[str], open_ended
     offered = vars(x.settings) | dict(x.tensors)
     canonical = {ALIASES.get(n, n): n for n in names}
     label = getattr(function, "__name__", "the function")
-    for needed in sorted(fam.demands(x)):
-        require(open_ended or needed in canonical, f"{label} has no parameter {needed}")
+    absent = [] if open_ended else sorted(fam.demands(x) - set(canonical))
+    require(not absent, f"{label} has no parameter {', '.join(absent)}")
     parameters = inspect.signature(function).parameters
     kwargs = {canonical[n]: v for n, v in offered.items() if n in canonical}
     kwargs = {n: v for n, v in kwargs.items() if v is not None or parameters[n].default is inspect.Parameter.empty}

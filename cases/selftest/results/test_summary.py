@@ -269,3 +269,22 @@ def test_nothing_at_all():
 )
 def test_shares_never_round_to_all_or_nothing(share, text):
     assert wording.percent(share) == text
+
+
+def test_what_a_function_should_take_first():
+    """Greedily: what opens most by itself, then what opens most beside it; nothing is counted twice."""
+    needs = ["bias"] * 5 + ["bias, softcap"] * 4 + ["softcap"] * 2 + ["beta, delta"] * 3 + ["delta, softcap"]
+    found = [
+        row(f"c{k}", None, "unsupported", implementation="my.py:f", message=f"f has no parameter {names}")
+        for k, names in enumerate(needs)
+    ]
+    found += [row(f"d{k}", "loss", "agree", implementation="my.py:f") for k in range(5)]
+    found.append(row("e", None, "unsupported", implementation="my.py:f", message="context autocast is not supported"))
+    (told,) = summarise(HEADER, found).openings
+    assert (told.cases, told.unsupported) == (21, 15)
+    assert told.steps == (("bias", 5), ("softcap", 6), ("delta", 1), ("beta", 3))
+    assert wording.openings(told, most=2) == (
+        "my.py:f: 71 % of its cases need other parameters; add first bias (+24 %), softcap (+29 %), and 2 more"
+    )
+    reasons = {r.message: r.count for r in summarise(HEADER, found).reasons}
+    assert reasons == {"f has no parameter for what the case moves": 15, "context autocast is not supported": 1}

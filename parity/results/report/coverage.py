@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,44 @@ class Reason:
     implementations: tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Openings:
+    """What a user's function would have to take: `steps` of (parameter, cases that it opens beside those before it)."""
+
+    implementation: str
+    cases: int
+    unsupported: int
+    steps: tuple[tuple[str, int], ...]
+
+
+ABSENT = re.compile(r" has no parameter (.+)$")
+"""How `parity.implementations.user` says which parameters a case needs."""
+
+
+def openings(cases: Iterable[ImplementationCase]) -> list[Openings]:
+    """For each function with cases that need other parameters: greedily the one that opens most of them, and so on.
+
+    Where none opens a case by itself, the one that most of the closed cases need comes next.
+    """
+    own: dict[str, list[frozenset[str]]] = collections.defaultdict(list)
+    for case in cases:
+        found = ABSENT.search(case.rows[0].message) if case.outcome == "unsupported" else None
+        own[case.implementation].append(frozenset(found[1].split(", ") if found else ()))
+    out = []
+    for name, needs in own.items():
+        closed, steps = [n for n in needs if n], list[tuple[str, int]]()
+        unsupported = len(closed)
+        while closed:
+            wanted = collections.Counter(p for n in closed for p in n)
+            opened = collections.Counter(p for n in closed if len(n) == 1 for p in n)
+            best = max(sorted(wanted), key=lambda p: (opened[p], wanted[p]))
+            steps.append((best, opened[best]))
+            closed = [n - {best} for n in closed if n != {best}]
+        if unsupported:
+            out.append(Openings(name, len(needs), unsupported, tuple(steps)))
+    return out
+
+
 def coverage(family: str, cases: Sequence[ImplementationCase], defaults: Mapping[str, Any]) -> Coverage:
     """Coverage of one family; `defaults` names all its dimensions."""
     names = sorted(set(defaults) | {k for c in cases for k in c.rows[0].settings})
@@ -113,6 +152,7 @@ def reasons(cases: Iterable[ImplementationCase]) -> list[Reason]:
         if case.outcome not in DECLINED:
             continue
         message = next((r.message for r in case.rows if r.verdict == case.outcome), "")
+        message = ABSENT.sub(" has no parameter for what the case moves", message)
         key = case.outcome, normalised(message)
         totals[case.outcome] += 1
         groups[key].append(case)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from parity.results.header import About, End, Header
-from parity.results.report.coverage import Coverage, Reason, coverage, reasons
+from parity.results.report.coverage import Coverage, Openings, Reason, coverage, openings, reasons
 from parity.results.report.findings import Finding, findings, tier
 from parity.results.report.matrix import Grid, Lines, StepOne, errors, grids, step_one
 from parity.results.report.outcomes import ImplementationCase, about_run, grouped, headroom
@@ -107,6 +107,7 @@ class Summary:
         grids: headroom by implementation, loss and dtype, for each family.
         step_one: first steps of real trainers.
         errors: of each candidate beside the reference's, by family.
+        openings: of each user's function, the parameters that it lacks.
     """
 
     run: str
@@ -126,6 +127,7 @@ class Summary:
     errors: tuple[tuple[str, list[str], Lines], ...]
     unjudged: tuple[tuple[str, tuple[str, ...]], ...] = ()
     imported: tuple[tuple[str, str], ...] = ()
+    openings: tuple[Openings, ...] = ()
 
 
 DTYPES = ("fp64", "fp32", "fp16", "bf16")
@@ -164,6 +166,7 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         reasons=tuple(reasons(cases)),
         undecided=sum(r.undecided for c in cases for r in c.judged),
         unjudged=_unjudged(cases),
+        openings=tuple(openings(cases)),
         imported=tuple({(r.imported_from, r.implementation): 0 for c in everything for r in c.rows if r.imported_from}),
         grids=tuple(grids(ordered, dimensions)),
         step_one=tuple(step_one(ordered)),

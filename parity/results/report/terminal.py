@@ -149,6 +149,8 @@ def _coverage(summary: Summary, console: Console) -> None:
             f"{summary.undecided:,} entries undecided: correct rounding alone can change them, or a replica overflows",
             "dim",
         )
+    for opening in summary.openings:
+        say(console, wording.openings(opening), "yellow")
     for verdict in ("unsupported", "refused"):
         told = [r for r in summary.reasons if r.verdict == verdict]
         if told:

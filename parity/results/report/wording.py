@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from parity.results.report.coverage import Reason
+from parity.results.report.coverage import Openings, Reason
 from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Counts, Line, Summary
@@ -290,3 +290,11 @@ def imported(summary: Summary) -> list[str]:
     for file, who in summary.imported:
         found.setdefault(file, []).append(who)
     return [f"imported from {file}, not from site-packages: {', '.join(names)}" for file, names in found.items()]
+
+
+def openings(found: Openings, most: int = 8) -> str:
+    """The parameters that a function should take first, and the share of its cases that each opens."""
+    steps = [f"{name} (+{percent(count / found.cases)})" for name, count in found.steps]
+    rest = [f"and {len(steps) - most} more"] if len(steps) > most else []
+    share = percent(found.unsupported / found.cases)
+    return f"{found.implementation}: {share} of its cases need other parameters; add first {', '.join(steps[:most] + rest)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -73,6 +74,8 @@ def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
     from datasets import Dataset
 
     prompts = [r.prompt for r in chosen]
+    if trainer == "distillation-trainer" and not hasattr(drive.trl_class(CLASSES[trainer]), "_generate_single_turn"):
+        return Dataset.from_dict({"messages": [[{"role": "user", "content": p}] for p in prompts]})
     if trainer in PROMPTED:
         grouped = trainer in ("grpo-trainer", "rloo-trainer")
         return Dataset.from_dict({"prompt": list(dict.fromkeys(prompts)) if grouped else prompts})
@@ -102,6 +105,8 @@ def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
         **drive.checkpointing(s.checkpointing),
     }
     out |= {"loss_type": s.loss} if trainer == "grpo-trainer" else {}
+    if trainer == "distillation-trainer":  # up to 1.9 prompts are repeated, and the divergence is of one token
+        out |= {"num_generations": 1, "loss_top_k": 0}
     out |= {"loss_type": "apo_zero_unpaired"} if trainer == "kto-trainer" else {}
     out |= {"max_completion_length": None} if trainer in ("dpo-trainer", "kto-trainer") else {}  # up to 0.28
     out |= {"pad_to_multiple_of": 16} if s.padding == "extra" else {}
@@ -219,6 +224,7 @@ def _hand_out(trainer: Any, name: str, chosen: Sequence[Row]) -> None:
         stored.setdefault(tuple(stored_window.ids(row.prompt)), []).append(completion)
 
     if original is None:
+        trainer._local_teacher_tokenizer_matches_student = True  # it has one vocabulary, and no files to be read from
         _generate_in_model(trainer, stored)
         return
     names = handed_names(original)
@@ -236,12 +242,12 @@ def _hand_out(trainer: Any, name: str, chosen: Sequence[Row]) -> None:
 
 
 def _generate_in_model(trainer: Any, stored: Mapping[tuple[int, ...], Sequence[list[int]]]) -> None:
-    """The stored completions in place of `model.generate`, which distillation called up to 1.9: padded at the right."""
+    """The stored completions in place of `model.generate`, which distillation up to 1.9 calls for each micro-batch."""
+    turns = {prompt: itertools.cycle(completions) for prompt, completions in stored.items()}
 
     def generate(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
-        left = {k: list(v) for k, v in stored.items()}
         prompts = [tuple(tokens[seen.bool()].tolist()) for tokens, seen in zip(input_ids, attention_mask, strict=True)]
-        completions = [torch.tensor(left[prompt].pop(0)) for prompt in prompts]
+        completions = [torch.tensor(next(turns[prompt])) for prompt in prompts]
         new = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True, padding_value=models.PAD)
         return SimpleNamespace(sequences=torch.cat([input_ids, new.to(input_ids)], 1))
 
