@@ -96,7 +96,8 @@ def run_command(specs: tuple[str, ...], max_time: str | None, detail: Detail, **
     started = Options(max_time=limit, **options)
     with Shown() as progress:
         result = execute(started, progress)
-    report(result.header, result.rows, started.reports, result.reasons, result.exit_code, detail)
+    whole = not (started.families or started.implementations or started.dtypes or max_time)
+    report(result.header, result.rows, started.reports, result.reasons, result.exit_code, detail, keep=whole)
     sys.exit(result.exit_code)
 
 

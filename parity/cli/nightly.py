@@ -67,17 +67,18 @@ def nightly_command(max_time: str, skip: tuple[str, ...], **options: Any) -> Non
 
 @click.command("notify")
 @click.option("--stale", default="36h", show_default=True, metavar="TIME", help="a last run older than this is red too")
+@click.option("--profile", default="nightly", show_default=True, help="only runs of this profile count")
 @click.option("--page", default="", metavar="LINK", help="where the report can be seen")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="file for the text of the issue")
 @_REPORTS
-def notify_command(stale: str, page: str, out: Path | None, reports: Path) -> None:
+def notify_command(stale: str, profile: str, page: str, out: Path | None, reports: Path) -> None:
     """The text of the one issue that a gate keeps open while it is red. Prints the title.
 
     Exit code 0: green, close the issue; 1: red, open or update it; 3: no run, or none within --stale.
     """
     from parity.results import memory, notify, trend
 
-    past = memory.runs(reports / "history")
+    past = [run for run in memory.runs(reports / "history") if run.profile == profile]
     late = trend.stale(past, duration(stale), datetime.datetime.now(datetime.UTC))
     if late:
         text = f"parity: no night: {late}"

@@ -43,19 +43,28 @@ def detail(command: Any) -> Any:
 
 
 def report(
-    header: Header, rows: list[Row], folder: Path, reasons: list[str], code: int, detail: Detail = Detail()
+    header: Header,
+    rows: list[Row],
+    folder: Path,
+    reasons: list[str],
+    code: int,
+    detail: Detail = Detail(),
+    keep: bool = False,
 ) -> None:
-    """Write the reports of a run into `folder`, then print it."""
-    from parity.results import json_output
+    """Write the reports of a run into `folder`, then print it; `keep` it among the runs that later ones are compared with."""
+    from parity.cli.page import extras
+    from parity.results import json_output, memory
     from parity.results.report import brief, html, junit, markdown, terminal
     from parity.results.report.summary import summarise
     from parity.results.report.wording import compared, headline, verdict
 
     summary = summarise(header, rows)
     folder.mkdir(parents=True, exist_ok=True)
+    if keep:
+        memory.remember(summary, code, folder / "history")
     junit.write(summary, folder / "junit.xml")  # files first: whoever reads the terminal may stop reading
     markdown.write(summary, folder / "summary.md")
-    html.write(summary, folder / "index.html")
+    html.write(summary, folder / "index.html", extras(summary, folder, code, reasons))
     screen = console()
     if detail.json:
         click.echo(json_output.text(json_output.of_run(summary, code, reasons)))

@@ -83,6 +83,7 @@ def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[d
     families = [f for f in wanted or known if f in known and f in have]
     checked = catalogue.chosen(wanted, have)
     frozen = [f for f in frozen_cases(ledger_path) if profile.frozen_trainers or f[1]["family"] in known]
+    frozen = [f for f in frozen if not options.dtypes or f[1]["dtype"] in options.dtypes]
     parts = shards(device)
     count = options.workers or gpu.workers(parts)
     gpus = gpu.visible() if device == "cuda" else []

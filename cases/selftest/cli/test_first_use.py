@@ -7,6 +7,7 @@ import parity
 from parity.cli import commands
 from parity.errors import UsageError
 from parity.registry import select
+from parity.results import memory
 from parity.results.row import Row
 from parity.running import run as running
 from parity.running.events import At, Judged
@@ -39,6 +40,17 @@ def test_a_slip_of_the_pen_is_named(words, says, tmp_path):
     assert done.exit_code == 2
     assert says in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(("narrowed", "kept"), [([], 1), (["--family", "logprobs"], 0), (["--dtype", "fp32"], 0)])
+def test_a_whole_run_is_kept_for_later_ones(tmp_path, monkeypatch, narrowed, kept):
+    row = {"case": "c", "family": "logprobs", "implementation": "a.b", "dtype": "fp32", "device": "cpu"}
+    told = [Judged(Row(**row, verdict="agree", quantity="logps", headroom=0.5, settings={"B": 1}))]
+    monkeypatch.setattr(running.supervisor, "run", lambda *args: iter(told))
+    words = ["run", "--profile", "quick", *narrowed, "--reports", str(tmp_path)]
+    done = CliRunner().invoke(commands.main, words)
+    assert done.exit_code == 0 and done.stdout.startswith("NEW none · KNOWN none · 1 compared on CPU, none on CUDA\n")
+    assert len(memory.runs(tmp_path / "history")) == kept
 
 
 def test_a_run_from_python_has_typed_rows(tmp_path, monkeypatch):

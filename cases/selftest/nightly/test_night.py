@@ -82,11 +82,13 @@ def test_a_whole_short_night_and_the_next_one(tmp_path):
     assert first.exit_code == 0, first.output
     assert json.loads((tmp_path / "heartbeat.json").read_text())["state"] == "done"
     assert (tmp_path / "index.html").exists() and "green" in (tmp_path / "issue.md").read_text()
-    told = CliRunner().invoke(main, ["notify", "--reports", str(tmp_path), "--out", str(tmp_path / "text.md")])
+    nights = ["notify", "--profile", "quick", "--reports", str(tmp_path)]
+    assert "no run was ever kept" in CliRunner().invoke(main, nights[:1] + nights[3:]).output
+    told = CliRunner().invoke(main, [*nights, "--out", str(tmp_path / "text.md")])
     assert told.exit_code == 0 and told.output.startswith("parity: green")
     seen = CliRunner().invoke(main, ["history-of", "fixes.selective_log_probs", "--reports", str(tmp_path)])
     assert seen.exit_code == 0 and "quick" in seen.output
-    late = CliRunner().invoke(main, ["notify", "--reports", str(tmp_path), "--stale", "0s"])
+    late = CliRunner().invoke(main, [*nights, "--stale", "0s"])
     assert late.exit_code == 3 and "no night" in late.output
 
 

@@ -104,6 +104,10 @@ def test_it_fits_one_screen_and_breaks_no_word(large, width):
     in_order(text, "more new findings: parity report -v", "implementations with at most")
 
 
+def test_an_id_wider_than_the_screen_is_left_whole():
+    assert LONG in shown(summarise(HEADER, rename(FINDING, implementation=LONG)), 40).split("worst headroom")[0]
+
+
 @pytest.fixture
 def results(tmp_path):
     path = tmp_path / "results.ndjson"

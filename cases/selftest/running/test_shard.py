@@ -111,6 +111,11 @@ def test_a_resumed_shard_leaves_out_what_was_done(tmp_path):
     assert numbers(events) == [n for n in whole if n >= 8]
 
 
+def test_one_dtype_leaves_out_frozen_cases_of_others():
+    (plan,) = plans(Options(profile="pr", dtypes=("fp32",), workers=1), "cpu", 0, data.ledger_file())
+    assert {case["dtype"] for _, case, _ in plan["frozen"]} == {"fp32"} and len(plan["frozen"]) > 10
+
+
 def test_profile_quick_leaves_frozen_cases_of_whole_trainers_to_the_others():
     families = {
         profile: {

@@ -19,6 +19,17 @@ from parity.results.row import Row
 FOLDER = Path(__file__).with_name("page")
 
 
+class Cell(str):
+    """A cell of a table; `style` is its class in `page/style.css`."""
+
+    style: str
+
+    def __new__(cls, text: str, style: str = "") -> Cell:
+        cell = super().__new__(cls, text)
+        cell.style = style
+        return cell
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A section from what another command left beside the results.

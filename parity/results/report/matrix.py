@@ -82,8 +82,10 @@ def loss_of(row: Row, defaults: Mapping[str, Any]) -> str:
     return row.family
 
 
-def grids(cases: Sequence[ImplementationCase], dimensions: Mapping[str, Mapping[str, Any]]) -> list[Grid]:
-    """A grid for each family, in the order of `cases`; what compared nothing has no row."""
+def grids(
+    cases: Sequence[ImplementationCase], dimensions: Mapping[str, Mapping[str, Any]], order: Sequence[str]
+) -> list[Grid]:
+    """A grid for each family, in the order of `cases`, dtypes in `order`; what compared nothing has no row."""
     of: dict[str, list[tuple[ImplementationCase, str]]] = {}
     for case in cases:
         if case.outcome == "compared" or case.outcome in STOPPED:
@@ -91,7 +93,7 @@ def grids(cases: Sequence[ImplementationCase], dimensions: Mapping[str, Mapping[
     out = []
     for family, found in of.items():
         single = len({loss for _, loss in found}) == 1
-        columns = tuple(dict.fromkeys(c.dtype for c, _ in found) if single else sorted({loss for _, loss in found}))
+        columns = tuple(_sorted({c.dtype for c, _ in found}, order) if single else sorted({x for _, x in found}))
         rows: dict[tuple[str, str, str], dict[str, list[ImplementationCase]]] = {}
         for case, loss in found:
             key = case.implementation, "" if single else case.dtype, case.device
@@ -99,6 +101,10 @@ def grids(cases: Sequence[ImplementationCase], dimensions: Mapping[str, Mapping[
         entries = (Entry(*k, tuple(_cell(v[c]) if c in v else None for c in columns)) for k, v in rows.items())
         out.append(Grid(family, columns, tuple(entries)))
     return out
+
+
+def _sorted(dtypes: Iterable[str], order: Sequence[str]) -> list[str]:
+    return sorted(dtypes, key=lambda d: (order.index(d) if d in order else len(order), d))
 
 
 def _cell(cases: Sequence[ImplementationCase]) -> Cell:

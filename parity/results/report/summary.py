@@ -168,7 +168,7 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         unjudged=_unjudged(cases),
         openings=tuple(openings(cases)),
         imported=tuple({(r.imported_from, r.implementation): 0 for c in everything for r in c.rows if r.imported_from}),
-        grids=tuple(grids(ordered, dimensions)),
+        grids=tuple(grids(ordered, dimensions, DTYPES)),
         step_one=tuple(step_one(ordered)),
         errors=tuple(errors(cases, DTYPES)),
     )

@@ -1,0 +1,158 @@
+"""The page: its sections, what it says since when, and that nothing from a file becomes markup."""
+
+import html.parser
+import json
+import re
+
+import pytest
+from msgspec import convert
+
+from cases.selftest.results.test_memory import BAD, GOOD, night, row
+from cases.selftest.results.test_report import BASE, FINDING, GRADIENT, HEADER, KNOWN, LOSS, in_order, rename, summarise
+from parity.cli import page
+from parity.results import memory
+from parity.results.header import About, Header
+from parity.results.report import html as report
+from parity.results.report.summary import summarise as typed
+from parity.results.row import Row
+
+EVIL = "<script>alert('x')</script> & \"more\""
+STEP = {"check": "step-one", "model": "gemma4", "B": 1}
+KL = LOSS | {"family": "grpo-trainer", "implementation": "grpo-trainer.released", "case": "g-1", "settings": STEP}
+
+
+def rows_of(*rows):
+    return [convert(r, Row) for r in rows]
+
+
+class Links(html.parser.HTMLParser):
+    """Targets within the page, and ids."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.targets, self.ids = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        if tag == "a":
+            self.targets.append(found["href"])
+        self.ids += [found["id"]] if "id" in found else []
+
+
+def test_matrix_has_loss_and_dtype_and_tells_new_from_known():
+    sapo = {"settings": BASE["settings"] | {"loss_type": "sapo"}}
+    header = HEADER | {"header": HEADER["header"] | {"dimensions": {"policy": {"loss_type": "grpo"}}}}
+    known = GRADIENT | sapo | {"known": "entry-1", "case": "p-3", "implementation": "lib.known"}
+    (grid,) = summarise(header, [LOSS, *rename([LOSS], dtype="fp32", case="p-2", **sapo), known, *FINDING]).grids
+    assert grid.columns == ("grpo", "sapo") and grid.by_dtype
+    cells = {(r.implementation, r.dtype): [c and (c.text, c.style) for c in r.cells] for r in grid.rows}
+    assert cells == {
+        ("lib.loss", "fp32"): [None, ("0.20", "h0")],
+        ("lib.loss", "bf16"): [("∞", "hnew"), None],
+        ("lib.known", "bf16"): [None, ("85.25", "hk")],
+    }
+    (single,) = summarise(HEADER, [LOSS, *KNOWN, *rename([LOSS], dtype="fp32", case="p-2")]).grids
+    assert single.columns == ("fp32", "bf16") and not single.by_dtype
+    assert [c and c.style for c in single.rows[0].cells] == [None, "h0 also"]
+
+
+def test_kl_at_step_one():
+    rows = [KL | {"quantity": "kl", "value": 45000.0}, KL | {"quantity": "log_ratio", "value": 13.9, "headroom": 0.4}]
+    (line,) = summarise(HEADER, rows).step_one
+    assert (line.settings, line.kl, line.log_ratio, line.headroom) == ("model=gemma4", 45000.0, 13.9, 0.4)
+    in_order(report.render(summarise(HEADER, rows)), "KL at step 1", "model=gemma4", "45000", "13.9")
+
+
+def test_errors_of_candidate_and_reference():
+    near, far = LOSS | {"value_oracle": 2.0, "dist": 2e-3}, LOSS | {"value_oracle": 2.0, "dist": 2e-2}
+    reference = near | {"implementation": "trl.GRPOTrainer", "role": "reference"}
+    ((family, dtypes, ((name, kind, (cell,)),)),) = summarise(HEADER, [far, reference]).errors
+    assert (family, dtypes, name, kind) == ("policy", ["bf16"], "lib.loss", "values")
+    assert (cell.ours, cell.peer, cell.farther) == ("0.01 (0.01)", "0.001 (0.001)", True)
+    ((_, _, ((_, _, (cell,)),)),) = summarise(HEADER, [near, reference]).errors
+    assert not cell.farther
+
+
+def test_since_when_what_is_gone_and_what_grew(tmp_path):
+    gone = row(implementation="trl.g", headroom=3.0, verdict="disagree", case="policy-2")
+    for day in range(3):
+        night(tmp_path, day, [*GOOD, gone])
+    now = [
+        row(implementation="trl.g", case="policy-2"),
+        row(headroom=0.9),
+        *rename_typed(BAD, implementation="lib.new"),
+    ]
+    last = night(tmp_path, 3, now, 1)
+    about = Header(run="run3", header=About(profile="nightly", device="cpu", started=last.started.isoformat()))
+    text = report.render(typed(about, now), report.Extras(code=1, past=memory.runs(tmp_path)))
+    in_order(text, "New findings", "in 1 of 1 run", "Fixed", "trl.g policy disagree loss", "first seen 2026-11-01")
+    in_order(text, "Headroom that grew", "liger.f", "0.50", "0.90", "Trend", "last 4 kept runs", "polyline", "0.90")
+
+
+def rename_typed(rows, **fields):
+    return [convert(r.to_json() | fields, Row) for r in rows]
+
+
+def test_a_run_that_was_not_kept_has_no_trend(tmp_path):
+    night(tmp_path, 0, GOOD)
+    text = report.render(summarise(HEADER, [LOSS]), report.Extras(past=memory.runs(tmp_path)))
+    assert 'id="trend"' not in text and 'id="fixed"' not in text
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Reports of other commands, with markup in every text."""
+    answer = {"family": "policy", "implementation": EVIL, "label": EVIL, "answer": "ignored", "known": [EVIL]}
+    (tmp_path / "audit.ndjson").write_text(json.dumps({"header": {}}) + "\n" + json.dumps(answer) + "\n")
+    fate = {"family": "policy", "name": EVIL, "mistake": EVIL, "seed": 0, "cases": 3, "judged": 9, "gate": "norm"}
+    (tmp_path / "mutants.ndjson").write_text(json.dumps(fate | {"quantity": "loss", "dtype": "fp32"}) + "\n")
+    info = {"table": "policy", "size": "s", "dtype": "fp32", "turn": 0, "peak": 5, "why": None}
+    records = [
+        {"extra_info": info | {"name": name}, "stats": {"mean": 1.0}} for name in ("fixes.FusedLinearGRPOLoss", EVIL)
+    ]
+    (tmp_path / "benchmark.json").write_text(json.dumps({"benchmarks": records}))
+    script = tmp_path / "upstream" / "trl-chunk-7" / "script.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(f"print({EVIL!r})\n")
+    return tmp_path
+
+
+def test_what_other_commands_left_is_shown_and_escaped(folder):
+    evil = rename(FINDING, message=EVIL, implementation=EVIL, case=EVIL, replay=EVIL)
+    summary = summarise(HEADER, [*evil, *KNOWN])
+    text = report.render(summary, page.extras(summary, folder, 1, [EVIL]))
+    assert "<script" not in text
+    in_order(text, "ended with 1", "&lt;script", "stand-alone script", "print(&#39;&lt;script")
+    in_order(text, "Settings audit: policy", "1 answers, 1 of them", "ignored: &lt;script", "1 of 1 mutants killed")
+    in_order(text, "Benchmarks", 'src="data:image/svg+xml;base64,')
+    assert not re.search(r"https?://", text), "nothing is fetched"
+
+
+def test_a_damaged_file_is_named_and_the_page_is_there(folder):
+    (folder / "audit.ndjson").write_text('{"answer": 3}\n')
+    (folder / "mutants.ndjson").write_text("nonsense\n")
+    (folder / "benchmark.json").write_text("[]")
+    (folder / "history").mkdir()
+    (folder / "history" / "x.sqlite").write_text("nonsense")
+    summary = summarise(HEADER, [LOSS])
+    text = report.render(summary, page.extras(summary, folder, 0, ()))
+    assert text.count("cannot be read: ") == 4
+    assert "0.20" in text
+
+
+def test_a_new_finding_carries_its_script():
+    settings = {"B": 1, "T": 1, "V": 3, "H": 1}
+    fields = {"family": "logprobs", "seed": 5, "dtype": "fp32", "settings": settings}
+    failing = GRADIENT | fields | {"implementation": "trl.selective_log_softmax"}
+    case = page.Case(family="logprobs", seed=5, dtype="fp32", settings=settings)
+    (text,) = page.scripts(summarise(HEADER, [failing | {"case": case.id}]), page.Path("nowhere")).values()
+    compile(text, "script", "exec")
+    assert "selective_log_softmax" in text and "parity" not in text
+    assert page.scripts(summarise(HEADER, [failing]), page.Path("nowhere")) == {}, "another case than the row's"
+
+
+def test_every_link_has_its_heading():
+    found = Links(report.render(summarise(HEADER, [*FINDING, *KNOWN])))
+    assert len(found.targets) > 5 and len(found.ids) == len(set(found.ids))
+    assert {t.removeprefix("#") for t in found.targets} <= set(found.ids)

@@ -1,0 +1,123 @@
+"""What a page shows beside the rows: scripts of findings, kept runs, and what other commands left among the reports."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from parity import data
+from parity.case.case import Case
+from parity.errors import UsageError
+from parity.results import memory
+from parity.results.report.findings import Finding
+from parity.results.report.html import Cell, Extras, Part
+from parity.results.report.summary import Summary
+from parity.results.row import Row
+
+SCRIPTS = 10
+"""New findings whose script is written into the page; for the others it names the command."""
+
+
+def extras(summary: Summary, folder: Path, code: int, reasons: Sequence[str]) -> Extras:
+    """All of it; a file that cannot be read is a section that says so."""
+    found: list[Part] = []
+    for name, title, read in (
+        ("audit.ndjson", "Settings audit", audit),
+        ("mutants.ndjson", "Mutants", mutants),
+        ("benchmark.json", "Benchmarks", benchmarks),
+    ):
+        path = folder / name
+        if path.exists():
+            found += _read(path, title, lambda path=path, read=read: list(read(path)))  # type: ignore[misc]
+    past: list[memory.Run] = []
+    found += _read(folder / "history", "Trend of earlier runs", lambda: past.extend(memory.runs(folder / "history")))
+    return Extras(code, reasons, scripts(summary, folder), found, past)
+
+
+def _read(path: Path, title: str, read: Callable[[], list[Part] | None]) -> list[Part]:
+    try:
+        return read() or []
+    except (UsageError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return [Part(path.stem, title, f"{path} cannot be read: {type(error).__name__}: {error}")]
+
+
+def scripts(summary: Summary, folder: Path) -> dict[str, str]:
+    """Stand-alone scripts: of known findings those that were written, of new ones the first few."""
+    out = {}
+    for id in {str(f.known) for f in summary.known}:
+        for path in (folder / "upstream" / id / "script.py", data.cases_dir() / "scripts" / f"{id}.py"):
+            if path.exists():
+                out[id] = path.read_text(encoding="utf-8")
+                break
+    for finding in summary.findings[:SCRIPTS]:
+        if finding.lead.settings and (text := _script(finding)):
+            out[finding.lead.replay] = text
+    return out
+
+
+def _script(finding: Finding) -> str:
+    """The script of a new finding; "" where its implementation or its tensors cannot be put into one."""
+    from parity.registry import load
+    from parity.tools.issue.text import script_of
+
+    lead: Row = finding.lead
+    implementation = load().get(finding.implementation)
+    if implementation is None or lead.seed is None:
+        return ""
+    case = Case(family=lead.family, seed=lead.seed, dtype=lead.dtype, settings=lead.settings)
+    own = [row for row in finding.rows if row.implementation == finding.implementation]
+    if case.id != lead.case:
+        return ""
+    try:
+        return script_of(case, implementation, own, None)
+    except Exception as error:  # the page must not fail for the sake of one script
+        return f"# none could be written: {type(error).__name__}: {error}"
+
+
+def audit(path: Path) -> Iterator[Part]:
+    """Of each family which implementation honours which setting, from the rows of `parity audit`."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    answers = [one for line in lines if "answer" in (one := json.loads(line))]
+    for family in dict.fromkeys(a["family"] for a in answers):
+        own = [a for a in answers if a["family"] == family]
+        names = list(dict.fromkeys(a["implementation"] for a in own))
+        by = {(a["label"], a["implementation"]): a for a in own}
+        rows = [
+            [label, *(_answer(by.get((label, name))) for name in names)]
+            for label in dict.fromkeys(a["label"] for a in own)
+        ]
+        bad = sum(a["answer"] in ("ignored", "wrong", "crashed") for a in own)
+        note = f"{len(own):,} answers, {bad:,} of them ignored, wrong or crashed. Written by parity audit."
+        yield Part(
+            f"audit-{family}", f"Settings audit: {family}", note, (), f"{len(rows)} settings", ["setting", *names], rows
+        )
+
+
+def _answer(one: dict[str, str | list[str]] | None) -> Cell:
+    if one is None:
+        return Cell("")
+    bad = one["answer"] in ("ignored", "wrong", "crashed")
+    known = ", ".join(one["known"]) if bad else ""
+    style = ("known" if known else "over") if bad else "soft" if one["answer"] != "honoured" else "agree"
+    return Cell(f"{one['answer']}: {known}" if known else str(one["answer"]), style)
+
+
+def mutants(path: Path) -> Iterator[Part]:
+    """Which deliberately wrong implementation is caught by which gate, from the rows of `parity mutants`."""
+    from parity.selftest.mutants import table
+
+    found = table.lines(table.read(path))
+    rows = [[Cell(cell, "" if line.right else "over") for cell in line.cells()] for line in found]
+    note = f"{table.summary(found)}. Written by parity mutants."
+    yield Part("mutants", "Mutants", note, (), f"{len(rows)} mutants and controls", table.HEADINGS, rows)
+
+
+def benchmarks(path: Path) -> Iterator[Part]:
+    """Time against memory, from the records of `make bench`."""
+    from parity.tools.bench import report
+
+    picture = report.plot(report.cells(json.loads(path.read_text(encoding="utf-8"))["benchmarks"]))
+    note = "Time and peak memory over those of parity.fixes, both logarithmic. Written by make bench."
+    yield Part("benchmarks", "Benchmarks", note, (base64.b64encode(picture.encode()).decode(),))
