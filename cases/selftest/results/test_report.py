@@ -336,7 +336,8 @@ def test_html_says_the_same():
     page = html.render(everything())
     in_order(
         page,
-        "2 compared (0 agree, 1 known, 1 disagree)",
+        "NEW 2 · KNOWN 1",
+        "2 compared on CPU, none on CUDA: 0 agree, 1 known, 1 disagree · 0 refused",
         "New findings",
         "logic in grad_hidden",
         "the candidate lib.loss",

@@ -69,7 +69,7 @@ def closing(summary: Summary, width: int, code: int, reasons: Sequence[str], fol
     out += _labelled("page", f"{folder}/index.html", width, 1, "dim")
     style = "bold green" if code == 0 else "bold red"
     out += _labelled("verdict", wording.verdict(summary, code), width, 2, style)
-    why = [r for r in reasons if "new failing row" not in r]
+    why = wording.others(reasons)
     for reason in why[:4]:
         out += _labelled("", reason, width, 2)
     if len(why) > 4:

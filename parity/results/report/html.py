@@ -16,6 +16,8 @@ from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Line, Summary, Tally
 from parity.results.row import Row
 
+STEEPEST = 100
+"""Lines of the trend; nightly judges thousands of quantities."""
 FOLDER = Path(__file__).with_name("page")
 
 
@@ -93,9 +95,11 @@ def render(summary: Summary, extras: Extras = Extras()) -> str:
         summary=summary,
         extras=extras,
         red=extras.code != 0,
+        reasons=wording.others(extras.reasons),
+        steepest=STEEPEST,
         verdict=wording.verdict(summary, extras.code),
         change=change,
-        growth=[_growth(g) for g in change.growth] if change else [],
+        growth=[_growth(g) for g in change.growth[:STEEPEST]] if change else [],
         trend=lines,
         seen=lambda finding: _seen(finding, change),
         day=lambda run: f"{run.started:%Y-%m-%d}",

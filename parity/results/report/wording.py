@@ -53,12 +53,16 @@ def number(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def counts(c: Counts) -> list[str]:
-    """The opening of every summary: what was compared, and what was not."""
+def judged(c: Counts) -> str:
+    """What became of the compared implementation-cases."""
     parts = [f"{c.agree:,} agree"]
     parts += [f"{n:,} {word}" for n, word in ((c.known, "known"), (c.nondeterministic, "nondeterministic")) if n]
-    parts.append(f"{c.disagree:,} disagree")
-    out = [f"{c.compared:,} compared ({', '.join(parts)})", f"{c.refused:,} refused", f"{c.unsupported:,} unsupported"]
+    return ", ".join([*parts, f"{c.disagree:,} disagree"])
+
+
+def counts(c: Counts) -> list[str]:
+    """What was compared, and what was not."""
+    out = [f"{c.compared:,} compared ({judged(c)})", f"{c.refused:,} refused", f"{c.unsupported:,} unsupported"]
     out.append(f"{c.crashed:,} crashed")
     return out + [f"{n:,} {word}" for n, word in ((c.timed_out, "timed out"), (c.out_of_memory, "out of memory")) if n]
 
@@ -82,6 +86,11 @@ def headline(summary: Summary) -> str:
     """`NEW none · KNOWN 14`: the opening of every report."""
     so_far = " so far" if summary.incomplete else ""
     return f"NEW {len(summary.findings) or 'none'}{so_far} · KNOWN {len(summary.known) or 'none'}"
+
+
+def others(reasons: Sequence[str]) -> list[str]:
+    """Reasons for an exit code that the findings do not tell."""
+    return [r for r in reasons if "new failing row" not in r]
 
 
 def verdict(summary: Summary, code: int) -> str:
@@ -214,7 +223,7 @@ def spread(finding: Finding) -> str:
 
 def _of_norm(share: float) -> str:
     if share >= 10:
-        return f"{100 * share:.2g} %"
+        return f"{100 * share:.2g} %" if share < 100 else "> 10,000 %"
     return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.2g} %"
 
 
