@@ -21,6 +21,7 @@ from parity.recipe import Recipe
 from parity.results.row import Class
 from parity.rounding.oracle import Quantities, exact, gradient_name, replicas
 from parity.rounding.products import CutOperands
+from parity.timings import within
 
 COARSEST = Recipe(logits="input", dlogits="input", elementwise="input", softmax="input", inputs="input", output="input")
 
@@ -40,7 +41,7 @@ class Bench:
     @classmethod
     def of(cls, family: Family, case: Case, device: str = "cpu") -> Bench:
         """Build the inputs and run the oracle."""
-        inputs = family.build(case)
+        inputs = _built(family, case)
         bench = cls(family, inputs, exact(family, inputs))
         if device != "cpu":
             bench.inputs = _on(inputs, device)
@@ -62,7 +63,7 @@ class Bench:
     def beside(self) -> Inputs:
         """The inputs of the next seed, on the same device, with upstream gradients of the same quantities."""
         case = dataclasses.replace(self.inputs.case, seed=self.inputs.case.seed + 1)
-        other = _on(self.family.build(case), self.inputs.device.type)
+        other = _on(_built(self.family, case), self.inputs.device.type)
         return dataclasses.replace(
             other, cotangents={n: g for n, g in other.cotangents.items() if n in self.inputs.cotangents}
         )
@@ -135,6 +136,11 @@ class Bench:
         }
         inputs = dataclasses.replace(self.inputs, case=case, tensors=tensors, settings=settings)
         return Bench(self.family, inputs, self.exact)
+
+
+@within("phase", "inputs")
+def _built(family: Family, case: Case) -> Inputs:
+    return family.build(case)
 
 
 def _on(inputs: Inputs, device: str) -> Inputs:
@@ -229,6 +235,7 @@ def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) ->
     return judged
 
 
+@within("stage", "class")
 def classify(bench: Bench, implementation: Implementation, failing: Sequence[str]) -> dict[str, Class]:
     """ "logic" for each quantity that float32 does not repair and no other float32 recipe explains, else "precision"."""
     narrow = bench.inputs.case.dtype != "fp32" or bench.inputs.context == "autocast"
@@ -246,6 +253,7 @@ def classify(bench: Bench, implementation: Implementation, failing: Sequence[str
     return {name: "precision" if name in judged and judged[name].agrees else "logic" for name in failing}
 
 
+@within("stage", "variants")
 def followed_variant(
     bench: Bench, implementation: Implementation, outcome: Outcome, failing: Iterable[str]
 ) -> str | None:

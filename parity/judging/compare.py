@@ -20,6 +20,7 @@ from parity.judging.gates import Judgement
 from parity.judging.rows import Blame, empty_row, flaky, size
 from parity.recipe import IEEE_FP32
 from parity.results.row import Row, finite
+from parity.timings import within
 
 
 def run_case(
@@ -43,7 +44,8 @@ def run_case(
             return
         announce(implementation)
         deep = thorough if isinstance(thorough, bool) else thorough(implementation)
-        rows = list(_rows(bench, implementation, deep))
+        with within("implementation", implementation.id):
+            rows = list(_rows(bench, implementation, deep))
         yield from map(blame.decide, rows)
 
 
@@ -111,7 +113,8 @@ def _rows(whole: Bench, implementation: Implementation, thorough: bool) -> Itera
             inputs = bench.inputs
             outcome = execute(implementation, inputs)
         implementation = dataclasses.replace(implementation, outputs=returned)
-    judged = confirmed(bench, implementation, outcome)
+    with within("stage", "judgement"):
+        judged = confirmed(bench, implementation, outcome)
     failing = [name for name, j in judged.items() if not j.agrees]
     variant = followed_variant(bench, implementation, outcome, failing) if failing else None
 
@@ -122,7 +125,8 @@ def _rows(whole: Bench, implementation: Implementation, thorough: bool) -> Itera
         found = confirmed(bench, implementation, second) if second.verdict == "ran" else {}
         return {name: j.agrees for name, j in found.items()}
 
-    unsteady = flaky(failing, again)
+    with within("stage", "second call"):
+        unsteady = flaky(failing, again)
     if thorough and not failing and recipe.describe() != "fp32":
         finer = judge_all(bench, implementation, outcome, dataclasses.replace(IEEE_FP32, output=recipe.output))
         base.recipe_measured = "fp32" if all(j.agrees for j in finer.values()) else recipe.describe()

@@ -20,6 +20,7 @@ from parity.errors import HarnessError, OracleError, Returned, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
 from parity.judging import faults
 from parity.rounding.oracle import gradient_name
+from parity.timings import within
 from parity.world.state import matmul_precision
 
 OWN = str(Path(parity.__file__).parent)
@@ -69,6 +70,7 @@ def fresh(inputs: Inputs) -> Inputs:
     return inputs.replace(**tensors)
 
 
+@within("phase", "forward")
 def forward(implementation: Implementation, x: Inputs) -> Outputs:
     """Call the adapter in the call context of the case: plain, tf32, autocast, torch.compile region, reentrant checkpoint."""
     context = x.context
@@ -124,6 +126,7 @@ def upstream(g: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     return g.to(output)
 
 
+@within("phase", "backward")
 def backward(x: Inputs, outputs: Outputs, retain_graph: bool = False) -> None:
     """Accumulate the gradients of every output that has an upstream gradient into the leaves.
 

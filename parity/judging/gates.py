@@ -14,6 +14,7 @@ import torch
 
 from parity.case.case import DTYPES
 from parity.recipe import HALF_SUBNORMAL, LARGEST, UNIT_ROUNDOFF
+from parity.timings import within
 
 NORM, MAX, ROW, SLOPE, SCALAR, FIRST_ORDER = 3.0, 6.0, 6.0, 6.0, 6.0, 10.0
 """Multiples of the unit that each gate allows; docs/judging.md holds the measurements behind them."""
@@ -172,6 +173,7 @@ def failed(message: str, gate: str = "structure") -> Judgement:
     return Judgement({gate: math.inf}, message)
 
 
+@within("phase", "gates")
 def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgement:
     """Hold a value against the oracle; `dtype` is the one the quantity should have.
 

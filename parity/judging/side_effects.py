@@ -11,8 +11,10 @@ from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.implementations.implementation import Implementation
 from parity.judging.execute import Outcome, backward, execute, forward, fresh, gradients, guarded, surroundings
+from parity.timings import within
 
 
+@within("stage", "first call")
 def watched(implementation: Implementation, inputs: Inputs) -> tuple[Outcome, list[str]]:
     """Execute, and what it left changed: `parity.world` and the inputs, all of which is put back."""
     outcome = execute(implementation, inputs)
@@ -31,6 +33,7 @@ def confirmed(implementation: Implementation, inputs: Inputs, leaks: list[str]) 
     ]
 
 
+@within("stage", "protocol")
 def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
     """State that leaks: after calls on other inputs, the same inputs must give the same bits (A, B, A)."""
     execute(implementation, other)
@@ -45,6 +48,7 @@ def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, firs
     return out
 
 
+@within("stage", "protocol")
 def interleaved(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
     """What is kept for the backward belongs to its call: forward A, forward B, backward A gives the gradients of A.
 
@@ -79,6 +83,7 @@ def _close_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a - b).abs() <= tolerance * scale).all())
 
 
+@within("stage", "protocol")
 def accumulation(implementation: Implementation, inputs: Inputs) -> list[str]:
     """Backward into an existing .grad adds, and a second backward with retain_graph adds the same again."""
     found: list[str] = []
@@ -104,6 +109,7 @@ def accumulation(implementation: Implementation, inputs: Inputs) -> list[str]:
     return found
 
 
+@within("stage", "relations")
 def relations(
     family: Family, implementation: Implementation, inputs: Inputs, first: Outcome
 ) -> dict[str, tuple[bool, str]]:

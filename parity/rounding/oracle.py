@@ -11,6 +11,7 @@ from parity.case.family import Family, Mark
 from parity.case.inputs import Inputs
 from parity.recipe import Recipe
 from parity.rounding.monte_carlo import MonteCarlo, exact_mark, recipe_mark
+from parity.timings import within
 
 STACK_LIMIT = 1 << 22
 """Largest number of entries of the largest tensor (logits) in one stack of replicas; beyond it a stack is split."""
@@ -62,11 +63,13 @@ def _run(family: Family, x: Inputs, mark: Mark, mode: MonteCarlo | None = None) 
     return out
 
 
+@within("phase", "oracle")
 def exact(family: Family, inputs: Inputs) -> Quantities:
     """Outputs and gradients of the definition in float64; `_slope` is ∂loss/∂logps where the family has a loss."""
     return _run(family, to_double(inputs), exact_mark)
 
 
+@within("phase", "replicas")
 def replicas(family: Family, inputs: Inputs, recipe: Recipe, count: int, seed: int) -> Quantities:
     """`count` replicas of every quantity under the recipe's rounding, stacked: (count, …)."""
     size = math.prod(family.sizes(inputs.settings))

@@ -14,6 +14,7 @@ from parity.implementations.implementation import Implementation
 from parity.judging.execute import Outcome, guarded
 from parity.judging.rows import Blame, empty_row, flaky
 from parity.results.row import Row, finite
+from parity.timings import within
 from parity.trainers.catalogue import family, way
 from parity.trainers.check import REPORTED, Cell, Check, Result
 from parity.trainers.rig import drive
@@ -37,7 +38,9 @@ def rows(
         announce(implementation)
         used = device if found.moves else "cpu"  # the row tells the device that was used
         cell = Cell(case, settings, way(implementation), used, implementation.user_class)
-        yield from map(blame.decide, _rows(found, cell, implementation))
+        with within("implementation", implementation.id):
+            found_rows = list(_rows(found, cell, implementation))
+        yield from map(blame.decide, found_rows)
 
 
 def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[Row]:
@@ -76,6 +79,7 @@ def stopped_row(cell: Cell, implementation: Implementation, outcome: Outcome) ->
     return replace(base, verdict=outcome.verdict, message=outcome.message, blame=outcome.blame)
 
 
+@within("stage", "trainer check")
 def attempt(found: Check, cell: Cell, implementation: Implementation) -> tuple[Outcome, list[Result]]:
     """Run the check once; what it raised as an outcome. A check that measured nothing is a fault of the harness."""
     results: list[Result] = []

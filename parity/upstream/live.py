@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from parity.errors import HarnessError
+from parity.timings import within
 
 CHECKED = 50
 """One in so many trainers that share is compared with one that is built from nothing."""
@@ -63,6 +64,7 @@ class Base:
 _BASES: dict[Any, Base] = {}
 
 
+@within("phase", "building a trainer")
 def build(kind: type, **given: Any) -> Any:
     """`kind(**given)`, sharing with the trainers of this class that came before; with none if it is no class of TRL's own.
 

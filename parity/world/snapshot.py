@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from parity.timings import within
 from parity.world import bindings
 from parity.world.probe import arithmetic
 from parity.world.state import WATCHES, Watch, differing
@@ -35,6 +36,7 @@ class Snapshot:
     modules: int
     pid: int
 
+    @within("phase", "world")
     def restore(self, whose: str = "") -> list[str]:
         """Put everything back; the names of what was changed. `whose`: the implementation that was called.
 
@@ -63,6 +65,7 @@ class Snapshot:
         return found
 
 
+@within("phase", "world")
 def take() -> Snapshot:
     """The world as it is."""
     if not _reference:
@@ -88,6 +91,7 @@ def abandon(reason: str) -> None:
     _broken.append(reason)
 
 
+@within("phase", "world")
 def broken() -> list[str]:
     """Why this process must not judge anybody else any more; empty where all is well. Asked after the calls of each party."""
     if _unprobed and not _unchanged():
