@@ -27,6 +27,8 @@ class Recipe:
         matmul_backward: the same for the backward products.
         logits: dtype in which logits (or a tile of them) are stored.
         dlogits: dtype in which the gradient of the logits is stored.
+        folded: factor on the parameters instead of on the logits (1/τ on the hidden states): logits are stored with it and
+            their gradient without, which flushes to 0 sooner by that factor.
         teacher: dtype in which a teacher's logits are stored, where it is not that of `logits`, or None.
         teacher_softmax: dtype in which the operations from a teacher's logits to its log-probs round, its log-softmax
             included, where it is not that of `elementwise` and `softmax`, or None.
@@ -56,6 +58,7 @@ class Recipe:
     matmul_backward: str = "ieee"
     logits: str = "fp32"
     dlogits: str = "fp32"
+    folded: float = 1.0
     teacher: str | None = None
     teacher_softmax: str | None = None
     teacher_elementwise: str | None = None
@@ -97,7 +100,7 @@ class Recipe:
         parts = [
             f"{f.name}={getattr(self, f.name)}"
             for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default and f.name not in ("partials", "partial_terms", "upstream")
+            if getattr(self, f.name) != f.default and f.name not in ("folded", "partials", "partial_terms", "upstream")
         ]
         return " ".join(parts) or "fp32"
 

@@ -299,7 +299,7 @@ def _support(
 def excluded(bias: torch.Tensor | None, softcap: float | None, like: torch.Tensor) -> torch.Tensor:
     """(V,) boolean: tokens whose logit is -inf by their bias; a softcap leaves none."""
     if bias is None or softcap is not None:
-        return torch.zeros(like.shape[-1], dtype=torch.bool)
+        return torch.zeros(like.shape[-1], dtype=torch.bool, device=like.device)
     return bias[(0,) * (bias.dim() - 1)].detach() == -torch.inf
 
 

@@ -61,23 +61,26 @@ def _kernel(x: Inputs) -> Recipe:
     2,048 entries, it is an fp16 product itself.
     """
     s = x.settings
+    factor = s.logit_scale / s.temperature
     blocks = max(math.ceil(s.V / BLOCK), math.ceil(s.B * s.T / BLOCK))
     cuda = x.hidden.is_cuda
     return Recipe(
         logits="fp32" if cuda else "input",
         dlogits="input",
+        folded=factor,
         selected="input",
         accumulate="input",
         partials=max(2, blocks) if cuda else 8 * blocks,
         partial_terms=BLOCK if cuda else 0,
-        inputs=None if s.logit_scale / s.temperature == 1.0 and x.weight.dtype == x.hidden.dtype else "input",
+        inputs=None if factor == 1.0 and x.weight.dtype == x.hidden.dtype else "input",
     )
 
 
 def _compiled(x: Inputs) -> Recipe:
     s = x.settings
-    folded = s.logit_scale / s.temperature != 1.0 or x.weight.dtype != x.hidden.dtype
-    return Recipe(logits="input", dlogits="input", elementwise="input", inputs="input" if folded else None)
+    factor = s.logit_scale / s.temperature
+    cast = factor != 1.0 or x.weight.dtype != x.hidden.dtype
+    return Recipe(logits="input", dlogits="input", folded=factor, elementwise="input", inputs="input" if cast else None)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Collection, Iterable, Sequence
@@ -25,6 +26,10 @@ from parity.timings import within
 
 COARSEST = Recipe(logits="input", dlogits="input", elementwise="input", softmax="input", inputs="input", output="input")
 
+ON_DEVICE = 1 << 20
+"""Entries of the logits or of the head from which on oracle and replicas run on the device of the case, where launches of
+kernels (some 10 µs) cost less than the CPU's arithmetic. Not measured: no GPU was there."""
+
 
 @dataclasses.dataclass
 class Bench:
@@ -38,13 +43,22 @@ class Bench:
     _cut: dict[str, Quantities] = dataclasses.field(default_factory=dict)
     _narrowed: dict[frozenset[str], Bench] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def on_cpu(self) -> Inputs:
+        """The inputs on the CPU."""
+        return _on(self.inputs, "cpu")
+
+    @functools.cached_property
+    def home(self) -> Inputs:
+        """The inputs where oracle and replicas run: on the device of the case if that is large, else on the CPU."""
+        return self.inputs if largest(self) >= ON_DEVICE else self.on_cpu
+
     @classmethod
     def of(cls, family: Family, case: Case, device: str = "cpu") -> Bench:
         """Build the inputs and run the oracle."""
         inputs = _built(family, case)
-        bench = cls(family, inputs, exact(family, inputs))
-        if device != "cpu":
-            bench.inputs = _on(inputs, device)
+        bench = cls(family, inputs if device == "cpu" else _on(inputs, device), {})
+        bench.exact = exact(family, bench.home)
         return bench
 
     def offered(self, implementation: Implementation) -> Bench:
@@ -57,7 +71,8 @@ class Bench:
         if absent not in self._narrowed:
             kept = {n: g for n, g in self.inputs.cotangents.items() if n not in absent}
             inputs = dataclasses.replace(self.inputs, cotangents=kept)
-            self._narrowed[absent] = Bench(self.family, inputs, exact(self.family, _on_cpu(inputs)))
+            self._narrowed[absent] = Bench(self.family, inputs, {})
+            self._narrowed[absent].exact = exact(self.family, self._narrowed[absent].home)
         return self._narrowed[absent]
 
     def beside(self) -> Inputs:
@@ -81,7 +96,7 @@ class Bench:
                 }
             else:
                 seed = zlib.crc32(self.inputs.case.id.encode())
-                self._replicas[key] = replicas(self.family, _on_cpu(self.inputs), recipe, count, seed)
+                self._replicas[key] = replicas(self.family, self.home, recipe, count, seed)
         return self._replicas[key]
 
     def unit(self, name: str, recipe: Recipe, count: int = REPLICAS, finer: bool = False) -> Unit:
@@ -109,7 +124,7 @@ class Bench:
             exact=value,
             replicas=stack,
             compute=recipe.elementwise,
-            zero=self.family.zeros(_on_cpu(self.inputs)).get(name),
+            zero=self.family.zeros(self.on_cpu).get(name),
             entrywise=not gradient or value.dim() == 1,
             scalar=scalar,
             counted=name in self.family.exact,
@@ -121,7 +136,7 @@ class Bench:
         """The definition with the operands of every product on tf32's grid, computed once."""
         if precision not in self._cut:
             with CutOperands(precision):
-                self._cut[precision] = exact(self.family, _on_cpu(self.inputs))
+                self._cut[precision] = exact(self.family, self.home)
         return self._cut[precision]
 
     def in_float32(self) -> Bench:
@@ -158,10 +173,6 @@ def moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
     extent = 1 + sum((n - 1) * step for n, step in zip(own.shape, own.stride(), strict=True))
     memory = torch.zeros(extent, dtype=tensor.dtype, device=device)
     return memory.as_strided(own.shape, own.stride()).copy_(own).expand(tensor.shape)
-
-
-def _on_cpu(inputs: Inputs) -> Inputs:
-    return _on(inputs, "cpu")
 
 
 def expected(bench: Bench, implementation: Implementation, recipe: Recipe) -> dict[str, torch.dtype | None]:
@@ -264,8 +275,7 @@ def followed_variant(
     recipe = implementation.recipe_for(bench.inputs)
     for name, oracle in bench.family.variants.items():
         fam = dataclasses.replace(bench.family, oracle=oracle)
-        cpu = _on_cpu(bench.inputs)
-        other = Bench(fam, cpu, exact(fam, cpu))
+        other = Bench(fam, bench.on_cpu, exact(fam, bench.home))
         if all(q in bench.exact and torch.equal(other.exact[q], bench.exact[q]) for q in failing):
             continue
         judged = judge_all(other, implementation, outcome, recipe, CONFIRMATION)

@@ -41,6 +41,6 @@ def proof(device: str, night: int, families: Sequence[str] = FAMILIES) -> list[P
         known = mutants(name)
         planted = known[night % len(known)]
         control = controls(name)[0]
-        wrong, right = stream_fates(name, night, CASES, [planted], [control])
+        wrong, right = stream_fates(name, night, CASES, [planted], [control], device)
         out.append(Proof(name, device, planted.name, wrong.killed, wrong.cases, not right.killed))
     return out

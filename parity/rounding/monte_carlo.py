@@ -256,11 +256,14 @@ class MonteCarlo(TorchDispatchMode):
         held = self.u_partial() > 0.0 or self.recipe.upstream < 1.0
         return LARGEST[self.recipe.accumulate] * self.recipe.upstream if held else torch.inf
 
-    def stored(self, x: torch.Tensor, forward: str | None, backward: str | None) -> torch.Tensor:
-        """x as if its value had been stored in dtype `forward` and its gradient in dtype `backward`; None: not stored."""
+    def stored(self, x: torch.Tensor, forward: str | None, backward: str | None, factor: float = 1.0) -> torch.Tensor:
+        """x as if its value had been stored in dtype `forward` and its gradient in dtype `backward`; None: not stored.
+
+        What is stored is x times `factor`, and the gradient with respect to that.
+        """
         if forward in (None, "fp32") and backward in (None, "fp32"):
             return x
-        return _Stored.apply(x, self, forward, backward)
+        return _Stored.apply(x, self, forward, backward, factor)
 
     def spread(
         self,
@@ -280,15 +283,15 @@ class MonteCarlo(TorchDispatchMode):
         finally:
             self.quiet = False
 
-    def store(self, x: torch.Tensor, dtype: str | None) -> torch.Tensor:
-        """x perturbed by the unit roundoff of `dtype`, infinite beyond its range."""
+    def store(self, x: torch.Tensor, dtype: str | None, factor: float = 1.0) -> torch.Tensor:
+        """x perturbed by the unit roundoff of `dtype`, infinite beyond its range; `factor` as in `stored`."""
         if dtype in (None, "fp32", "fp64"):
             return x
         assert dtype is not None
         self.quiet = True
         try:
-            y = self._grid(x, dtype)
-            y = torch.where(y.abs() > LARGEST[dtype], torch.copysign(torch.full_like(y, torch.inf), y), y)
+            y = self._grid(x * factor, dtype)
+            y = torch.where(y.abs() > LARGEST[dtype], torch.copysign(torch.full_like(y, torch.inf), y), y) / factor
             return torch.where(torch.isfinite(x), y, x)
         finally:
             self.quiet = False
@@ -327,13 +330,15 @@ class _Stored(torch.autograd.Function):
     """Identity where a recipe keeps a narrower dtype: perturbs the value forward and its gradient backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mode: MonteCarlo, forward: str | None, backward: str | None) -> torch.Tensor:
-        ctx.mode, ctx.dtype = mode, backward
-        return mode.store(x, forward).view_as(x)
+    def forward(
+        ctx: Any, x: torch.Tensor, mode: MonteCarlo, forward: str | None, backward: str | None, factor: float
+    ) -> torch.Tensor:
+        ctx.mode, ctx.dtype, ctx.factor = mode, backward, factor
+        return mode.store(x, forward, factor).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.mode.store(grad, ctx.dtype), None, None, None
+        return ctx.mode.store(grad, ctx.dtype, 1 / ctx.factor), None, None, None, None
 
 
 def exact_mark(
@@ -379,6 +384,6 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
         if name == "selected":
             return x if recipe.selected == "fp32" or size is None else mode.spread(x, size, recipe.selected)
         forward, backward = table[name]
-        return mode.stored(x, forward, backward)
+        return mode.stored(x, forward, backward, recipe.folded if name in ("logits", "biased") else 1.0)
 
     return mark

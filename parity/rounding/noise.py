@@ -11,6 +11,8 @@ class Noise:
     """Uniform noise in ±1, read at random offsets from one pool drawn per process (drawing it anew dominates the run)."""
 
     _pool: torch.Tensor | None = None
+    _there: dict[torch.device, torch.Tensor] = {}
+    """Copies of the pool on other devices."""
     SIZE = 1 << 22
 
     def __init__(self, seed: int):
@@ -23,8 +25,10 @@ class Noise:
         return self._random.choice(values)
 
     def like(self, x: torch.Tensor) -> torch.Tensor:
-        pool = Noise._pool
-        assert pool is not None
+        assert Noise._pool is not None
+        pool = Noise._pool if x.device.type == "cpu" else self._there.get(x.device)
+        if pool is None:
+            pool = self._there[x.device] = Noise._pool.to(x.device)
         n = x.numel()
         if n <= self.SIZE // 2:
             start = self._random.randrange(self.SIZE - n)
@@ -36,4 +40,4 @@ class Noise:
                 pieces.append(pool[start : start + min(left, self.SIZE // 2)])
                 left -= self.SIZE // 2
             out = torch.cat(pieces)
-        return out.view(x.shape).to(x.device)
+        return out.view(x.shape)

@@ -51,7 +51,7 @@ def _run(family: Family, x: Inputs, mark: Mark, mode: MonteCarlo | None = None) 
     differentiable = [outputs[name] for name in named]
     found: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
     if leaves and any(o.requires_grad for o in differentiable):
-        cotangents = [x.cotangents[name].double().expand_as(outputs[name]) for name in named]
+        cotangents = [x.cotangents[name].to(outputs[name]).expand_as(outputs[name]) for name in named]
         found = torch.autograd.grad(differentiable, leaves, cotangents, allow_unused=True, retain_graph=mode is None)
     out = {name: value.detach() for name, value in outputs.items()}
     for name, leaf, grad in zip(x.leaves, leaves, found, strict=True):
@@ -65,13 +65,16 @@ def _run(family: Family, x: Inputs, mark: Mark, mode: MonteCarlo | None = None) 
 
 @within("phase", "oracle")
 def exact(family: Family, inputs: Inputs) -> Quantities:
-    """Outputs and gradients of the definition in float64; `_slope` is ∂loss/∂logps where the family has a loss."""
-    return _run(family, to_double(inputs), exact_mark)
+    """Outputs and gradients of the definition in float64, computed where `inputs` are and handed out on the CPU.
+
+    `_slope` is ∂loss/∂logps where the family has a loss.
+    """
+    return {name: value.cpu() for name, value in _run(family, to_double(inputs), exact_mark).items()}
 
 
 @within("phase", "replicas")
 def replicas(family: Family, inputs: Inputs, recipe: Recipe, count: int, seed: int) -> Quantities:
-    """`count` replicas of every quantity under the recipe's rounding, stacked: (count, …)."""
+    """`count` replicas of every quantity under the recipe's rounding, stacked on the CPU: (count, …)."""
     size = math.prod(family.sizes(inputs.settings))
     stack = max(1, min(count, STACK_LIMIT // size))
     parts: list[Mapping[str, torch.Tensor]] = []
@@ -81,7 +84,7 @@ def replicas(family: Family, inputs: Inputs, recipe: Recipe, count: int, seed: i
         mode = MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + done, own_grid=done == 0)
         x = to_double(inputs, width, family.replicated)
         with mode:
-            part = _run(family, x, recipe_mark(mode), mode)
+            part = {name: value.cpu() for name, value in _run(family, x, recipe_mark(mode), mode).items()}
         # an output that no leaf reaches has no replica dimension; it is the same for all
         parts.append(part)
         done += width
