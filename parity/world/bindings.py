@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -19,6 +21,8 @@ OPERATIONS = (
 UNDER_TEST = frozenset("parity trl liger_kernel cut_cross_entropy unsloth_zoo".split())
 """Packages of which every imported module is watched, and every class in it: a patch of TRL is not for the next party."""
 CLASSES = (torch.Tensor, torch.nn.Module, torch.nn.Linear, torch.nn.Parameter, torch.autograd.Function, torch.Generator)
+Names = list[tuple[str, Any, dict[str, Any]]]
+"""(name, owner, its bindings) of everything that is watched."""
 Change = tuple[Any, str, Any, Any]
 """Owner, name, what it was and what it is now; MISSING where there was or is nothing."""
 MISSING = object()
@@ -26,11 +30,15 @@ MISSING = object()
 _owners: list[tuple[str, Any]] = []
 _modules = 0
 _copies: dict[int, dict[str, Any]] = {}
+_versions: list[ctypes.c_uint64] = []
+"""Of each owner's dictionary; empty where this interpreter has none."""
+_last: tuple[list[int], Names] = [], []
+"""The versions at which `take` looked last, and what it gave; nothing after an import."""
 
 
 def owners() -> list[tuple[str, Any]]:
     """(name, module or class) of everything that is watched; looked for anew after an import."""
-    global _modules
+    global _modules, _last
     if len(sys.modules) == _modules:
         return _owners
     _modules = len(sys.modules)
@@ -45,12 +53,57 @@ def owners() -> list[tuple[str, Any]]:
             _owners.append((name, module))
             own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
             _owners.extend((f"{name}.{c.__qualname__}", c) for c in own)
+    _versions[:] = [_version(owner) for _, owner in _owners] if _VERSIONED else []
+    _last = [], []
     return _owners
 
 
-def take() -> list[tuple[str, Any, dict[str, Any]]]:
-    """(name, owner, its bindings). A copy is made only of what changed since the last time."""
-    return [(name, owner, _copy(owner)) for name, owner in owners()]
+def take() -> Names:
+    """The bindings of everything. A copy is made only of what changed since the last time."""
+    global _last
+    found, now = owners(), _now()
+    seen, names = _last
+    if not seen:
+        names = [(name, owner, _copy(owner)) for name, owner in found]
+    elif changed := _changed(now, seen):
+        names = list(names)
+        for i in changed:
+            names[i] = (*found[i], _copy(found[i][1]))
+    _last = now, names
+    return names
+
+
+def _now() -> list[int]:
+    return [version.value for version in _versions]
+
+
+def _changed(now: list[int], seen: list[int]) -> list[int]:
+    return [] if now == seen else [i for i, (a, b) in enumerate(zip(now, seen, strict=True)) if a != b]
+
+
+def _version(owner: Any) -> ctypes.c_uint64:
+    """The version of the dictionary behind a module or class, where CPython keeps it: new at every change (PEP 509)."""
+    own = vars(owner)
+    return ctypes.c_uint64.from_address(id(own if isinstance(own, dict) else gc.get_referents(own)[0]) + 24)
+
+
+def _versioned() -> bool:
+    """Whether this interpreter has them: a new name, a rebound one and one that is gone are seen. CPython 3.14 has none."""
+    if sys.implementation.name != "cpython" or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return False
+    seen = []
+    for owner in (ModuleType("tried"), type("Tried", (), {"y": 0})):
+        version = _version(owner)
+        seen.append(version.value)
+        for change in (lambda o: setattr(o, "x", 1), lambda o: setattr(o, "x", 2), lambda o: delattr(o, "x")):
+            change(owner)
+            if version.value in seen:
+                return False
+            seen.append(version.value)
+    return True
+
+
+_VERSIONED = _versioned()
 
 
 def _copy(owner: Any) -> dict[str, Any]:
@@ -64,12 +117,14 @@ def _copy(owner: Any) -> dict[str, Any]:
     return known
 
 
-def changes(before: list[tuple[str, Any, dict[str, Any]]]) -> Iterator[tuple[str, Change]]:
+def changes(before: Names) -> Iterator[tuple[str, Change]]:
     """("torch.log_softmax", change) of what was rebound, removed, or hides what was inherited since `before` was taken.
 
     A name that merely appeared, by an import or a cache, is no change; neither is a flag or a counter.
     """
-    for label, owner, then in before:
+    seen, names = _last
+    known = before is names and bool(seen)
+    for label, owner, then in [before[i] for i in _changed(_now(), seen)] if known else before:
         now = _copy(owner)
         if now is then:
             continue

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import torch
 
-_SIZE = 4
+_X = torch.linspace(-1.5, 2.0, 16, dtype=torch.float64).view(4, 4)
+_IDS = torch.arange(4).unsqueeze(-1)
 
 
 def arithmetic() -> bytes:
-    """The bits of a small float64 computation of every operation that the definitions are made of, and its gradient."""
-    x = torch.linspace(-1.5, 2.0, _SIZE * _SIZE, dtype=torch.float64).view(_SIZE, _SIZE).requires_grad_()
-    z = torch.tanh(x @ x.T / 3.0) * 3.0
-    logps = torch.log_softmax(z, -1)
-    p = torch.softmax(z, -1)
-    ids = torch.arange(_SIZE).unsqueeze(-1)
-    picked = logps.gather(-1, ids).squeeze(-1)
-    ratio = torch.exp(picked - picked.detach().flip(0))
-    clipped = torch.min(ratio, torch.clamp(ratio, 0.8, 1.2))
-    rest = torch.logsumexp(z, -1) + (p * logps).sum(-1) + torch.sigmoid(picked) + torch.nn.functional.softplus(picked)
+    """The bits of a small float64 computation of every operation that the definitions are made of, and of a gradient."""
+    x = _X.detach().requires_grad_()
+    z = torch.tanh(x @ x.T)
+    total = torch.log_softmax(z, -1).gather(-1, _IDS).exp().mean() + torch.logsumexp(z, -1).sum()
+    (gradient,) = torch.autograd.grad(total, x)
+    z, total = z.detach(), total.detach()
+    p, picked = torch.softmax(z, -1), z.gather(-1, _IDS).squeeze(-1)
+    rest = (
+        torch.sigmoid(picked) + torch.nn.functional.softplus(picked) + torch.min(picked, torch.clamp(picked, 0.8, 1.2))
+    )
     mixed = (
-        torch.where(ratio > 1, clipped, rest).mean()
+        torch.where(picked > 1, picked, rest).mean()
         + torch.log1p(p).sum()
         + torch.bmm(p[None], z[None]).abs().sqrt().sum()
     )
-    (gradient,) = torch.autograd.grad(mixed, x)
-    narrow = z.detach().to(torch.bfloat16).float() + z.detach().to(torch.float16).float()
+    narrow = z.to(torch.bfloat16).float() + z.to(torch.float16).float()
     product = torch.nn.functional.linear(narrow, narrow).double()
-    return torch.cat([mixed.detach().view(1), gradient.flatten(), product.flatten()]).numpy().tobytes()
+    return torch.cat([total.view(1), mixed.view(1), gradient.flatten(), product.flatten()]).numpy().tobytes()

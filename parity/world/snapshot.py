@@ -32,7 +32,7 @@ class Snapshot:
     """Everything of `state.WATCHES` and `bindings`, as it was in process `pid`; without `names` within `together`."""
 
     states: dict[str, Any]
-    names: list[tuple[str, Any, dict[str, Any]]] | None
+    names: bindings.Names | None
     modules: int
     pid: int
 

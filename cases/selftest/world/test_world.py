@@ -23,7 +23,7 @@ from parity.implementations.implementation import Implementation
 from parity.judging.execute import execute
 from parity.registry import family, from_file, run_case
 from parity.selftest.controls import control
-from parity.world import snapshot
+from parity.world import bindings, snapshot
 from parity.world.state import WATCHES, differing
 
 LOGPROBS = family("logprobs")
@@ -135,6 +135,16 @@ def test_a_rebound_name_is_named_and_put_back(owner, name):
     assert getattr(owner, name) is was or getattr(owner, name) == was
     assert (name not in vars(owner)) == inherited
     assert any(leak.startswith("rebound ") and leak.endswith(f".{name}") for leak in found.leaks), found.leaks
+
+
+def test_so_it_is_where_dictionaries_have_no_versions(monkeypatch):
+    monkeypatch.setattr(bindings, "_VERSIONED", False)
+    monkeypatch.setattr(bindings, "_modules", 0)
+    was = torch.log_softmax
+    found = execute(after(rebind(torch, "log_softmax", max)), LOGPROBS.build(CASE))
+    assert torch.log_softmax is was and not bindings._versions
+    assert "rebound torch.log_softmax" in found.leaks
+    bindings._modules = 0
 
 
 REAL = torch.log_softmax
