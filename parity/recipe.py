@@ -34,8 +34,8 @@ class Recipe:
             included, where it is not that of `elementwise` and `softmax`, or None.
         teacher_elementwise: dtype in which elementwise operations on a teacher's log-probs alone round their result,
             where it is not that of `elementwise`, or None.
-        bias: dtype in which a bias is used and the gradient of the logits is summed for it, where it is not that of
-            `inputs` and `dlogits`, or None.
+        bias: dtype in which a bias is used, its sum with the logits is held and their gradient is summed for it, where it
+            is not that of `inputs`, `logits` and `dlogits`, or None.
         elementwise: dtype in which every elementwise operation rounds its result.
         softmax: dtype of the log-softmax over the vocabulary, as stored and as read again by its backward.
         log_sum: dtype to which a log-softmax rounds its sum of exponentials and their logarithm on the way, where it is not
@@ -48,6 +48,7 @@ class Recipe:
             was found to round them (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` and its twin).
         upstream: factor, at most 1, that gradients meet only after `accumulate` has held them: they overflow there sooner.
         inputs: dtype to which the parameters are cast before use (autocast), or None.
+        dinputs: dtype in which their gradient passes that cast, where it is not that of `inputs`, or None.
         tanh: "ieee", or "sigmoid" for 2σ(2x) - 1, whose error is absolute near zero.
         selected: dtype to which the products h·W[id] of the selected logit are rounded one by one, where an
             implementation computes it apart from the logits of the log-sum-exp.
@@ -72,6 +73,7 @@ class Recipe:
     reduction: str = "fp32"
     upstream: float = 1.0
     inputs: str | None = None
+    dinputs: str | None = None
     tanh: str = "ieee"
     selected: str = "fp32"
     output: str = "fp32"
@@ -87,7 +89,8 @@ class Recipe:
             teacher_softmax=_other(out.teacher_softmax, out.elementwise, out.softmax),
             teacher_elementwise=_other(out.teacher_elementwise, out.elementwise),
             log_sum=_other(out.log_sum, out.softmax, *(() if out.teacher_softmax is None else (out.teacher_softmax,))),
-            bias=_other(out.bias, out.inputs or "fp32", out.dlogits),
+            dinputs=_other(out.dinputs, out.inputs),
+            bias=_other(out.bias, out.inputs or "fp32", out.logits, out.dlogits),
         )
         return out if out.accumulate != "fp32" else dataclasses.replace(out, partials=1, partial_terms=0, upstream=1.0)
 
@@ -105,7 +108,7 @@ class Recipe:
         return " ".join(parts) or "fp32"
 
 
-def _other(dtype: str | None, *like: str) -> str | None:
+def _other(dtype: str | None, *like: str | None) -> str | None:
     """`dtype`, or None where it is the same as each of `like`."""
     return None if all(dtype == name for name in like) else dtype
 

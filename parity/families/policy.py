@@ -238,7 +238,7 @@ def features(case: Case) -> dict[str, Any]:
         "tokens": s.B * s.T,
         "delta active": s.delta is not None,
         "kl": s.beta != 0.0,
-        "old": s.old != "absent",
+        "old given": s.old != "absent",
     }
 
 

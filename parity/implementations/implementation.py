@@ -101,7 +101,9 @@ class Implementation:
             if narrow in found.reduced:
                 recipe = dataclasses.replace(recipe, reduction=narrow)
         if inputs.context == "autocast":
-            recipe = dataclasses.replace(recipe, inputs="bf16", logits="bf16", dlogits="bf16", teacher=None)
+            recipe = dataclasses.replace(
+                recipe, inputs="bf16", dinputs=None, logits="bf16", dlogits="bf16", teacher=None
+            )
         return recipe.resolve(inputs.case.dtype)
 
     def version(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -13,9 +14,11 @@ from parity.implementations.implementation import Outputs, accepted, by_token, i
 from parity.recipe import Recipe
 
 
-def _chunked(x: Inputs) -> Recipe:
-    """Tiles of logits in the dtype of the hidden states, to which the head is cast; float32 from there."""
-    return Recipe(logits="input", inputs=None if x.weight.dtype == x.hidden.dtype else "input")
+def chunked(x: Inputs, **more: Any) -> Recipe:
+    """Tiles of logits in the dtype of the hidden states, to which the head is cast; from there float32, in which the bias is
+    added and the gradient of the head is summed."""
+    cast = {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
+    return Recipe(logits="input", bias="fp32", **cast, **more)
 
 
 def _fused(x: Inputs) -> Recipe:
@@ -60,7 +63,7 @@ def _folded(x: Inputs) -> torch.Tensor:
     family="logprobs",
     role="candidate",
     library="liger-kernel",
-    recipe=_chunked,
+    recipe=chunked,
     contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
     sources=("liger_kernel.chunked_loss.fused_linear_ppo._ChunkedSelectiveLogProbFunction",),
 )

@@ -11,19 +11,15 @@ from parity.case.inputs import Inputs
 from parity.families.policy import CLIPPED, WINDOW_NORMALISED
 from parity.implementations import plain
 from parity.implementations.implementation import Outputs, implementation, require
+from parity.implementations.liger import chunked
 from parity.recipe import Recipe
 
 
 def _fused(x: Inputs) -> Recipe:
-    """Tiles of logits in the dtype of the hidden states, float32 from there; head gradients of the chunks of sequences
-    are summed in the dtype of the head, in the forward pass."""
-    return Recipe(
-        logits="input",
-        accumulate="fp32" if x.weight.dtype == torch.float32 else "input",
-        partials=x.settings.B,
-        upstream=plain.upstream(x),
-        inputs=None if x.weight.dtype == x.hidden.dtype else "input",
-    )
+    """The log-probs of `liger.chunked`; head gradients of the chunks of sequences are summed in the dtype of the head, in
+    the forward pass."""
+    accumulate = "fp32" if x.weight.dtype == torch.float32 else "input"
+    return chunked(x, accumulate=accumulate, partials=x.settings.B, upstream=plain.upstream(x))
 
 
 def _kernel(x: Inputs) -> Recipe:

@@ -365,11 +365,11 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
     """
     recipe = mode.recipe
     table = {
-        "parameter": (recipe.inputs, recipe.inputs),
+        "parameter": (recipe.inputs, recipe.dinputs or recipe.inputs),
         "states": (mode.dtype, mode.dtype),
         "bias": (recipe.bias or recipe.inputs, recipe.bias or recipe.inputs),
         "logits": (recipe.logits, recipe.dlogits),
-        "biased": (recipe.logits, recipe.bias or recipe.dlogits),
+        "biased": (recipe.bias or recipe.logits, recipe.bias or recipe.dlogits),
         "teacher": (recipe.teacher or recipe.logits, recipe.dlogits),
     }
 
