@@ -22,7 +22,7 @@ from parity.case.case import DTYPES
 from parity.errors import UsageError
 from parity.recording import Recording
 from parity.rollouts import models
-from parity.rollouts.scoring import PLAIN, Scores, Trainer, ways
+from parity.rollouts.scoring import PLAIN, Scores, Trainer
 from parity.rollouts.statistics import Statistics, rms, statistics, stretches
 
 FACTOR = 2 * math.sqrt(2)
@@ -76,7 +76,9 @@ def judge(recording: Recording, trainer: Trainer, definition: str = TRUNCATED) -
     sampling = {TRUNCATED: asked, FULL: (asked[0], 1.0, 0), RAW: (1.0, 1.0, 0)}[definition]
     mask, sampler = recording.mask, recording.sampler_logps.double()
     plain = trainer.score(rows, width, sampling)
-    others = {name: trainer.score(rows, width, sampling, way).truncated for name, way in ways(trainer.folder).items()}
+    others = {
+        name: trainer.score(rows, width, sampling, way).truncated for name, way in trainer.ways(rows, width).items()
+    }
     d = plain.truncated - sampler
     own = {name: _finite(logps - plain.truncated, mask) for name, logps in others.items()}
     found = statistics(d, mask, sampler)

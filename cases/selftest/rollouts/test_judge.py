@@ -102,3 +102,21 @@ def test_damaged_log_probs_are_red():
     wrong = dataclasses.replace(found, sampler_logps=found.sampler_logps + 1e-4)
     verdict = judge(wrong, trainer_of(found))
     assert verdict.gates["mean"] > 1
+
+
+def test_another_function_is_no_noise(monkeypatch):
+    """transformers 5.19 runs Gemma-2 with sdpa and drops the softcap on its attention scores."""
+    found = recording.named("gemma2-fp32-t0.7-p1")
+    trainer, load = trainer_of(found), models.loaded
+    assert "sdpa attention" in trainer_of(recording.named("llama-fp32-t1-p1")).ways(found.rows(), 32)
+
+    def dropped(folder, dtype, attention="eager"):
+        model = load(folder, dtype)
+        if attention == "sdpa":
+            for layer in model.model.layers:
+                layer.self_attn.attn_logit_softcapping = None
+        return model
+
+    monkeypatch.setattr(models, "has_sdpa", lambda folder: True)
+    monkeypatch.setattr(models, "loaded", dropped)
+    assert "sdpa attention" not in trainer.ways(found.rows(), 32)
