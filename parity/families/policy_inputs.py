@@ -126,10 +126,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         out["delta"] = None if out["loss_type"] in ("cispo", "sapo", "vespo") else out["delta"]
     if out["ratio"] == "none":
         out["ratio_range"] = "unit"
-    if out["ratio"] != "none" and profile in (
-        "nightly",
-        "soak",
-    ):  # until a soak was run over them: they move the stream
+    if out["ratio"] != "none":
         out["recording"] = pick(*["none"] * 3 * len(recording.shipped()), *recording.shipped())
     if out["head"] != "plain":  # the adapter and the embeddings have the dtype of the model
         out["head_dtype"] = "same"

@@ -28,14 +28,6 @@ EXCLUDED = {
     },
 }
 """Family -> pairs of dimensions that exclude each other by definition, with the reason."""
-NIGHTLY = {
-    "logprobs": {},
-    "policy": {
-        "recording": "it moves the stream of pr, and no soak was run over it yet (rollouts/test_dropped.py draws it)"
-    },
-    "divergence": {},
-}
-"""Family -> dimensions that only the long profiles draw, with the reason."""
 TF32 = {("context", "tf32"): "CPUs have none: on CUDA a share of the float32 cases runs a second time with it"}
 UNDRAWN = {
     "logprobs": TF32 | {("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles"},
@@ -65,7 +57,7 @@ FEATURES = {
         "one position",
         "delta active",
         "kl",
-        "old",
+        "old given",
     ),
     "divergence": (
         "one token",
@@ -96,7 +88,7 @@ def drawn(request: pytest.FixtureRequest) -> Drawn:
 
 
 def _dimensions(name: str) -> set[str]:
-    return {*family(name).settings, "dtype"} - NIGHTLY[name].keys()
+    return {*family(name).settings, "dtype"}
 
 
 def test_every_dimension_is_away_from_its_default_often_enough(drawn: Drawn) -> None:
@@ -126,6 +118,7 @@ def test_every_choice_and_dtype_occurs(drawn: Drawn) -> None:
 
 def test_every_fact_is_drawn_both_ways(drawn: Drawn) -> None:
     features = [family(drawn.name).features(case) for case in drawn.cases]
+    assert not features[0].keys() & family(drawn.name).settings.keys()  # a ledger scope names either
     for name in FEATURES[drawn.name]:
         assert {bool(found[name]) for found in features} == {True, False}, name
 
