@@ -17,7 +17,7 @@ from parity.recipe import Recipe
 def chunked(x: Inputs, **more: Any) -> Recipe:
     """Tiles of logits in the dtype of the hidden states, to which the head is cast; from there float32, in which the bias is
     added and the gradient of the head is summed."""
-    cast = {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
+    cast: dict[str, Any] = {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
     return Recipe(logits="input", bias="fp32", **cast, **more)
 
 
