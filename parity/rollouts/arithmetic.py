@@ -8,10 +8,11 @@ of its forward pass. What comes out is compared with the definition in float64 o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,18 +44,23 @@ class Given:
         return self.completion if self.tool is None else self.completion * self.tool
 
 
-def definition(g: Given, mode: str, low: float | None, high: float | None) -> Tensor:
+def definition(
+    g: Given, mode: str, low: float | None, high: float | None, sequence: Literal["sum", "mean"] = "sum"
+) -> Tensor:
     """exp(log π - log π_sampler) in float64, (B, T) or (B, 1).
+
+    The log-ratio of a sequence is the sum of its tokens' (the likelihood ratio of the sequence, TRL's) or their mean (its
+    length-normalised root, GSPO's).
 
     A token whose difference is NaN counts 0: no log-prob at the sampler, or two infinities. An infinite difference counts
     as the largest float32, which is what TRL puts: a token that the sampler held impossible (-inf) has ratio infinity before
-    the bounds, one that the trainer holds impossible has ratio 0. A sequence is the sum of its tokens, not their mean. Both
-    bounds belong to what is kept. Truncation clamps to the bounds, masking puts 0 outside them.
+    the bounds, one that the trainer holds impossible has ratio 0. Both bounds belong to what is kept. Truncation clamps to
+    the bounds, masking puts 0 outside them.
     """
     d = torch.where(g.mask > 0, (g.old - g.sampler).double(), 0.0)  # one float32 rounding, TRL's storage
     d = torch.where(d.isnan(), 0.0, d).clamp(-MAX, MAX)
     if mode.startswith("sequence"):
-        d = d.sum(-1, keepdim=True)
+        d = d.sum(-1, keepdim=True) / (g.mask.sum(-1, keepdim=True).clamp(min=1) if sequence == "mean" else 1)
     found = d.exp().float().double()  # beyond float32's range it is infinite there too
     if mode.endswith("truncate"):
         return found.clamp(-math.inf if low is None else low, math.inf if high is None else high)
@@ -103,9 +109,17 @@ class Ratios:
 
 LENGTHS = (16, 9, 1, 12, 16, 5, 16, 2)
 """Completion lengths of the rows that are scored."""
-BOUNDS = ((None, HIGH), (LOW, HIGH), (None, math.inf), (1.0, 1 + 2.0**-23), (1 + 2.0**-23, HIGH))
-"""Lower and upper bound. With neither, TRL 1.16's truncation ends in torch.clamp's "must not be None". The last two have 1
-at and below the lower bound: a ratio of exactly 1 is kept, and is not."""
+BOUNDS = (
+    (None, HIGH),
+    (LOW, HIGH),
+    (LOW, None),
+    (None, math.inf),
+    (LOW, 1.0),
+    (1.0, 1 + 2.0**-23),
+    (1 + 2.0**-23, HIGH),
+)
+"""Lower and upper bound. With neither, TRL 1.16's truncation ends in torch.clamp's "must not be None". The last three have 1
+at the upper, at and below the lower bound: a ratio of exactly 1 is kept, is kept, and is not."""
 
 
 def edge_cases() -> Iterator[Given]:
@@ -128,6 +142,8 @@ def edge_cases() -> Iterator[Given]:
     yield Given("certain at both", torch.zeros(shape), torch.zeros(shape), completion)
     yield Given("a tool's tokens", sampler + 0.5 * noise, sampler, completion, tool)
     yield Given("empty rows", sampler + 0.5 * noise, sampler, completion, empty)
+    under = sampler.masked_fill(tool == 0, -math.inf).masked_fill((tool == 0) & hole, math.nan)
+    yield Given("missing and infinite under the tool mask", sampler + 0.5 * noise, under, completion, tool)
     yield Given("not scored", sampler + 0.5 * noise, sampler.masked_fill(hole, math.nan), completion)
     yield Given("impossible at the sampler", sampler + 0.5 * noise, sampler.masked_fill(hole, -math.inf), completion)
     yield Given("impossible at the trainer", (sampler + 0.5 * noise).masked_fill(hole, -math.inf), sampler, completion)
@@ -181,9 +197,10 @@ def _hand_out(trainer: Any, g: Given) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """VESPO's φ of TRL beside the definition, (B, 1), and the relative error that is derived for it."""
+    """VESPO's φ of `owner` beside the definition, (B, 1), and the relative error that is derived for it."""
 
     name: str
+    owner: str
     found: Tensor
     exact: Tensor
     allowed: Tensor
@@ -197,29 +214,41 @@ class Weights:
 
 
 def folded() -> Iterator[Weights]:
-    """`GRPOTrainer.get_gamma_weights` against `families.policy.vespo_phi`, with the ratios of every edge case folded in.
+    """TRL's and Liger's `get_gamma_weights` against `families.policy.vespo_phi`, the ratios of every edge case folded in.
 
     δ, the error of log W, is (n + 1)·2⁻²⁴ of the sum of the sizes of its n terms; φ = exp(λ + k·log W - λ·W) is off by
-    (k + λ·W)·δ and by the rounding of the exponent's own three terms.
+    (k + λ·W)·δ and by the rounding of the exponent's own three terms. A ratio of 0 counts as 1e-8.
+
+    Raises:
+        Unsupported: where neither has VESPO.
     """
-    method = getattr(drive.trl_class("GRPOTrainer"), "get_gamma_weights", None)
-    if method is None:
-        raise Unsupported("the installed version has no VESPO")
+    owners = {"trl": getattr(drive.trl_class("GRPOTrainer"), "get_gamma_weights", None), "liger": _of_liger()}
+    if not any(owners.values()):
+        raise Unsupported("neither installed version has VESPO")
     s = SimpleNamespace(vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0)
     from parity.case.case import normal
 
-    for g in edge_cases():
-        if g.old.isinf().any():
-            continue  # a policy that holds its own token impossible has no log-ratio
+    for g, mode in itertools.product(edge_cases(), ("token_truncate", "token_mask")):
         d = normal(1, "policy", tuple(g.old.shape)).float() * (25.0 if "20" in g.name else 0.3)
-        advantages = torch.tensor([1.0, -1.0] * (len(LENGTHS) // 2))[:, None]
-        ratio = definition(g, "token_truncate", None, HIGH).float()
-        found = method(advantages, d, g.mask, ratio, 2.0, 3.0, 3.0, 2.0)
-        exact = policy.vespo_phi(s, d.double(), advantages.double(), g.mask.double(), ratio.double())
-        terms = (d.clamp(-20, 20) * g.mask).abs().double() + ratio.double().log().abs().clamp(max=20)
+        advantages = torch.tensor([1.0, -1.0] * (len(LENGTHS) // 2))
+        ratio = definition(g, mode, None, HIGH).float()
+        exact = policy.vespo_phi(s, d.double(), advantages[:, None].double(), g.mask.double(), ratio.double())
+        folds = ratio.double().log().clamp(math.log(1e-8), 20)
+        terms = (d.clamp(-20, 20) * g.mask).abs().double() + folds.abs()
         delta = (2 * g.mask.shape[1] + 1) * 2.0**-24 * terms.sum(-1, keepdim=True)
-        total = (d.double().clamp(-20, 20) * g.mask).sum(-1, keepdim=True)
-        total = (total + ratio.double().log().clamp(math.log(1e-8), 20).sum(-1, keepdim=True)).clamp(math.log(1e-8), 20)
-        k, lam = torch.where(advantages > 0, 2.0, 3.0), torch.where(advantages > 0, 3.0, 2.0)
+        total = ((d.double().clamp(-20, 20) * g.mask) + folds).sum(-1, keepdim=True).clamp(math.log(1e-8), 20)
+        k, lam = (torch.where(advantages[:, None] > 0, *pair) for pair in ((2.0, 3.0), (3.0, 2.0)))
         exponent = lam + k * total.abs() + lam * total.exp()
-        yield Weights(g.name, found, exact, (k + lam * total.exp()) * delta + (exponent + 4) * 2.0**-22)
+        bound = (k + lam * total.exp()) * delta + (exponent + 4) * 2.0**-22
+        for owner, method in owners.items():
+            if method is not None:
+                a = advantages[:, None] if owner == "trl" else advantages
+                yield Weights(f"{g.name}, {mode}", owner, method(a, d, g.mask, ratio, 2.0, 3.0, 3.0, 2.0), exact, bound)
+
+
+def _of_liger() -> Any:
+    try:
+        import liger_kernel.chunked_loss.grpo_loss as module
+    except ImportError:
+        return None
+    return getattr(module, "get_gamma_weights", None)

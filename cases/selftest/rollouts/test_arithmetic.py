@@ -24,9 +24,14 @@ def found():
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_of_trl_to_a_few_ulp(found, mode):
     mine = [r for r in found if r.mode == mode]
-    assert len(mine) == 12 * len(arithmetic.BOUNDS)
+    assert len(mine) == 13 * len(arithmetic.BOUNDS)
     wrong = [(r.given.name, r.bounds, r.headroom) for r in mine if not r.headroom <= 1]
     assert not wrong, wrong
+
+
+def test_a_sequence_of_trl_is_the_sum_and_not_the_mean(found):
+    (r,) = [r for r in found if (r.mode, r.bounds) == ("sequence_mask", (None, math.inf)) and "half" in r.given.name]
+    assert (arithmetic.ulps(r.found, definition(r.given, r.mode, *r.bounds, "mean")) > 1e4).sum() >= 6
 
 
 def test_the_cases_reach_what_they_name(found):
@@ -61,8 +66,8 @@ def test_a_changed_line_of_trl_is_seen(before, after, monkeypatch):
 
 def test_vespo_folds_the_ratio_in():
     weights = list(arithmetic.folded())
-    assert len(weights) >= 8
-    wrong = [(w.name, w.headroom) for w in weights if not w.headroom <= 1]
+    assert len(weights) >= 26 and {w.owner for w in weights} <= {"trl", "liger"}
+    wrong = [(w.name, w.owner, w.headroom) for w in weights if not w.headroom <= 1]
     assert not wrong, wrong
     assert any(0.01 < float(x) < 1 for w in weights for x in w.exact)
 
@@ -80,3 +85,5 @@ def test_the_definition_by_hand():
     assert torch.allclose(masked.float(), torch.tensor([[0.0, 1.0, half, 0.0], [half, 1.0, 1.0, 1.0]]))
     sequence = definition(Given("", old[1:], sampler[1:], mask[1:]), "sequence_mask", None, 2.0)
     assert float(sequence) == pytest.approx(half)
+    mean = definition(Given("", old[1:], sampler[1:], mask[1:]), "sequence_mask", None, 2.0, "mean")
+    assert float(mean) == pytest.approx(math.exp(0.25))
