@@ -15,12 +15,15 @@ from parity.results.report.findings import Finding
 from parity.results.report.html import Cell, Extras, Part
 from parity.results.report.summary import Summary
 from parity.results.row import Row
+from parity.rollouts import section
 
 SCRIPTS = 10
 """New findings whose script is written into the page; for the others it names the command."""
 
 
-def extras(summary: Summary, folder: Path, code: int, reasons: Sequence[str]) -> Extras:
+def extras(
+    summary: Summary, folder: Path, code: int, reasons: Sequence[str], rows: Sequence[Row] = ()
+) -> Extras:
     """All of it; a file that cannot be read is a section that says so."""
     found: list[Part] = []
     for name, title, read in (
@@ -31,6 +34,7 @@ def extras(summary: Summary, folder: Path, code: int, reasons: Sequence[str]) ->
         path = folder / name
         if path.exists():
             found += _read(path, title, lambda path=path, read=read: list(read(path)))  # type: ignore[misc]
+    found += _read(data.rollouts_dir(), "Rollouts", lambda: section.parts(rows))
     past: list[memory.Run] = []
     found += _read(folder / "history", "Trend of earlier runs", lambda: past.extend(memory.runs(folder / "history")))
     return Extras(code, reasons, scripts(summary, folder), found, past)

@@ -64,7 +64,7 @@ def report(
         memory.remember(summary, code, folder / "history")
     junit.write(summary, folder / "junit.xml")  # files first: whoever reads the terminal may stop reading
     markdown.write(summary, folder / "summary.md")
-    html.write(summary, folder / "index.html", extras(summary, folder, code, reasons))
+    html.write(summary, folder / "index.html", extras(summary, folder, code, reasons, rows))
     screen = console()
     if detail.json:
         click.echo(json_output.text(json_output.of_run(summary, code, reasons)))
