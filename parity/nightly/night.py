@@ -23,6 +23,7 @@ from parity.process import prepare
 from parity.results import memory, notify, trend
 from parity.results.memory import Run
 from parity.results.report.summary import summarise
+from parity.rollouts import vllm_engine
 from parity.running import run as running
 from parity.running.provenance import resolve_device
 
@@ -49,6 +50,7 @@ class Night:
         ("history", ("history",), 0.5),
         ("mutants", ("mutants",), 0.3),
         ("unsloth", ("run", "--with", f"unsloth-zoo=={UNSLOTH}", "--implementation", "unsloth"), 0.2),
+        *([("rollouts", ("rollouts", "live"), 0.2)] if vllm_engine.distribution() else []),
     )
 
 

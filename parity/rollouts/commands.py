@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +96,24 @@ def replay_command(name: str) -> None:
     click.echo(one.line())
     for found in dropped(one):
         click.echo(f"  {found.line()}")
+
+
+LIVE = {"colocate": 0, "colocate-no-sync": 1, "server": 0}
+"""Live run -> exit code that it should end with."""
+
+
+@rollouts.command("live")
+def live_command() -> None:
+    """TRL's GRPOTrainer with the vLLM that is installed: colocated, then with its weight sync off, then served.
+
+    Exit code 1 where a run is not as it should be: with the sync off step 2 must disagree.
+    """
+    from parity.rollouts import vllm_engine
+
+    vllm_engine.prepare()
+    wrong = []
+    for what, expected in LIVE.items():  # an engine lives in its process and starts once in it
+        code = subprocess.run([sys.executable, "-m", "parity.rollouts.live_run", what]).returncode
+        wrong += [] if code == expected else [f"{what} ended with {code}, not {expected}"]
+    click.echo("; ".join(wrong) or "as it should be")
+    raise SystemExit(1 if wrong else 0)

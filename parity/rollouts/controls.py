@@ -68,6 +68,22 @@ def softcap_lost(r: Recording, t: Trainer) -> tuple[Recording, Trainer] | None:
     return r, dataclasses.replace(t, change=without_softcap)
 
 
+def nested_config_lost(r: Recording, t: Trainer) -> tuple[Recording, Trainer]:
+    """One of the two reads rope_theta at the top of the config, where it no longer is, and takes a default for it."""
+
+    def defaulted(model: Any) -> Any:
+        rotary = model.get_decoder().rotary_emb
+        n = len(rotary.inv_freq)
+        rotary.inv_freq.copy_(ROPE_THETA ** (-torch.arange(n, dtype=torch.float64) / n))
+        return model
+
+    return r, dataclasses.replace(t, change=defaulted)
+
+
+ROPE_THETA = 500_000.0
+"""Another than that of the models, 10,000."""
+
+
 def adapter_not_merged(r: Recording, t: Trainer) -> tuple[Recording, Trainer]:
     """The trainer trains a LoRA adapter, the engine samples from the base model."""
 
@@ -98,6 +114,7 @@ CONTROLS = {
         truncation_forgotten,
         stale_weights,
         softcap_lost,
+        nested_config_lost,
         adapter_not_merged,
         shifted,
     )

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from parity.errors import UsageError
 from parity.rollouts.request import TORCH_NAMES, Request, Sampled
 
@@ -100,11 +102,15 @@ def facts() -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     kind = str(current_platform.device_type)
-    return {
+    found = {
         "engine": distribution(),
         "device": kind if kind == "cpu" else current_platform.get_device_name(),
         "reported": "processed",
     }
+    if kind == "cpu":  # its bf16 kernels, and so the bits of a recording, are chosen by them
+        amx = " with AMX" if torch.cpu._is_amx_tile_supported() else ""
+        found["instructions"] = torch.backends.cpu.get_cpu_capability() + amx
+    return found
 
 
 def _of(found: Any, ids: list[int]) -> list[float | None]:

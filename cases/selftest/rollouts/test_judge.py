@@ -7,12 +7,12 @@ import torch
 from click.testing import CliRunner
 
 from parity import data, recording
-from parity.case.case import DTYPES
+from parity.case.case import DTYPES, normal
 from parity.cli.commands import main
 from parity.rollouts import models, report
 from parity.rollouts.controls import CONTROLS
 from parity.rollouts.judge import FULL, judge
-from parity.rollouts.scoring import Trainer, score
+from parity.rollouts.scoring import Scores, Trainer, kept_mass, score
 from parity.rollouts.statistics import statistics
 
 
@@ -72,8 +72,23 @@ def test_the_ratio_to_the_whole_vocabulary_is_the_kept_mass():
     assert torch.allclose(ratio[mask], scores.kept[mask], rtol=1e-4)
     assert float(ratio[mask].mean()) == pytest.approx(float(scores.kept[mask].mean()), rel=1e-5)
     assert 0.8 < float(scores.kept[mask].mean()) < 0.99
+    assert torch.allclose((scores.full - scores.truncated)[mask], scores.kept[mask].log(), rtol=0, atol=1e-14)
     verdict = judge(found, trainer_of(found), FULL)
     assert not verdict.agrees and 0.8 < verdict.found.mean_ratio < 0.99
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.8, 0), (1.0, 5), (0.6, 7), (0.05, 0), (1.0, 0)])
+def test_the_kept_tokens_are_those_of_transformers(top_p, top_k):
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    logits = normal(7, "logits", (31, 41)) * 3
+    warped = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
+    warped = TopPLogitsWarper(top_p)(None, warped) if top_p < 1 else warped
+    truncated, full = warped.log_softmax(-1), logits.log_softmax(-1)
+    for token in range(0, 41, 4):
+        ids = torch.full((31,), token)
+        scores = Scores(full[:, token], kept_mass(full, ids, top_p, top_k))
+        assert torch.allclose(scores.truncated, truncated[:, token], rtol=0, atol=1e-12)
 
 
 def test_statistics_by_hand():
