@@ -4,10 +4,7 @@ from parity import recording
 from parity.case.drawing import cases, draws
 from parity.families import policy_inputs
 from parity.registry import loss_family
-from parity.results.report.summary import summarise
-from parity.results.report.wording import about
 from parity.rollouts.dropped import dropped
-from parity.running.provenance import header
 
 
 def test_the_first_failure_is_replayed():
@@ -41,9 +38,3 @@ def test_a_case_has_the_recorded_log_ratios():
     assert any((recorded[i : i + 8] == d).all() for i in at)
     ratio = family.build(case).importance_sampling_ratio
     assert (ratio.flatten().double() - d.exp()).abs().max() < 1e-6
-
-
-def test_the_report_says_where_ratios_came_from():
-    head = header("r", "cpu", "quick", 1)
-    assert any("24 recordings by vllm" in line for line in head.header.rollouts)
-    assert "24 recordings by vllm" in about(summarise(head, []))

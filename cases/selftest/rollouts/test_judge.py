@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from parity import data, recording
 from parity.case.case import DTYPES, normal
 from parity.cli.commands import main
+from parity.errors import UsageError
 from parity.rollouts import models, report
 from parity.rollouts.controls import CONTROLS
 from parity.rollouts.judge import FULL, judge
@@ -135,3 +136,14 @@ def test_another_function_is_no_noise(monkeypatch):
     monkeypatch.setattr(models, "has_sdpa", lambda folder: True)
     monkeypatch.setattr(models, "loaded", dropped)
     assert "sdpa attention" not in trainer.ways(found.rows(), 32)
+
+
+def test_a_trainer_whose_logits_are_nan_is_an_error():
+    found = recording.named("llama-fp32-t1-p1")
+
+    def broken(model):
+        model.get_output_embeddings().weight.data.fill_(torch.nan)
+        return model
+
+    with pytest.raises(UsageError, match="row 0: the trainer's logits are NaN"):
+        judge(found, dataclasses.replace(trainer_of(found), change=broken))

