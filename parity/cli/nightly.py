@@ -43,7 +43,7 @@ def duration(text: str) -> datetime.timedelta:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
 @click.option("--seed", type=int, default=None, help="default: a fresh one, printed")
 @click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
-@click.option("--skip", multiple=True, metavar="NAME", help="leave out history, mutants or unsloth")
+@click.option("--skip", multiple=True, metavar="NAME", help="leave out history, mutants, unsloth or rollouts")
 @_REPORTS
 def nightly_command(max_time: str, skip: tuple[str, ...], **options: Any) -> None:
     """The nightly gate: proof that a planted mistake is caught, a long run with fresh cases, history, mutants, one page."""

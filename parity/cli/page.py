@@ -21,9 +21,7 @@ SCRIPTS = 10
 """New findings whose script is written into the page; for the others it names the command."""
 
 
-def extras(
-    summary: Summary, folder: Path, code: int, reasons: Sequence[str], rows: Sequence[Row] = ()
-) -> Extras:
+def extras(summary: Summary, folder: Path, code: int, reasons: Sequence[str], rows: Sequence[Row] = ()) -> Extras:
     """All of it; a file that cannot be read is a section that says so."""
     found: list[Part] = []
     for name, title, read in (
