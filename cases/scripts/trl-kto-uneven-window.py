@@ -1,33 +1,10 @@
 # TRL 1.16: the last, smaller micro-batch of a KTO window weighs as much as a full one
 # KTO's loss is a mean over the micro-batch and the training loop divides by the number of micro-batches.
-import tempfile
-
 import datasets
-import tokenizers
 import torch
 import transformers
+from setup_tiny import options, tiny, tokenizer
 from trl import KTOConfig, KTOTrainer
-
-torch.set_num_threads(1)
-words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 32)}}
-tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-tokenizer.chat_template = "{{ messages[0].content }}"
-
-
-def tiny(seed=0):
-    torch.manual_seed(seed)
-    size = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(vocab_size=32, pad_token_id=0, eos_token_id=1, **size)
-    )
-
-
-def options(**more):
-    quiet = dict(report_to=[], use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, logging_strategy="no")
-    return quiet | dict(output_dir=tempfile.mkdtemp(), learning_rate=0.0, max_grad_norm=1e9) | more
-
 
 ROWS = [
     {"prompt": "w2 w3", "completion": " w4 w5 w6", "label": True},

@@ -32,6 +32,9 @@ def _split(ctx: click.Context, option: click.Parameter, values: tuple[str, ...])
 
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="print JSON (docs/measured/json.md)")
+_WITH = click.option(
+    "--with", "specs", multiple=True, metavar="PKG==VER", help="run with this version, in an environment of its own"
+)
 _IMPLEMENTATIONS = click.option(
     "--implementation",
     "implementations",
@@ -67,9 +70,7 @@ _IMPLEMENTATIONS = click.option(
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda", shell_complete=values(devices))
 @click.option("--seed", type=int, default=None, help="default: fixed in quick and pr, a new one in nightly and soak")
-@click.option(
-    "--with", "specs", multiple=True, metavar="PKG==VER", help="run with this version, in an environment of its own"
-)
+@_WITH
 @click.option("--require", multiple=True, metavar="ID[:cpu|cuda]", help="exit code 3 unless this was compared")
 @click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another list of known findings")
 @click.option(
@@ -170,9 +171,7 @@ def doctor_command(as_json: bool) -> None:
 @click.option("--setting", "settings", multiple=True, help="only this setting")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda", shell_complete=values(devices))
 @click.option("--cases", type=click.IntRange(1), default=2, show_default=True, help="cases for each setting")
-@click.option(
-    "--with", "specs", multiple=True, metavar="PKG==VER", help="run with this version, in an environment of its own"
-)
+@_WITH
 @click.option(
     "--release",
     "releases",
@@ -204,9 +203,7 @@ def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: 
 @click.argument("case", shell_complete=values(cases))
 @_IMPLEMENTATIONS
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda", shell_complete=values(devices))
-@click.option(
-    "--with", "specs", multiple=True, metavar="PKG==VER", help="run with this version, in an environment of its own"
-)
+@_WITH
 @click.option("--issue", is_flag=True, help="print a bug report with a stand-alone script, for upstream")
 @click.option(
     "--minimise",
@@ -248,11 +245,17 @@ def findings_command(ledger: Path | None) -> None:
 @click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
 @click.option("--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True)
 @click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="processes")
-def upstream_command(ids: tuple[str, ...], every: bool, ledger: Path | None, reports: Path, workers: int) -> None:
-    """Write reports/upstream/ID/ for entries of the ledger: a script that needs the library alone, and the text beside it.
+@_WITH
+def upstream_command(
+    ids: tuple[str, ...], every: bool, ledger: Path | None, reports: Path, workers: int, specs: tuple[str, ...]
+) -> None:
+    """Write reports/upstream/ID/ for entries of the ledger: a script that needs the library alone, text, and patch.
 
-    Each script is run in a fresh process. Exit 0 when every one shows its defect, 1 when one does not.
+    Each script is run in a fresh process, and again with the patch. Exit 0 when every one shows its defect and is silent
+    without it, 1 when one is wrong.
     """
+    if specs:
+        sys.exit(_inside(specs))
     from parity import data
     from parity.tools.upstream import upstream
 
@@ -261,8 +264,7 @@ def upstream_command(ids: tuple[str, ...], every: bool, ledger: Path | None, rep
     wrong = 0
     for sent in upstream(ids, ledger or data.ledger_file(), reports / "upstream", workers):
         wrong += not sent.right
-        said = "nothing to show" if sent.code is None else {1: "shows", 0: "is gone"}.get(sent.code, "script fails")
-        click.echo(f"{sent.id}: {said}: {sent.told}")
+        click.echo(f"{sent.id}: {'' if sent.right else 'WRONG: '}{sent.told}")
     sys.exit(int(wrong > 0))
 
 

@@ -47,8 +47,9 @@ class Night:
     ledger: Path | None = None
     reports: Path = Path("reports")
     others: tuple[tuple[str, tuple[str, ...], float], ...] = (
-        ("history", ("history",), 0.5),
+        ("history", ("history",), 0.4),
         ("mutants", ("mutants",), 0.3),
+        ("scripts of the findings", ("upstream", "--all"), 0.1),
         ("unsloth", ("run", "--with", f"unsloth-zoo=={UNSLOTH}", "--implementation", "unsloth"), 0.2),
         *([("rollouts", ("rollouts", "live"), 0.2)] if vllm_engine.distribution() else []),
     )
@@ -93,7 +94,7 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
     for name, words, share in night.others:
         _beat(night.reports, name, None)
         say(f"{name}: at most {share * left / 60:.0f} min")
-        folder = ("--reports", str(night.reports / name)) if words[0] == "run" else ()
+        folder = ("--reports", str(night.reports / name)) if words[0] in ("run", "upstream") else ()
         done.append(steps.run(name, [*words, *folder], night.reports / f"{name}.log", share * left))
         say(f"{name}: {done[-1].verdict}, {done[-1].seconds / 60:.0f} min")
 

@@ -30,6 +30,8 @@ def replay(
     """
     from parity.results.report import failure, wording
 
+    if issue and not ids and (code := _by_hand(name, console)) is not None:
+        return code
     case, found_with = find(name)
     device = resolve_device(device)
     prepare(device, threads=1)
@@ -72,6 +74,18 @@ def entry_of(case: Case, rows: Sequence[Row]) -> Entry | None:
     ledger = Ledger.load(data.ledger_file())
     found = {ledger.match(row, facts(case)) for row in rows if row.failing}
     return next((e for e in ledger.entries if e.id in found), None)
+
+
+def _by_hand(name: str, console: Console) -> int | None:
+    """Print the upstream report of a ledger's entry that has a script by hand; None where `name` is no such entry."""
+    from parity.tools.issue.entry import shown, text
+
+    ledger = Ledger.load(data.ledger_file())
+    found = next((shown(e, ledger) for e in ledger.entries if e.id == name), None)
+    if found is None:
+        return None
+    console.file.write(text(found, ledger) + "\n")
+    return found.done.code if found.done is not None and found.done.code in (AGREES, DISAGREES) else NO_JUDGEMENT
 
 
 def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], console: Console) -> int:

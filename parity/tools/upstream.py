@@ -1,4 +1,4 @@
-"""`parity upstream`: each entry of the ledger as a folder that a person can send: script, text, and what it printed here."""
+"""`parity upstream`: each entry of the ledger as a folder that a person can send: script, text, patch."""
 
 from __future__ import annotations
 
@@ -10,30 +10,21 @@ from pathlib import Path
 
 from parity.case.case import Case
 from parity.errors import UsageError
-from parity.implementations.implementation import Implementation
 from parity.process import prepare
 from parity.registry import facts, load, run_case
 from parity.results.ledger import Entry, Ledger
-from parity.results.row import Row
+from parity.tools.issue.entry import Shown, shown, text
 from parity.tools.issue.ran import ran
-from parity.tools.issue.text import issue_text, script_of
-
-SHOWS, GONE = 1, 0
-"""Exit codes of a script: the defect shows, it is gone."""
+from parity.tools.issue.text import script_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What became of an entry: `code` of its script in a fresh process, None where none could be written and why."""
+    """What became of an entry, in a line, and whether it is right."""
 
     id: str
-    code: int | None
+    right: bool
     told: str
-
-    @property
-    def right(self) -> bool:
-        """Whether the script shows the defect; where the installed release cannot have it, there is nothing to show."""
-        return self.code == SHOWS or self.code is None
 
 
 def entries(ledger: Ledger, ids: Sequence[str]) -> list[Entry]:
@@ -50,31 +41,37 @@ def entries(ledger: Ledger, ids: Sequence[str]) -> list[Entry]:
 
 
 def written(entry: Entry, ledger: Ledger, folder: Path) -> Sent:
-    """Write one entry's folder: script.py, issue.md and result.json."""
+    """Write one entry's folder: script.py, issue.md, result.json, and patch.diff where a patch is known."""
+    found = shown(entry, ledger) or _generated(entry, ledger)
+    if isinstance(found, Sent):
+        return found
+    place = folder / entry.id
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "script.py").write_text(found.code, encoding="utf-8")
+    (place / "issue.md").write_text(text(found, ledger), encoding="utf-8")
+    if found.diff:
+        (place / "patch.diff").write_text(found.diff, encoding="utf-8")
+    codes = {name: None if r is None else r.code for name, r in (("exit", found.done), ("mended", found.mended))}
+    (place / "result.json").write_text(json.dumps(codes | {"told": found.told}) + "\n", encoding="utf-8")
+    return Sent(entry.id, found.right, found.told)
+
+
+def _generated(entry: Entry, ledger: Ledger) -> Shown | Sent:
+    """An entry without a script by hand: of a loss from the source of adapter and definition, by its frozen case."""
     case = Case.load(ledger.folder / entry.case)
     if not entry.in_force():
-        return Sent(entry.id, None, f"not in the installed versions: {json.dumps(dict(entry.versions))}")
+        return Sent(entry.id, True, f"not in the installed versions: {json.dumps(dict(entry.versions))}")
     concerned = [i for i in load().values() if i.family == case.family and entry.covers_implementation(i.id)]
     usable = [i for i in concerned if i.missing() is None]
     if not usable:
-        return Sent(entry.id, None, concerned[0].missing() or "" if concerned else "no implementation")
+        return Sent(entry.id, True, concerned[0].missing() or "" if concerned else "no implementation")
     for implementation in usable:
         rows = list(run_case(case, [implementation], thorough=True))
         inside = [r for r in rows if r.failing and entry.covers(r, facts(case))]
         if inside:
-            return _sent(entry, case, implementation, inside, folder / entry.id)
-    return Sent(entry.id, None, "nothing fails here")
-
-
-def _sent(entry: Entry, case: Case, implementation: Implementation, rows: Sequence[Row], folder: Path) -> Sent:
-    code = script_of(case, implementation, rows, entry)
-    done = ran(code)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "script.py").write_text(code, encoding="utf-8")
-    (folder / "issue.md").write_text(issue_text(case, implementation, rows, entry, code, done), encoding="utf-8")
-    last = (done.output.strip() or done.error.strip()).splitlines()[-1:]
-    (folder / "result.json").write_text(json.dumps({"exit code": done.code, "last line": last}) + "\n")
-    return Sent(entry.id, done.code, last[0] if last else "")
+            code = script_of(case, implementation, inside, entry)
+            return Shown(entry, code, done=ran(code))
+    return Sent(entry.id, False, "nothing fails here")
 
 
 def _task(id: str, ledger_file: Path, folder: Path) -> Sent:
@@ -83,7 +80,7 @@ def _task(id: str, ledger_file: Path, folder: Path) -> Sent:
     try:
         return written(entries(ledger, [id])[0], ledger, folder)
     except Exception as error:  # one entry that cannot be written leaves the others theirs; it counts as a failure
-        return Sent(id, -1, f"{type(error).__name__}: {error}")
+        return Sent(id, False, f"{type(error).__name__}: {error}")
 
 
 def upstream(ids: Sequence[str], ledger_file: Path, folder: Path, workers: int) -> Iterator[Sent]:

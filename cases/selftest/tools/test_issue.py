@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import math
 
 import pytest
@@ -13,14 +14,14 @@ from parity import data
 from parity.case.case import Case, normal
 from parity.registry import bench_of, load, loss_family, resolved, run_case, select
 from parity.results.ledger import Ledger
-from parity.tools.issue import issue_text, script
+from parity.tools import upstream
+from parity.tools.issue import issue_text, patch, script, written
 from parity.tools.issue.bundle import bundled
 from parity.tools.issue.ran import FAULT, ran
 from parity.tools.issue.sources import located
 from parity.tools.issue.standalone import limits_of
 from parity.tools.issue.tensors import helpers, number
-from parity.tools.issue.text import at_fault, first_sentence, script_of
-from parity.tools.upstream import written
+from parity.tools.issue.text import at_fault
 
 LUSPO = Case("policy", 3, "fp32", {"loss_type": "luspo", "lengths": [3, 1]})
 BANNED = Case("logprobs", 3, "fp32", {"bias": "banned", "entropy": "gradient", "V": 9})
@@ -102,52 +103,109 @@ def ledger():
     return Ledger.load(data.ledger_file())
 
 
-def test_an_entry_is_written_with_its_reason_first_and_the_function_at_fault(tmp_path):
-    entry = next(e for e in ledger().entries if e.id == "trl-entropy-minus-inf")
-    sent = written(entry, ledger(), tmp_path)
-    assert (sent.code, sent.right) == (1, True), sent
+def test_an_entry_is_written_with_its_reason_first_and_a_patch_that_mends_it(tmp_path):
+    entry = next(e for e in ledger().entries if e.id == "liger-clip-ratio-sequence")
+    sent = upstream.written(entry, ledger(), tmp_path)
+    assert sent.right and sent.told.startswith("shows: ") and sent.told.endswith("with the patch: exit 0"), sent
     text = (tmp_path / entry.id / "issue.md").read_text()
     title, _, reason, *_ = text.splitlines()
-    assert "`entropy_from_logits`: NaN entropy" in title
+    assert title.startswith("# liger-kernel ") and "sequence level: the logged clip ratio" in title
     assert reason == entry.reason
-    code = (tmp_path / entry.id / "script.py").read_text()
-    assert code.splitlines()[1] == f"# {first_sentence(entry.reason)}"
-    assert code in text
+    for name in ("script.py", "patch.diff"):
+        assert (tmp_path / entry.id / name).read_text() in text
+    assert "| Liger | 0.8 |" in text.partition("## Script")[0]
 
 
-def test_an_entry_of_another_release_has_nothing_to_show(tmp_path):
-    entry = next(e for e in ledger().entries if e.id == "sft-liger-dft")
-    sent = written(entry, ledger(), tmp_path)
-    assert (sent.code, sent.right) == (None, True)
-    assert "not in the installed versions" in sent.told
+def test_every_entry_has_a_script_that_needs_the_libraries_alone():
+    folder = ledger().folder
+    for entry in ledger().entries:
+        code = written.script(folder, entry.id)
+        if code is None:  # then it is made from the source of adapter and definition, which a trainer does not have
+            assert not entry.family.endswith("-trainer"), f"{entry.id} needs {folder}/scripts/{entry.id}.py"
+            assert set(entry.implementations) != {"trl.GRPOTrainer"}, entry.id
+            continue
+        first, why = code.splitlines()[:2]
+        assert first.startswith("# ") and any(c.isdigit() for c in first) and why.startswith("# "), entry.id
+        assert not {m for m in written.modules(code) if m == "parity" or m.startswith(written.SETUP)}, entry.id
+    known = {e.id for e in ledger().entries}
+    assert {f.stem for f in (folder / "scripts").glob("*.py") if not f.stem.startswith(written.SETUP)} <= known
 
 
-SCRIPTS = sorted((data.cases_dir() / "scripts").glob("*.py"))
+def test_every_patch_fits_the_installed_release():
+    for entry in ledger().entries:
+        edits = patch.edits(ledger().folder, entry.id)
+        if edits and entry.in_force():
+            assert patch.diff(patch.patched(edits)).startswith("--- a/"), entry.id
 
 
-def test_every_script_beside_the_ledger_belongs_to_an_entry_and_needs_the_libraries_alone():
-    known = {e.id: e for e in ledger().entries}
-    for file in SCRIPTS:
-        assert file.stem in known
-        assert "parity" not in imported(file.read_text()), file
-        case = Case.load(ledger().folder / known[file.stem].case)
-        assert script_of(case, load()[f"{case.family}.released"], [], known[file.stem]) == file.read_text()
+SILENT = 'import iniconfig\n\nprint("x")\nraise SystemExit(int(not hasattr(iniconfig, "mended")))\n'
 
 
-@pytest.mark.parametrize("name", ["gc-overwrite", "head-hook"])
-def test_a_sample_of_them_shows_its_defect(name):
-    done = ran((data.cases_dir() / "scripts" / f"{name}.py").read_text())
-    assert done.code == 1, done
+@pytest.mark.parametrize(
+    ("new", "versions", "script", "right", "told"),
+    [
+        pytest.param("mended = True\n", "", SILENT, True, "exit 0", id="mended"),
+        pytest.param("other = True\n", "", SILENT, False, "exit 1", id="patch that does not mend"),
+        pytest.param("", "versions = { iniconfig = '<0.1' }", SILENT, False, "shows", id="shows where it cannot be"),
+        pytest.param("", "", "print('fine')\n", False, "is gone", id="gone"),
+        pytest.param("", "", "raise ValueError\n", False, "script fails", id="fails"),
+        pytest.param(
+            "", "", "import not_installed\n\nnot_installed.call()\n", True, "needs not_installed", id="not installed"
+        ),
+    ],
+)
+def test_a_script_is_right_only_if_it_shows_the_defect_and_falls_silent_with_the_patch(
+    tmp_path, new, versions, script, right, told
+):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "one.py").write_text("# lib 1.0: x\n# why\n" + script)
+    if new:
+        edit = {"entries": ["one"], "file": "iniconfig/__init__.py", "old": "import os\n", "new": "import os\n" + new}
+        lines = "\n".join(f"{k} = {json.dumps(v)}" for k, v in edit.items())
+        (tmp_path / "patches.toml").write_text(f"[[patch]]\n{lines}\n")
+    (tmp_path / "case.json").write_text(json.dumps(BANNED.to_json()))
+    (tmp_path / "ledger.toml").write_text(
+        f"""[[finding]]
+id = "one"
+family = "logprobs"
+implementations = ["a"]
+quantities = ["*"]
+reason = "Because."
+link = "lib 1.0: file"
+date = "2026-11-22"
+case = "case.json"
+{versions}
+"""
+    )
+    own = Ledger.load(tmp_path / "ledger.toml")
+    sent = upstream.written(own.entries[0], own, tmp_path / "out")
+    assert (sent.right, told in sent.told) == (right, True), sent
+
+
+def test_a_script_is_made_whole_from_its_setup(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "setup_a.py").write_text(
+        "import json\n\nUSED, IDLE = 1, 2\nLOST = 3\n\n\ndef idle():\n    pass\n"
+    )
+    (tmp_path / "scripts" / "one.py").write_text(
+        "# lib 1: x\n# why\nimport math\nfrom setup_a import USED\n\nprint(math.pi, USED)\n"
+    )
+    code = written.script(tmp_path, "one")
+    assert code.splitlines() == [
+        "# lib 1: x",
+        "# why",
+        "import math",
+        "",
+        "USED, IDLE = 1, 2",
+        "",
+        "",
+        "print(math.pi, USED)",
+    ]
+    assert written.script(tmp_path, "two") is None
 
 
 def imported(text):
-    found = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(str(node.module).partition(".")[0])
-    return found
+    return set(written.modules(text))
 
 
 def test_the_function_at_fault_is_read_from_the_link():

@@ -23,10 +23,10 @@ class Ran:
     error: str = ""
 
 
-def ran(text: str, seconds: float = SECONDS) -> Ran:
-    """Run a script with this interpreter, outside this package."""
+def ran(text: str, seconds: float = SECONDS, first: Path | None = None) -> Ran:
+    """Run a script with this interpreter, outside this package; `first` is a folder whose packages stand for the installed."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    env |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    env |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"} | ({"PYTHONPATH": str(first)} if first else {})
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "script.py"
         file.write_text(text, encoding="utf-8")

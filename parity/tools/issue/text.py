@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from parity import data
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
 from parity.registry import family
 from parity.results.ledger import Entry
 from parity.results.row import Row
-from parity.tools.issue.ran import Ran, ran
+from parity.tools.issue.ran import ran
 from parity.tools.issue.sources import located
 from parity.tools.issue.standalone import limits_of, script, through_harness
 from parity.trainers.catalogue import is_trainer
@@ -30,12 +30,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "flo
 
 
 def issue_text(
-    case: Case,
-    implementation: Implementation,
-    rows: Sequence[Row],
-    entry: Entry | None = None,
-    code: str | None = None,
-    done: Ran | None = None,
+    case: Case, implementation: Implementation, rows: Sequence[Row], entry: Entry | None = None, code: str | None = None
 ) -> str:
     """What one pastes upstream, in Markdown.
 
@@ -43,28 +38,27 @@ def issue_text(
         rows: of this case and implementation, as `parity.registry.run_case` yields them.
         entry: the ledger's entry, whose reason comes first and whose function is named.
         code: the script; None: `script_of`.
-        done: what it came to; None: it is run.
     """
     own = [r for r in rows if r.implementation == implementation.id]
     failing = [r for r in own if r.verdict not in ("agree", "unsupported")]
     code = script_of(case, implementation, own, entry) if code is None else code
+    where = "CPU, kernels in Triton's interpreter" if implementation.interpreted else "CPU"
+    if own and own[0].device != "cpu" and torch.cuda.is_available():
+        where = torch.cuda.get_device_name()
     parts = [
         f"# {title(case, implementation, failing, entry)}",
         entry.reason if entry else "",
         _setting(case, implementation),
-        _numbers(done or ran(code)),
+        f"## What it gives\n\n{numbers(ran(code).output)}\n\nA scalar's value, a tensor's norm.",
         f"## Script\n\nNeeds torch and the library alone; exits with 1 while this is so.\n\n```python\n{code}```",
         _paths(implementation, entry),
-        _versions(implementation, own[0].device if own else "cpu"),
+        versions(("torch", "triton", implementation.library or "", "transformers"), where),
     ]
     return "\n\n".join(p for p in parts if p) + "\n"
 
 
 def script_of(case: Case, implementation: Implementation, own: Sequence[Row], entry: Entry | None) -> str:
-    """The script of a finding: of a trainer's the one that stands beside the ledger; of a loss from the source."""
-    written = None if entry is None else data.cases_dir() / "scripts" / f"{entry.id}.py"
-    if written is not None and written.exists():
-        return written.read_text()
+    """The script of a finding that has none by hand, from the source of adapter and definition; a trainer's replays the case."""
     if is_trainer(case.family):
         return through_harness(case, implementation, "a trainer's check, with no script in the ledger")
     limits = limits_of(own)
@@ -150,11 +144,10 @@ def _cell(row: Row) -> str:
     return "nan" if "NaN" in message and not message.startswith("0 NaN") else "inf"
 
 
-def _numbers(done: Ran) -> str:
-    shown = done.output.strip()
-    if not shown.startswith("|"):
-        shown = f"```\n{shown}\n```"
-    return f"## What it gives\n\n{shown}\n\nA scalar's value, a tensor's norm; printed by the script below."
+def numbers(output: str) -> str:
+    """What a script printed: a table as it is, anything else as code."""
+    shown = output.strip()
+    return shown if shown.startswith("|") else f"```\n{shown}\n```"
 
 
 def _paths(implementation: Implementation, entry: Entry | None) -> str:
@@ -164,17 +157,13 @@ def _paths(implementation: Implementation, entry: Entry | None) -> str:
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
-def _versions(implementation: Implementation, device: str) -> str:
-    names = dict.fromkeys(["torch", "triton", implementation.library, "transformers"])
-    found = [f"- python {platform.python_version()}"]
-    for name in filter(None, names):
+def versions(names: Iterable[str], where: str = "CPU") -> str:
+    """The installed releases of some distributions or modules, and the device."""
+    known = importlib.metadata.packages_distributions()
+    found = []
+    for name in dict.fromkeys(known.get(n, [n])[0] for n in names if n and n not in sys.stdlib_module_names):
         try:
             found.append(f"- {name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             found.append(f"- {name} not installed")
-    where = "CPU"
-    if device != "cpu" and torch.cuda.is_available():
-        where = torch.cuda.get_device_name()
-    elif implementation.interpreted:
-        where = "CPU, kernels in Triton's interpreter"
-    return "\n".join(["## Versions", "", *found, f"- device: {where}"])
+    return "\n".join(["## Versions", "", f"- python {platform.python_version()}", *found, f"- device: {where}"])
