@@ -49,7 +49,7 @@ class Night:
     others: tuple[tuple[str, tuple[str, ...], float], ...] = (
         ("history", ("history",), 0.4),
         ("mutants", ("mutants",), 0.3),
-        ("scripts of the findings", ("upstream", "--all"), 0.1),
+        ("upstream", ("upstream", "--all"), 0.1),
         ("unsloth", ("run", "--with", f"unsloth-zoo=={UNSLOTH}", "--implementation", "unsloth"), 0.2),
         *([("rollouts", ("rollouts", "live"), 0.2)] if vllm_engine.distribution() else []),
     )
