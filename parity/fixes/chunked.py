@@ -1,4 +1,4 @@
-"""The autograd function behind `selective_log_probs`: one tile of logits at a time, recomputed in the backward.
+"""The autograd function behind `selective_log_probs`: one tile of logits at a time, kept or recomputed for the backward.
 
 With `delta = logsumexp(z without id) - z[id]`, p = sigmoid(-delta) the probability of the chosen token, q = 1 - p, and
 r the distribution of the others given that the chosen token is not drawn,
@@ -34,6 +34,7 @@ class Settings:
     operand: torch.dtype  # what hidden states and head are rounded to before they are multiplied
     tile: torch.dtype  # logits, softmax and accumulation
     result: torch.dtype  # log-probs and entropies
+    keep: int = 0  # bytes of logits that may stay for the backward
 
 
 def precision(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
@@ -78,16 +79,21 @@ def _blocks(size: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
-def _logits_tile(h: Tensor, w: Tensor, bias: Tensor | None, s: Settings, slope: bool) -> tuple[Tensor, Tensor | None]:
-    """One tile of logits, and with a softcap its derivative `sech^2` (1 - tanh^2 would cancel near the cap)."""
+def _raw_tile(h: Tensor, w: Tensor, bias: Tensor | None, s: Settings) -> Tensor:
+    """One tile of `hidden @ weight.T + bias`: what is kept, where it fits."""
     tile = _product(h, w.t(), s)
-    if bias is not None:
-        tile.add_(bias.to(s.tile))
+    return tile if bias is None else tile.add_(bias.to(s.tile))
+
+
+def _logits_tile(raw: Tensor, s: Settings, slope: bool, kept: bool) -> tuple[Tensor, Tensor | None]:
+    """Its logits, and with a softcap their derivative `sech^2` (1 - tanh^2 would cancel near the cap).
+
+    In place, unless the product is `kept`.
+    """
+    factor = s.logit_scale / (s.temperature if s.softcap is None else s.softcap)
+    tile = raw * factor if kept else raw if factor == 1.0 else raw.mul_(factor)
     if s.softcap is None:
-        if s.logit_scale != s.temperature:
-            tile.mul_(s.logit_scale / s.temperature)
         return tile, None
-    tile.mul_(s.logit_scale / s.softcap)
     sech2 = None
     if slope:
         decay = tile.abs().mul_(-2).exp_()
@@ -133,6 +139,8 @@ class ChunkedLogProbs(torch.autograd.Function):
         )  # sum over the others of e^x, x = z - top
         weighted, target = torch.zeros_like(total), torch.zeros_like(total)  # sum of e^x * x; z[id]
         top = torch.full_like(total, -math.inf)  # largest logit among the others
+        kept: list[Tensor] = []
+        room = settings.keep if any(ctx.needs_input_grad[:3]) else 0
         with torch.autocast(hidden.device.type, enabled=False):
             for block in _blocks(count, _DOT_BLOCK):
                 picked = hidden[block if rows is None else rows[block]]
@@ -142,7 +150,10 @@ class ChunkedLogProbs(torch.autograd.Function):
                 b = None if bias is None else bias[columns]
                 for block in _blocks(count, settings.token_block):
                     h = _operand(hidden[block if rows is None else rows[block]], settings)
-                    tile, _ = _logits_tile(h, w, b, settings, slope=False)
+                    tile = _raw_tile(h, w, b, settings)
+                    room -= tile.nbytes
+                    kept += [tile] if room >= 0 else []
+                    tile, _ = _logits_tile(tile, settings, False, room >= 0)
                     _without_target(tile, ids[block], columns.start)
                     before = top[block].clone()
                     top[block] = now = torch.maximum(before, tile.amax(1).to(before.dtype))
@@ -171,7 +182,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             p, q = torch.sigmoid(-bounded), torch.sigmoid(bounded)
             entropy = p * torch.logaddexp(zero, bounded) + q * (torch.logaddexp(zero, -bounded) + others)
         ctx.settings, ctx.rows = settings, rows
-        ctx.save_for_backward(hidden, weight, bias, ids, shift, total, delta, entropy, others)
+        ctx.save_for_backward(hidden, weight, bias, ids, shift, total, delta, entropy, others, *kept)
         return logps, None if entropy is None else _spread(entropy, rows, hidden.shape[0], result)
 
     @staticmethod
@@ -186,7 +197,7 @@ class ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids, shift, total, delta, entropy, others = ctx.saved_tensors
+        hidden, weight, bias, ids, shift, total, delta, entropy, others, *kept = ctx.saved_tensors
         settings, rows = ctx.settings, ctx.rows
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if grad_logps is None and grad_entropy is None:
@@ -221,7 +232,7 @@ class ChunkedLogProbs(torch.autograd.Function):
 
         with torch.autocast(hidden.device.type, enabled=False):
             grads = _backward_tiles(
-                hidden, weight, bias, ids, rows, factors, unit, settings, needs_hidden, needs_weight, needs_bias
+                hidden, weight, bias, ids, rows, factors, unit, settings, needs_hidden, needs_weight, needs_bias, kept
             )
         return *grads, None, None, None
 
@@ -250,12 +261,14 @@ def _backward_tiles(
     needs_hidden: bool,
     needs_weight: bool,
     needs_bias: bool,
+    kept: list[Tensor],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     at_target, constant, linear, shift = factors
     assert at_target is not None
     assert constant is not None
     assert shift is not None
     count, wide = ids.shape[0], settings.tile
+    per_columns = -(-count // settings.token_block)
     every_row = rows is None
     new = torch.empty_like if every_row else torch.zeros_like
     grad_hidden = new(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
@@ -276,7 +289,11 @@ def _backward_tiles(
             for inner in _blocks(size, settings.token_block):
                 block = slice(group.start + inner.start, group.start + inner.stop)
                 h = _operand(hidden[block if rows is None else rows[block]], settings)
-                tile, sech2 = _logits_tile(h, w, b, settings, slope=True)
+                # Kept tiles are the first ones in the forward's order: blocks of tokens within blocks of the vocabulary.
+                number = columns.start // settings.vocab_block * per_columns + block.start // settings.token_block
+                here = number < len(kept)
+                raw = kept[number] if here else _raw_tile(h, w, b, settings)
+                tile, sech2 = _logits_tile(raw, settings, True, here)
                 column, inside = _without_target(tile, ids[block], columns.start)
                 tile.sub_(shift[block])
                 if linear is None:

@@ -13,7 +13,7 @@ keep a relative precision where the plain forms round to 0: a token of probabili
 a gradient of 1e-9, not 0. The entropy is a sum of non-negative terms for the same reason.
 
 The head is walked in tiles of `chunk_size` vocabulary entries times a block of tokens; the backward recomputes each
-tile. Besides gradients and one tile, memory is a few numbers per token.
+tile that `memory_budget` has no room for. Besides gradients and these tiles, memory is a few numbers per token.
 """
 
 import os
@@ -41,6 +41,7 @@ def selective_log_probs(
     token_chunk_size: int | None = None,
     ignore_index: int = -100,
     filter_eps: float | str | None = None,
+    memory_budget: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`logp = z[id] - logsumexp(z)` with `z = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature`.
 
@@ -69,8 +70,14 @@ def selective_log_probs(
             are not 1 where they must be.
 
     `chunk_size` is the number of vocabulary entries in a tile and `token_chunk_size` the number of tokens; the
-    defaults suit the device. They change rounding order only. Not differentiable twice (RuntimeError); opaque to
-    torch.compile: a graph break, which `fullgraph=True` refuses. Under ZeRO-3 gather the head around the call.
+    defaults suit the device. They change rounding order only.
+
+    `memory_budget`, in bytes, is what the call may hold beside its inputs and their gradients. Tiles shrink until they
+    fit (to 128 x 128), and logits (4 bytes each, 8 in float64) stay for the backward as far as there is room: three
+    products instead of four. Keeping changes no bit. None keeps no logits.
+
+    Not differentiable twice (RuntimeError); opaque to torch.compile: a graph break, which `fullgraph=True` refuses. Under
+    ZeRO-3 gather the head around the call.
 
     Raises ValueError for what is no tensor, shapes that do not fit, ids outside [0, V), a temperature, softcap, or
     logit_scale that is not positive and finite or whose ratio is beyond 2**64, an empty vocabulary, and a backend that
@@ -86,6 +93,7 @@ def selective_log_probs(
     check_transform(temperature, softcap, logit_scale)
     check_count("chunk_size", chunk_size)
     check_count("token_chunk_size", token_chunk_size)
+    check_count("memory_budget", memory_budget)
     if backend not in ("auto", "cce", "chunked"):
         raise ValueError(f"backend={backend!r}: choose 'auto', 'cce' or 'chunked'")
     if filter_eps is not None and backend != "cce":
@@ -106,6 +114,7 @@ def selective_log_probs(
         chunk_size=chunk_size,
         token_chunk_size=token_chunk_size,
         ignore_index=ignore_index,
+        memory_budget=memory_budget,
     )
     return logps if entropies is None else (logps, entropies)
 
@@ -125,6 +134,7 @@ def chunked_log_probs(
     token_chunk_size: int | None = None,
     ignore_index: int,
     wide: bool = False,
+    memory_budget: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_log_probs` by the torch path, of arguments that are known to fit; no entropies unless asked for.
 
@@ -132,16 +142,31 @@ def chunked_log_probs(
     """
     operand, tile = precision(hidden, weight, bias)
     on_cpu = hidden.device.type == "cpu"
+    vocab_block, token_block = chunk_size or (1024 if on_cpu else 8192), token_chunk_size or (1024 if on_cpu else 4096)
+    vocab_block, token_block = min(vocab_block, weight.shape[0]), max(1, min(token_block, ids.numel()))
+    keep = 0
+    if memory_budget is not None:
+        working = _working(vocab_block, token_block, ids.numel(), weight.shape[1], tile)
+        while (
+            working > memory_budget and max(vocab_block, token_block) > 128 and chunk_size is token_chunk_size is None
+        ):
+            vocab_block, token_block = (
+                min(vocab_block, max(vocab_block // 2, 128)),
+                min(token_block, max(token_block // 2, 128)),
+            )
+            working = _working(vocab_block, token_block, ids.numel(), weight.shape[1], tile)
+        keep = max(0, memory_budget - working)
     settings = Settings(
         temperature=float(temperature),
         softcap=None if softcap is None else float(softcap),
         logit_scale=float(logit_scale),
         entropy=entropy,
-        vocab_block=min(chunk_size or (1024 if on_cpu else 8192), weight.shape[0]),
-        token_block=token_chunk_size or (1024 if on_cpu else 4096),
+        vocab_block=vocab_block,
+        token_block=token_block,
         operand=operand,
         tile=tile,
         result=statistics_dtype(hidden.device) if wide else tile,
+        keep=keep,
     )
     flat, valid = _scored(ids, weight.shape[0], ignore_index)
     rows = None if bool(valid.all()) else valid.nonzero().squeeze(1)
@@ -149,6 +174,12 @@ def chunked_log_probs(
     table = hidden.reshape(flat.numel(), hidden.shape[-1])
     logps, entropies = ChunkedLogProbs.apply(table, weight, bias, scored, rows, settings)
     return logps.reshape(ids.shape), None if entropies is None else entropies.reshape(ids.shape)
+
+
+def _working(vocab_block: int, token_block: int, tokens: int, width: int, tile: torch.dtype) -> int:
+    """Bytes at work at once: three tiles, operands and gradient of a block of the head, the hidden states' sums, statistics."""
+    numbers = 3 * vocab_block * token_block + (2 * vocab_block + token_block + tokens) * width
+    return numbers * tile.itemsize + 80 * tokens
 
 
 def _scored(ids: Tensor, vocab: int, ignore_index: int) -> tuple[Tensor, Tensor]:

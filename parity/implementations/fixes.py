@@ -28,6 +28,21 @@ def selective_log_probs(x: Inputs) -> Outputs:
     return _log_probs(x, "chunked")
 
 
+@implementation(
+    "fixes.selective_log_probs.kept",
+    family="logprobs",
+    role="candidate",
+    recipe=_chunked,
+    outputs=frozenset({"entropy"}),
+    contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    every=4,
+    sources=("parity.fixes.selective_log_probs",),
+)
+def selective_log_probs_kept(x: Inputs) -> Outputs:
+    """`parity.fixes.selective_log_probs` with a `memory_budget` that has room for every logit."""
+    return _log_probs(x, "chunked", memory_budget=2**40)
+
+
 @implementation("fixes.selective_log_probs.cce", **cce.KERNEL | {"library": "cut-cross-entropy", "every": 24})
 def selective_log_probs_cce(x: Inputs) -> Outputs:
     """`parity.fixes.selective_log_probs(backend="cce")`: the unfiltered kernel, temperature and softcap together."""
@@ -37,7 +52,7 @@ def selective_log_probs_cce(x: Inputs) -> Outputs:
     return _log_probs(x, "cce")
 
 
-def _log_probs(x: Inputs, backend: str) -> Outputs:
+def _log_probs(x: Inputs, backend: str, memory_budget: int | None = None) -> Outputs:
     from parity.fixes import selective_log_probs as function
 
     s = x.settings
@@ -53,6 +68,7 @@ def _log_probs(x: Inputs, backend: str) -> Outputs:
         backend=backend,
         chunk_size=s.chunk_size,
         ignore_index=IGNORE_INDEX,
+        memory_budget=memory_budget,
     )
     return {"logps": found[0], "entropy": found[1]} if isinstance(found, tuple) else {"logps": found}
 

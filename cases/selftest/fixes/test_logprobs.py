@@ -538,3 +538,40 @@ def test_a_graph_break_inside_compile_and_refused_where_there_must_be_none():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(step, backend="eager", fullgraph=True)(hidden)
+
+
+def kept_run(budget, dtype, softcap, frozen, monkeypatch):
+    """Values and gradients, two backward passes of one graph, and how many products of tiles there were."""
+    hidden, weight, bias, ids = draw((3, 50), 8, 300, dtype)
+    ids[1, :7] = -100
+    leaves = [x.requires_grad_() for x in ((hidden,) if frozen else (hidden, weight, bias))]
+    made, product = [], chunked._product
+    monkeypatch.setattr(chunked, "_product", lambda *a: made.append(1) or product(*a))
+    out = selective_log_probs(
+        hidden, weight, ids, bias=bias, softcap=softcap, temperature=0.7, entropy=True, memory_budget=budget
+    )
+    cotangents = [torch.ones_like(out[0]), 0.1 * torch.ones_like(out[1])]
+    passes = [torch.autograd.grad(out, leaves, cotangents, retain_graph=True) for _ in range(2)]
+    monkeypatch.undo()
+    return [*out, *passes[0], *passes[1]], len(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("softcap", "frozen"), [(None, False), (3.0, False), (None, True)])
+def test_logits_that_fit_the_budget_are_not_computed_again_and_change_no_bit(monkeypatch, dtype, softcap, frozen):
+    none, all_made = kept_run(None, dtype, softcap, frozen, monkeypatch)
+    kept, once = kept_run(2**40, dtype, softcap, frozen, monkeypatch)
+    assert (all_made, once) == (3, 1)  # forward and two backward passes of one tile
+    assert all(torch.equal(a, b) for a, b in zip(none, kept, strict=True))
+
+
+def test_a_budget_shrinks_tiles_first_and_keeps_what_fits(monkeypatch):
+    exact, _ = kept_run(None, torch.float64, None, False, monkeypatch)
+    counts = []
+    for budget in (1, 1_200_000, 2**40):
+        found, made = kept_run(budget, torch.float64, None, False, monkeypatch)
+        counts.append(made)
+        assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(exact, found, strict=True))
+    assert counts[0] == 3 * 6 > counts[1] > counts[2] == 1  # 2 x 3 tiles of 128 x 128, all computed three times
+    with pytest.raises(ValueError, match="memory_budget"):
+        selective_log_probs(torch.ones(1, 2), torch.ones(3, 2), torch.zeros(1, dtype=torch.long), memory_budget=0)

@@ -43,6 +43,7 @@ LOGPROBS = (
     "cce.unfiltered",
     "cce.default",
     "fixes.selective_log_probs",
+    "fixes.selective_log_probs.kept",
 )
 POLICY = (
     "trl.GRPOTrainer",
