@@ -38,9 +38,7 @@ def shared(shape):
 
 def first(known, name, shape):
     """Builds a party and runs it twice, unless that was done: once to warm up, once for the peaks of its phases."""
-    for other, (built, _, _) in known.items():
-        if built is not None and DEVICE != "cpu":
-            built.to(DEVICE if other == name else "cpu")
+    step.Step.alone({other: built for other, (built, _, _) in known.items()}, name, DEVICE)
     if name not in known:
         try:
             run = step.Step(name, shape, DTYPE, DEVICE)

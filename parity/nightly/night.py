@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from parity import data
 from parity.nightly import steps
 from parity.nightly.proof import Proof, proof
 from parity.nightly.steps import Step
@@ -29,6 +30,8 @@ from parity.running.provenance import resolve_device
 
 SHARE_OF_RUN = 0.7
 """Share of the time that the long run may take; what it leaves goes to the other commands."""
+SHARE_OF_CUDA = 0.2
+"""Share of the rest that the tests of cases/cuda may take on a GPU box."""
 HEARTBEAT = "heartbeat.json"
 UNSLOTH = "2026.10.9"
 """Release of unsloth-zoo that a night judges, in an environment of its own: it does not install beside the newest TRL."""
@@ -91,6 +94,13 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
 
     done: list[Step] = []
     left = night.max_time - (time.monotonic() - begun)
+    there = data.cases_dir() / "cuda"
+    if device == "cuda" and night.others and there.is_dir():  # faults, real vocabularies, Inductor
+        done.append(
+            steps.run("cuda", ("-q", str(there)), night.reports / "cuda.log", SHARE_OF_CUDA * left, module="pytest")
+        )
+        say(f"cuda: {done[-1].verdict}, {done[-1].seconds / 60:.0f} min")
+        left -= done[-1].seconds
     for name, words, share in night.others:
         _beat(night.reports, name, None)
         say(f"{name}: at most {share * left / 60:.0f} min")

@@ -36,9 +36,9 @@ class Step:
         )
 
 
-def run(name: str, words: Sequence[str], log: Path, limit: float) -> Step:
-    """Run `parity WORDS`, its output in `log`; after `limit` seconds it and its children are ended."""
-    command = [*COMMAND, *words]
+def run(name: str, words: Sequence[str], log: Path, limit: float, module: str = "") -> Step:
+    """Run `parity WORDS`, or another module, with its output in `log`; after `limit` seconds it and its children are ended."""
+    command = [*((sys.executable, "-m", module) if module else COMMAND), *words]
     begun = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p and Path(p).is_dir())}
@@ -59,4 +59,4 @@ def run(name: str, words: Sequence[str], log: Path, limit: float) -> Step:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return Step(name, " ".join(["parity", *words]), code, time.monotonic() - begun, "\n".join(lines[-TAIL:]))
+    return Step(name, " ".join([module or "parity", *words]), code, time.monotonic() - begun, "\n".join(lines[-TAIL:]))

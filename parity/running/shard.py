@@ -136,7 +136,7 @@ class Session:
             return
         self.emit(At(number))
         finding = self._one(case, shard)
-        for again in second_pass(case, self.device):
+        for again in second_pass(case, self.device, not self.profile.derandomised):
             self._one(again, shard, minimise=False)
         if finding is not None:
             # Hypothesis asks for the case once more before it believes it: that must show it however late it is.
@@ -262,11 +262,25 @@ SECOND_PASS = 4
 """One in so many plain float32 cases is run with tf32 products too, where there are such."""
 
 
-def second_pass(case: Case, device: str) -> Iterator[Case]:
-    """On CUDA, a share of the plain float32 cases under `torch.set_float32_matmul_precision("high")`, as trainers set it.
+VOCABULARIES = (128_256, 151_936, 262_144)
+"""Llama 3, Qwen 2.5 and Gemma 3."""
+REAL, TOKENS, HIDDEN = 20, 8, 4
+"""One in so many cases of at most TOKENS tokens has such a vocabulary too, at most HIDDEN wide: half a GB of replicas."""
+
+
+def second_pass(case: Case, device: str, long: bool = False) -> Iterator[Case]:
+    """On CUDA a case once more: a share of the plain float32 ones under `torch.set_float32_matmul_precision("high")`, as
+    trainers set it, and in `long` profiles a share of the small ones with a real vocabulary.
 
     Judged with tf32 recipes. A case of its own in results and replays; a finding of it is not minimised.
     """
+    fam = loss_family(case.family)
+    number = zlib.crc32(f"vocabulary/{case.id}".encode())
+    if device == "cuda" and long and "V" in fam.settings and number % REAL == 0:
+        s = fam.full_settings(case)
+        if case.tensors is None and s.B * s.T <= TOKENS and getattr(s, "context", "plain") != "compile":
+            real = {"V": VOCABULARIES[number // REAL % len(VOCABULARIES)], "H": min(s.H, HIDDEN)}
+            yield dataclasses.replace(case, settings=dict(case.settings) | real)
     known = "context" in loss_family(case.family).settings
     plain = known and case.dtype == "fp32" and case.settings.get("context", "plain") == "plain"
     if device == "cuda" and plain and zlib.crc32(case.id.encode()) % SECOND_PASS == 0:

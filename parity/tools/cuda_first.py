@@ -45,7 +45,7 @@ class Done:
 
 
 def steps() -> tuple[Step, ...]:
-    """The hour in order: what is there, three frozen cases, each family, tf32 and faults with them, trainers, benchmarks."""
+    """The hour in order: what is there, three frozen cases, each family and a trainer, what only CUDA has, benchmarks."""
     parity = (sys.executable, "-m", "parity")
     out = [Step("doctor", (*parity, "doctor"))]
     out += [Step(f"replay {case}", (*parity, "replay", case, "--device", "cuda")) for case in FROZEN]
@@ -54,8 +54,11 @@ def steps() -> tuple[Step, ...]:
         run = (*parity, "run", "--profile", "quick", "--device", "cuda", "--family", name, "--reports", str(folder))
         out.append(Step(f"quick {name}", run, folder / "results.ndjson"))
     alarms = (sys.executable, "-m", "parity.selftest.false_alarms", "--device", "cuda", "--cases", "60")
-    bench = (sys.executable, "-m", "pytest", "-q", "cases/bench", "--benchmark-only")
-    return (*out, Step("false alarms", alarms), Step("bench", bench))
+    out.append(Step("false alarms", alarms))
+    pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    out += [Step(name, (*pytest, f"cases/cuda/test_{name}.py")) for name in ("faults", "large", "contexts")]
+    out.append(Step("filter and replicas", (sys.executable, "-m", "parity.tools.large", "--device", "cuda")))
+    return (*out, Step("bench", (*pytest, "cases/bench", "--benchmark-only")))
 
 
 def run(step: Step, limit: float = LIMIT) -> Done:

@@ -15,6 +15,7 @@ from parity.results.report.failure import text_of
 from parity.rounding import products
 from parity.rounding.oracle import exact
 from parity.rounding.products import CutOperands, Products, cut
+from parity.running.provenance import header
 from parity.selftest.controls import control
 
 BOTH = (TF32, TF32_TRUNCATED)
@@ -46,6 +47,13 @@ def test_the_probe_finds_what_a_device_does(precision, monkeypatch):
     assert found.tf32 == precision
     assert found.reduced == (frozenset() if precision == "ieee" else {"fp16", "bf16"})
     assert set(found.described()) == {"tf32", "reduced", *found.values} and len(found.values) == 3
+
+
+def test_the_header_of_a_run_keeps_what_the_probes_found(monkeypatch):
+    monkeypatch.setattr(products, "products", lambda device: Products("tf32", frozenset({"bf16"}), {"a probe": 0.5}))
+    with pretended():
+        about = header("run", "cuda", "quick", 0).header
+    assert about.products == {"tf32": "tf32", "reduced": ["bf16"], "a probe": 0.5} and about.device_name == "pretended"
 
 
 def multiplying(base: Implementation, precision: str) -> Implementation:

@@ -3,16 +3,18 @@
 import dataclasses
 import json
 
+import pytest
 from msgspec import UNSET
 
 from parity import data
 from parity.case.case import Case
+from parity.case.drawing import cases, draws
 from parity.case.profiles import Profile
-from parity.registry import NAMES, from_file
+from parity.registry import NAMES, from_file, loss_family
 from parity.results.ledger import Ledger
 from parity.running.events import At, Judged, Shrinking
 from parity.running.run import Options, plans
-from parity.running.shard import Session, Shard, second_pass
+from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, Shard, second_pass
 
 KERNELS = "fixtures/kernels.py"
 PROFILE = Profile(shrink_seconds=60.0, findings=2)
@@ -134,4 +136,16 @@ def test_a_share_of_the_float32_cases_runs_with_tf32_products_on_cuda():
     assert all(c.settings == {"V": 5, "context": "tf32"} for c in again)
     others = [Case("logprobs", 1, "bf16", {}), Case("logprobs", 1, "fp32", {"context": "autocast"})]
     assert not [c for case in others for c in second_pass(case, "cuda")]
-    assert not [c for case in plain for c in second_pass(case, "cpu")]
+    assert not [c for case in plain for c in second_pass(case, "cpu", long=True)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_share_of_the_small_cases_has_a_real_vocabulary_in_long_profiles_on_cuda(name):
+    fam = loss_family(name)
+    drawn = list(draws(cases(fam, ("bf16",), "nightly"), f"real/{name}", 300))
+    real = [c for case in drawn for c in second_pass(case, "cuda", long=True)]
+    assert real and {c.settings["V"] for c in real} <= set(VOCABULARIES)
+    for case in real:
+        s = fam.full_settings(case)
+        assert fam.sizes(s)[0] <= TOKENS and s.H <= HIDDEN
+    assert not [c for case in drawn for c in second_pass(case, "cuda")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,13 @@ class Step:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     state[name] = value.to(device)
+
+    @staticmethod
+    def alone(parties: Mapping[str, Step | None], name: str, device: str) -> None:
+        """Only the party of that name stays on the device, the others wait on the CPU."""
+        for other, party in parties.items():
+            if party is not None:
+                party.to(device if other == name else "cpu")
 
     def __call__(self) -> dict[str, float]:
         seconds = dict.fromkeys(PHASES, 0.0)

@@ -1,0 +1,44 @@
+"""Real faults on a CUDA device: each is one verdict that names its line, and the run goes on in a fresh process."""
+
+import re
+
+import pytest
+import torch
+
+from parity import data
+from parity.running import supervisor
+from parity.running.events import Judged, Lost
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "said"),
+    [
+        ("asserts", "crashed", r"device-side assert triggered, at .*fixtures/"),
+        ("writes_far_away", "crashed", r"illegal memory access was encountered, at .*fixtures/cuda_faults\.py"),
+        ("takes_too_much", "out-of-memory", "out of memory"),
+        ("hangs", "timed-out", r"no answer for .*fixtures/cuda_faults\.py:\d+ hangs"),
+    ],
+)
+def test_a_fault_is_one_verdict_and_the_run_goes_on(name, verdict, said, tmp_path):
+    plan = {
+        "device": "cuda",
+        "threads": 1,
+        "profile": "quick",
+        "dtypes": ["fp32"],
+        "implementations": [f"fixtures/cuda_faults.py:{name}", "fixtures/kernels.py:right"],
+        "exclude": ["trl.selective_log_softmax"],
+        "ledger": str(data.ledger_file()),
+        "findings": str(tmp_path / "findings"),
+        "frozen": [],
+        "shards": [{"family": "logprobs", "index": 0, "count": 8, "seed": 1}],
+    }
+    events = list(supervisor.run([plan], 30.0, 300.0))
+    rows = [e.row for e in events if isinstance(e, Judged)]
+    failed = [r for r in rows if r.verdict not in ("agree", "unsupported")]
+    assert failed and {(r.implementation.rpartition(":")[2], r.verdict) for r in failed} == {(name, verdict)}
+    assert all(re.search(said, r.message) for r in failed), [r.message for r in failed]
+    right = [r for r in rows if r.implementation.endswith(":right")]
+    assert {r.verdict for r in right} == {"agree", "unsupported"} and len({r.case for r in right}) == 8
+    assert not [e for e in events if isinstance(e, Lost)]
