@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from parity.cli.complete import families, implementations, values
 from parity.cli.progress import Shown
 from parity.cli.show import report
 from parity.errors import UsageError
@@ -38,8 +39,15 @@ def duration(text: str) -> datetime.timedelta:
 @click.command("nightly")
 @click.option("--max-time", default="6h", show_default=True, help="for everything: 6h, 90m, 1h30m")
 @click.option("--profile", default="nightly", show_default=True, help="of the long run")
-@click.option("--family", "families", multiple=True, help="only this family")
-@click.option("--implementation", "implementations", multiple=True, metavar="ID|FILE.py:NAME", help="only this one")
+@click.option("--family", "families", multiple=True, help="only this family", shell_complete=values(families))
+@click.option(
+    "--implementation",
+    "implementations",
+    multiple=True,
+    metavar="ID|FILE.py:NAME",
+    help="only this one",
+    shell_complete=values(implementations),
+)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
 @click.option("--seed", type=int, default=None, help="default: a fresh one, printed")
 @click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")

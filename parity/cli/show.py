@@ -64,7 +64,10 @@ def report(
         memory.remember(summary, code, folder / "history")
     junit.write(summary, folder / "junit.xml")  # files first: whoever reads the terminal may stop reading
     markdown.write(summary, folder / "summary.md")
-    html.write(summary, folder / "index.html", extras(summary, folder, code, reasons, rows))
+    beside = extras(summary, folder, code, reasons, rows)
+    html.write(summary, folder / "index.html", beside)
+    change = beside.change(summary)
+    grown = change.growth if change else ()
     screen = console()
     if detail.json:
         click.echo(json_output.text(json_output.of_run(summary, code, reasons)))
@@ -73,6 +76,6 @@ def report(
     elif detail.verbose:
         brief.show(brief.opening(summary, screen.width), screen)
         terminal.render(summary, screen)
-        brief.show(brief.closing(summary, screen.width, code, reasons, folder), screen)
+        brief.show(brief.closing(summary, screen.width, code, reasons, folder, grown), screen)
     else:
-        brief.render(summary, screen, code, reasons, folder)
+        brief.render(summary, screen, code, reasons, folder, grown)

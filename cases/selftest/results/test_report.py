@@ -356,6 +356,7 @@ def test_markdown():
     text = markdown.render(everything())
     in_order(
         text,
+        "## Numerical parity: NEW 2 · KNOWN 1",
         "**2 compared (0 agree, 1 known, 1 disagree)",
         "| policy | `lib.known` | bf16 |",
         "### New findings",

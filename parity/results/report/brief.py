@@ -16,6 +16,7 @@ from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import DTYPES, Line, Summary
 from parity.results.row import STOPPED
+from parity.results.trend import Growth
 
 LINES = 60
 """What a summary may fill."""
@@ -31,15 +32,21 @@ Out = list[tuple[str, str]]
 
 
 def render(
-    summary: Summary, console: Console, code: int = 0, reasons: Sequence[str] = (), folder: Path = Path("reports")
+    summary: Summary,
+    console: Console,
+    code: int = 0,
+    reasons: Sequence[str] = (),
+    folder: Path = Path("reports"),
+    grown: Sequence[Growth] = (),
 ) -> None:
     """Print the summary in at most `LINES` lines of at most the console's width; replay lines are never broken.
 
-    `code` and `reasons` are the exit code and why it is not 0, `folder` is where the reports are.
+    `code` and `reasons` are the exit code and why it is not 0, `folder` is where the reports are, `grown` are headrooms that
+    grew since earlier runs, the steepest first.
     """
     width = min(console.width, WIDTH)
     head = opening(summary, width)
-    tail = closing(summary, width, code, reasons, folder)
+    tail = closing(summary, width, code, reasons, folder, grown)
     found = _findings(summary.findings, width, LINES - len(head) - len(tail) - MATRIX)
     matrix = _matrix(summary.lines, width, LINES - len(head) - len(tail) - len(found))
     show([*head, *found, *matrix, *tail], console)
@@ -59,7 +66,9 @@ def opening(summary: Summary, width: int) -> Out:
     return [(text, style or "bold") for text, style in out]
 
 
-def closing(summary: Summary, width: int, code: int, reasons: Sequence[str], folder: Path) -> Out:
+def closing(
+    summary: Summary, width: int, code: int, reasons: Sequence[str], folder: Path, grown: Sequence[Growth] = ()
+) -> Out:
     """Versions, reports, the verdict, why, what is new, what is known, and the next command to type."""
     out: Out = [("", "")]
     out += _labelled("idle", _idle(summary), width, 1)
@@ -78,6 +87,7 @@ def closing(summary: Summary, width: int, code: int, reasons: Sequence[str], fol
     out += _labelled("new", _counted(new) or "none", width, 2, "bold red" if new else "")
     known = collections.Counter(str(f.known) for f in summary.known)
     out += _labelled("known", _counted(known) or "none", width, KNOWN)
+    out += _labelled("grew", "; ".join(map(_grew, grown)), width, 2, "yellow")
     out.append((f"{'next':<9}{_next(summary, folder)}", "bold"))
     return out
 
@@ -189,6 +199,11 @@ def _idle(summary: Summary) -> str:
         return "; ".join(f"{name}: {reason}" for name, reason in idle.items())
     told = "; ".join(f"{n}: {reason}" for reason, n in why.most_common())
     return f"{wording.count(len(idle), 'implementation')} compared nothing ({told})"
+
+
+def _grew(g: Growth) -> str:
+    now = "no finite size" if g.now is None else wording.capped(g.now)
+    return f"{g.implementation} {g.quantity} {g.dtype}: {wording.capped(g.before)} to {now}"
 
 
 def _counted(found: collections.Counter[str]) -> str:

@@ -73,6 +73,15 @@ class Extras:
     parts: Sequence[Part] = ()
     past: Sequence[memory.Run] = ()
 
+    def own(self, summary: Summary) -> memory.Run | None:
+        """The run among those that were kept."""
+        return next((run for run in self.past if run.id == summary.run), None)
+
+    def change(self, summary: Summary) -> trend.Change | None:
+        """What changed since the runs before it; None for a run that was not kept."""
+        own = self.own(summary)
+        return trend.change(own, self.past) if own else None
+
 
 def write(summary: Summary, path: str | Path, extras: Extras = Extras()) -> None:
     """Write the page."""
@@ -88,8 +97,7 @@ def render(summary: Summary, extras: Extras = Extras()) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    own = next((run for run in extras.past if run.id == summary.run), None)
-    change = trend.change(own, extras.past) if own else None
+    own, change = extras.own(summary), extras.change(summary)
     lines = trend.lines(own, extras.past) if own else None
     environment.globals.update(
         summary=summary,

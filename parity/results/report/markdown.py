@@ -37,7 +37,12 @@ def render(summary: Summary) -> str:
 
 
 def _render(summary: Summary, full: int) -> str:
-    out = ["## Numerical parity", "", f"**{escape(' · '.join(wording.counts(summary.counts)))}**", ""]
+    out = [
+        f"## Numerical parity: {wording.headline(summary)}",
+        "",
+        f"**{escape(' · '.join(wording.counts(summary.counts)))}**",
+        "",
+    ]
     out += [escape(f"{summary.counts.total:,} implementation-cases: {wording.outcome(summary)}."), ""]
     if summary.incomplete:
         out += [f"**The run was {summary.incomplete}.**", ""]

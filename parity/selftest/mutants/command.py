@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 
 from parity.errors import UsageError
+from parity.registry import meant
 from parity.results.report import measured
 from parity.selftest.mutants import FAMILIES, TRAINERS, table
 from parity.selftest.mutants.matrix import Fate, kill_matrix
@@ -31,7 +32,7 @@ def run(
     """
     for name in families:
         if ".py:" not in name and name not in (*FAMILIES, *TRAINERS):
-            raise UsageError(f"family {name!r} has no mutants, choose from {', '.join((*FAMILIES, *TRAINERS))}")
+            raise UsageError(f"family {name!r} has no mutants, {meant(name, (*FAMILIES, *TRAINERS))}")
     fates: list[Fate] = []
     for done in kill_matrix(range(seeds), cases, families or (*FAMILIES, *TRAINERS), workers, device):
         fates += done
