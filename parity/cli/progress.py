@@ -1,4 +1,4 @@
-"""How far a run is: one live line on a terminal, a line every half minute elsewhere, both on standard error."""
+"""How far a run is: two live lines on a terminal, a line every half minute elsewhere, both on standard error."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ EVERY = 30.0
 """Seconds between two lines where there is no terminal."""
 WINDOW = 120.0
 """Seconds over which the speed is measured: the first cases of a run, frozen ones, take longest."""
+
+EARLY = 0.03
+"""Share of the cases before which nothing is said about the time left."""
 
 
 class Shown:
@@ -56,27 +59,25 @@ class Shown:
             while len(self.past) > 2 and self.past[-1][0] - self.past[1][0] > WINDOW:
                 self.past.popleft()
         if self.live is not None:
-            self.live.update(self.task, total=of, completed=done, description=self.text(self.console.width - 32))
+            self.live.update(self.task, total=of, completed=done, description=f"{self.figures()}\n{self.now}")
 
-    def text(self, width: int = 0) -> str:
-        """Cases done and planned, per cent, time left, findings so far, and as far as `width` reaches what runs now."""
-        parts = [f"{self.done:,} of {self.of:,} cases ({100 * self.done // max(self.of, 1)} %)", self.left()]
+    def figures(self) -> str:
+        """Cases done and planned, per cent, time left, findings so far."""
         new = f"NEW in {', '.join(sorted(self.new)[:2])}{' …' * (len(self.new) > 2)}" if self.new else "NEW none"
-        parts += [new, f"KNOWN {len(self.known) or 'none'}"]
-        whole = " · ".join([*parts, f"now {self.now}"])
-        return whole if not width or len(whole) <= width else whole[: max(width - 1, 0)] + "…"
+        share = f"{self.done:,} of {self.of:,} cases ({100 * self.done // max(self.of, 1)} %)"
+        return " · ".join([share, self.left(), new, f"KNOWN {len(self.known) or 'none'}"])
 
     def left(self) -> str:
         """Time left at the speed of the last minutes."""
         (start, before), (end, done) = self.past[0], self.past[-1]
-        if done == before or end == start:
+        if done == before or end == start or done < EARLY * self.of:
             return "time left not known yet"
         seconds = (self.of - done) * (end - start) / (done - before)
         return f"about {seconds:.0f} s left" if seconds < 100 else f"about {seconds / 60:.0f} min left"
 
     def line(self) -> str:
         """What a pipe gets."""
-        return f"{self.clock() - self.begun:.0f} s: {self.text()}"
+        return f"{self.clock() - self.begun:.0f} s: {self.figures()} · now {self.now}"
 
     def say(self, line: str) -> None:
         """Print a line about something else; the display ends until the next call."""
