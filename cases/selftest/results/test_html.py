@@ -87,7 +87,17 @@ def test_since_when_what_is_gone_and_what_grew(tmp_path):
     last = night(tmp_path, 3, now, 1)
     about = Header(run="run3", header=About(profile="nightly", device="cpu", started=last.started.isoformat()))
     text = report.render(typed(about, now), report.Extras(code=1, past=memory.runs(tmp_path)))
-    in_order(text, "New findings", "in 1 of 1 run", "Fixed", "trl.g policy disagree loss", "first seen 2026-11-01")
+    in_order(
+        text,
+        "New findings",
+        "in 1 of 1 run",
+        "Fixed",
+        "trl.g policy disagree loss",
+        "logic",
+        "3.00",
+        "2026-11-01",
+        "parity replay",
+    )
     printed = shown(typed(about, now), grown=report.Extras(past=memory.runs(tmp_path)).change(typed(about, now)).growth)
     assert "\ngrew     liger.f loss fp32: 0.50 to 0.90\n" in printed
     in_order(text, "Headroom that grew", "liger.f", "0.50", "0.90", "Trend", "last 4 kept runs", "polyline", "0.90")

@@ -107,6 +107,7 @@ def render(summary: Summary, extras: Extras = Extras()) -> str:
         steepest=STEEPEST,
         verdict=wording.verdict(summary, extras.code),
         change=change,
+        fixed=_fixed(change) if change else [],
         growth=[_growth(g) for g in change.growth[:STEEPEST]] if change else [],
         trend=lines,
         seen=lambda finding: _seen(finding, change),
@@ -159,6 +160,22 @@ def _seen(finding: Finding, change: trend.Change | None) -> str:
     if life is None:
         return ""
     return f"in {life.times:,} of {wording.count(life.of, 'run')}, first {life.first.started:%Y-%m-%d}"
+
+
+def _fixed(change: trend.Change) -> list[tuple[str, ...]]:
+    then = {f.key: f for f in change.before.findings} if change.before else {}
+    return [
+        (
+            f.key,
+            f.cls or f.verdict,
+            f.blame or "not decided",
+            "∞" if f.headroom is None else wording.ratio(f.headroom),
+            f.message,
+            f"{change.lives[f.key].first.started:%Y-%m-%d}",
+            f.replay,
+        )
+        for f in (then[key] for key in change.fixed)
+    ]
 
 
 def _growth(g: trend.Growth) -> tuple[str, ...]:
