@@ -180,7 +180,8 @@ def _fixed(change: trend.Change) -> list[tuple[str, ...]]:
 
 def _growth(g: trend.Growth) -> tuple[str, ...]:
     now = "no finite size" if g.now is None else wording.ratio(g.now)
-    return g.implementation, g.quantity, f"{g.dtype} on {g.device}", wording.ratio(g.before), now, g.case
+    where = g.dtype if g.device == "cpu" else f"{g.dtype} on {g.device}"
+    return g.implementation, g.quantity, where, wording.ratio(g.before), now, g.case
 
 
 def bar(value: float) -> int:
