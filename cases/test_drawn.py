@@ -8,7 +8,8 @@ from parity.plugin import device
 from parity.registry import facts, load, loss_families, loss_family, run_case
 from parity.results.ledger import Ledger
 from parity.results.report.failure import text_of
-from parity.running.run import DTYPES, FIXED_SEED
+from parity.running.plan import DTYPES
+from parity.running.run import FIXED_SEED
 from parity.running.shard import selected
 
 CHOSEN = [i for i in load().values() if not i.opt_in and i.family in loss_families()]

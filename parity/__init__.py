@@ -9,7 +9,7 @@ def run(**options):  # type: ignore[no-untyped-def] # its types need torch, and 
         found = parity.run(profile="quick", implementations=("my_kernel.py:my_loss",))
         worst = max((r for r in found.rows if r.headroom is not None), key=lambda r: r.headroom)
 
-    Options are the fields of `parity.running.run.Options`. Losses run in processes of their own; rows are written as they
+    Options are the fields of `parity.running.plan.Options`. Losses run in processes of their own; rows are written as they
     come, to `reports/results.ndjson` unless `results` or `reports` says otherwise.
 
     Raises:

@@ -60,13 +60,19 @@ def batch(strategy: st.SearchStrategy[Case], key: str, body: Callable[[Case], No
 
 def draws(strategy: st.SearchStrategy[Case], key: str, count: int) -> Iterator[Case]:
     """`count` different cases, drawn in independent batches."""
+    for _, case in batches(strategy, key, count):
+        yield case
+
+
+def batches(strategy: st.SearchStrategy[Case], key: str, count: int) -> Iterator[tuple[str, Case]]:
+    """The same, each with the key of its batch."""
     seen: set[str] = set()
     number = 0
     while len(seen) < count and number < 10 * count:
         found: list[Case] = []
         batch(strategy, f"{key}/{number}", found.append)
-        number += 1
         for case in found:
             if case.id not in seen and len(seen) < count:
                 seen.add(case.id)
-                yield case
+                yield f"{key}/{number}", case
+        number += 1

@@ -10,13 +10,14 @@ class Profile:
     """A run's size.
 
     Attributes:
-        derandomised: whether the seed is fixed, so that a green tree stays green.
+        derandomised: whether the seed is fixed, so that a green tree stays green; where it is not, a new finding counts once
+            a fresh process has shown it too.
         cost: multiplies `Implementation.every`: a larger number gives costly implementations a smaller share of cases.
         thorough: one case in this many gets the repeated calls and exact relations.
         shrink_seconds: time given to minimising one new finding.
-        findings: new findings minimised by one worker of one run; further ones are reported as drawn.
-        minimise_seconds: time that one worker gives to minimising them all: on a release that is wrong in many ways a
-            run would otherwise spend most of its time on it.
+        findings: new findings that a run looks at again and minimises; further ones are reported as drawn.
+        minimise_seconds: time for all of them together, on each worker: on a release that is wrong in many ways a run
+            would otherwise spend most of its time on it.
         frozen_trainers: whether the frozen cases of whole trainers run, seconds each; without them the ledger entries
             that rest on them are not evaluated.
     """
@@ -25,7 +26,7 @@ class Profile:
     cost: int = 1
     thorough: int = 4
     shrink_seconds: float = 20.0
-    findings: int = 6
+    findings: int = 12
     minimise_seconds: float = 60.0
     frozen_trainers: bool = True
 
@@ -34,7 +35,7 @@ PROFILES = {
     "quick": Profile(
         cost=4,
         shrink_seconds=8.0,
-        findings=3,
+        findings=6,
         minimise_seconds=16.0,
         frozen_trainers=False,
     ),
@@ -42,20 +43,25 @@ PROFILES = {
     "nightly": Profile(
         derandomised=False,
         shrink_seconds=60.0,
-        findings=20,
+        findings=40,
         minimise_seconds=600.0,
     ),
     "soak": Profile(
         derandomised=False,
         shrink_seconds=60.0,
-        findings=20,
+        findings=40,
         minimise_seconds=600.0,
     ),
 }
 SHARDS, SHARDS_CUDA = 2, 16
-"""Parts into which each family's draws are split, whatever the number of cores, so that results do not depend on it."""
+"""Streams in which a family's cases are drawn at least: by the device, so that every machine with it draws the same cases."""
+STREAM = 400
+"""Cases of a stream, at most: whoever runs the end of it draws what is before."""
+SHARD = 50
+"""Cases of a stream that a worker runs at a time, about."""
 
 
-def shards(device: str) -> int:
-    """Into how many parts a family's draws are split: by the device, so that every machine with it draws the same cases."""
-    return SHARDS_CUDA if device == "cuda" else SHARDS
+def streams(total: int, device: str) -> list[int]:
+    """How many cases each stream of a family draws."""
+    parts = max(SHARDS_CUDA if device == "cuda" else SHARDS, -(-total // STREAM))
+    return [total // parts + (index < total % parts) for index in range(parts)]

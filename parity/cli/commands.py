@@ -82,7 +82,19 @@ _IMPLEMENTATIONS = click.option(
 @click.option(
     "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
 )
-@click.option("--workers", type=click.IntRange(1), default=None, help="number of processes; default: at most 2")
+@click.option(
+    "--workers", type=click.IntRange(1), default=None, help="number of processes; default: a core each, RAM permitting"
+)
+@click.option(
+    "--share", default="", metavar="I/N", help="this machine's shards of N machines'; parity merge joins them"
+)
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    default=None,
+    metavar="RESULTS",
+    help="go on with the run that wrote this file: no row is lost, none is there twice",
+)
 @click.option(
     "--max-time", default=None, metavar="TIME", help="end in order after 2h, 90m or the like, and report what was done"
 )
@@ -96,9 +108,10 @@ def run_command(specs: tuple[str, ...], max_time: str | None, detail: Detail, **
     limit = nightly.duration(max_time).total_seconds() if max_time else None
     started = Options(max_time=limit, **options)
     with Shown() as progress:
-        result = execute(started, progress)
-    whole = not (started.families or started.implementations or started.dtypes or max_time)
-    report(result.header, result.rows, started.reports, result.reasons, result.exit_code, detail, keep=whole)
+        result = execute(started, progress, progress.say)
+    done = result.options
+    whole = not (done.families or done.implementations or done.dtypes or done.share or max_time)
+    report(result.header, result.rows, done.reports, result.reasons, result.exit_code, detail, keep=whole)
     sys.exit(result.exit_code)
 
 
@@ -290,6 +303,27 @@ def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
     ended = header.end.exit_code if isinstance(header.end, End) else code or int(any(row.new for row in rows))
     report(header, rows, reports or results.parent, [], ended, detail)
     sys.exit(code)
+
+
+@main.command("merge")
+@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RESULTS...")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("reports/results.ndjson"),
+    show_default=True,
+    help="the joined file; the reports are written beside it",
+)
+def merge_command(results: tuple[Path, ...], out: Path) -> None:
+    """Join the results of machines that have shared a run (parity run --share), and report; exit code as of the run.
+
+    Shards that none has done are missing, exit code 3: parity run --resume OUT runs them.
+    """
+    from parity.running.run import merge
+
+    found = merge(results, out)
+    report(found.header, found.rows, out.parent, found.reasons, found.exit_code)
+    sys.exit(found.exit_code)
 
 
 @main.command("schema", hidden=True)

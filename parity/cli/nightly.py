@@ -51,9 +51,13 @@ def duration(text: str) -> datetime.timedelta:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
 @click.option("--seed", type=int, default=None, help="default: a fresh one, printed")
 @click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
-@click.option("--skip", multiple=True, metavar="NAME", help="leave out history, mutants, unsloth or rollouts")
+@click.option("--skip", multiple=True, metavar="NAME", help="leave out history, mutants, upstream, unsloth or rollouts")
+@click.option(
+    "--with", "specs", multiple=True, metavar="PKG==VER", help="judge this release too, in an environment of its own"
+)
+@click.option("--resume", is_flag=True, help="go on with the night that was killed")
 @_REPORTS
-def nightly_command(max_time: str, skip: tuple[str, ...], **options: Any) -> None:
+def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...], **options: Any) -> None:
     """The nightly gate: proof that a planted mistake is caught, a long run with fresh cases, history, mutants, one page."""
     from parity.nightly.night import Night, run
     from parity.results.notify import title
@@ -61,6 +65,11 @@ def nightly_command(max_time: str, skip: tuple[str, ...], **options: Any) -> Non
     others = tuple(o for o in Night.others if o[0] not in skip)
     if unknown := set(skip) - {o[0] for o in Night.others}:
         raise UsageError(f"--skip {sorted(unknown)[0]!r}: choose from {', '.join(o[0] for o in Night.others)}")
+    libraries = [name for name in options["implementations"] if ".py:" not in name]
+    only = [word for name in options["families"] for word in ("--family", name)]
+    only += [word for name in libraries for word in ("--implementation", name)]
+    words = ("run", "--profile", options["profile"], "--max-time", max_time, *only)
+    others += tuple((spec, (*words, "--with", spec), 0.1) for spec in specs)
     night = Night(max_time=duration(max_time).total_seconds(), others=others, **options)
     with Shown() as progress:
         code, changed = run(night, progress.say, progress)

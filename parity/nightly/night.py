@@ -8,38 +8,44 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
-import os
 import secrets
+import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.utils import canonicalize_name
+
 from parity import data
-from parity.nightly import steps
-from parity.nightly.proof import Proof, proof
+from parity.nightly import budget, steps
+from parity.nightly.proof import proof
+from parity.nightly.record import Record
 from parity.nightly.steps import Step
 from parity.process import prepare
 from parity.results import memory, notify, trend
 from parity.results.memory import Run
 from parity.results.report.summary import summarise
 from parity.rollouts import vllm_engine
+from parity.running import outcome
 from parity.running import run as running
-from parity.running.provenance import resolve_device
+from parity.running.chosen import described
+from parity.running.provenance import resolve_device, versions
 
-SHARE_OF_RUN = 0.7
-"""Share of the time that the long run may take; what it leaves goes to the other commands."""
-SHARE_OF_CUDA = 0.2
-"""Share of the rest that the tests of cases/cuda may take on a GPU box."""
-HEARTBEAT = "heartbeat.json"
+RUN, CUDA = "run", "cuda"
+SHARE_OF_CUDA = 0.06
+"""Share of a night that the tests of cases/cuda usually take on a GPU box."""
 UNSLOTH = "2026.10.9"
 """Release of unsloth-zoo that a night judges, in an environment of its own: it does not install beside the newest TRL."""
+BISECTED = ("trl", "liger-kernel", "transformers", "cut-cross-entropy", "unsloth-zoo")
+"""Packages between whose releases `parity bisect` can search."""
+BISECTS, BISECT_SHARE = 2, 0.5
+"""Packages that are searched on the first red night, and the share of what time is left for that."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Night:
-    """What to do, and where. `max_time` in seconds on the clock; `others`: (name, words of `parity`, share of the rest)."""
+    """What to do, and where. `max_time` in seconds on the clock; `others`: (name, words of `parity`, usual share of a night)."""
 
     max_time: float = 6 * 3600.0
     profile: str = "nightly"
@@ -49,120 +55,171 @@ class Night:
     implementations: tuple[str, ...] = ()
     ledger: Path | None = None
     reports: Path = Path("reports")
+    resume: bool = False
     others: tuple[tuple[str, tuple[str, ...], float], ...] = (
-        ("history", ("history",), 0.4),
-        ("mutants", ("mutants",), 0.3),
-        ("upstream", ("upstream", "--all"), 0.1),
-        ("unsloth", ("run", "--with", f"unsloth-zoo=={UNSLOTH}", "--implementation", "unsloth"), 0.2),
-        *([("rollouts", ("rollouts", "live"), 0.2)] if vllm_engine.distribution() else []),
+        ("history", ("history",), 0.12),
+        ("mutants", ("mutants",), 0.09),
+        ("upstream", ("upstream", "--all"), 0.03),
+        ("unsloth", ("run", "--with", f"unsloth-zoo=={UNSLOTH}", "--implementation", "unsloth"), 0.06),
+        *([("rollouts", ("rollouts", "live"), 0.06)] if vllm_engine.distribution() else []),
     )
 
 
 def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, trend.Change | None]:
     """The night from proof to page; the exit code, and what changed since the run before (None: it never began)."""
-    begun = time.monotonic()
-    device = resolve_device(night.device)
-    seed = secrets.randbits(31) if night.seed is None else night.seed
-    say(f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {seed} · {device}")
-    _beat(night.reports, "proof", None)
-    prepare(device, threads=1)
-    proofs = proof(device, seed)
-    for one in proofs:
+    record = _begun(night)
+    say(f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {record.seed} · {record.device}")
+    record.write(night.reports, "proof")
+    prepare(record.device, threads=1)
+    record.proofs = record.proofs or proof(record.device, record.seed)
+    for one in record.proofs:
         say(str(one))
-    if not all(one.holds for one in proofs):
+    if not all(one.holds for one in record.proofs):
         say("the harness does not see a planted mistake: nothing that it says tonight would mean anything")
-        _keep(night.reports, proofs, [], running.NOTHING)
-        return running.NOTHING, None
+        record.exit_code = outcome.NOTHING
+        record.write(night.reports, "done")
+        return outcome.NOTHING, None
 
     past = memory.runs(night.reports / "history")
-    _beat(night.reports, "run", None)
-    left = night.max_time - (time.monotonic() - begun)
-    options = running.Options(
-        profile=night.profile,
-        families=night.families,
-        implementations=night.implementations,
-        device=night.device,
-        seed=seed,
-        require=required(past, night.profile, device),
-        ledger=night.ledger,
-        reports=night.reports,
-        max_time=SHARE_OF_RUN * left if night.others else left,
-    )
-    result = running.execute(options, progress)
+    usual = {name: share for name, _, share in night.others}
+    shares = budget.parts(past, usual | {RUN: max(0.3, 1.0 - sum(usual.values()))})
+    record.write(night.reports, RUN)
+    result = _long_run(night, record, past, shares.pop(RUN), say, progress)
+    record.run = True
     for reason in result.reasons:
         say(reason)
-
-    done: list[Step] = []
-    left = night.max_time - (time.monotonic() - begun)
-    there = data.cases_dir() / "cuda"
-    if device == "cuda" and night.others and there.is_dir():  # faults, real vocabularies, Inductor
-        done.append(
-            steps.run("cuda", ("-q", str(there)), night.reports / "cuda.log", SHARE_OF_CUDA * left, module="pytest")
-        )
-        say(f"cuda: {done[-1].verdict}, {done[-1].seconds / 60:.0f} min")
-        left -= done[-1].seconds
-    for name, words, share in night.others:
-        _beat(night.reports, name, None)
-        say(f"{name}: at most {share * left / 60:.0f} min")
-        folder = ("--reports", str(night.reports / name)) if words[0] in ("run", "upstream") else ()
-        done.append(steps.run(name, [*words, *folder], night.reports / f"{name}.log", share * left))
-        say(f"{name}: {done[-1].verdict}, {done[-1].seconds / 60:.0f} min")
-
     summary = summarise(result.header, result.rows)
-    code = worst([result.exit_code, *(s.exit_code for s in done if s.exit_code is not None)])
-    path = memory.remember(summary, code, night.reports / "history")
-    changed = trend.change(memory.read(path), past)
-    if changed.missing and code in (running.AGREE, running.NEW, running.STALE):
-        code = running.NOTHING
-        path = memory.remember(summary, code, night.reports / "history")
-        changed = trend.change(memory.read(path), past)
-    (night.reports / "issue.md").write_text(notify.body(changed) + "\n".join(_shown(done)) + "\n", encoding="utf-8")
-    _keep(night.reports, proofs, done, code)
-    _beat(night.reports, "done", code)
+
+    def kept(code: int, folder: Path) -> trend.Change:
+        told = {step.name: step.exit_code for step in record.steps}
+        return trend.change(memory.read(memory.remember(summary, code, folder, steps=told)), past)
+
+    jobs = [(name, list(words), shares[name]) for name, words, _ in night.others]
+    jobs.sort(key=lambda job: list(shares).index(job[0]))
+    searches = list(bisects(kept(result.exit_code, night.reports / "history")))
+    tests = data.cases_dir() / CUDA
+    if record.device == "cuda" and night.others and tests.is_dir():  # faults, real vocabularies, Inductor
+        jobs.insert(0, (CUDA, ["-q", str(tests)], SHARE_OF_CUDA))
+    jobs[:0] = [(f"bisect {words[1]}", words, BISECT_SHARE / len(searches)) for words in searches]
+    for number, (name, words, share) in enumerate(jobs):
+        if name in {step.name for step in record.steps}:
+            continue
+        left = night.max_time - (time.time() - record.began)
+        limit = left * share / sum(one[2] for one in jobs[number:])
+        record.write(night.reports, name)
+        say(f"{name}: at most {max(limit, 0) / 60:.0f} min")
+        folder = ("--reports", str(night.reports / name)) if words[0] in ("run", "upstream") else ()
+        log, module = night.reports / f"{name}.log", "pytest" if name == CUDA else ""
+        record.steps.append(steps.run(name, [*words, *folder], log, limit, module))
+        say(f"{name}: {record.steps[-1].verdict}, {record.steps[-1].seconds / 60:.0f} min")
+
+    counted = [s.exit_code for s in record.steps if s.exit_code is not None and not s.name.startswith("bisect ")]
+    code = worst([result.exit_code, *counted])
+    changed = kept(code, night.reports / "history")
+    if changed.missing and code in (outcome.AGREE, outcome.NEW, outcome.STALE):
+        code = outcome.NOTHING
+        changed = kept(code, night.reports / "history")
+    (night.reports / "issue.md").write_text(
+        notify.body(changed) + "\n".join(_shown(record.steps)) + "\n", encoding="utf-8"
+    )
+    record.exit_code = code
+    record.write(night.reports, "done")
     return code, changed
+
+
+def _begun(night: Night) -> Record:
+    """A new night, or with `resume` the one that was killed."""
+    if night.resume:
+        profile = None if night.profile == Night.profile else night.profile
+        device = None if night.device == "auto" else night.device
+        return Record.read(
+            night.reports,
+            seed=night.seed,
+            device=device,
+            profile=profile,
+            families=list(night.families),
+            implementations=list(night.implementations),
+        )
+    return Record(
+        seed=secrets.randbits(31) if night.seed is None else night.seed,
+        device=resolve_device(night.device),
+        profile=night.profile,
+        families=list(night.families),
+        implementations=list(night.implementations),
+        began=time.time(),
+    )
+
+
+def _long_run(
+    night: Night, record: Record, past: Sequence[Run], share: float, say: Callable[[str], None], progress: Any
+) -> running.Result:
+    """The run of tonight's seed, begun or gone on with; one that came to its end is read again."""
+    path = night.reports / "results.ndjson"
+    going_on = night.resume and running.has(path, record.seed, record.profile)
+    left = max(1.0, night.max_time - (time.time() - record.began))
+    now = [(i.id, i.family) for i in described(tuple(record.implementations), tuple(record.families))]
+    options = running.Options(
+        profile=record.profile,
+        families=tuple(record.families),
+        implementations=tuple(record.implementations),
+        device=night.device,
+        seed=record.seed,
+        require=() if going_on else required(past, record.profile, record.device, {id for id, _ in now}),
+        ledger=night.ledger,
+        reports=night.reports,
+        confirm=True,
+        max_time=0.0 if record.run else share * left if night.others else left,
+        resume=path if going_on else None,
+    )
+    return running.execute(options, progress, say, budget.families(past, record.device, now, versions()))
+
+
+def bisects(changed: trend.Change) -> Iterator[list[str]]:
+    """The searches of the first red night after a version moved: between the last green night's release and tonight's.
+
+    The library of the finding first; the words of `parity`.
+    """
+    green, before = changed.green, changed.before
+    if not changed.new or green is None or before is None or before.id != green.id:
+        return
+    finding = next((f for k in changed.new if (f := changed.lives[k].now) is not None and f.replay), None)
+    moved = [name for name in BISECTED if name in changed.moved and "-" not in changed.moved[name]]
+    if finding is None:
+        return
+    moved.sort(key=lambda name: not finding.implementation.startswith(name.partition("-")[0]))
+    for name in moved[:BISECTS]:
+        good, bad = changed.moved[name]
+        case = shlex.split(finding.replay)[2]
+        words = ["bisect", str(canonicalize_name(name)), "--good", good, "--bad", bad, "--case", case]
+        yield [*words, "--implementation", finding.implementation]
 
 
 def worst(codes: Sequence[int]) -> int:
     """The exit code of several parts: what was not compared before what is wrong before what is stale."""
-    order = (running.NOTHING, running.USAGE, running.NEW, running.STALE)
-    others = [c for c in codes if c not in (*order, running.AGREE)]
-    return others[0] if others else next((c for c in order if c in codes), running.AGREE)
+    order = (outcome.NOTHING, outcome.USAGE, outcome.NEW, outcome.STALE)
+    others = [c for c in codes if c not in (*order, outcome.AGREE)]
+    return others[0] if others else next((c for c in order if c in codes), outcome.AGREE)
 
 
-def required(past: Sequence[Run], profile: str, device: str) -> tuple[str, ...]:
-    """What the last green run of this profile and device compared, to be held to it tonight."""
+def required(past: Sequence[Run], profile: str, device: str, known: Collection[str]) -> tuple[str, ...]:
+    """What the last green run of this profile and device compared, as far as it is `known` tonight, to be held to it.
+
+    What is not is missed by `trend.change`.
+    """
     green = [r for r in past if r.green and (r.profile, r.device) == (profile, device)]
     if not green:
         return ()
     counts: dict[tuple[str, str], int] = {}
     for (implementation, _, where), cases in green[-1].compared.items():
         counts[implementation, where] = counts.get((implementation, where), 0) + cases
-    return tuple(f"{i}:{d}" for (i, d), n in sorted(counts.items()) if n >= running.MINIMUM_REQUIRED)
-
-
-def _beat(reports: Path, state: str, code: int | None) -> None:
-    """Says that the night is alive: `parity notify --stale` reads it where a night died without a word."""
-    reports.mkdir(parents=True, exist_ok=True)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    draft = reports / f".{HEARTBEAT}"
-    draft.write_text(json.dumps({"time": now, "state": state, "exit_code": code, "pid": os.getpid()}) + "\n")
-    draft.replace(reports / HEARTBEAT)
-
-
-def _keep(reports: Path, proofs: Sequence[Proof], done: Sequence[Step], code: int) -> None:
-    reports.mkdir(parents=True, exist_ok=True)
-    told = {
-        "proofs": [dataclasses.asdict(p) for p in proofs],
-        "steps": [dataclasses.asdict(s) | {"verdict": s.verdict} for s in done],
-        "exit_code": code,
-    }
-    (reports / "night.json").write_text(json.dumps(told, indent=1) + "\n")
+    enough = outcome.MINIMUM_REQUIRED
+    return tuple(f"{i}:{d}" for (i, d), n in sorted(counts.items()) if n >= enough and i in known)
 
 
 def _shown(done: Sequence[Step]) -> list[str]:
     out = ["", "### Other commands of the night", ""] if done else []
     for step in done:
         out.append(f"- `{step.command}`: {step.verdict}, {step.seconds / 60:.0f} min")
-        if step.exit_code not in (0, None):
+        if step.exit_code not in (0, None) or step.name.startswith("bisect "):
             out += ["", "  ```", *(f"  {line}" for line in step.tail.splitlines()), "  ```", ""]
     return out

@@ -14,6 +14,19 @@ def _of(text: str) -> Meta:
     return Meta(description=text)
 
 
+class Asked(msgspec.Struct, kw_only=True):
+    """What a run was asked for, besides profile and seed: a run that goes on, or is joined with others, asks for the same."""
+
+    families: list[str] = field(default_factory=list)
+    implementations: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    device: str = "auto"
+    require: list[str] = field(default_factory=list)
+    ledger: str | None = None
+    share: str = ""
+    files: Annotated[dict[str, str], _of("digests of the user's files and of the ledger")] = field(default_factory=dict)
+
+
 class About(msgspec.Struct, kw_only=True, rename={"source_hash": "cut-cross-entropy source"}):
     """What a run must record about where it ran."""
 
@@ -31,12 +44,19 @@ class About(msgspec.Struct, kw_only=True, rename={"source_hash": "cut-cross-entr
     rollouts: Annotated[list[str] | None, _of("recordings")] = None
     started: Annotated[str | None, _of("ISO 8601, UTC")] = None
     command: Annotated[str | None, _of("command line")] = None
+    asked: Annotated[Asked | UnsetType, _of("options")] = UNSET
+    plan: Annotated[dict[str, int] | UnsetType, _of("shard -> cases")] = UNSET
     ends: Annotated[bool | UnsetType, _of("true: the last row is a record of the end")] = UNSET
     dimensions: Annotated[dict[str, dict[str, Any]] | UnsetType, _of("family -> setting -> its default")] = UNSET
-    stopped: Annotated[
-        str | UnsetType, _of("how far it came before its time was over; known to its own report only")
-    ] = UNSET
     seconds: Annotated[float | UnsetType, _of("how long the run took; known to its own report only")] = UNSET
+
+    @property
+    def shards(self) -> dict[str, int]:
+        """What of the plan is this machine's: every N-th shard from the I-th on, where it has share I/N."""
+        plan = self.plan if isinstance(self.plan, dict) else {}
+        share = self.asked.share if isinstance(self.asked, Asked) else ""
+        number, machines = map(int, share.split("/")) if share else (1, 1)
+        return dict(list(plan.items())[number - 1 :: machines])
 
 
 class End(msgspec.Struct, kw_only=True):
@@ -46,6 +66,29 @@ class End(msgspec.Struct, kw_only=True):
     of: Annotated[int, _of("planned")]
     complete: Annotated[bool, _of("whether the run did all that it had planned")]
     exit_code: Annotated[int, _of("of the command")]
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """A shard that is done."""
+
+    name: Annotated[str, _of("of the shard")]
+    cases: Annotated[int, _of("run")]
+    seconds: Annotated[float, _of("CPU time")] = 0.0
+    checked: Annotated[dict[str, bool | None], _of("ledger entry -> whether it is stale")] = field(default_factory=dict)
+    shown: Annotated[list[tuple[str, str | None]] | None, _of("of a finding: what a fresh process shows")] = None
+
+
+class Parted(msgspec.Struct, kw_only=True):
+    """The row behind those of a shard."""
+
+    part: Part
+    schema: Annotated[int, _of("version of the file")] = SCHEMA
+    run: Annotated[str, _of("id of the run")] = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as a JSON object."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return data
 
 
 class Last(msgspec.Struct, kw_only=True):
@@ -62,13 +105,15 @@ class Last(msgspec.Struct, kw_only=True):
 
 
 class Header(msgspec.Struct, kw_only=True):
-    """The first row. Reading a file adds `end`, of its last row, and `interrupted`, where that is missing or cut."""
+    """The first row. Reading a file adds `end`, of its last row, `interrupted`, where that is missing or cut, and `parts`, the
+    shards that are done."""
 
     schema: Annotated[int, _of("version of the file")] = SCHEMA
     run: Annotated[str, _of("id of the run")] = ""
     header: About
     end: End | UnsetType = UNSET
     interrupted: bool | UnsetType = UNSET
+    parts: list[Part] | UnsetType = UNSET
 
     def to_json(self) -> dict[str, Any]:
         """The row as a JSON object."""

@@ -34,6 +34,7 @@ CREATE TABLE judged (implementation TEXT, family TEXT, device TEXT, dtype TEXT, 
                      worst TEXT, known INTEGER);
 CREATE TABLE findings (key TEXT, implementation TEXT, family TEXT, verdict TEXT, class TEXT, blame TEXT, quantities TEXT,
                        known TEXT, cases INTEGER, headroom REAL, message TEXT, replay TEXT);
+CREATE TABLE steps (name TEXT, exit_code INTEGER);
 """
 
 
@@ -80,7 +81,10 @@ class Judged:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A kept run; times are UTC, `seconds` on the clock, `compared`: (implementation, family, device) -> cases."""
+    """A kept run; times are UTC, `seconds` on the clock, `compared`: (implementation, family, device) -> cases.
+
+    `steps`: of a night, its other commands -> exit code, None where the time was over.
+    """
 
     id: str
     started: datetime.datetime
@@ -97,6 +101,7 @@ class Run:
     judged: tuple[Judged, ...]
     findings: tuple[Seen, ...]
     path: Path
+    steps: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
 
     @property
     def green(self) -> bool:
@@ -111,7 +116,14 @@ def key(finding: Finding) -> str:
     return " ".join([finding.implementation, finding.family, finding.verdict, *sorted(finding.roots)])
 
 
-def remember(summary: Summary, exit_code: int, folder: Path = FOLDER, complete: bool = True, page: str = "") -> Path:
+def remember(
+    summary: Summary,
+    exit_code: int,
+    folder: Path = FOLDER,
+    complete: bool = True,
+    page: str = "",
+    steps: Mapping[str, int | None] | None = None,
+) -> Path:
     """Write a run's file: complete or not at all, and once: a run that is remembered again replaces its file.
 
     Raises:
@@ -148,6 +160,7 @@ def remember(summary: Summary, exit_code: int, folder: Path = FOLDER, complete: 
             _fill(base, "run", [whole])
             _fill(base, "compared", [[*where, count] for where, count in compared.items()])
             _fill(base, "judged", _judged(summary))
+            _fill(base, "steps", (steps or {}).items())
             _fill(base, "findings", (_seen(f) for f in (*summary.findings, *summary.known)))
         draft.replace(path)
     except (OSError, sqlite3.Error) as error:
@@ -183,6 +196,8 @@ def read(path: Path) -> Run:
                 for i, f, d, t, q, n, h, w, k in base.execute("SELECT * FROM judged")
             )
             found = tuple(Seen(*row) for row in base.execute("SELECT * FROM findings"))
+            has = base.execute("SELECT 1 FROM sqlite_master WHERE name = 'steps'").fetchone()
+            steps = dict(base.execute("SELECT * FROM steps")) if has else {}  # kept by an earlier parity
             when = datetime.datetime.fromisoformat(started).astimezone(datetime.UTC)
             told = {str(k): str(v) for k, v in json.loads(versions).items()}
     except (sqlite3.Error, ValueError, TypeError, AttributeError) as error:
@@ -203,6 +218,7 @@ def read(path: Path) -> Run:
         judged,
         found,
         path,
+        steps,
     )
 
 

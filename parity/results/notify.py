@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterable, Iterator, Mapping
 
 from parity.results.memory import Run, Seen
@@ -27,7 +28,14 @@ def title(change: Change) -> str:
     since = min(change.lives[k].first.started for k in fresh)
     who = sorted({change.lives[k].now.implementation for k in fresh if change.lives[k].now})  # type: ignore[union-attr]
     also = f" and {len(who) - 1} more" if len(who) > 1 else ""
-    return f"parity: {count(len(fresh), 'new finding')} in {who[0]}{also}, since {since:%Y-%m-%d}"
+    return f"parity: {count(len(fresh), 'new finding')} in {who[0]}{also}, {_since(since, run)}"
+
+
+def _since(first: datetime.datetime, run: Run) -> str:
+    days = (run.started.date() - first.date()).days
+    return {0: "since tonight", 1: f"since yesterday, {first:%Y-%m-%d}"}.get(
+        days, f"since {first:%Y-%m-%d}, {days} days"
+    )
 
 
 def body(change: Change, page: str = "") -> str:

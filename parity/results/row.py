@@ -91,6 +91,7 @@ class Row(msgspec.Struct, kw_only=True, rename={"cls": "class"}):
         default_factory=list
     )
     imported_from: Annotated[str | UnsetType, _of("file of the library, where not in site-packages")] = UNSET
+    shard: Annotated[str | UnsetType, _of("its part")] = UNSET
     frozen: Annotated[str | UnsetType, _of("file of the frozen case; only on rows of one")] = UNSET
     minimised: Annotated[bool | UnsetType, _of("true: of a minimised case; false: no time was left for it")] = UNSET
 

@@ -14,11 +14,11 @@ from parity.results.row import DECLINED, FAILING, JUDGED, STOPPED, Row
 
 HEAD = """# The results file
 
-Written by `parity schema > docs/results.md`; do not edit.
+Written by `parity schema > docs/results.md`.
 
-`parity run` writes `reports/results.ndjson` as it goes: one JSON object a line, without NaN or infinity (null stands for
-them). `parity report FILE` reads files of older releases too: a missing field is null or empty, an unknown one is ignored,
-another `schema` is refused. Fields are texts, or of the type in brackets.
+`parity run` writes `reports/results.ndjson` as it goes: one JSON object a line, null for NaN and infinity. `parity report FILE`
+reads files of older releases too: a missing field is null or empty, an unknown one ignored, another `schema` refused. Fields
+are texts, or of the type in brackets.
 """
 
 
@@ -28,11 +28,11 @@ def page() -> str:
     parts = [
         HEAD,
         "## The first row\n",
-        _fields(Header, leave_out=("end", "interrupted")),
+        _fields(Header, leave_out=("end", "interrupted", "parts")),
         "Its `header` holds, as far as it is known:\n",
-        _fields(About, leave_out=("stopped", "seconds")),
+        _fields(About, leave_out=("seconds", "asked", "plan")),
         "## The last row\n",
-        "Its `end` says how the run ended; a killed run leaves none.\n",
+        "Its `end` says how the run ended; a killed run leaves none. `part`: a shard is done.\n",
         _fields(End),
         "## Every other row: one quantity of one implementation on one case\n",
         _fields(Row),

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from parity.results.memory import Run, Seen
+from parity.results.row import STOPPED
 
 NIGHTS = 7
 """Earlier runs of the same profile and device that a figure is compared with."""
@@ -46,7 +47,7 @@ class Growth:
 
 @dataclasses.dataclass(frozen=True)
 class Missing:
-    """Comparisons that fell below `SHARE` of what is usual."""
+    """Comparisons that fell below `SHARE` of what is usual, with no new crash or hang that says why."""
 
     implementation: str
     family: str
@@ -161,7 +162,8 @@ def _growth(run: Run, past: Sequence[Run]) -> Iterable[Growth]:
 
 
 def _missing(run: Run, past: Sequence[Run]) -> Iterable[Missing]:
-    keys = sorted({k for r in past for k in r.compared})
+    stopped = {f.implementation for f in run.findings if f.known is None and f.verdict in STOPPED}
+    keys = sorted({k for r in past for k in r.compared if k[0] not in stopped})
     for k in keys:
         usual = statistics.median(r.compared.get(k, 0) for r in past)
         if run.compared.get(k, 0) < SHARE * usual:

@@ -29,16 +29,11 @@ class Started(_Event, frozen=True):
     data: dict[str, Any]
 
 
-class Shrinking(_Event, frozen=True):
-    """A finding is being minimised, now on this case."""
-
-    case: str
-
-
 class Judged(_Event, frozen=True):
-    """A row."""
+    """A row; `lost`: of an implementation that took the process down, told by the supervisor."""
 
     row: Row
+    lost: bool = False
 
 
 class Checked(_Event, frozen=True):
@@ -48,20 +43,17 @@ class Checked(_Event, frozen=True):
     stale: bool | None
 
 
-class Stopped(_Event, frozen=True):
-    """The time of the run was over in a shard of this family, after `done` of its `of` cases."""
+class Confirmed(_Event, frozen=True):
+    """A fresh process has looked at a finding again: the (quantity, class) that it shows there."""
 
-    family: str
-    done: int
-    of: int
+    shown: list[tuple[str, str | None]]
 
 
 class ShardDone(_Event, frozen=True):
-    """The first of the shards is done."""
+    """The shard came to its end, or after `cases` of its cases to that of the run's time; it took `seconds` of CPU time."""
 
-
-class Done(_Event, frozen=True):
-    """All shards are done."""
+    cases: int = 0
+    seconds: float = 0.0
 
 
 class Retired(_Event, frozen=True):
@@ -72,12 +64,12 @@ class Retired(_Event, frozen=True):
 
 
 class Lost(_Event, frozen=True):
-    """A worker was given up; told by the supervisor, not by a worker."""
+    """A worker was given up, and the rest of its shard; told by the supervisor, not by a worker."""
 
     message: str
 
 
-Event: TypeAlias = At | Started | Shrinking | Judged | Checked | Stopped | ShardDone | Done | Retired | Lost
+Event: TypeAlias = At | Started | Judged | Checked | Confirmed | ShardDone | Retired | Lost
 
 
 def line_of(event: Event) -> str:

@@ -80,7 +80,14 @@ def _from_rows(name: str, path: Path) -> Case | None:
             except UsageError:  # the header, or a line that a killed run left half written
                 continue
             if row.case == name and row.seed is not None:
-                fam = family(row.family)
-                made = fam.case(row.seed, row.dtype, {k: v for k, v in row.settings.items() if k in fam.settings})
-                return made if made.id == name else None  # not that of stored tensors: a row does not hold them
+                return case_of(row)
     return None
+
+
+def case_of(row: Row) -> Case | None:
+    """The case of a row, which carries its seed and settings; None for one of stored tensors, which it does not carry."""
+    fam = family(row.family)
+    if row.seed is None:
+        return None
+    made = fam.case(row.seed, row.dtype, {k: v for k, v in row.settings.items() if k in fam.settings})
+    return made if made.id == row.case else None

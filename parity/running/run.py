@@ -1,65 +1,41 @@
-"""A whole run: plan the shards, watch the workers, write rows, decide the exit code."""
+"""A whole run: deal the shards, watch the workers, write rows, decide the exit code."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import dataclasses
-import datetime
 import fcntl
 import os
 import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
+from msgspec import UNSET
 from msgspec.structs import replace
 
-from parity import data
-from parity.case.case import Frozen
 from parity.case.inputs import defaults
-from parity.case.profiles import PROFILES, shards
+from parity.case.profiles import PROFILES
 from parity.errors import UsageError
 from parity.judging.pooled_slope import pooled
-from parity.registry import family, load, loss_families, loss_family, meant, select
-from parity.results.header import End, Header, Last
-from parity.results.ledger import Ledger
+from parity.registry import family, load, loss_families
+from parity.results.header import Asked, End, Header, Last, Part, Parted
+from parity.results.report.rows import parts, read, rewrite, writer
 from parity.results.row import Row
-from parity.running import gpu, supervisor
-from parity.running.chosen import described, named
-from parity.running.events import At, Checked, Judged, Lost, Started, Stopped
+from parity.running import outcome, resume, supervisor
+from parity.running.deck import Deck
+from parity.running.events import At, Checked, Confirmed, Judged, Lost, ShardDone, Started
+from parity.running.findings import Findings
+from parity.running.plan import Options, check, planned
 from parity.running.provenance import header, resolve_device
 from parity.trainers import catalogue
 
 FIXED_SEED = 20261120
-MINIMUM_REQUIRED = 20
 TIMEOUT, FIRST_TIMEOUT = 180.0, 300.0
-DTYPES = ("fp32", "fp16", "bf16")
-
-AGREE, NEW, USAGE, NOTHING, STALE, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 130, 143
-"""Exit codes of the contract; where several hold the order of precedence is usage, stopped, nothing, new, stale."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What the command line asked for."""
-
-    profile: str = "pr"
-    families: tuple[str, ...] = ()
-    implementations: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()
-    device: str = "auto"
-    seed: int | None = None
-    require: tuple[str, ...] = ()
-    ledger: Path | None = None
-    results: Path | None = None
-    reports: Path = Path("reports")
-    workers: int | None = None
-    max_time: float | None = None
 
 
 @dataclasses.dataclass
@@ -72,183 +48,208 @@ class Result:
     lost: list[str]
     exit_code: int
     reasons: list[str]
+    options: Options
 
 
-def plans(options: Options, device: str, seed: int, ledger_path: Path) -> list[dict[str, Any]]:
-    """One plan per worker: the shards of every family dealt out, frozen cases first."""
-    profile = PROFILES[options.profile]
-    wanted = named(options.families)
-    have = {i.family for i in described(options.implementations, options.families)}
-    known = loss_families()
-    families = [f for f in wanted or known if f in known and f in have]
-    checked = catalogue.chosen(wanted, have)
-    frozen = [f for f in frozen_cases(ledger_path) if profile.frozen_trainers or f[1]["family"] in known]
-    frozen = [f for f in frozen if not options.dtypes or f[1]["dtype"] in options.dtypes]
-    parts = shards(device)
-    count = options.workers or gpu.workers(parts)
-    gpus = gpu.visible() if device == "cuda" else []
-    plan: dict[str, Any] = {
-        "device": device,
-        "threads": 1,
-        "profile": options.profile,
-        "dtypes": list(options.dtypes or DTYPES),
-        "implementations": list(options.implementations),
-        "families": [name for name in options.families if ".py:" in name],
-        "ledger": str(ledger_path),
-        "findings": str(options.reports / "findings"),
-        "frozen": frozen,
-        "memory": memory(count) if device == "cpu" else None,
-        "deadline": None if options.max_time is None else time.time() + options.max_time,
-    }
-    out = [
-        plan
-        | {"shards": [], "gpu": gpus[n % len(gpus)] if gpus else None, "wait": gpu.START_APART * n if gpus else 0.0}
-        for n in range(count)
-    ]
-    for number, name in enumerate([*families, *checked]):
-        out[number % count]["shards"].append({"family": name, "index": -1, "count": 0, "seed": seed})
-    for number, name in enumerate(families):
-        total = loss_family(name).drawn.get(options.profile, 0)
-        for index in range(parts):
-            part = total // parts + (index < total % parts)
-            if part:
-                shard = {"family": name, "index": index, "count": part, "seed": seed}
-                out[(number + index) % count]["shards"].append(shard)
-    for number, name in enumerate(checked):
-        total = len(catalogue.cases(name, options.profile, seed))
-        for index in range(min(parts, total)):
-            part = len(range(index, total, parts))
-            shard = {"family": name, "index": index, "count": part, "seed": seed, "parts": parts}
-            out[(number + index) % count]["shards"].append(shard)
-    return [p for p in out if p["shards"]]
+@dataclasses.dataclass
+class State:
+    """What there is of a run so far. `cases`: how many of each shard; `parts`: the shards that are done."""
+
+    header: Header
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    parts: dict[str, Part] = dataclasses.field(default_factory=dict)
+    cases: dict[str, int] = dataclasses.field(default_factory=dict)
+    lost: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def done(self) -> int:
+        """Cases of the plan that were run."""
+        mine = self.header.header.shards
+        return sum(count for name, count in self.cases.items() if name in mine)
+
+    @property
+    def stale(self) -> list[str]:
+        """Ledger entries whose own case agrees now."""
+        return sorted(entry for part in self.parts.values() for entry, stale in part.checked.items() if stale)
 
 
-MEMORY = 4 << 30
-"""Bytes that a worker has in any case: torch, transformers and the largest case take a quarter of it."""
+def execute(
+    options: Options,
+    progress: Callable[[list[Row], int, int, str], None],
+    say: Callable[[str], None] = lambda line: None,
+    shares: Mapping[str, float] | None = None,
+) -> Result:
+    """Run, writing rows as they come; `progress(rows, cases, of, now)` is called at every event, `say` with a line at the start.
 
-
-def memory(workers: int) -> int:
-    """Bytes for each of so many workers: its share of what is free."""
-    return max(MEMORY, psutil.virtual_memory().available // workers)
-
-
-def frozen_cases(ledger_path: Path) -> list[tuple[str, Any, dict[str, Any]]]:
-    """(name, case JSON, remarks) of the shipped frozen cases and of the cases that the ledger names."""
-    paths = {p.name: p for p in data.frozen_cases()}
-    for entry, _ in Ledger.load(ledger_path).frozen():
-        paths.setdefault(Path(entry.case).name, ledger_path.parent / entry.case)
-    out = []
-    for name, path in sorted(paths.items()):
-        found = Frozen.load(path)
-        out.append((name, found.case.to_json(), {"implementations": found.implementations, "fast": found.fast}))
-    return out
-
-
-def check(options: Options) -> None:
-    """Refuse what does not exist before anything runs.
-
-    Raises:
-        UsageError: naming the value and the choices.
+    `shares`: family -> its weight where the time is limited.
     """
-    if options.profile not in PROFILES:
-        raise UsageError(f"profile {options.profile!r} is unknown, {meant(options.profile, PROFILES)}")
-    for dtype in options.dtypes:
-        if dtype not in DTYPES:
-            raise UsageError(f"dtype {dtype!r} is unknown, choose from {', '.join(DTYPES)}")
-    described(options.implementations, options.families)
-    for name in named(options.families):
-        family(name)
-    for item in options.require:
-        name, _, device = item.partition(":")
-        select([name])
-        if device not in ("", "cpu", "cuda"):
-            raise UsageError(f"--require {item!r}: device must be cpu or cuda")
-    resolve_device(options.device)
-
-
-def execute(options: Options, progress: Callable[[list[Row], int, int, str], None]) -> Result:
-    """Run, writing rows as they come; `progress(rows, cases, of, now)` is called at every event."""
-    from parity.results.report.rows import writer
-
+    before = None
+    if options.resume is not None:
+        options, before = resume.again(options)
     check(options)
     device = resolve_device(options.device)
     profile = PROFILES[options.profile]
     seed = options.seed if options.seed is not None else FIXED_SEED if profile.derandomised else secrets.randbits(31)
-    ledger_path = options.ledger or data.ledger_file()
-    plan = plans(options, device, seed, ledger_path)
-    run_id = secrets.token_hex(4)
-    cannot = _cannot(options, device)
-    head = header(run_id, "cpu" if cannot else device, options.profile, seed)
+    plan = planned(options, device, seed)
+    cannot = outcome.cannot(options, device)
+    head = header(secrets.token_hex(4), "cpu" if cannot else device, options.profile, seed)
     head.header.ends = True  # with a record of its end: a file without one is of a run that was killed
     every = (*loss_families(), *catalogue.names())
     head.header.dimensions = {n: defaults(family(n).settings) for n in every}
-    rows: list[Row] = []
-    verdicts: dict[str, bool | None] = {}
-    lost: list[str] = []
-    stopped: list[Stopped] = []
-    begun = time.monotonic()
-    path = options.results or options.reports / "results.ndjson"
+    head.header.asked = options.asked()
+    head.header.plan = {shard.name: shard.count for shard in plan.shards}
+    mine = head.header.shards
+    of, path, begun, ended = sum(mine.values()), options.file, time.monotonic(), 0
+    state = State(head)
+    with locked(options.reports):
+        known = parts(path)
+        if before is not None:
+            state = resume.state(State, path, head, *before)
+            head = state.header
+            say(f"going on after {state.done:,} of {of:,} cases")
+            rewrite(path, replace(head, parts=list(state.parts.values())), state.rows)
+        found = Findings(state.rows, profile, len(plan.extra), options.max_time, options.confirm)
+        deck = Deck(
+            [shard for shard in plan.shards if shard.name in mine and shard.name not in state.parts],
+            known,
+            shares if shares or options.max_time is None else {},
+            found.deadline(plan.settings),
+            lambda: found.sought(plan.shards, state.parts),
+        )
+        say(plan.told)
+        with writer(path, append=before is not None) as write:
+            if before is None:
+                write(head)
+            try:
+                told = [plan.settings | one for one in plan.extra]
+                with stopping():
+                    if not cannot:
+                        _follow(state, deck, told, found, write, lambda now: progress(state.rows, state.done, of, now))
+            except KeyboardInterrupt as error:
+                ended = outcome.TERMINATED if isinstance(error, Terminated) else outcome.INTERRUPTED
+        return finish(options, state, device, path, ended, cannot, found.changed, begun)
+
+
+def _follow(
+    state: State,
+    deck: Deck,
+    plans: Sequence[dict[str, Any]],
+    found: Findings,
+    write: Callable[[Any], None],
+    progress: Callable[[str], None],
+) -> None:
+    """The events of a run, into its state and its file."""
+    run = state.header.run
     roles = {i.id: i.role for i in (load() | catalogue.implementations()).values()}
-    of, done, ended, now = size(plan), 0, 0, ""
-    with locked(options.reports), writer(path) as write:
-        write(head)
-
-        def keep(row: Row) -> None:
-            rows.append(replace(row, run=run_id, role=roles.get(row.implementation, row.role)))
-            write(rows[-1])
-
-        try:
-            with stopping():
-                for event in supervisor.run([] if cannot else plan, TIMEOUT, FIRST_TIMEOUT):
-                    match event:
-                        case Judged():
-                            keep(event.row)
-                        case Checked():
-                            verdicts[event.entry] = event.stale
-                        case Lost():
-                            lost.append(event.message)
-                        case Stopped():
-                            stopped.append(event)
-                        case At():
-                            done += 1
-                        case Started():
-                            now = f"{event.implementation} on {event.case}"
-                    progress(rows, done, of, now)
-        except KeyboardInterrupt as error:
-            ended = TERMINATED if isinstance(error, Terminated) else INTERRUPTED
-        for row in pooled(rows):
-            keep(row)
-        stale = sorted(i for i, s in verdicts.items() if s)
-        code, reasons = (NOTHING, [cannot]) if cannot else judge_run(options, rows, stale, lost, device)
-        if stopped:
-            head.header.stopped = stopped_after(stopped)
-            reasons = [*reasons, f"the time was over: {head.header.stopped}"]
-        if ended:
-            code, reasons = ended, [f"stopped after {done} of {of} cases", *reasons]
-        complete = not (ended or stopped or lost)
-        head.end = End(cases=done, of=of, complete=complete, exit_code=code)
-        write(Last(end=head.end, run=run_id))
-    head.header.seconds = round(time.monotonic() - begun, 1)
-    return Result(head, rows, stale, lost, code, reasons)
+    checked: dict[str, dict[str, bool | None]] = {}
+    shown: dict[str, list[tuple[str, str | None]]] = {}
+    now = ""
+    for shard, event in supervisor.run(plans, deck, TIMEOUT, FIRST_TIMEOUT):
+        match event:
+            case Judged():
+                role = roles.get(event.row.implementation, event.row.role)
+                state.rows.append(replace(event.row, run=run, role=role, shard=shard.name))
+                write(state.rows[-1])
+                if event.lost:
+                    found.lost(state.rows[-1])
+            case Checked():
+                checked.setdefault(shard.name, {})[event.entry] = event.stale
+            case Confirmed():
+                shown[shard.name] = event.shown
+                found.confirmed(shard, event.shown)
+            case Lost():
+                state.lost.append(event.message)
+            case Started():
+                now = f"{event.implementation} on {event.case}"
+            case At():
+                state.cases[shard.name] = event.number
+            case ShardDone():
+                state.cases[shard.name] = event.cases
+                if event.cases == shard.count:
+                    part = Part(name=shard.name, cases=event.cases, seconds=event.seconds)
+                    part.checked, part.shown = checked.get(part.name, {}), shown.get(part.name)
+                    state.parts[part.name] = part
+                    write(Parted(part=part, run=run))
+        progress(now)
 
 
-def stopped_after(stopped: Sequence[Stopped]) -> str:
-    """`policy after 120 of 6,000 cases, …`, the shards of a family together."""
+def finish(
+    options: Options,
+    state: State,
+    device: str,
+    path: Path,
+    ended: int = 0,
+    cannot: str | None = None,
+    changed: bool = False,
+    begun: float | None = None,
+) -> Result:
+    """The rows about the whole run, the exit code and the record of the end. `changed`: rows that stand in the file have."""
+    head, of = state.header, sum(state.header.header.shards.values())
+    if changed:
+        rewrite(path, replace(head, parts=list(state.parts.values())), state.rows)
+    whole = [replace(row, run=head.run, shard=UNSET) for row in pooled(state.rows)]
+    state.rows += whole
+    stale = state.stale
+    code, reasons = (
+        (outcome.NOTHING, [cannot]) if cannot else outcome.judge_run(options, state.rows, stale, state.lost, device)
+    )
+    complete = state.done == of and not ended and not state.lost
+    if ended:
+        code, reasons = ended, [f"stopped after {state.done:,} of {of:,} cases", *reasons]
+    elif not (complete or cannot):
+        why = "a worker was lost" if state.lost else "the time was over"
+        reasons = [*reasons, f"{why}: {stopped_after(head.header.shards, state.cases)}"]
+    head.end = End(cases=state.done, of=of, complete=complete, exit_code=code)
+    with writer(path, append=True) as write:
+        for row in whole:
+            write(row)
+        write(Last(end=head.end, run=head.run))
+    if begun is not None:
+        head.header.seconds = round(time.monotonic() - begun, 1)
+    return Result(head, state.rows, stale, state.lost, code, reasons, options)
+
+
+def has(path: Path, seed: int, profile: str) -> bool:
+    """Whether a results file is of a run with this seed and profile."""
+    with contextlib.suppress(UsageError):
+        about = read(path)[0].header
+        return (about.seed, about.profile) == (seed, profile)
+    return False
+
+
+def merge(paths: Sequence[Path], out: Path) -> Result:
+    """Several files of one run as one file, judged as a whole.
+
+    Raises:
+        UsageError: for files that are not of one run, naming what differs.
+    """
+    head, rows = resume.joined(paths)
+    parts = {part.name: part for part in head.parts or ()}
+    asked = head.header.asked or Asked()
+    options = Options(
+        families=tuple(asked.families),
+        implementations=tuple(asked.implementations),
+        dtypes=tuple(asked.dtypes),
+        require=tuple(asked.require),
+        ledger=None if asked.ledger is None else Path(asked.ledger),
+        reports=out.parent,
+    )
+    check(options)
+    with locked(out.parent):
+        rewrite(out, head, rows)
+        head.parts = UNSET
+        state = State(head, rows, parts, {name: part.cases for name, part in parts.items()})
+        missing = outcome.NOTHING if set(head.header.shards) - set(parts) else 0
+        return finish(options, state, head.header.device or "cpu", out, missing)
+
+
+def stopped_after(plan: Mapping[str, int], cases: Mapping[str, int]) -> str:
+    """`policy after 120 of 6,000 cases, …`: the families that did not come to their end."""
     done, of = collections.Counter[str](), collections.Counter[str]()
-    for one in stopped:
-        done[one.family] += one.done
-        of[one.family] += one.of
-    return ", ".join(f"{name} after {done[name]:,} of {of[name]:,} cases" for name in of)
-
-
-def size(plan: Iterable[dict[str, Any]]) -> int:
-    """How many cases a plan is about: those drawn or listed, and the frozen ones of its families."""
-    total = 0
-    for worker in plan:
-        for shard in worker["shards"]:
-            frozen = sum(case["family"] == shard["family"] for _, case, _ in worker["frozen"])
-            total += shard["count"] or frozen
-    return total
+    for name, count in plan.items():
+        done[name.partition(" ")[0]] += cases.get(name, 0)
+        of[name.partition(" ")[0]] += count
+    return ", ".join(f"{name} after {done[name]:,} of {of[name]:,} cases" for name in of if done[name] < of[name])
 
 
 class Terminated(KeyboardInterrupt):
@@ -297,59 +298,3 @@ def locked(folder: Path) -> Iterator[None]:
         file.flush()
         yield
         file.truncate(0)
-
-
-def _cannot(options: Options, device: str) -> str | None:
-    """Why a box with a GPU cannot give the run that was asked for: no run on its CPU instead, which would end green."""
-    if device == "cpu":
-        return gpu.unusable() if options.device == "auto" else None
-    return gpu.no_triton() if any(i.interpreted for i in select(options.implementations)) else None
-
-
-def required_kernels(options: Options) -> list[str]:
-    """On CUDA every Triton kernel that runs by default is required: there it is what users run."""
-    if options.dtypes or options.families:  # some kernels claim no other dtype; others are of another family
-        return []
-    return [i.id for i in select(options.implementations) if i.interpreted and not i.opt_in and not i.missing()]
-
-
-def judge_run(
-    options: Options, rows: Sequence[Row], stale: Sequence[str], lost: Sequence[str], device: str
-) -> tuple[int, list[str]]:
-    """The exit code and, a line each, why it is not 0."""
-    nothing = [f"a worker was lost: {message}" for message in lost]
-    comparisons = cases_compared(rows)
-    if not sum(comparisons.values()):
-        nothing.append("nothing was compared")
-    kernels = required_kernels(options) if device == "cuda" else []
-    nothing += [f"required on CUDA: {name}: {_why(name, rows)}" for name in kernels if not comparisons[name]]
-    for item in options.require:
-        name, _, wanted = item.partition(":")
-        there = cases_compared(r for r in rows if r.device == wanted) if wanted else comparisons
-        count = sum(n for i, n in there.items() if i == name or i.startswith(f"{name}."))
-        if count < MINIMUM_REQUIRED:
-            nothing.append(f"required {item}: {count} judged comparisons, at least {MINIMUM_REQUIRED} expected")
-    new = collections.Counter(r.implementation for r in rows if r.new)
-    found = [f"{count} new failing rows of {name}" for name, count in new.most_common()]
-    own = {i.id for i in described(options.implementations, options.families) if i.own}
-    nothing += [
-        f"{id}: nothing was compared, {_why(id, rows)}" for id in sorted(own) if not comparisons[id] and not new[id]
-    ]
-    ledger = Ledger.load(options.ledger or data.ledger_file())
-    rotten = [f"ledger entry {name} no longer reproduces, its case agrees: {ledger.place(name)}" for name in stale]
-    rotten += ledger.expired(datetime.datetime.now(datetime.UTC).date())
-    code = NOTHING if nothing else NEW if found else STALE if rotten else AGREE
-    return code, nothing + found + rotten
-
-
-def _why(id: str, rows: Iterable[Row]) -> str:
-    """The commonest reason for which the cases of an implementation could not be judged, a refusal before all others."""
-    given = [(r.verdict == "refused", f"{r.verdict}: {r.message}") for r in rows if r.implementation == id]
-    counted = collections.Counter(given)
-    return max(counted, key=lambda key: (key[0], counted[key]))[1] if counted else "no case was drawn for it"
-
-
-def cases_compared(rows: Iterable[Row]) -> collections.Counter[str]:
-    """Implementation -> cases through it in which something was judged."""
-    seen = {(r.implementation, r.case) for r in rows if r.judged}
-    return collections.Counter(name for name, _ in seen)

@@ -1,9 +1,11 @@
-"""One shard of a run: draw cases of a family, run each, minimise what is new. Happens inside a worker process."""
+"""One shard of a run: run its cases, or look at a finding again and minimise it. Happens inside a worker process."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import time
 import zlib
@@ -16,29 +18,18 @@ from msgspec.structs import replace
 
 from parity import world
 from parity.case.case import Case
-from parity.case.drawing import batch, cases
-from parity.case.profiles import SHARDS, Profile
+from parity.case.drawing import batch, batches, cases
+from parity.case.profiles import Profile
 from parity.implementations.implementation import Implementation
 from parity.registry import facts, loss_family, run_case
 from parity.results.ledger import Ledger, stale
 from parity.results.row import Row
-from parity.running.events import At, Checked, Event, Judged, Shrinking, Started, Stopped
+from parity.running.events import At, Checked, Confirmed, Event, Judged, Started
+from parity.running.plan import Shard, Sought, signature_of
+from parity.trainers import catalogue
 
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """A part of a run: `count` drawn cases of a family, or the frozen cases when `count` is 0.
-
-    `resume` cases at the start were done before the worker died; `skip` names (case, implementation) pairs that killed it.
-    """
-
-    family: str
-    index: int
-    count: int
-    seed: int
-    parts: int = SHARDS
-    resume: int = 0
-    skip: tuple[tuple[str, str], ...] = ()
+STREAMS = 4
+"""Streams of drawn cases that a worker keeps, so that it draws each case once."""
 
 
 @dataclasses.dataclass
@@ -53,131 +44,129 @@ class Session:
     ledger: Ledger
     findings_dir: Path
     emit: Callable[[Event], None]
-    signatures: set[tuple[str, str, str | None]] = dataclasses.field(default_factory=set)
     deadline: float | None = None
-    minimised: int = 0
-    minimising: float = 0.0
+    frozen: Sequence[tuple[str, Case, Mapping[str, Any]]] = ()
+    streams: dict[tuple[str, int], Stream] = dataclasses.field(default_factory=dict)
 
-    def frozen(self, shard: Shard, found: Sequence[tuple[str, Case, Mapping[str, Any]]]) -> None:
-        """Run frozen cases, every implementation of their family on each, or those that the file names and a user's own."""
-        for number, (name, case, extra) in enumerate(found):
-            if number < shard.resume or case.family != shard.family:
-                continue
-            self.emit(At(number))
-            only = extra.get("implementations")
-            chosen = [i for i in self._of(case) if only is None or i.id in only or i.is_function]
-            thorough = not extra.get("fast", False)
-            rows = []
-            for row in self._run(case, chosen, shard, thorough):
-                rows.append(row)
-                self.emit(Judged(replace(row, frozen=name)))
-            for entry, own in self.ledger.frozen():
-                if own == case and entry.in_force() and (not entry.devices or self.device in entry.devices):
-                    verdict = stale(entry, rows)
-                    if verdict:  # it must agree twice before the ledger is called stale
-                        concerned = [i for i in chosen if entry.covers_implementation(i.id)]
-                        verdict = stale(entry, list(self._run(case, concerned, shard, thorough)))
-                    self.emit(Checked(entry.id, verdict))
-
-    def late(self, shard: Shard, number: int) -> bool:
-        """Whether the time of the run is over; the supervisor is told where the shard stopped."""
-        if self.deadline is None or time.time() < self.deadline:
-            return False
-        self.emit(Stopped(shard.family, number, shard.count))
-        return True
-
-    def checks(self, shard: Shard) -> None:
-        """Run a trainer's checks: every case of the profile whose number falls to this shard. Nothing is minimised."""
-        from parity.trainers.catalogue import cases as trainer_cases
-
-        for number, case in enumerate(
-            trainer_cases(shard.family, self.profile_name, shard.seed)[shard.index :: shard.parts]
-        ):
+    def run(self, shard: Shard) -> int:
+        """How many of its cases the shard came to before the time of the run was over; frozen ones are run in any case."""
+        if shard.kind == "finding":
+            self.finding(shard)
+            return 1
+        kinds: Mapping[str, Callable[[Any, Shard], None]]
+        kinds = {"frozen": self._frozen, "checks": self._check, "drawn": self._drawn}
+        for number, case in enumerate(self._cases(shard)):
             if number < shard.resume:
                 continue
-            if self.late(shard, number):
-                break
+            if shard.kind != "frozen" and self.deadline is not None and time.time() > self.deadline:
+                return number
             self.emit(At(number))
-            for row in self._run(case, self._of(case), shard, thorough=False):
+            kinds[shard.kind](case, shard)
+        return shard.count
+
+    def _cases(self, shard: Shard) -> Sequence[Any]:
+        end = shard.start + shard.count
+        if shard.kind == "drawn":
+            return [case for _, case in self._stream(shard.family, shard.index, shard.of, shard.seed).first(end)][
+                shard.start :
+            ]
+        every: Sequence[Any] = (
+            [one for one in self.frozen if one[1].family == shard.family]
+            if shard.kind == "frozen"
+            else catalogue.cases(shard.family, self.profile_name, shard.seed)
+        )
+        return every[shard.start : end]
+
+    def _stream(self, family: str, index: int, of: int, seed: int) -> Stream:
+        key = family, index
+        if key not in self.streams:
+            strategy = cases(loss_family(family), self.dtypes, self.profile_name)
+            self.streams[key] = Stream(batches(strategy, f"{seed}/{family}/{index}", of))
+            for old in list(self.streams)[:-STREAMS]:
+                del self.streams[old]
+        return self.streams[key]
+
+    def _frozen(self, one: tuple[str, Case, Mapping[str, Any]], shard: Shard) -> None:
+        """A frozen case, every implementation of its family on it, or those that the file names and a user's own."""
+        name, case, extra = one
+        only = extra.get("implementations")
+        chosen = [i for i in self._of(case) if only is None or i.id in only or i.is_function]
+        thorough = not extra.get("fast", False)
+        rows = []
+        for row in self._run(case, chosen, shard, thorough):
+            rows.append(row)
+            self.emit(Judged(replace(row, frozen=name)))
+        for entry, own in self.ledger.frozen():
+            if own == case and entry.in_force() and (not entry.devices or self.device in entry.devices):
+                verdict = stale(entry, rows)
+                if verdict:  # it must agree twice before the ledger is called stale
+                    concerned = [i for i in chosen if entry.covers_implementation(i.id)]
+                    verdict = stale(entry, list(self._run(case, concerned, shard, thorough)))
+                self.emit(Checked(entry.id, verdict))
+
+    def _check(self, case: Case, shard: Shard) -> None:
+        for row in self._run(case, self._of(case), shard, thorough=False):
+            self.emit(Judged(row))
+
+    def _drawn(self, case: Case, shard: Shard) -> None:
+        for one in (case, *second_pass(case, self.device, not self.profile.derandomised)):
+            chosen = [i for i in self._of(one) if selected(i, one, self.profile.cost, self.device)]
+            thorough = functools.partial(repeated, case=one, one_in=self.profile.thorough)
+            for row in self._run(one, chosen, shard, thorough):
                 self.emit(Judged(row))
 
-    def drawn(self, shard: Shard) -> None:
-        """Draw and run the shard's cases; a new finding interrupts its batch and is minimised, then the next batch goes on."""
-        strategy = cases(loss_family(shard.family), self.dtypes, self.profile_name)
-        state = _Stream()
-        number = 0
-        while state.number < shard.count and number < 10 * shard.count:
-            if self.late(shard, state.number):
-                break
-            state.finding = state.smallest = None
+    def finding(self, shard: Shard) -> None:
+        """Look for a new finding once more where that is asked for, then minimise the case that showed it first."""
+        sought = shard.sought
+        assert sought is not None
+        found = [Case.from_json(data) for _, _, data in sought.cases]
+        if sought.fresh:
+            shown: set[tuple[str, str | None]] = set()
+            for case in found:
+                if not shown.issuperset(sought.subjects):
+                    shown |= {s[1:] for row in self._again(case, sought, True) if (s := signature_of(row))}
+            self.emit(Confirmed([subject for subject in sought.subjects if subject in shown]))
+            if sought.subjects[0] not in shown:
+                return
+        index, of, _ = sought.cases[0]
+        if sought.seconds and of:
+            self._minimise(found[0], self._stream(shard.family, index, of, shard.seed).first(of), sought)
 
-            def visit(case: Case) -> None:
-                self._visit(state, case, shard)
+    def _minimise(self, case: Case, stream: Sequence[tuple[str, Case]], sought: Sought) -> None:
+        """Hypothesis draws the batch of the case again, is told of the finding there, and asks about smaller cases.
 
-            try:
-                batch(strategy, f"{shard.seed}/{shard.family}/{shard.index}/{number}", visit)
-            except Finding as smallest:
-                self._freeze(smallest)
-                self.minimising += time.monotonic() - state.found
-            except Flaky:  # it shows no more when asked again: its row stands as drawn
-                self.minimising += time.monotonic() - state.found
-            number += 1
-
-    def _visit(self, state: _Stream, case: Case, shard: Shard) -> None:
-        """One case of a batch: run it if it is a new one, or a step of minimising the finding of this batch."""
-        if state.finding is not None:
-            self._shrink_step(state, case, shard)
-            return
-        if case.id in state.seen or state.number >= shard.count:
-            return
-        state.seen.add(case.id)
-        number, state.number = state.number, state.number + 1
-        if number < shard.resume:
-            return
-        self.emit(At(number))
-        finding = self._one(case, shard)
-        for again in second_pass(case, self.device, not self.profile.derandomised):
-            self._one(again, shard, minimise=False)
-        if finding is not None:
-            # Hypothesis asks for the case once more before it believes it: that must show it however late it is.
-            state.finding, state.smallest, state.found = finding, case, time.monotonic()
-            left = self.profile.minimise_seconds - self.minimising
-            state.deadline = state.found + min(self.profile.shrink_seconds, left)
-            self.minimised += 1
-            _report(finding)
-
-    def _one(self, case: Case, shard: Shard, minimise: bool = True) -> Finding | None:
-        """Run and emit one drawn case; the first new finding in it that is to be minimised, if any.
-
-        A finding for which no time is left is marked: `minimised` is False in the row that shows it first.
+        Past the deadline nothing shows it but the smallest so far: Hypothesis asks for that once more before it believes it.
         """
-        chosen = [i for i in self._of(case) if selected(i, case, self.profile.cost, self.device)]
-        thorough = functools.partial(repeated, case=case, one_in=self.profile.thorough)
-        new: Finding | None = None
-        within = self.minimised < self.profile.findings and self.minimising < self.profile.minimise_seconds
-        for row in self._run(case, chosen, shard, thorough):
-            signature = signature_of(row)
-            if minimise and signature is not None and signature not in self.signatures and row.verdict != "timed-out":
-                if not within:
-                    row.minimised = False
-                elif new is None:
-                    new = Finding(case, row)
-                self.signatures.add(signature)
-            self.emit(Judged(row))
-        return new
+        key = next((key for key, one in stream if one == case), None)
+        smallest: list[Case] = []
+        until = [0.0]
 
-    def _shrink_step(self, state: _Stream, case: Case, shard: Shard) -> None:
-        """Hypothesis asks whether a smaller case still shows the finding; past the deadline nothing does."""
-        assert state.finding is not None
-        if time.monotonic() > state.deadline and case != state.smallest:
-            return
-        wanted = state.finding.row
-        chosen = [i for i in self._of(case) if i.id == wanted.implementation]
-        self.emit(Shrinking(case.id))
-        for row in self._run(case, chosen, shard, thorough=wanted.gate in ("protocol", "relation")):
-            if signature_of(row) == signature_of(wanted):
-                state.smallest = case
-                _report(Finding(case, row))
+        def visit(one: Case) -> None:
+            if not smallest and one != case:
+                return
+            if smallest and time.monotonic() > until[0] and one != smallest[-1]:
+                return
+            row = self._shows(one, sought, sought.gate in ("protocol", "relation"))
+            if row is not None:
+                until[0] = until[0] or time.monotonic() + sought.seconds
+                smallest.append(one)
+                _report(Finding(one, row))
+
+        with contextlib.suppress(Flaky):  # it shows no more when asked again: its row stands as drawn
+            try:
+                if key is not None:
+                    batch(cases(loss_family(case.family), self.dtypes, self.profile_name), key, visit)
+            except Finding as found:
+                self._freeze(found)
+
+    def _shows(self, case: Case, sought: Sought, thorough: bool) -> Row | None:
+        """The row of a case that is of the finding, if one is."""
+        rows = self._again(case, sought, thorough)
+        return next((row for row in rows if signature_of(row) == sought.signature), None)
+
+    def _again(self, case: Case, sought: Sought, thorough: bool) -> list[Row]:
+        chosen = [i for i in self._of(case) if i.id == sought.implementation]
+        return list(self._run(case, chosen, None, thorough))
 
     def _freeze(self, finding: Finding) -> None:
         self.findings_dir.mkdir(parents=True, exist_ok=True)
@@ -228,14 +217,16 @@ class Session:
         return self.ledger.match(replace(row, implementation=extended), facts(case))
 
 
-@dataclasses.dataclass
-class _Stream:
-    number: int = 0
-    seen: set[str] = dataclasses.field(default_factory=set)
-    finding: Finding | None = None
-    smallest: Case | None = None
-    found: float = 0.0
-    deadline: float = 0.0
+class Stream:
+    """The drawn cases of a stream, each with the key of its batch; drawn as far as they were asked for."""
+
+    def __init__(self, source: Iterator[tuple[str, Case]]):
+        self._source, self._drawn = source, list[tuple[str, Case]]()
+
+    def first(self, count: int) -> Sequence[tuple[str, Case]]:
+        """The first `count` of them."""
+        self._drawn += itertools.islice(self._source, max(0, count - len(self._drawn)))
+        return self._drawn[:count]
 
 
 class Retired(BaseException):
@@ -285,13 +276,6 @@ def second_pass(case: Case, device: str, long: bool = False) -> Iterator[Case]:
     plain = known and case.dtype == "fp32" and case.settings.get("context", "plain") == "plain"
     if device == "cuda" and plain and zlib.crc32(case.id.encode()) % SECOND_PASS == 0:
         yield dataclasses.replace(case, settings=dict(case.settings) | {"context": "tf32"})
-
-
-def signature_of(row: Row) -> tuple[str, str, str | None] | None:
-    """What makes two failing rows the same finding while shrinking; None for a row that is not a new failure."""
-    if not row.new:
-        return None
-    return row.implementation, row.subject, row.cls
 
 
 def selected(implementation: Implementation, case: Case, cost: int, device: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -14,10 +15,11 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import msgspec
 import psutil
 from msgspec.structs import replace
 
@@ -26,8 +28,10 @@ from parity.judging import faults
 from parity.process import interpreter
 from parity.results.row import Row, Verdict
 from parity.running import cpu_limit, gpu
-from parity.running.events import At, Done, Event, Judged, Lost, Retired, ShardDone, Shrinking, Started, genuine
+from parity.running.deck import Deck
+from parity.running.events import At, Event, Judged, Lost, Retired, ShardDone, Started, genuine
 from parity.running.events import read as read_event
+from parity.running.plan import Shard
 
 MAX_RESTARTS = 20
 SLEEPING = 2.0
@@ -35,27 +39,26 @@ SLEEPING = 2.0
 ASLEEP = 0.05
 """Share of a core below which a process sleeps; one of six that compute on a core has three times as much."""
 THRICE = 3
-"""Losses of a worker to one implementation after which it is left out."""
+"""Losses of workers to one implementation after which it is left out."""
 
 
 @dataclasses.dataclass
 class Worker:
-    """A worker process with the shards it still has to do.
+    """A worker process with the shard it has.
 
     `last`: when it said something last; `computed`: its CPU time when it had been silent since, None before that.
     `kept`: rows of the implementation that runs, passed on when it is done, so that none is there twice when it runs
     again in a fresh process; `done`: (case, implementation) pairs passed on since the case `at` began. `retried`: pairs
     that had a second chance; `retired`: the pair after which the process asked for a successor;
-    `again`: its first case was begun before.
+    `again`: its first case was begun before. `streams`: what the process has drawn from.
     """
 
     plan: dict[str, Any]
-    shards: list[dict[str, Any]]
+    shard: Shard | None = None
     process: subprocess.Popen[str] | None = None
     nonce: str = ""
     started: Started | None = None
     at: int = 0
-    shrinking: bool = False
     last: float = 0.0
     computed: float | None = None
     restarts: int = 0
@@ -66,44 +69,56 @@ class Worker:
     retried: set[tuple[str, str] | None] = dataclasses.field(default_factory=set)
     retired: Retired | None = None
     again: bool = False
+    blocking: bool = False
+    streams: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
 
-def run(plans: list[dict[str, Any]], timeout: float, first_timeout: float) -> Iterator[Event]:
-    """Run every plan in a process of its own and yield its events and, for one that is given up, `Lost`.
+Told: TypeAlias = tuple[Shard, Event]
+
+
+def run(plans: Sequence[dict[str, Any]], deck: Deck, timeout: float, first_timeout: float) -> Iterator[Told]:
+    """Deal the shards to a process for every plan and yield their events and, for one that is given up, `Lost`.
 
     An implementation that is silent for `timeout` seconds of CPU time (the first of a process: `first_timeout`, it
     imports), or on the clock for SLEEPING times as many asleep or `cpu_limit.BACKSTOP` times as many in any case, is
     killed: its row is timed-out. A process that ends before it is done is given one more chance, for it may have been
     ended from outside; the second time its row is crashed. Either way a new process goes on behind the case, without that
-    implementation on it.
+    implementation on it. A finding that ends its process is not looked at again.
     """
-    events: queue.Queue[tuple[Worker, subprocess.Popen[str], Event | None]] = queue.Queue()
-    workers = [Worker(plan, list(plan["shards"])) for plan in plans]
+    workers = [Worker(plan) for plan in plans]
     remove_abandoned()
     with tempfile.TemporaryDirectory(prefix=f"parity-{os.getpid()}-", ignore_cleanup_errors=True) as folder:
+        watch = Watch(deck, Path(folder))
         for number, worker in enumerate(workers):
             worker.errors = Path(folder) / f"stderr-{number}"
-            _start(worker, events, Path(folder))
         try:
-            while not all(w.finished for w in workers):
+            while True:
+                for worker in workers:
+                    watch.deal(worker)
+                if not any(w.shard for w in workers):
+                    return
                 try:
-                    worker, process, event = events.get(timeout=0.5)
+                    worker, process, event = watch.events.get(timeout=0.5)
                 except queue.Empty:
                     for worker in workers:
                         message, asleep = _silent(worker, timeout if worker.started else first_timeout)
                         if message:
                             assert worker.process is not None and worker.errors is not None
                             message += gpu.where(worker.process, worker.errors)
-                            _end(worker.process)
-                            yield from _lost(worker, events, Path(folder), message, "timed-out", out=asleep)
+                            yield from watch.lost(worker, message, "timed-out", out=asleep)
                     continue
                 if process is not worker.process:  # what one that was given up had still to say
                     continue
                 worker.last, worker.computed = time.monotonic(), None
-                if event is not None:
-                    yield from _passed_on(worker, event)
-                elif not worker.finished:
-                    yield from _lost(worker, events, Path(folder), _death(worker), "crashed")
+                if isinstance(event, Lost):
+                    yield from watch.given_up(worker, event.message)
+                elif event is not None:
+                    yield from watch.passed_on(worker, event)
+                elif worker.shard is not None:
+                    yield from watch.lost(worker, _death(worker), "crashed")
+                else:  # it ended between two shards: the next one has a new process
+                    _end(process)
+                    worker.process = None
         finally:
             for worker in workers:
                 if worker.process is not None:
@@ -121,6 +136,9 @@ def remove_abandoned() -> None:
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Kill a worker and what it started."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
     if process.poll() is None:
         cpu_limit.end(process.pid)
         process.wait()
@@ -128,7 +146,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def _silent(worker: Worker, limit: float) -> tuple[str, bool]:
     """Why a worker has been silent for too long, or nothing, and whether it slept; on a loaded machine the clock says little."""
-    if worker.finished or worker.process is None:
+    if worker.shard is None or worker.process is None:
         return "", False
     if worker.computed is None:
         worker.computed = cpu_limit.cpu_time(worker.process.pid)
@@ -141,43 +159,123 @@ def _silent(worker: Worker, limit: float) -> tuple[str, bool]:
     return (f"no answer for {waited:.0f} s, {spent:.0f} s of them CPU time" if over else ""), asleep
 
 
-def _passed_on(worker: Worker, event: Event) -> Iterator[Event]:
-    """The event, after the rows that were held back; keeps what a new process would have to know."""
-    if isinstance(event, Judged):
-        worker.kept.append(event)
-        return
-    for judged in worker.kept:
-        worker.done.add((judged.row.case, judged.row.implementation))
-        yield judged
-    worker.kept.clear()
-    match event:
-        case Started():
-            worker.started = event
-        case At():
-            if event.number != worker.at:
-                worker.done.clear()
-            worker.at, worker.shrinking = event.number, False
-            if worker.again:  # the process before this one has said so
-                worker.again = False
+class Watch:
+    """Deals shards to workers and makes of what they say the events of a run."""
+
+    def __init__(self, deck: Deck, folder: Path):
+        self.deck, self.folder = deck, folder
+        self.events: queue.Queue[tuple[Worker, subprocess.Popen[str], Event | None]] = queue.Queue()
+        self.excluded: list[str] = []
+        self.losses: collections.Counter[str] = collections.Counter()
+
+    def deal(self, worker: Worker) -> None:
+        """The next shard for a worker that has none."""
+        if worker.shard is not None or worker.finished:
+            return
+        worker.shard = self.deck.take(worker.streams)
+        if worker.shard is None:
+            return
+        worker.at, worker.again, worker.started = 0, False, None
+        worker.done.clear()
+        worker.retried.clear()
+        fresh = worker.shard.sought is not None and worker.shard.sought.fresh
+        if (fresh or worker.blocking) and worker.process is not None:
+            _end(worker.process)
+            worker.process = None
+        self.start(worker)
+
+    def start(self, worker: Worker, blocking: bool = False) -> None:
+        """Tell a worker its shard; where it has no process, a new one; `blocking`: one that waits for each CUDA kernel."""
+        assert worker.shard is not None
+        if worker.process is None:
+            _start(worker, self.events, self.folder, blocking)
+            worker.streams, worker.blocking = [], blocking
+        assert worker.process is not None and worker.process.stdin is not None
+        shard = replace(worker.shard, exclude=tuple(self.excluded))
+        if shard.kind == "drawn":
+            worker.streams.append((shard.family, shard.index))
+        worker.last, worker.computed = time.monotonic(), None
+        with contextlib.suppress(OSError):  # it has ended: an event says so
+            worker.process.stdin.write(json.dumps(msgspec.to_builtins(shard)) + "\n")
+            worker.process.stdin.flush()
+
+    def passed_on(self, worker: Worker, event: Event) -> Iterator[Told]:
+        """The event, after the rows that were held back; keeps what a new process would have to know."""
+        shard = worker.shard
+        if shard is None:
+            return
+        if isinstance(event, Judged):
+            worker.kept.append(event)
+            return
+        for judged in worker.kept:
+            worker.done.add((judged.row.case, judged.row.implementation))
+            yield shard, judged
+        worker.kept.clear()
+        match event:
+            case Started():
+                worker.started = event
+            case At():
+                if event.number != worker.at:
+                    worker.done.clear()
+                worker.at = event.number
+                if worker.again:  # the process before this one has said so
+                    worker.again = False
+                    return
+            case ShardDone():
+                worker.shard = None
+                self.deck.back(shard, event.seconds)
+            case Retired():
+                worker.retired = event
+        yield shard, event
+
+    def given_up(self, worker: Worker, message: str) -> Iterator[Told]:
+        """A worker that is not started again, and its shard."""
+        shard, worker.shard, worker.finished = worker.shard, None, True
+        if shard is not None:
+            self.deck.back(shard)
+            yield shard, Lost(message)
+
+    def lost(self, worker: Worker, message: str, verdict: Verdict, out: bool = False) -> Iterator[Told]:
+        """A new process; and where the pair had its second chance, a row for it and a process that leaves it out.
+
+        `out`: the implementation is left out of all further cases at once.
+        """
+        worker.kept.clear()
+        shard, started, retired = worker.shard, worker.started, worker.retired
+        assert shard is not None and worker.process is not None
+        _end(worker.process)
+        worker.process, worker.retired = None, None
+        if shard.kind == "finding":
+            worker.shard = None
+            self.deck.back(shard)
+            return
+        last = retired or started
+        pair = (last.case, last.implementation) if last else None
+        skip = shard.skip
+        once_more = verdict == "crashed" and not retired and pair not in worker.retried
+        if once_more:
+            worker.retried.add(pair)
+        else:
+            worker.restarts += 1
+            if pair is None or worker.restarts > MAX_RESTARTS:
+                yield from self.given_up(worker, message)
                 return
-        case Shrinking():
-            worker.shrinking = True
-        case ShardDone():
-            worker.shards.pop(0)
-            worker.at = 0
-            worker.done.clear()
-        case Retired():
-            worker.retired = event
-        case Done() | Lost():
-            worker.finished = True
-    yield event
+            if started is not None and not retired and pair not in worker.done:
+                yield shard, Judged(lost_row(started, verdict, message, worker.plan["device"]), lost=True)
+            skip = (*skip, pair)
+            self.losses[pair[1]] += 1
+            if out or self.losses[pair[1]] >= THRICE:
+                self.excluded.append(pair[1])
+        worker.again = last is not None
+        worker.shard = replace(shard, resume=worker.at, done=tuple(sorted(worker.done)), skip=skip)
+        self.start(worker, blocking=once_more)
 
 
 def _start(worker: Worker, events: Any, folder: Path, blocking: bool = False) -> None:
     assert worker.errors is not None
     plan = folder / f"{worker.errors.name}.json"
     worker.nonce = secrets.token_hex(8)
-    told = {"shards": worker.shards, "nonce": worker.nonce, "parent": os.getpid()}
+    told = {"nonce": worker.nonce, "parent": os.getpid()}
     plan.write_text(json.dumps(worker.plan | told))
     env = gpu.child(worker.plan["device"], worker.plan["threads"], worker.plan.get("gpu"))
     env = {**env, faults.BLOCKING: "1"} if blocking else env
@@ -185,7 +283,7 @@ def _start(worker: Worker, events: Any, folder: Path, blocking: bool = False) ->
     with worker.errors.open("w") as errors:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             env=env,
@@ -226,41 +324,6 @@ def _death(worker: Worker) -> str:
     why = gpu.cause(worker.errors.read_text(errors="replace").splitlines())
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return f"the process ended ({how}){': ' + why[:300] if why else ''}"
-
-
-def _lost(
-    worker: Worker, events: Any, folder: Path, message: str, verdict: Verdict, out: bool = False
-) -> Iterator[Event]:
-    """A new process; and where the pair had its second chance, a row for it and a process that leaves it out.
-
-    `out`: the implementation is left out of all further cases at once.
-    """
-    worker.kept.clear()
-    started, retired = worker.started, worker.retired
-    last = retired or started
-    pair = (last.case, last.implementation) if last else None
-    resumed: dict[str, Any] = {"resume": worker.at, "done": sorted(worker.done)}
-    again = False
-    if verdict == "crashed" and not retired and not worker.shrinking and pair not in worker.retried:
-        worker.retried.add(pair)
-        again = True
-    else:
-        worker.restarts += 1
-        if pair is None or worker.restarts > MAX_RESTARTS:
-            worker.finished = True
-            yield Lost(message)
-            return
-        if started is not None and not retired and (pair not in worker.done or worker.shrinking):
-            yield Judged(lost_row(started, verdict, message, worker.plan["device"]))
-        case, implementation = pair
-        resumed["skip"] = [*worker.shards[0].get("skip", ()), [case, implementation]]
-        if out or worker.shrinking or sum(i == implementation for _, i in resumed["skip"]) >= THRICE:
-            # minimising would run into the same wall again; after the third time the implementation is left out
-            worker.plan["exclude"] = [*worker.plan.get("exclude", ()), implementation]
-    worker.again = last is not None
-    worker.retired = None
-    worker.shards[0] |= resumed
-    _start(worker, events, folder, blocking=again)
 
 
 def lost_row(started: Started, verdict: Verdict, message: str, device: str) -> Row:

@@ -1,4 +1,5 @@
-"""A worker process, in which implementations run: reads a plan, writes one JSON event a line to its standard output.
+"""A worker process, in which implementations run: reads a plan, then a shard a line from its standard input, and writes one
+JSON event a line to its standard output.
 
 A separate process, because an implementation may hang or take the process down. Every event carries the nonce of the plan
 and this process's id: what a fork of it, a library or an implementation writes to the same descriptor is no event.
@@ -17,18 +18,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+from parity.decoding import decode
 from parity.process import die_with, prepare
 from parity.running import gpu
 
 
 def main(path: str) -> int:
-    """Run the shards of a plan; the last event is `Done`."""
+    """Run shards until there are no more."""
     plan: dict[str, Any] = json.loads(Path(path).read_text())
     die_with(plan["parent"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     events = os.fdopen(os.dup(1), "w", buffering=1)  # not inherited by what an implementation starts
     faulthandler.register(gpu.WHERE)
     os.dup2(2, 1)  # what libraries print must not mix with events
+    shards = os.fdopen(os.dup(0), "rb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     pid = os.getpid()
     time.sleep(plan.get("wait", 0.0))
     prepare(plan["device"], plan["threads"])
@@ -39,10 +45,10 @@ def main(path: str) -> int:
     from parity.judging import faults
     from parity.registry import resolved, select
     from parity.results.ledger import Ledger
-    from parity.running.events import Done, Event, Judged, ShardDone, signed
+    from parity.running.events import Event, Judged, ShardDone, signed
     from parity.running.events import Retired as RetiredEvent
-    from parity.running.shard import Retired, Session, Shard
-    from parity.trainers.catalogue import is_trainer
+    from parity.running.plan import Shard
+    from parity.running.shard import Retired, Session
 
     for name in plan.get("families", ()):
         resolved(name)
@@ -57,8 +63,9 @@ def main(path: str) -> int:
                 return  # a process before this one has told it
         events.write(signed(plan["nonce"], pid, event))
 
+    known = [i for i in select(plan["implementations"]) if i.id not in plan.get("exclude", ())]
     session = Session(
-        implementations=[i for i in select(plan["implementations"]) if i.id not in plan.get("exclude", ())],
+        implementations=known,
         profile_name=plan["profile"],
         profile=PROFILES[plan["profile"]],
         dtypes=plan["dtypes"],
@@ -67,27 +74,23 @@ def main(path: str) -> int:
         findings_dir=Path(plan["findings"]),
         emit=emit,
         deadline=plan.get("deadline"),
+        frozen=[(name, Case.from_json(case), extra) for name, case, extra in plan["frozen"]],
     )
-    frozen = [(name, Case.from_json(case), extra) for name, case, extra in plan["frozen"]]
-    for raw in plan["shards"]:
+    for line in shards:
+        shard: Shard = decode(Shard, line, "a shard")
         done.clear()
-        done.update(map(tuple, raw.pop("done", ())))
-        shard = Shard(**raw | {"skip": tuple(map(tuple, raw.get("skip", ())))})
+        done.update(shard.done)
+        session.implementations = [i for i in known if i.id not in shard.exclude]
+        begun = time.process_time()
         try:
-            if shard.count == 0:
-                session.frozen(shard, frozen)
-            elif is_trainer(shard.family):
-                session.checks(shard)
-            else:
-                session.drawn(shard)
+            came = session.run(shard)
         except Retired as pair:
             if faults.lost() and not faults.blocking():  # once more in a process that knows the line
                 print(faults.lost(), file=sys.stderr)
                 return 1
             emit(RetiredEvent(*pair.args))
             return 0
-        emit(ShardDone())
-    emit(Done())
+        emit(ShardDone(came, round(time.process_time() - begun, 3)))
     return 0
 
 

@@ -10,7 +10,7 @@ from parity.registry import select
 from parity.results import memory
 from parity.results.row import Row
 from parity.running import run as running
-from parity.running.events import At, Judged
+from parity.running.events import At, Judged, ShardDone
 
 
 def test_patterns_choose_implementations():
@@ -45,8 +45,15 @@ def test_a_slip_of_the_pen_is_named(words, says, tmp_path):
 @pytest.mark.parametrize(("narrowed", "kept"), [([], 1), (["--family", "logprobs"], 0), (["--dtype", "fp32"], 0)])
 def test_a_whole_run_is_kept_for_later_ones(tmp_path, monkeypatch, narrowed, kept):
     row = {"case": "c", "family": "logprobs", "implementation": "a.b", "dtype": "fp32", "device": "cpu"}
-    told = [Judged(Row(**row, verdict="agree", quantity="logps", headroom=0.5, settings={"B": 1}))]
-    monkeypatch.setattr(running.supervisor, "run", lambda *args: iter(told))
+
+    def events(plans, deck, *limits):
+        for number, shard in enumerate(iter(deck.take, None)):
+            if not number:
+                yield shard, Judged(Row(**row, verdict="agree", quantity="logps", headroom=0.5, settings={"B": 1}))
+            yield shard, ShardDone(shard.count)
+            deck.back(shard)
+
+    monkeypatch.setattr(running.supervisor, "run", events)
     words = ["run", "--profile", "quick", *narrowed, "--reports", str(tmp_path)]
     done = CliRunner().invoke(commands.main, words)
     assert done.exit_code == 0 and done.stdout.startswith("NEW none · KNOWN none · 1 compared on CPU, none on CUDA\n")
@@ -56,10 +63,11 @@ def test_a_whole_run_is_kept_for_later_ones(tmp_path, monkeypatch, narrowed, kep
 def test_a_run_from_python_has_typed_rows(tmp_path, monkeypatch):
     row = {"case": "c", "family": "logprobs", "implementation": "a.b", "dtype": "fp32", "device": "cpu"}
 
-    def events(plans, *args):
+    def events(plans, deck, *args):
         assert plans[0]["dtypes"] == ["fp32"]
-        yield At(0)
-        yield Judged(Row(**row, verdict="agree", quantity="logps", headroom=0.5))
+        shard = deck.take()
+        yield shard, At(0)
+        yield shard, Judged(Row(**row, verdict="agree", quantity="logps", headroom=0.5))
 
     monkeypatch.setattr(running.supervisor, "run", events)
     found = parity.run(profile="quick", families=("logprobs",), dtypes=("fp32",), reports=tmp_path)

@@ -11,7 +11,8 @@ from parity.judging.assess import classify, confirmed
 from parity.judging.execute import execute
 from parity.registry import NAMES, bench_of, family, from_file, loss_family, run_case, select
 from parity.results.row import Row
-from parity.running.run import Options, judge_run
+from parity.running.outcome import judge_run
+from parity.running.plan import Options
 
 FAMILY = family("logprobs")
 

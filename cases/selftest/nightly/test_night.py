@@ -1,9 +1,14 @@
 """The night: proof of life, exit codes of its parts, what it holds the next night to, and its steps."""
 
+import contextlib
+import datetime
+import itertools
 import json
+import sqlite3
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -12,6 +17,11 @@ from parity.cli.commands import main
 from parity.cli.nightly import duration
 from parity.errors import UsageError
 from parity.nightly import night, proof, steps
+from parity.results import notify
+from parity.results.report.rows import read
+from parity.running import findings, provenance, supervisor
+
+PLAYED = Path(supervisor.__file__).parents[2] / "fixtures" / "played_worker.py"
 
 
 def test_a_planted_mistake_is_caught_in_every_family():
@@ -71,6 +81,8 @@ def test_a_whole_short_night_and_the_next_one(tmp_path):
         "mutants",
         "--skip",
         "unsloth",
+        "--skip",
+        "upstream",
         "--max-time",
         "4m",
         "--seed",
@@ -90,6 +102,109 @@ def test_a_whole_short_night_and_the_next_one(tmp_path):
     assert seen.exit_code == 0 and "quick" in seen.output
     late = CliRunner().invoke(main, [*nights, "--stale", "0s"])
     assert late.exit_code == 3 and "no night" in late.output
+
+
+@pytest.fixture
+def played(tmp_path, monkeypatch):
+    """A night of logprobs in a second: its workers pretend, its other commands are written down; versions are the test's."""
+    told = {"trl": "1.0", "liger-kernel": "0.8"}
+    asked = []
+
+    def step(name, words, log, limit, module):
+        asked.append(words)
+        return steps.Step(name, "parity " + " ".join(words), 0, 1.0, "what it found")
+
+    monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", str(PLAYED)])
+    monkeypatch.setattr(night, "proof", lambda *_: [proof.Proof("policy", "cpu", "kl-sign", True, 9, True)])
+    monkeypatch.setattr(steps, "run", step)
+    monkeypatch.setattr(provenance, "versions", lambda: dict(told))
+    monkeypatch.setattr(findings, "_cases", lambda found: [(0, 40, {}) for _ in found])
+
+    def one(**options):
+        given = {"profile": "quick", "families": ("logprobs",), "implementations": ("fixes",), "reports": tmp_path}
+        given["others"] = (("history", ("history",), 0.2), ("mutants", ("mutants",), 0.1))
+        asked.clear()
+        code, changed = night.run(night.Night(**given | options), lambda line: None, lambda *_: None)
+        return code, notify.title(changed), list(asked)
+
+    return one, told
+
+
+def yesterday(reports):
+    """Let the runs that are kept be of one day earlier."""
+    for path in (reports / "history").glob("*.sqlite"):
+        with contextlib.closing(sqlite3.connect(path)) as base, base:
+            base.execute("UPDATE run SET started = datetime(started, '-1 day') || '+00:00'")
+
+
+def test_green_red_still_red_and_green_again(played, tmp_path, monkeypatch):
+    run, versions = played
+    code, title, asked = run()
+    assert (code, [words[0] for words in asked]) == (0, ["history", "mutants"]) and "green" in title
+    assert (code, title) == (run()[0], run()[1]), "a night without a cause is as the one before"
+    yesterday(tmp_path)
+    monkeypatch.setenv("PLAYED_WRONG", "fused")
+    versions["trl"] = "2.0"
+    code, title, asked = run()
+    assert code == 1 and title == "parity: 1 new finding in fused, since tonight"
+    words = ["bisect", "trl", "--good", "1.0", "--bad", "2.0", "--case", asked[0][7], "--implementation", "fused"]
+    assert asked[0] == words and asked[0][7].startswith("logprobs-")
+    issue = (tmp_path / "issue.md").read_text()
+    assert "trl 1.0 → 2.0" in issue and "parity bisect trl" in issue and "what it found" in issue
+    yesterday(tmp_path)
+    code, title, asked = run()
+    assert code == 1 and "since yesterday, " in title
+    assert not any(words[0] == "bisect" for words in asked), "on the first red night only"
+    monkeypatch.delenv("PLAYED_WRONG")
+    assert run()[:2] == (0, title[: title.index(":")] + f": green ({datetime.datetime.now(datetime.UTC):%Y-%m-%d})")
+
+
+def test_what_a_fresh_process_does_not_show_is_nondeterministic(played, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLAYED_WRONG", "fused")
+    for shown, verdict in (("yes", "disagree"), ("no", "nondeterministic")):
+        monkeypatch.setenv("PLAYED_SHOWN", shown)
+        assert played[0]()[0] == 1
+        _, rows = read(tmp_path / "results.ndjson")
+        assert {row.verdict for row in rows if row.implementation == "fused"} == {verdict}
+        assert {row.verdict for row in rows if row.implementation == "plain"} == {"agree"}
+
+
+def test_a_night_that_was_killed_goes_on(played, tmp_path, monkeypatch):
+    run, _ = played
+    run(seed=7)
+    expected = rows_of(tmp_path)
+    whole, events = steps.run, supervisor.run
+
+    def dies(*args):
+        yield from itertools.islice(events(*args), 200)
+        raise MemoryError
+
+    def stops(name, *args):
+        if name == "mutants":
+            raise MemoryError
+        return whole(name, *args)
+
+    with pytest.raises(UsageError, match="came to its end with exit code 0: begin a new one"):
+        run(resume=True)
+    monkeypatch.setattr(supervisor, "run", dies)
+    with pytest.raises(MemoryError):
+        run(seed=7)
+    monkeypatch.setattr(supervisor, "run", events)
+    monkeypatch.setattr(steps, "run", stops)
+    with pytest.raises(MemoryError):
+        run(resume=True)
+    assert rows_of(tmp_path) == expected, "the run has gone on and ended"
+    monkeypatch.setattr(steps, "run", whole)
+    monkeypatch.setattr(supervisor, "run", lambda plans, deck, *_: iter(()) if not deck.left else pytest.fail("again"))
+    with pytest.raises(UsageError, match="that night had seed 7, not 8"):
+        run(resume=True, seed=8)
+    code, title, asked = run(resume=True)
+    assert code == 0 and "green" in title and [words[0] for words in asked] == ["mutants"]
+    assert rows_of(tmp_path) == expected and json.loads((tmp_path / "night.json").read_text())["seed"] == 7
+
+
+def rows_of(reports):
+    return sorted((r.case, r.implementation, r.quantity or "", r.verdict) for r in read(reports / "results.ndjson")[1])
 
 
 def test_a_run_that_is_out_of_time_says_where_it_stopped(tmp_path):

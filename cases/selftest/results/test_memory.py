@@ -4,6 +4,7 @@ import datetime
 import sqlite3
 
 import pytest
+from msgspec.structs import replace
 
 from parity.errors import UsageError
 from parity.results import memory, notify, trend
@@ -127,6 +128,15 @@ def test_growth_far_below_the_gate_is_not_news(tmp_path):
     assert not trend.change(night(tmp_path, 1, [row(headroom=0.2)]), memory.runs(tmp_path)[:1]).growth
 
 
+def test_comparisons_that_a_new_crash_explains_are_not_missing(tmp_path):
+    for day in range(3):
+        night(tmp_path, day, GOOD)
+    crash = row(verdict="crashed", quantity=None, gate=None, gates={}, headroom=None)
+    for known in (None, "entry"):
+        found = trend.change(night(tmp_path, 3, [replace(crash, known=known)], 1), memory.runs(tmp_path)[:3])
+        assert bool(found.missing) is (known is not None)
+
+
 @pytest.mark.parametrize("cases, missing", [(8, False), (7, True), (0, True)])
 def test_fewer_comparisons_than_usual_are_named(tmp_path, cases, missing):
     for day in range(3):
@@ -157,7 +167,7 @@ def test_the_title_says_who_and_since_when(tmp_path):
     green = trend.change(night(tmp_path, 0, GOOD), [])
     assert notify.title(green) == "parity: green (2026-11-01)"
     red = trend.change(night(tmp_path, 1, [*GOOD, *BAD], 1), memory.runs(tmp_path)[:1])
-    assert notify.title(red) == "parity: 1 new finding in liger.f, since 2026-11-02"
+    assert notify.title(red) == "parity: 1 new finding in liger.f, since tonight"
     blind = trend.change(night(tmp_path, 2, GOOD, 3), memory.runs(tmp_path)[:1])
     assert notify.title(blind) == "parity: red (2026-11-03): nothing, or not enough, was compared"
 

@@ -24,6 +24,8 @@ HEADER = {
     "run": "aa",
     "header": {"versions": {}, "device": "cpu", "profile": "quick", "seed": 1, "ends": True},
 }
+PLANNED = HEADER | {"header": HEADER["header"] | {"plan": {"a": 40, "b": 50}}}
+PART = {"part": {"name": "a", "cases": 40}, "schema": 1, "run": "aa"}
 
 
 def row(**fields):
@@ -54,8 +56,12 @@ def end(**fields):
 
 @pytest.mark.parametrize(
     ("records", "says"),
-    [((HEADER, row(), end()), "stopped after 12 of 340 cases"), ((HEADER, row()), "the file ends before the run did")],
-    ids=["interrupted", "killed"],
+    [
+        ((HEADER, row(), end()), "stopped after 12 of 340 cases"),
+        ((HEADER, row()), "the file ends before the run did"),
+        ((PLANNED, row(shard="a"), PART, row(shard="b")), "stopped after 41 of 90 cases"),
+    ],
+    ids=["interrupted", "killed, by an older parity", "killed"],
 )
 def test_every_report_says_that_a_run_did_not_finish(tmp_path, records, says):
     path = file_of(tmp_path / "results.ndjson", *records)
@@ -85,9 +91,10 @@ def test_rows_of_two_runs_in_one_file_are_refused(tmp_path):
 
 @pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt, 130), (running.Terminated, 143)])
 def test_what_there_is_when_it_is_stopped_is_reported(tmp_path, monkeypatch, raised, code):
-    def events(*args):
-        yield At(0)
-        yield Judged(row(run=""))
+    def events(plans, deck, *limits):
+        shard = deck.take()
+        yield shard, At(1)
+        yield shard, Judged(row(run=""))
         raise raised
 
     monkeypatch.setattr(running.supervisor, "run", events)

@@ -7,17 +7,18 @@ import pytest
 from parity.errors import UsageError
 from parity.results.row import Row
 from parity.running import supervisor
-from parity.running.events import At, Checked, Done, Judged, Lost, Retired, ShardDone, Shrinking, Started, line_of, read
+from parity.running.deck import Deck
+from parity.running.events import At, Checked, Confirmed, Judged, Lost, Retired, ShardDone, Started, line_of, read
+from parity.running.plan import Shard
 
 ROW = Row(case="c", family="f", implementation="i", dtype="fp32", device="cpu", verdict="agree", settings={"B": 1})
 EVENTS = [
     At(3),
     Started("c", "i", {"seed": 1}),
-    Shrinking("c"),
     Judged(ROW),
     Checked("entry", None),
-    ShardDone(),
-    Done(),
+    Confirmed([("loss", None)]),
+    ShardDone(3, 0.5),
     Retired("c", "i"),
     Lost("no answer"),
 ]
@@ -78,8 +79,8 @@ def told(monkeypatch, events, sleep=0):
     """What the supervisor makes of a worker that writes these lines, signed, and is silent or ends."""
     program = WORKER.format(events=events, sleep=sleep)
     monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", "-c", program])
-    plan = {"device": "cpu", "threads": 1, "shards": [{"family": "logprobs", "index": 0, "count": 1, "seed": 1}]}
-    return list(supervisor.run([plan], 30.0, 30.0))
+    shard = Shard(family="logprobs", kind="drawn", count=1, of=1, seed=1)
+    return [event for _, event in supervisor.run([{"device": "cpu", "threads": 1}], Deck([shard]), 30.0, 30.0)]
 
 
 def test_a_worker_that_sends_one_is_given_up(monkeypatch):

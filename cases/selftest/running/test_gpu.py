@@ -8,8 +8,9 @@ import torch
 from fixtures.pretended_cuda import pretended
 from parity import bootstrap, world
 from parity.case.profiles import SHARDS, SHARDS_CUDA
-from parity.running import gpu, one_kernel, run
-from parity.running.run import NOTHING, Options
+from parity.running import gpu, one_kernel, outcome, run
+from parity.running.outcome import NOTHING
+from parity.running.plan import Options, planned
 from parity.world.state import matmul_precision
 
 
@@ -31,7 +32,7 @@ def test_a_driver_too_old_ends_the_run_with_its_cause(box, monkeypatch, tmp_path
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", old)
-    found = run.execute(Options(profile="quick", reports=tmp_path), lambda rows: None)
+    found = run.execute(Options(profile="quick", reports=tmp_path), lambda *_: None)
     assert found.exit_code == NOTHING and not found.rows
     assert "driver on your system is too old (found version 12040)" in found.reasons[0]
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -45,8 +46,8 @@ def test_a_kernel_that_cannot_be_compiled_ends_the_run(monkeypatch, tmp_path):
     failed = subprocess.CompletedProcess([], 1, "", said)
     monkeypatch.setattr(gpu.subprocess, "run", lambda *args, **kwargs: failed)
     assert "Failed to find C compiler" in gpu.no_triton() and "apt-get install gcc python3-dev" in gpu.no_triton()
-    assert "Failed to find C compiler" in run._cannot(Options(), "cuda")
-    assert run._cannot(Options(implementations=("honest",)), "cpu") is None
+    assert "Failed to find C compiler" in outcome.cannot(Options(), "cuda")
+    assert outcome.cannot(Options(implementations=("honest",)), "cpu") is None
 
 
 def test_the_one_kernel_is_right_in_the_interpreter():
@@ -54,11 +55,11 @@ def test_the_one_kernel_is_right_in_the_interpreter():
 
 
 def test_kernels_are_required_on_cuda():
-    kernels = run.required_kernels(Options())
+    kernels = outcome.required_kernels(Options())
     assert "trl.chunked_logprob_kernel" in kernels and "cce.default" in kernels
-    code, reasons = run.judge_run(Options(), [], [], [], "cuda")
+    code, reasons = outcome.judge_run(Options(), [], [], [], "cuda")
     assert code == NOTHING and any("required on CUDA: cce.default" in r for r in reasons)
-    assert not any("required on CUDA" in r for r in run.judge_run(Options(), [], [], [], "cpu")[1])
+    assert not any("required on CUDA" in r for r in outcome.judge_run(Options(), [], [], [], "cpu")[1])
 
 
 def test_the_environment_of_a_worker(monkeypatch):
@@ -72,22 +73,17 @@ def test_the_environment_of_a_worker(monkeypatch):
 def test_shards_do_not_depend_on_workers_and_gpus_are_dealt_out(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
 
-    def dealt(device, workers):
-        options = Options(profile="quick", workers=workers, reports=tmp_path)
-        plan = run.plans(options, device, 1, run.data.ledger_file())
-        shards = sorted(
-            (s["family"], s["index"], s["count"], s.get("parts", SHARDS)) for p in plan for s in p["shards"]
-        )
-        return shards, plan
+    def plan_of(device, workers):
+        return planned(Options(profile="quick", workers=workers, reports=tmp_path), device, 1)
 
-    few, plan = dealt("cuda", 2)
-    many, spread = dealt("cuda", 5)
-    assert few == many and {p["gpu"] for p in plan} == {"3", "5"}
-    assert [p["wait"] for p in spread] == sorted({p["wait"] for p in spread})  # each starts later than the one before
-    assert sum(name == "policy" and index >= 0 for name, index, _, _ in many) == SHARDS_CUDA
-    on_cpu, plan = dealt("cpu", 3)
-    assert sum(name == "policy" and index >= 0 for name, index, _, _ in on_cpu) == SHARDS
-    assert all(p["gpu"] is None and not p["wait"] for p in plan)
+    few, many = plan_of("cuda", 2), plan_of("cuda", 5)
+    assert few.shards == many.shards and {one["gpu"] for one in few.extra} == {"3", "5"}
+    waits = [one["wait"] for one in many.extra]
+    assert waits == sorted({*waits})  # each starts later than the one before
+    assert len({s.index for s in many.shards if (s.family, s.kind) == ("policy", "drawn")}) == SHARDS_CUDA
+    on_cpu = plan_of("cpu", 3)
+    assert len({s.index for s in on_cpu.shards if (s.family, s.kind) == ("policy", "drawn")}) == SHARDS
+    assert all(one["gpu"] is None and not one["wait"] for one in on_cpu.extra)
 
 
 @pytest.mark.parametrize(

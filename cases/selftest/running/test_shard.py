@@ -2,27 +2,32 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from msgspec import UNSET
+from msgspec.structs import replace
 
-from parity import data
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import Profile
 from parity.registry import NAMES, from_file, loss_family
 from parity.results.ledger import Ledger
-from parity.running.events import At, Judged, Shrinking
-from parity.running.run import Options, plans
-from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, Shard, second_pass
+from parity.running.events import At, Confirmed, Judged
+from parity.running.findings import Findings
+from parity.running.plan import Options, Shard, planned
+from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, second_pass
 
 KERNELS = "fixtures/kernels.py"
+FIRST = ["logprobs-a3d28913ce", "logprobs-37ce4550bc", "logprobs-dd0fe5d913"]
 PROFILE = Profile(shrink_seconds=60.0, findings=2)
 
 
-def session(name, tmp_path, ledger="") -> tuple[Session, list]:
-    path = tmp_path / "ledger.toml"
-    path.write_text(ledger)
+def drawn_shard(count, seed, **fields):
+    return Shard(**{"family": "logprobs", "kind": "drawn", "count": count, "of": count, "seed": seed} | fields)
+
+
+def session(name, tmp_path) -> tuple[Session, list]:
     events: list = []
     own = Session(
         implementations=[*from_file(f"{KERNELS}:{name}")],
@@ -30,7 +35,7 @@ def session(name, tmp_path, ledger="") -> tuple[Session, list]:
         profile=PROFILE,
         dtypes=("fp32",),
         device="cpu",
-        ledger=Ledger.load(path),
+        ledger=Ledger((), tmp_path),
         findings_dir=tmp_path / "findings",
         emit=events.append,
     )
@@ -45,84 +50,112 @@ def numbers(events):
     return [e.number for e in events if isinstance(e, At)]
 
 
+def looked_for(own, events, shard, **limits):
+    """The findings of a shard that was run, and the shards in which they are looked for again."""
+    found = [replace(row, shard=shard.name) for row in rows(events)]
+    findings = Findings(found, dataclasses.replace(own.profile, **limits), 1, None)
+    return found, findings, findings.sought([shard], {})
+
+
 def test_a_right_kernel_has_no_findings(tmp_path):
     own, events = session("right", tmp_path)
-    own.drawn(Shard("logprobs", 0, 40, seed=1))
+    shard = drawn_shard(40, 1)
+    assert own.run(shard) == 40
     assert {r.verdict for r in rows(events)} == {"agree", "unsupported"}
     assert sum(r.verdict == "agree" for r in rows(events)) >= 15
+    assert looked_for(own, events, shard)[2] == []
 
 
-def test_a_scale_error_of_one_in_a_thousand_is_found(tmp_path):
-    own, events = session("scaled", tmp_path)
-    own.drawn(Shard("logprobs", 0, 40, seed=2))
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory):
+    """A session that has run a kernel that is wrong beyond a vocabulary of eight."""
+    own, events = session("wrong_beyond_eight", tmp_path_factory.mktemp("wrong"))
+    shard = drawn_shard(60, 3)
+    own.run(shard)
+    return own, tuple(events), shard
+
+
+def heard(own, shard):
+    """The events of one more shard."""
+    events = []
+    own.emit = events.append
+    own.run(shard)
+    return events
+
+
+def test_a_finding_is_minimised_and_frozen(wrong):
+    own, events, shard = wrong
     assert any(r.verdict == "disagree" and r.cls == "logic" for r in rows(events))
-
-
-def test_a_finding_is_minimised_and_frozen(tmp_path):
-    own, events = session("wrong_beyond_eight", tmp_path)
-    own.drawn(Shard("logprobs", 0, 60, seed=3))
-    found = [r for r in rows(events) if r.minimised is True and r.quantity == "logps"]
+    _, _, (first, *_) = looked_for(own, events, shard)
+    found = [r for r in rows(heard(own, first)) if r.minimised is True and r.quantity == first.sought.subjects[0][0]]
     assert found, "no minimised finding"
     assert found[0].settings["V"] == 9, "the smallest vocabulary that shows it"
     assert found[0].settings["B"] == found[0].settings["T"] == 1
     assert found[0].verdict == "disagree"
-    frozen = list((tmp_path / "findings").glob("*.json"))
+    frozen = list(own.findings_dir.glob("*.json"))
     assert Case.load(frozen[0]).family == "logprobs"
     assert json.loads(frozen[0].read_text())["implementation"] == "fixtures/kernels.py:wrong_beyond_eight"
 
 
-def test_what_there_is_no_time_to_minimise_is_reported_as_drawn(tmp_path):
-    shard = Shard("logprobs", 0, 60, seed=3)
+def test_what_there_is_no_time_to_minimise_is_reported_as_drawn(wrong):
     for limit in ({"minimise_seconds": 0.0}, {"findings": 0}):
-        own, events = session("wrong_beyond_eight", tmp_path)
-        own.profile = dataclasses.replace(PROFILE, **limit)
-        own.drawn(shard)
-        first = [r for r in rows(events) if r.minimised is not UNSET]
-        assert first and not any(r.minimised for r in first)
+        found, findings, again = looked_for(*wrong, **limit)
+        first = [r for r in found if r.minimised is not UNSET]
+        assert first and not any(r.minimised for r in first) and findings.changed and not again
         assert len({(r.implementation, r.quantity, r.cls) for r in first}) == len(first), "each finding once"
-        assert not any(isinstance(e, Shrinking) for e in events)
-        assert not (tmp_path / "findings").exists()
-        assert sum(isinstance(e, At) for e in events) == 60, "every case is run all the same"
 
 
-def test_the_time_for_minimising_is_one_for_all_findings_of_a_worker(tmp_path):
-    own, events = session("wrong_beyond_eight", tmp_path)
-    own.implementations = [*own.implementations, *from_file(f"{KERNELS}:scaled")]
-    own.profile = dataclasses.replace(PROFILE, findings=9, shrink_seconds=60.0, minimise_seconds=1e-6)
-    own.drawn(Shard("logprobs", 0, 60, seed=3))
-    assert own.minimised == 1 and own.minimising > 1e-6, "the first uses it up"
-    assert any(r.minimised is False for r in rows(events))
+def test_the_time_for_minimising_is_one_for_all_findings(wrong):
+    _, _, again = looked_for(*wrong, findings=9, minimise_seconds=40.0)
+    assert [s.sought.seconds for s in again] == [40.0]
+    assert len(again[0].sought.subjects) > 1, "what fails in the same case is one finding"
 
 
-def test_the_same_seed_draws_the_same_cases(tmp_path):
-    drawn = []
-    for _ in range(2):
-        own, events = session("right", tmp_path)
-        own.drawn(Shard("logprobs", 1, 15, seed=4))
-        drawn.append([r.case for r in rows(events)])
-    assert drawn[0] == drawn[1]
+def test_a_finding_counts_once_a_fresh_process_shows_it(wrong):
+    own, events, shard = wrong
+    found, findings, (first, *_) = looked_for(own, events, shard, derandomised=False, minimise_seconds=0.0)
+    assert first.sought.fresh and len(first.sought.cases) == 3
+    assert [e for e in heard(own, first) if isinstance(e, Confirmed)] == [Confirmed(first.sought.subjects)]
+    right = replace(first.sought, cases=[(0, 60, Case("logprobs", 1, "fp32", {"V": 3}).to_json())])
+    assert heard(own, replace(first, sought=right))[-1] == Confirmed([])
+    findings.confirmed(first, first.sought.subjects)
+    assert not any(r.verdict == "nondeterministic" for r in found)
+    findings.confirmed(first, first.sought.subjects[1:])
+    marked = [r for r in found if r.verdict == "nondeterministic"]
+    assert marked and {r.quantity for r in marked} == {first.sought.subjects[0][0]} and findings.changed
+    assert marked[0].message.startswith("a fresh process does not show it in 3 of its cases") and marked[0].new
+
+
+def test_the_cases_of_a_stream_do_not_depend_on_its_shards():
+    """Nor on who has drawn them: the frozen ids are of the revision before streams were cut into shards."""
+    own, _ = session("right", Path("/nonexistent"))
+    whole = [c.id for c in own._cases(drawn_shard(120, 4, index=1))]
+    parts = [drawn_shard(40, 4, index=1, start=start, of=120) for start in (80, 0, 40)]
+    cut = {shard.start: [c.id for c in session("right", Path("/nonexistent"))[0]._cases(shard)] for shard in parts}
+    assert whole == cut[0] + cut[40] + cut[80] and len(set(whole)) == 120
+    assert whole[:3] == FIRST
 
 
 def test_a_resumed_shard_leaves_out_what_was_done(tmp_path):
     own, events = session("right", tmp_path)
-    shard = Shard("logprobs", 0, 12, seed=5)
-    own.drawn(shard)
-    whole = numbers(events)
+    own.run(drawn_shard(12, 5, resume=8))
+    assert numbers(events) == [8, 9, 10, 11]
+
+
+def test_a_shard_that_is_late_says_how_far_it_came(tmp_path):
     own, events = session("right", tmp_path)
-    own.drawn(dataclasses.replace(shard, resume=8))
-    assert numbers(events) == [n for n in whole if n >= 8]
+    own.deadline = 1.0
+    assert own.run(drawn_shard(12, 5)) == 0 and not events
 
 
 def test_one_dtype_leaves_out_frozen_cases_of_others():
-    (plan,) = plans(Options(profile="pr", dtypes=("fp32",), workers=1), "cpu", 0, data.ledger_file())
-    assert {case["dtype"] for _, case, _ in plan["frozen"]} == {"fp32"} and len(plan["frozen"]) > 10
+    frozen = planned(Options(profile="pr", dtypes=("fp32",)), "cpu", 0).settings["frozen"]
+    assert {case["dtype"] for _, case, _ in frozen} == {"fp32"} and len(frozen) > 10
 
 
 def test_profile_quick_leaves_frozen_cases_of_whole_trainers_to_the_others():
     families = {
-        profile: {
-            case["family"] for _, case, _ in plans(Options(profile=profile), "cpu", 0, data.ledger_file())[0]["frozen"]
-        }
+        profile: {case["family"] for _, case, _ in planned(Options(profile=profile), "cpu", 0).settings["frozen"]}
         for profile in ("quick", "pr")
     }
     assert families["quick"] == set(NAMES)

@@ -13,8 +13,9 @@ import pytest
 from parity import data
 from parity.results.row import Row
 from parity.running import cpu_limit, supervisor
-from parity.running.events import Done, Event, Judged, Lost, genuine, read, signed
-from parity.running.run import frozen_cases
+from parity.running.deck import Deck
+from parity.running.events import Event, Judged, Lost, ShardDone, genuine, read, signed
+from parity.running.plan import Shard, frozen_cases
 
 
 def run(tmp_path: Path, names: list[str], timeout: float) -> list[Event]:
@@ -28,9 +29,17 @@ def run(tmp_path: Path, names: list[str], timeout: float) -> list[Event]:
         "ledger": str(data.ledger_file()),
         "findings": str(tmp_path / "findings"),
         "frozen": [c for c in frozen_cases(data.ledger_file()) if c[0] == "one-token.json"],
-        "shards": [{"family": "logprobs", "index": 0, "count": 12, "seed": 1}],
     }
-    return list(supervisor.run([plan], timeout, 120.0))
+    return followed(plan, 12, timeout)
+
+
+def followed(plan: dict, count: int, timeout: float) -> list[Event]:
+    """The events of a plan on one shard of so many cases."""
+    shard = Shard(family="logprobs", kind="drawn", count=count, of=count, seed=1)
+    return [event for _, event in supervisor.run([plan], Deck([shard]), timeout, 120.0)]
+
+
+SHARD = Shard(family="logprobs", kind="drawn", count=1, of=1, seed=1)
 
 
 def rows(events: list[Event], name: str) -> list[Row]:
@@ -77,7 +86,7 @@ def test_a_silent_worker_has_its_cpu_time_and_then_the_clock(monkeypatch, progra
     monkeypatch.setattr(cpu_limit, "BACKSTOP", backstop)
     with subprocess.Popen([sys.executable, "-S", "-c", program]) as process:
         try:
-            worker = supervisor.Worker({}, [], process, last=time.monotonic())
+            worker = supervisor.Worker({}, SHARD, process, last=time.monotonic())
             while not (told := supervisor._silent(worker, 1.0))[0]:
                 time.sleep(0.1)
             assert re.fullmatch(message, told[0]) and told[1] is sleeps
@@ -90,7 +99,7 @@ def test_waiting_for_a_core_is_no_hang(monkeypatch):
     spent = iter([0.0, 60.0])
     monkeypatch.setattr(cpu_limit, "cpu_time", lambda pid: next(spent))
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
-        worker = supervisor.Worker({}, [], process, last=time.monotonic() - 600)
+        worker = supervisor.Worker({}, SHARD, process, last=time.monotonic() - 600)
         assert supervisor._silent(worker, 180.0) == ("", False)
 
 
@@ -120,9 +129,8 @@ def planted(tmp_path, act: str, timeout=60.0) -> list[dict]:
         "ledger": str(data.ledger_file()),
         "findings": str(tmp_path / "findings"),
         "frozen": [],
-        "shards": [{"family": "logprobs", "index": 0, "count": 8, "seed": 1}],
     }
-    return list(supervisor.run([plan], timeout, 120.0))
+    return followed(plan, 8, timeout)
 
 
 def rows_of(events, name):
@@ -152,9 +160,9 @@ def test_one_that_always_dies_is_crashed_and_no_row_stands_twice(tmp_path):
 
 
 def test_words_of_others_are_no_events():
-    line = signed("aa", 7, Done())
+    line = signed("aa", 7, ShardDone())
     told = genuine(line, "aa", 7)
-    assert told is not None and read(told, "line") == Done()
+    assert told is not None and read(told, "line") == ShardDone()
     for words, nonce, pid in (
         (line, "bb", 7),
         (line, "aa", 8),
@@ -218,7 +226,7 @@ def test_a_watcher_that_is_killed_leaves_no_worker_and_its_folder_goes_at_the_ne
     )
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom parity.running import supervisor\n"
-        "worker = supervisor.Worker({'device': 'cpu', 'threads': 1}, [], errors=Path(sys.argv[1]) / 'stderr-0')\n"
+        "worker = supervisor.Worker({'device': 'cpu', 'threads': 1}, errors=Path(sys.argv[1]) / 'stderr-0')\n"
         f"supervisor.interpreter = lambda target: [sys.executable, '-c', {worker!r}]\n"
         "supervisor._start(worker, None, Path(sys.argv[1]))\ntime.sleep(60)\n"
     )

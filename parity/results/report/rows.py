@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from parity.decoding import convert, decode, json_of, of_schema, short
 from parity.errors import UsageError
-from parity.results.header import End, Header, Last
+from parity.results.header import Header, Last, Part, Parted
 from parity.results.row import SCHEMA, Row
+
+Record: TypeAlias = Header | Row | Parted | Last | Mapping[str, Any]
 
 
 @contextlib.contextmanager
-def writer(
-    path: str | Path, append: bool = False
-) -> Iterator[Callable[[Header | Row | Last | Mapping[str, Any]], None]]:
+def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Record], None]]:
     """Open a results file; the function it returns writes one row, the header first, and flushes it.
 
     Folders are made. An existing file is replaced, or with `append` continued, less a last line that was left half
@@ -37,8 +38,8 @@ def writer(
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
 
-    def write(row: Header | Row | Last | Mapping[str, Any]) -> None:
-        data = row.to_json() if isinstance(row, Header | Row | Last) else row
+    def write(row: Record) -> None:
+        data = row if isinstance(row, Mapping) else row.to_json()
         try:
             line = json.dumps(data, allow_nan=False)
         except ValueError as error:
@@ -58,7 +59,7 @@ def writer(
 
 
 def read(path: str | Path) -> tuple[Header, list[Row]]:
-    """The header row and all others; the header carries the run's end record under `end`.
+    """The header row and all others; the header carries the run's end record under `end`, and the shards done under `parts`.
 
     A last line that was left half written is dropped. The header has `interrupted` then, and where a run that writes an
     end record has left none.
@@ -79,10 +80,8 @@ def read(path: str | Path) -> tuple[Header, list[Row]]:
     for number, line in enumerate(lines, 1):
         if header is None:
             header = _header(line, f"{path} line {number}")
-        elif line.startswith(END):
-            header.end = _end(line, f"{path} line {number}")
         elif line.strip():
-            rows.append(_row(line, f"{path} line {number}", header))
+            _take(line, f"{path} line {number}", header, rows)
     if rest.strip():
         where = f"{path} line {len(lines) + 1}"
         try:
@@ -93,10 +92,8 @@ def read(path: str | Path) -> tuple[Header, list[Row]]:
         else:  # complete but for its line break
             if header is None:
                 header = _header(rest, where)
-            elif rest.startswith(END):
-                header.end = _end(rest, where)
             else:
-                rows.append(_row(rest, where, header))
+                _take(rest, where, header, rows)
     if header is None:
         raise UsageError(f"{path}: no header row; the run that wrote it ended before it began")
     if header.header.ends is True and header.end is UNSET:
@@ -104,17 +101,46 @@ def read(path: str | Path) -> tuple[Header, list[Row]]:
     return header, rows
 
 
-END = b'{"end": '
-"""How the record of a run's end begins; it is the last line."""
+END, PART = b'{"end": ', b'{"part": '
+"""How the record of a run's end begins, which is the last line, and that of a shard's."""
 
 
-def _end(line: bytes, where: str) -> End:
-    found: Last = convert(Last, json_of(line, where), where)
-    return found.end
+def rewrite(path: Path, header: Header, rows: Iterable[Row]) -> None:
+    """Write a results file anew, whole or not at all: the header, the rows and the shards that are done; no end record."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with writer(draft) as write:
+        write(replace(header, end=UNSET, interrupted=UNSET, parts=UNSET))
+        for row in rows:
+            write(row)
+        for part in header.parts or ():
+            write(Parted(part=part, run=header.run))
+    draft.replace(path)
 
 
-def _row(line: bytes, where: str, header: Header) -> Row:
-    row: Row = decode(Row, line, where)
+def parts(path: Path) -> dict[str, Part]:
+    """The shards that a file says are done, of whatever can be read of it: a hint of how long each takes."""
+    found: dict[str, Part] = {}
+    with contextlib.suppress(OSError), path.open("rb") as lines:
+        for line in lines:
+            if line.startswith(PART):
+                with contextlib.suppress(UsageError):
+                    part = convert(Parted, json_of(line, "part"), "part").part
+                    found[part.name] = part
+    return found
+
+
+def _take(line: bytes, where: str, header: Header, rows: list[Row]) -> None:
+    if line.startswith(END):
+        header.end = convert(Last, json_of(line, where), where).end
+    elif line.startswith(PART):
+        if not isinstance(header.parts, list):
+            header.parts = []
+        header.parts.append(_of_run(convert(Parted, json_of(line, where), where), where, header).part)
+    else:
+        rows.append(_of_run(decode(Row, line, where), where, header))
+
+
+def _of_run(row: Any, where: str, header: Header) -> Any:
     if row.run and header.run and row.run != header.run:
         both = f"a row of run {short(row.run)} under the header of run {short(header.run)}"
         raise UsageError(f"{where}: {both}: two runs in one file")

@@ -133,15 +133,19 @@ class Summary:
 DTYPES = ("fp64", "fp32", "fp16", "bf16")
 
 
-def _incomplete(header: Header) -> str:
+def _incomplete(header: Header, rows: Iterable[Row]) -> str:
     if isinstance(end := header.end, End):
         how = "interrupted: " if end.exit_code in (130, 143) else ""
         return "" if end.complete else f"{how}stopped after {end.cases:,} of {end.of:,} cases"
-    return (
-        "interrupted: the file ends before the run did, what came later is missing"
-        if header.interrupted is True
-        else ""
-    )
+    if header.interrupted is not True:
+        return ""
+    plan = header.header.shards
+    if not plan:
+        return "interrupted: the file ends before the run did, what came later is missing"
+    done = {part.name: part.cases for part in header.parts or ()}
+    begun = {(r.shard, r.case) for r in rows if r.shard in plan and r.shard not in done}
+    count = sum(cases for name, cases in done.items() if name in plan) + len(begun)
+    return f"interrupted: stopped after {count:,} of {sum(plan.values()):,} cases, the file ends before the run did"
 
 
 def summarise(header: Header, rows: Iterable[Row]) -> Summary:
@@ -155,7 +159,7 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
     return Summary(
         run=header.run,
         header=header.header,
-        incomplete=_incomplete(header),
+        incomplete=_incomplete(header, rows),
         counts=_counts(cases),
         compared=collections.Counter(c.device for c in cases if c.outcome == "compared"),
         lines=tuple(_lines(everything)),

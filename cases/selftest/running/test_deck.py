@@ -1,0 +1,61 @@
+"""Who gets which shard when: the longest first, time shared out where it is limited, findings when all else is done."""
+
+import time
+
+from parity.results.header import Part
+from parity.running.deck import Deck, expected
+from parity.running.plan import Shard
+
+
+def shard(family, start, count=50, kind="drawn", **fields):
+    return Shard(family=family, kind=kind, seed=1, start=start, count=count, of=100, **fields)
+
+
+def emptied(deck, seconds=lambda shard: None):
+    out = []
+    while one := deck.take():
+        out.append((one.family, one.start))
+        deck.back(one, seconds(one))
+    return out
+
+
+def test_the_longest_is_first_as_the_run_before_had_it():
+    a, b, c = shard("policy", 0), shard("policy", 50), shard("logprobs", 0)
+    assert emptied(Deck([c, a, b])) == [("policy", 0), ("policy", 50), ("logprobs", 0)]
+    before = {p.name: p for p in (Part(name=c.name, cases=50, seconds=90.0), Part(name=b.name, cases=50, seconds=60.0))}
+    assert expected(a, before) == 60.0, "as others of its kind and family"
+    assert emptied(Deck([a, b, c], before)) == [("logprobs", 0), ("policy", 0), ("policy", 50)]
+    assert expected(b, {b.name: Part(name=b.name, cases=7, seconds=60.0)}) == 50 * 60 / 7, "it was another one then"
+
+
+def test_frozen_cases_come_first_and_findings_when_all_is_done():
+    frozen, drawn, finding = shard("dpo", 0, 3, "frozen"), shard("policy", 0), shard("policy", 9, 1, "finding")
+    deck = Deck([drawn, frozen], more=lambda: [finding])
+    first, second = deck.take(), deck.take()
+    assert (first, second, deck.take()) == (frozen, drawn, None), "the findings wait for what others still do"
+    deck.back(first)
+    deck.back(second)
+    assert deck.take() == finding and deck.take() is None
+
+
+def test_limited_time_is_shared_out_and_nothing_starves():
+    shards = [shard(family, start) for family in ("policy", "logprobs", "dpo") for start in range(0, 500, 50)]
+    deck = Deck(shards, shares={"dpo": 2.0}, deadline=time.time() + 60)
+    first = [family for family, _ in emptied(deck, lambda s: {"policy": 200.0}.get(s.family, 10.0))][:12]
+    assert first[0] == "dpo" and first.count("dpo") > first.count("logprobs") > first.count("policy") == 1, (
+        "it took longer than expected"
+    )
+
+
+def test_after_the_deadline_only_frozen_cases_and_findings():
+    finding = shard("policy", 9, 1, "finding")
+    deck = Deck([shard("policy", 0), shard("dpo", 0, 3, "frozen")], shares={}, deadline=1.0, more=lambda: [finding])
+    assert emptied(deck) == [("dpo", 0), ("policy", 9)]
+
+
+def test_a_worker_goes_on_with_what_it_has_drawn():
+    shards = [shard("policy", start, index=index) for index in (0, 1) for start in (0, 50)]
+    deck = Deck(shards)
+    assert [deck.take().index for _ in range(2)] == [0, 0]
+    deck = Deck(shards)
+    assert deck.take([("policy", 1)]).index == 1

@@ -1,0 +1,186 @@
+"""A run that is killed goes on with no row lost or twice, whoever runs its shards; parts of several machines are one run."""
+
+import collections
+import multiprocessing
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from parity.cli.commands import main
+from parity.errors import UsageError
+from parity.results.report.rows import PART, read, rewrite
+from parity.running import run as running
+from parity.running import supervisor
+from parity.running.plan import Options
+
+PLAYED = Path(supervisor.__file__).parents[2] / "fixtures" / "played_worker.py"
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch):
+    """Options of a small run whose workers only pretend: 7 shards, 93 cases, in a tenth of a second."""
+    monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", str(PLAYED)])
+    return Options(
+        profile="quick", families=("logprobs",), implementations=("fixes",), reports=tmp_path / "a", workers=2
+    )
+
+
+def execute(options):
+    return running.execute(options, lambda *_: None)
+
+
+def rows_of(path):
+    """Every row of a file as often as it is there; what a run or a second one of it may have of its own is left out."""
+    header, rows = read(path)
+    return header, collections.Counter(repr(replace(r, run="", shard=UNSET)) for r in rows)
+
+
+def killed(options, seconds):
+    """A run of its own process, killed after so many seconds; whether it had come to its end before."""
+    process = multiprocessing.get_context("fork").Process(target=execute, args=(options,))
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join()
+    return process.exitcode == 0
+
+
+def test_a_run_that_is_killed_at_any_moment_goes_on_without_losing_a_row(options, tmp_path):
+    begun = time.monotonic()
+    execute(options)
+    whole, took = options.reports / "results.ndjson", time.monotonic() - begun
+    header, expected = rows_of(whole)
+    assert header.end.complete and set(expected.values()) == {1} and header.end.of == sum(header.header.plan.values())
+    moments, kills = random.Random(4), 0
+    for number in range(3):
+        path = tmp_path / f"killed-{number}" / "results.ndjson"
+        again = Options(**vars(options) | {"reports": path.parent})
+        for _ in range(3):
+            kills += not killed(again, moments.uniform(0.3, 1.0) * took)
+            if path.exists() and path.read_bytes().count(b"\n"):
+                again = Options(resume=path)
+                if not read(path)[0].end:
+                    done = CliRunner().invoke(main, ["report", str(path)])
+                    assert done.exit_code == 3, "half a run passes for a whole one"
+        execute(again)
+        header, rows = rows_of(path)
+        assert rows == expected and header.end.complete
+    assert kills, "it was never killed"
+
+
+def test_rows_depend_on_no_worker(options, tmp_path, monkeypatch):
+    found = []
+    for workers, dies in ((1, False), (2, False), (3, False), (2, True)):
+        if dies:
+            monkeypatch.setenv("PLAYED_DIES", str(tmp_path))
+        reports = tmp_path / f"{workers}-{dies}"
+        done = execute(Options(**vars(options) | {"reports": reports, "workers": workers}))
+        assert not done.lost and done.header.end.complete
+        found.append(rows_of(reports / "results.ndjson")[1])
+    assert list(tmp_path.glob("died-*")), "no worker died"
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+def test_machines_share_a_run_and_their_files_are_joined(options, tmp_path):
+    execute(options)
+    expected = rows_of(options.reports / "results.ndjson")[1]
+    files = []
+    for number in (1, 2, 3):
+        own = Options(**vars(options) | {"reports": tmp_path / str(number), "share": f"{number}/3"})
+        execute(own)
+        files.append(str(own.reports / "results.ndjson"))
+    out = tmp_path / "all" / "results.ndjson"
+    done = CliRunner().invoke(main, ["merge", *files, files[0], "--out", str(out)])
+    header, rows = rows_of(out)
+    assert rows == expected and header.end.complete and (out.parent / "index.html").exists(), done.output
+    done = CliRunner().invoke(main, ["merge", files[0], files[2], "--out", str(out)])
+    assert done.exit_code == 3 and "stopped after" in done.output and not read(out)[0].end.complete
+    execute(Options(resume=out))
+    assert rows_of(out)[1] == expected, "what a machine did not bring is run here"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda h: h.header.versions.update(trl="0.1"), "trl was 0.1, here it is"),
+        (lambda h: setattr(h.header, "git", "0123"), "git was 0123, here it is"),
+        (lambda h: h.header.asked.files.update({"x.py": "0"}), "x.py has changed since"),
+        (lambda h: h.header.plan.update(more=3), "planned otherwise"),
+        (lambda h: setattr(h.header, "asked", UNSET), "written by an earlier parity"),
+    ],
+    ids=["version", "revision", "file", "plan", "older"],
+)
+def test_a_run_goes_on_only_where_nothing_has_changed(options, change, says):
+    execute(options)
+    path = options.reports / "results.ndjson"
+    header, rows = read(path)
+    change(header)
+    rewrite(path, header, rows)
+    with pytest.raises(UsageError, match=says):
+        execute(Options(resume=path))
+    assert len(read(path)[1]) == len(rows), "the file is as it was"
+
+
+def test_an_option_of_another_run_is_refused(options):
+    execute(options)
+    path = options.reports / "results.ndjson"
+    for given, says in (({"seed": 5}, "seed"), ({"profile": "soak"}, "profile quick, not soak")):
+        with pytest.raises(UsageError, match=f"its run had {says}.*leave the option out"):
+            execute(Options(resume=path, **given))
+    assert execute(Options(resume=path, profile="quick")).header.end.complete, "the same one may be given"
+
+
+@pytest.mark.parametrize("share", ["0/3", "4/3", "2", "a/b"])
+def test_a_share_that_is_none(options, share):
+    with pytest.raises(UsageError, match="write I/N"):
+        execute(Options(**vars(options) | {"share": share}))
+
+
+def test_files_of_two_runs_are_not_joined(options, tmp_path):
+    paths = []
+    for seed in (1, 2):
+        own = Options(**vars(options) | {"reports": tmp_path / str(seed), "seed": seed, "share": "1/9"})
+        execute(own)
+        paths.append(str(own.reports / "results.ndjson"))
+    done = CliRunner().invoke(main, ["merge", *paths, "--out", str(tmp_path / "all.ndjson")])
+    assert done.exit_code == 2 and "seed was 2, here it is 1" in done.output
+
+
+def test_a_shard_counts_once_its_record_is_whole(options):
+    execute(options)
+    path = options.reports / "results.ndjson"
+    _, expected = rows_of(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    last = max(n for n, line in enumerate(lines) if line.startswith(PART))
+    path.write_bytes(b"".join(lines[:last]) + lines[last][:20])
+    assert execute(Options(resume=path)).header.end.complete
+    assert rows_of(path)[1] == expected
+
+
+@pytest.mark.skipif("PARITY_KILLS" not in os.environ, reason="minutes: PARITY_KILLS=20 runs it")
+def test_a_real_run_that_is_killed_many_times(tmp_path):
+    options = {"profile": "quick", "families": ("logprobs",), "implementations": ("trl", "fixes")}
+    begun = time.monotonic()
+    execute(Options(**options, reports=tmp_path / "whole"))
+    _, expected = rows_of(tmp_path / "whole" / "results.ndjson")
+    took, moments, kills, path = time.monotonic() - begun, random.Random(), 0, tmp_path / "killed" / "results.ndjson"
+    again = Options(**options, reports=path.parent)
+    while kills < int(os.environ["PARITY_KILLS"]):
+        if killed(again, moments.uniform(0.2, 1.2) * took):
+            path.unlink()
+            again = Options(**options, reports=path.parent)
+            continue
+        kills += 1
+        if path.exists() and path.read_bytes().count(b"\n"):
+            again = Options(resume=path)
+            header, rows = read(path)
+            print(f"kill {kills}: {len(rows)} rows, {len(header.parts or ())} of {len(header.header.plan)} shards")
+    assert execute(again).header.end.complete
+    assert rows_of(path)[1] == expected

@@ -1,0 +1,46 @@
+"""How a night's time is shared out: what is new first, what has failed lately next, what never failed last; none gets nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from parity.results.memory import Run
+from parity.results.trend import NIGHTS
+
+NEW, FAILED, QUIET = 4.0, 2.0, 1.0
+"""Weights of time: twice the weight is twice the time, as far as there is something to do."""
+FAILURES = (1, 4)
+"""Exit codes of a command that found something; None, stopped by its time, is as good."""
+
+
+def families(
+    past: Sequence[Run], device: str, now: Iterable[tuple[str, str]], versions: Mapping[str, str]
+) -> dict[str, float]:
+    """Family -> weight: `NEW` where one of the (implementation, family) of tonight was never compared or a library moved since
+    the last night, `FAILED` where one of the last nights had a finding that no ledger entry covers."""
+    nights = [run for run in past if run.device == device]
+    seen = {(i, f) for run in nights for (i, f, _), count in run.compared.items() if count}
+    last = nights[-1].versions if nights else {}
+    moved = {name.partition("-")[0] for name, version in versions.items() if last.get(name) != version}
+    failed = {f.family for run in nights[-NIGHTS:] for f in run.findings if f.known is None}
+    out: dict[str, float] = {}
+    for implementation, family in now:
+        new = (implementation, family) not in seen or implementation.partition(".")[0] in moved
+        weight = NEW if new else FAILED if family in failed else QUIET
+        out[family] = max(weight, out.get(family, 0.0))
+    return out
+
+
+def parts(past: Sequence[Run], usual: Mapping[str, float]) -> dict[str, float]:
+    """Name -> share of a night for its commands, out of the `usual` shares; in the order in which they should run."""
+    nights = past[-NIGHTS:]
+    told = {name: [run.steps[name] for run in nights if name in run.steps] for name in usual}
+    weights = {
+        name: NEW if not codes else FAILED if any(c is None or c in FAILURES for c in codes) else QUIET
+        for name, codes in told.items()
+    }
+    mean = statistics.fmean(weights.values()) if weights else 1.0
+    shares = {name: usual[name] * max(0.5, weight / mean) for name, weight in weights.items()}
+    total = sum(shares.values())
+    return {name: shares[name] / total for name in sorted(shares, key=lambda n: -weights[n])}

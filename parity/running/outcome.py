@@ -1,0 +1,76 @@
+"""What a run comes to: its exit code, and why it is not 0."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+from collections.abc import Iterable, Sequence
+
+from parity import data
+from parity.registry import select
+from parity.results.ledger import Ledger
+from parity.results.row import STOPPED, Row
+from parity.running import gpu
+from parity.running.chosen import described
+from parity.running.plan import Options, demanded
+
+MINIMUM_REQUIRED = 20
+AGREE, NEW, USAGE, NOTHING, STALE, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 130, 143
+"""Exit codes of the contract; where several hold the order of precedence is usage, stopped, nothing, new, stale."""
+
+
+def cannot(options: Options, device: str) -> str | None:
+    """Why a box with a GPU cannot give the run that was asked for: no run on its CPU instead, which would end green."""
+    if device == "cpu":
+        return gpu.unusable() if options.device == "auto" else None
+    return gpu.no_triton() if any(i.interpreted for i in select(options.implementations)) else None
+
+
+def required_kernels(options: Options) -> list[str]:
+    """On CUDA every Triton kernel that runs by default is required: there it is what users run."""
+    if options.dtypes or options.families:  # some kernels claim no other dtype; others are of another family
+        return []
+    return [i.id for i in select(options.implementations) if i.interpreted and not i.opt_in and not i.missing()]
+
+
+def judge_run(
+    options: Options, rows: Sequence[Row], stale: Sequence[str], lost: Sequence[str], device: str
+) -> tuple[int, list[str]]:
+    """The exit code and, a line each, why it is not 0."""
+    nothing = [f"a worker was lost: {message}" for message in lost]
+    comparisons = cases_compared(rows)
+    if not sum(comparisons.values()):
+        nothing.append("nothing was compared")
+    kernels = required_kernels(options) if device == "cuda" else []
+    nothing += [f"required on CUDA: {name}: {why(name, rows)}" for name in kernels if not comparisons[name]]
+    stopped = {r.implementation for r in rows if r.new and r.verdict in STOPPED}  # a new crash says why there is less
+    for item in options.require:
+        name, wanted = demanded(item)
+        there = cases_compared(r for r in rows if r.device == wanted) if wanted else comparisons
+        count = sum(n for i, n in there.items() if i == name or i.startswith(f"{name}."))
+        if count < MINIMUM_REQUIRED and not any(i == name or i.startswith(f"{name}.") for i in stopped):
+            nothing.append(f"required {item}: {count} judged comparisons, at least {MINIMUM_REQUIRED} expected")
+    new = collections.Counter(r.implementation for r in rows if r.new)
+    found = [f"{count} new failing rows of {name}" for name, count in new.most_common()]
+    own = {i.id for i in described(options.implementations, options.families) if i.own}
+    nothing += [
+        f"{id}: nothing was compared, {why(id, rows)}" for id in sorted(own) if not comparisons[id] and not new[id]
+    ]
+    ledger = Ledger.load(options.ledger or data.ledger_file())
+    rotten = [f"ledger entry {name} no longer reproduces, its case agrees: {ledger.place(name)}" for name in stale]
+    rotten += ledger.expired(datetime.datetime.now(datetime.UTC).date())
+    code = NOTHING if nothing else NEW if found else STALE if rotten else AGREE
+    return code, nothing + found + rotten
+
+
+def why(id: str, rows: Iterable[Row]) -> str:
+    """The commonest reason for which the cases of an implementation could not be judged, a refusal before all others."""
+    given = [(r.verdict == "refused", f"{r.verdict}: {r.message}") for r in rows if r.implementation == id]
+    counted = collections.Counter(given)
+    return max(counted, key=lambda key: (key[0], counted[key]))[1] if counted else "no case was drawn for it"
+
+
+def cases_compared(rows: Iterable[Row]) -> collections.Counter[str]:
+    """Implementation -> cases through it in which something was judged."""
+    seen = {(r.implementation, r.case) for r in rows if r.judged}
+    return collections.Counter(name for name, _ in seen)

@@ -1,0 +1,265 @@
+"""What a run does, cut into shards: what a shard's rows are depends on the shard and the seed, not on who runs it when."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import psutil
+from msgspec import field
+
+from parity import data
+from parity.case.case import Frozen
+from parity.case.profiles import PROFILES, SHARD, streams
+from parity.errors import UsageError
+from parity.registry import family, loss_families, loss_family, meant
+from parity.results.header import Asked
+from parity.results.ledger import Ledger
+from parity.results.row import Row
+from parity.running import gpu
+from parity.running.chosen import described, named
+from parity.running.provenance import resolve_device
+from parity.trainers import catalogue
+
+DTYPES = ("fp32", "fp16", "bf16")
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+MEMORY = 4 << 30
+"""Bytes that a worker has in any case: torch, transformers and the largest case take a quarter of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line asked for. `confirm`: a new finding counts once a fresh process shows it, in any profile."""
+
+    profile: str = "pr"
+    families: tuple[str, ...] = ()
+    implementations: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    device: str = "auto"
+    seed: int | None = None
+    require: tuple[str, ...] = ()
+    ledger: Path | None = None
+    results: Path | None = None
+    reports: Path = Path("reports")
+    workers: int | None = None
+    max_time: float | None = None
+    share: str = ""
+    resume: Path | None = None
+    confirm: bool = False
+
+    @property
+    def file(self) -> Path:
+        """Where the rows go."""
+        return self.results or self.reports / "results.ndjson"
+
+    def asked(self) -> Asked:
+        """What decides about the rows, besides profile and seed, as the header keeps it."""
+        files = [
+            name.partition(".py:")[0] + ".py" for name in (*self.implementations, *self.families) if ".py:" in name
+        ]
+        return Asked(
+            families=list(self.families),
+            implementations=list(self.implementations),
+            dtypes=list(self.dtypes),
+            device=self.device,
+            require=list(self.require),
+            ledger=None if self.ledger is None else str(self.ledger),
+            share=self.share,
+            files={name: _digest(Path(name)) for name in (*files, str(self.ledger or data.ledger_file()))},
+        )
+
+
+class Sought(msgspec.Struct, frozen=True, kw_only=True):
+    """A new finding that is looked at again: who fails, in which (quantity, class), the first of which is minimised, and up to
+    three cases as drawn, each with its stream.
+
+    `fresh`: in a process that has judged nothing else, and what none of the cases shows there does not count. `seconds`: for
+    minimising the first of them; 0: not to be minimised.
+    """
+
+    implementation: str
+    subjects: list[tuple[str, str | None]]
+    gate: str | None
+    cases: list[tuple[int, int, dict[str, Any]]]
+    fresh: bool = False
+    seconds: float = 0.0
+
+    @property
+    def signature(self) -> tuple[str, str, str | None]:
+        """As `signature_of` has it."""
+        return self.implementation, *self.subjects[0]
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """`count` cases of a family, from number `start` on: frozen ones, those of a trainer's checks, or of the `of` that are
+    drawn in stream `index`; or a finding.
+
+    `resume` cases at the start were done, and the pairs (case, implementation) of `done`, before a worker died; `skip` names
+    pairs that killed it, `exclude` implementations that are left out.
+    """
+
+    family: str
+    kind: Literal["frozen", "checks", "drawn", "finding"]
+    seed: int
+    count: int
+    start: int = 0
+    index: int = 0
+    of: int = 0
+    sought: Sought | None = None
+    resume: int = 0
+    done: tuple[tuple[str, str], ...] = ()
+    skip: tuple[tuple[str, str], ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The same in every run with this seed and profile."""
+        if self.sought is not None:
+            return " ".join([self.family, "finding", *map(str, self.sought.signature)])
+        return f"{self.family} {self.kind} {self.index}.{self.start}"
+
+
+class Plan(msgspec.Struct, kw_only=True):
+    """What every worker is told, and the shards that they are dealt. `extra`: what one worker has of its own, a dict each."""
+
+    settings: dict[str, Any]
+    shards: list[Shard]
+    extra: list[dict[str, Any]] = field(default_factory=list)
+    told: str = ""
+
+
+def signature_of(row: Row) -> tuple[str, str, str | None] | None:
+    """What makes two failing rows the same finding; None for a row that is not a new failure."""
+    if not row.new:
+        return None
+    return row.implementation, row.subject, row.cls
+
+
+def demanded(item: str) -> tuple[str, str]:
+    """ID[:cpu|cuda] or FILE.py:NAME[:cpu|cuda] as (id, device or nothing).
+
+    Raises:
+        UsageError: for another device.
+    """
+    name, sign, device = item.rpartition(":")
+    if device in ("cpu", "cuda"):
+        return name, device
+    if sign and not name.endswith(".py"):
+        raise UsageError(f"--require {item!r}: device must be cpu or cuda")
+    return item, ""
+
+
+def check(options: Options) -> None:
+    """Refuse what does not exist before anything runs.
+
+    Raises:
+        UsageError: naming the value and the choices.
+    """
+    if options.profile not in PROFILES:
+        raise UsageError(f"profile {options.profile!r} is unknown, {meant(options.profile, PROFILES)}")
+    for dtype in options.dtypes:
+        if dtype not in DTYPES:
+            raise UsageError(f"dtype {dtype!r} is unknown, choose from {', '.join(DTYPES)}")
+    described(options.implementations, options.families)
+    for name in named(options.families):
+        family(name)
+    for item in options.require:
+        described((demanded(item)[0],), options.families)
+    resolve_device(options.device)
+    first, sign, second = options.share.partition("/")
+    if options.share and not (sign and first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
+        raise UsageError(f"--share {options.share!r}: write I/N, for example 2/3 for the second of three machines")
+
+
+def planned(options: Options, device: str, seed: int) -> Plan:
+    """The shards of a run, in an order that depends on its options alone, and what its workers are told."""
+    ledger_path = options.ledger or data.ledger_file()
+    profile = PROFILES[options.profile]
+    wanted = named(options.families)
+    have = {i.family for i in described(options.implementations, options.families)}
+    known = loss_families()
+    families = [f for f in wanted or known if f in known and f in have]
+    checked = catalogue.chosen(wanted, have)
+    frozen = [f for f in frozen_cases(ledger_path) if profile.frozen_trainers or f[1]["family"] in known]
+    frozen = [f for f in frozen if not options.dtypes or f[1]["dtype"] in options.dtypes]
+    shards: list[Shard] = []
+    for name in (*families, *checked):
+        total = sum(case["family"] == name for _, case, _ in frozen)
+        shards += slices(total, FROZEN, family=name, kind="frozen", seed=seed)
+    for name in families:
+        for index, of in enumerate(streams(loss_family(name).drawn.get(options.profile, 0), device)):
+            shards += slices(of, SHARD, family=name, kind="drawn", seed=seed, index=index, of=of)
+    for name in checked:
+        total = len(catalogue.cases(name, options.profile, seed))
+        shards += slices(total, CHECKS, family=name, kind="checks", seed=seed)
+    count, why = workers(options.workers, len(shards))
+    gpus = gpu.visible() if device == "cuda" else []
+    settings: dict[str, Any] = {
+        "device": device,
+        "threads": 1,
+        "profile": options.profile,
+        "dtypes": list(options.dtypes or DTYPES),
+        "implementations": list(options.implementations),
+        "families": [name for name in options.families if ".py:" in name],
+        "ledger": str(ledger_path),
+        "findings": str(options.reports / "findings"),
+        "frozen": frozen,
+        "memory": memory(count) if device == "cpu" else None,
+        "deadline": None if options.max_time is None else time.time() + options.max_time,
+    }
+    extra = [
+        {"gpu": gpus[n % len(gpus)], "wait": gpu.START_APART * n} if gpus else {"gpu": None, "wait": 0.0}
+        for n in range(count)
+    ]
+    return Plan(settings=settings, shards=shards, extra=extra, told=why)
+
+
+FROZEN, CHECKS = 3, 4
+"""Frozen cases, and checks of trainers, in a shard: one takes as long as ten drawn ones, some as long as a hundred."""
+
+
+def slices(total: int, size: int, **shard: Any) -> Iterator[Shard]:
+    """`total` cases in shards of about `size`."""
+    parts = math.ceil(total / size)
+    for part in range(parts):
+        start, end = part * total // parts, (part + 1) * total // parts
+        yield Shard(start=start, count=end - start, **shard)
+
+
+def workers(wanted: int | None, shards: int) -> tuple[int, str]:
+    """How many workers, and why: a core each, as far as the free memory has `MEMORY` for each, no more than shards."""
+    cores, free = CORES, psutil.virtual_memory().available
+    count = max(1, min(wanted or cores, shards, free // MEMORY if wanted is None else shards))
+    why = "as asked" if wanted else f"{cores} cores, {free >> 30} GiB free"
+    return count, f"{count} worker{'s' if count > 1 else ''} ({why})"
+
+
+def memory(count: int) -> int:
+    """Bytes for each of so many workers: its share of what is free."""
+    return max(MEMORY, psutil.virtual_memory().available // count)
+
+
+def frozen_cases(ledger_path: Path) -> list[tuple[str, Any, dict[str, Any]]]:
+    """(name, case JSON, remarks) of the shipped frozen cases and of the cases that the ledger names."""
+    paths = {p.name: p for p in data.frozen_cases()}
+    for entry, _ in Ledger.load(ledger_path).frozen():
+        paths.setdefault(Path(entry.case).name, ledger_path.parent / entry.case)
+    out = []
+    for name, path in sorted(paths.items()):
+        found = Frozen.load(path)
+        out.append((name, found.case.to_json(), {"implementations": found.implementations, "fast": found.fast}))
+    return out
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
