@@ -41,6 +41,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     `cls`, in the file "class", is the class of the disagreement. `headroom` is how large it was: a row of more than
     `GROWTH` times as much, or of no finite size, is not covered. `link` says where it is discussed, or `unlinked` why
     nowhere. From the day `expires` on (2026-12-31) the entry must be looked at again, and turns a run red until it is.
+    `rests_on` are devices on whose rounding its case rests: elsewhere it may agree, and the entry is not stale.
     """
 
     id: Text
@@ -57,6 +58,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     settings: dict[str, Any] = {}
     dtypes: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+    rests_on: tuple[str, ...] = ()
     verdicts: tuple[Verdict, ...] = ("disagree",)
     versions: dict[str, str] = {}
     gates: tuple[str, ...] = ()
@@ -204,5 +206,7 @@ def stale(entry: Entry, rows: Sequence[Row]) -> bool | None:
         r for r in rows if entry.covers_implementation(r.implementation) and r.verdict in entry.verdicts
     ]
     if not inside and not failing_verdicts:
+        return None
+    if entry.rests_on and not failing_verdicts and all(r.device not in entry.rests_on for r in rows):
         return None
     return not failing_verdicts

@@ -14,7 +14,7 @@ from fixtures.pretended_cuda import pretended
 from parity.case.case import Case
 from parity.cli.commands import main as cli
 from parity.judging.execute import execute
-from parity.nightly import upgrade
+from parity.nightly import proof, upgrade
 from parity.nightly.steps import Step
 from parity.registry import bench_of, family
 from parity.selftest import false_alarms
@@ -158,6 +158,12 @@ def test_mutants_and_controls_run_on_the_device(name):
         found = {m.implementation.id: m.implementation for m in (*mutants(name), *controls(name))}
         said = {id: execute(one, bench.offered(one).inputs).message for id, one in found.items()}
     assert len(said) > 20 and not {id: text for id, text in said.items() if re.search("device|indices should", text)}
+
+
+def test_the_proof_of_a_night(monkeypatch):
+    fate, used = matrix.Fate("logprobs", "", "", 0, 0, 0), []
+    monkeypatch.setattr(proof, "stream_fates", lambda *args: used.append(args[-1]) or (fate, fate))
+    assert [one.device for one in proof.proof("cuda", 0, FAMILIES[:1])] == used == ["cuda"]
 
 
 def test_mutants_of_trainers(monkeypatch):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from parity import data
 from parity.errors import UsageError
 from parity.registry import facts, family
 from parity.results.ledger import Ledger, stale
@@ -71,6 +72,22 @@ def test_stale(ledger):
     assert stale(entry, [row(verdict="agree")]) is True
     assert stale(entry, [row(verdict="unsupported", quantity=None)]) is None
     assert stale(entry, [row(implementation="other.f", verdict="agree")]) is None
+
+
+def test_a_case_that_rests_on_the_rounding_of_one_device_is_not_stale_on_another(ledger):
+    ledger.write_text(ENTRY.replace('case = "case.json"', 'case = "case.json"\nrests_on = ["cpu"]'))
+    (entry,) = Ledger.load(ledger).entries
+    assert stale(entry, [row(verdict="agree", device="cuda")]) is None
+    assert stale(entry, [row(verdict="agree", device="cpu")]) is True
+    assert stale(entry, [row(device="cuda")]) is False
+
+
+def test_the_two_entries_of_cases_that_overflow_by_the_cpus_rounding_say_so():
+    known = {e.id: e for e in Ledger.load(data.ledger_file()).entries}
+    assert {i for i, e in known.items() if e.rests_on == ("cpu",)} == {
+        "trl-ratio-overflow-under-mask",
+        "liger-kl-overflow-under-mask",
+    }
 
 
 @pytest.mark.parametrize(

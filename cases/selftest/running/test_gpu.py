@@ -66,6 +66,8 @@ def test_the_environment_of_a_worker(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     on_gpu = gpu.child("cuda", 1, "2")
     assert "TRITON_INTERPRET" not in on_gpu and on_gpu["CUDA_VISIBLE_DEVICES"] == "2"
+    other = gpu.child("cuda", 1, "3")  # the same cache folders: what one compiled is there for all
+    assert {**other, "CUDA_VISIBLE_DEVICES": "2"} == on_gpu
     on_cpu = gpu.child("cpu", 1)
     assert on_cpu["TRITON_INTERPRET"] == "1" and on_cpu["CUDA_VISIBLE_DEVICES"] == ""
 
