@@ -85,9 +85,12 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
     shares = budget.parts(past, usual | {RUN: max(0.3, 1.0 - sum(usual.values()))})
     record.write(night.reports, RUN)
     result = _long_run(night, record, past, shares.pop(RUN), say, progress)
-    record.run = True
     for reason in result.reasons:
         say(reason)
+    if result.exit_code in (outcome.INTERRUPTED, outcome.TERMINATED):
+        say("the night was stopped: parity nightly --resume goes on")
+        return result.exit_code, None
+    record.run = True
     summary = summarise(result.header, result.rows)
 
     def kept(code: int, folder: Path) -> trend.Change:

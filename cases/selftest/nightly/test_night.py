@@ -155,6 +155,12 @@ def test_green_red_still_red_and_green_again(played, tmp_path, monkeypatch):
     code, title, asked = run()
     assert code == 1 and "since yesterday, " in title
     assert not any(words[0] == "bisect" for words in asked), "on the first red night only"
+    monkeypatch.setenv("PLAYED_WRONG", "plain")
+    code, title, asked = run()
+    assert (
+        title == "parity: 1 new finding in plain, since tonight" and "Gone since" in (tmp_path / "issue.md").read_text()
+    )
+    assert not any(words[0] == "bisect" for words in asked), "another finding of a release that was searched"
     monkeypatch.delenv("PLAYED_WRONG")
     assert run()[:2] == (0, title[: title.index(":")] + f": green ({datetime.datetime.now(datetime.UTC):%Y-%m-%d})")
 
@@ -186,9 +192,17 @@ def test_a_night_that_was_killed_goes_on(played, tmp_path, monkeypatch):
 
     with pytest.raises(UsageError, match="came to its end with exit code 0: begin a new one"):
         run(resume=True)
+
+    def interrupted(*args):
+        yield from itertools.islice(events(*args), 9)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(supervisor, "run", interrupted)
+    given = night.Night(profile="quick", families=("logprobs",), implementations=("fixes",), reports=tmp_path, seed=7)
+    assert night.run(given, lambda line: None, lambda *_: None) == (130, None), "nothing more is done"
     monkeypatch.setattr(supervisor, "run", dies)
     with pytest.raises(MemoryError):
-        run(seed=7)
+        run(resume=True)
     monkeypatch.setattr(supervisor, "run", events)
     monkeypatch.setattr(steps, "run", stops)
     with pytest.raises(MemoryError):
