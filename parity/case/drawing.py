@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, CONSTANTS_CACHE, HypothesisProvider
+from hypothesis.internal.constants_ast import Constants
 
 from parity.case.case import Case
 from parity.case.family import Family
@@ -29,6 +32,28 @@ def cases(draw: Any, family: Family, dtypes: Sequence[str], profile: str) -> Cas
         contexts += ("autocast",)
     settings = family.draw(draw, st, dtype, profile, contexts)
     return family.case(draw(st.integers(0, 1 << 20)), dtype, settings)
+
+
+class Provider(HypothesisProvider):
+    """Hypothesis' source of choices, without the constants that it collects from whatever local modules are loaded.
+
+    It draws one in twenty numbers from such constants, so the same seed drew other cases where other modules were loaded.
+    """
+
+    _local_constants = Constants()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Draws that the seed alone decides: the provider above, and none of the constants that another one left in its cache."""
+    before = AVAILABLE_PROVIDERS["hypothesis"]
+    AVAILABLE_PROVIDERS["hypothesis"] = Provider
+    CONSTANTS_CACHE.cache.clear()
+    try:
+        yield
+    finally:
+        AVAILABLE_PROVIDERS["hypothesis"] = before
+        CONSTANTS_CACHE.cache.clear()
 
 
 BATCH = 10
@@ -55,7 +80,8 @@ def batch(strategy: st.SearchStrategy[Case], key: str, body: Callable[[Case], No
     def stream(case: Case) -> None:
         body(case)
 
-    stream()
+    with alone():
+        stream()
 
 
 def draws(strategy: st.SearchStrategy[Case], key: str, count: int) -> Iterator[Case]:

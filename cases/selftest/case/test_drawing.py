@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import subprocess
+import sys
 
 import pytest
 
@@ -131,3 +133,24 @@ def test_every_loss_type_meets_every_dimension() -> None:
     losses = family("policy").settings["loss_type"].choices or ()
     without_delta = {(loss, "delta") for loss in ("cispo", "sapo", "vespo")}  # their papers have no two-sided clip
     assert sorted(set(itertools.product(losses, names)) - seen - without_delta) == []
+
+
+STREAM = """
+import sys
+from parity.case.drawing import cases, draws
+from parity.registry import loss_family
+sys.path[:0] = sys.argv[1:]
+for name in ("parity.trainers.catalogue", "parity.selftest.mutants.matrix", "my_module")[: int(sys.argv[2])]:
+    __import__(name)
+of = loss_family("logprobs")
+print(*[c.id for c in draws(cases(of, ("fp32", "fp16", "bf16"), "pr"), "4711/logprobs/0", 120)])
+"""
+
+
+def test_one_seed_draws_the_same_cases_whatever_is_loaded(tmp_path):
+    """Hypothesis takes one number in twenty from constants of local modules: a user's file moved the stream."""
+    (tmp_path / "my_module.py").write_text("TABLE = [3, 5, 11, 13, 17, 23, 29, 31, 37, 63, 65, 97, 257, 1023, 54321]\n")
+    command = [sys.executable, "-c", STREAM, str(tmp_path)]
+    running = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True) for n in (0, 2, 3)]
+    plain, controls, with_file = (one.communicate(timeout=300)[0].split() for one in running)
+    assert len(plain) == 120 and plain == controls == with_file
