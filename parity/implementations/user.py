@@ -8,6 +8,7 @@ through the checks of that trainer, see `parity.trainers.user_trainer`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib.util
@@ -156,7 +157,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
 
 
 def _call(function: Callable[..., Any], fam: Family, names: set[str], open_ended: bool, x: Inputs) -> Outputs:
-    offered = vars(x.settings) | dict(x.tensors)
+    offered = copy.deepcopy(vars(x.settings)) | dict(x.tensors)
     canonical = {ALIASES.get(n, n): n for n in names}
     label = getattr(function, "__name__", "the function")
     absent = [] if open_ended else sorted(fam.demands(x) - set(canonical))

@@ -15,6 +15,7 @@ import torch
 
 import parity
 from parity import world
+from parity.case.family import LARGEST_CASE
 from parity.case.inputs import Inputs
 from parity.errors import HarnessError, OracleError, Returned, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
@@ -78,8 +79,7 @@ def forward(implementation: Implementation, x: Inputs) -> Outputs:
     def call(x: Inputs) -> Outputs:
         outputs = implementation.call(x)
         for name, value in outputs.items():
-            if not isinstance(value, torch.Tensor):
-                raise Returned(f"returned {type(value).__name__} as {name}, expected a tensor")
+            _judgeable(name, value, x)
         return outputs
 
     if context in ("plain", "tf32"):
@@ -103,6 +103,18 @@ def forward(implementation: Implementation, x: Inputs) -> Outputs:
     else:
         raise Unsupported(f"context {context!r} is unknown")
     return dict(zip(names, values, strict=True))
+
+
+def _judgeable(name: str, value: object, x: Inputs) -> None:
+    """Refuse what nothing can be compared with: no dense tensor of torch's own class, elsewhere, or of absurd size."""
+    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        raise Returned(f"returned {type(value).__name__} as {name}, expected a tensor")
+    if value.layout is not torch.strided or value.is_quantized or value.is_complex():
+        raise Returned(f"returned {value.layout} {value.dtype} as {name}, expected a dense tensor of real numbers")
+    if value.device.type != x.device.type:
+        raise Returned(f"returned {name} on {value.device}, the inputs are on {x.device}")
+    if value.numel() > LARGEST_CASE:
+        raise Returned(f"returned {name} of shape {tuple(value.shape)}")
 
 
 @contextlib.contextmanager
@@ -178,7 +190,12 @@ def damaged(inputs: Inputs, kept: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of inputs whose bits changed; they are put back."""
     out = []
     for name, now in _shared(inputs).items():
-        old = kept[name]
+        old, storage = kept[name], now.untyped_storage()
+        needed = sum((n - 1) * step for n, step in zip(now.shape, now.stride(), strict=True)) + now.storage_offset() + 1
+        if now.numel() and storage.nbytes() < needed * now.element_size():  # freed: nothing to be compared
+            storage.resize_(needed * now.element_size())
+            with torch.no_grad():
+                now.detach().zero_()
         if not same_bits(now, old):
             out.append(f"input {name} was changed in place")
             memory = tuple(slice(0, 1) if step == 0 else slice(None) for step in now.stride())  # expanded: one for all
@@ -232,8 +249,10 @@ def _caught(implementation: Implementation, run: Callable[[], Outcome]) -> Outco
         return Outcome("crashed", message=f"the harness's own oracle: {_first_line(error)}", blame="harness")
     except HarnessError as error:
         return Outcome("crashed", message=f"the harness itself: {_first_line(error)}", blame="harness")
-    except KeyboardInterrupt:
-        raise
+    except KeyboardInterrupt as error:
+        if "raise" not in (traceback.extract_tb(error.__traceback__)[-1].line or ""):  # Ctrl-C, and no statement
+            raise
+        return _classified(implementation, error)
     except BaseException as error:  # sys.exit(0) in a loss is no success of the harness
         if isinstance(error, RuntimeError) and any(words in str(error) for words in faults.MEMORY):
             return Outcome("out-of-memory", message=_first_line(error))
@@ -295,5 +314,10 @@ def _is_library(filename: str) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else ""
+    """The first line of its message, as any report can hold it; nothing where it has no words for itself."""
+    try:
+        text = str(error).strip()
+    except Exception:
+        return "(its message cannot be read)"
+    line = text.splitlines()[0][:300] if text else ""
+    return "".join(c if c.isprintable() else "\ufffd" for c in line)

@@ -31,7 +31,10 @@ _lost: list[str] = []
 
 def sticky(error: BaseException) -> bool:
     """Whether this error of torch or Triton says that the CUDA context is lost."""
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception:  # an error of a user's that has no words for itself
+        return False
     return ("CUDA" in text or "cuda" in type(error).__module__) and any(words in text for words in STICKY)
 
 

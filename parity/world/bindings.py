@@ -15,9 +15,10 @@ import torch
 OPERATIONS = (
     "builtins math torch torch.functional torch.nn torch.nn.functional torch.nn.init torch.autograd torch.autograd.function "
     "torch.special torch.linalg torch.fft torch.amp torch.cuda torch.random torch.utils.checkpoint torch._tensor "
-    "torch._C._nn torch._C._special torch._C._linalg torch._VF torch.optim torch.overrides"
+    "torch._C._nn torch._C._special torch._C._linalg torch._VF torch.optim torch.overrides "
+    "numpy os io json time random copy zlib hashlib inspect traceback tempfile"
 ).split()
-"""Modules whose functions oracle, replicas and every implementation are written in."""
+"""Modules whose functions oracle, replicas and every implementation are written in, and the harness around them."""
 UNDER_TEST = frozenset("parity trl liger_kernel cut_cross_entropy unsloth_zoo".split())
 """Packages of which every imported module is watched, and every class in it: a patch of TRL is not for the next party."""
 CLASSES = (torch.Tensor, torch.nn.Module, torch.nn.Linear, torch.nn.Parameter, torch.autograd.Function, torch.Generator)
@@ -129,16 +130,17 @@ def changes(before: Names) -> Iterator[tuple[str, Change]]:
         if now is then:
             continue
         for name, value in then.items():
-            if _matters(value, label) and now.get(name, MISSING) is not value:
+            if _matters(value, label, name) and now.get(name, MISSING) is not value:
                 yield f"{label}.{name}", (owner, name, value, now.get(name, MISSING))
         if isinstance(owner, type):
             for name in now.keys() - then.keys():
-                if any(name in vars(base) for base in owner.__mro__[1:]) and _matters(now[name], label):
+                if any(name in vars(base) for base in owner.__mro__[1:]) and _matters(now[name], label, name):
                     yield f"{label}.{name}", (owner, name, MISSING, now[name])
 
 
-def _matters(value: Any, label: str) -> bool:
+def _matters(value: Any, label: str, name: str) -> bool:
     constant = isinstance(value, float) and label in ("torch", "math")
+    constant |= name.isupper() and label.startswith("parity.")
     return constant or callable(value) or isinstance(value, torch.dtype | property | staticmethod | classmethod)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -23,6 +25,8 @@ _together: list[Snapshot] = []
 _reference: list[bytes] = []
 _unprobed: list[str] = []
 """Who was called since arithmetic was last tried."""
+FATAL = ("threads", "inference mode")
+"""Watches that nothing puts back: a process in which a user's function changed one judges nobody else."""
 LEFT = 10
 """Bindings of one call that are named one by one."""
 
@@ -46,6 +50,9 @@ class Snapshot:
         """
         if os.getpid() != self.pid:
             os._exit(0)
+        faulthandler.cancel_dump_traceback_later()
+        if ".py:" in whose:
+            gc.collect(1)  # what its objects do when they die is its own doing
         found: list[str] = []
         rebound = list(bindings.changes(self.names)) if self.names is not None else []
         for _, (owner, name, before, _) in rebound:
@@ -59,8 +66,8 @@ class Snapshot:
             found += watch.told(before, now)
             if watch.put is not None:
                 watch.put(before)
-            elif watch.name == "threads" and ".py:" in whose:
-                _broken.append(f"{whose} left a thread running")
+            elif watch.name in FATAL and ".py:" in whose:
+                _broken.append(f"{whose} left a change that nothing undoes: {', '.join(watch.told(before, now))}")
         _unprobed.append(whose)
         return found
 

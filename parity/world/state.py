@@ -5,6 +5,8 @@ from __future__ import annotations
 import _signal
 import contextlib
 import dataclasses
+import faulthandler
+import fcntl
 import gc
 import locale
 import logging
@@ -225,23 +227,163 @@ def _put_hooks(value: tuple[dict[int, Any], ...]) -> None:
 
 
 def _interpreter() -> tuple[Any, ...]:
-    return sys.getrecursionlimit(), gc.isenabled(), sys.gettrace(), sys.getprofile(), sys.excepthook, sys.displayhook
+    hooks = sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook
+    traced = sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile()
+    return (
+        sys.getrecursionlimit(),
+        (gc.isenabled(), gc.get_threshold(), tuple(gc.callbacks)),
+        traced,
+        hooks,
+        (sys.getswitchinterval(), sys.dont_write_bytecode, tuple(sys.argv), faulthandler.is_enabled()),
+    )
 
 
 def _put_interpreter(value: tuple[Any, ...]) -> None:
-    limit, collecting, trace, profile, sys.excepthook, sys.displayhook = value
+    limit, (collecting, thresholds, callbacks), traced, hooks, (interval, unwritten, argv, fatal) = value
     sys.setrecursionlimit(limit)
     (gc.enable if collecting else gc.disable)()
-    sys.settrace(trace)
-    sys.setprofile(profile)
+    gc.set_threshold(*thresholds)
+    gc.callbacks[:] = callbacks
+    sys.settrace(traced[0])
+    sys.setprofile(traced[1])
+    threading.settrace(traced[2])
+    threading.setprofile(traced[3])
+    sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook = hooks
+    sys.setswitchinterval(interval)
+    sys.dont_write_bytecode, sys.argv[:] = unwritten, argv
+    (faulthandler.enable if fatal else faulthandler.disable)()
+
+
+TABLES = (("parity.recipe", "UNIT_ROUNDOFF HALF_SUBNORMAL LARGEST"), ("parity.case.case", "DTYPES"))
+"""Numbers of the judge that stand in a dictionary, which is the same one when it is written to."""
+
+
+def _tables() -> tuple[dict[Any, Any], ...]:
+    found = [(sys.modules[module], names.split()) for module, names in TABLES if module in sys.modules]
+    return tuple(dict(getattr(module, name)) for module, names in found for name in names)
+
+
+def _put_tables(value: tuple[dict[Any, Any], ...]) -> None:
+    found = [(sys.modules[module], names.split()) for module, names in TABLES if module in sys.modules]
+    for table, was in zip((getattr(m, name) for m, names in found for name in names), value, strict=False):
+        table.clear()
+        table.update(was)
+
+
+def _finders() -> tuple[Any, ...]:
+    """What finds modules; not what a package of site-packages added when it was imported."""
+
+    def installed(finder: Any) -> bool:
+        kind = finder if isinstance(finder, type) else type(finder)
+        return "site-packages" in str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
+
+    return tuple(f for f in sys.meta_path if not installed(f)), tuple(sys.path_hooks)
+
+
+def _put_finders(value: tuple[Any, ...]) -> None:
+    now = _finders()[0]
+    sys.meta_path[:] = [*value[0], *(f for f in sys.meta_path if f not in now)]
+    sys.path_hooks[:] = value[1]
+
+
+_modules: dict[str, Any] = {}
+
+
+def _loaded() -> dict[str, Any]:
+    """A copy of `sys.modules`, the last one where nothing changed since."""
+    global _modules
+    if sys.modules != _modules:
+        _modules = dict(sys.modules)
+    return _modules
+
+
+def _gone(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    names = [name for name, module in before.items() if now.get(name) is not module]
+    return [f"sys.modules[{name!r}] changed" for name in names[:3]]
+
+
+def _logging() -> tuple[Any, ...]:
+    found = [logging.root, *(logging.getLogger(name) for name in ("torch", "transformers", "trl"))]
+    told = [(one, one.level, one.disabled, one.propagate, tuple(one.handlers)) for one in found]
+    return logging.root.manager.disable, logging.getLoggerClass(), *told
+
+
+def _put_logging(value: tuple[Any, ...]) -> None:
+    disable, kind, *told = value
+    logging.disable(disable)
+    logging.setLoggerClass(kind)
+    for one, level, one.disabled, one.propagate, handlers in told:
+        one.setLevel(level)
+        one.handlers[:] = handlers
+
+
+def _printing() -> tuple[dict[str, Any], dict[str, Any]]:
+    return dict(vars(torch._tensor_str.PRINT_OPTS)), dict(np.get_printoptions())
+
+
+def _put_printing(value: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    vars(torch._tensor_str.PRINT_OPTS).update(value[0])
+    np.set_printoptions(**value[1])
+
+
+def _scheduling() -> tuple[int, frozenset[int]]:
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return os.getpriority(os.PRIO_PROCESS, 0), frozenset(cores)
+
+
+def _put_scheduling(value: tuple[int, frozenset[int]]) -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, value[0])
+    if value[1]:
+        os.sched_setaffinity(0, value[1])
+
+
+def _saved_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _put_saved_hooks(value: Any) -> None:
+    while (now := _saved_hooks()) is not None and now != value:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def _put_path(value: tuple[str, ...]) -> None:
     sys.path[:] = value
 
 
+_spare: dict[tuple[int, tuple[int, int]], int] = {}
+SPARE = 12
+"""Copies of standard descriptors that are kept to put one back from: what they were lately."""
+
+
+def _descriptor(number: int) -> tuple[int, int] | None:
+    """Which file a standard descriptor is, None for a closed one; a copy of it is kept."""
+    try:
+        about = os.fstat(number)
+    except OSError:
+        return None
+    which = about.st_dev, about.st_ino
+    if (number, which) not in _spare:
+        _spare[number, which] = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 64)
+        if len(_spare) > SPARE:
+            os.close(_spare.pop(next(iter(_spare))))
+    return which
+
+
+def _streams() -> tuple[Any, ...]:
+    streams = sys.stdin, sys.stdout, sys.stderr
+    return (*streams, *(getattr(s, "closed", False) for s in streams), *map(_descriptor, (0, 1, 2)))
+
+
 def _put_streams(value: tuple[Any, ...]) -> None:
-    sys.stdin, sys.stdout, sys.stderr = value
+    for number, which in enumerate(value[6:]):
+        if which is not None and _descriptor(number) != which and (number, which) in _spare:
+            os.dup2(_spare[number, which], number)
+    streams = list(value[:3])
+    for number, closed in enumerate(value[3:6]):
+        if getattr(streams[number], "closed", False) and not closed:  # what was written to it is lost from here on
+            streams[number] = open(os.devnull, "r+")  # noqa: SIM115 as long as the process
+    sys.stdin, sys.stdout, sys.stderr = streams
 
 
 def _put_locale(value: str) -> None:
@@ -251,7 +393,7 @@ def _put_locale(value: str) -> None:
 def _put_filters(value: tuple[Any, ...]) -> None:
     warnings.resetwarnings()
     warnings.filters[:] = list(value[0])  # type: ignore[index]
-    warnings.showwarning = value[1]
+    warnings.showwarning, warnings.formatwarning = value[1:]
 
 
 def _descriptors() -> frozenset[str]:
@@ -291,23 +433,47 @@ WATCHES: tuple[Watch, ...] = (
     Watch("locale", lambda: locale.setlocale(locale.LC_ALL), _put_locale),
     Watch("signal handlers", _signals, _put_signals),
     Watch("timers", _timers, _put_timers),
+    Watch(
+        "blocked signals",
+        lambda: frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        lambda mask: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+    ),
     Watch("resource limits", _limits, _put_limits),
-    Watch("warnings filters", lambda: (tuple(warnings.filters), warnings.showwarning), _put_filters),
-    Watch("logging.disable", lambda: logging.root.manager.disable, logging.disable),
+    Watch(
+        "warnings filters",
+        lambda: (tuple(warnings.filters), warnings.showwarning, warnings.formatwarning),
+        _put_filters,
+    ),
+    Watch("logging", _logging, _put_logging),
     Watch("interpreter settings", _interpreter, _put_interpreter),
     Watch("sys.path", lambda: tuple(sys.path), _put_path),
-    Watch("standard streams", lambda: (sys.stdin, sys.stdout, sys.stderr), _put_streams),
+    Watch("finders of modules", _finders, _put_finders),
+    Watch("loaded modules", _loaded, sys.modules.update, _gone, kept=False),
+    Watch("standard streams", _streams, _put_streams),
+    Watch("numbers of the judge", _tables, _put_tables),
+    Watch("print options", _printing, _put_printing),
+    Watch("scheduling", _scheduling, _put_scheduling),
     Watch("python RNG", random.getstate, random.setstate, kept=False),
     Watch("numpy RNG", _numpy_state, _put_numpy, kept=False),
-    Watch("numpy error handling", np.geterr, lambda how: np.seterr(**how)),
+    Watch(
+        "numpy error handling",
+        lambda: (np.geterr(), np.geterrcall()),
+        lambda how: (np.seterr(**how[0]), np.seterrcall(how[1])),
+    ),
     Watch("torch RNG", _torch_rng, _put_torch_rng, kept=False),
     Watch("CUDA RNG", _cuda_rng, _put_cuda_rng, kept=False),
+    Watch("inference mode", torch.is_inference_mode_enabled, None, kept=False),
     Watch("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
     Watch(
         "anomaly mode",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda v: torch.set_anomaly_enabled(*v),
     ),
+    Watch("hooks on saved tensors", _saved_hooks, _put_saved_hooks),
+    Watch(
+        "profiler", torch.autograd._profiler_enabled, lambda on: on or torch.autograd._disable_profiler(), kept=False
+    ),
+    Watch("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
     Watch("autograd threads", torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
     Watch("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Watch(

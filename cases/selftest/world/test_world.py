@@ -2,6 +2,7 @@
 
 import builtins
 import gc
+import importlib.abc
 import locale
 import logging
 import os
@@ -21,6 +22,7 @@ import torch
 from parity import world
 from parity.implementations.implementation import Implementation
 from parity.judging.execute import execute
+from parity.recipe import UNIT_ROUNDOFF
 from parity.registry import family, from_file, run_case
 from parity.selftest.controls import control
 from parity.world import bindings, snapshot
@@ -50,7 +52,16 @@ EFFECTS = {
         resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     ),
     "warnings filters": lambda: warnings.simplefilter("error"),
-    "logging.disable": lambda: logging.disable(logging.CRITICAL),
+    "logging": lambda: logging.disable(logging.CRITICAL),
+    "blocked signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]),
+    "finders of modules": lambda: sys.meta_path.insert(0, importlib.abc.MetaPathFinder()),
+    "loaded modules": lambda: sys.modules.update({"json.decoder": None}),
+    "print options": lambda: torch.set_printoptions(precision=1),
+    "scheduling": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
+    "numbers of the judge": lambda: UNIT_ROUNDOFF.update(fp32=1.0),
+    "hooks on saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t).__enter__(),
+    "profiler": lambda: torch.autograd.profiler.profile(use_kineto=False).__enter__(),
+    "torch.set_warn_always": lambda: torch.set_warn_always(not torch.is_warn_always_enabled()),
     "interpreter settings": lambda: (sys.setrecursionlimit(5000), gc.disable()),
     "sys.path": lambda: sys.path.insert(0, "/nowhere"),
     "standard streams": lambda: setattr(sys, "stdout", open(os.devnull, "w")),  # noqa: SIM115
@@ -72,7 +83,7 @@ EFFECTS = {
     "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "hooks on every module": lambda: torch.nn.modules.module.register_module_forward_hook(hook),
 }
-WATCHED_ONLY = {"threads", "file descriptors", "child processes"}
+WATCHED_ONLY = {"threads", "file descriptors", "child processes", "inference mode"}
 ON_CUDA = {"CUDA RNG"}
 
 
@@ -98,6 +109,7 @@ def test_an_entry_is_named_and_put_back(name):
     left = {watch.name for watch, _ in differing(before)}
     assert left <= {"file descriptors"}, left
     says = {"environment variables": "environment variable UNSLOTH_RETURN_HIDDEN_STATES", "switches": "cudnn.benchmark"}
+    says["loaded modules"] = "sys.modules['json.decoder'] changed"
     assert any(says.get(name, f"{name} changed") in leak for leak in found.leaks), found.leaks
     assert not world.broken()
 

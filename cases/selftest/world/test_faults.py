@@ -1,0 +1,157 @@
+"""Faults of many kinds, planted in a user's implementation: each costs that one a verdict, and nobody else anything."""
+
+import faulthandler
+import gc
+import io
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from parity import world
+from parity.implementations import user
+from parity.judging import gates
+from parity.registry import NAMES, loss_family, run_case
+from parity.selftest.controls import control
+
+FAMILY = loss_family("logprobs")
+CASE = FAMILY.case(3, "fp32", {"V": 11, "H": 5})
+PLAIN = control("honest.logprobs.plain")
+KEPT: list = []
+
+
+def right(hidden, weight, ids):
+    return torch.log_softmax(hidden @ weight.T, -1).gather(-1, ids[..., None])[..., 0]
+
+
+class NoWords(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Lies(torch.Tensor):
+    """A tensor whose every operation raises."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError("mine")
+
+
+class Late:
+    """Does its harm when it is collected, in whosever call that is."""
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        torch.set_default_dtype(torch.float16)
+
+
+def raised(error):
+    raise error
+
+
+def kept_mode():
+    KEPT.append(torch.inference_mode())
+    KEPT[-1].__enter__()
+
+
+LEAVES = {
+    "a module exchanged": lambda h: sys.modules.update({"numpy.linalg": object()}),
+    "a module removed": lambda h: sys.modules.pop("json.decoder"),
+    "a finder that fails": lambda h: sys.meta_path.insert(0, object()),
+    "garbage collection at every object": lambda h: gc.set_threshold(1),
+    "a callback of the garbage collector": lambda h: gc.callbacks.append(print),
+    "a slow switch between threads": lambda h: sys.setswitchinterval(1.0),
+    "a profile of every new thread": lambda h: threading.setprofile(lambda *a: None),
+    "a hook on errors of threads": lambda h: setattr(threading, "excepthook", print),
+    "a handler of every log": lambda h: logging.getLogger().addHandler(logging.StreamHandler(io.StringIO())),
+    "torch's log turned on": lambda h: logging.getLogger("torch").setLevel(1),
+    "warnings that fail": lambda h: setattr(warnings, "formatwarning", lambda *a, **k: raised(OSError())),
+    "no traceback of a crash": lambda h: (faulthandler.disable if faulthandler.is_enabled() else faulthandler.enable)(),
+    "doubled saved tensors": lambda h: torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t * 2, lambda t: t
+    ).__enter__(),
+    "JSON without content": lambda h: setattr(json, "dumps", lambda *a, **k: "{}"),
+    "another working folder": lambda h: setattr(os, "getcwd", lambda: "/nowhere"),
+    "a clock that stands": lambda h: setattr(time, "monotonic", lambda: 0.0),
+    "numpy without values": lambda h: setattr(np, "full", lambda shape, *a, **k: np.zeros(shape)),
+    "a wide gate": lambda h: setattr(gates, "NORM", 1e9),
+    "standard output closed": lambda h: sys.stdout.close(),
+    "descriptor 1 closed": lambda h: os.close(1),
+    "a lower priority": lambda h: os.nice(1),
+    "harm done when it dies": lambda h: Late() and None,
+    "memory of an input freed": lambda h: h.untyped_storage().resize_(0),
+    "an error without words": lambda h: raised(NoWords()),
+    "an error of unprintable words": lambda h: raised(RuntimeError("\udcff\x00\x1b[2J")),
+    "a KeyboardInterrupt": lambda h: raised(KeyboardInterrupt()),
+    "its own arguments": lambda h: sys.argv.clear(),
+}
+RETURNS = {
+    "no memory behind it": lambda logps: logps.to("meta"),
+    "sparse": lambda logps: logps.to_sparse(),
+    "a class of its own": lambda logps: logps.as_subclass(Lies),
+    "8 TB": lambda logps: logps[0, 0].expand(10**6, 10**6),
+    "complex": lambda logps: logps.to(torch.complex64),
+}
+
+
+def planted(name):
+    def own(hidden, weight, ids):
+        if name in RETURNS:
+            return RETURNS[name](right(hidden, weight, ids))
+        LEAVES[name](hidden)
+        return right(hidden, weight, ids)
+
+    return user.from_function(own, "own.py:own", [loss_family(n) for n in NAMES])
+
+
+def in_a_fork(body):
+    """What `body` writes, from a process of its own: a fault that is not mended would strike the tests behind it."""
+    out, into = os.pipe()
+    if not (pid := os.fork()):
+        try:
+            os.write(into, body().encode("utf-8", "replace"))
+        finally:
+            os._exit(0)
+    os.close(into)
+    with os.fdopen(out) as told:
+        text = told.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+@pytest.mark.parametrize("name", [*LEAVES, *RETURNS])
+def test_a_fault_costs_its_own_implementation_a_verdict_and_nobody_else_anything(name):
+    dumps, known = json.dumps, [*run_case(CASE, [PLAIN])]
+
+    def body():
+        own = [r for r in run_case(CASE, [planted(name)]) if r.verdict != "agree"]
+        after = [r for r in run_case(CASE, [PLAIN]) if r.verdict != "agree"]
+        printed = [os.fstat(1).st_ino > 0, not sys.stdout.closed]
+        told = [[r.quantity, r.verdict, r.message, r.blame] for r in own]
+        return dumps([told, len(after), printed, world.broken()])
+
+    own, after, printed, broken = json.loads(in_a_fork(body) or "[[], -1, [], []]")
+    assert own and all(verdict in ("disagree", "crashed") for _, verdict, _, _ in own), own
+    assert "harness" not in [blame for *_, blame in own]
+    assert after == 0 and all(printed) and not broken and len(known) > 3
+
+
+def test_a_mode_that_nothing_leaves_costs_the_process(monkeypatch):
+    LEAVES["inference mode"] = lambda h: kept_mode()
+
+    def body():
+        rows = [r.message for r in run_case(CASE, [planted("inference mode"), PLAIN])]
+        return json.dumps([rows, world.broken()])
+
+    rows, broken = json.loads(in_a_fork(body))
+    del LEAVES["inference mode"]
+    assert len(broken) and "inference mode changed" in broken[0], (rows, broken)
