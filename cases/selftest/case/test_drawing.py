@@ -137,13 +137,16 @@ def test_every_loss_type_meets_every_dimension() -> None:
 
 STREAM = """
 import sys
-from parity.case.drawing import cases, draws
+from hypothesis import strategies as st
+from parity.case.drawing import batch
 from parity.registry import loss_family
 sys.path[:0] = sys.argv[1:]
 for name in ("parity.trainers.catalogue", "parity.selftest.mutants.matrix", "my_module")[: int(sys.argv[2])]:
     __import__(name)
-of = loss_family("logprobs")
-print(*[c.id for c in draws(cases(of, ("fp32", "fp16", "bf16"), "pr"), "4711/logprobs/0", 120)])
+found = []
+for number in range(80):
+    batch(st.integers(0, 1 << 20), str(number), found.append)
+print(*found)
 """
 
 
@@ -153,4 +156,4 @@ def test_one_seed_draws_the_same_cases_whatever_is_loaded(tmp_path):
     command = [sys.executable, "-c", STREAM, str(tmp_path)]
     running = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True) for n in (0, 2, 3)]
     plain, controls, with_file = (one.communicate(timeout=300)[0].split() for one in running)
-    assert len(plain) == 120 and plain == controls == with_file
+    assert len(plain) >= 600 and plain == controls == with_file
