@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, CONSTANTS_CACHE, HypothesisProvider
+from hypothesis.internal.conjecture.providers import CONSTANTS_CACHE, HypothesisProvider
 from hypothesis.internal.constants_ast import Constants
 
 from parity.case.case import Case
@@ -34,25 +34,19 @@ def cases(draw: Any, family: Family, dtypes: Sequence[str], profile: str) -> Cas
     return family.case(draw(st.integers(0, 1 << 20)), dtype, settings)
 
 
-class Provider(HypothesisProvider):
-    """Hypothesis' source of choices, without the constants that it collects from whatever local modules are loaded.
-
-    It draws one in twenty numbers from such constants, so the same seed drew other cases where other modules were loaded.
-    """
-
-    _local_constants = Constants()
-
-
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Draws that the seed alone decides: the provider above, and none of the constants that another one left in its cache."""
-    before = AVAILABLE_PROVIDERS["hypothesis"]
-    AVAILABLE_PROVIDERS["hypothesis"] = Provider
+    """Draws that the seed alone decides: without the constants of whatever local modules are loaded.
+
+    Hypothesis draws one number in twenty from those (`HypothesisProvider._local_constants`), and has no switch for it.
+    """
+    before = vars(HypothesisProvider)["_local_constants"]
+    HypothesisProvider._local_constants = Constants()  # type: ignore[assignment]
     CONSTANTS_CACHE.cache.clear()
     try:
         yield
     finally:
-        AVAILABLE_PROVIDERS["hypothesis"] = before
+        HypothesisProvider._local_constants = before  # type: ignore[method-assign]
         CONSTANTS_CACHE.cache.clear()
 
 
