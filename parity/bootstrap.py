@@ -112,23 +112,12 @@ def install(folder: Path, system: bool, pins: str = "constraints.txt", more: tup
     with tempfile.TemporaryDirectory() as temporary:
         given = Path(temporary) / "constraints.txt"
         given.write_text("\n".join(constraints) + "\n")
-        command = [
-            str(python),
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--constraint",
-            str(given),
-        ]
         # torch first and by its exact version: a resolver that meets it as a range may take another build
         first = [c for c in constraints if c.startswith("torch==")]
-        for step in ([first] if not system else []) + [["--editable", f"{ROOT}[dev]", *more]]:
-            done = subprocess.run(command + step)
-            if done.returncode:
-                print(f"pip failed ({done.returncode}); nothing is left half-made: remove {folder} and run make again")
-                return 3
+        steps = ([first] if not system else []) + [["--editable", f"{ROOT}[dev]", *more]]
+        if not (not system and by_uv(python, given, steps)) and not by_pip(python, given, steps):
+            print(f"pip failed; nothing is left half-made: remove {folder} and run make again")
+            return 3
     if system:
         after = subprocess.run([str(python), "-c", VERSIONS], capture_output=True, text=True).stdout.split()
         if after != [version(n) or "-" for n in KEPT]:
@@ -138,6 +127,40 @@ def install(folder: Path, system: bool, pins: str = "constraints.txt", more: tup
             return 3
     print(f"ready; to type parity as a command:\n\n    source {python.parent / 'activate'}\n")
     return 0
+
+
+def by_pip(python: Path, constraints: Path, steps: list[list[str]]) -> bool:
+    """Install with the venv's own pip, which reads pip's configuration and nothing else."""
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint"]
+    return all(not subprocess.run([*command, str(constraints), *step]).returncode for step in steps)
+
+
+def by_uv(python: Path, constraints: Path, steps: list[list[str]]) -> bool:
+    """Install with uv: in seconds where its cache has the packages, to which it links. False where pip has to do it.
+
+    Not over the packages of another interpreter (VENV=system): uv does not see those.
+    """
+    sys.path.insert(0, str(ROOT))
+    from parity.versions.env import client  # needs the standard library only
+
+    try:
+        try:
+            binary = client.binary()
+        except client.EnvironmentUnusable:
+            if not by_pip(python, constraints, [["uv"]]):
+                return False
+            binary = str(python.parent / "uv")
+        command = [binary, "pip", "install", "--quiet", "--python", str(python), "--constraint", str(constraints)]
+        settings = client.settings(client.cache_folder())
+        for step in steps:
+            done = subprocess.run([*command, *step], env=settings, capture_output=True, text=True)
+            if done.returncode:
+                print(f"uv cannot: {client.one_line(done.stderr, 300)}; pip does it")
+                return False
+    except (OSError, client.EnvironmentUnusable) as error:
+        print(f"uv cannot: {error}; pip does it")
+        return False
+    return True
 
 
 def known_as_triton(folder: Path, version: str) -> None:

@@ -49,7 +49,7 @@ def cache_folder(*parts: str) -> Path:
 def uv(arguments: Sequence[str], *, stdin: str | None = None, offline: bool = False) -> str:
     """Runs uv and returns what it printed; UvFailed with its own message otherwise, EnvironmentUnusable without uv."""
     root = cache_folder()
-    command = [_binary(), "--quiet", "--color", "never", "--no-progress", *(["--offline"] if offline else [])]
+    command = [binary(), "--quiet", "--color", "never", "--no-progress", *(["--offline"] if offline else [])]
     # The working folder is the cache: a pyproject.toml or uv.toml where the user stands must not change the outcome.
     done = subprocess.run(
         [*command, *arguments],
@@ -58,7 +58,7 @@ def uv(arguments: Sequence[str], *, stdin: str | None = None, offline: bool = Fa
         errors="replace",
         capture_output=True,
         cwd=root,
-        env=_settings(root),
+        env=settings(root),
         check=False,
     )
     if done.returncode:
@@ -75,7 +75,8 @@ def one_line(message: str, limit: int = 600) -> str:
 
 
 @functools.cache
-def _binary() -> str:
+def binary() -> str:
+    """The uv of this interpreter, else the one on PATH; EnvironmentUnusable without one."""
     try:
         from uv import find_uv_bin
 
@@ -86,7 +87,8 @@ def _binary() -> str:
     raise EnvironmentUnusable("uv is not installed; it makes the environments: pip install uv")
 
 
-def _settings(root: Path) -> dict[str, str]:
+def settings(root: Path) -> dict[str, str]:
+    """Environment variables of a call to uv: hard links, a cache on the filesystem of `root`, pip's index."""
     settings = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "UV_PYTHON")}
     for variable, value in _pip_settings().items():
         settings.setdefault(variable, value)

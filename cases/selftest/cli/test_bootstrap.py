@@ -1,0 +1,59 @@
+"""Who installs: uv where it can, pip where it cannot, and pip alone over another interpreter's packages."""
+
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from parity import bootstrap
+from parity.versions.env import client
+
+
+@pytest.fixture
+def calls(monkeypatch, tmp_path):
+    """The commands that are run, without anything being installed; uv fails where `fails` holds a word of its command."""
+    done = SimpleNamespace(commands=[], fails="")
+
+    def run(command, **options):
+        done.commands.append([str(word) for word in command])
+        failed = bool(done.fails) and "pip" in command[1] and done.fails in command
+        return subprocess.CompletedProcess(command, int(failed), "- - -", "error: no such wheel")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(bootstrap.venv, "EnvBuilder", lambda **k: SimpleNamespace(create=lambda folder: None))
+    monkeypatch.setattr(client, "binary", lambda: "/somewhere/uv")
+    monkeypatch.setattr(client, "settings", lambda root: {})
+    return done
+
+
+def by(commands):
+    return ["uv" if c[0].endswith("uv") else "pip" for c in commands if "install" in c]
+
+
+def test_uv_installs_torch_first_and_then_the_rest(calls, tmp_path):
+    assert bootstrap.install(tmp_path / "new", system=False) == 0
+    assert by(calls.commands) == ["uv", "uv"]
+    assert calls.commands[0][-1].startswith("torch==") and "--editable" in calls.commands[1]
+
+
+@pytest.mark.parametrize("fails", ["torch==2.13.0", "--editable"])
+def test_pip_does_what_uv_cannot(calls, tmp_path, capsys, fails):
+    calls.fails = fails
+    assert bootstrap.install(tmp_path / "new", system=False) == 0
+    assert by(calls.commands)[-2:] == ["pip", "pip"] and by(calls.commands)[0] == "uv"
+    assert "uv cannot: no such wheel; pip does it" in capsys.readouterr().out
+
+
+def test_without_uv_pip_brings_it_first(calls, tmp_path, monkeypatch):
+    def absent():
+        raise client.EnvironmentUnusable("no uv")
+
+    monkeypatch.setattr(client, "binary", absent)
+    assert bootstrap.install(tmp_path / "new", system=False) == 0
+    assert by(calls.commands) == ["pip", "uv", "uv"] and calls.commands[0][-1] == "uv"
+
+
+def test_over_other_packages_pip_alone(calls, tmp_path, monkeypatch):
+    monkeypatch.setattr(bootstrap, "version", lambda name: "-")
+    assert bootstrap.install(tmp_path / "new", system=True) == 0
+    assert by(calls.commands) == ["pip"]
