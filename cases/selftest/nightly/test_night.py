@@ -67,6 +67,11 @@ def test_a_step_ends_with_its_time(tmp_path, monkeypatch):
     assert step.exit_code is None and step.tail == "here" and time.monotonic() - begun < 40
 
 
+def test_a_step_of_another_module(tmp_path):
+    step = steps.run("cuda", ["--version"], tmp_path / "log", 60.0, module="pytest")
+    assert step.exit_code == 0 and step.command == "pytest --version" and "pytest" in step.tail
+
+
 def test_a_step_hands_on_its_exit_code(tmp_path):
     step = steps.run("list", ["list", "--family", "nothing"], tmp_path / "list.log", 120.0)
     assert (step.exit_code, step.verdict) == (2, "wrong usage") and "unknown" in step.tail
