@@ -1,12 +1,13 @@
 """Counting: implementation-cases, findings, coverage."""
 
 import math
+from pathlib import Path
 
 import pytest
 from msgspec import convert
 
 from parity.results.header import About, Header
-from parity.results.report import wording
+from parity.results.report import brief, wording
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import summarise
 from parity.results.row import Row
@@ -286,5 +287,7 @@ def test_what_a_function_should_take_first():
     assert wording.openings(told, most=2) == (
         "my.py:f: 71 % of its cases need other parameters; add first bias (+24 %), softcap (+29 %), and 2 more"
     )
+    printed = " ".join(text for text, _ in brief.closing(summarise(HEADER, found), 100, 0, [], Path()))
+    assert "add first bias (+24 %), softcap (+29 %), delta (+5 %), beta (+14 %)" in " ".join(printed.split())
     reasons = {r.message: r.count for r in summarise(HEADER, found).reasons}
     assert reasons == {"f has no parameter for what the case moves": 15, "context autocast is not supported": 1}

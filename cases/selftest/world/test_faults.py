@@ -130,7 +130,7 @@ def in_a_fork(body):
 
 @pytest.mark.parametrize("name", [*LEAVES, *RETURNS])
 def test_a_fault_costs_its_own_implementation_a_verdict_and_nobody_else_anything(name):
-    dumps, known = json.dumps, [*run_case(CASE, [PLAIN])]
+    dumps = json.dumps
 
     def body():
         own = [r for r in run_case(CASE, [planted(name)]) if r.verdict != "agree"]
@@ -142,7 +142,7 @@ def test_a_fault_costs_its_own_implementation_a_verdict_and_nobody_else_anything
     own, after, printed, broken = json.loads(in_a_fork(body) or "[[], -1, [], []]")
     assert own and all(verdict in ("disagree", "crashed") for _, verdict, _, _ in own), own
     assert "harness" not in [blame for *_, blame in own]
-    assert after == 0 and all(printed) and not broken and len(known) > 3
+    assert after == 0 and all(printed) and not broken
 
 
 def test_a_mode_that_nothing_leaves_costs_the_process(monkeypatch):

@@ -72,7 +72,8 @@ def closing(
     """Versions, reports, the verdict, why, what is new, what is known, and the next command to type."""
     out: Out = [("", "")]
     out += _labelled("idle", _idle(summary), width, 1)
-    for told in (*wording.imported(summary), *(wording.unjudged(*u) for u in summary.unjudged)):
+    notes = [*wording.imported(summary), *(wording.unjudged(*u) for u in summary.unjudged)]
+    for told in [*notes, *map(wording.openings, summary.openings)]:
         out += _labelled("note", told, width, 2, "yellow")
     out += _labelled("run", f"{wording.versions(summary)} · {wording.about(summary)}", width, 4, "dim")
     out += _labelled("page", f"{folder}/index.html", width, 1, "dim")
