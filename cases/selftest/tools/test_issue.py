@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import json
 import math
 
 import pytest
 import torch
+from rich.console import Console
 
 from parity import data
 from parity.case.case import Case, normal
 from parity.registry import bench_of, load, loss_family, resolved, run_case, select
 from parity.results.ledger import Ledger
 from parity.tools import upstream
+from parity.tools.issue import entry as entry_module
 from parity.tools.issue import issue_text, patch, script, written
 from parity.tools.issue.bundle import bundled
-from parity.tools.issue.ran import FAULT, ran
+from parity.tools.issue.ran import FAULT, Ran, ran
 from parity.tools.issue.sources import located
 from parity.tools.issue.standalone import limits_of
 from parity.tools.issue.tensors import helpers, number
 from parity.tools.issue.text import at_fault
+from parity.tools.replay import replay
 
 LUSPO = Case("policy", 3, "fp32", {"loss_type": "luspo", "lengths": [3, 1]})
 BANNED = Case("logprobs", 3, "fp32", {"bias": "banned", "entropy": "gradient", "V": 9})
@@ -119,7 +123,7 @@ def test_an_entry_is_written_with_its_reason_first_and_a_patch_that_mends_it(tmp
 def test_every_entry_has_a_script_that_needs_the_libraries_alone():
     folder = ledger().folder
     for entry in ledger().entries:
-        code = written.script(folder, entry.id)
+        code = written.script(folder, entry_module.source(entry, ledger()))
         if code is None:  # then it is made from the source of adapter and definition, which a trainer does not have
             assert not entry.family.endswith("-trainer"), f"{entry.id} needs {folder}/scripts/{entry.id}.py"
             assert set(entry.implementations) != {"trl.GRPOTrainer"}, entry.id
@@ -138,6 +142,14 @@ def test_every_patch_fits_the_installed_release():
             assert patch.diff(patch.patched(edits)).startswith("--- a/"), entry.id
 
 
+def test_replay_prints_the_report_of_an_entry_by_its_name(monkeypatch):
+    monkeypatch.setattr(entry_module, "ran", lambda code, first=None: Ran(0 if first else 1, "| a | b |\n"))
+    out = io.StringIO()
+    assert replay("liger-clip-ratio-sequence", (), "cpu", True, Console(file=out)) == 1
+    text = out.getvalue()
+    assert text.startswith("# liger-kernel ") and "```diff\n--- a/liger_kernel/" in text and "| a | b |" in text
+
+
 SILENT = 'import iniconfig\n\nprint("x")\nraise SystemExit(int(not hasattr(iniconfig, "mended")))\n'
 
 
@@ -146,6 +158,7 @@ SILENT = 'import iniconfig\n\nprint("x")\nraise SystemExit(int(not hasattr(inico
     [
         pytest.param("mended = True\n", "", SILENT, True, "exit 0", id="mended"),
         pytest.param("other = True\n", "", SILENT, False, "exit 1", id="patch that does not mend"),
+        pytest.param("no line\n", "", SILENT, True, "no patch: iniconfig", id="patch of another release"),
         pytest.param("", "versions = { iniconfig = '<0.1' }", SILENT, False, "shows", id="shows where it cannot be"),
         pytest.param("", "", "print('fine')\n", False, "is gone", id="gone"),
         pytest.param("", "", "raise ValueError\n", False, "script fails", id="fails"),
@@ -161,6 +174,7 @@ def test_a_script_is_right_only_if_it_shows_the_defect_and_falls_silent_with_the
     (tmp_path / "scripts" / "one.py").write_text("# lib 1.0: x\n# why\n" + script)
     if new:
         edit = {"entries": ["one"], "file": "iniconfig/__init__.py", "old": "import os\n", "new": "import os\n" + new}
+        edit |= {"old": "not there\n"} if new == "no line\n" else {}
         lines = "\n".join(f"{k} = {json.dumps(v)}" for k, v in edit.items())
         (tmp_path / "patches.toml").write_text(f"[[patch]]\n{lines}\n")
     (tmp_path / "case.json").write_text(json.dumps(BANNED.to_json()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from parity.errors import UsageError
 from parity.results.ledger import Entry, Ledger
 from parity.tools.issue import patch, written
 from parity.tools.issue.ran import Ran, ran
@@ -21,6 +22,7 @@ class Shown:
         done: with the installed libraries; None where some of them (`lacks`) are not installed.
         diff: what mends the released files; empty where no patch is known, or where the defect is not there.
         mended: the script with the diff applied to a copy.
+        misfit: why the known patch cannot be applied: this is another release.
     """
 
     entry: Entry
@@ -29,6 +31,7 @@ class Shown:
     done: Ran | None = None
     diff: str = ""
     mended: Ran | None = None
+    misfit: str = ""
 
     @property
     def wanted(self) -> int:
@@ -48,24 +51,38 @@ class Shown:
             return f"not run: needs {', '.join(self.lacks)}"
         last = ([line for line in self.done.output.splitlines() if line] or self.done.error.strip().splitlines())[-1:]
         said = {SHOWS: "shows", GONE: "is gone"}.get(self.done.code, "script fails")
-        with_patch = "" if self.mended is None else f"; with the patch: exit {self.mended.code}"
+        with_patch = f"; no patch: {self.misfit}" if self.misfit else ""
+        with_patch = with_patch if self.mended is None else f"; with the patch: exit {self.mended.code}"
         return f"{said}: {''.join(last)}{with_patch}"
 
 
 def shown(entry: Entry, ledger: Ledger) -> Shown | None:
-    """Run an entry's script, and run it again with the patch if there is one; None where it has no script."""
-    code = written.script(ledger.folder, entry.id)
+    """Run an entry's script, and run it again with the patch if there is one; None where it has no script.
+
+    A finding that is part of another shares its script, unless it has its own.
+    """
+    name = source(entry, ledger)
+    code = written.script(ledger.folder, name)
     if code is None:
         return None
     lacks = tuple(written.missing(code))
     if lacks:
         return Shown(entry, code, lacks)
-    done, edits = ran(code), patch.edits(ledger.folder, entry.id)
+    done, edits = ran(code), patch.edits(ledger.folder, name)
     if done.code != SHOWS or not edits:
         return Shown(entry, code, done=done)
-    files = patch.patched(edits)
+    try:
+        files = patch.patched(edits)
+    except UsageError as error:
+        return Shown(entry, code, done=done, misfit=str(error))
     with patch.applied(files) as folder:
         return Shown(entry, code, (), done, patch.diff(files), ran(code, first=folder))
+
+
+def source(entry: Entry, ledger: Ledger) -> str:
+    """The entry whose script and patch are this one's: itself, or the whole that it is part of."""
+    own = (ledger.folder / "scripts" / f"{entry.id}.py").exists()
+    return entry.id if own or not entry.user.part_of else entry.user.part_of
 
 
 def text(found: Shown, ledger: Ledger) -> str:
