@@ -9,9 +9,9 @@ from parity.results.user import SEVERITIES
 
 _HEAD = """# Findings: what released libraries compute wrong
 
-Written by `parity findings > docs/findings.md` from `cases/ledger.toml`. Each line was measured against a float64 reference
-and is measured again in every run. `parity replay NAME --issue`, NAME from the last column, prints a script that shows it;
-`parity upstream --all` writes script, text and patch of each to reports/upstream/.
+Written by `parity findings > docs/findings.md` from `cases/ledger.toml`. Every run measures each line against a float64
+reference. `parity replay NAME --issue`, NAME from the last column, prints a script that shows it; `parity upstream --all`
+writes script, text and patch of each to reports/upstream/.
 
 `apply` is `parity.fixes.apply(trainer)`; it, `FusedLinearGRPOLoss` and `selective_log_probs` are in [fixes.md](fixes.md).
 """
