@@ -11,6 +11,8 @@ from parity import data
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.results import memory
+from parity.results.header import Header
+from parity.results.report import timings
 from parity.results.report.findings import Finding
 from parity.results.report.html import Cell, Extras, Part
 from parity.results.report.summary import Summary
@@ -21,7 +23,9 @@ SCRIPTS = 10
 """New findings whose script is written into the page; for the others it names the command."""
 
 
-def extras(summary: Summary, folder: Path, code: int, reasons: Sequence[str], rows: Sequence[Row] = ()) -> Extras:
+def extras(
+    header: Header, summary: Summary, folder: Path, code: int, reasons: Sequence[str], rows: Sequence[Row] = ()
+) -> Extras:
     """All of it; a file that cannot be read is a section that says so."""
     found: list[Part] = []
     for name, title, read in (
@@ -33,9 +37,20 @@ def extras(summary: Summary, folder: Path, code: int, reasons: Sequence[str], ro
         if path.exists():
             found += _read(path, title, lambda path=path, read=read: list(read(path)))  # type: ignore[misc]
     found += _read(data.rollouts_dir(), "Rollouts", lambda: section.parts(rows))
+    found += spent(header)
     past: list[memory.Run] = []
     found += _read(folder / "history", "Trend of earlier runs", lambda: past.extend(memory.runs(folder / "history")))
     return Extras(code, reasons, scripts(summary, folder), found, past)
+
+
+def spent(header: Header) -> list[Part]:
+    """Where the CPU time of the run went; nothing for a file that does not say."""
+    found = timings.shares(header.parts)
+    rows = [[kind, *row.told] for kind, shares in found.items() for row in shares]
+    if not rows:
+        return []
+    by = ["by", "name", "CPU seconds", "share"]
+    return [Part("timings", "Where the time went", summary="CPU seconds", headings=by, rows=rows)]
 
 
 def _read(path: Path, title: str, read: Callable[[], list[Part] | None]) -> list[Part]:

@@ -22,18 +22,20 @@ class Detail:
     verbose: bool = False
     quiet: bool = False
     json: bool = False
+    timings: bool = False
 
 
 def detail(command: Any) -> Any:
     """The options that say how much is printed; the command gets a `Detail`."""
 
     @functools.wraps(command)
-    def with_detail(verbose: bool, quiet: bool, as_json: bool, **options: Any) -> Any:
-        if verbose + quiet + as_json > 1:
-            raise UsageError("-v, -q and --json exclude one another")
-        return command(detail=Detail(verbose, quiet, as_json), **options)
+    def with_detail(verbose: bool, quiet: bool, as_json: bool, timings: bool, **options: Any) -> Any:
+        if verbose + quiet + as_json > 1 or (as_json and timings):
+            raise UsageError("-v, -q and --json exclude one another, and --json --timings")
+        return command(detail=Detail(verbose, quiet, as_json, timings), **options)
 
     for option in (
+        click.option("--timings", is_flag=True, help="print where the CPU time went"),
         click.option("--json", "as_json", is_flag=True, help="print one JSON object (docs/measured/json.md)"),
         click.option("-q", "--quiet", is_flag=True, help="print the verdict only"),
         click.option("-v", "--verbose", is_flag=True, help="print every table and finding"),
@@ -54,7 +56,7 @@ def report(
     """Write the reports of a run into `folder`, then print it; `keep` it among the runs that later ones are compared with."""
     from parity.cli.page import extras
     from parity.results import json_output, memory
-    from parity.results.report import brief, html, junit, markdown, terminal
+    from parity.results.report import brief, html, junit, markdown, terminal, timings
     from parity.results.report.summary import summarise
     from parity.results.report.wording import compared, headline, verdict
 
@@ -64,7 +66,7 @@ def report(
         memory.remember(summary, code, folder / "history")
     junit.write(summary, folder / "junit.xml")  # files first: whoever reads the terminal may stop reading
     markdown.write(summary, folder / "summary.md")
-    beside = extras(summary, folder, code, reasons, rows)
+    beside = extras(header, summary, folder, code, reasons, rows)
     html.write(summary, folder / "index.html", beside)
     change = beside.change(summary)
     grown = change.growth if change else ()
@@ -79,3 +81,5 @@ def report(
         brief.show(brief.closing(summary, screen.width, code, reasons, folder, grown), screen)
     else:
         brief.render(summary, screen, code, reasons, folder, grown)
+    if detail.timings:
+        brief.show([(line, "") for line in timings.lines(header.parts)], screen)

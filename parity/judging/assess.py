@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -17,7 +17,7 @@ from parity.case.inputs import Inputs
 from parity.implementations.implementation import Implementation
 from parity.judging.execute import Outcome, execute
 from parity.judging.gates import Judgement, Unit, failed, judge
-from parity.judging.settle import CONFIRMATION, REPLICAS, ladder, settle
+from parity.judging.settle import REPLICAS, ladder, settle
 from parity.recipe import Recipe
 from parity.results.row import Class
 from parity.rounding.oracle import Quantities, exact, gradient_name, replicas
@@ -42,6 +42,7 @@ class Bench:
     _units: dict[tuple[str, Recipe, int, bool], Unit] = dataclasses.field(default_factory=dict)
     _cut: dict[str, Quantities] = dataclasses.field(default_factory=dict)
     _narrowed: dict[frozenset[str], Bench] = dataclasses.field(default_factory=dict)
+    _variants: dict[str, Bench] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def on_cpu(self) -> Inputs:
@@ -138,6 +139,13 @@ class Bench:
             with CutOperands(precision):
                 self._cut[precision] = exact(self.family, self.home)
         return self._cut[precision]
+
+    def variant(self, name: str) -> Bench:
+        """The same inputs under a named variant of the definition, computed once."""
+        if name not in self._variants:
+            fam = dataclasses.replace(self.family, oracle=self.family.variants[name])
+            self._variants[name] = Bench(fam, self.on_cpu, exact(fam, self.home))
+        return self._variants[name]
 
     def in_float32(self) -> Bench:
         """The same values with every parameter in float32 and outside autocast, to tell logic from precision."""
@@ -266,19 +274,32 @@ def classify(bench: Bench, implementation: Implementation, failing: Sequence[str
 
 @within("stage", "variants")
 def followed_variant(
-    bench: Bench, implementation: Implementation, outcome: Outcome, failing: Iterable[str]
+    bench: Bench, implementation: Implementation, outcome: Outcome, failing: Collection[str]
 ) -> str | None:
     """The named variant of the definition that explains every failing quantity, or None.
 
-    One that differs from the definition in none of them on this case explains nothing.
+    One that differs from the definition in none of them on this case explains nothing, and neither does one to which a
+    result is no nearer than to the definition.
     """
     recipe = implementation.recipe_for(bench.inputs)
-    for name, oracle in bench.family.variants.items():
-        fam = dataclasses.replace(bench.family, oracle=oracle)
-        other = Bench(fam, bench.on_cpu, exact(fam, bench.home))
+    for name in bench.family.variants:
+        other = bench.variant(name)
         if all(q in bench.exact and torch.equal(other.exact[q], bench.exact[q]) for q in failing):
             continue
-        judged = judge_all(other, implementation, outcome, recipe, CONFIRMATION)
+        if not all(_nearer(outcome.quantities.get(q), other.exact.get(q), bench.exact.get(q)) for q in failing):
+            continue
+        judged = settle(
+            functools.partial(judge_all, other, implementation, outcome, recipe, only=failing), together=True
+        )
         if all(q in judged and judged[q].agrees for q in failing):
             return name
     return None
+
+
+def _nearer(value: torch.Tensor | None, to: torch.Tensor | None, than: torch.Tensor | None) -> bool:
+    """Whether a value is nearer to one tensor than to another, in its largest error; True where that cannot be told."""
+    if value is None or to is None or than is None or not value.shape == to.shape == than.shape or not value.numel():
+        return True
+    v = value.detach().cpu().double()
+    near, far = (float((v - o.cpu()).abs().amax()) for o in (to, than))
+    return not near >= far

@@ -74,6 +74,9 @@ class Part(msgspec.Struct, kw_only=True):
     name: Annotated[str, _of("of the shard")]
     cases: Annotated[int, _of("run")]
     seconds: Annotated[float, _of("CPU time")] = 0.0
+    spent: Annotated[dict[str, dict[str, float]], _of("CPU time by stage, phase and implementation")] = field(
+        default_factory=dict
+    )
     checked: Annotated[dict[str, bool | None], _of("ledger entry -> whether it is stale")] = field(default_factory=dict)
     shown: Annotated[list[tuple[str, str | None]] | None, _of("of a finding: what a fresh process shows")] = None
 

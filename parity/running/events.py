@@ -50,10 +50,12 @@ class Confirmed(_Event, frozen=True):
 
 
 class ShardDone(_Event, frozen=True):
-    """The shard came to its end, or after `cases` of its cases to that of the run's time; it took `seconds` of CPU time."""
+    """The shard came to its end, or after `cases` of its cases to that of the run's time; it took `seconds` of CPU time,
+    `spent` as `parity.timings.spent` tells."""
 
     cases: int = 0
     seconds: float = 0.0
+    spent: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
 
 
 class Retired(_Event, frozen=True):

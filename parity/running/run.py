@@ -166,7 +166,7 @@ def _follow(
             case ShardDone():
                 state.cases[shard.name] = event.cases
                 if event.cases == shard.count:
-                    part = Part(name=shard.name, cases=event.cases, seconds=event.seconds)
+                    part = Part(name=shard.name, cases=event.cases, seconds=event.seconds, spent=event.spent)
                     part.checked, part.shown = checked.get(part.name, {}), shown.get(part.name)
                     state.parts[part.name] = part
                     write(Parted(part=part, run=run))
@@ -204,6 +204,7 @@ def finish(
         for row in whole:
             write(row)
         write(Last(end=head.end, run=head.run))
+    head.parts = list(state.parts.values())
     if begun is not None:
         head.header.seconds = round(time.monotonic() - begun, 1)
     return Result(head, state.rows, stale, state.lost, code, reasons, options)

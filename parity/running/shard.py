@@ -26,6 +26,7 @@ from parity.results.ledger import Ledger, stale
 from parity.results.row import Row
 from parity.running.events import At, Checked, Confirmed, Event, Judged, Started
 from parity.running.plan import Shard, Sought, signature_of
+from parity.timings import within
 from parity.trainers import catalogue
 
 STREAMS = 4
@@ -115,6 +116,7 @@ class Session:
             for row in self._run(one, chosen, shard, thorough):
                 self.emit(Judged(row))
 
+    @within("stage", "minimising")
     def finding(self, shard: Shard) -> None:
         """Look for a new finding once more where that is asked for, then minimise the case that showed it first."""
         sought = shard.sought
@@ -225,7 +227,8 @@ class Stream:
 
     def first(self, count: int) -> Sequence[tuple[str, Case]]:
         """The first `count` of them."""
-        self._drawn += itertools.islice(self._source, max(0, count - len(self._drawn)))
+        with within("phase", "draw"):
+            self._drawn += itertools.islice(self._source, max(0, count - len(self._drawn)))
         return self._drawn[:count]
 
 

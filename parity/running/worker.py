@@ -21,6 +21,7 @@ from typing import Any
 from parity.decoding import decode
 from parity.process import die_with, prepare
 from parity.running import gpu
+from parity.timings import spent, within
 
 
 def main(path: str) -> int:
@@ -37,21 +38,23 @@ def main(path: str) -> int:
     os.close(nothing)
     pid = os.getpid()
     time.sleep(plan.get("wait", 0.0))
-    prepare(plan["device"], plan["threads"])
-    limit_memory(plan.get("memory"))
+    with within("phase", "imports"):
+        prepare(plan["device"], plan["threads"])
+        limit_memory(plan.get("memory"))
 
-    from parity.case.case import Case
-    from parity.case.profiles import PROFILES
-    from parity.judging import faults
-    from parity.registry import resolved, select
-    from parity.results.ledger import Ledger
-    from parity.running.events import Event, Judged, ShardDone, signed
-    from parity.running.events import Retired as RetiredEvent
-    from parity.running.plan import Shard
-    from parity.running.shard import Retired, Session
+        from parity.case.case import Case
+        from parity.case.profiles import PROFILES
+        from parity.judging import faults
+        from parity.registry import resolved, select
+        from parity.results.ledger import Ledger
+        from parity.running.events import Event, Judged, ShardDone, signed
+        from parity.running.events import Retired as RetiredEvent
+        from parity.running.plan import Shard
+        from parity.running.shard import Retired, Session
 
-    for name in plan.get("families", ()):
-        resolved(name)
+        for name in plan.get("families", ()):
+            resolved(name)
+        known = [i for i in select(plan["implementations"]) if i.id not in plan.get("exclude", ())]
     done: set[tuple[str, str]] = set()
 
     def emit(event: Event) -> None:
@@ -63,7 +66,6 @@ def main(path: str) -> int:
                 return  # a process before this one has told it
         events.write(signed(plan["nonce"], pid, event))
 
-    known = [i for i in select(plan["implementations"]) if i.id not in plan.get("exclude", ())]
     session = Session(
         implementations=known,
         profile_name=plan["profile"],
@@ -90,7 +92,7 @@ def main(path: str) -> int:
                 return 1
             emit(RetiredEvent(*pair.args))
             return 0
-        emit(ShardDone(came, round(time.process_time() - begun, 3)))
+        emit(ShardDone(came, round(time.process_time() - begun, 3), spent()))
     return 0
 
 

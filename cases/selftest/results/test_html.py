@@ -134,7 +134,7 @@ def folder(tmp_path):
 def test_what_other_commands_left_is_shown_and_escaped(folder):
     evil = rename(FINDING, message=EVIL, implementation=EVIL, case=EVIL, replay=EVIL)
     summary = summarise(HEADER, [*evil, *KNOWN])
-    text = report.render(summary, page.extras(summary, folder, 1, [EVIL]))
+    text = report.render(summary, page.extras(Header(header=About()), summary, folder, 1, [EVIL]))
     assert "<script" not in text
     in_order(text, "ended with 1", "&lt;script", "stand-alone script", "print(&#39;&lt;script")
     in_order(text, "Settings audit: policy", "1 answers, 1 of them", "ignored: &lt;script", "1 of 1 mutants killed")
@@ -149,7 +149,7 @@ def test_a_damaged_file_is_named_and_the_page_is_there(folder):
     (folder / "history").mkdir()
     (folder / "history" / "x.sqlite").write_text("nonsense")
     summary = summarise(HEADER, [LOSS])
-    text = report.render(summary, page.extras(summary, folder, 0, ()))
+    text = report.render(summary, page.extras(Header(header=About()), summary, folder, 0, ()))
     assert text.count("cannot be read: ") == 4
     assert "0.20" in text
 
