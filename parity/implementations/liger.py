@@ -25,12 +25,14 @@ def _fused(x: Inputs) -> Recipe:
     """Chunks of logits overwritten by their gradient, partial head gradients summed in the dtype of the head."""
     s = x.settings
     chunks = math.ceil(s.V / s.H) if s.H else 1
+    factor = s.logit_scale / s.temperature
     return Recipe(
         logits="input",
         dlogits="input",
+        folded=factor,
         accumulate="input",
         partials=2 * min(chunks, s.B * s.T) + 2,
-        inputs=None if s.logit_scale / s.temperature == 1.0 and x.weight.dtype == x.hidden.dtype else "input",
+        inputs=None if factor == 1.0 and x.weight.dtype == x.hidden.dtype else "input",
     )
 
 
@@ -47,10 +49,6 @@ def _folded(x: Inputs) -> torch.Tensor:
         "temperature with a softcap: scaling the hidden states does not apply it",
     )
     factor = s.logit_scale / s.temperature
-    require(
-        factor <= 64 or x.hidden.dtype != torch.float16,
-        "a temperature below 1/64 applied to float16 hidden states: gradients of the logits underflow",
-    )
     require(
         factor == 1.0 or x.bias is None,
         "scale or temperature with a bias: scaling the hidden states leaves the bias out",
