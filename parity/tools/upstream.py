@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def _task(id: str, ledger_file: Path, folder: Path) -> Sent:
 def upstream(ids: Sequence[str], ledger_file: Path, folder: Path, workers: int) -> Iterator[Sent]:
     """Write the folders of some entries, all if none is named, each in a process of its own."""
     wanted = [e.id for e in entries(Ledger.load(ledger_file), ids)]
-    with concurrent.futures.ProcessPoolExecutor(workers, max_tasks_per_child=8) as pool:
+    # No max_tasks_per_child: with it the pool of Python 3.11 stops for good once its first processes have had their share.
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         for job in concurrent.futures.as_completed([pool.submit(_task, i, ledger_file, folder) for i in wanted]):
             yield job.result()
