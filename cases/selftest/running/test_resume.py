@@ -49,6 +49,7 @@ def killed(options, seconds):
     process.join(seconds)
     process.kill()
     process.join()
+    assert process.exitcode in (0, -9), "it ended in an error of its own"
     return process.exitcode == 0
 
 
