@@ -106,12 +106,13 @@ def forward(implementation: Implementation, x: Inputs) -> Outputs:
 
 
 def _judgeable(name: str, value: object, x: Inputs) -> None:
-    """Refuse what nothing can be compared with: no dense tensor of torch's own class, elsewhere, or of absurd size."""
-    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+    """Refuse what nothing can be compared with: no dense tensor of torch's own class or its inputs', elsewhere, too large."""
+    known = {torch.Tensor, torch.nn.Parameter, *map(type, x.tensors.values())}
+    if not isinstance(value, torch.Tensor) or type(value) not in known:
         raise Returned(f"returned {type(value).__name__} as {name}, expected a tensor")
     if value.layout is not torch.strided or value.is_quantized or value.is_complex():
         raise Returned(f"returned {value.layout} {value.dtype} as {name}, expected a dense tensor of real numbers")
-    if value.device.type != x.device.type:
+    if value.dim() and value.device.type != x.device.type:  # a logged number may be anywhere
         raise Returned(f"returned {name} on {value.device}, the inputs are on {x.device}")
     if value.numel() > LARGEST_CASE:
         raise Returned(f"returned {name} of shape {tuple(value.shape)}")

@@ -64,7 +64,7 @@ def run(tmp_path_factory):
 def test_a_run_judges_it_in_worker_processes_and_knows_its_ledger(run):
     _, done, rows = run
     assert done.returncode == 1, done.stdout + done.stderr
-    right, wrong = ([r for r in rows if r["implementation"] == id and "quantity" in r] for id in (RIGHT, WRONG))
+    right, wrong = ([r for r in rows if r.get("implementation") == id and "quantity" in r] for id in (RIGHT, WRONG))
     assert len({r["case"] for r in right}) > 50, "60 by its record, less those in a context that it does not claim"
     assert {r["verdict"] for r in right} == {"agree"}
     failing = [r for r in wrong if r["verdict"] == "disagree"]

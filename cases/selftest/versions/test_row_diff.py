@@ -75,13 +75,13 @@ def test_the_clearest_comes_first_and_is_what_a_search_follows(monkeypatch):
     monkeypatch.setattr(compare, "Environment", type("E", (), {"of": staticmethod(lambda specs, hold: specs)}))
     monkeypatch.setattr(compare, "cases", lambda: [("named", CASE)])
     monkeypatch.setattr(compare, "both", lambda *_: [Look(before, {}), Look(after, {})])
-    check = compare.first_difference("trl", "1.0.0", "1.1.0", (), (), "broken")
+    check = compare.first_difference("trl", "1.0.0", "1.1.0", (), (), "broken", "cpu")
     assert (check.name, check.quantities, check.failure) == ("named", ("grad_weight",), "disagree")
     with pytest.raises(compare.UsageError, match="nothing became right .* but 3 quantities broke"):
-        compare.first_difference("trl", "1.0.0", "1.1.0", (), (), "fixed")
+        compare.first_difference("trl", "1.0.0", "1.1.0", (), (), "fixed", "cpu")
     crashed = [row(**WHOLE, verdict="crashed")]
     monkeypatch.setattr(compare, "both", lambda *_: [Look(before, {}), Look(crashed, {})])
-    check = compare.first_difference("trl", "1.0.0", "1.1.0", (), (), "broken")
+    check = compare.first_difference("trl", "1.0.0", "1.1.0", (), (), "broken", "cpu")
     assert (check.quantities, check.failure) == (("*",), "crashed"), (
         "a crash is then the failure, not a release to skip"
     )
@@ -298,13 +298,13 @@ def test_the_matrix_is_printed_and_written_and_lines_survive_being_killed(tmp_pa
     assert 'class="far" title="grad_weight">inf' in page and "&lt;does&gt;" in page
 
     monkeypatch.setattr(matrix, "Environment", type("E", (), {"of": staticmethod(lambda specs: Made)}))
-    monkeypatch.setattr(matrix, "rows", lambda made, cases, wanted: [row(case=cases[0].id)])
+    monkeypatch.setattr(matrix, "rows", lambda made, cases, wanted, device: [row(case=cases[0].id)])
     asked = {"grpo": [CASE]}
-    first = matrix._line("trl", "1.0.0", asked, ["i"], tmp_path)
+    first = matrix._line("trl", "1.0.0", asked, ["i"], tmp_path, "cpu")
     monkeypatch.setattr(matrix, "rows", lambda *_: pytest.fail("asked again"))
-    assert matrix._line("trl", "1.0.0", asked, ["i"], tmp_path) == first
-    monkeypatch.setattr(matrix, "rows", lambda made, cases, wanted: [row(case=cases[0].id, **KNOWN)])
-    known = matrix._line("trl", "1.1.0", asked, ["i"], tmp_path)
+    assert matrix._line("trl", "1.0.0", asked, ["i"], tmp_path, "cpu") == first
+    monkeypatch.setattr(matrix, "rows", lambda made, cases, wanted, device: [row(case=cases[0].id, **KNOWN)])
+    known = matrix._line("trl", "1.1.0", asked, ["i"], tmp_path, "cpu")
     assert matrix._read(tmp_path / "1.1.0.json") == known and known.cells["i", "grpo"].known == ("dapo-window",)
     assert first.cells["i", "grpo"].verdict == "agree" and matrix.exit_code([first]) == 0
 
