@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from parity import recording
 from parity.data import rollouts_dir
 
 
@@ -34,6 +33,7 @@ def rollouts() -> None:
 @click.option("--out", type=click.Path(path_type=Path), default=Path("reports/rollouts"), show_default=True)
 def record_command(**options: Any) -> None:
     """Sample prompts with an engine and store ids and log-probs, a recording for each temperature and top-p."""
+    from parity import recording
     from parity.process import prepare
     from parity.rollouts.record import Options, record
 
@@ -46,6 +46,8 @@ def record_command(**options: Any) -> None:
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
 def list_command(folder: Path | None) -> None:
     """The recordings in FOLDER (default: those that are shipped), each with where it comes from."""
+    from parity import recording
+
     for path in sorted((folder or rollouts_dir()).glob("*.json")):
         click.echo(recording.load(path).line())
 
@@ -70,6 +72,7 @@ def judge_command(paths: tuple[str, ...], reports: Path, **options: Any) -> None
     from parity.process import prepare
 
     prepare("cpu", 1)
+    from parity import recording
     from parity.rollouts import report
     from parity.rollouts.judge import judged
 
@@ -90,6 +93,7 @@ def replay_command(name: str) -> None:
     from parity.process import prepare
 
     prepare("cpu", 1)
+    from parity import recording
     from parity.rollouts.dropped import dropped
 
     one = recording.named(name)
