@@ -79,9 +79,7 @@ _IMPLEMENTATIONS = click.option(
     default=None,
     help="file for the rows; default: results.ndjson among the reports",
 )
-@click.option(
-    "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
-)
+@nightly.REPORTS
 @click.option(
     "--workers", type=click.IntRange(1), default=None, help="number of processes; default: a core each, RAM permitting"
 )
@@ -193,9 +191,7 @@ def doctor_command(as_json: bool) -> None:
     help="this release as one column of a table; repeat it",
 )
 @click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another list of known findings")
-@click.option(
-    "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
-)
+@nightly.REPORTS
 def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: Any) -> None:
     """Is every setting honoured? For each: honoured, ignored, wrong, refused or absent, and where to repair it."""
     if specs and releases:

@@ -18,7 +18,7 @@ from parity.cli.show import report
 from parity.errors import UsageError
 from parity.versions.commands.cli import device_option
 
-_REPORTS = click.option(
+REPORTS = click.option(
     "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
 )
 
@@ -56,7 +56,7 @@ def duration(text: str) -> datetime.timedelta:
     "--with", "specs", multiple=True, metavar="PKG==VER", help="judge this release too, in an environment of its own"
 )
 @click.option("--resume", is_flag=True, help="go on with the night that was killed")
-@_REPORTS
+@REPORTS
 def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...], **options: Any) -> None:
     """The nightly gate: proof that a planted mistake is caught, a long run with fresh cases, history, mutants, one page."""
     from parity.nightly.night import Night, run
@@ -87,7 +87,7 @@ def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...]
 @click.option("--profile", default="nightly", show_default=True, help="only runs of this profile count")
 @click.option("--page", default="", metavar="LINK", help="where the report can be seen")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="file for the text of the issue")
-@_REPORTS
+@REPORTS
 def notify_command(stale: str, profile: str, page: str, out: Path | None, reports: Path) -> None:
     """The text of the one issue that a gate keeps open while it is red. Prints the title.
 
@@ -114,7 +114,7 @@ def notify_command(stale: str, profile: str, page: str, out: Path | None, report
 
 @click.command("history-of")
 @click.argument("what", metavar="IMPLEMENTATION|FINDING")
-@_REPORTS
+@REPORTS
 def history_of_command(what: str, reports: Path) -> None:
     """Kept runs of an implementation, a ledger entry or a finding: when it was seen, how often, with which versions."""
     from parity.results import memory
@@ -155,7 +155,7 @@ def history_of_command(what: str, reports: Path) -> None:
     "--config", type=click.Path(path_type=Path), default=None, help="YAML or JSON of TRL's arguments: judged first"
 )
 @device_option("auto")
-@_REPORTS
+@REPORTS
 def upgrade_check_command(spec: str, config: Path | None, device: str, reports: Path) -> None:
     """May we upgrade? Run, compare and audit of the other release, on one page.
 

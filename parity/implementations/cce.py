@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Inputs
+from parity.implementations import plain
 from parity.implementations.implementation import Outputs, implementation, require
 from parity.recipe import Recipe
 
@@ -43,7 +44,7 @@ def _call(x: Inputs, **options: Any) -> Outputs:
     )
     if x.bias is not None:
         options["bias"] = x.bias
-    factor = s.logit_scale / s.temperature
+    factor = plain.factor(x)
     hidden = x.hidden if factor == 1.0 else x.hidden * factor
     nll = linear_cross_entropy(hidden, x.weight, x.ids.long(), softcap=s.softcap, reduction="none", **options)
     return {"logps": -nll}
@@ -57,7 +58,7 @@ def _kernel(x: Inputs) -> Recipe:
     2,048 entries, it is an fp16 product itself.
     """
     s = x.settings
-    factor = s.logit_scale / s.temperature
+    factor = plain.factor(x)
     blocks = max(math.ceil(s.V / BLOCK), math.ceil(s.B * s.T / BLOCK))
     cuda = x.hidden.is_cuda
     return Recipe(
@@ -73,8 +74,7 @@ def _kernel(x: Inputs) -> Recipe:
 
 
 def _compiled(x: Inputs) -> Recipe:
-    s = x.settings
-    factor = s.logit_scale / s.temperature
+    factor = plain.factor(x)
     cast = factor != 1.0 or x.weight.dtype != x.hidden.dtype
     return Recipe(logits="input", dlogits="input", folded=factor, elementwise="input", inputs="input" if cast else None)
 

@@ -25,7 +25,7 @@ def _fused(x: Inputs) -> Recipe:
     """Chunks of logits overwritten by their gradient, partial head gradients summed in the dtype of the head."""
     s = x.settings
     chunks = math.ceil(s.V / s.H) if s.H else 1
-    factor = s.logit_scale / s.temperature
+    factor = plain.factor(x)
     return Recipe(
         logits="input",
         dlogits="input",
@@ -48,7 +48,7 @@ def _folded(x: Inputs) -> torch.Tensor:
         s.softcap is None or s.temperature == 1.0,
         "temperature with a softcap: scaling the hidden states does not apply it",
     )
-    factor = s.logit_scale / s.temperature
+    factor = plain.factor(x)
     require(
         factor == 1.0 or x.bias is None,
         "scale or temperature with a bias: scaling the hidden states leaves the bias out",

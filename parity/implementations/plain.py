@@ -60,3 +60,8 @@ def reshapes(x: Inputs, temperature: bool = False) -> bool:
 def head_dtype(x: Inputs) -> str:
     """The dtype in which the head leaves logits, as a recipe names it."""
     return "fp32" if x.weight.dtype == torch.float32 else "input"
+
+
+def factor(x: Inputs) -> float:
+    """Scale over temperature: what an adapter multiplies the hidden states by where the library takes neither."""
+    return float(x.settings.logit_scale / x.settings.temperature)

@@ -20,8 +20,8 @@ _kept: dict[str, tuple[list[bindings.Change], list[tuple[Watch, Any]]]] = {}
 _belongs: dict[str, str] = {}
 _suspended: set[str] = set()
 _broken: list[str] = []
-_together: list[Snapshot] = []
-"""The snapshot whose names calls share (`together`), the innermost last."""
+_together: list[str] = []
+"""Whose calls share the names that were taken before them (`together`), the innermost last."""
 _reference: list[bytes] = []
 _unprobed: list[str] = []
 """Who was called since arithmetic was last tried."""
@@ -85,7 +85,7 @@ def take() -> Snapshot:
 def together(whose: str) -> Iterator[None]:
     """Around calls of one party between which nothing else is computed: names that they rebind are put back once, at the end."""
     before = take()
-    _together.append(before)
+    _together.append(whose)
     try:
         yield
     finally:
