@@ -216,6 +216,8 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 def guarded(implementation: Implementation, run: Callable[[], Outcome], *shared: Inputs) -> Outcome:
     """Run in a world that is put back afterwards, `shared` inputs too, and turn whatever is raised into a verdict."""
+    if faults.lost():  # a call before this one lost the context: what another would say is about that
+        return Outcome("crashed", message=faults.lost())
     kept = [(inputs, copies(inputs), dict(vars(inputs.settings))) for inputs in shared]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
