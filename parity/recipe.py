@@ -11,6 +11,8 @@ from parity.case.case import DTYPES
 
 TF32, TF32_TRUNCATED = "tf32", "tf32-truncated"
 UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+NARROW = 2.0**-20
+"""Unit roundoffs above it round on a grid (`MonteCarlo._grid`), those below by independent noise."""
 HALF_SUBNORMAL = {
     name: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 for name, dtype in DTYPES.items()
 }

@@ -130,7 +130,8 @@ def logits(x: Inputs, mark: Mark) -> torch.Tensor:
     s = x.settings
     hidden, weight = x.hidden.flatten(-3, -2), x.weight
     if s.__dict__.get("head") == "tied":  # the embedding of the previous token comes from the same matrix
-        hidden = mark("states", hidden + weight[..., x.previous_ids.flatten(), :])
+        embedding, weight = (weight, weight) if s.head_dtype == "fp32" else (mark("use", weight), mark("use", weight))
+        hidden = mark("states", hidden + embedding[..., x.previous_ids.flatten(), :])
     hidden, weight = mark("parameter", hidden), mark("parameter", weight)
     z = mark("logits", hidden @ weight.mT)
     if s.__dict__.get("head") == "lora":

@@ -13,7 +13,7 @@ import math
 import torch
 
 from parity.case.case import DTYPES
-from parity.recipe import HALF_SUBNORMAL, LARGEST, UNIT_ROUNDOFF
+from parity.recipe import HALF_SUBNORMAL, LARGEST, NARROW, UNIT_ROUNDOFF
 from parity.timings import within
 
 NORM, MAX, ROW, SLOPE, SCALAR, FIRST_ORDER = 3.0, 6.0, 6.0, 6.0, 6.0, 10.0
@@ -126,6 +126,12 @@ class Errors:
         s = (self._flat / self.top) @ p.reshape(-1) / energy
         return _rms_max(s.abs())
 
+    def stored_slope(self, dtype: torch.dtype) -> float:
+        """Maximum of |Σ(stored(o + e_r) - o)·o|/‖o‖², with the replicas' values stored in `dtype`: equal ones round alike."""
+        p, energy, _ = self.direction
+        stored = (self.o + self.each).to(dtype).double() - self.o
+        return float(((stored / self.top).flatten(1) @ p.reshape(-1)).abs().amax()) / energy
+
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
@@ -182,7 +188,7 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     same per last dimension (6 becomes (exp(6·√log(1+s²)) - 1)/s, at most (max|e_r|/unit)², where the unit is a large
     share s of the row); slope |Σe·o|/‖o‖² ≤ 6·max(rms s_r, u/√3·√Σo⁴/‖o‖², 2u_c); for a scalar
     |e| ≤ max(10·first order, 6·rms e_r, u|o|, u_c·terms); for a count |e| ≤ 4·2⁻²⁴·max(|o|, 1). All but structure, zero
-    and the count also allow `WORST` times the worst replica (the row gate: of that row).
+    and the count also allow `WORST` times the worst replica (the row gate: of that row; slope: also as stored in 16 bits).
     """
     if value is None:
         return failed("missing")
@@ -247,7 +253,7 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         )
         gates["scalar"] = top / allowed
     else:
-        allowed, by_row = _tensor_gates(gates, e, errors, u, eta, UNIT_ROUNDOFF[unit.compute])
+        allowed, by_row = _tensor_gates(gates, e, errors, value.dtype, UNIT_ROUNDOFF[unit.compute])
     rtol = 6 * u
     agrees = all(g <= 1.0 for g in gates.values())
     return Judgement(
@@ -267,10 +273,11 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
 
 
 def _tensor_gates(
-    gates: dict[str, float], e: torch.Tensor, errors: Errors, u: float, eta: float, u_c: float
+    gates: dict[str, float], e: torch.Tensor, errors: Errors, dtype: torch.dtype, u_c: float
 ) -> tuple[float, torch.Tensor | None]:
     """Add the norm, max, row and slope gates; returns what the max gate allows, and the row gate each entry."""
-    o = errors.o
+    o, name = errors.o, _NAMES[dtype]
+    u, eta = UNIT_ROUNDOFF[name], HALF_SUBNORMAL[name]
     rms, worst = errors.norms
     gates["norm"] = float(e.norm()) / max(NORM * max(rms, u * errors.norm, eta * o.numel() ** 0.5), WORST * worst)
     rms, worst = errors.tops
@@ -294,7 +301,10 @@ def _tensor_gates(
         rms, worst = errors.slopes
         floor = max(rms, u / 3**0.5 * fourth / energy, 2 * u_c)
         floor += eta / errors.top * float(p.abs().sum()) / energy
-        gates["slope"] = abs(float((e / errors.top * p).sum()) / energy) / max(SLOPE * floor, WORST * worst)
+        slope, limit = abs(float((e / errors.top * p).sum()) / energy), max(SLOPE * floor, WORST * worst)
+        if slope > limit and u > NARROW:
+            limit = max(limit, WORST * errors.stored_slope(dtype))
+        gates["slope"] = slope / limit
     return allowed, by_row
 
 

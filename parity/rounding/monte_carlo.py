@@ -18,13 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.case.case import DTYPES
 from parity.case.family import Mark
-from parity.recipe import HALF_SUBNORMAL, LARGEST, UNIT_ROUNDOFF, Recipe
+from parity.recipe import HALF_SUBNORMAL, LARGEST, NARROW, UNIT_ROUNDOFF, Recipe
 from parity.rounding.noise import Noise
 from parity.rounding.products import SPLIT_FROM, cut, split
-
-NARROW = 2.0**-20
-"""Unit roundoffs above it round on a grid (`MonteCarlo._grid`), those below by independent noise."""
-
 
 aten = torch.ops.aten
 _MATMULS = {aten.mm.default, aten.bmm.default}
@@ -355,7 +351,8 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
     """The marks at which an oracle tells where a recipe may store a narrower dtype.
 
     An oracle calls `mark("parameter", x)` on hidden states and weight before use, `mark("bias", b)` on a bias,
-    `mark("states", x)` on what a model stores in its own dtype whatever the implementation, `mark("logits", z)` on logits
+    `mark("states", x)` on what a model stores in its own dtype whatever the implementation, `mark("use", w)` on a parameter
+    at each of several uses, whose gradients autograd stores in its dtype and adds, `mark("logits", z)` on logits
     as a matrix product leaves them and `mark("biased", z)` on their sum with a bias, `mark("teacher", z)` on a teacher's
     in both places, `mark("selected", logps, size)` on the selected
     log-probs, with `size()` the root of the sum of squares of the products that make the selected logit, and
@@ -367,6 +364,7 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
     table = {
         "parameter": (recipe.inputs, recipe.dinputs or recipe.inputs),
         "states": (mode.dtype, mode.dtype),
+        "use": (None, mode.dtype),
         "bias": (recipe.bias or recipe.inputs, recipe.bias or recipe.inputs),
         "logits": (recipe.logits, recipe.dlogits),
         "biased": (recipe.bias or recipe.logits, recipe.bias or recipe.dlogits),

@@ -22,6 +22,8 @@ OPERATIONS = (
 UNDER_TEST = frozenset("parity trl liger_kernel cut_cross_entropy unsloth_zoo".split())
 """Packages of which every imported module is watched, and every class in it: a patch of TRL is not for the next party."""
 CLASSES = (torch.Tensor, torch.nn.Module, torch.nn.Linear, torch.nn.Parameter, torch.autograd.Function, torch.Generator)
+COMPILED = ("__compiled_fn_", "__resume_at_")
+"""How the names begin under which `torch.compile` keeps code in a module's globals, until `torch.compiler.reset`."""
 Names = list[tuple[str, Any, dict[str, Any]]]
 """(name, owner, its bindings) of everything that is watched."""
 Change = tuple[Any, str, Any, Any]
@@ -121,7 +123,7 @@ def _copy(owner: Any) -> dict[str, Any]:
 def changes(before: Names) -> Iterator[tuple[str, Change]]:
     """("torch.log_softmax", change) of what was rebound, removed, or hides what was inherited since `before` was taken.
 
-    A name that merely appeared, by an import or a cache, is no change; neither is a flag or a counter.
+    A name that merely appeared, by an import or a cache, is no change; neither is a flag, a counter or compiled code.
     """
     seen, names = _last
     known = before is names and bool(seen)
@@ -139,6 +141,8 @@ def changes(before: Names) -> Iterator[tuple[str, Change]]:
 
 
 def _matters(value: Any, label: str, name: str) -> bool:
+    if name.startswith(COMPILED):
+        return False
     constant = isinstance(value, float) and label in ("torch", "math")
     constant |= name.isupper() and label.startswith("parity.")
     return constant or callable(value) or isinstance(value, torch.dtype | property | staticmethod | classmethod)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from parity.case.case import Case
 from parity.selftest.controls import CONTROLS
 from parity.selftest.false_alarms import drawn, soak, table
 
@@ -29,3 +30,22 @@ def test_the_draws_are_different_cases():
     assert len({c.seed for c in cases}) > 60
     assert len({c.settings.get("loss_type", "grpo") for c in cases}) == 8
     assert [c.id for c in drawn("policy", 120, 1)] == [c.id for c in cases]
+
+
+TIED = {"head": "tied", "mode": "eval", "accumulation": 2, "steps_per_generation": 2, "peak": 12.0, "ref": "far"}
+OVERFLOWING = {"B": 5, "H": 100, "T": 7, "V": 129, "advantages": "token", "beta": 0.5, "cotangent": "scaled",
+               "delta": 1.8, "epsilon": 0.3, "grad": "weight", "max_completion_length": 7, "softcap": 40.5,
+               "targets": "likely", "bias": "random", "loss_type": "dapo", "other_tokens": 100}  # fmt: skip
+EQUAL = {"B": 4, "H": 15, "T": 11, "V": 1025, "advantages": "equal", "bias": "random", "cotangent": "ones",
+         "entropy_coef": 0.01, "epsilon_high": 0.28, "importance_sampling_level": "sequence", "logit_scale": 2.5,
+         "off_policy_mask_threshold": 0.1, "old": "absent", "temperature": 2.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seed", "dtype", "settings"),
+    [(163, "fp16", OVERFLOWING), (387, "bf16", EQUAL)],
+    ids=["one use of a tied head overflows", "equal gradients round alike"],
+)
+def test_cases_that_alarmed(seed, dtype, settings):
+    found = soak([Case("policy", seed, dtype, TIED | settings)])
+    assert not found.alarms and found.total >= 5, found.alarms

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -268,3 +269,16 @@ def test_what_a_file_patches_at_import_holds_in_its_own_calls_only(tmp_path):
     assert {r.verdict for r in rows} == {"agree"}, [r for r in rows if r.verdict != "agree"]
     assert set(sys.modules["parity_user_patching"].seen) == {(True, "1")}
     assert torch.log_softmax is REAL and "SET_AT_IMPORT" not in os.environ
+
+
+def test_code_that_torch_compile_drops_is_no_change(monkeypatch):
+    module = ModuleType("parity.compiled")
+    exec("def twice(x):\n    return x * 2\n", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    torch.compile(module.twice, backend="eager")(torch.ones(2))
+    before = bindings.take()
+    compiled = [name for name in vars(module) if name.startswith(bindings.COMPILED)]
+    torch.compiler.reset()
+    gc.collect()
+    assert compiled and not set(compiled) & set(vars(module)), "torch keeps its code elsewhere now"
+    assert not list(bindings.changes(before))
