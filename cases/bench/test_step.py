@@ -38,10 +38,10 @@ def shared(shape):
 
 def first(known, name, shape):
     """Builds a party and runs it twice, unless that was done: once to warm up, once for the peaks of its phases."""
-    step.Step.alone({other: built for other, (built, _, _) in known.items()}, name, DEVICE)
+    step.TimedStep.alone({other: built for other, (built, _, _) in known.items()}, name, DEVICE)
     if name not in known:
         try:
-            run = step.Step(name, shape, DTYPE, DEVICE)
+            run = step.TimedStep(name, shape, DTYPE, DEVICE)
             run()
             with measure.peak(DEVICE) as peak:
                 run()

@@ -198,9 +198,9 @@ def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: 
         raise UsageError("--with and --release cannot be used together: name every package of a release in --release")
     if specs:
         sys.exit(_inside(specs))
-    from parity.tools.audit.command import Options, run
+    from parity.tools.audit.command import AuditOptions, run
 
-    chosen = Options(**options)
+    chosen = AuditOptions(**options)
     if releases:
         from parity.tools.audit.releases import audit_releases
 

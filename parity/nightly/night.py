@@ -21,7 +21,7 @@ from parity import data
 from parity.nightly import budget, steps
 from parity.nightly.proof import proof
 from parity.nightly.record import Record
-from parity.nightly.steps import Step
+from parity.nightly.steps import CommandOutcome
 from parity.process import prepare
 from parity.results import memory, notify, trend
 from parity.results.memory import Run
@@ -155,7 +155,7 @@ def _begun(night: Night) -> Record:
 
 def _long_run(
     night: Night, record: Record, past: Sequence[Run], share: float, say: Callable[[str], None], progress: Any
-) -> running.Result:
+) -> running.RunResult:
     """The run of tonight's seed, begun or gone on with; one that came to its end is read again."""
     path = night.reports / "results.ndjson"
     going_on = night.resume and running.has(path, record.seed, record.profile)
@@ -219,7 +219,7 @@ def required(past: Sequence[Run], profile: str, device: str, known: Collection[s
     return tuple(f"{i}:{d}" for (i, d), n in sorted(counts.items()) if n >= enough and i in known)
 
 
-def _shown(done: Sequence[Step]) -> list[str]:
+def _shown(done: Sequence[CommandOutcome]) -> list[str]:
     out = ["", "### Other commands of the night", ""] if done else []
     for step in done:
         out.append(f"- `{step.command}`: {step.verdict}, {step.seconds / 60:.0f} min")

@@ -15,7 +15,7 @@ from msgspec import field
 from parity.decoding import convert, json_of, text_of
 from parity.errors import UsageError
 from parity.nightly.proof import Proof
-from parity.nightly.steps import Step
+from parity.nightly.steps import CommandOutcome
 
 HEARTBEAT, FILE = "heartbeat.json", "night.json"
 
@@ -31,7 +31,7 @@ class Record(msgspec.Struct, kw_only=True):
     began: float
     proofs: list[Proof] = field(default_factory=list)
     run: bool = False
-    steps: list[Step] = field(default_factory=list)
+    steps: list[CommandOutcome] = field(default_factory=list)
     exit_code: int | None = None
 
     def write(self, reports: Path, state: str) -> None:

@@ -17,7 +17,7 @@ TAIL = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class CommandOutcome:
     """One command and what came of it; `exit_code` is None where the time was over before its end."""
 
     name: str
@@ -36,7 +36,7 @@ class Step:
         )
 
 
-def run(name: str, words: Sequence[str], log: Path, limit: float, module: str = "") -> Step:
+def run(name: str, words: Sequence[str], log: Path, limit: float, module: str = "") -> CommandOutcome:
     """Run `parity WORDS`, or another module, with its output in `log`; after `limit` seconds it and its children are ended."""
     command = [*((sys.executable, "-m", module) if module else COMMAND), *words]
     begun = time.monotonic()
@@ -59,4 +59,6 @@ def run(name: str, words: Sequence[str], log: Path, limit: float, module: str = 
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return Step(name, " ".join([module or "parity", *words]), code, time.monotonic() - begun, "\n".join(lines[-TAIL:]))
+    return CommandOutcome(
+        name, " ".join([module or "parity", *words]), code, time.monotonic() - begun, "\n".join(lines[-TAIL:])
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from parity.errors import UsageError
 from parity.nightly import steps
-from parity.nightly.steps import Step
+from parity.nightly.steps import CommandOutcome
 from parity.versions.commands import compare, team
 from parity.versions.commands.row_diff import MARKS, moved, side, table
 from parity.versions.env import releases
@@ -112,7 +112,7 @@ def own_settings(before: str, after: str, wanted: team.Team, device: str) -> Par
     return Part("your settings", found, f"{told} ({counts}; {judged} judged)", text + others)
 
 
-def part(step: Step) -> Part:
+def part(step: CommandOutcome) -> Part:
     """What one command says about the upgrade, by its exit code."""
     if step.exit_code is None:
         return Part(step.name, UNKNOWN, "its time was over", step.tail)

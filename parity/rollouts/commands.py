@@ -35,10 +35,10 @@ def record_command(**options: Any) -> None:
     """Sample prompts with an engine and store ids and log-probs, a recording for each temperature and top-p."""
     from parity import recording
     from parity.process import prepare
-    from parity.rollouts.record import Options, record
+    from parity.rollouts.record import RecordingOptions, record
 
     prepare("cpu", 1)
-    for path in record(Options(**options)):
+    for path in record(RecordingOptions(**options)):
         click.echo(f"{path}: {recording.load(path).line().partition(': ')[2]}")
 
 

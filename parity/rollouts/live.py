@@ -26,7 +26,7 @@ RATE = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class SyncStep:
     """An optimizer step of the live run.
 
     Attributes:
@@ -150,13 +150,13 @@ def forget_to_sync(trainer: Any) -> None:
     trainer.vllm_generation.sync_weights = sync
 
 
-def run(trainer: Any, folder: Path) -> list[Step]:
+def run(trainer: Any, folder: Path) -> list[SyncStep]:
     """Trains, and judges every step."""
     steps = recorder.train(trainer)
     return [_judged(trainer, folder, steps, k) for k in range(len(steps.gradients))]
 
 
-def _judged(trainer: Any, folder: Path, steps: recorder.Steps, k: int) -> Step:
+def _judged(trainer: Any, folder: Path, steps: recorder.Steps, k: int) -> SyncStep:
     (batch,) = steps.window(k)
     parameters, mask = steps.parameters[k], batch["completion_mask"].bool()
 
@@ -170,7 +170,7 @@ def _judged(trainer: Any, folder: Path, steps: recorder.Steps, k: int) -> Step:
     d = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"])[mask]
     ratios = batch["importance_sampling_ratio"][mask]
     fused = _fused(trainer, folder, parameters, batch, steps.gradients[k], steps.losses[k])
-    return Step(verdict, float(d.abs().max()), (float(ratios.min()), float(ratios.max())), fused)
+    return SyncStep(verdict, float(d.abs().max()), (float(ratios.min()), float(ratios.max())), fused)
 
 
 def _recording(batch: Any) -> Recording:

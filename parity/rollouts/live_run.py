@@ -125,12 +125,12 @@ def engine(changes: dict[str, str]) -> int:
     from parity import recording
     from parity.rollouts import models, report
     from parity.rollouts.judge import judge
-    from parity.rollouts.record import Options, record
+    from parity.rollouts.record import RecordingOptions, record
     from parity.rollouts.scoring import Trainer
 
     folder = models.folder_of("tiny-gemma2", **{k: json.loads(v) for k, v in changes.items()})
     with tempfile.TemporaryDirectory() as out:
-        options = Options(
+        options = RecordingOptions(
             str(folder), "vllm", Path(out), temperatures=(0.7,), rows=32, max_tokens=16, prompts=_words(out)
         )
         (path,) = record(options)

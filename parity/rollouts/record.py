@@ -24,7 +24,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class RecordingOptions:
     """What the command was asked for; every temperature with every top-p is a recording."""
 
     model: str
@@ -50,7 +50,7 @@ class Options:
         return " ".join(words)
 
 
-def record(options: Options) -> Iterator[Path]:
+def record(options: RecordingOptions) -> Iterator[Path]:
     """The manifests of the recordings, one after the other as they are written."""
     folder = models.folder_of(options.model)
     prompts = read_prompts(options, folder)
@@ -61,7 +61,7 @@ def record(options: Options) -> Iterator[Path]:
         yield recording.save(_recording(options, folder, request, sample(request)), options.out)
 
 
-def engine(options: Options, folder: Path, max_length: int) -> Callable[[Request], Sampled]:
+def engine(options: RecordingOptions, folder: Path, max_length: int) -> Callable[[Request], Sampled]:
     """The engine called for.
 
     Raises:
@@ -76,7 +76,7 @@ def engine(options: Options, folder: Path, max_length: int) -> Callable[[Request
     raise UsageError(f"engine {options.engine!r} is unknown, choose vllm, transformers or a server's http://…")
 
 
-def read_prompts(options: Options, folder: Path) -> list[list[int]]:
+def read_prompts(options: RecordingOptions, folder: Path) -> list[list[int]]:
     """Token ids: of the file's lines, each a text or a JSON list of ids; without a file words by hash for a tiny model.
 
     Raises:
@@ -110,7 +110,7 @@ def _ids(line: str, folder: Path) -> list[int]:
     return list(AutoTokenizer.from_pretrained(folder)(line)["input_ids"])
 
 
-def _recording(options: Options, folder: Path, request: Request, found: Sampled) -> Recording:
+def _recording(options: RecordingOptions, folder: Path, request: Request, found: Sampled) -> Recording:
     import importlib.metadata
 
     rows = list(zip(request.prompts, found.completions, strict=True))

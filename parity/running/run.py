@@ -39,7 +39,7 @@ TIMEOUT, FIRST_TIMEOUT = 180.0, 300.0
 
 
 @dataclasses.dataclass
-class Result:
+class RunResult:
     """What a run came to."""
 
     header: Header
@@ -78,7 +78,7 @@ def execute(
     progress: Callable[[list[Row], int, int, str], None],
     say: Callable[[str], None] = lambda line: None,
     shares: Mapping[str, float] | None = None,
-) -> Result:
+) -> RunResult:
     """Run, writing rows as they come; `progress(rows, cases, of, now)` is called at every event, `say` with a line at the start.
 
     `shares`: family -> its weight where the time is limited.
@@ -182,7 +182,7 @@ def finish(
     cannot: str | None = None,
     changed: bool = False,
     begun: float | None = None,
-) -> Result:
+) -> RunResult:
     """The rows about the whole run, the exit code and the record of the end. `changed`: rows that stand in the file have."""
     head, of = state.header, sum(state.header.header.shards.values())
     if changed:
@@ -207,7 +207,7 @@ def finish(
     head.parts = list(state.parts.values())
     if begun is not None:
         head.header.seconds = round(time.monotonic() - begun, 1)
-    return Result(head, state.rows, stale, state.lost, code, reasons, options)
+    return RunResult(head, state.rows, stale, state.lost, code, reasons, options)
 
 
 def has(path: Path, seed: int, profile: str) -> bool:
@@ -218,7 +218,7 @@ def has(path: Path, seed: int, profile: str) -> bool:
     return False
 
 
-def merge(paths: Sequence[Path], out: Path) -> Result:
+def merge(paths: Sequence[Path], out: Path) -> RunResult:
     """Several files of one run as one file, judged as a whole.
 
     Raises:

@@ -152,13 +152,13 @@ class Session:
             if row is not None:
                 until[0] = until[0] or time.monotonic() + sought.seconds
                 smallest.append(one)
-                _report(Finding(one, row))
+                _report(Disagreement(one, row))
 
         with contextlib.suppress(Flaky):  # it shows no more when asked again: its row stands as drawn
             try:
                 if key is not None:
                     batch(cases(loss_family(case.family), self.dtypes, self.profile_name), key, visit)
-            except Finding as found:
+            except Disagreement as found:
                 self._freeze(found)
 
     def _shows(self, case: Case, sought: Sought, thorough: bool) -> Row | None:
@@ -170,7 +170,7 @@ class Session:
         chosen = [i for i in self._of(case) if i.id == sought.implementation]
         return list(self._run(case, chosen, None, thorough))
 
-    def _freeze(self, finding: Finding) -> None:
+    def _freeze(self, finding: Disagreement) -> None:
         self.findings_dir.mkdir(parents=True, exist_ok=True)
         row = finding.row
         path = self.findings_dir / f"{finding.case.id}.json"
@@ -239,7 +239,7 @@ class Retired(BaseException):
     """
 
 
-class Finding(Exception):
+class Disagreement(Exception):
     """A new disagreement, raised so that Hypothesis minimises the case that shows it."""
 
     def __init__(self, case: Case, row: Row):
@@ -247,7 +247,7 @@ class Finding(Exception):
         self.case, self.row = case, row
 
 
-def _report(finding: Finding) -> NoReturn:
+def _report(finding: Disagreement) -> NoReturn:
     """The only module that raises: Hypothesis tells findings apart by where they are raised."""
     raise finding
 

@@ -26,7 +26,7 @@ FROZEN = ("one-token", "policy-window", "divergence-window")
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class FirstHourCommand:
     """A command of the first hour and what it is for; `results` names the folder of its rows, if it writes any."""
 
     name: str
@@ -38,30 +38,32 @@ class Step:
 class Done:
     """A step, how it ended (None: it ran past its limit), how long it took, and the end of what it said."""
 
-    step: Step
+    step: FirstHourCommand
     code: int | None
     seconds: float
     said: str
 
 
-def steps() -> tuple[Step, ...]:
+def steps() -> tuple[FirstHourCommand, ...]:
     """The hour in order: what is there, three frozen cases, each family and a trainer, what only CUDA has, benchmarks."""
     parity = (sys.executable, "-m", "parity")
-    out = [Step("doctor", (*parity, "doctor"))]
-    out += [Step(f"replay {case}", (*parity, "replay", case, "--device", "cuda")) for case in FROZEN]
+    out = [FirstHourCommand("doctor", (*parity, "doctor"))]
+    out += [FirstHourCommand(f"replay {case}", (*parity, "replay", case, "--device", "cuda")) for case in FROZEN]
     for name in ("logprobs", "policy", "divergence", "grpo-trainer"):
         folder = REPORTS / name
         run = (*parity, "run", "--profile", "quick", "--device", "cuda", "--family", name, "--reports", str(folder))
-        out.append(Step(f"quick {name}", run, folder / "results.ndjson"))
+        out.append(FirstHourCommand(f"quick {name}", run, folder / "results.ndjson"))
     alarms = (sys.executable, "-m", "parity.selftest.false_alarms", "--device", "cuda", "--cases", "60")
-    out.append(Step("false alarms", alarms))
+    out.append(FirstHourCommand("false alarms", alarms))
     pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    out += [Step(name, (*pytest, f"cases/cuda/test_{name}.py")) for name in ("faults", "large", "contexts")]
-    out.append(Step("filter and replicas", (sys.executable, "-m", "parity.tools.large", "--device", "cuda")))
-    return (*out, Step("bench", (*pytest, "cases/bench", "--benchmark-only")))
+    out += [FirstHourCommand(name, (*pytest, f"cases/cuda/test_{name}.py")) for name in ("faults", "large", "contexts")]
+    out.append(
+        FirstHourCommand("filter and replicas", (sys.executable, "-m", "parity.tools.large", "--device", "cuda"))
+    )
+    return (*out, FirstHourCommand("bench", (*pytest, "cases/bench", "--benchmark-only")))
 
 
-def run(step: Step, limit: float = LIMIT) -> Done:
+def run(step: FirstHourCommand, limit: float = LIMIT) -> Done:
     """Run a step; what it raises or exceeds is its result."""
     begun = time.monotonic()
     try:

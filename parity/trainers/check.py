@@ -52,7 +52,7 @@ REPORTED = "reported"
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class CheckResult:
     """One judged quantity of a check.
 
     Attributes:
@@ -82,11 +82,13 @@ class Result:
         return all(h <= 1.0 for h in self.gates.values())
 
 
-def within(quantity: str, value: float, exact: float, allowed: float, message: str = "", gate: str = "bound") -> Result:
+def within(
+    quantity: str, value: float, exact: float, allowed: float, message: str = "", gate: str = "bound"
+) -> CheckResult:
     """|value - exact| ≤ allowed, `allowed` a derived bound; a NaN disagrees."""
     error = abs(value - exact)
     headroom = 0.0 if error == 0.0 else error / allowed if allowed > 0.0 else math.inf
-    return Result(quantity, {gate: headroom}, value, exact, message, max_abs=error)
+    return CheckResult(quantity, {gate: headroom}, value, exact, message, max_abs=error)
 
 
 def holds(
@@ -96,19 +98,19 @@ def holds(
     gate: str = "structure",
     value: float | None = None,
     exact: float | None = None,
-) -> Result:
+) -> CheckResult:
     """A yes-or-no quantity: headroom 0 when it holds, infinite when it does not."""
-    return Result(quantity, {gate: 0.0 if condition else math.inf}, value, exact, "" if condition else message)
+    return CheckResult(quantity, {gate: 0.0 if condition else math.inf}, value, exact, "" if condition else message)
 
 
-def reported(quantity: str, value: float, message: str = "", exact: float | None = None) -> Result:
+def reported(quantity: str, value: float, message: str = "", exact: float | None = None) -> CheckResult:
     """A number that is shown and not judged, its message with it."""
-    return Result(quantity, {REPORTED: 0.0}, value, exact, message)
+    return CheckResult(quantity, {REPORTED: 0.0}, value, exact, message)
 
 
-def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "") -> Result:
+def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "") -> CheckResult:
     """A quantity judged by the gates of `parity.judging.gates`; tensors show as their norm."""
-    return Result(
+    return CheckResult(
         quantity,
         j.gates,
         size(value),
@@ -182,7 +184,7 @@ class Check:
     trainers: tuple[str, ...]
     settings: Mapping[str, Setting]
     cells: Cells
-    run: Callable[[Cell], Iterator[Result]]
+    run: Callable[[Cell], Iterator[CheckResult]]
     ways: tuple[str, ...] = ("released", "fixed")
     doc: str = ""
     drives: bool = True
@@ -200,7 +202,7 @@ def check(
     ways: tuple[str, ...] = ("released", "fixed"),
     drives: bool = True,
     moves: bool = False,
-) -> Callable[[Callable[[Cell], Iterator[Result]]], Callable[[Cell], Iterator[Result]]]:
+) -> Callable[[Callable[[Cell], Iterator[CheckResult]]], Callable[[Cell], Iterator[CheckResult]]]:
     """Register a function as `Check(name, …)`.
 
     Raises:
@@ -211,7 +213,7 @@ def check(
         if one not in known:
             raise UsageError(f"check {name}: {one!r} is unknown, choose from {', '.join(known)}")
 
-    def register(run: Callable[[Cell], Iterator[Result]]) -> Callable[[Cell], Iterator[Result]]:
+    def register(run: Callable[[Cell], Iterator[CheckResult]]) -> Callable[[Cell], Iterator[CheckResult]]:
         other = CHECKS.get(name)
         if other is not None and other.run.__module__ != run.__module__:
             raise UsageError(f"check {name!r} is registered by {other.run.__module__} and {run.__module__}")

@@ -16,7 +16,7 @@ from parity.judging.rows import Blame, empty_row, flaky
 from parity.results.row import Row, finite
 from parity.timings import within
 from parity.trainers.catalogue import family, way
-from parity.trainers.check import REPORTED, Cell, Check, Result
+from parity.trainers.check import REPORTED, Cell, Check, CheckResult
 from parity.trainers.rig import drive
 
 
@@ -68,7 +68,7 @@ def _base(cell: Cell, implementation: Implementation) -> Row:
     return empty_row(fam, cell.case, implementation.id, cell.device, role=implementation.role, recipe="fp32")
 
 
-def judged_row(cell: Cell, implementation: Implementation, result: Result) -> Row:
+def judged_row(cell: Cell, implementation: Implementation, result: CheckResult) -> Row:
     """The row of one judged quantity, taken as it is: not run twice."""
     return _row(_base(cell, implementation), result, unsteady=False)
 
@@ -80,9 +80,9 @@ def stopped_row(cell: Cell, implementation: Implementation, outcome: Outcome) ->
 
 
 @within("stage", "trainer check")
-def attempt(found: Check, cell: Cell, implementation: Implementation) -> tuple[Outcome, list[Result]]:
+def attempt(found: Check, cell: Cell, implementation: Implementation) -> tuple[Outcome, list[CheckResult]]:
     """Run the check once; what it raised as an outcome. A check that measured nothing is a fault of the harness."""
-    results: list[Result] = []
+    results: list[CheckResult] = []
 
     def run() -> Outcome:
         user_class = drive.using(cell.user_class) if cell.user_class else contextlib.nullcontext()
@@ -93,7 +93,7 @@ def attempt(found: Check, cell: Cell, implementation: Implementation) -> tuple[O
     return guarded(implementation, run), results
 
 
-def _row(base: Row, result: Result, unsteady: bool) -> Row:
+def _row(base: Row, result: CheckResult, unsteady: bool) -> Row:
     headroom = max((math.inf if math.isnan(h) else h for h in result.gates.values()), default=0.0)
     gate = max(result.gates, key=lambda g: math.inf if math.isnan(result.gates[g]) else result.gates[g])
     agrees = result.agrees

@@ -31,7 +31,7 @@ from parity.trainers.catalogue import is_trainer
 from parity.trainers.checks import rollouts
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import Step
+from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import stored_window
 
 BEYOND = {"cce.torch_compile"}
@@ -184,7 +184,7 @@ def test_replay(monkeypatch, capsys):
 def test_gradients_of_a_trainer():
     """What a trainer on a GPU leaves in `.grad` against the definition's on the CPU."""
     window = stored_window.sequences(stored_window.rows())
-    step = Step(stored_window.policy("llama", torch.float64), lambda model: windows.sft(window, model))
+    step = ExactStep(stored_window.policy("llama", torch.float64), lambda model: windows.sft(window, model))
     with pretended():
         right = {n: g.float().cuda() for n, g in step.exact.items()}
         wrong = {n: g * (2.0 if "q_proj" in n else 1.0) for n, g in right.items()}

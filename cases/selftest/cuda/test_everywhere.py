@@ -15,7 +15,7 @@ from parity.case.case import Case
 from parity.cli.commands import main as cli
 from parity.judging.execute import execute
 from parity.nightly import proof, upgrade
-from parity.nightly.steps import Step
+from parity.nightly.steps import CommandOutcome
 from parity.registry import bench_of, family
 from parity.selftest import false_alarms
 from parity.selftest.mutants import FAMILIES, controls, matrix, mutants, trainers
@@ -25,7 +25,7 @@ from parity.versions.commands import matrix as releases_matrix
 from parity.versions.commands import probe
 from parity.versions.env.environment import Environment
 from parity.versions.search import boundaries, releases
-from parity.versions.search.checks import Check
+from parity.versions.search.checks import CaseCheck
 
 CASE = family("logprobs").case(3, "fp32", {"V": 5, "T": 2})
 
@@ -93,7 +93,9 @@ def test_boundaries_matrix_and_upgrade_check(asked, monkeypatch, tmp_path):
     parity("matrix", "trl", "1.15.0..1.15.0", "--family", "logprobs", "--html", str(tmp_path / "page.html"))
     config, ran = tmp_path / "team.json", []
     config.write_text('{"beta": 0.04}')
-    monkeypatch.setattr(upgrade.steps, "run", lambda name, words, *_: ran.append(words) or Step(name, "", 0, 0.0, ""))
+    monkeypatch.setattr(
+        upgrade.steps, "run", lambda name, words, *_: ran.append(words) or CommandOutcome(name, "", 0, 0.0, "")
+    )
     parity("upgrade-check", "trl==1.15.0", "--config", str(config), "--reports", str(tmp_path))
     assert len(asked.devices) >= 4 and set(asked.devices) == {"cuda"}
     assert len(ran) == 3 and all(words[-2:] == ["--device", "cuda"] for words in ran)
@@ -114,7 +116,7 @@ def test_bisect(asked, monkeypatch):
 def test_a_search_that_is_resumed_keeps_its_device(tmp_path):
     from parity.versions.commands.compare import remember, remembered
 
-    check = Check("a", CASE, "trl.selective_log_softmax", device="cuda")
+    check = CaseCheck("a", CASE, "trl.selective_log_softmax", device="cuda")
     remember(tmp_path / "check.json", check)
     assert remembered(tmp_path / "check.json") == check
 

@@ -8,7 +8,7 @@ from parity.cli.commands import main as cli
 from parity.results.row import Row
 from parity.running.find import find
 from parity.tools import cuda_first
-from parity.tools.cuda_first import Done, Step
+from parity.tools.cuda_first import Done, FirstHourCommand
 
 
 def test_without_a_gpu(capsys, tmp_path):
@@ -30,10 +30,10 @@ def test_the_steps_are_commands_that_exist():
 
 def test_a_step_that_fails_or_hangs_stops_none(monkeypatch, tmp_path):
     wanted = (
-        Step("fails", (sys.executable, "-c", "raise SystemExit('broken')")),
-        Step("hangs", (sys.executable, "-c", "import time; time.sleep(60)")),
-        Step("is not there", ("/nowhere/command",)),
-        Step("works", (sys.executable, "-c", "print('fine')")),
+        FirstHourCommand("fails", (sys.executable, "-c", "raise SystemExit('broken')")),
+        FirstHourCommand("hangs", (sys.executable, "-c", "import time; time.sleep(60)")),
+        FirstHourCommand("is not there", ("/nowhere/command",)),
+        FirstHourCommand("works", (sys.executable, "-c", "print('fine')")),
     )
     done = [cuda_first.run(step, 1.5) for step in wanted]
     assert [d.code for d in done] == [1, None, None, 0]
@@ -47,7 +47,9 @@ def row(implementation, device, headroom, **fields):
 
 def test_the_page_tells_cuda_from_the_cpu():
     rows = [row("x", "cuda", 0.5), row("x", "cuda", 0.25), row("y", "cpu", 0.9)]
-    text = cuda_first.page({"device_name": "H"}, [Done(Step("doctor", ("python", "-m")), None, 600.0, "said")], rows)
+    text = cuda_first.page(
+        {"device_name": "H"}, [Done(FirstHourCommand("doctor", ("python", "-m")), None, 600.0, "said")], rows
+    )
     assert "Compared on CUDA: 1 implementation-cases; on the CPU: 1." in text
     assert "| x | norm | 2 | 0.5 | 0.5 | 0.5 |" in text and "| y |" not in text
     assert "doctor: ran past its limit, 600 s" in text

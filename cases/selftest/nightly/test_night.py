@@ -117,7 +117,7 @@ def played(tmp_path, monkeypatch):
 
     def step(name, words, log, limit, module):
         asked.append(words)
-        return steps.Step(name, "parity " + " ".join(words), 0, 1.0, "what it found")
+        return steps.CommandOutcome(name, "parity " + " ".join(words), 0, 1.0, "what it found")
 
     monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", str(PLAYED)])
     monkeypatch.setattr(night, "proof", lambda *_: [proof.Proof("policy", "cpu", "kl-sign", True, 9, True)])

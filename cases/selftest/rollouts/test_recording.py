@@ -13,14 +13,16 @@ from parity import recording
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.rollouts import models, transformers_engine
-from parity.rollouts.record import Options, record
+from parity.rollouts.record import RecordingOptions, record
 from parity.rollouts.request import Request
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
-    options = Options("tiny-gemma2", "transformers", folder, temperatures=(0.7,), top_ps=(0.8,), rows=5, max_tokens=6)
+    options = RecordingOptions(
+        "tiny-gemma2", "transformers", folder, temperatures=(0.7,), top_ps=(0.8,), rows=5, max_tokens=6
+    )
     (path,) = record(options)
     return path
 
@@ -146,7 +148,9 @@ def test_a_server_over_loopback(ids_as, made, tmp_path, monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}"
-        options = Options("tiny-gemma2", url, tmp_path, temperatures=(0.7,), top_ps=(0.8,), rows=3, max_tokens=4)
+        options = RecordingOptions(
+            "tiny-gemma2", url, tmp_path, temperatures=(0.7,), top_ps=(0.8,), rows=3, max_tokens=4
+        )
         if ids_as == "nothing":
             with pytest.raises(UsageError, match="no log-probs in the answer"):
                 list(record(options))
@@ -164,7 +168,7 @@ def test_a_server_over_loopback(ids_as, made, tmp_path, monkeypatch):
 
 def test_no_server_is_one_line(tmp_path):
     with pytest.raises(UsageError, match="no server answers"):
-        list(record(Options("tiny-llama", "http://127.0.0.1:9", tmp_path, rows=1)))
+        list(record(RecordingOptions("tiny-llama", "http://127.0.0.1:9", tmp_path, rows=1)))
 
 
 @pytest.mark.parametrize("name", models.TINY)

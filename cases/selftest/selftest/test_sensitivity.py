@@ -9,7 +9,7 @@ import pytest
 
 from parity.registry import bench_of, family, loss_family
 from parity.selftest.sensitivity import measure, plot, table
-from parity.selftest.sensitivity.measure import GATES, GRID, JUDGES, NEVER, Found
+from parity.selftest.sensitivity.measure import GATES, GRID, JUDGES, NEVER, DetectionLimit
 
 
 @pytest.mark.parametrize("size", [GRID[0], GRID[5], 1e-3, 0.3, 1.0])
@@ -24,9 +24,9 @@ def test_an_honest_value_that_is_faulted_and_an_error_that_never_is():
     assert measure._smallest(lambda error: False) == NEVER
 
 
-def found(limit: float, **other: float) -> Found:
+def found(limit: float, **other: float) -> DetectionLimit:
     limits = dict.fromkeys(JUDGES, NEVER) | {GATES: limit} | other
-    return Found("policy", "fp32", "fp32 logits", "gradients", "c", limits, {"grad_hidden": (1e-9, 6e-9)})
+    return DetectionLimit("policy", "fp32", "fp32 logits", "gradients", "c", limits, {"grad_hidden": (1e-9, 6e-9)})
 
 
 def test_ninety_nine_percent_of_one_case_and_of_a_run():

@@ -181,13 +181,13 @@ def test_accuracy_pairs_the_cases_that_both_were_judged_on():
 
 def test_a_party_leaves_the_device_to_the_next():
     """12 GB each would not stay on one GPU together; meta stands for the device that is left."""
-    party = step.Step("plain logits", step.Shape(2, 4, 6, 128, 1, 512), "fp32", "cpu")
+    party = step.TimedStep("plain logits", step.Shape(2, 4, 6, 128, 1, 512), "fp32", "cpu")
     party()
-    step.Step.alone({"plain logits": party, "none": None}, "plain logits", "meta")
+    step.TimedStep.alone({"plain logits": party, "none": None}, "plain logits", "meta")
     state = [v for one in party.optimizer.state.values() for v in one.values() if v.dim() > 0]
     held = [*party.model.parameters(), *party.reference.parameters(), *state]
     assert state and {t.device.type for t in held} == {"meta"}
     moves = []
     party.to = moves.append
-    step.Step.alone({"plain logits": party}, "another", "meta")
+    step.TimedStep.alone({"plain logits": party}, "another", "meta")
     assert moves == ["cpu"]

@@ -14,7 +14,7 @@ from parity.running.find import find
 from parity.running.supervisor import lost_row
 from parity.tools.replay import exit_code
 from parity.trainers import catalogue
-from parity.trainers.check import CHECKS, Cell, Result, check, holds, pairwise, within
+from parity.trainers.check import CHECKS, Cell, CheckResult, check, holds, pairwise, within
 
 SETTINGS = {"kind": Setting("right", "what it does", ("right", "wrong", "absent", "raises", "moody", "silent"))}
 CALLS: list[Cell] = []
@@ -129,7 +129,7 @@ def test_an_unknown_trainer_is_a_usage_error():
 def test_nan_never_agrees():
     assert not within("kl", math.nan, 0.0, 1.0).agrees
     assert not within("kl", 0.0, 0.0 + 1e-9, 0.0).agrees
-    assert not Result("kl", {"bound": math.nan}).agrees
+    assert not CheckResult("kl", {"bound": math.nan}).agrees
     assert within("kl", 0.0, 0.0, 0.0).agrees
 
 

@@ -10,7 +10,7 @@ from parity.recipe import IEEE_FP32
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.bf16_model import BackboneRounding, Wide
 from parity.trainers.definitions.gradients import forward_order, gradients
-from parity.trainers.definitions.training_step import AutocastRounding, Double, Step, StepRounding, logits
+from parity.trainers.definitions.training_step import AutocastRounding, Double, ExactStep, StepRounding, logits
 from parity.trainers.rig import models, stored_window
 
 WINDOW = stored_window.sequences(stored_window.rows())
@@ -18,7 +18,7 @@ WINDOW = stored_window.sequences(stored_window.rows())
 
 @pytest.fixture(scope="module")
 def step():
-    return Step(stored_window.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model))
+    return ExactStep(stored_window.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model))
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_autocast_is_judged_by_bfloat16_and_no_wider():
     def loss(model):
         return windows.sft(WINDOW, model)
 
-    coarse = Step(stored_window.policy("llama", torch.float64), loss, AutocastRounding)
+    coarse = ExactStep(stored_window.policy("llama", torch.float64), loss, AutocastRounding)
     model = stored_window.policy("llama")
     with torch.autocast("cpu", torch.bfloat16):
         windows.sft(WINDOW, model).backward()
@@ -176,7 +176,7 @@ def narrow():
         return torch.cat([own_logps(z.float(), tokens, start) for z, (tokens, start) in pairs]).mean()
 
     loss(model).backward()
-    step = Step(models.model("llama", torch.bfloat16).double().train(), loss, BackboneRounding)
+    step = ExactStep(models.model("llama", torch.bfloat16).double().train(), loss, BackboneRounding)
     return step, {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -228,7 +228,7 @@ def test_a_replica_that_is_not_finite_is_an_error():
         def rounded(self, out, dtype=None):
             return out * torch.nan
 
-    broken = Step(stored_window.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model), Broken)
+    broken = ExactStep(stored_window.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model), Broken)
     with pytest.raises(FloatingPointError, match="embed_tokens"):
         broken.replicas(1)
 

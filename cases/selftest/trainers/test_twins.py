@@ -14,7 +14,7 @@ from parity.trainers.checks import twin_processes, twin_windows, twins
 from parity.trainers.checks.twins import SPLIT
 from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import Step
+from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.execute import rows
 from parity.trainers.rig import batches, drive, ranks, recorder, stored_window, twin_runs, zero
 
@@ -220,7 +220,7 @@ def test_rows_that_are_left_out_of_the_loss():
     plain.split = "4x2"
     steps = recorder.train(twin_runs.build("sft-trainer", plain, part=rows))
     assert sorted(batches.sequences_of(steps.batches)) == sorted(twin_runs.expected("sft-trainer", rows))
-    step = Step(stored_window.policy("llama", torch.float64), twin_losses.definition("sft-trainer", plain, rows))
+    step = ExactStep(stored_window.policy("llama", torch.float64), twin_losses.definition("sft-trainer", plain, rows))
     assert gradients(step, steps.gradients[0]).agrees
     counted = {n: g * 39 / 44 for n, g in steps.gradients[0].items()}  # as if the five tokens left out were counted
     assert not gradients(step, counted).agrees

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from parity.versions.search.bisect import Answer, Measurement, bisect, narrow
+from parity.versions.search.bisect import Likeness, Measurement, bisect, narrow
 
-NO, YES, UNKNOWN = Answer.NO, Answer.YES, Answer.UNKNOWN
+NO, YES, UNKNOWN = Likeness.NO, Likeness.YES, Likeness.UNKNOWN
 
 
 def scripted(verdicts, headrooms=None, again=None):
@@ -18,7 +18,7 @@ def scripted(verdicts, headrooms=None, again=None):
 
 @pytest.mark.parametrize("count", range(2, 9))
 def test_every_answer_sheet_ends_at_a_true_change(count):
-    for middle in itertools.product(Answer, repeat=count - 2):
+    for middle in itertools.product(Likeness, repeat=count - 2):
         sheet, asked = (NO, *middle, YES), []
 
         def ask(index, left, sheet=sheet, asked=asked):

@@ -123,7 +123,7 @@ def row(**changed):
 
 def test_a_check_reads_only_its_own_rows():
     case = history.load(["is-ratio"])[0].check.case
-    check = checks.Check("x", case, "i", ("grad_*",))
+    check = checks.CaseCheck("x", case, "i", ("grad_*",))
     own = {"case": case.id, "implementation": "i"}
     rows = [row(**own, verdict="disagree"), row(**own, quantity="grad_weight", headroom=0.2)]
     assert (check.answer(rows).verdict, check.answer(rows).headroom) == ("agree", 0.2)

@@ -88,7 +88,7 @@ def test_the_clearest_comes_first_and_is_what_a_search_follows(monkeypatch):
 
 
 def test_the_first_difference_survives_being_killed(tmp_path):
-    check = compare.Check("named", CASE, "i", ("loss",), "crashed")
+    check = compare.CaseCheck("named", CASE, "i", ("loss",), "crashed")
     compare.remember(tmp_path / "kept", check)
     assert compare.remembered(tmp_path / "kept") == check
     (tmp_path / "kept").write_text('{"name": "named"')
@@ -107,7 +107,7 @@ def test_all_defaults_are_the_releases_own():
 
 def record(bad, good):
     bad, good = ([(f"trl=={v.split()[0]}", *v.split()[1:]) for v in side] for side in (bad, good))
-    return history.Record("r", "what", "trl", tuple(bad), tuple(good), compare.Check("r", CASE, "i"))
+    return history.Record("r", "what", "trl", tuple(bad), tuple(good), compare.CaseCheck("r", CASE, "i"))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_compare_runs_every_trainer_once_and_a_named_implementation_only_its_own
 
 def test_a_trainers_loss_is_not_taken_for_its_gradient():
     case = next(iter(dict(compare.twins()).values()))
-    check = compare.Check("r", case, f"{case.family}.released")
+    check = compare.CaseCheck("r", case, f"{case.family}.released")
     one = history.Record("r", "what", "trl", ((("trl==1"),),), (), check)
     wrong = row(case=case.id, implementation=check.implementation, **WRONG)
     found = history._judged(one, ("trl==1",), True, [wrong])

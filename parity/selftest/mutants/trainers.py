@@ -23,7 +23,7 @@ from parity.registry import facts, select
 from parity.results.ledger import Ledger
 from parity.selftest.mutants.matrix import Fate
 from parity.trainers import catalogue
-from parity.trainers.check import TRAINERS, Cell, Result
+from parity.trainers.check import TRAINERS, Cell, CheckResult
 from parity.trainers.execute import attempt, judged_row, stopped_row
 from parity.trainers.rig import drive
 
@@ -354,7 +354,12 @@ def _judged(cell: Cell, implementation: Implementation, fate: Fate, ledger: Ledg
 
 
 def _killed_by(
-    cell: Cell, implementation: Implementation, fate: Fate, ledger: Ledger, outcome: Outcome, results: Sequence[Result]
+    cell: Cell,
+    implementation: Implementation,
+    fate: Fate,
+    ledger: Ledger,
+    outcome: Outcome,
+    results: Sequence[CheckResult],
 ) -> Fate:
     """Dead of the first quantity that disagrees, or of a crash; not of what the ledger knows of the released class."""
     dead: dict[str, Any] = {"dtype": cell.case.dtype, "case": cell.case.to_json()}

@@ -22,7 +22,7 @@ def main() -> int:
     from parity.process import prepare
     from parity.results.report import measured
     from parity.selftest.sensitivity import plot, table
-    from parity.selftest.sensitivity.measure import DTYPES, LOGITS, Found, drawn, measure
+    from parity.selftest.sensitivity.measure import DTYPES, LOGITS, DetectionLimit, drawn, measure
 
     parser = argparse.ArgumentParser(prog="python -m parity.selftest.sensitivity", description=__doc__)
     parser.add_argument("--cases", type=int, default=60, help="drawn cases of each family and dtype")
@@ -35,7 +35,7 @@ def main() -> int:
     options = parser.parse_args()
     device = resolve_device(options.device)
     prepare(device, threads=1)
-    found = [Found(**json.loads(row)) for file in options.read or () for row in file.read_text().splitlines()]
+    found = [DetectionLimit(**json.loads(row)) for file in options.read or () for row in file.read_text().splitlines()]
     if not options.read:
         begun = time.process_time()
         for name, dtype in itertools.product(map(resolved, options.family or loss_families()), DTYPES):

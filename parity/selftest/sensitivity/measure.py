@@ -49,7 +49,7 @@ Errors = Iterator[tuple[str, tuple[str, ...], Edited]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class DetectionLimit:
     """What became of one kind of error on one case.
 
     Attributes:
@@ -136,7 +136,7 @@ def drawn(name: str, dtype: str, count: int, seed: int) -> Iterator[Case]:
         yield case
 
 
-def measure(name: str, dtype: str, kind: str, bench: Bench) -> list[Found]:
+def measure(name: str, dtype: str, kind: str, bench: Bench) -> list[DetectionLimit]:
     """Every kind of error on one case; none where the correct implementation does not run or is called wrong itself."""
     honest = implementation(name, LOGITS[kind])
     case = bench.inputs.case
@@ -155,7 +155,7 @@ def measure(name: str, dtype: str, kind: str, bench: Bench) -> list[Found]:
                 continue
             limits = {label: _smallest(jury.by(label, edited, present)) for label in JUDGES}
             slopes = dict(_slopes(jury, plain, present))
-            out.append(Found(name, dtype, kind, target, case.id, limits, slopes))
+            out.append(DetectionLimit(name, dtype, kind, target, case.id, limits, slopes))
     return out
 
 

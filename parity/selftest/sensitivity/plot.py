@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
-from parity.selftest.sensitivity.measure import ABSOLUTE, DEFAULTS, DTYPES, GATES, GRID, JUDGES, LOOSE, Found
+from parity.selftest.sensitivity.measure import ABSOLUTE, DEFAULTS, DTYPES, GATES, GRID, JUDGES, LOOSE, DetectionLimit
 from parity.selftest.sensitivity.table import limits
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 190, 120, 62, 78, 26
@@ -29,7 +29,7 @@ PANELS = (
 )
 
 
-def svg(found: Iterable[Found], logits: str) -> str:
+def svg(found: Iterable[DetectionLimit], logits: str) -> str:
     """Small multiples, a row for each dtype and a column for each error; a curve for each judge.
 
     A case whose correct values a judge faults counts as not caught: what is always red catches nothing.
@@ -69,7 +69,7 @@ def _legend() -> list[str]:
     return out
 
 
-def _panel(x: float, y: float, own: Sequence[Found], last: bool) -> list[str]:
+def _panel(x: float, y: float, own: Sequence[DetectionLimit], last: bool) -> list[str]:
     out = [f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#d1d5db"/>']
     for power in range(-7, 1):
         at = x + WIDTH * _across(10.0**power)

@@ -9,26 +9,26 @@ from collections.abc import Iterable, Sequence
 from parity.judging.pooled_slope import POOL_FLOOR, POOL_MINIMUM, POOL_SIGMAS, mean_slope
 from parity.registry import loss_family
 from parity.results.report import measured
-from parity.selftest.sensitivity.measure import DTYPES, GATES, JUDGES, NEVER, Found, label_of
+from parity.selftest.sensitivity.measure import DTYPES, GATES, JUDGES, NEVER, DetectionLimit, label_of
 
 CERTAIN = 0.99
 Key = tuple[str, str, str, str]
 
 
-def groups(found: Iterable[Found]) -> dict[Key, list[Found]]:
+def groups(found: Iterable[DetectionLimit]) -> dict[Key, list[DetectionLimit]]:
     """By (family, error, dtype, kind of logits), in the order in which they were measured."""
-    out: dict[Key, list[Found]] = collections.defaultdict(list)
+    out: dict[Key, list[DetectionLimit]] = collections.defaultdict(list)
     for one in found:
         out[one.family, one.target, one.dtype, one.logits].append(one)
     return dict(sorted(out.items(), key=lambda item: (item[0][0], item[0][1])))
 
 
-def limits(found: Sequence[Found], label: str) -> list[float]:
+def limits(found: Sequence[DetectionLimit], label: str) -> list[float]:
     """The limits of one judge, ascending, without the cases whose correct values it faults."""
     return sorted(one.limits[label] for one in found if one.limits[label] > 0.0)
 
 
-def alarms(found: Sequence[Found], label: str) -> float:
+def alarms(found: Sequence[DetectionLimit], label: str) -> float:
     """Share of cases whose correct values the judge faults."""
     return sum(one.limits[label] == 0.0 for one in found) / len(found)
 
@@ -38,18 +38,18 @@ def quantile(values: Sequence[float], share: float) -> float:
     return values[max(1, math.ceil(share * len(values) - 1e-9)) - 1] if values else NEVER
 
 
-def cases_of_a_run(found: Sequence[Found], drawn: int) -> int:
+def cases_of_a_run(found: Sequence[DetectionLimit], drawn: int) -> int:
     """Cases of this family and dtype that show the error, in a run of profile pr."""
     return max(1, round(loss_family(found[0].family).drawn["pr"] / len(DTYPES) * len(found) / drawn))
 
 
-def by_a_run(found: Sequence[Found], drawn: int) -> float:
+def by_a_run(found: Sequence[DetectionLimit], drawn: int) -> float:
     """The ε that at least one case of a run catches with 99 % probability: (1 - F(ε))ⁿ ≤ 1 %."""
     count = cases_of_a_run(found, drawn)
     return quantile(limits(found, GATES), 1 - (1 - CERTAIN) ** (1 / count))
 
 
-def pooled(found: Sequence[Found], drawn: int) -> float:
+def pooled(found: Sequence[DetectionLimit], drawn: int) -> float:
     """The scale error that the pooled slope of a run catches: max(8·standard error, floor) plus the honest mean."""
     out = NEVER
     for name in {n for one in found for n in one.slopes}:
@@ -77,7 +77,7 @@ def share(values: Sequence[float], at: float) -> str:
 HEADINGS = ("family", "error on", "dtype", "cases", "half of the cases", "99 % of them", "a pr run", "pooled slope")
 
 
-def markdown(found: Iterable[Found], drawn: int) -> str:
+def markdown(found: Iterable[DetectionLimit], drawn: int) -> str:
     """The limits of the gates, a row for each group."""
     lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
     for (family, target, dtype, logits), own in groups(found).items():
@@ -93,7 +93,7 @@ def markdown(found: Iterable[Found], drawn: int) -> str:
     return "\n".join(lines)
 
 
-def _pooled(own: Sequence[Found], drawn: int) -> str:
+def _pooled(own: Sequence[DetectionLimit], drawn: int) -> str:
     """The pooled slope, where the error is a scale of what is pooled and a run pools enough of it."""
     of = loss_family(own[0].family)
     scale = own[0].target == "gradients" or (of.outputs[0] not in of.scalars and own[0].target == label_of(of.name))
@@ -106,7 +106,7 @@ def _unreached(values: Sequence[float]) -> str:
     return f" ({share(values, 0.01)} at 0.01)" if quantile(values, CERTAIN) == NEVER else ""
 
 
-def tolerances(found: Iterable[Found]) -> str:
+def tolerances(found: Iterable[DetectionLimit]) -> str:
     """The same cases by every judge: correct values faulted; of the other cases the median limit, and caught at 1 %."""
     lines = ["| family | error on | dtype | " + " | ".join(JUDGES) + " |", "|" + "---|" * (3 + len(JUDGES))]
     for (family, target, dtype, logits), own in groups(found).items():

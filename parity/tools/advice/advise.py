@@ -19,7 +19,7 @@ from parity.tools.advice.settings import LIBRARIES, Run, Unknown, holds
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class RelevantEntry:
     """An entry that a run meets; `unless_known` says what could not be read and would decide it."""
 
     entry: Entry
@@ -42,7 +42,7 @@ class Advice:
     """What is wrong for one run, most severe first. Truth value: whether anything is for certain, conventions apart."""
 
     run: Run
-    findings: tuple[Finding, ...]
+    findings: tuple[RelevantEntry, ...]
 
     def __bool__(self) -> bool:
         return any(f.certain and f.entry.severity != "convention" for f in self.findings)
@@ -94,9 +94,9 @@ def _advise(run: Run, entries: tuple[Entry, ...]) -> Advice:
             continue
         met = [_meets(run, table) for table in entry.user.applies]
         if any(m is True for m in met):
-            found.append(Finding(entry))
+            found.append(RelevantEntry(entry))
         elif unknown := next((m for m in met if isinstance(m, Unknown)), None):
-            found.append(Finding(entry, unknown.why))
+            found.append(RelevantEntry(entry, unknown.why))
     order = list(SEVERITIES)
     found.sort(key=lambda f: (order.index(f.entry.severity or "medium"), bool(f.unless_known), f.entry.user.rank))
     return Advice(run, tuple(found))

@@ -23,7 +23,7 @@ AGREE, NEW, NOTHING = 0, 1, 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class AuditOptions:
     """What the command line asked for."""
 
     families: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Options:
         return out + (["--ledger", str(self.ledger.resolve())] if self.ledger else [])
 
 
-def audit(options: Options) -> tuple[list[Answer], dict[int, str]]:
+def audit(options: AuditOptions) -> tuple[list[Answer], dict[int, str]]:
     """The answers, and where to repair by their number.
 
     Raises:
@@ -66,7 +66,7 @@ def audit(options: Options) -> tuple[list[Answer], dict[int, str]]:
     return answers, dict(_mends(answers))
 
 
-def _check(options: Options) -> None:
+def _check(options: AuditOptions) -> None:
     names = [resolved(name) for name in options.families]
     for name in names:
         if name not in loss_families():
@@ -108,7 +108,7 @@ def exit_code(answers: Sequence[Answer]) -> int:
     return NEW if any(a.new for a in answers) else AGREE
 
 
-def run(options: Options, console: Console) -> int:
+def run(options: AuditOptions, console: Console) -> int:
     """Audit, print, write `audit.ndjson` and `audit.md`; returns the exit code."""
     from parity.process import prepare
 

@@ -52,7 +52,7 @@ PARTIES = {
 """Name -> log-probs and, where the party has one, fused loss. Liger's trainers took old and reference from full logits."""
 
 
-class Step:
+class TimedStep:
     """A model, its reference and its optimizer; calling it makes one step and returns the seconds of each phase.
 
     Loss: dapo with beta 0.04; `ITERATIONS` updates share the old and reference log-probs, as with num_iterations.
@@ -86,7 +86,7 @@ class Step:
                     state[name] = value.to(device)
 
     @staticmethod
-    def alone(parties: Mapping[str, Step | None], name: str, device: str) -> None:
+    def alone(parties: Mapping[str, TimedStep | None], name: str, device: str) -> None:
         """Only the party of that name stays on the device, the others wait on the CPU."""
         for other, party in parties.items():
             if party is not None:

@@ -11,11 +11,11 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, Result, by_profile, check
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import Step
+from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import drive, models, stored_window, twin_runs
 from parity.upstream import trl
 
@@ -88,7 +88,7 @@ def cells(seed: int) -> Iterator[CellOf]:
 
 
 @check("adapters", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
-def adapters(cell: Cell) -> Iterator[Result]:
+def adapters(cell: Cell) -> Iterator[CheckResult]:
     """One batch with a LoRA: loss and every gradient of the adapter, by the reference that its kind implies."""
     trainer, s = cell.case.family, cell.settings
     if s.adapter == "existing" and trainer not in REFERRED:
@@ -100,5 +100,5 @@ def adapters(cell: Cell) -> Iterator[Result]:
     steps = twin_runs.train(twin_runs.build(trainer, twin, cell.way, adapter=adapter, **more), cell.way)
     yield twin_runs.all_there(trainer, steps)
     by = SimpleNamespace(**vars(twin) | {"model": adapter.reference(s.model)})
-    step = Step(adapter.policy(s.model), twin_losses.definition(trainer, by))
+    step = ExactStep(adapter.policy(s.model), twin_losses.definition(trainer, by))
     yield from first_step(step, steps)

@@ -16,7 +16,7 @@ from parity.case.case import uniform
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.recipe import UNIT_ROUNDOFF
-from parity.trainers.check import Cell, CellOf, Result, by_profile, check
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check
 from parity.trainers.rig import drive, models
 from parity.upstream import trl
 
@@ -62,7 +62,7 @@ def cells(seed: int) -> Iterator[CellOf]:
 
 
 @check("advantages", ("grpo-trainer", "rloo-trainer"), SETTINGS, cells, ways=("released",), moves=True)
-def advantages(cell: Cell) -> Iterator[Result]:
+def advantages(cell: Cell) -> Iterator[CheckResult]:
     """Advantages of a generation batch, by their definition: (r - mean) / (std + 1e-4) in a group, or leave-one-out."""
     rewards, weights = table(cell.settings.rewards)
     found = _asked(cell, rewards, weights)
@@ -75,7 +75,9 @@ def advantages(cell: Cell) -> Iterator[Result]:
     i = int(headroom.nan_to_num(math.inf).argmax())
     message = f"completion {i % GROUP} of group {i // GROUP}: {float(found[i]):.6g} instead of {float(exact[i]):.6g}"
     gates = {"bound": float(headroom.nan_to_num(math.inf).max())}
-    yield Result("advantages", gates, float(found.norm()), float(exact.norm()), message, max_abs=float(error.max()))
+    yield CheckResult(
+        "advantages", gates, float(found.norm()), float(exact.norm()), message, max_abs=float(error.max())
+    )
 
 
 def table(name: str) -> tuple[Tensor, list[float]]:

@@ -19,9 +19,9 @@ from parity.errors import Unsupported
 from parity.judging.gates import Judgement, Unit, judge
 from parity.judging.settle import CERTAIN, settle
 from parity.recipe import IEEE_FP32
-from parity.trainers.check import Cell, CellOf, Result, by_profile, check, judged
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, judged
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import Double, Step, StepRounding
+from parity.trainers.definitions.training_step import Double, ExactStep, StepRounding
 from parity.trainers.rig import drive, models, quantised_heads
 from parity.upstream import trl
 
@@ -59,11 +59,11 @@ def cells(seed: int) -> Iterator[CellOf]:
 
 
 @check("config-values", TRAINERS, SETTINGS, cells, moves=True)
-def config_values(cell: Cell) -> Iterator[Result]:
+def config_values(cell: Cell) -> Iterator[CheckResult]:
     """Log-probs (or the loss made of them) and every gradient equal those of the model's own logits."""
     batch = Batch(cell)
     truth = altered(models.model(cell.settings.model, torch.float64), cell).eval()
-    step = Step(truth, batch.definition)
+    step = ExactStep(truth, batch.definition)
     value, model, handed = batch.ask(cell)
     value.backward()
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -76,7 +76,7 @@ def config_values(cell: Cell) -> Iterator[Result]:
     yield gradients(step, found)
 
 
-def _log_probs(handed: Tensor, truth: Any, batch: Batch) -> Result:
+def _log_probs(handed: Tensor, truth: Any, batch: Batch) -> CheckResult:
     with torch.no_grad(), Double():
         exact = batch.logps(truth)
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.families.divergence import completed, divergence
 from parity.fixes import patches
-from parity.trainers.check import Cell, Result, check, holds, within
+from parity.trainers.check import Cell, CheckResult, check, holds, within
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import Step
+from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import models, recorder, teacher_client
 from parity.trainers.rig.teacher_server import Teacher, scorer, serving
 
@@ -70,7 +70,7 @@ def _teacher_model() -> Any:
     },
     functools.partial(cells, "server-distillation-trainer"),
 )
-def teacher_server(cell: Cell) -> Iterator[Result]:
+def teacher_server(cell: Cell) -> Iterator[CheckResult]:
     """Distillation from a real HTTP teacher on ragged completions: finite, by the definition, exactly 0 at padding."""
     s = cell.settings
     with serving(scorer(_teacher_model())) as teacher, _way(cell.way):
@@ -84,7 +84,7 @@ def teacher_server(cell: Cell) -> Iterator[Result]:
         yield from _handed_over(trainer, steps.batches, teacher)
     window = [teacher_client.samples(batch) for batch in steps.batches]
     yield holds("sequences", sorted(len(t) for b in window for t, _ in b) == [6, 7], f"the window holds {window}")
-    step = Step(models.model(ARCHITECTURE, torch.float64).train(), functools.partial(_loss, window, teacher, s))
+    step = ExactStep(models.model(ARCHITECTURE, torch.float64).train(), functools.partial(_loss, window, teacher, s))
     yield from first_step(step, steps)
     yield _at_padding(steps.batches, seen)
 
@@ -125,7 +125,7 @@ def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, s: Any) -> Tensor:
     return divergence(p, q, gone, gone, s.beta)
 
 
-def _handed_over(trainer: Any, batches: list[dict[str, Any]], teacher: Teacher) -> Iterator[Result]:
+def _handed_over(trainer: Any, batches: list[dict[str, Any]], teacher: Teacher) -> Iterator[CheckResult]:
     """The getter's contract: -inf exactly where there is no label, elsewhere what the server said of that token."""
     wrong: list[str] = []
     for number, batch in enumerate(batches):
@@ -152,7 +152,7 @@ def _handed_over(trainer: Any, batches: list[dict[str, Any]], teacher: Teacher) 
     yield holds("teacher log-probs", not wrong, "; ".join(wrong[:2]), gate="exact")
 
 
-def _at_padding(batches: list[dict[str, Any]], seen: list[Tensor]) -> Result:
+def _at_padding(batches: list[dict[str, Any]], seen: list[Tensor]) -> CheckResult:
     """The gradient of the logits where no label is predicted."""
     largest, where = 0.0, ""
     if len(seen) != len(batches):
@@ -176,7 +176,7 @@ def _at_padding(batches: list[dict[str, Any]], seen: list[Tensor]) -> Result:
     ways=("released",),
     drives=False,
 )
-def sentinel(cell: Cell) -> Iterator[Result]:
+def sentinel(cell: Cell) -> Iterator[CheckResult]:
     """A log-prob that the teacher does not have where the loss needs it: the trainer must refuse, not train on it."""
     whole = scorer(_teacher_model())
     gone = {tuple(teacher_client.ids(row["prompt"])) for row in teacher_client.rows()[:1]}
@@ -204,7 +204,7 @@ def sentinel(cell: Cell) -> Iterator[Result]:
     ways=("released",),
     drives=False,
 )
-def divergence_parts(cell: Cell) -> Iterator[Result]:
+def divergence_parts(cell: Cell) -> Iterator[CheckResult]:
     """`_add_tail_bucket` and `_jsd_divergence` alone, in float64: finite forward and backward once padding is masked.
 
     Bound: each term is a product of a probability and a difference of log-probs, formed with some ten roundings; the tail

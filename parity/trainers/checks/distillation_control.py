@@ -11,10 +11,10 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.families.divergence import divergence
-from parity.trainers.check import Cell, Result, check
+from parity.trainers.check import Cell, CheckResult, check
 from parity.trainers.checks.distillation import ARCHITECTURE, SPLIT, beta_setting, cells
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import Step
+from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import drive, models, recorder, teacher_client
 from parity.upstream import trl
 
@@ -36,7 +36,7 @@ from parity.upstream import trl
     ways=("released",),
     moves=True,
 )
-def ragged_control(cell: Cell) -> Iterator[Result]:
+def ragged_control(cell: Cell) -> Iterator[CheckResult]:
     """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
     kind, config = drive.trl_class(cell.trainer), drive.config(cell.trainer)
     batch, accumulation = map(int, cell.settings.split.split("x"))
@@ -60,7 +60,7 @@ def ragged_control(cell: Cell) -> Iterator[Result]:
     window = [teacher_client.samples(b) for b in steps.batches]
     local = all(n is None for n in steps.items)
     definition = functools.partial(_dense, window, cell.settings.beta, local)
-    step = Step(models.model(ARCHITECTURE, torch.float64).train(), definition)
+    step = ExactStep(models.model(ARCHITECTURE, torch.float64).train(), definition)
     yield from first_step(step, steps)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds, pairwise
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, pairwise
 from parity.trainers.rig import drive, models
 from parity.upstream import trl
 
@@ -59,7 +59,7 @@ def cells(seed: int) -> Iterator[CellOf]:
 
 
 @check("gradient-flow", TRAINERS, SETTINGS, cells, moves=True)
-def gradient_flow(cell: Cell) -> Iterator[Result]:
+def gradient_flow(cell: Cell) -> Iterator[CheckResult]:
     """One step gives every trainable parameter a finite gradient that is not zero, and moves it."""
     trainer = build(cell)
     seen: dict[str, Tensor | None] = {}
@@ -129,7 +129,7 @@ def _reached(cell: Cell, named: Mapping[str, Any]) -> list[str]:
     return [n for n in named if not any(part in n for part in away)]
 
 
-def _all(quantity: str, what: str, wrong: list[str], reached: list[str], failure: str) -> Result:
+def _all(quantity: str, what: str, wrong: list[str], reached: list[str], failure: str) -> CheckResult:
     """That no parameter is wrong; the value is how many are right."""
     right = float(len(reached) - len(wrong))
     return holds(quantity, not wrong, _told(what, wrong, reached, failure), value=right, exact=float(len(reached)))

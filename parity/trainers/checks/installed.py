@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from parity.case.inputs import Setting
-from parity.trainers.check import CHECKS, TRAINERS, Cell, Result, check, holds, reported
+from parity.trainers.check import CHECKS, TRAINERS, Cell, CheckResult, check, holds, reported
 
 UNCOVERED = {
     "RewardTrainer": "trains a classification head: no LM head, no log-probs; its loss is a pairwise logistic one",
@@ -70,7 +70,7 @@ def described() -> Iterator[tuple[str, str]]:
     ways=("released",),
     drives=False,
 )
-def found_all(cell: Cell) -> Iterator[Result]:
+def found_all(cell: Cell) -> Iterator[CheckResult]:
     """Every trainer of the installed version has a check, or a reason why it has none."""
     known, there = covered(), classes()
     new = [f"{name} ({module})" for name, module in there.items() if name not in known and name not in UNCOVERED]

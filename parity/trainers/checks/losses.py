@@ -14,11 +14,11 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import Step
+from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import drive, stored_window, twin_runs
 from parity.upstream import trl
 
@@ -119,7 +119,7 @@ def _moved(trainer: str, loss: str) -> Iterator[dict[str, Any]]:
 
 
 @check("losses", tuple(OWN), SETTINGS, cells, ways=("released", "fused", "fixed"))
-def losses(cell: Cell) -> Iterator[Result]:
+def losses(cell: Cell) -> Iterator[CheckResult]:
     """One batch of eight: loss and every gradient as the definition of its loss type has them."""
     trainer, s = cell.case.family, cell.settings
     if s.loss not in OWN[trainer]:
@@ -139,7 +139,7 @@ def losses(cell: Cell) -> Iterator[Result]:
     steps = twin_runs.train(run, cell.way)
     if not s.whole:  # else its sequences count from their first token on
         yield twin_runs.all_there(trainer, steps)
-    step = Step(stored_window.policy(s.model, torch.float64), _definition(trainer, s))
+    step = ExactStep(stored_window.policy(s.model, torch.float64), _definition(trainer, s))
     if s.loss == "kto":
         others = preference.mismatched(_window(trainer))
         z = float(preference.shift(others, s.model, stored_window.policy(s.model, torch.float64)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds, judged
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, judged
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, training_step, windows
 from parity.trainers.rig import drive, stored_window, twin_runs
@@ -150,7 +150,7 @@ def cells(seed: int) -> Iterator[CellOf]:
 
 
 @check("metrics", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
-def metrics(cell: Cell) -> Iterator[Result]:
+def metrics(cell: Cell) -> Iterator[CheckResult]:
     """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
     trainer, s = cell.case.family, cell.settings
     more = {**LOGGED, "beta": s.beta, **({"loss_type": "kto"} if trainer == "kto-trainer" else {})}

@@ -23,11 +23,11 @@ from parity.case.inputs import Inputs, Setting, defaults
 from parity.errors import Unsupported
 from parity.families import policy
 from parity.rounding.monte_carlo import exact_mark
-from parity.trainers.check import Cell, Result, check, holds, reported
+from parity.trainers.check import Cell, CheckResult, check, holds, reported
 from parity.trainers.checks.twins import SETTINGS, plain_twin
 from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import Double, Step
+from parity.trainers.definitions.training_step import Double, ExactStep
 from parity.trainers.rig import batches, drive, recorder, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Sequences
 
@@ -101,7 +101,7 @@ SOURCE = Setting("own", "; ".join(f"{k}: {v}" for k, v in SOURCES.items()), tupl
 
 
 @check("same-rollouts", ("grpo-trainer",), {"beta": SETTINGS["beta"], "source": SOURCE}, stored_cells)
-def same_rollouts(cell: Cell) -> Iterator[Result]:
+def same_rollouts(cell: Cell) -> Iterator[CheckResult]:
     """Four steps on the same rollouts, seed 3407, log-probs of each source: every gradient by the definition.
 
     Each step is judged at the parameters that it was taken at, so that a difference does not grow from step to step.
@@ -115,7 +115,7 @@ def same_rollouts(cell: Cell) -> Iterator[Result]:
         "steps", len(steps.gradients) == STEPS, f"{len(steps.gradients)} steps instead of {STEPS}", gate="exact"
     )
     for number, parameters in enumerate(steps.parameters):
-        step = Step(stored_window.policy_at(s.model, parameters), twin_losses.definition(trainer, s))
+        step = ExactStep(stored_window.policy_at(s.model, parameters), twin_losses.definition(trainer, s))
         yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
 
 
@@ -147,7 +147,7 @@ def _once(cell: Cell) -> None:
     ],
     moves=True,
 )
-def live_rollouts(cell: Cell) -> Iterator[Result]:
+def live_rollouts(cell: Cell) -> Iterator[CheckResult]:
     """Four steps that generate, log-probs of a source against the model's own logits: the loss difference by cause.
 
     The first rollouts must be the same tokens: parameters and seed are the same, and no log-prob has been taken. From then

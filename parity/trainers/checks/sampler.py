@@ -14,7 +14,7 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, Result, by_profile, check, judged
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, judged
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import training_step, windows
 from parity.trainers.definitions.gradients import first_step
@@ -58,7 +58,7 @@ def cells(seed: int) -> Iterator[CellOf]:
 
 
 @check("sampler", ("grpo-trainer",), SETTINGS, cells, ways=("released", "fused", "fixed"))
-def sampler(cell: Cell) -> Iterator[Result]:
+def sampler(cell: Cell) -> Iterator[CheckResult]:
     """Loss, every gradient and the logged ratio by exp(log π - log π_sampler), truncated or masked as the mode says."""
     s = cell.settings
     twin = plain_twin(loss=s.loss, beta=s.beta, split=s.split)
@@ -75,7 +75,7 @@ def sampler(cell: Cell) -> Iterator[Result]:
     settings = {"loss_type": s.loss, "beta": s.beta, "max_completion_length": drive.COMPLETION}
     weigh = functools.partial(ratio, s, windows.padded(given)) if s.correction else None
     define = functools.partial(windows.grpo, window, twin.model, settings, own, None, ratio=weigh)
-    step = training_step.Step(stored_window.policy(twin.model, torch.float64), define)
+    step = training_step.ExactStep(stored_window.policy(twin.model, torch.float64), define)
     yield from first_step(step, steps)
     logged = drive.logged(run)
     if not s.correction or s.split != "8x1":

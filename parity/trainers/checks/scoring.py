@@ -25,11 +25,11 @@ from parity.judging.gates import Judgement, judge
 from parity.judging.settle import CERTAIN, settle
 from parity.recipe import Recipe
 from parity.rounding.oracle import exact as by_oracle
-from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds, judged
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, judged
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.bf16_model import BackboneRounding
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import Step, logits
+from parity.trainers.definitions.training_step import ExactStep, logits
 from parity.trainers.rig import drive, models, stored_window
 from parity.trainers.rig.stored_window import Sequences
 from parity.upstream import trl
@@ -66,7 +66,7 @@ def cells(seed: int) -> Iterator[CellOf]:
 
 
 @check("scoring", TRAINERS, SETTINGS, cells, moves=True)
-def scoring(cell: Cell) -> Iterator[Result]:
+def scoring(cell: Cell) -> Iterator[CheckResult]:
     """Log-probs and entropies of stored completions, and their gradients: one by one or all at once, head cast or not."""
     s = cell.settings
     batch = Batch()
@@ -149,7 +149,7 @@ def _asked(trainer: Any, batch: Batch, s: Any) -> tuple[Tensor, Tensor | None]:
 
 def _head(
     model: Any, batch: Batch, s: Any, logps: Tensor, entropies: Tensor | None, backbone: list[Tensor]
-) -> Iterator[Result]:
+) -> Iterator[CheckResult]:
     """Family `logprobs` on the scored positions, in the recipe of the version's kernel or of a head in float32."""
     before, scored = slice(-batch.scored.shape[1] - 1, -1), batch.scored
     states, slopes = (torch.cat(x) for x in (backbone, [_gradient(h) for h in backbone]))
@@ -212,7 +212,7 @@ def _recipe(s: Any, calls: int) -> Recipe:
 
 
 @functools.lru_cache(maxsize=6)
-def _by_definition(architecture: str, dtype: str) -> Step:
+def _by_definition(architecture: str, dtype: str) -> ExactStep:
     """Σ cotangent · log-prob by the model's own logits, in float64, at the parameters that it has in `dtype`."""
     batch = Batch()
     slopes = [g[seen].double() for g, seen in zip(batch.cotangent, batch.scored, strict=True)]
@@ -225,5 +225,5 @@ def _by_definition(architecture: str, dtype: str) -> Step:
         return torch.stack([(g * logps).sum() for g, logps in zip(slopes, found, strict=True)]).sum()
 
     if dtype == "fp32":
-        return Step(models.model(architecture, torch.float64).train(), weighted)
-    return Step(models.model(architecture, DTYPES[dtype]).double().train(), weighted, BackboneRounding)
+        return ExactStep(models.model(architecture, torch.float64).train(), weighted)
+    return ExactStep(models.model(architecture, DTYPES[dtype]).double().train(), weighted, BackboneRounding)

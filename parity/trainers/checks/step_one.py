@@ -17,11 +17,11 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judging.gates import Unit, judge
-from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds, judged, pairwise, within
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, judged, pairwise, within
 from parity.trainers.definitions import log_probs
 from parity.trainers.definitions.log_probs import Truth, U
 from parity.trainers.rig import drive, models
-from parity.trainers.rig.first_step import Step, run
+from parity.trainers.rig.first_step import FirstStep, run
 
 SETTINGS = {
     "model": Setting("llama", "tiny model", tuple(models.ARCHITECTURES)),
@@ -61,7 +61,7 @@ def cells(seed: int) -> Iterator[CellOf]:
 
 
 @check("step-one", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"), moves=True)
-def step_one(cell: Cell) -> Iterator[Result]:
+def step_one(cell: Cell) -> Iterator[CheckResult]:
     """With the policy equal to the reference the first step shows no KL, no log-ratio and the loss of ratio 1."""
     step = run(cell)
     truth = log_probs.truth(cell, step.ids, step.mask, step.completion)
@@ -76,7 +76,7 @@ def step_one(cell: Cell) -> Iterator[Result]:
     yield holds("grad_norm", finite, f"grad_norm is {norm}", value=None if norm is None else float(norm))
 
 
-def _log_probs(step: Step, truth: Truth) -> Iterator[Result]:
+def _log_probs(step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     """Log-probs of policy and reference against the model's own logits, and against each other."""
     for name, value in (("logps", step.policy), ("ref_logps", step.reference)):
         if value is not None:
@@ -90,7 +90,7 @@ def _log_probs(step: Step, truth: Truth) -> Iterator[Result]:
         counted = truth.counted[:, -t:]
         d = (step.policy - step.reference).detach().cpu().double()[counted].abs()
         headroom = float((d / truth.apart[:, -t:][counted]).max())
-        yield Result(
+        yield CheckResult(
             "log_ratio", {"bound": headroom}, float(d.max()), 0.0, "policy and reference differ", max_abs=float(d.max())
         )
 
@@ -109,13 +109,13 @@ def _first(value: Tensor, truth: Truth) -> str:
     )
 
 
-def _metric(step: Step, key: str) -> float:
+def _metric(step: FirstStep, key: str) -> float:
     if key not in step.log:
         raise Unsupported(f"the trainer logged no {key}: no KL was computed")
     return float(step.log[key])
 
 
-def _grpo(cell: Cell, step: Step, truth: Truth) -> Iterator[Result]:
+def _grpo(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     assert step.policy is not None and step.reference is not None and step.advantages is not None
     kl = _metric(step, "kl")
     bound = float(truth.kl[truth.counted].max())
@@ -127,7 +127,7 @@ def _grpo(cell: Cell, step: Step, truth: Truth) -> Iterator[Result]:
     yield within("loss", step.loss, exact, allowed, f"loss {step.loss:.5g} at ratio 1 and KL 0, expected {exact:.5g}")
 
 
-def _recomputed(kl: float, step: Step, of: Any) -> Result:
+def _recomputed(kl: float, step: FirstStep, of: Any) -> CheckResult:
     """The trainer's metric against the definition on its own log-probs: the mean over completion tokens."""
     assert step.policy is not None and step.reference is not None
     t = step.policy.shape[1]
@@ -143,7 +143,7 @@ def _recomputed(kl: float, step: Step, of: Any) -> Result:
     )
 
 
-def _rloo(cell: Cell, step: Step, truth: Truth) -> Iterator[Result]:
+def _rloo(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     assert step.advantages is not None
     kl = _metric(step, "kl")
     bound = float(truth.apart[truth.counted].max())
@@ -156,7 +156,7 @@ def _rloo(cell: Cell, step: Step, truth: Truth) -> Iterator[Result]:
     )
 
 
-def _pairs(cell: Cell, step: Step, truth: Truth) -> Iterator[Result]:
+def _pairs(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     sums = (truth.apart * truth.counted).sum(1)
     bound = cell.settings.beta * float(sums.max())
     for key in ("rewards/chosen", "rewards/rejected"):
@@ -171,7 +171,7 @@ def _pairs(cell: Cell, step: Step, truth: Truth) -> Iterator[Result]:
         yield within(key, value, truly, allowed, f"{key} {value:.6g}, {truly:.6g} by the model's own logits")
 
 
-def _online(cell: Cell, step: Step, truth: Truth) -> Iterator[Result]:
+def _online(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     kl = _metric(step, "objective/kl")
     assert step.policy is not None
     sums = float(truth.apart[:, -step.policy.shape[1] :].sum(1).max())  # the metric sums over padded completions too
@@ -179,7 +179,7 @@ def _online(cell: Cell, step: Step, truth: Truth) -> Iterator[Result]:
     yield _ln2(step, cell.settings.beta * sums)
 
 
-def _ln2(step: Step, bound: float) -> Result:
+def _ln2(step: FirstStep, bound: float) -> CheckResult:
     """-log σ(0); its slope there is 1/2, of a difference of two sums."""
     message = f"loss {step.loss:.6g} at log-ratio 0, expected ln 2"
     return within("loss", step.loss, math.log(2.0), bound + 4 * U, message)

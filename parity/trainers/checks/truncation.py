@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Setting
-from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import Step
+from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import batches, drive, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Sequences
 from parity.upstream import trl
@@ -39,7 +39,7 @@ def cells(seed: int) -> Iterator[CellOf]:
 
 
 @check("truncation", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
-def truncation(cell: Cell) -> Iterator[Result]:
+def truncation(cell: Cell) -> Iterator[CheckResult]:
     """The sequences that reach the loss are cut where the config says, and loss and gradients are theirs."""
     trainer, s = cell.case.family, cell.settings
     known = trl.fields(drive.config(cell.trainer))
@@ -64,7 +64,7 @@ def truncation(cell: Cell) -> Iterator[Result]:
         "dpo-trainer": functools.partial(windows.dpo, (window, other), s.model, beta),
         "kto-trainer": functools.partial(preference.apo_zero_unpaired, window, [r.label for r in rows], s.model, beta),
     }[trainer]
-    step = Step(stored_window.policy(s.model, torch.float64), define)
+    step = ExactStep(stored_window.policy(s.model, torch.float64), define)
     yield from first_step(step, steps)
 
 

@@ -12,11 +12,11 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds
 from parity.trainers.checks.twins import SPLIT, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import Step
+from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import ranks, stored_window, twin_runs
 from parity.trainers.rig.ranks import Plan, Rank
 from parity.trainers.rig.stored_window import Row
@@ -59,7 +59,7 @@ def cells(seed: int) -> Iterator[CellOf]:
     ways=("released",),
     drives=False,
 )
-def processes(cell: Cell) -> Iterator[Result]:
+def processes(cell: Cell) -> Iterator[CheckResult]:
     """The window dealt out to two ranks: both take the gradient of the whole window."""
     trainer, s = cell.case.family, cell.settings
     if s.sharding == "zero3" and importlib.util.find_spec("deepspeed") is None:
@@ -119,11 +119,11 @@ def _dealt(trainer: str, count: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=2)
-def _step(trainer: str, tokens: str, model: str, part: Sequence[Row]) -> Step:
+def _step(trainer: str, tokens: str, model: str, part: Sequence[Row]) -> ExactStep:
     settings = _settings(trainer, model)
     if tokens == "unequal":
         return by_definition(trainer, settings)
-    return Step(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, settings, part))
+    return ExactStep(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, settings, part))
 
 
 @functools.cache

@@ -15,11 +15,11 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, Result, by_profile, check, holds, judged, within
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, judged, within
 from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import Step
+from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import batches, drive, models, recorder, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Row
 from parity.upstream import trl
@@ -60,12 +60,12 @@ def cells(seed: int) -> Iterator[CellOf]:
     cells,
     ways=("released", "fixed"),
 )
-def beyond_one_window(cell: Cell) -> Iterator[Result]:
+def beyond_one_window(cell: Cell) -> Iterator[CheckResult]:
     """Evaluation, incomplete windows, second steps and resumed runs follow the same definition."""
     yield from RUNS[cell.settings.kind](cell.case.family, cell.way, plain_twin(loss=cell.settings.loss))
 
 
-def _evaluation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+def _evaluation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """The loss that evaluation reports on the window is the loss that training takes its gradient of."""
     run = twin_runs.build(trainer, s, per_device_eval_batch_size=8, num_generations_eval=stored_window.GENERATIONS)
     with trl.quiet():
@@ -74,19 +74,19 @@ def _evaluation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     yield judged("evaluation loss", step.judge_loss(loss), loss, step.loss)
 
 
-def _incomplete(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+def _incomplete(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """Five sequences in windows of four: the second step is the gradient of the one that is left."""
     yield from _epoch(trainer, way, s, 5, "1x4", expected=(4, 1))
 
 
-def _uneven(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+def _uneven(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """Seven sequences two by two in windows of four: the last micro-batch of the last window holds one."""
     yield from _epoch(trainer, way, s, 7, "2x2", expected=(4, 3))
 
 
 def _epoch(
     trainer: str, way: str, s: SimpleNamespace, count: int, split: str, expected: tuple[int, ...]
-) -> Iterator[Result]:
+) -> Iterator[CheckResult]:
     part = twin_runs.rows(trainer)[:count]
     s = SimpleNamespace(**{**vars(s), "split": split})
     run = twin_runs.build(trainer, s, part=part, max_steps=-1, num_train_epochs=1, dataloader_drop_last=False)
@@ -99,9 +99,9 @@ def _epoch(
 
 
 @functools.lru_cache(maxsize=4)
-def _step(trainer: str, model: str, rows: tuple[Row, ...]) -> Step:
+def _step(trainer: str, model: str, rows: tuple[Row, ...]) -> ExactStep:
     s = SimpleNamespace(model=model, beta=SETTINGS["beta"].default)
-    return Step(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, s, rows))
+    return ExactStep(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, s, rows))
 
 
 def found_rows(trainer: str, part: Sequence[Row], micro_batches: list[dict[str, Any]]) -> list[Row]:
@@ -111,13 +111,13 @@ def found_rows(trainer: str, part: Sequence[Row], micro_batches: list[dict[str, 
     return [row for row, (tokens, _) in zip(part, own, strict=True) if tokens in seen]
 
 
-def _second(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+def _second(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """Two steps of four sequences: the second gradient is that of the definition at the parameters it was taken at."""
     steps = twin_runs.train(_two_steps(trainer, s), way)
     yield from _second_gradient(trainer, s, steps, 1)
 
 
-def _resumed(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+def _resumed(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """The same from a checkpoint after the first step: same parameters, same sequences, gradient of the definition."""
     folder = Path(tempfile.mkdtemp(prefix="parity-resumed-"))
     try:
@@ -139,7 +139,7 @@ def _resumed(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     yield from _second_gradient(trainer, s, resumed, 0)
 
 
-def _synced(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+def _synced(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """sync_ref_model after each of two steps: the reference is (1 - a)·reference + a·policy (TR-DPO, arXiv 2404.09656).
 
     The second step's gradient is that of the definition with this reference.
@@ -158,23 +158,25 @@ def _synced(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     wanted = dict(moved.named_parameters())
     off = {n: float((found[n].double() - w).abs().max() / (6 * 2.0**-24 * w.abs().max())) for n, w in wanted.items()}
     worst = max(off, key=lambda name: off[name])
-    yield Result("reference", {"bound": off[worst]}, message=f"furthest off: {worst}" if off[worst] > 1 else "")
+    yield CheckResult("reference", {"bound": off[worst]}, message=f"furthest off: {worst}" if off[worst] > 1 else "")
     yield from _second_gradient(trainer, s, steps, 1, first.eval().requires_grad_(False))
 
 
-def _truncated(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+def _truncated(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """mask_truncated_completions: three of eight completions have no <eos>, earn their rewards, and are not trained on."""
     if trainer not in ("grpo-trainer", "rloo-trainer"):
         raise Unsupported("the trainer generates no completions that could be truncated")
     part = [dataclasses.replace(r, counted=i not in (1, 4, 5)) for i, r in enumerate(twin_runs.rows(trainer))]
     steps = twin_runs.train(twin_runs.build(trainer, s, part=part), way)
     earned = stored_window.rewards(twin_runs.sequences(trainer, twin_runs.rows(trainer)))
-    step = Step(stored_window.policy(s.model, torch.float64), twin_losses.definition(trainer, s, part, earned=earned))
+    step = ExactStep(
+        stored_window.policy(s.model, torch.float64), twin_losses.definition(trainer, s, part, earned=earned)
+    )
     yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
     yield gradients(step, steps.gradients[0])
 
 
-def _adaptive(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+def _adaptive(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): below the target the bonus grows by a step and is applied.
 
     Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it.
@@ -189,7 +191,7 @@ def _adaptive(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     model = stored_window.policy_at(s.model, steps.parameters[1])
     settings = {"loss_type": s.loss, "beta": 0.0, "max_completion_length": drive.COMPLETION, "entropy_coef": 0.15}
     window = twin_runs.sequences(trainer, rows)
-    step = Step(model, functools.partial(windows.grpo, window, s.model, settings, None, None))
+    step = ExactStep(model, functools.partial(windows.grpo, window, s.model, settings, None, None))
     yield within("coefficient", float(run.entropy_coef), 0.2, 1e-12, "0.1 and twice 0.05")
     yield gradients(step, steps.gradients[1], "gradient of step 2")
 
@@ -207,16 +209,16 @@ def _two_steps(trainer: str, s: SimpleNamespace, **more: Any) -> Any:
 
 def _second_gradient(
     trainer: str, s: SimpleNamespace, steps: recorder.Steps, at: int, reference: Any = None
-) -> Iterator[Result]:
+) -> Iterator[CheckResult]:
     rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(at))
     if len(rows) != 4:
         raise Unsupported(f"the second window holds {len(rows)} known sequences instead of 4")
     model = stored_window.policy_at(s.model, steps.parameters[at])
-    step = Step(model, twin_losses.definition(trainer, s, rows, reference=reference))
+    step = ExactStep(model, twin_losses.definition(trainer, s, rows, reference=reference))
     yield gradients(step, steps.gradients[at], "gradient of step 2")
 
 
-def _generation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
+def _generation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """Two steps on one generation: the second one's ratios are to the policy that generated, not to the last one."""
     s = SimpleNamespace(**{**vars(s), "split": "2x2"})
     run = twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, steps_per_generation=4)
@@ -229,7 +231,7 @@ def _generation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[Result]:
     for number, parameters in enumerate(steps.parameters):
         rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(number))
         model = stored_window.policy_at(s.model, parameters)
-        step = Step(model, twin_losses.definition(trainer, s, rows, generation))
+        step = ExactStep(model, twin_losses.definition(trainer, s, rows, generation))
         yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Setting, defaults
-from parity.trainers.check import Cell, Result, check, judged
+from parity.trainers.check import Cell, CheckResult, check, judged
 from parity.trainers.definitions import first_divergence, twin_losses
 from parity.trainers.definitions.gradients import finite, gradients
-from parity.trainers.definitions.training_step import AutocastRounding, Step, StepRounding
+from parity.trainers.definitions.training_step import AutocastRounding, ExactStep, StepRounding
 from parity.trainers.rig import drive, stored_window, twin_runs
 
 TRAINERS = tuple(twin_runs.CLASSES)
@@ -78,7 +78,7 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 @check("twins", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
-def twins(cell: Cell) -> Iterator[Result]:
+def twins(cell: Cell) -> Iterator[CheckResult]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s, trainer = cell.settings, cell.case.family
     steps = twin_runs.train(twin_runs.build(trainer, s, cell.way), cell.way, weigh=s.checkpointing != drive.OFF)
@@ -108,21 +108,21 @@ def _parting(cell: Cell) -> str:
     return first_divergence.told(first, second)
 
 
-def _saved(cell: Cell, checkpointed: int) -> Result:
+def _saved(cell: Cell, checkpointed: int) -> CheckResult:
     """Checkpointing that keeps as many activations as none does nothing, whatever the config says."""
     s = SimpleNamespace(**{**vars(cell.settings), "checkpointing": drive.OFF})
     plain = twin_runs.train(twin_runs.build(cell.case.family, s, cell.way), cell.way, weigh=True).activations
     message = f"{checkpointed} bytes of activations are kept, {plain} without checkpointing: it does nothing"
-    return Result("saved activations", {"bytes": checkpointed / plain}, float(checkpointed), float(plain), message)
+    return CheckResult("saved activations", {"bytes": checkpointed / plain}, float(checkpointed), float(plain), message)
 
 
-def by_definition(trainer: str, s: SimpleNamespace) -> Step:
+def by_definition(trainer: str, s: SimpleNamespace) -> ExactStep:
     """The step of the definition, shared by all twins of one loss."""
     return _by_definition(trainer, s.model, s.loss, s.beta, s.tools, s.precision)
 
 
 @functools.lru_cache(maxsize=4)
-def _by_definition(trainer: str, model: str, loss: str, beta: float, tools: bool, precision: str) -> Step:
+def _by_definition(trainer: str, model: str, loss: str, beta: float, tools: bool, precision: str) -> ExactStep:
     s = SimpleNamespace(model=model, loss=loss, beta=beta, tools=tools)
     rounding = AutocastRounding if precision == "autocast" else StepRounding
-    return Step(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, s), rounding)
+    return ExactStep(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, s), rounding)

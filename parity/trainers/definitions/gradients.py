@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from parity.judging.gates import Judgement
-from parity.trainers.check import Result, holds, judged
-from parity.trainers.definitions.training_step import Step
+from parity.trainers.check import CheckResult, holds, judged
+from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig.recorder import Steps
 
 SHOWN = 5
 
 
-def first_step(step: Step, steps: Steps) -> Iterator[Result]:
+def first_step(step: ExactStep, steps: Steps) -> Iterator[CheckResult]:
     """Loss and gradients of the one optimizer step of a run: finite, and the definition's."""
     loss = sum(steps.losses)
     yield judged("loss", step.judge_loss(loss), loss, step.loss)
@@ -23,7 +23,7 @@ def first_step(step: Step, steps: Steps) -> Iterator[Result]:
     yield gradients(step, steps.gradients[0])
 
 
-def gradients(step: Step, found: Mapping[str, Tensor | None], quantity: str = "gradient") -> Result:
+def gradients(step: ExactStep, found: Mapping[str, Tensor | None], quantity: str = "gradient") -> CheckResult:
     """Every parameter's gradient through the gates; each gate's headroom is that of its worst parameter.
 
     The message names the first parameter, in the order of the forward pass, that disagrees: where the two part.
@@ -35,7 +35,7 @@ def gradients(step: Step, found: Mapping[str, Tensor | None], quantity: str = "g
             gates[gate] = max(gates.get(gate, 0.0), math.inf if math.isnan(headroom) else headroom)
     failing = [n for n in forward_order(step.exact) if not judgements[n].agrees]
     order = sorted(failing, key=lambda n: -judgements[n].headroom)[:SHOWN]
-    return Result(
+    return CheckResult(
         quantity,
         gates,
         _norm([g for g in found.values() if g is not None]),
@@ -47,7 +47,7 @@ def gradients(step: Step, found: Mapping[str, Tensor | None], quantity: str = "g
     )
 
 
-def finite(found: Mapping[str, Tensor | None]) -> Result:
+def finite(found: Mapping[str, Tensor | None]) -> CheckResult:
     """Whether every gradient is finite."""
     bad = [name for name, g in found.items() if g is not None and not bool(g.isfinite().all())]
     message = f"the gradient of {len(bad)} of {len(found)} parameters is not finite, first {bad[0] if bad else None}"
@@ -68,7 +68,7 @@ def forward_order(names: Mapping[str, Tensor]) -> list[str]:
 
 
 def _message(
-    step: Step, found: Mapping[str, Tensor | None], judgements: Mapping[str, Judgement], failing: list[str]
+    step: ExactStep, found: Mapping[str, Tensor | None], judgements: Mapping[str, Judgement], failing: list[str]
 ) -> str:
     if not failing:
         return ""
@@ -83,7 +83,7 @@ def _message(
     return f"{len(failing)} of {len(judgements)} parameters disagree, first {first} ({told}){scale}"
 
 
-def _ratio(step: Step, found: Mapping[str, Tensor | None], name: str) -> float | None:
+def _ratio(step: ExactStep, found: Mapping[str, Tensor | None], name: str) -> float | None:
     """The factor between the two, where one is the other times a factor (to 1e-3)."""
     value, exact = found.get(name), step.exact[name]
     if value is None or not bool(value.isfinite().all()) or not bool(exact.any()):
@@ -94,7 +94,7 @@ def _ratio(step: Step, found: Mapping[str, Tensor | None], name: str) -> float |
     return factor if rest < 1e-3 * abs(factor) else None
 
 
-def _relative(step: Step, found: Mapping[str, Tensor | None], name: str) -> float | None:
+def _relative(step: ExactStep, found: Mapping[str, Tensor | None], name: str) -> float | None:
     value, exact = found.get(name), step.exact[name]
     if value is None:
         return None
@@ -102,7 +102,7 @@ def _relative(step: Step, found: Mapping[str, Tensor | None], name: str) -> floa
     return out if math.isfinite(out) else None
 
 
-def _entry(step: Step, found: Mapping[str, Tensor | None], j: Judgement, name: str) -> dict[str, object]:
+def _entry(step: ExactStep, found: Mapping[str, Tensor | None], j: Judgement, name: str) -> dict[str, object]:
     return {
         "parameter": name,
         "error": _relative(step, found, name),

@@ -107,7 +107,7 @@ def _total(gradients: Mapping[str, Tensor]) -> float:
     return max(math.sqrt(sum(float(g.square().sum()) for g in gradients.values())), 1e-150)
 
 
-class Step:
+class ExactStep:
     """One optimizer window by its definition: exact gradients, and as many replicas of them as were asked for.
 
     `model` is in float64, with written-out attention and no patches (`models.model(name, torch.float64)`).
@@ -196,7 +196,7 @@ def judge_scalar(value: float, exact: Tensor, replicas: Sequence[Tensor]) -> Jud
 class Scalars:
     """Numbers of a model by their definition, and as many replicas of them as a judgement needs; without gradients.
 
-    `model` as of `Step`; `define`: model -> name -> 0-dim tensor.
+    `model` as of `ExactStep`; `define`: model -> name -> 0-dim tensor.
 
     Attributes:
         exact: name -> value, float64.

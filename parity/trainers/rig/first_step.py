@@ -17,7 +17,7 @@ from parity.upstream import trl
 
 
 @dataclasses.dataclass
-class Step:
+class FirstStep:
     """What one step of a real trainer showed.
 
     Attributes:
@@ -41,7 +41,7 @@ class Step:
     lost: list[str] = dataclasses.field(default_factory=list)
 
 
-def run(cell: Cell) -> Step:
+def run(cell: Cell) -> FirstStep:
     """Build the trainer, watch what it scores, train one step.
 
     Raises:
@@ -74,7 +74,7 @@ def run(cell: Cell) -> Step:
     return step
 
 
-def _watch_scores(trainer: Any) -> Step:
+def _watch_scores(trainer: Any) -> FirstStep:
     """GRPO and RLOO: the log-probs as their one method hands them out; policy with gradients, reference without."""
     seen: dict[str, Any] = {}
 
@@ -101,7 +101,7 @@ def _watch_scores(trainer: Any) -> Step:
     completion = torch.cat([torch.zeros_like(x["prompt_mask"]), x["completion_mask"]], 1)
     ids = torch.cat([x["prompt_ids"], x["completion_ids"]], 1)
     reference = in_order(ids, *seen["reference"]) if given is None else given
-    return Step(ids, mask, completion, seen.get("policy"), reference, seen["loss"], log, x["advantages"])
+    return FirstStep(ids, mask, completion, seen.get("policy"), reference, seen["loss"], log, x["advantages"])
 
 
 def in_order(ids: Tensor, scored: Tensor, logps: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def in_order(ids: Tensor, scored: Tensor, logps: Tensor) -> Tensor:
     return logps[[int((scored == row).all(1).nonzero()[0]) for row in ids]]
 
 
-def _watch_online(trainer: Any) -> Step:
+def _watch_online(trainer: Any) -> FirstStep:
     """Online DPO: `_forward` returns the log-probs, of the policy first, then of the reference."""
     found: list[Any] = []
     loss: list[float] = []
@@ -119,10 +119,10 @@ def _watch_online(trainer: Any) -> Step:
     (_, prompt, prompt_mask, ids, mask, *_), policy = found[0]
     both = torch.cat([prompt, ids], 1), torch.cat([prompt_mask, mask], 1)
     completion = torch.cat([torch.zeros_like(prompt_mask), mask], 1)
-    return Step(*both, completion, policy, found[1][1], loss[0], log)
+    return FirstStep(*both, completion, policy, found[1][1], loss[0], log)
 
 
-def _watch_pairs(trainer: Any) -> Step:
+def _watch_pairs(trainer: Any) -> FirstStep:
     """DPO: the batch as the loss got it; log-ratios show in its metrics."""
     seen: dict[str, Any] = {}
 
@@ -135,7 +135,7 @@ def _watch_pairs(trainer: Any) -> Step:
     x = seen["inputs"]
     if "completion_mask" not in x or "input_ids" not in x:
         raise Unsupported(f"the installed version hands its loss {', '.join(x)}, not input_ids and completion_mask")
-    return Step(x["input_ids"], x["attention_mask"], x["completion_mask"], loss=seen["loss"], log=log)
+    return FirstStep(x["input_ids"], x["attention_mask"], x["completion_mask"], loss=seen["loss"], log=log)
 
 
 WATCH = {

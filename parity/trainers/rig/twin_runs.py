@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import Unsupported
-from parity.trainers.check import Result, holds
+from parity.trainers.check import CheckResult, holds
 from parity.trainers.rig import batches, drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Row, Sequences
 from parity.upstream import trl
@@ -305,7 +305,7 @@ def _with_tools(trainer: Any) -> None:
     trainer._generate_and_score_completions = scored
 
 
-def all_there(trainer: str, steps: recorder.Steps) -> Result:
+def all_there(trainer: str, steps: recorder.Steps) -> CheckResult:
     """Every sequence of the window, each once, prompt and completion as they were given."""
     wanted, got = sorted(expected(trainer)), sorted(batches.sequences_of(steps.batches))
     missing = [w for w in wanted if w not in got]

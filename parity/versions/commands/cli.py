@@ -150,7 +150,7 @@ def _check(
     from parity.registry import select
     from parity.running.find import find as find_case
     from parity.versions.commands import compare, history
-    from parity.versions.search.checks import Check, only_implementation
+    from parity.versions.search.checks import CaseCheck, only_implementation
 
     if name and record:
         raise UsageError("--case and --check both name a case; use one of them")
@@ -163,7 +163,7 @@ def _check(
         case, found_with = find_case(name)
         chosen = only_implementation(case, implementations, found_with)
         select([chosen])
-        return Check(name, case, chosen, quantities or ("*",)), f"{name} --implementation {chosen}", None
+        return CaseCheck(name, case, chosen, quantities or ("*",)), f"{name} --implementation {chosen}", None
     if quantities:
         raise UsageError("--quantity needs --case")
     older, newer = (good, bad) if find == "broken" else (bad, good)

@@ -25,7 +25,7 @@ from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
 from parity.versions.env.resolve import PARTNERS, save_json
 from parity.versions.env.spec import parse_all
-from parity.versions.search.checks import Check
+from parity.versions.search.checks import CaseCheck
 
 Cases = list[tuple[str, Case]]
 
@@ -228,7 +228,7 @@ def _settings_moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
 
 def first_difference(
     package: str, older: str, newer: str, hold: Sequence[str], named: Sequence[str], find: str, device: str
-) -> Check:
+) -> CaseCheck:
     """The frozen case, implementation and quantity that differ most clearly between two releases of a package.
 
     Raises:
@@ -248,27 +248,27 @@ def first_difference(
     )
 
 
-def remember(path: Path, check: Check) -> None:
+def remember(path: Path, check: CaseCheck) -> None:
     """Keeps the check for a search that is killed: the ends need not be compared again."""
     kept = {"name": check.name, "case": check.case.to_json(), "implementation": check.implementation}
     save_json(path, {**kept, "quantities": list(check.quantities), "failure": check.failure, "device": check.device})
 
 
-def remembered(path: Path) -> Check | None:
+def remembered(path: Path) -> CaseCheck | None:
     """The check kept at `path`; None where there is none, or what is there cannot be read."""
     try:
         kept = json.loads(path.read_text())
         fields = {"implementation": kept["implementation"], "failure": kept["failure"], "device": kept["device"]}
-        return Check(kept["name"], Case.from_json(kept["case"]), quantities=tuple(kept["quantities"]), **fields)
+        return CaseCheck(kept["name"], Case.from_json(kept["case"]), quantities=tuple(kept["quantities"]), **fields)
     except (OSError, ValueError, KeyError, TypeError, UsageError):
         return None
 
 
-def _check(one: Moved, case: Case) -> Check:
+def _check(one: Moved, case: Case) -> CaseCheck:
     if one.quantity is not None:
-        return Check(one.case, case, one.implementation, (one.quantity,))
+        return CaseCheck(one.case, case, one.implementation, (one.quantity,))
     verdicts = [r.verdict for r in (one.before, one.after) if r is not None]
-    return Check(one.case, case, one.implementation, failure="crashed" if "crashed" in verdicts else "disagree")
+    return CaseCheck(one.case, case, one.implementation, failure="crashed" if "crashed" in verdicts else "disagree")
 
 
 def _other_way(different: Sequence[Moved], mark: str, find: str) -> str:

@@ -34,7 +34,7 @@ from parity.trainers.catalogue import is_trainer
 from parity.versions.commands.probe import rows
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
-from parity.versions.search.checks import Check, amount, gradient_norm, loss
+from parity.versions.search.checks import CaseCheck, amount, gradient_norm, loss
 
 _Text = Annotated[str, Meta(min_length=1, pattern=r"^\S")]
 _Texts = Annotated[tuple[_Text, ...], Meta(min_length=1)]
@@ -50,7 +50,7 @@ class Record:
     package: str
     bad: tuple[tuple[str, ...], ...]
     good: tuple[tuple[str, ...], ...]
-    check: Check
+    check: CaseCheck
     expect: str = "disagree"
     then: str = "agree"
     link: str = ""
@@ -66,7 +66,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Recheck:
     """What a record's check answered in one environment; `as_recorded` None where it could not be run."""
 
     record: Record
@@ -115,7 +115,7 @@ def _read(path: Path) -> Record:
     raw: _File = convert(_File, toml_of(text_of(path, "record"), str(path), "record"), str(path))
     file = path.parent / raw.case
     failure = "crashed" if raw.expect == "crashed" else "disagree"
-    check = Check(path.stem, Case.load(file), raw.implementation, raw.quantities, failure)
+    check = CaseCheck(path.stem, Case.load(file), raw.implementation, raw.quantities, failure)
     bad, good = (tuple(_specs(raw.package, text) for text in side) for side in (raw.bad, raw.good))
     return Record(path.stem, raw.what, raw.package, bad, good, check, raw.expect, raw.then, raw.link, file)
 
@@ -125,7 +125,7 @@ def _specs(package: str, text: str) -> tuple[str, ...]:
     return (f"{package}=={version}", *others)
 
 
-def recall(records: Sequence[Record], say: Callable[[str], None], device: str = "cpu") -> list[Finding]:
+def recall(records: Sequence[Record], say: Callable[[str], None], device: str = "cpu") -> list[Recheck]:
     """Runs every record on each of its releases, one process an environment; `say` gets each result as text."""
     wanted: dict[tuple[str, ...], list[tuple[Record, bool]]] = {}
     for record in records:
@@ -140,22 +140,22 @@ def recall(records: Sequence[Record], say: Callable[[str], None], device: str = 
     return out
 
 
-def _in_environment(specs: tuple[str, ...], asked: Sequence[tuple[Record, bool]], device: str) -> list[Finding]:
+def _in_environment(specs: tuple[str, ...], asked: Sequence[tuple[Record, bool]], device: str) -> list[Recheck]:
     try:
         made = Environment.of(specs)
         found = rows(made, *distinct([record.check for record, _ in asked]), device)
     except EnvironmentUnusable as error:
-        return [Finding(record, specs, bad, "not run", None, f": {error}") for record, bad in asked]
+        return [Recheck(record, specs, bad, "not run", None, f": {error}") for record, bad in asked]
     return [_judged(record, specs, bad, found) for record, bad in asked]
 
 
-def distinct(checks: Sequence[Check]) -> tuple[list[Case], list[str]]:
+def distinct(checks: Sequence[CaseCheck]) -> tuple[list[Case], list[str]]:
     """The cases and implementations of several checks, each once."""
     cases = {check.case.id: check.case for check in checks}
     return list(cases.values()), sorted({check.implementation for check in checks})
 
 
-def _judged(record: Record, specs: tuple[str, ...], bad: bool, found: Sequence[Row]) -> Finding:
+def _judged(record: Record, specs: tuple[str, ...], bad: bool, found: Sequence[Row]) -> Recheck:
     answer = record.check.answer(found)
     right = answer.verdict == (record.expect if bad else record.then)
     case, implementation = record.check.case, record.check.implementation
@@ -173,10 +173,10 @@ def _judged(record: Record, specs: tuple[str, ...], bad: bool, found: Sequence[R
             parts.append(f"{name} {amount(own)} ({beside}definition {amount(exact)})")
             if name == "gradient norm":
                 factor = own / exact if own is not None and exact else None
-    return Finding(record, specs, bad, answer.verdict, right, "".join(f"; {part}" for part in parts), factor)
+    return Recheck(record, specs, bad, answer.verdict, right, "".join(f"; {part}" for part in parts), factor)
 
 
-def table(findings: Sequence[Finding]) -> str:
+def table(findings: Sequence[Recheck]) -> str:
     """The recall table, Markdown: a line a record."""
     lines = ["| record | what went wrong | shown by | red on | green on | gradient × | recalled |"]
     lines += ["|---|---|---|---|---|---|---|"]
@@ -195,7 +195,7 @@ def table(findings: Sequence[Finding]) -> str:
     return "\n".join([*lines, "", f"{whole} of {len(records)} records recalled"])
 
 
-def _version(finding: Finding) -> str:
+def _version(finding: Recheck) -> str:
     first, *others = finding.specs
     text = first.replace("==", " ") + "".join(f" + {other.replace('==', ' ')}" for other in others)
     if finding.as_recorded is None:
@@ -203,7 +203,7 @@ def _version(finding: Finding) -> str:
     return text + ("" if finding.verdict in ("disagree", "agree") and finding.as_recorded else f" ({finding.verdict})")
 
 
-def exit_code(findings: Sequence[Finding]) -> int:
+def exit_code(findings: Sequence[Recheck]) -> int:
     """3 when an environment was unusable, 1 when a record is not as recorded, else 0."""
     if not findings or any(f.as_recorded is None for f in findings):
         return UNUSABLE

@@ -40,7 +40,7 @@ TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "pytest-bench
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Installation:
     """How a package that declares too much is installed: itself and `beside` without dependencies, `needs` with."""
 
     beside: tuple[str, ...]
@@ -50,7 +50,7 @@ class Recipe:
 
 RECIPES = {
     # Its dependencies name a GPU stack; these are the ones its losses import. It patches libraries when imported.
-    "unsloth-zoo": Recipe(
+    "unsloth-zoo": Installation(
         ("unsloth",),
         ("tyro",),
         {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ALLOW_CPU": "1", "UNSLOTH_COMPILE_DISABLE": "1"},

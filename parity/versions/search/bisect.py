@@ -22,7 +22,7 @@ RANKS = ("disagree", "refused", "agree")
 FLOOR, FACTOR = 1e-3, 2.0
 
 
-class Answer(enum.Enum):
+class Likeness(enum.Enum):
     """What a candidate says: like the first end (NO), like the last (YES), or nothing (UNKNOWN)."""
 
     NO, YES, UNKNOWN = "no", "yes", "unknown"
@@ -39,7 +39,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Found(Generic[T]):
+class SearchResult(Generic[T]):
     """Outcome of a search.
 
     found: `low` answers like the first end, `high` like the last, everything in `between` could not be judged.
@@ -56,7 +56,7 @@ class Found(Generic[T]):
     measured: tuple[tuple[T, Measurement], ...]
 
 
-def narrow(count: int, ask: Callable[[int, int], Answer]) -> tuple[int, int]:
+def narrow(count: int, ask: Callable[[int, int], Likeness]) -> tuple[int, int]:
     """Neighbours low < high of which low says NO, high says YES, and all between UNKNOWN.
 
     Candidate 0 is known to say NO, candidate count-1 YES. `ask(index, left)` is called at most once an index; `left`
@@ -77,9 +77,9 @@ def narrow(count: int, ask: Callable[[int, int], Answer]) -> tuple[int, int]:
         middle = longest[(len(longest) - 1) // 2]
         asked.add(middle)
         answer = ask(middle, math.ceil(math.log2(sum(map(len, gaps)) + 1)) - 1)
-        if answer is Answer.YES:
+        if answer is Likeness.YES:
             high = middle
-        elif answer is Answer.NO:
+        elif answer is Likeness.NO:
             low = middle
 
 
@@ -90,7 +90,7 @@ def bisect(
     find: Find = "broken",
     confirm: int = 2,
     tell: Callable[[T, int], None] = lambda candidate, left: None,
-) -> Found[T]:
+) -> SearchResult[T]:
     """Finds two neighbours among `candidates` (oldest first) between which the answer of `measure` changed.
 
     find="broken": the first is good and the last bad; "fixed": the other way round. Both ends are measured first.
@@ -113,24 +113,24 @@ def bisect(
     last = look(candidates[-1])
     outcome, by, answer = reading(first, last, find)
     if answer is None:
-        return Found(outcome, candidates[0], candidates[-1], (), by, tuple(measured))
+        return SearchResult(outcome, candidates[0], candidates[-1], (), by, tuple(measured))
 
-    def ask(index: int, left: int) -> Answer:
+    def ask(index: int, left: int) -> Likeness:
         tell(candidates[index], left)
         return answer(look(candidates[index]))
 
     low, high = narrow(len(candidates), ask)
     for repeat in range(1, confirm + 1):
-        for index, said in ((low, Answer.NO), (high, Answer.YES)):
+        for index, said in ((low, Likeness.NO), (high, Likeness.YES)):
             if outcome == "found" and answer(look(candidates[index], repeat)) is not said:
                 outcome = "unstable"
     between = tuple(candidates[low + 1 : high])
-    return Found(outcome, candidates[low], candidates[high], between, by, tuple(measured))
+    return SearchResult(outcome, candidates[low], candidates[high], between, by, tuple(measured))
 
 
 def reading(
     first: Measurement, last: Measurement, find: Find
-) -> tuple[Outcome, By, Callable[[Measurement], Answer] | None]:
+) -> tuple[Outcome, By, Callable[[Measurement], Likeness] | None]:
     """How measurements are to be read, given the ends; no reading where the ends do not allow a search."""
     if first.verdict not in RANKS or last.verdict not in RANKS:
         return "unjudged", "verdict", None
@@ -138,22 +138,22 @@ def reading(
         worsened = RANKS.index(first.verdict) > RANKS.index(last.verdict)
         if worsened != (find == "broken"):
             return "swapped", "verdict", None
-        sides = {first.verdict: Answer.NO, last.verdict: Answer.YES}
-        return "found", "verdict", lambda one: sides.get(one.verdict, Answer.UNKNOWN)
+        sides = {first.verdict: Likeness.NO, last.verdict: Likeness.YES}
+        return "found", "verdict", lambda one: sides.get(one.verdict, Likeness.UNKNOWN)
 
     start, end = _level(first), _level(last)
     if start is None or end is None or start == end or abs(start - end) < math.log(FACTOR):
         return "alike", "headroom", None
 
-    def nearer(one: Measurement) -> Answer:
+    def nearer(one: Measurement) -> Likeness:
         level = _level(one)
         if level is None:
-            return Answer.UNKNOWN
+            return Likeness.UNKNOWN
         if math.isinf(level):
             # Beyond every finite value: with an end that is infinite too if there is one, else with the greater end.
-            return Answer.YES if end > start else Answer.NO
+            return Likeness.YES if end > start else Likeness.NO
         # Of an infinite end every finite value is equally far: it belongs to the other.
-        return Answer.YES if abs(level - end) < abs(level - start) else Answer.NO
+        return Likeness.YES if abs(level - end) < abs(level - start) else Likeness.NO
 
     return "found", "headroom", nearer
 

@@ -20,7 +20,7 @@ from parity.versions.env.client import EnvironmentUnusable, cache_folder
 from parity.versions.env.environment import Environment
 from parity.versions.env.releases import releases
 from parity.versions.env.resolve import save_json
-from parity.versions.search.bisect import Find, Found, Measurement, bisect
+from parity.versions.search.bisect import Find, Measurement, SearchResult, bisect
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Search:
         except (OSError, ValueError, TypeError, AttributeError):
             pass
 
-    def step(self) -> Found[str] | Question:
+    def step(self) -> SearchResult[str] | Question:
         """The end of the search, or what it needs next. The search is deterministic, so it is run from its beginning."""
         missing: list[Question] = []
 

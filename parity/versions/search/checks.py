@@ -17,7 +17,7 @@ from parity.versions.search.bisect import Measurement
 
 
 @dataclass(frozen=True)
-class Check:
+class CaseCheck:
     """A case, an implementation, and which of its quantities count (patterns; by default all).
 
     `failure`: the verdict that counts as wrong when a search asks; "crashed" where the crash is what is looked for and

@@ -20,7 +20,7 @@ from parity.versions.env.environment import Environment
 from parity.versions.env.releases import releases
 from parity.versions.env.resolve import PARTNERS, save_json
 from parity.versions.env.spec import Spec, parse_all
-from parity.versions.search.bisect import Answer, Find, Found, Measurement, bisect, reading
+from parity.versions.search.bisect import Find, Likeness, Measurement, SearchResult, bisect, reading
 
 Check = Callable[[Environment], Measurement]
 
@@ -38,7 +38,7 @@ class Report:
     `text`: all of it, to paste.
     """
 
-    found: Found[str]
+    found: SearchResult[str]
     moved: dict[str, tuple[str, str]]
     cause: tuple[str, ...]
     text: str
@@ -106,7 +106,7 @@ def search(
     pairs = {name: (low.versions.get(name, "absent"), high.versions.get(name, "absent")) for name in names}
     moved = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]} if found.outcome == "found" else {}
     trials = _trials(package, found, moved, held, find, log, say) if alone else []
-    cause = tuple(name for name, answer, _ in trials if answer is Answer.YES)
+    cause = tuple(name for name, answer, _ in trials if answer is Likeness.YES)
     text = _text(package, about, find, found, answers, moved, trials, reproduce, held)
     return Report(found, moved, cause, text)
 
@@ -162,13 +162,13 @@ class _Log:
 
 def _trials(
     package: str,
-    found: Found[str],
+    found: SearchResult[str],
     moved: dict[str, tuple[str, str]],
     held: Sequence[Spec],
     find: Find,
     log: _Log,
     say: Callable[[str], None],
-) -> list[tuple[str, Answer, Measurement]]:
+) -> list[tuple[str, Likeness, Measurement]]:
     """Who did it, where partners moved with the package: the package alone, and if not it, each partner alone."""
     partners = [name for name in PARTNERS if name in moved and name != package and "absent" not in moved[name]]
     if not partners:
@@ -177,13 +177,13 @@ def _trials(
     answer = reading(first, last, find)[2]
     assert answer is not None, "a pair was found, so the ends have a reading"
 
-    def alone(name: str, version: str, hold: list[str]) -> tuple[str, Answer, Measurement]:
+    def alone(name: str, version: str, hold: list[str]) -> tuple[str, Likeness, Measurement]:
         say(f"{name} alone: {package} {version} with {', '.join(hold)}")
         made = log.measure((f"{package}=={version}",), (*held, *hold))
         return name, answer(made), made
 
     itself = alone(package, found.high, [f"{name}=={moved[name][0]}" for name in partners])
-    if itself[1] is Answer.YES:
+    if itself[1] is Likeness.YES:
         return [itself]
     return [itself, *(alone(name, found.low, [f"{name}=={moved[name][1]}"]) for name in partners)]
 
@@ -225,10 +225,10 @@ def _text(
     package: str,
     about: str,
     find: Find,
-    found: Found[str],
+    found: SearchResult[str],
     answers: dict[str, Measurement],
     moved: dict[str, tuple[str, str]],
-    trials: list[tuple[str, Answer, Measurement]],
+    trials: list[tuple[str, Likeness, Measurement]],
     reproduce: str,
     held: Sequence[Spec],
 ) -> str:
@@ -250,7 +250,7 @@ def _text(
     rows += [("headroom", _level(low), _level(high))]
     rows += [(name, *pair) for name, pair in moved.items() if name in named]
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
-    others = [name for name, answer, _ in trials if answer is Answer.YES and name != package]
+    others = [name for name, answer, _ in trials if answer is Likeness.YES and name != package]
     by = "".join(f", with {name} {moved[name][1]}" for name in others)
     lines = [f"{about} {change} {package} {found.high}{by}", ""]
     lines += [f"  {row[0]:{wide[0]}}  {row[1]:{wide[1]}}  {row[2]}" for row in rows] + [""]
@@ -262,9 +262,13 @@ def _text(
     lines.append(f"measured: {len(answers)} releases, decided by {found.by}, the pair {times} times")
     for name, answer, made in trials:
         before, after = moved[name]
-        says = {Answer.YES: "shows the change", Answer.NO: "does not show it", Answer.UNKNOWN: "could not be judged"}
+        says = {
+            Likeness.YES: "shows the change",
+            Likeness.NO: "does not show it",
+            Likeness.UNKNOWN: "could not be judged",
+        }
         lines.append(f"alone: {name} {before} -> {after} {says[answer]} ({_told(made)})")
-    if trials and not any(answer is Answer.YES for _, answer, _ in trials):
+    if trials and not any(answer is Likeness.YES for _, answer, _ in trials):
         lines.append("no single package shows the change alone: it takes them together")
     spec = {"low": f"{package}=={found.low}", "high": f"{package}=={found.high}"}
     lines.append(f"reproduce: {reproduce.format(**spec)}" + "".join(f" --hold {one}" for one in held))
