@@ -56,7 +56,7 @@ def owners() -> list[tuple[str, Any]]:
             _owners.append((name, module))
             own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
             _owners.extend((f"{name}.{c.__qualname__}", c) for c in own)
-    _versions[:] = [_version(owner) for _, owner in _owners] if _VERSIONED else []
+    _versions[:] = [version(_dictionary(owner)) for _, owner in _owners] if VERSIONED else []
     _last = [], []
     return _owners
 
@@ -84,10 +84,16 @@ def _changed(now: list[int], seen: list[int]) -> list[int]:
     return [] if now == seen else [i for i, (a, b) in enumerate(zip(now, seen, strict=True)) if a != b]
 
 
-def _version(owner: Any) -> ctypes.c_uint64:
-    """The version of the dictionary behind a module or class, where CPython keeps it: new at every change (PEP 509)."""
+def _dictionary(owner: Any) -> dict[str, Any]:
+    """The dictionary behind a module or class."""
     own = vars(owner)
-    return ctypes.c_uint64.from_address(id(own if isinstance(own, dict) else gc.get_referents(own)[0]) + 24)
+    found: dict[str, Any] = own if isinstance(own, dict) else gc.get_referents(own)[0]
+    return found
+
+
+def version(of: dict[str, Any]) -> ctypes.c_uint64:
+    """The version of a dictionary, where CPython keeps it: new at every change (PEP 509)."""
+    return ctypes.c_uint64.from_address(id(of) + 24)
 
 
 def _versioned() -> bool:
@@ -96,17 +102,17 @@ def _versioned() -> bool:
         return False
     seen = []
     for owner in (ModuleType("tried"), type("Tried", (), {"y": 0})):
-        version = _version(owner)
-        seen.append(version.value)
+        now = version(_dictionary(owner))
+        seen.append(now.value)
         for change in (lambda o: setattr(o, "x", 1), lambda o: setattr(o, "x", 2), lambda o: delattr(o, "x")):
             change(owner)
-            if version.value in seen:
+            if now.value in seen:
                 return False
-            seen.append(version.value)
+            seen.append(now.value)
     return True
 
 
-_VERSIONED = _versioned()
+VERSIONED = _versioned()
 
 
 def _copy(owner: Any) -> dict[str, Any]:

@@ -26,6 +26,8 @@ import torch
 from torch.nn.modules import module as nn_module
 from torch.utils._device import DeviceContext
 
+from parity.world.bindings import VERSIONED, version
+
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
@@ -244,8 +246,10 @@ def _put_interpreter(value: tuple[Any, ...]) -> None:
     (gc.enable if collecting else gc.disable)()
     gc.set_threshold(*thresholds)
     gc.callbacks[:] = callbacks
-    sys.settrace(traced[0])
-    sys.setprofile(traced[1])
+    if sys.gettrace() is not traced[0]:
+        sys.settrace(traced[0])
+    if sys.getprofile() is not traced[1]:  # Python cannot set one in C again: cProfile's
+        sys.setprofile(traced[1])
     threading.settrace(traced[2])
     threading.setprofile(traced[3])
     sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook = hooks
@@ -287,13 +291,18 @@ def _put_finders(value: tuple[Any, ...]) -> None:
 
 
 _modules: dict[str, Any] = {}
+_seen: tuple[int, int] | None = None
+"""Which dictionary `sys.modules` was, and its version."""
 
 
 def _loaded() -> dict[str, Any]:
     """A copy of `sys.modules`, the last one where nothing changed since."""
-    global _modules
-    if sys.modules != _modules:
-        _modules = dict(sys.modules)
+    global _modules, _seen
+    now = (id(sys.modules), version(sys.modules).value) if VERSIONED else None
+    if now is None or now != _seen:
+        _seen = now
+        if sys.modules != _modules:
+            _modules = dict(sys.modules)
     return _modules
 
 
@@ -501,5 +510,6 @@ def differing(before: dict[str, Any]) -> Iterator[tuple[Watch, Any]]:
     """Each entry that is not as it was, with what it is now."""
     for watch in WATCHES:
         now = watch.get()
-        if now != before[watch.name] and watch.told(before[watch.name], now):
+        was = before[watch.name]
+        if now is not was and now != was and watch.told(was, now):  # a dictionary compares all of itself with itself
             yield watch, now

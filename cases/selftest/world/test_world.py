@@ -1,6 +1,7 @@
 """Every entry of the world: a call that changes it is named, and the next party finds it as it was."""
 
 import builtins
+import cProfile
 import gc
 import importlib.abc
 import locale
@@ -151,13 +152,19 @@ def test_a_rebound_name_is_named_and_put_back(owner, name):
 
 
 def test_so_it_is_where_dictionaries_have_no_versions(monkeypatch):
-    monkeypatch.setattr(bindings, "_VERSIONED", False)
+    monkeypatch.setattr(bindings, "VERSIONED", False)
     monkeypatch.setattr(bindings, "_modules", 0)
     was = torch.log_softmax
     found = execute(after(rebind(torch, "log_softmax", max)), LOGPROBS.build(CASE))
     assert torch.log_softmax is was and not bindings._versions
     assert "rebound torch.log_softmax" in found.leaks
     bindings._modules = 0
+
+
+def test_a_call_under_a_profiler_in_c_runs():
+    """It used to raise: Python cannot set cProfile's again."""
+    found = cProfile.Profile().runcall(execute, after(lambda: None), LOGPROBS.build(CASE))
+    assert (found.verdict, found.leaks) == ("ran", ())
 
 
 REAL = torch.log_softmax
