@@ -7,6 +7,7 @@ VENV ?= .venv
 ARGS ?=
 WORKERS ?= 2
 MAX_TIME ?= 6h
+RATE ?=
 PACKAGE ?= trl
 VERSION ?= NEXT
 VLLM := .venv-rollouts/bin/python
@@ -48,10 +49,11 @@ check: $(READY)  ## ruff, types, layers of the imports, CI files
 	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(PY) -m check_jsonschema --builtin-schema vendor.github-actions .github/actions/*/action.yml
 
-bench: $(READY)  ## time and memory, side by side (pytest-benchmark)
+bench: $(READY)  ## time and memory side by side (pytest-benchmark), comparisons per CPU second (RATE='--against REVISION')
 	@mkdir -p reports
 	$(PY) -m pytest -q cases/bench --benchmark-only --benchmark-json=reports/benchmark.json $(ARGS)
 	$(PY) -m parity.tools.bench.report reports/benchmark.json --plot reports/benchmark.svg
+	$(PY) -m parity.tools.bench.rate $(RATE)
 
 cuda-first: $(READY)  ## the first hour on a new GPU box, written to docs/results/; exit code 3 without a GPU
 	$(PY) -m parity.tools.cuda_first

@@ -14,7 +14,7 @@ from parity.errors import Unsupported
 from parity.registry import load
 from parity.results.report import accuracy
 from parity.results.row import Row
-from parity.tools.bench import losses, measure, report, step
+from parity.tools.bench import losses, measure, rate, report, step
 
 MB = 1 << 20
 
@@ -191,3 +191,31 @@ def test_a_party_leaves_the_device_to_the_next():
     party.to = moves.append
     step.TimedStep.alone({"plain logits": party}, "another", "meta")
     assert moves == ["cpu"]
+
+
+def test_a_comparison_is_an_implementation_on_a_case_of_any_revision(tmp_path):
+    """Not its quantities, not what was declined, and no row about the whole run."""
+    told = [("a", "x", "agree"), ("a", "x", "disagree"), ("a", "y", "nondeterministic"), ("b", "x", "unsupported")]
+    rows = [
+        {"case": c, "implementation": i, "verdict": v} for c, i, v in (*told, ("pooled over 30 cases", "x", "agree"))
+    ]
+
+    def run(words, root):
+        with open(words[words.index("--results") + 1], "w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in ({"schema": 1, "header": {}}, *rows))
+        return 0.5
+
+    assert rate.rate(tmp_path, "logprobs", "quick", run) == (2, 0.5)
+    assert rate.row("logprobs", "c735fbd", 2, 0.5) == "| logprobs | c735fbd | 2 | 0.5 | 4 |"
+
+
+def test_cpu_seconds_are_those_of_all_that_was_started():
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    both = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {burn!r}])\n{burn}"
+    assert 0.55 < rate.cpu([sys.executable, "-S", "-c", both], Path.cwd()) < 3
+
+
+def test_another_revision_is_checked_out_beside_this_one():
+    with rate.tree("HEAD") as (root, name):
+        assert name == "HEAD" and (root / "parity").is_dir() and root != rate.ROOT
+    assert not root.exists()

@@ -1,0 +1,127 @@
+"""Comparisons per CPU second by family, of this tree and of other revisions of it, beside two fixed yardsticks.
+
+`python -m parity.tools.bench.rate [--against REVISION …] [--profile quick] [--family NAME …] > docs/measured/rate.md`
+
+A comparison is one implementation on one case, forward and backward, held against float64. CPU time is that of `parity run`
+with all its processes, imports and the frozen cases included; what g++ compiles, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from parity.registry import NAMES
+from parity.results.report import measured
+from parity.results.row import JUDGED
+
+ROOT = Path(__file__).resolve().parents[3]
+PRODUCT = (
+    "import torch; torch.set_num_threads(1); x = torch.ones(1024, 1024, dtype=torch.float64)\nfor _ in range(8): x @ x"
+)
+YARDSTICKS = {"import of torch": "import torch", "8 products of 1,024 x 1,024 matrices in float64": PRODUCT}
+
+
+def main() -> int:
+    """Measure and print the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", action="append", default=[], metavar="REVISION")
+    parser.add_argument("--profile", default="quick")
+    parser.add_argument("--family", action="append", default=[])
+    args = parser.parse_args()
+    print(measured.head("Comparisons per CPU second", "python -m parity.tools.bench.rate", "rate.md"))
+    seconds = {
+        name: statistics.median(cpu([sys.executable, "-c", code], ROOT) for _ in range(3))
+        for name, code in YARDSTICKS.items()
+    }
+    seconds["8 products of 1,024 x 1,024 matrices in float64"] -= seconds["import of torch"]
+    print("Yardsticks, CPU seconds: " + ", ".join(f"{n} {measured.short(s)}" for n, s in seconds.items()) + ".\n")
+    print(
+        f"| profile {args.profile} | revision | comparisons | CPU seconds | per CPU second |\n|---|---|---:|---:|---:|"
+    )
+    for family in args.family or NAMES:
+        for revision in ("", *args.against):
+            with tree(revision) as (root, name):
+                print(row(family, name, *rate(root, family, args.profile)), flush=True)
+    return 0
+
+
+def row(family: str, revision: str, count: int, seconds: float) -> str:
+    """A line of the table."""
+    return f"| {family} | {revision} | {count:,} | {measured.short(seconds)} | {measured.short(count / seconds)} |"
+
+
+def cpu(command: list[str], root: Path) -> float:
+    """CPU seconds of a command and all that it started, run with the package of the tree `root`."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    env = os.environ | {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=root, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def rate(root: Path, family: str, profile: str, run: Callable[[list[str], Path], float] = cpu) -> tuple[int, float]:
+    """Comparisons of a run of one worker, and its CPU seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.ndjson"
+        words = [
+            "run",
+            "--profile",
+            profile,
+            "--family",
+            family,
+            "--workers",
+            "1",
+            "--device",
+            "cpu",
+            "--reports",
+            folder,
+        ]
+        seconds = run([sys.executable, "-m", "parity", *words, "--results", str(results)], root)
+        with results.open() as lines:
+            return compared(lines), seconds
+
+
+def compared(lines: Iterable[str]) -> int:
+    """Implementation-cases with a judged quantity in a results file, of any revision."""
+    rows = map(json.loads, lines)
+    return len(
+        {
+            (r["case"], r["implementation"])
+            for r in rows
+            if r.get("verdict") in JUDGED and not r["case"].startswith("pooled")
+        }
+    )
+
+
+@contextmanager
+def tree(revision: str) -> Iterator[tuple[Path, str]]:
+    """A checkout of a revision, or this tree itself; and its name."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    if not revision:
+        yield ROOT, git("describe", "--always", "--dirty=+", "--abbrev=7")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        git("worktree", "add", "--detach", f"{folder}/tree", revision)
+        try:
+            yield Path(folder) / "tree", revision
+        finally:
+            git("worktree", "remove", "--force", f"{folder}/tree")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
