@@ -23,7 +23,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help parity nightly upgrade-check test check bench doctor clean check-only cuda-first rollouts rollouts-record rollouts-live
+.PHONY: help parity nightly upgrade-check test test-ray check bench doctor clean check-only cuda-first rollouts rollouts-record rollouts-live
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,11 +35,19 @@ parity: $(READY)  ## compare every installed loss with its float64 definition (p
 nightly: $(READY)  ## the nightly gate: proof of life, a long run, history, mutants, Unsloth, what changed (MAX_TIME=6h)
 	$(PY) -m parity nightly --max-time $(MAX_TIME) $(ARGS)
 
-upgrade-check: $(READY)  ## may we upgrade? TRL=1.17.0 or PACKAGE=liger-kernel VERSION=NEXT, CONFIG=grpo.yaml
+upgrade-test-ray: $(READY)  ## a run on a Ray cluster whose nodes die (adds Ray to the environment)
+	$(PY) -m pip install -q -c constraints.txt -e '.[ray]'
+	$(PY) -m pytest -q cases/selftest/running/test_nodes.py
+
+check: $(READY)  ## may we upgrade? TRL=1.17.0 or PACKAGE=liger-kernel VERSION=NEXT, CONFIG=grpo.yaml
 	$(PY) -m parity upgrade-check $(PACKAGE)==$(if $(TRL),$(TRL),$(VERSION)) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 
 test: $(READY)  ## everything the project tests
 	$(PY) -m pytest cases -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-ray: $(READY)  ## a run on a Ray cluster whose nodes die (adds Ray to the environment)
+	$(PY) -m pip install -q -c constraints.txt -e '.[ray]'
+	$(PY) -m pytest -q cases/selftest/running/test_nodes.py
 
 check: $(READY)  ## ruff, types, layers of the imports, CI files
 	$(PY) -m ruff check .

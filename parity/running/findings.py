@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from parity.case.profiles import Profile
@@ -24,8 +26,16 @@ class Findings:
     `changed`: rows were marked after they had been written.
     """
 
-    def __init__(self, rows: list[Row], profile: Profile, workers: int, max_time: float | None, confirm: bool = False):
-        self.rows, self.profile, self.changed = rows, profile, False
+    def __init__(
+        self,
+        rows: list[Row],
+        profile: Profile,
+        workers: int,
+        max_time: float | None,
+        confirm: bool = False,
+        folder: Path = Path("reports/findings"),
+    ):
+        self.rows, self.profile, self.changed, self.folder = rows, profile, False, folder
         self.fresh = confirm or not profile.derandomised
         self.seconds = profile.minimise_seconds * workers
         self.reserve = 0.0 if max_time is None else min(profile.minimise_seconds, max_time / 10)
@@ -41,6 +51,14 @@ class Findings:
     def lost(self, row: Row) -> None:
         """This row's implementation took its process down: it is not asked again."""
         self._lost.add(id(row))
+
+    def freeze(self, row: Row) -> None:
+        """The case of a minimised row as a file: the worker that found it may have another disk."""
+        case = case_of(row)
+        assert case is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        told = {"case": case.to_json(), "implementation": row.implementation}
+        (self.folder / f"{row.case}.json").write_text(json.dumps(told, indent=1) + "\n")
 
     def sought(self, shards: Sequence[Shard], before: Mapping[str, Part]) -> list[Shard]:
         """A shard for each new finding, in the order in which the plan would come to them in one process; without those of

@@ -36,7 +36,8 @@ MEMORY = 4 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line asked for. `confirm`: a new finding counts once a fresh process shows it, in any profile."""
+    """What the command line asked for. `confirm`: a new finding counts once a fresh process shows it, in any profile; `ray`: the
+    address of a Ray cluster whose nodes run the shards."""
 
     profile: str = "pr"
     families: tuple[str, ...] = ()
@@ -53,11 +54,17 @@ class Options:
     share: str = ""
     resume: Path | None = None
     confirm: bool = False
+    ray: str | None = None
 
     @property
     def file(self) -> Path:
         """Where the rows go."""
         return self.results or self.reports / "results.ndjson"
+
+    @property
+    def findings(self) -> Path:
+        """Folder of the minimised cases."""
+        return self.reports / "findings"
 
     def asked(self) -> Asked:
         """What decides about the rows, besides profile and seed, as the header keeps it."""
@@ -209,7 +216,7 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         "implementations": list(options.implementations),
         "families": [name for name in options.families if ".py:" in name],
         "ledger": str(ledger_path),
-        "findings": str(options.reports / "findings"),
+        "findings": str(options.findings),
         "frozen": frozen,
         "memory": memory(count) if device == "cpu" else None,
         "deadline": None if options.max_time is None else time.time() + options.max_time,

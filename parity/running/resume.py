@@ -67,8 +67,8 @@ def state(kind: Any, path: Path, now: Header, header: Header, rows: list[Row]) -
     return kind(head, kept, done, {name: part.cases for name, part in done.items()})
 
 
-def same(path: Path, then: Header, now: Header) -> None:
-    """Raises UsageError naming what is not the same in two headers."""
+def same(path: Path | str, then: Header, now: Header) -> None:
+    """Raises UsageError naming what is not the same in two headers, the first of them of `path`."""
     for one in fields(About):
         a, b = getattr(then.header, one.name), getattr(now.header, one.name)
         if one.name in FREE or a == b:

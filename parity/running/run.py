@@ -30,6 +30,7 @@ from parity.running import outcome, resume, supervisor
 from parity.running.deck import Deck
 from parity.running.events import At, Checked, Confirmed, Judged, Lost, ShardDone, Started
 from parity.running.findings import Findings
+from parity.running.nodes import Nodes
 from parity.running.plan import Options, check, planned
 from parity.running.provenance import header, resolve_device
 from parity.trainers import catalogue
@@ -90,7 +91,8 @@ def execute(
     device = resolve_device(options.device)
     profile = PROFILES[options.profile]
     seed = options.seed if options.seed is not None else FIXED_SEED if profile.derandomised else secrets.randbits(31)
-    plan = planned(options, device, seed)
+    nodes = Nodes(options.ray, device, options.workers) if options.ray else None
+    plan = planned(dataclasses.replace(options, workers=nodes.count) if nodes else options, device, seed)
     cannot = outcome.cannot(options, device)
     head = header(secrets.token_hex(4), "cpu" if cannot else device, options.profile, seed)
     head.header.ends = True  # with a record of its end: a file without one is of a run that was killed
@@ -108,7 +110,7 @@ def execute(
             head = state.header
             say(f"going on after {state.done:,} of {of:,} cases")
             rewrite(path, replace(head, parts=list(state.parts.values())), state.rows)
-        found = Findings(state.rows, profile, len(plan.extra), options.max_time, options.confirm)
+        found = Findings(state.rows, profile, len(plan.extra), options.max_time, options.confirm, options.findings)
         deck = Deck(
             [shard for shard in plan.shards if shard.name in mine and shard.name not in state.parts],
             known,
@@ -116,15 +118,24 @@ def execute(
             found.deadline(plan.settings),
             lambda: found.sought(plan.shards, state.parts),
         )
-        say(plan.told)
+        say(nodes.told if nodes else plan.told)
         with writer(path, append=before is not None) as write:
             if before is None:
                 write(head)
             try:
                 told = [plan.settings | one for one in plan.extra]
+                limits = TIMEOUT, FIRST_TIMEOUT
                 with stopping():
                     if not cannot:
-                        _follow(state, deck, told, found, write, lambda now: progress(state.rows, state.done, of, now))
+                        _follow(
+                            state,
+                            nodes.run(plan.settings, deck, head, limits, say)
+                            if nodes
+                            else supervisor.run(told, deck, *limits),
+                            found,
+                            write,
+                            lambda now: progress(state.rows, state.done, of, now),
+                        )
             except KeyboardInterrupt as error:
                 ended = outcome.TERMINATED if isinstance(error, Terminated) else outcome.INTERRUPTED
         return finish(options, state, device, path, ended, cannot, found.changed, begun)
@@ -132,8 +143,7 @@ def execute(
 
 def _follow(
     state: State,
-    deck: Deck,
-    plans: Sequence[dict[str, Any]],
+    events: Iterator[supervisor.Told],
     found: Findings,
     write: Callable[[Any], None],
     progress: Callable[[str], None],
@@ -144,12 +154,14 @@ def _follow(
     checked: dict[str, dict[str, bool | None]] = {}
     shown: dict[str, list[tuple[str, str | None]]] = {}
     now = ""
-    for shard, event in supervisor.run(plans, deck, TIMEOUT, FIRST_TIMEOUT):
+    for shard, event in events:
         match event:
             case Judged():
                 role = roles.get(event.row.implementation, event.row.role)
                 state.rows.append(replace(event.row, run=run, role=role, shard=shard.name))
                 write(state.rows[-1])
+                if event.row.minimised is True:
+                    found.freeze(state.rows[-1])
                 if event.lost:
                     found.lost(state.rows[-1])
             case Checked():

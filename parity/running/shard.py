@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -171,12 +170,9 @@ class Session:
         return list(self._run(case, chosen, None, thorough))
 
     def _freeze(self, finding: Disagreement) -> None:
-        self.findings_dir.mkdir(parents=True, exist_ok=True)
+        """Tell of it, with the file that it will be in (`Findings.freeze`)."""
         row = finding.row
         path = self.findings_dir / f"{finding.case.id}.json"
-        path.write_text(
-            json.dumps({"case": finding.case.to_json(), "implementation": row.implementation}, indent=1) + "\n"
-        )
         line = f"parity replay {_shown(path)} --implementation {row.implementation}"
         chosen = [i for i in self._of(finding.case) if i.id == row.implementation or i.role == "reference"]
         for again in self._run(finding.case, chosen, None, thorough=True):

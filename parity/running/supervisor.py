@@ -85,42 +85,21 @@ def run(plans: Sequence[dict[str, Any]], deck: Deck, timeout: float, first_timeo
     ended from outside; the second time its row is crashed. Either way a new process goes on behind the case, without that
     implementation on it. A finding that ends its process is not looked at again.
     """
-    workers = [Worker(plan) for plan in plans]
+    with watching(plans, deck) as watch:
+        yield from watch.follow(timeout, first_timeout)
+
+
+@contextlib.contextmanager
+def watching(plans: Sequence[dict[str, Any]], deck: Deck) -> Iterator[Watch]:
+    """A watch with a worker for every plan; their processes are ended at the end."""
     remove_abandoned()
     with tempfile.TemporaryDirectory(prefix=f"parity-{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         watch = Watch(deck, Path(folder))
-        for number, worker in enumerate(workers):
-            worker.errors = Path(folder) / f"stderr-{number}"
+        watch.workers = [Worker(plan, errors=Path(folder) / f"stderr-{n}") for n, plan in enumerate(plans)]
         try:
-            while True:
-                for worker in workers:
-                    watch.deal(worker)
-                if not any(w.shard for w in workers):
-                    return
-                try:
-                    worker, process, event = watch.events.get(timeout=0.5)
-                except queue.Empty:
-                    for worker in workers:
-                        message, asleep = _silent(worker, timeout if worker.started else first_timeout)
-                        if message:
-                            assert worker.process is not None and worker.errors is not None
-                            message += gpu.where(worker.process, worker.errors)
-                            yield from watch.lost(worker, message, "timed-out", out=asleep)
-                    continue
-                if process is not worker.process:  # what one that was given up had still to say
-                    continue
-                worker.last, worker.computed = time.monotonic(), None
-                if isinstance(event, Lost):
-                    yield from watch.given_up(worker, event.message)
-                elif event is not None:
-                    yield from watch.passed_on(worker, event)
-                elif worker.shard is not None:
-                    yield from watch.lost(worker, _death(worker), "crashed")
-                else:  # it ended between two shards: the next one has a new process
-                    _end(process)
-                    worker.process = None
+            yield watch
         finally:
-            for worker in workers:
+            for worker in watch.workers:
                 if worker.process is not None:
                     _end(worker.process)
 
@@ -164,9 +143,40 @@ class Watch:
 
     def __init__(self, deck: Deck, folder: Path):
         self.deck, self.folder = deck, folder
+        self.workers: list[Worker] = []
         self.events: queue.Queue[tuple[Worker, subprocess.Popen[str], Event | None]] = queue.Queue()
         self.excluded: list[str] = []
         self.losses: collections.Counter[str] = collections.Counter()
+
+    def follow(self, timeout: float, first_timeout: float) -> Iterator[Told]:
+        """The events of the workers until no shard is left; their processes wait for more."""
+        while True:
+            for worker in self.workers:
+                self.deal(worker)
+            if not any(w.shard for w in self.workers):
+                return
+            try:
+                worker, process, event = self.events.get(timeout=0.5)
+            except queue.Empty:
+                for worker in self.workers:
+                    message, asleep = _silent(worker, timeout if worker.started else first_timeout)
+                    if message:
+                        assert worker.process is not None and worker.errors is not None
+                        message += gpu.where(worker.process, worker.errors)
+                        yield from self.lost(worker, message, "timed-out", out=asleep)
+                continue
+            if process is not worker.process:  # what one that was given up had still to say
+                continue
+            worker.last, worker.computed = time.monotonic(), None
+            if isinstance(event, Lost):
+                yield from self.given_up(worker, event.message)
+            elif event is not None:
+                yield from self.passed_on(worker, event)
+            elif worker.shard is not None:
+                yield from self.lost(worker, _death(worker), "crashed")
+            else:  # it ended between two shards: the next one has a new process
+                _end(process)
+                worker.process = None
 
     def deal(self, worker: Worker) -> None:
         """The next shard for a worker that has none."""
@@ -175,8 +185,8 @@ class Watch:
         worker.shard = self.deck.take(worker.streams)
         if worker.shard is None:
             return
-        worker.at, worker.again, worker.started = 0, False, None
-        worker.done.clear()
+        worker.at, worker.again, worker.started = worker.shard.resume, False, None
+        worker.done = {*worker.shard.done}
         worker.retried.clear()
         fresh = worker.shard.sought is not None and worker.shard.sought.fresh
         if (fresh or worker.blocking) and worker.process is not None:
@@ -191,7 +201,7 @@ class Watch:
             _start(worker, self.events, self.folder, blocking)
             worker.streams, worker.blocking = [], blocking
         assert worker.process is not None and worker.process.stdin is not None
-        shard = replace(worker.shard, exclude=tuple(self.excluded))
+        shard = replace(worker.shard, exclude=(*worker.shard.exclude, *self.excluded))
         if shard.kind == "drawn":
             worker.streams.append((shard.family, shard.index))
         worker.last, worker.computed = time.monotonic(), None

@@ -86,15 +86,17 @@ def heard(own, shard):
 def test_a_finding_is_minimised_and_frozen(wrong):
     own, events, shard = wrong
     assert any(r.verdict == "disagree" and r.cls == "logic" for r in rows(events))
-    _, _, (first, *_) = looked_for(own, events, shard)
+    _, findings, (first, *_) = looked_for(own, events, shard)
     found = [r for r in rows(heard(own, first)) if r.minimised is True and r.quantity == first.sought.subjects[0][0]]
     assert found, "no minimised finding"
     assert found[0].settings["V"] == 9, "the smallest vocabulary that shows it"
     assert found[0].settings["B"] == found[0].settings["T"] == 1
     assert found[0].verdict == "disagree"
-    frozen = list(own.findings_dir.glob("*.json"))
-    assert Case.load(frozen[0]).family == "logprobs"
-    assert json.loads(frozen[0].read_text())["implementation"] == "fixtures/kernels.py:wrong_beyond_eight"
+    findings.folder = own.findings_dir
+    findings.freeze(found[0])
+    (frozen,) = own.findings_dir.glob("*.json")
+    assert found[0].replay.split()[2].endswith(str(frozen)) and Case.load(frozen).id == found[0].case
+    assert json.loads(frozen.read_text())["implementation"] == "fixtures/kernels.py:wrong_beyond_eight"
 
 
 def test_what_there_is_no_time_to_minimise_is_reported_as_drawn(wrong):
