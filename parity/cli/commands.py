@@ -102,6 +102,10 @@ _IMPLEMENTATIONS = click.option(
 @detail
 def run_command(specs: tuple[str, ...], max_time: str | None, detail: Detail, **options: Any) -> None:
     """Draw cases, run every implementation on them, compare with the definition, and report."""
+    if specs and options["ray"]:
+        raise UsageError(
+            "--ray and --with cannot be used together: environments of other releases are made on this machine"
+        )
     if specs:
         sys.exit(_inside(specs))
     from parity.running.run import Options, execute

@@ -22,6 +22,10 @@ REPORTS = click.option(
     "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
 )
 
+RAY = click.option(
+    "--ray", default=None, metavar="HOST:PORT|auto|local", help="run the cases on the nodes of this Ray cluster"
+)
+
 
 def duration(text: str) -> datetime.timedelta:
     """6h, 90m, 1h30m or 45s as a time span.
@@ -56,6 +60,7 @@ def duration(text: str) -> datetime.timedelta:
     "--with", "specs", multiple=True, metavar="PKG==VER", help="judge this release too, in an environment of its own"
 )
 @click.option("--resume", is_flag=True, help="go on with the night that was killed")
+@RAY
 @REPORTS
 def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...], **options: Any) -> None:
     """The nightly gate: proof that a planted mistake is caught, a long run with fresh cases, history, mutants, one page."""

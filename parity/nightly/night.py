@@ -56,6 +56,7 @@ class Night:
     ledger: Path | None = None
     reports: Path = Path("reports")
     resume: bool = False
+    ray: str | None = None
     others: tuple[tuple[str, tuple[str, ...], float], ...] = (
         ("history", ("history",), 0.12),
         ("mutants", ("mutants",), 0.09),
@@ -171,6 +172,7 @@ def _long_run(
         ledger=night.ledger,
         reports=night.reports,
         confirm=True,
+        ray=night.ray,
         max_time=0.0 if record.run else share * left if night.others else left,
         resume=path if going_on else None,
     )

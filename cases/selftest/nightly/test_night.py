@@ -222,6 +222,12 @@ def test_a_night_that_was_killed_goes_on(played, tmp_path, monkeypatch):
     assert rows_of(tmp_path) == expected and json.loads((tmp_path / "night.json").read_text())["seed"] == 7
 
 
+def test_a_night_on_a_cluster_needs_ray(played, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match="--ray: Ray is not installed: pip install"):
+        played[0](ray="auto")
+
+
 def rows_of(reports):
     return sorted((r.case, r.implementation, r.quantity or "", r.verdict) for r in read(reports / "results.ndjson")[1])
 

@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 
+from parity.cli.commands import main
 from parity.results.row import Row
 from parity.running import actor
 from parity.running.actor import Actor, differs
@@ -46,7 +48,9 @@ def test_a_node_that_cannot_say_takes_no_part(head):
 
 def test_the_rows_of_an_implementation_on_a_case_are_told_together(monkeypatch):
     """A driver that has heard one of them takes the pair for done when the node dies."""
-    row = Judged(Row(case="a", family="logprobs", implementation="i", dtype="fp32", device="cpu", settings={}, verdict="agree"))
+    row = Judged(
+        Row(case="a", family="logprobs", implementation="i", dtype="fp32", device="cpu", settings={}, verdict="agree")
+    )
     told = [At(0), row, row, Started("a", "j", {}), row, ShardDone(1)]
     own = Actor.__new__(Actor)
     own.deck, own.timeouts = Deck([]), (1.0, 1.0)
@@ -54,3 +58,8 @@ def test_the_rows_of_an_implementation_on_a_case_are_told_together(monkeypatch):
     monkeypatch.setattr(actor, "EVERY", -1.0)
     answers = list(own.run(Shard(family="logprobs", kind="drawn", seed=1, count=1)))
     assert [len(events) for events, _ in answers] == [1, 3, 2, 0] and {tuple(out) for _, out in answers} == {("k",)}
+
+
+def test_a_cluster_has_no_environments_of_other_releases():
+    done = CliRunner().invoke(main, ["run", "--ray", "auto", "--with", "trl==1.0.0"])
+    assert done.exit_code == 2 and "--ray and --with cannot be used together" in done.output

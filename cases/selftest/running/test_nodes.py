@@ -5,13 +5,15 @@ import time
 
 import pytest
 
-from cases.selftest.running.test_resume import execute, options, rows_of  # noqa: F401
+from cases.selftest.running import test_resume
+from cases.selftest.running.test_resume import execute, rows_of
 from parity.errors import UsageError
 from parity.running import nodes
 from parity.running.plan import Options
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: make test-ray runs this in an environment of its own")
 
+options = test_resume.options
 ROOM = {"num_cpus": 1, "memory": nodes.MEMORY, "object_store_memory": 80 << 20}
 
 
