@@ -56,6 +56,10 @@ def add_command(
 def accept_command(expires: str, results: Path, ledger: Path) -> None:
     """Take all new findings of a run as the baseline of your own stack, each marked as unexplained, until it expires."""
     header, found = _found(results)
+    if header.interrupted is True:
+        raise UsageError(
+            f"{results}: its run did not finish, a baseline would lack the rest: parity run --resume {results}"
+        )
     if not found:
         click.echo(f"{results}: no new findings, nothing to accept")
         return

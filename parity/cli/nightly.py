@@ -101,7 +101,9 @@ def notify_command(stale: str, profile: str, page: str, out: Path | None, report
     from parity.results import memory, notify, trend
 
     past = [run for run in memory.runs(reports / "history") if run.profile == profile]
-    late = trend.stale(past, duration(stale), datetime.datetime.now(datetime.UTC))
+    late = trend.stale(past, duration(stale), datetime.datetime.now(datetime.UTC)).replace(
+        "such run", f"run of profile {profile}"
+    )
     if late:
         text = f"parity: no night: {late}"
         body = f"**{text}**\n\nThe machine, its timer or its runner is down, or the night died before its end.\n"

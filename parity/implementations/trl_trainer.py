@@ -211,9 +211,12 @@ def _tiles(x: Inputs) -> Recipe:
 
 
 def _recipe(x: Inputs) -> Recipe:
-    """TRL since 1.15 takes the chunked head for everyone; before, logits and log-softmax have the dtype of the head."""
+    """TRL since 1.15 takes the chunked head for everyone; before, logits and log-softmax have the dtype of the head, under
+    autocast as its function has them."""
     if trl.since("1.15"):
         return _tiles(x)
+    if x.settings.context == "autocast":
+        return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=plain.autocast_softmax(x))
     dtype = plain.head_dtype(x)
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype)
 
@@ -254,6 +257,7 @@ def _has_liger_path() -> bool:
     recipe=_liger_recipe,
     outputs=frozenset({"kl", "clip_ratio"}),
     contexts=frozenset({"plain"}),
+    extends="" if trl.since("1.14") else "liger.FusedLinearGRPOLoss",
     sources=("trl.trainer.grpo_trainer.GRPOTrainer.compute_liger_loss",),
 )
 def grpo_trainer_liger(x: Inputs) -> Outputs:

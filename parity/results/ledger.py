@@ -12,7 +12,7 @@ import datetime
 import fnmatch
 import importlib.metadata
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -145,6 +145,15 @@ class Ledger:
         """A line for each entry that must be looked at again, with the place to edit."""
         late = [e for e in self.entries if e.expired(today)]
         return [f"ledger entry {e.id} expired on {e.expires}: {self.place(e.id)}" for e in late]
+
+    def unmatched(self, ids: Collection[str]) -> list[str]:
+        """A line for each entry of which a pattern names none of the implementations; those of files are not all there always."""
+        return [
+            f"ledger entry {e.id}: there is no implementation {pattern}: {self.place(e.id)}"
+            for e in self.entries
+            for pattern in e.implementations
+            if ".py:" not in pattern and not fnmatch.filter(ids, pattern)
+        ]
 
     def place(self, id: str) -> str:
         """`ledger.toml line 12` of an entry."""

@@ -134,7 +134,7 @@ def moved(before: Run, now: Run) -> dict[str, tuple[str, str]]:
 def stale(past: Sequence[Run], limit: datetime.timedelta, at: datetime.datetime) -> str:
     """Why the last run is too long ago, or nothing."""
     if not past:
-        return "no run was ever kept here"
+        return "no such run was ever kept here"
     ago = at - past[-1].started
     hours = ago.total_seconds() / 3600
     return f"the last run began {hours:.0f} h ago ({past[-1].started:%Y-%m-%d %H:%M} UTC)" if ago > limit else ""

@@ -7,12 +7,13 @@ import datetime
 from collections.abc import Iterable, Sequence
 
 from parity import data
-from parity.registry import select
+from parity.registry import load, select
 from parity.results.ledger import Ledger
 from parity.results.row import STOPPED, Row
 from parity.running import gpu
 from parity.running.chosen import described
 from parity.running.plan import Options, demanded
+from parity.trainers import catalogue
 
 MINIMUM_REQUIRED = 20
 AGREE, NEW, USAGE, NOTHING, STALE, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 130, 143
@@ -59,6 +60,7 @@ def judge_run(
     ledger = Ledger.load(options.ledger or data.ledger_file())
     rotten = [f"ledger entry {name} no longer reproduces, its case agrees: {ledger.place(name)}" for name in stale]
     rotten += ledger.expired(datetime.datetime.now(datetime.UTC).date())
+    rotten += ledger.unmatched([*load(), *catalogue.implementations(), *own])
     code = NOTHING if nothing else NEW if found else STALE if rotten else AGREE
     return code, nothing + found + rotten
 

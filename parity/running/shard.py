@@ -192,7 +192,7 @@ class Session:
         """Rows of a case, the known ones marked; pairs that killed a worker before are left out."""
         skip = {i for c, i in shard.skip if c == case.id} if shard else set()
         last = ""
-        usable = [i for i in chosen if i.id not in skip]
+        usable = sorted((i for i in chosen if i.id not in skip), key=lambda i: bool(i.extends))
         extends = {i.id: i.extends for i in usable}
         agreed: set[tuple[str, str | None]] = set()
         for row in run_case(

@@ -69,6 +69,13 @@ def test_what_is_accepted_is_known_in_the_next_run(red):
     assert after.exit_code == 0, after.output[-2000:]
 
 
+def test_half_a_run_is_no_baseline(red, tmp_path):
+    half = tmp_path / "results.ndjson"
+    half.write_bytes(b"".join((red / "reports/results.ndjson").read_bytes().splitlines(keepends=True)[:-1]))
+    done = CliRunner().invoke(main, ["ledger", "accept", "--run", str(half), "--ledger", str(tmp_path / "mine.toml")])
+    assert done.exit_code == 2 and "did not finish" in done.output and not (tmp_path / "mine.toml").exists()
+
+
 def test_a_case_that_is_no_finding(red):
     done = ledger(red, "add", "policy-0", "--reason", "x", "--link", "y")
     assert done.exit_code == 2 and "choose from" in done.output

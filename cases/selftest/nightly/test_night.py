@@ -100,7 +100,7 @@ def test_a_whole_short_night_and_the_next_one(tmp_path):
     assert json.loads((tmp_path / "heartbeat.json").read_text())["state"] == "done"
     assert (tmp_path / "index.html").exists() and "green" in (tmp_path / "issue.md").read_text()
     nights = ["notify", "--profile", "quick", "--reports", str(tmp_path)]
-    assert "no run was ever kept" in CliRunner().invoke(main, nights[:1] + nights[3:]).output
+    assert "no run of profile nightly was ever kept here" in CliRunner().invoke(main, nights[:1] + nights[3:]).output
     told = CliRunner().invoke(main, [*nights, "--out", str(tmp_path / "text.md")])
     assert told.exit_code == 0 and told.output.startswith("parity: green")
     seen = CliRunner().invoke(main, ["history-of", "fixes.selective_log_probs", "--reports", str(tmp_path)])

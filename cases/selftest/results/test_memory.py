@@ -180,7 +180,7 @@ def test_the_issue_escapes_what_comes_from_rows(tmp_path):
 
 def test_a_night_that_did_not_come_is_red(tmp_path):
     day = datetime.timedelta(hours=36)
-    assert trend.stale([], day, START) == "no run was ever kept here"
+    assert trend.stale([], day, START) == "no such run was ever kept here"
     past = [night(tmp_path, 0, GOOD)]
     assert not trend.stale(past, day, START + datetime.timedelta(hours=35))
     assert "37 h ago" in trend.stale(past, day, START + datetime.timedelta(hours=37))

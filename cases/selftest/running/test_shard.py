@@ -13,6 +13,7 @@ from parity.case.drawing import cases, draws
 from parity.case.profiles import Profile
 from parity.registry import NAMES, from_file, loss_family
 from parity.results.ledger import Ledger
+from parity.running import shard as shard_module
 from parity.running.events import At, Confirmed, Judged
 from parity.running.findings import Findings
 from parity.running.plan import Options, Shard, planned
@@ -184,3 +185,14 @@ def test_a_share_of_the_small_cases_has_a_real_vocabulary_in_long_profiles_on_cu
         s = fam.full_settings(case)
         assert fam.sizes(s)[0] <= TOKENS and s.H <= HIDDEN
     assert not [c for case in drawn for c in second_pass(case, "cuda")]
+
+
+def test_what_an_implementation_extends_runs_before_it(tmp_path, monkeypatch):
+    """So that what that one does right on the same case is not inherited as known."""
+    own, _ = session("right", tmp_path)
+    (first,) = own.implementations
+    later = dataclasses.replace(first, id="later")
+    order = []
+    monkeypatch.setattr(shard_module, "run_case", lambda case, chosen, *_: order.extend(i.id for i in chosen) or ())
+    list(own._run(Case("logprobs", 1, "fp32", {}), [dataclasses.replace(first, extends="later"), later], None, False))
+    assert order == ["later", first.id]

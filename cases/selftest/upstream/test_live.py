@@ -117,3 +117,11 @@ def test_one_in_fifty_is_compared():
     count = sum(live.due() for _ in range(20_000))
     assert 250 < count < 550, "400 expected, 20 the standard deviation"
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(("context", "elementwise"), [("plain", "fp32"), ("autocast", "bf16")])
+def test_before_1_15_logits_have_the_dtype_of_autocast(monkeypatch, context, elementwise):
+    """`logits / temperature` and the log-softmax of bf16 logits, as in trl 1.13.0's _get_per_token_logps_and_entropies."""
+    monkeypatch.setattr(trl, "since", lambda version: False)
+    x = bench_of(FAMILY.case(1, "fp32", {"context": context})).inputs
+    assert trl_trainer._recipe(x).resolve("fp32").elementwise == elementwise
