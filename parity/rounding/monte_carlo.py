@@ -9,6 +9,7 @@ writes the definition and nothing else.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -84,7 +85,7 @@ class MonteCarlo(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        name = func._schema.name.split("::")[1]
+        name = _name(func)
         if self.quiet or not torch.is_tensor(out) or not out.is_floating_point() or name in _EXACT or name[-1] == "_":
             return out
         if func in _MATMULS:
@@ -168,7 +169,7 @@ class MonteCarlo(TorchDispatchMode):
         dtype = self.elementwise if dtype is None else dtype
         u = UNIT_ROUNDOFF[dtype]
         if u > NARROW:
-            noisy = self._grid(out, dtype) + self.eta * self.noise.like(out)
+            noisy = self._grid(out, dtype).add_(self.noise.like(out) * self.eta)
         else:
             noisy = torch.addcmul(out, out.abs().mul_(u).add_(self.eta), self.noise.like(out))
         if not _finite(noisy):
@@ -189,10 +190,10 @@ class MonteCarlo(TorchDispatchMode):
         stretch = self._stretch(x)
         scaled = x * stretch
         carry = scaled * (UNIT_ROUNDOFF[dtype] * 2.0**53 + 1)  # Veltkamp's splitting: the leading bits of x
-        rounded = carry - (carry - scaled)
+        carry.sub_(carry - scaled)
         quantum = 2 * HALF_SUBNORMAL[dtype]
         subnormal = scaled.abs() < torch.finfo(DTYPES[dtype]).smallest_normal
-        return torch.where(subnormal, (scaled / quantum).round() * quantum, rounded) / stretch
+        return torch.where(subnormal, scaled.div_(quantum).round_().mul_(quantum), carry).div_(stretch)
 
     def _stretch(self, x: torch.Tensor) -> torch.Tensor:
         """A factor in 1 to 2, one a replica: (R, 1, …)."""
@@ -286,11 +287,19 @@ class MonteCarlo(TorchDispatchMode):
         assert dtype is not None
         self.quiet = True
         try:
-            y = self._grid(x * factor, dtype)
-            y = torch.where(y.abs() > LARGEST[dtype], torch.copysign(torch.full_like(y, torch.inf), y), y) / factor
-            return torch.where(torch.isfinite(x), y, x)
+            y = self._grid(x if factor == 1.0 else x * factor, dtype)
+            if y.numel() and not y.abs().amax().item() <= LARGEST[dtype]:
+                y = torch.where(y.abs() > LARGEST[dtype], torch.copysign(torch.full_like(y, torch.inf), y), y)
+            y = y if factor == 1.0 else y.div_(factor)
+            return y if _finite(y) else torch.where(torch.isfinite(x), y, x)
         finally:
             self.quiet = False
+
+
+@functools.cache
+def _name(func: Any) -> str:
+    name: str = func._schema.name
+    return name.split("::")[1]
 
 
 def _finite(x: torch.Tensor) -> bool:
