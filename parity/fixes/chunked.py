@@ -34,7 +34,22 @@ class Settings:
     operand: torch.dtype  # what hidden states and head are rounded to before they are multiplied
     tile: torch.dtype  # logits, softmax and accumulation
     result: torch.dtype  # log-probs and entropies
-    keep: int = 0  # bytes of logits that may stay for the backward
+    keep: int = 0  # bytes of tiles that may stay for the backward
+
+    @property
+    def exponentials(self) -> bool:
+        """Whether a kept tile holds e^x, all that the backward needs of it; with entropy or softcap the product."""
+        return not self.entropy and self.softcap is None
+
+
+class _Buffers(dict[str, Tensor]):
+    """Memory that all tiles of a call use in turn: on the CPU fresh pages cost more than what is written into them."""
+
+    def take(self, name: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
+        size = math.prod(shape)
+        if name not in self or self[name].numel() < size:
+            self[name] = torch.empty(size, dtype=dtype, device=like.device)
+        return self[name][:size].view(shape)
 
 
 def precision(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
@@ -57,41 +72,39 @@ def _rounds_dlogits(settings: Settings, device: torch.device) -> bool:
     return settings.operand != settings.tile and device.type == "cuda"
 
 
-def _operand(x: Tensor, settings: Settings) -> Tensor:
+def _operand(x: Tensor, settings: Settings, buffers: _Buffers, name: str) -> Tensor:
     x = x.to(settings.operand)
-    return x if x.is_cuda else x.to(settings.tile)
+    if x.is_cuda or x.dtype == settings.tile:
+        return x
+    return buffers.take(name, tuple(x.shape), x, settings.tile).copy_(x)
 
 
-def _product(a: Tensor, b: Tensor, settings: Settings) -> Tensor:
-    if a.dtype == settings.tile:
-        return a @ b
-    return torch.mm(a, b, out_dtype=settings.tile)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
+    """`total += a @ b`; what `total` held before the `first` product does not count."""
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=0 if first else 1)
     else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        torch.addmm(total.zero_() if first else total, a, b, out_dtype=total.dtype, out=total)
 
 
 def _blocks(size: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
-def _raw_tile(h: Tensor, w: Tensor, bias: Tensor | None, s: Settings) -> Tensor:
-    """One tile of `hidden @ weight.T + bias`: what is kept, where it fits."""
-    tile = _product(h, w.t(), s)
+def _raw_tile(h: Tensor, w: Tensor, bias: Tensor | None, s: Settings, out: Tensor | None) -> Tensor:
+    """One tile of `hidden @ weight.T + bias`, in `out` or in memory of its own."""
+    wide = h.dtype == s.tile
+    tile = torch.mm(h, w.t(), out=out) if wide else torch.mm(h, w.t(), out_dtype=s.tile)
     return tile if bias is None else tile.add_(bias.to(s.tile))
 
 
-def _logits_tile(raw: Tensor, s: Settings, slope: bool, kept: bool) -> tuple[Tensor, Tensor | None]:
+def _logits_tile(raw: Tensor, s: Settings, slope: bool, copied: bool) -> tuple[Tensor, Tensor | None]:
     """Its logits, and with a softcap their derivative `sech^2` (1 - tanh^2 would cancel near the cap).
 
-    In place, unless the product is `kept`.
+    In place, unless `copied`.
     """
     factor = s.logit_scale / (s.temperature if s.softcap is None else s.softcap)
-    tile = raw * factor if kept else raw if factor == 1.0 else raw.mul_(factor)
+    tile = raw * factor if copied else raw if factor == 1.0 else raw.mul_(factor)
     if s.softcap is None:
         return tile, None
     sech2 = None
@@ -112,13 +125,12 @@ def _chosen_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Ten
     out.copy_(z / s.temperature)
 
 
-def _without_target(tile: Tensor, ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Sets the chosen token of each row to -inf; returns its column, clamped, and whether it is in this tile."""
+def _put_target(tile: Tensor, ids: Tensor, start: int, value: Tensor) -> None:
+    """Writes `value`, one a row, over the chosen token of each row that has it in this tile."""
     local = ids - start
     inside = ((local >= 0) & (local < tile.shape[1])).unsqueeze(1)
     column = local.clamp(0, tile.shape[1] - 1).unsqueeze(1)
-    tile.scatter_(1, column, tile.gather(1, column).masked_fill_(inside, -math.inf))
-    return column, inside
+    tile.scatter_(1, column, torch.where(inside, value.to(tile.dtype), tile.gather(1, column)))
 
 
 class ChunkedLogProbs(torch.autograd.Function):
@@ -140,30 +152,35 @@ class ChunkedLogProbs(torch.autograd.Function):
         weighted, target = torch.zeros_like(total), torch.zeros_like(total)  # sum of e^x * x; z[id]
         top = torch.full_like(total, -math.inf)  # largest logit among the others
         kept: list[Tensor] = []
+        tops: list[Tensor] = []  # what the exponentials of a kept tile were shifted by
         room = settings.keep if any(ctx.needs_input_grad[:3]) else 0
+        buffers, banned = _Buffers(), torch.full((1, 1), -math.inf, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for block in _blocks(count, _DOT_BLOCK):
                 picked = hidden[block if rows is None else rows[block]]
                 _chosen_logits(picked, weight, bias, ids[block], settings, target[block])
             for columns in _blocks(weight.shape[0], settings.vocab_block):
-                w = _operand(weight[columns], settings)
+                w = _operand(weight[columns], settings, buffers, "head")
                 b = None if bias is None else bias[columns]
                 for block in _blocks(count, settings.token_block):
-                    h = _operand(hidden[block if rows is None else rows[block]], settings)
-                    tile = _raw_tile(h, w, b, settings)
-                    room -= tile.nbytes
+                    h = _operand(hidden[block if rows is None else rows[block]], settings, buffers, "hidden")
+                    shape = (h.shape[0], w.shape[0])
+                    room -= math.prod(shape) * settings.tile.itemsize
+                    out = None if room >= 0 or h.dtype != settings.tile else buffers.take("tile", shape, w, h.dtype)
+                    tile = _raw_tile(h, w, b, settings, out)
                     kept += [tile] if room >= 0 else []
-                    tile, _ = _logits_tile(tile, settings, False, room >= 0)
-                    _without_target(tile, ids[block], columns.start)
+                    tile, _ = _logits_tile(tile, settings, False, room >= 0 and not settings.exponentials)
+                    _put_target(tile, ids[block], columns.start, banned)
                     before = top[block].clone()
                     top[block] = now = torch.maximum(before, tile.amax(1).to(before.dtype))
+                    tops += [now] if room >= 0 and settings.exponentials else []
                     shift = _finite_or_zero(now)
                     tile.sub_(shift.to(tile.dtype).unsqueeze(1))
                     moved = torch.where(before == -math.inf, 0.0, before - shift)
                     decay = torch.where(before == -math.inf, 0.0, moved.exp())
                     if settings.entropy:
                         tile.clamp_(min=_NEGLIGIBLE)
-                        exps = tile.exp()
+                        exps = torch.exp(tile, out=buffers.take("exps", shape, w, settings.tile))
                         weighted[block] = decay * (weighted[block] + moved * total[block]) + tile.mul_(exps).sum(1)
                     else:
                         exps = tile.exp_()
@@ -181,8 +198,8 @@ class ChunkedLogProbs(torch.autograd.Function):
             others = total.log() - weighted / total  # entropy given that the chosen token is not drawn
             p, q = torch.sigmoid(-bounded), torch.sigmoid(bounded)
             entropy = p * torch.logaddexp(zero, bounded) + q * (torch.logaddexp(zero, -bounded) + others)
-        ctx.settings, ctx.rows = settings, rows
-        ctx.save_for_backward(hidden, weight, bias, ids, shift, total, delta, entropy, others, *kept)
+        ctx.settings, ctx.rows, ctx.kept = settings, rows, len(kept)
+        ctx.save_for_backward(hidden, weight, bias, ids, shift, total, delta, entropy, others, *kept, *tops)
         return logps, None if entropy is None else _spread(entropy, rows, hidden.shape[0], result)
 
     @staticmethod
@@ -199,7 +216,6 @@ class ChunkedLogProbs(torch.autograd.Function):
     def _backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, shift, total, delta, entropy, others, *kept = ctx.saved_tensors
         settings, rows = ctx.settings, ctx.rows
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if grad_logps is None and grad_entropy is None:
             return (None,) * 6
 
@@ -226,13 +242,11 @@ class ChunkedLogProbs(torch.autograd.Function):
             unit = torch.ldexp(torch.ones_like(largest), (10 - torch.frexp(largest).exponent).clamp(-100, 100))
             at_target, constant = at_target * unit, constant * unit
             linear = None if linear is None else linear * unit
-        factors = [
-            None if x is None else x.to(settings.tile).unsqueeze(1) for x in (at_target, constant, linear, shift)
-        ]
-
+        factors = [None if x is None else x.unsqueeze(1) for x in (at_target, constant, linear, shift)]
+        tiles = kept[: ctx.kept], kept[ctx.kept :]
         with torch.autocast(hidden.device.type, enabled=False):
             grads = _backward_tiles(
-                hidden, weight, bias, ids, rows, factors, unit, settings, needs_hidden, needs_weight, needs_bias, kept
+                hidden, weight, bias, ids, rows, factors, unit, settings, ctx.needs_input_grad, tiles
             )
         return *grads, None, None, None
 
@@ -258,67 +272,84 @@ def _backward_tiles(
     factors: list[Tensor | None],
     unit: Tensor | None,
     settings: Settings,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-    kept: list[Tensor],
+    needs: tuple[bool, ...],
+    kept: tuple[list[Tensor], list[Tensor]],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    at_target, constant, linear, shift = factors
-    assert at_target is not None
-    assert constant is not None
-    assert shift is not None
+    (needs_hidden, needs_weight, needs_bias), (tiles, tops) = needs[:3], kept
     count, wide = ids.shape[0], settings.tile
     per_columns = -(-count // settings.token_block)
-    every_row = rows is None
-    new = torch.empty_like if every_row else torch.zeros_like
+    new = torch.empty_like if rows is None else torch.zeros_like
     grad_hidden = new(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
-    grad_weight = torch.empty_like(weight) if needs_weight else None
+    grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
     grad_bias = torch.empty_like(bias) if bias is not None and needs_bias else None
+    buffers, last_use, in_place = _Buffers(), not _keeps_graph(), unit is None and weight.dtype == wide
 
     # The head's gradient is finished one vocabulary block at a time, over all tokens, so it never exists in float32
     # as a whole. With a frozen head the same holds for the hidden states, one token block at a time.
     group_size = count if needs_weight or needs_bias else settings.token_block
     for group in _blocks(count, max(group_size, 1)) if count else [slice(0, 0)]:
         size = group.stop - group.start
-        for_hidden = torch.zeros(size, hidden.shape[1], dtype=wide, device=hidden.device) if needs_hidden else None
+        for_hidden = None
+        if grad_hidden is not None:
+            own = unit is None and rows is None and hidden.dtype == wide
+            for_hidden = grad_hidden[group] if own else hidden.new_empty(size, hidden.shape[1], dtype=wide)
         for columns in _blocks(weight.shape[0], settings.vocab_block):
-            w = _operand(weight[columns], settings)
+            w = _operand(weight[columns], settings, buffers, "head")
             b = None if bias is None else bias[columns]
-            for_weight = torch.zeros(w.shape, dtype=wide, device=w.device) if needs_weight else None
-            for_bias = torch.zeros(w.shape[0], dtype=wide, device=w.device) if needs_bias else None
+            for_weight = for_bias = None
+            if grad_weight is not None:
+                at = grad_weight[columns]
+                for_weight = at if in_place else buffers.take("head gradient", tuple(at.shape), at, wide)
+                for_weight = for_weight if size else for_weight.zero_()
+            if grad_bias is not None:
+                for_bias = torch.zeros(w.shape[0], dtype=wide, device=w.device)
             for inner in _blocks(size, settings.token_block):
                 block = slice(group.start + inner.start, group.start + inner.stop)
-                h = _operand(hidden[block if rows is None else rows[block]], settings)
+                h = _operand(hidden[block if rows is None else rows[block]], settings, buffers, "hidden")
                 # Kept tiles are the first ones in the forward's order: blocks of tokens within blocks of the vocabulary.
                 number = columns.start // settings.vocab_block * per_columns + block.start // settings.token_block
-                here = number < len(kept)
-                raw = kept[number] if here else _raw_tile(h, w, b, settings)
-                tile, sech2 = _logits_tile(raw, settings, True, here)
-                column, inside = _without_target(tile, ids[block], columns.start)
-                tile.sub_(shift[block])
-                if linear is None:
-                    tile.exp_().mul_(constant[block])
+                here = number < len(tiles)
+                fresh = (here and last_use) or h.dtype != wide
+                out = None if fresh else buffers.take("tile", (h.shape[0], w.shape[0]), w, wide)
+                at_target, constant, linear, shift = (None if x is None else x[block] for x in factors)
+                assert at_target is not None and constant is not None and shift is not None
+                sech2 = None
+                if number < len(tops):
+                    top = tops[number].unsqueeze(1)
+                    moved = torch.where(top == -math.inf, 0.0, (top - shift).exp())
+                    tile = torch.mul(tiles[number], (constant * moved).to(wide), out=tiles[number] if last_use else out)
                 else:
-                    line = (tile.clamp_(min=_NEGLIGIBLE) * linear[block]).add_(constant[block])
-                    tile.exp_().mul_(line)
-                picked = torch.where(inside, at_target[block], tile.gather(1, column))
-                tile.scatter_(1, column, picked)
+                    raw = tiles[number] if here else _raw_tile(h, w, b, settings, out)
+                    tile, sech2 = _logits_tile(raw, settings, True, here and not last_use)
+                    tile.sub_(shift.to(wide))
+                    if linear is None:
+                        tile.exp_().mul_(constant.to(wide))
+                    else:
+                        line = (tile.clamp_(min=_NEGLIGIBLE) * linear.to(wide)).add_(constant.to(wide))
+                        tile.exp_().mul_(line)
+                _put_target(tile, ids[block], columns.start, at_target)
                 if sech2 is not None:
                     tile.mul_(sech2)
                 if for_bias is not None:
                     for_bias += tile.sum(0)
-                dlogits = tile if unit is None else _operand(tile, settings)
+                dlogits = tile if unit is None else _operand(tile, settings, buffers, "dlogits")
                 if for_hidden is not None:
-                    _add_product(for_hidden[inner], dlogits, w)
+                    _add_product(for_hidden[inner], dlogits, w, first=columns.start == 0)
                 if for_weight is not None:
-                    _add_product(for_weight, dlogits.t(), h)
-            for total, out in ((for_weight, grad_weight), (for_bias, grad_bias)):
-                if total is not None and out is not None:
-                    out[columns] = total if unit is None else total / unit
-        if for_hidden is not None and grad_hidden is not None:
+                    _add_product(for_weight, dlogits.t(), h, first=inner.start == 0)
+            for total, into in ((None if in_place else for_weight, grad_weight), (for_bias, grad_bias)):
+                if total is not None and into is not None:
+                    into[columns] = total if unit is None else total / unit
+        if for_hidden is not None and grad_hidden is not None and not own:
             for_hidden = for_hidden if unit is None else for_hidden / unit
             grad_hidden[group if rows is None else rows[group]] = for_hidden.to(grad_hidden.dtype)
     return grad_hidden, grad_weight, grad_bias
+
+
+def _keeps_graph() -> bool:
+    """Whether a second backward pass may follow, so that kept tiles must stay as they are."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is None or bool(asked())
 
 
 def _finite_or_zero(top: Tensor) -> Tensor:

@@ -73,8 +73,8 @@ def selective_log_probs(
     defaults suit the device. They change rounding order only.
 
     `memory_budget`, in bytes, is what the call may hold beside its inputs and their gradients. Tiles shrink until they
-    fit (to 128 x 128), and logits (4 bytes each, 8 in float64) stay for the backward as far as there is room: three
-    products instead of four. Keeping changes no bit. None keeps no logits.
+    fit (to 128 x 128), and tiles (4 bytes a logit, 8 in float64) stay for the backward as far as there is room: three
+    products instead of four, in another order of rounding. None keeps none.
 
     Not differentiable twice (RuntimeError); opaque to torch.compile: a graph break, which `fullgraph=True` refuses. Under
     ZeRO-3 gather the head around the call.
@@ -146,6 +146,13 @@ def chunked_log_probs(
     vocab_block, token_block = min(vocab_block, weight.shape[0]), max(1, min(token_block, ids.numel()))
     keep = 0
     if memory_budget is not None:
+        whole = ids.numel() * weight.shape[0] * tile.itemsize
+        broad = min(4 * vocab_block, weight.shape[0])  # where all stays, fewer and larger products
+        if (
+            chunk_size is None
+            and whole + _working(broad, token_block, ids.numel(), weight.shape[1], tile) <= memory_budget
+        ):
+            vocab_block = broad
         working = _working(vocab_block, token_block, ids.numel(), weight.shape[1], tile)
         while (
             working > memory_budget and max(vocab_block, token_block) > 128 and chunk_size is token_chunk_size is None
