@@ -8,7 +8,12 @@ torch.set_num_threads(1)
 words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 32)}}
 tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
 tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=tokenizer,
+    pad_token="<pad>",
+    eos_token="<eos>",
+    model_input_names=["input_ids", "attention_mask"],
+)
 tokenizer.chat_template = "{{ messages[0].content }}"
 
 
