@@ -1,7 +1,12 @@
 # TRL 1.16: GKD's divergence is NaN as soon as student and teacher exclude a token (logit -inf)
 # F.kl_div(log_target=True) multiplies probability 0 by -inf - x; in a divergence 0·log 0 counts as 0.
 import torch
-from trl.experimental.gkd import GKDTrainer
+
+try:
+    from trl.experimental.gkd import GKDTrainer
+except ImportError:  # trl 0.11 to 0.23
+    from trl import GKDTrainer
+
 
 print("| beta | loss | gradient | definition |\n|---|---|---|---|")
 wrong = False

@@ -1,7 +1,11 @@
 # TRL 1.16: GKD's gradient is 1.17 times too large at beta=0.99 and 0 at beta=0.999 with bfloat16 logits
 # generalized_jsd_loss puts beta into a tensor of the logits' dtype, and 1 - beta keeps what is left: 0.999 is 1 there.
 import torch
-from trl.experimental.gkd import GKDTrainer
+
+try:
+    from trl.experimental.gkd import GKDTrainer
+except ImportError:  # trl 0.11 to 0.23
+    from trl import GKDTrainer
 
 
 def gradient(dtype, beta):

@@ -15,9 +15,10 @@ NAME = "divide_by_accumulation"
 def divide_by_accumulation(trainer: Any) -> Patch:
     """A training step that runs its backward pass itself divides the loss by the micro-batches of the window.
 
-    OnlineDPOTrainer (trl 1.16.0 with transformers 5.23.0) overrides `training_step`, hands the mean of a micro-batch to
+    OnlineDPOTrainer (trl 0.24.0 to 1.16.0) overrides `training_step`, hands the mean of a micro-batch to
     `accelerator.backward` and divides only what it returns. Trainer tells accelerate of one accumulation step, so nobody
-    divides: gradients are `gradient_accumulation_steps` times those of the window, under a logged loss that is right.
+    divides (but transformers 5.2.0 to 5.5.0): gradients are `gradient_accumulation_steps` times those of the window,
+    under a logged loss that is right.
 
     Wraps `trainer.accelerator.backward`, for this trainer alone. Nothing is done where the trainer's step leaves the
     backward pass to `Trainer` or divides itself (its source is read), or where accelerate divides.

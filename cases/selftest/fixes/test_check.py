@@ -127,14 +127,38 @@ def test_three_answers():
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("x.yaml", "a: [1"), ("x.yaml", "3"), ("x.py", "def"), ("x.txt", ""), ("", "")]
+    ("name", "text", "told"),
+    [
+        ("x.yaml", "a: [1", "x.yaml: not a readable"),
+        ("x.yaml", "3", "x.yaml: expected a table"),
+        ("x.json", "{", "x.json: not a readable"),
+        ("x.py", "def", "x.py: not a readable"),
+        ("x.py", "import trl", "x.py: it makes no trainer"),
+        ("x.txt", "", "x.txt: expected a .yaml or .json file"),
+        ("training_args.bin", "", "a pickle runs code"),
+        ("", "", "no such file"),
+    ],
 )
-def test_what_cannot_be_read_is_refused(tmp_path, name, text):
+def test_what_cannot_be_read_is_refused(tmp_path, name, text, told):
     path = tmp_path / (name or "missing.yaml")
     if name:
         path.write_text(text)
-    with pytest.raises(UsageError, match=path.name):
+    with pytest.raises(UsageError, match=told):
         check(path)
+    with pytest.raises(UsageError, match="trainer 'GRPO' is unknown"):
+        check(path, trainer="GRPO")
+
+
+def test_the_arguments_that_a_trainer_saves(tmp_path):
+    args = drive.arguments(drive.config("OnlineDPOTrainer"), "cpu", {"gradient_accumulation_steps": 4})
+    path = tmp_path / "args.json"
+    path.write_text(args.to_json_string())
+    assert found(path)["trl-online-dpo-accumulation"].certain  # its fields are of no other trainer
+
+
+def test_a_script_that_makes_arguments_alone(tmp_path):
+    text = "import trl.experimental.online_dpo as o\nargs = o.OnlineDPOConfig('x', gradient_accumulation_steps=4)"
+    assert found(script(tmp_path, text))["trl-online-dpo-accumulation"].certain
 
 
 def test_the_command(tmp_path):

@@ -14,7 +14,7 @@ from parity.errors import UsageError
 from parity.results.ledger import Entry, Ledger
 from parity.results.report.known import releases
 from parity.results.user import SEVERITIES
-from parity.tools.advice.read import from_script, from_trainer, from_yaml
+from parity.tools.advice.read import KNOWN, from_script, from_trainer, from_yaml
 from parity.tools.advice.settings import LIBRARIES, Run, Unknown, holds
 
 
@@ -52,7 +52,7 @@ class Advice:
 
     def _lines(self) -> Iterator[str]:
         trainer = (
-            " or ".join(self.run.trainers) if not self.run.certain else next(iter(self.run.trainers), "no trainer seen")
+            next(iter(self.run.trainers), "no trainer of TRL") if self.run.certain else " or ".join(self.run.trainers)
         )
         installed = ", ".join(f"{name} {version}" for name, version in _installed())
         yield f"{self.run.name}: {trainer}; {installed}"
@@ -64,11 +64,12 @@ class Advice:
 def check(source: Any, trainer: str | None = None, ledger: Path | None = None) -> list[Advice]:
     """The known findings that the settings of a run meet; nothing is changed, and no code of a file is executed.
 
-    `source` is a constructed trainer, or the path of a YAML file of settings (as `trl grpo --config` takes it) or of a
-    Python script; `trainer` names the trainer class where the file leaves that open. One `Advice` a trainer.
+    `source` is a constructed trainer, or the path of a file of settings (YAML as `trl grpo --config` takes it, JSON as a
+    config's `to_json_string` gives it) or of a Python script; `trainer` names the trainer class where the file leaves
+    that open. One `Advice` a trainer.
 
     Raises:
-        UsageError: for a file that cannot be read, or is neither YAML nor Python.
+        UsageError: for an unknown trainer, a file that cannot be read or is none of these, a script without a trainer.
     """
     entries = Ledger.load(ledger or data.ledger_file()).entries
     return [_advise(run, entries) for run in _runs(source, trainer)]
@@ -77,14 +78,18 @@ def check(source: Any, trainer: str | None = None, ledger: Path | None = None) -
 def _runs(source: Any, trainer: str | None) -> list[Run]:
     if not isinstance(source, str | os.PathLike):
         return [from_trainer(source)]
-    path = Path(source)
+    path, names = Path(source), [f"{name}Trainer" for name in KNOWN]
+    if trainer not in (None, *names):
+        raise UsageError(f"trainer {trainer!r} is unknown, choose from {', '.join(names)}")
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in (".yaml", ".yml", ".json"):
         return [from_yaml(path, trainer)]
     if path.suffix == ".py":
         return from_script(path, trainer)
-    raise UsageError(f"{path}: expected a .yaml file of settings or a .py script")
+    pickled = "; a pickle runs code when it is read: write trainer.args.to_json_string() to a .json file"
+    told = f"{path}: expected a .yaml or .json file of settings or a .py script"
+    raise UsageError(told + (pickled if path.suffix in (".bin", ".pkl", ".pt") else ""))
 
 
 def _advise(run: Run, entries: tuple[Entry, ...]) -> Advice:

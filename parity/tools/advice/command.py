@@ -13,7 +13,7 @@ def main() -> int:
     command = parser.add_subparsers(required=True).add_parser(
         "check", help="read a file, change nothing, execute nothing"
     )
-    command.add_argument("file", help="config.yaml or script.py")
+    command.add_argument("file", help="config.yaml, args.json or script.py")
     command.add_argument("--trainer", help="the trainer class, where the file does not say: GRPOTrainer")
     given = parser.parse_args()
     try:

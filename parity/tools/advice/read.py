@@ -18,13 +18,13 @@ ALIASES = {"lora_modules_to_save": "modules_to_save", "activation_checkpointing"
 
 
 def from_yaml(path: Path, trainer: str | None) -> Run:
-    """The config of `trl grpo --config path` and the like. Without `trainer`, those that know most of its settings."""
+    """What `trl grpo --config path` takes, or a config's `to_json_string`. Without `trainer`, those that know most of it."""
     import yaml
 
     try:
-        given = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not a readable YAML file: {error}") from None
+        given = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, ValueError) as error:
+        raise UsageError(f"{path}: not a readable {path.suffix} file: {error}") from None
     if not isinstance(given, dict):
         raise UsageError(f"{path}: expected a table of settings")
     args = {ALIASES.get(str(k), str(k)): v for k, v in given.items()}
@@ -57,7 +57,7 @@ def _model(name: str) -> str | Unknown:
 
 
 def from_script(path: Path, trainer: str | None) -> list[Run]:
-    """One run for each trainer that the script constructs, or one without a trainer."""
+    """One run for each trainer that the script constructs, or makes the arguments of."""
     try:
         tree = ast.parse(path.read_text(), str(path))
     except (SyntaxError, ValueError) as error:
@@ -67,8 +67,7 @@ def from_script(path: Path, trainer: str | None) -> list[Run]:
     models = tuple(_model(m) if isinstance(m, str) else m for m in script.models())
     shared = Run(str(path), models=models, imports=script.imports, uses=script.uses)
     if not names:
-        args, opened = script.args(None)
-        return [dataclasses.replace(shared, args=args, open=opened)]
+        raise UsageError(f"{path}: it makes no trainer; if another file does, name that (--trainer GRPOTrainer)")
     runs = []
     for name in names:
         args, opened = script.args(name.removesuffix("Trainer") + "Config")
@@ -99,7 +98,7 @@ class _Script:
         return self.renamed.get(name, name)
 
     def trainers(self) -> set[str]:
-        """The trainer classes that are called, a class of the script by the one that it extends."""
+        """The trainer classes that are called, a class of the script by the one that it extends; else those of configs."""
         bases = {
             c.name: [b.id if isinstance(b, ast.Name) else getattr(b, "attr", "") for b in c.bases] for c in self.classes
         }
@@ -110,15 +109,16 @@ class _Script:
                 name = self.renamed.get(bases[name][0], bases[name][0])
             if name.endswith("Trainer") and name != "Trainer":
                 found.add(name)
-        return found
+        called = {self.called(call) for call in self.calls}
+        return found or {f"{name}Trainer" for name in KNOWN if f"{name}Config" in called}
 
-    def args(self, config: str | None) -> tuple[dict[str, Any], str]:
+    def args(self, config: str) -> tuple[dict[str, Any], str]:
         """The keywords of the config's calls and of PEFT's; and why others may be set, empty where none can be."""
         found: dict[str, Any] = {}
         opened = ""
         calls = [c for c in self.calls if self.called(c).endswith(("Config", "Arguments"))]
         exact = [c for c in calls if self.called(c) in (config, "LoraConfig", "BitsAndBytesConfig")]
-        if config is not None and not any(self.called(c) == config for c in calls):
+        if not any(self.called(c) == config for c in calls):
             opened = f"the script does not call {config}"
             exact = calls
         for call in exact:
