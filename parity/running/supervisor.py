@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from parity.errors import UsageError
 from parity.judging import faults
 from parity.process import interpreter
-from parity.results.row import Row, Verdict
+from parity.results.row import STOPPED, Row, Verdict
 from parity.running import cpu_limit, gpu
 from parity.running.deck import Deck
 from parity.running.events import At, Event, Judged, Lost, Retired, ShardDone, Started, genuine
@@ -49,8 +49,8 @@ class Worker:
     `last`: when it said something last; `computed`: its CPU time when it had been silent since, None before that.
     `kept`: rows of the implementation that runs, passed on when it is done, so that none is there twice when it runs
     again in a fresh process; `done`: (case, implementation) pairs passed on since the case `at` began. `retried`: pairs
-    that had a second chance; `retired`: the pair after which the process asked for a successor;
-    `again`: its first case was begun before. `streams`: what the process has drawn from.
+    that had a second chance, with what a lost CUDA context said; `retired`: the pair after which the process asked for a
+    successor; `again`: its first case was begun before. `streams`: what the process has drawn from.
     """
 
     plan: dict[str, Any]
@@ -66,7 +66,7 @@ class Worker:
     finished: bool = False
     kept: list[Judged] = dataclasses.field(default_factory=list)
     done: set[tuple[str, str]] = dataclasses.field(default_factory=set)
-    retried: set[tuple[str, str] | None] = dataclasses.field(default_factory=set)
+    retried: dict[tuple[str, str] | None, str] = dataclasses.field(default_factory=dict)
     retired: Retired | None = None
     again: bool = False
     blocking: bool = False
@@ -82,8 +82,9 @@ def run(plans: Sequence[dict[str, Any]], deck: Deck, timeout: float, first_timeo
     An implementation that is silent for `timeout` seconds of CPU time (the first of a process: `first_timeout`, it
     imports), or on the clock for SLEEPING times as many asleep or `cpu_limit.BACKSTOP` times as many in any case, is
     killed: its row is timed-out. A process that ends before it is done is given one more chance, for it may have been
-    ended from outside; the second time its row is crashed. Either way a new process goes on behind the case, without that
-    implementation on it. A finding that ends its process is not looked at again.
+    ended from outside; the second time its row is crashed, and a CUDA context that was lost once only is crashed too.
+    Then a new process goes on behind the case, without that implementation on it. A finding that ends its process is not
+    looked at again.
     """
     with watching(plans, deck) as watch:
         yield from watch.follow(timeout, first_timeout)
@@ -220,6 +221,7 @@ class Watch:
         for judged in worker.kept:
             worker.done.add((judged.row.case, judged.row.implementation))
             yield shard, judged
+        yield from self.not_again(worker, shard)
         worker.kept.clear()
         match event:
             case Started():
@@ -237,6 +239,23 @@ class Watch:
             case Retired():
                 worker.retired = event
         yield shard, event
+
+    def not_again(self, worker: Worker, shard: Shard) -> Iterator[Told]:
+        """A row for what lost a CUDA context and came back the second time: a race, or a fault that waiting hides."""
+        at = worker.started
+        first = worker.retried.get((at.case, at.implementation)) if at else None
+        if at is None or not first or any(one.row.verdict in STOPPED for one in worker.kept):
+            return
+        worker.retried[at.case, at.implementation] = ""
+        message = f"{first}; not again{f' with {faults.BLOCKING}=1' if worker.blocking else ''}"
+        yield shard, Judged(lost_row(at, "crashed", message, worker.plan["device"]), lost=True)
+        self.hold(at.implementation)
+
+    def hold(self, implementation: str, out: bool = False) -> None:
+        """One more loss of a worker to this implementation; after THRICE, or `out`, it is left out of all further cases."""
+        self.losses[implementation] += 1
+        if out or self.losses[implementation] >= THRICE:
+            self.excluded.append(implementation)
 
     def given_up(self, worker: Worker, message: str) -> Iterator[Told]:
         """A worker that is not started again, and its shard."""
@@ -264,7 +283,7 @@ class Watch:
         skip = shard.skip
         once_more = verdict == "crashed" and not retired and pair not in worker.retried
         if once_more:
-            worker.retried.add(pair)
+            worker.retried[pair] = message if faults.says(message) else ""
         else:
             worker.restarts += 1
             if pair is None or worker.restarts > MAX_RESTARTS:
@@ -273,9 +292,7 @@ class Watch:
             if started is not None and not retired and pair not in worker.done:
                 yield shard, Judged(lost_row(started, verdict, message, worker.plan["device"]), lost=True)
             skip = (*skip, pair)
-            self.losses[pair[1]] += 1
-            if out or self.losses[pair[1]] >= THRICE:
-                self.excluded.append(pair[1])
+            self.hold(pair[1], out)
         worker.again = last is not None
         worker.shard = replace(shard, resume=worker.at, done=tuple(sorted(worker.done)), skip=skip)
         self.start(worker, blocking=once_more)
