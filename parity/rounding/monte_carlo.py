@@ -180,14 +180,14 @@ class MonteCarlo(TorchDispatchMode):
             )
         return noisy
 
-    def _grid(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
-        """x rounded to the bits of `dtype`, subnormals to its quantum, on a grid stretched at random, one a replica.
+    def _grid(self, x: torch.Tensor, dtype: str, stretch: torch.Tensor | None = None) -> torch.Tensor:
+        """x rounded to the bits of `dtype`, subnormals to its quantum, on a grid stretched, at random unless told.
 
         In a narrow dtype equal values round equally and close ones alike: logits saturated by a softcap tie exactly, a
         nearly flat distribution moves as one, and a thousand equal probabilities of 3.6 quanta all become 4.
         Independent noise never does that.
         """
-        stretch = self._stretch(x)
+        stretch = self._stretch(x) if stretch is None else stretch
         scaled = x * stretch
         carry = scaled * (UNIT_ROUNDOFF[dtype] * 2.0**53 + 1)  # Veltkamp's splitting: the leading bits of x
         carry.sub_(carry - scaled)
@@ -232,14 +232,18 @@ class MonteCarlo(TorchDispatchMode):
         return out
 
     def _added(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """a·b as partial products of `partial_terms` terms, each rounded and added to what is stored, in any order."""
+        """a·b as partial products of `partial_terms` terms, each rounded and added to what is stored, in any order.
+
+        On one grid: a part below half a unit of the total is lost and adds no rounding, so the error is no random walk.
+        """
         pieces = -(-a.shape[-1] // self.recipe.partial_terms)
         parts = torch.stack([p if p.dim() == 3 else p.unsqueeze(0) for p in split(a, b, pieces)])
         order = self.noise.like(parts.new_empty(parts.shape[:2])).argsort(0)
         parts = parts.gather(0, order[..., None, None].expand_as(parts))
         total = torch.zeros_like(parts[0])
+        dtype, stretch = self.recipe.accumulate, self._stretch(total)
         for part in parts:
-            total = self._grid(total + self._grid(part, self.recipe.accumulate), self.recipe.accumulate)
+            total = self._grid(total + self._grid(part, dtype, stretch), dtype, stretch)
         return total if a.dim() == 3 else total[0]
 
     def u_partial(self) -> float:

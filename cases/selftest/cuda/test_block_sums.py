@@ -2,14 +2,14 @@
 
 import dataclasses
 
+import pytest
 import torch
 
 from fixtures.pretended_cuda import pretended
 from parity.implementations import cce
 from parity.implementations.implementation import Implementation
-from parity.judging.assess import Bench, confirmed, judge_all
+from parity.judging.assess import Bench, judge_all
 from parity.judging.execute import execute
-from parity.judging.settle import CONFIRMATION
 from parity.registry import family, load
 
 
@@ -48,18 +48,19 @@ def kernel(order=1, factor=1.0):
     return Implementation("blocks", "logprobs", "candidate", call, cce._kernel)
 
 
-def test_a_twentieth_of_a_gradient_is_caught_at_a_large_vocabulary():
-    """With the number of blocks alone, as the recipe once had it, 4 % agreed here and 10 % at larger vocabularies."""
+@pytest.mark.parametrize(("size", "width", "peak"), [(8_200, 64, 4.0), (32_769, 4, 12.0)])
+def test_a_tenth_of_a_gradient_is_caught_at_any_vocabulary(size, width, peak):
+    """In bfloat16; with thousands of blocks where few of them carry the gradient: honest kernels err by several percent else."""
     fam = family("logprobs")
-    case = fam.case(3, "bf16", {"B": 1, "T": 1, "V": 8200, "H": 64, "peak": 4.0, "grad": "hidden"})
+    case = fam.case(3, "bf16", {"B": 1, "T": 1, "V": size, "H": width, "peak": peak, "grad": "hidden"})
     with pretended():
         bench = Bench.of(fam, case, "cuda")
         for order in (1, -1):  # whichever block comes last
             honest = kernel(order)
-            found = confirmed(bench, honest, execute(honest, bench.inputs))
-            assert all(j.agrees for j in found.values()), {n: j.gates for n, j in found.items()}
-        wrong = kernel(factor=0.965)
-        found = judge_all(bench, wrong, execute(wrong, bench.inputs), wrong.recipe_for(bench.inputs), CONFIRMATION)
+            found = judge_all(bench, honest, execute(honest, bench.inputs), honest.recipe_for(bench.inputs))
+            assert all(j.headroom < 0.7 for j in found.values()), {n: j.gates for n, j in found.items()}
+        wrong = kernel(factor=0.9)
+        found = judge_all(bench, wrong, execute(wrong, bench.inputs), wrong.recipe_for(bench.inputs))
     assert not found["grad_hidden"].agrees
 
 

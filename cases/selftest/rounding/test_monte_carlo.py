@@ -410,3 +410,12 @@ def test_equal_terms_of_a_sum_round_the_same_way():
         spread = torch.stack([under_seed(k, lambda v: torch.log_softmax(v, -1), z) - exact for k in range(8)])
         found.append(float(real / spread.abs().amax((1, 2)).square().mean().sqrt()))
     assert 0.05 < max(found) < 2
+
+
+def test_what_is_lost_in_a_sum_of_blocks_adds_no_rounding():
+    """One large part among 255 far below half a unit of it: it and its first sum are rounded, however many follow."""
+    mode = MonteCarlo(Recipe(accumulate="bf16", partials=256, partial_terms=1), "bf16", 1)
+    parts = torch.full((16, 1, 256), 2.0**-14)
+    parts[..., 0] = 1.0
+    total = mode._added(parts.double(), torch.ones(16, 256, 1, dtype=torch.float64))
+    assert float((total - 1).abs().amax()) <= 2 * 2.0**-8 + 255 * 2.0**-14

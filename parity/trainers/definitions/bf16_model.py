@@ -36,10 +36,10 @@ class BackboneRounding(StepRounding):
     def rounded(self, out: Tensor, dtype: str | None = None) -> Tensor:
         return super().rounded(out, dtype or ("fp32" if self.wide else "bf16"))
 
-    def _grid(self, x: Tensor, dtype: str) -> Tensor:
+    def _grid(self, x: Tensor, dtype: str, stretch: Tensor | None = None) -> Tensor:
         """As it is beyond the dtype's range: the mask of a float64 model is the smallest float64, which has no neighbour."""
         beyond = x.abs() > LARGEST[dtype]
-        return torch.where(beyond, x, super()._grid(torch.where(beyond, 0.0, x), dtype))
+        return torch.where(beyond, x, super()._grid(torch.where(beyond, 0.0, x), dtype, stretch))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
