@@ -14,8 +14,17 @@ from typing import Any
 
 WATCHED = "PARITY_WATCHED"
 """Environment variable by which a child is told where to report to: "DESCRIPTOR:NONCE:PID OF THE PARENT"."""
+PACKAGES = ("site-packages", "dist-packages")
+"""Where pip installs; the second is that of Debian's own Python."""
 _PR_SET_PDEATHSIG = 1
 _told: tuple[int, str, int] | None = None
+
+
+def packaged(file: str) -> str | None:
+    """`package/module.py` of an installed file; None for one that is not in PACKAGES."""
+    parts = Path(file).parts
+    at = next((i for i, part in enumerate(parts) if part in PACKAGES), None)
+    return None if at is None else "/".join(parts[at + 1 :])
 
 
 def interpreter(target: str) -> list[str]:

@@ -15,13 +15,13 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from parity.case.inputs import Inputs
 from parity.errors import Unsupported, UsageError
+from parity.process import packaged
 from parity.recipe import IEEE_FP32, Recipe
 from parity.rounding import products
 
@@ -137,7 +137,7 @@ def origin(distribution: str) -> str | None:
     except (ImportError, ValueError):
         return None
     found = str(getattr(module, "__file__", None) or getattr(spec, "origin", None) or "")
-    return found if found and not {"site-packages", "dist-packages"} & set(Path(found).parts) else None
+    return found if found and packaged(found) is None else None
 
 
 REGISTRY: dict[str, Implementation] = {}

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +21,13 @@ from parity.case.inputs import Inputs
 from parity.errors import HarnessError, OracleError, Returned, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
 from parity.judging import faults
+from parity.process import packaged
 from parity.rounding.oracle import gradient_name
 from parity.timings import within
 from parity.world.state import matmul_precision
 
 OWN = str(Path(parity.__file__).parent)
+STDLIB = sysconfig.get_path("stdlib")
 REFUSALS = (ValueError, NotImplementedError, AssertionError, TypeError, KeyError)
 
 
@@ -307,13 +310,12 @@ def _on_purpose(error: BaseException) -> bool:
 
 def _is_library(filename: str) -> bool:
     """A frame of code under test: not the standard library, torch, triton or the harness."""
-    parts = Path(filename).parts
     if filename.startswith((OWN, "<")):
         return False
-    foreign = {"torch", "triton", "importlib", "contextlib.py", "threading.py"}
-    return ("site-packages" not in parts and "lib" not in parts) or (
-        "site-packages" in parts and not foreign & set(parts)
-    )
+    inside = packaged(filename)
+    if inside is None:
+        return not filename.startswith(STDLIB)
+    return not {"torch", "triton", "importlib", "contextlib.py", "threading.py"} & set(inside.split("/"))
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from parity.process import packaged
+
 STICKY = (
     "device-side assert triggered",
     "an illegal memory access was encountered",
@@ -35,14 +37,19 @@ def sticky(error: BaseException) -> bool:
         text = str(error)
     except Exception:  # an error of a user's that has no words for itself
         return False
-    return ("CUDA" in text or "cuda" in type(error).__module__) and any(words in text for words in STICKY)
+    return says(f"CUDA: {text}" if "cuda" in type(error).__module__ else text)
+
+
+def says(text: str) -> bool:
+    """Whether these are words of a lost CUDA context."""
+    return "CUDA" in text and any(words in text for words in STICKY)
 
 
 def place(error: BaseException, theirs: Callable[[str], bool]) -> str:
     """`file:line function` of the deepest frame of which `theirs` is true, or of the deepest."""
     frames = traceback.extract_tb(error.__traceback__)
     found = [f for f in frames if theirs(f.filename)] or list(frames)
-    file = found[-1].filename.rpartition("/site-packages/")[2] if found else ""
+    file = packaged(found[-1].filename) or found[-1].filename if found else ""
     return f"{file}:{found[-1].lineno} {found[-1].name}" if found else ""
 
 

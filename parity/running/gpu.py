@@ -9,12 +9,14 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from parity.process import environment
+from parity.process import environment, packaged
 
+OWN, STDLIB = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 START_APART = 2.0
 """Seconds between the starts of two workers on CUDA: each imports for seconds and makes a context of its own."""
@@ -108,8 +110,7 @@ def where(process: subprocess.Popen[str], errors: Path, seconds: float = 2.0) ->
         time.sleep(0.05)
     time.sleep(0.05)
     frames = re.findall(r'File "(.+)", line (\d+) in (.+)', errors.read_text(errors="replace")[had:])
-    theirs = [
-        f for f in frames if not re.search(r"/(torch|triton|parity)/|/lib/python[\d.]+/(?!site-packages)|<", f[0])
-    ]
+    other = rf"-packages/(torch|triton)/|^({re.escape(OWN)}|{re.escape(STDLIB)})/(?!\w+-packages/)|<"
+    theirs = [f for f in frames if not re.search(other, f[0])]
     file, line, name = next(iter(theirs or frames), ("", "", ""))
-    return f"; in {file.rpartition('/site-packages/')[2]}:{line} {name}" if file else ""
+    return f"; in {packaged(file) or file}:{line} {name}" if file else ""

@@ -275,11 +275,11 @@ def _put_tables(value: tuple[dict[Any, Any], ...]) -> None:
 
 
 def _finders() -> tuple[Any, ...]:
-    """What finds modules; not what a package of site-packages added when it was imported."""
+    """What finds modules; not what an installed package added when it was imported."""
 
     def installed(finder: Any) -> bool:
         kind = finder if isinstance(finder, type) else type(finder)
-        return "site-packages" in str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
+        return "-packages" in str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
 
     return tuple(f for f in sys.meta_path if not installed(f)), tuple(sys.path_hooks)
 

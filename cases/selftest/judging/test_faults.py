@@ -1,9 +1,12 @@
 """Which errors of CUDA end its context, and which do not."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from parity.judging import faults
+from parity import process
+from parity.judging import execute, faults
 
 
 @pytest.mark.parametrize(
@@ -20,3 +23,18 @@ from parity.judging import faults
 )
 def test_what_ends_a_context(error, ends):
     assert faults.sticky(error) is ends
+
+
+@pytest.mark.parametrize("packages", ["site-packages", "dist-packages"])
+def test_a_library_is_one_wherever_pip_put_it(packages):
+    """Debian's own Python has dist-packages."""
+    folder = f"/usr/local/lib/python3.12/{packages}"
+    assert execute._is_library(f"{folder}/trl/losses.py") and not execute._is_library(
+        f"{folder}/torch/nn/functional.py"
+    )
+    assert (
+        process.packaged(f"{folder}/trl/losses.py") == "trl/losses.py"
+        and process.packaged("/home/me/lib/mine.py") is None
+    )
+    assert execute._is_library("/home/me/lib/mine.py")
+    assert not execute._is_library(execute.__file__) and not execute._is_library(dataclasses.__file__)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from parity.process import packaged
 from parity.tools.issue import sources as located
 
 NOT_READ = "not read in "
@@ -77,9 +78,9 @@ def raised(error: BaseException) -> str:
     """`package/module.py:line` of the deepest frame of a library, or of our own fixes, from which an exception came."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        parts = Path(frame.filename).parts
-        if "site-packages" in parts and "torch" not in parts:
-            return f"{'/'.join(parts[parts.index('site-packages') + 1 :])}:{frame.lineno}"
+        parts, inside = Path(frame.filename).parts, packaged(frame.filename)
+        if inside and "torch" not in parts:
+            return f"{inside}:{frame.lineno}"
         if parts[-3:-1] == ("parity", "fixes"):
             return f"{'/'.join(parts[-3:])}:{frame.lineno}"
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
