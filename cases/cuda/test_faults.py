@@ -7,9 +7,13 @@ import torch
 
 from parity import data
 from parity.running import supervisor
+from parity.running.deck import Deck
 from parity.running.events import Judged, Lost
+from parity.running.plan import Shard
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEVICE, CASES = "cuda", 8
 
 
 @pytest.mark.parametrize(
@@ -17,13 +21,13 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
     [
         ("asserts", "crashed", r"device-side assert triggered, at .*fixtures/"),
         ("writes_far_away", "crashed", r"illegal memory access was encountered, at .*fixtures/cuda_faults\.py"),
-        ("takes_too_much", "out-of-memory", "out of memory"),
+        ("takes_too_much", "out-of-memory", "memory"),
         ("hangs", "timed-out", r"no answer for .*fixtures/cuda_faults\.py:\d+ hangs"),
     ],
 )
 def test_a_fault_is_one_verdict_and_the_run_goes_on(name, verdict, said, tmp_path):
     plan = {
-        "device": "cuda",
+        "device": DEVICE,
         "threads": 1,
         "profile": "quick",
         "dtypes": ["fp32"],
@@ -32,13 +36,13 @@ def test_a_fault_is_one_verdict_and_the_run_goes_on(name, verdict, said, tmp_pat
         "ledger": str(data.ledger_file()),
         "findings": str(tmp_path / "findings"),
         "frozen": [],
-        "shards": [{"family": "logprobs", "index": 0, "count": 8, "seed": 1}],
     }
-    events = list(supervisor.run([plan], 30.0, 300.0))
+    shard = Shard(family="logprobs", kind="drawn", count=CASES, of=CASES, seed=1)
+    events = [event for _, event in supervisor.run([plan], Deck([shard]), 30.0, 300.0)]
     rows = [e.row for e in events if isinstance(e, Judged)]
     failed = [r for r in rows if r.verdict not in ("agree", "unsupported")]
     assert failed and {(r.implementation.rpartition(":")[2], r.verdict) for r in failed} == {(name, verdict)}
     assert all(re.search(said, r.message) for r in failed), [r.message for r in failed]
     right = [r for r in rows if r.implementation.endswith(":right")]
-    assert {r.verdict for r in right} == {"agree", "unsupported"} and len({r.case for r in right}) == 8
+    assert {r.verdict for r in right} == {"agree", "unsupported"} and len({r.case for r in right}) == CASES
     assert not [e for e in events if isinstance(e, Lost)]

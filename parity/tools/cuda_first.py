@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from parity.results.row import Row
 from parity.running import gpu
@@ -22,6 +23,8 @@ from parity.running.provenance import header
 LIMIT = 600.0
 NOTHING = 3
 REPORTS = Path("reports/cuda-first")
+PLAIN = ("-o", "addopts=--import-mode=importlib -ra -p no:cacheprovider")
+"""Where a plugin of the tests is missing, its options are no error."""
 FROZEN = ("one-token", "policy-window", "divergence-window")
 
 
@@ -55,8 +58,13 @@ def steps() -> tuple[FirstHourCommand, ...]:
         out.append(FirstHourCommand(f"quick {name}", run, folder / "results.ndjson"))
     alarms = (sys.executable, "-m", "parity.selftest.false_alarms", "--device", "cuda", "--cases", "60")
     out.append(FirstHourCommand("false alarms", alarms))
-    pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    out += [FirstHourCommand(name, (*pytest, f"cases/cuda/test_{name}.py")) for name in ("faults", "large", "contexts")]
+    pytest = (sys.executable, "-m", "pytest", "-q", *PLAIN)
+    out += [
+        FirstHourCommand(
+            " ".join(words), (*pytest, f"cases/cuda/test_{words[0]}.py", *(("-k", words[1]) if words[1:] else ()))
+        )
+        for words in (["faults"], ["large", "vocabularies"], ["large", "beyond"], ["large", "lock"], ["contexts"])
+    ]
     out.append(
         FirstHourCommand("filter and replicas", (sys.executable, "-m", "parity.tools.large", "--device", "cuda"))
     )
@@ -107,6 +115,15 @@ def page(about: dict[str, object], done: Sequence[Done], rows: Sequence[Row]) ->
     return "\n".join(lines)
 
 
+def described() -> dict[str, Any]:
+    """The header of a run, or where the device does not even answer the probes, what it said."""
+    try:
+        found: dict[str, Any] = header("cuda-first", "cuda", "quick", 0).to_json()["header"]
+        return found
+    except RuntimeError as error:
+        return {"device_name": "cuda", "error": str(error).replace("\n", " ")}
+
+
 def main(folder: Path = Path("docs/results")) -> int:
     """0 when the page is written, whatever the steps came to; 3 on a machine without a usable GPU, which it says."""
     import torch
@@ -116,7 +133,7 @@ def main(folder: Path = Path("docs/results")) -> int:
         return NOTHING
     from parity.results.report.rows import read
 
-    about = header("cuda-first", "cuda", "quick", 0).to_json()["header"]
+    about = described()
     done: list[Done] = []
     rows: list[Row] = []
     today = datetime.datetime.now(datetime.UTC).date()

@@ -1,6 +1,9 @@
 """The first hour: its steps are commands that exist, none stops the others, and without a GPU it says so and ends in 3."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 from click.testing import CliRunner
 
@@ -9,6 +12,8 @@ from parity.results.row import Row
 from parity.running.find import find
 from parity.tools import cuda_first
 from parity.tools.cuda_first import Done, FirstHourCommand
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_without_a_gpu(capsys, tmp_path):
@@ -53,3 +58,24 @@ def test_the_page_tells_cuda_from_the_cpu():
     assert "Compared on CUDA: 1 implementation-cases; on the CPU: 1." in text
     assert "| x | norm | 2 | 0.5 | 0.5 | 0.5 |" in text and "| y |" not in text
     assert "doctor: ran past its limit, 600 s" in text
+
+
+def test_a_device_that_answers_no_probe_stops_nothing(monkeypatch):
+    def broken(*args):
+        raise RuntimeError("CUDA error: busy\nadvice")
+
+    monkeypatch.setattr(cuda_first, "header", broken)
+    assert cuda_first.described() == {"device_name": "cuda", "error": "CUDA error: busy advice"}
+
+
+def test_without_a_network_nothing_is_installed():
+    """The first hour with what the box has; one command, as the page says it."""
+    line = "make cuda-first VENV=0 PYTHON=python3"
+    assert line in (ROOT / "docs/cuda.md").read_text()
+    done = subprocess.run(
+        [*line.split(), "-n"], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"MAKEFLAGS": ""}
+    )
+    commands = [c.strip() for c in done.stdout.splitlines()]
+    assert commands[-1] == "python3 -m parity.tools.cuda_first" and done.returncode == 0
+    assert not [c for c in commands if "pip" in c or "uv " in c or "constraints" in c or "-m venv" in c], commands
+    assert all("--check" in c or c == commands[-1] for c in commands), commands

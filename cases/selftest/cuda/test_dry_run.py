@@ -1,0 +1,128 @@
+"""What cases/cuda does on a GPU box, here on the pretended device and smaller: a mistake in it costs no hour there."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases.cuda import test_contexts, test_faults, test_large
+from fixtures.pretended_cuda import pretended
+from parity.implementations.implementation import Implementation
+from parity.registry import load
+
+ROOT = Path(__file__).parents[3]
+RIGHT = {"logprobs": "trl.selective_log_softmax", "policy": "trl.GRPOTrainer", "divergence": "trl.generalized_jsd_loss"}
+SHAPES = {"B": 2, "T": 3, "V": 11, "H": 4}
+
+
+class Graph:
+    """What is captured has run; a replay gives the same."""
+
+    def replay(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    """The pretended device, on which nothing compiles or is captured, and one implementation of each family."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(test_contexts, "SETTINGS", {n: s | SHAPES for n, s in test_contexts.SETTINGS.items()})
+    monkeypatch.setattr(test_contexts, "chosen", lambda name: [load()[RIGHT[name]]])
+    monkeypatch.setattr(test_large, "ours", lambda: [load()[RIGHT["logprobs"]]])
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_contexts_of_each_family(name, monkeypatch):
+    assert test_contexts.SETTINGS.keys() == RIGHT.keys()
+    if name in test_contexts.COMPILED:
+        with pretended(), monkeypatch.context() as patch:
+            patch.setattr(torch, "compile", lambda call: call)
+            test_contexts.test_inductor(name, "bf16")
+    with pretended():
+        test_contexts.test_deterministic_algorithms(name, monkeypatch)
+        test_contexts.test_float32_master_weights_under_autocast(name)
+        if name == "logprobs":
+            test_contexts.test_a_captured_graph_gives_the_same(load()[RIGHT[name]])
+
+
+def test_sizes(monkeypatch):
+    monkeypatch.setattr(test_large, "SIZE", 11)
+    monkeypatch.setattr(test_large, "ROWS", 9)
+    with pretended():
+        test_large.test_real_vocabularies(11, "fp32")
+        test_large.test_beyond_2_31_logits("trl.selective_log_softmax")
+
+
+def test_too_much_memory(tmp_path, monkeypatch):
+    """The body of the tests of faults, with the one fault that a CPU has."""
+    monkeypatch.setattr(test_faults, "DEVICE", "cpu")
+    test_faults.test_a_fault_is_one_verdict_and_the_run_goes_on(
+        "takes_too_much", "out-of-memory", "memory", tmp_path, "cpu"
+    )
+
+
+class Adds(torch.autograd.Function):
+    """Log-probs whose hidden gradient is added block by block to float16 memory; the addition number `lost` is not stored."""
+
+    @staticmethod
+    def forward(ctx, h, w, ids, lost):
+        logps = torch.log_softmax(h.float() @ w.float().mT, -1)
+        ctx.save_for_backward(h, w, ids, logps)
+        ctx.lost = lost
+        return logps.gather(-1, ids[:, None])[:, 0]
+
+    @staticmethod
+    def backward(ctx, g):
+        h, w, ids, logps = ctx.saved_tensors
+        d = (-logps.exp() + torch.nn.functional.one_hot(ids, len(w))) * g[:, None]
+        d = d.half().float()
+        total = torch.zeros_like(h)
+        for number, (part, rows) in enumerate(zip(d.split(64, 1), w.float().split(64), strict=True)):
+            total = total if number == ctx.lost else total + (part @ rows).half()
+        return total, (d.mT @ h.float()).half(), None, None
+
+
+@pytest.mark.parametrize("lost", [None, 0, 3])
+def test_an_addition_that_a_broken_lock_loses_is_seen(lost, monkeypatch):
+    """In the third of its turns; cut-cross-entropy's own kernels, one program after another, lose none."""
+    turns = iter(range(9))
+
+    def call(x):
+        gone = lost if next(turns) == 2 else None
+        return {"logps": Adds.apply(x.hidden[0], x.weight, x.ids[0], gone)[None]}
+
+    monkeypatch.setattr(test_large, "DEVICE", "cpu")
+    monkeypatch.setattr(test_large, "TOKENS", 32)
+    monkeypatch.setattr(test_large, "TURNS", 3)
+    planted = Implementation("planted", "logprobs", "candidate", call)
+    if lost is None:
+        test_large.test_the_spin_lock_200_times(256)
+    monkeypatch.setattr(test_large, "load", lambda: {"cce.unfiltered": planted})
+    expected = (
+        pytest.raises(AssertionError, match="turn 2: 32 tokens") if lost is not None else contextlib.nullcontext()
+    )
+    with expected:
+        test_large.test_the_spin_lock_200_times(256)
+
+
+@pytest.mark.skipif(
+    "cce.unfiltered" not in load() or load()["cce.unfiltered"].missing() is not None, reason="needs cut-cross-entropy"
+)
+def test_the_locked_addition_as_compiled_has_its_barriers():
+    """Its source has none before the release (a later version has); Triton puts one before and after every atomic."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fixtures.compiled"], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    order = re.findall(r"bar\.sync|atom\.\S*cas|atom\.\S*exch|ld\.global(?=.*evict_last)|st\.global", done.stdout)
+    kinds = [re.sub(r"atom\.\S*(cas|exch)", r"\1", one) for one in order]
+    short = "".join({"bar.sync": "|", "cas": "c", "exch": "x", "ld.global": "l", "st.global": "s"}[k] for k in kinds)
+    assert re.search(r"c\|+l+s+\|+x", short), short
+    assert all("gpu" in one and ("acq_rel" in one or "release" in one) for one in order if one.startswith("atom"))
