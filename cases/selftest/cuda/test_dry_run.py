@@ -62,9 +62,7 @@ def test_sizes(monkeypatch):
 def test_too_much_memory(tmp_path, monkeypatch):
     """The body of the tests of faults, with the one fault that a CPU has."""
     monkeypatch.setattr(test_faults, "DEVICE", "cpu")
-    test_faults.test_a_fault_is_one_verdict_and_the_run_goes_on(
-        "takes_too_much", "out-of-memory", "memory", tmp_path, "cpu"
-    )
+    test_faults.test_a_fault_is_one_verdict_and_the_run_goes_on("takes_too_much", "out-of-memory", "memory", tmp_path)
 
 
 class Adds(torch.autograd.Function):
