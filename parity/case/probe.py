@@ -58,7 +58,7 @@ class Probe:
         return self.names or (self.setting,)
 
 
-CALLING = ("context", "cotangent", "grad", "layout")
+CALLING = ("context", "cotangent", "grad", "layout", "layouts")
 """Settings of how a loss is called, which an audit does not ask about."""
 
 

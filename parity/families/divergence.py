@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from parity.case import layouts
 from parity.case.case import Case
 from parity.case.family import Family, Mark, Relation
 from parity.case.inputs import Inputs
@@ -229,7 +230,7 @@ def demands(x: Inputs) -> set[str]:
 def _double_cotangents(x: Inputs) -> Inputs | None:
     if x.settings.cotangent in ("zero", "scaled"):
         return None
-    return dataclasses.replace(x, cotangents={k: g * 2 for k, g in x.cotangents.items()})
+    return dataclasses.replace(x, cotangents={k: layouts.like(g * 2, g) for k, g in x.cotangents.items()})
 
 
 def _double_items(x: Inputs) -> Inputs | None:
@@ -239,10 +240,11 @@ def _double_items(x: Inputs) -> Inputs | None:
 def _garbage(x: Inputs) -> Inputs | None:
     """Other hidden states of student and teacher wherever the label is -100."""
     ignored = (x.ids == IGNORE_INDEX).unsqueeze(-1)
-    if not ignored.any() or x.settings.layout != "contiguous":
+    if not ignored.any():
         return None
-    names = [n for n in ("hidden", "teacher_hidden", "teacher_logits") if x.tensors.get(n) is not None]
-    return x.replace(**{n: torch.where(ignored, x.tensors[n].roll(1, -1) + 0.5, x.tensors[n]) for n in names})  # type: ignore[union-attr]
+    names = ("hidden", "teacher_hidden", "teacher_logits")
+    given = {n: t for n in names if (t := x.tensors.get(n)) is not None}
+    return x.replace(**{n: layouts.like(torch.where(ignored, t.roll(1, -1) + 0.5, t), t) for n, t in given.items()})
 
 
 def _build(case: Case) -> Inputs:

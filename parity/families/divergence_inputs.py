@@ -11,6 +11,7 @@ import torch
 from parity.case.case import DTYPES, Case, normal, rounded, uniform
 from parity.case.family import Family
 from parity.case.inputs import Inputs, Setting
+from parity.case.layouts import arranged
 from parity.case.stored import sizes
 from parity.errors import UsageError
 from parity.families import head, stored
@@ -168,7 +169,7 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     g = head.cotangent(case, s.cotangent, "loss", ())
     g = torch.where(g == 0, 0.5, g) if s.cotangent == "random" else g
     g = g / 64 if s.cotangent == "scaled" and case.dtype == "fp16" else g  # a float16 loss cannot carry 65,536
-    return Inputs(case, s, tensors, head.leaves(s), {"loss": g})
+    return arranged(Inputs(case, s, tensors, head.leaves(s), {"loss": g}))
 
 
 def check(case: Case, s: SimpleNamespace) -> None:

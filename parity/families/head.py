@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from parity.case import layouts
 from parity.case.case import DTYPES, Case, integers, normal, uniform
 from parity.case.family import Mark
 from parity.case.inputs import Inputs, Setting
@@ -27,7 +28,8 @@ SETTINGS = {
     "bias": Setting("none", "LM-head bias; 'banned' has -inf entries", ("none", "random", "banned")),
     "head_dtype": Setting("same", "dtype of weight and bias", ("same", "fp32")),
     "ids_dtype": Setting("int64", "dtype of the token ids", ("int64", "int32")),
-    "layout": Setting("contiguous", "memory layout of the hidden states", ("contiguous", "strided", "transposed")),
+    "layout": layouts.HIDDEN,
+    "layouts": layouts.OTHERS,
     "grad": Setting("hidden weight bias", "which tensors require a gradient"),
     "cotangent": Setting("random", "upstream gradient", ("random", "ones", "zero", "scaled", "sparse")),
     "context": Setting(
@@ -71,7 +73,7 @@ def build(case: Case, s: SimpleNamespace) -> dict[str, torch.Tensor | None]:
         banned[ids.unique()] = False
         bias = bias.masked_fill(banned, -torch.inf)
     return {
-        "hidden": laid_out(hidden, s.layout),
+        "hidden": layouts.laid_out(hidden, s.layout),
         "weight": weight,
         "bias": bias,
         "ids": ids.to(torch.int32 if s.ids_dtype == "int32" else torch.int64),
@@ -88,15 +90,6 @@ def _targets(
     if s.targets == "edge":
         return torch.where(uniform(case.seed, "edge", (s.B, s.T)) < 0.5, 0, s.V - 1)
     return ids
-
-
-def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values in the memory layout that the setting names."""
-    if layout == "strided":
-        return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
-    if layout == "transposed":
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    return x
 
 
 def leaves(s: SimpleNamespace) -> tuple[str, ...]:
@@ -220,7 +213,8 @@ def draw_head(
         "bias": draw(st.sampled_from(["none", "none", "none", "random", "random", "banned"])),
         "head_dtype": draw(st.sampled_from(["same", "same", "same", "fp32"])) if dtype != "fp32" else "same",
         "ids_dtype": draw(st.sampled_from(["int64", "int64", "int64", "int32"])),
-        "layout": draw(st.sampled_from(["contiguous", "contiguous", "contiguous", "strided", "transposed"])),
+        "layout": draw(st.sampled_from(["contiguous"] * 4 + ["strided", "transposed", "offset", "flat"])),
+        "layouts": draw(st.sampled_from(layouts.DRAWN)),
         "grad": draw(
             st.sampled_from(
                 ["hidden weight bias"] * 4 + ["hidden", "weight", "bias", "hidden bias", "weight bias", "hidden weight"]

@@ -15,6 +15,7 @@ import torch
 from parity.case.case import Case, uniform
 from parity.case.family import Family, Mark, Relation
 from parity.case.inputs import Inputs, Setting
+from parity.case.layouts import arranged, like
 from parity.families import head, stored
 from parity.families.probes import LOGPROBS
 
@@ -68,7 +69,7 @@ def build(case: Case) -> Inputs:
     if s.entropy == "gradient":
         cotangents["entropy"] = head.cotangent(case, s.cotangent, "entropy", shape)
     tensors["ignore_index"] = None  # offered by name to functions that take it; a constant, not a tensor
-    return Inputs(case, s, tensors, head.leaves(s), cotangents)
+    return arranged(Inputs(case, s, tensors, head.leaves(s), cotangents))
 
 
 def derived(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
@@ -120,11 +121,11 @@ def demands(x: Inputs) -> set[str]:
 def _double_cotangents(x: Inputs) -> Inputs | None:
     if x.settings.cotangent in ("zero", "scaled"):
         return None
-    return _with_cotangents(x, {k: g * 2 for k, g in x.cotangents.items()})
+    return _with_cotangents(x, {k: like(g * 2, g) for k, g in x.cotangents.items()})
 
 
 def _zero_cotangents(x: Inputs) -> Inputs | None:
-    return _with_cotangents(x, {k: torch.zeros_like(g) for k, g in x.cotangents.items()})
+    return _with_cotangents(x, {k: like(torch.zeros_like(g), g) for k, g in x.cotangents.items()})
 
 
 def _with_cotangents(x: Inputs, cotangents: dict[str, torch.Tensor]) -> Inputs:

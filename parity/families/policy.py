@@ -17,6 +17,7 @@ import torch
 from parity.case.case import Case
 from parity.case.family import Family, Mark, Relation
 from parity.case.inputs import Inputs
+from parity.case.layouts import like
 from parity.families import head, policy_stored
 from parity.families import policy_inputs as inputs_of
 from parity.families.probes import POLICY
@@ -282,7 +283,7 @@ def _double_advantages(x: Inputs) -> Inputs | None:
     s = x.settings
     if s.beta != 0.0 or s.entropy_coef != 0.0:
         return None  # the KL and the bonus do not scale with the advantages
-    return x.replace(advantages=x.advantages * 2)
+    return x.replace(advantages=like(x.advantages * 2, x.advantages))
 
 
 def _garbage(x: Inputs) -> Inputs | None:
@@ -292,11 +293,11 @@ def _garbage(x: Inputs) -> Inputs | None:
         return None
     tensors = {}
     if x.settings.beta == 0.0:  # exp(lp_ref - lp) of an unlikely token would overflow, mask or not
-        tensors["ids"] = torch.where(masked, (x.ids + 1) % x.settings.V, x.ids).to(x.ids.dtype)
+        tensors["ids"] = like(torch.where(masked, (x.ids + 1) % x.settings.V, x.ids).to(x.ids.dtype), x.ids)
     for name in ("old_logps", "ref_logps", "sampling_logps"):
         value = x.tensors.get(name)
         if value is not None:
-            tensors[name] = torch.where(masked, value - 3.5, value)
+            tensors[name] = like(torch.where(masked, value - 3.5, value), value)
     return x.replace(**tensors)
 
 

@@ -17,6 +17,7 @@ import torch
 from parity import recording
 from parity.case.case import Case, integers, normal, rounded, uniform
 from parity.case.inputs import Inputs, Setting
+from parity.case.layouts import arranged
 from parity.errors import UsageError
 from parity.families import head
 from parity.recipe import UNIT_ROUNDOFF
@@ -24,10 +25,12 @@ from parity.rounding.monte_carlo import exact_mark
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
+MASKS = {"int64": torch.int64, "bool": torch.bool, "fp32": torch.float32, "int32": torch.int32, "uint8": torch.uint8}
+
 SETTINGS = head.SETTINGS | {
     "lengths": Setting(None, "completion length of each row, 0 to T; none: all T"),
     "holes": Setting(False, "tool mask: tokens inside a completion that carry no loss", (False, True)),
-    "mask_dtype": Setting("int64", "dtype of the completion mask", ("int64", "bool", "fp32")),
+    "mask_dtype": Setting("int64", "dtype of the completion mask", tuple(MASKS)),
     "loss_type": Setting("grpo", "loss type", LOSS_TYPES),
     "importance_sampling_level": Setting("token", "ratio per token or per sequence", ("token", "sequence")),
     "epsilon": Setting(0.2, "lower clip ε"),
@@ -44,7 +47,9 @@ SETTINGS = head.SETTINGS | {
     "sampler": Setting("none", "sampling log-probs given, and with NaN tokens", ("none", "given", "nan")),
     "entropy_quantile": Setting(False, "keep only the tokens of highest entropy", (False, True)),
     "entropy_coef": Setting(0.0, "weight of the entropy bonus"),
-    "advantages": Setting("mixed", "signs and shape", ("mixed", "positive", "negative", "zero", "equal", "token")),
+    "advantages": Setting(
+        "mixed", "signs and shape", ("mixed", "positive", "negative", "zero", "equal", "token", "repeated")
+    ),
     "accumulation": Setting(1, "micro-batches in an optimizer step"),
     "steps_per_generation": Setting(1, "micro-batches in a generation batch"),
     "other_tokens": Setting(0, "loss tokens in the other micro-batches of the generation batch"),
@@ -82,7 +87,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     out |= {
         "lengths": lengths,
         "holes": pick(False, False, True),
-        "mask_dtype": pick("int64", "int64", "bool", "fp32"),
+        "mask_dtype": pick("int64", "int64", "bool", "fp32", "int32", "uint8"),
         "loss_type": pick(*LOSS_TYPES),
         "importance_sampling_level": pick("token", "token", "sequence"),
         "epsilon": pick(0.2, 0.2, 0.05, 0.3),
@@ -98,7 +103,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         "sampler": pick("none", "given", "nan"),
         "entropy_quantile": pick(False, False, False, True),
         "entropy_coef": pick(0.0, 0.0, 0.0, 0.01, 0.3),
-        "advantages": pick("mixed", "mixed", "positive", "negative", "zero", "equal", "token"),
+        "advantages": pick("mixed", "mixed", "positive", "negative", "zero", "equal", "token", "repeated"),
         "accumulation": pick(1, 1, 2, 5),
         "other_tokens": draw(st.sampled_from([0, 0, 7, 100])),
         "max_completion_length": pick(16, width, 512),
@@ -158,7 +163,7 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     if s.head == "lora":
         leaves = tuple(n for n in leaves if n == "hidden") + ("lora_a", "lora_b")
     inputs = Inputs(case, s, tensors, leaves, {"loss": _cotangent(case, s)})
-    return _with_logps(case, s, inputs)
+    return arranged(_with_logps(case, s, inputs))
 
 
 def check(case: Case, s: SimpleNamespace) -> None:
@@ -204,6 +209,8 @@ def _advantages(case: Case, s: SimpleNamespace) -> torch.Tensor:
         return torch.where(torch.arange(s.B) % 2 == 0, 0.0, a)
     if s.advantages == "equal":
         return torch.full_like(a, 0.75)
+    if s.advantages == "repeated":
+        return a.unsqueeze(-1).repeat(1, s.T)
     return a
 
 
@@ -237,7 +244,7 @@ def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
     completion = (x.completion_mask.bool() & ~dropped).long()
     kept = completion if x.tool_mask is None else completion * x.tool_mask
     tensors["completion_mask"] = completion
-    tensors["mask"] = kept.to({"int64": torch.int64, "bool": torch.bool, "fp32": torch.float32}[s.mask_dtype])
+    tensors["mask"] = kept.to(MASKS[s.mask_dtype])
     _pad(tensors, x.ids, z.argmax(-1).view(s.B, s.T), ~completion.bool())
     tensors["num_items_in_batch"] = torch.tensor(int(kept.sum()) + s.other_tokens)
     for name in ("old_logps", "ref_logps", "sampling_logps", "importance_sampling_ratio"):

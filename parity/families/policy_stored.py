@@ -15,7 +15,7 @@ from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.errors import UsageError
 from parity.families import head, stored
-from parity.families.policy_inputs import check, error_bound, thresholds
+from parity.families.policy_inputs import MASKS, check, error_bound, thresholds
 from parity.rounding.monte_carlo import exact_mark
 
 TENSORS = stored.HEAD | {
@@ -33,7 +33,7 @@ TENSORS = stored.HEAD | {
     "lora_a": "RH",
     "lora_b": "VR",
 }
-_MASKS = {torch.int64: "int64", torch.bool: "bool", torch.float32: "fp32"}
+_MASKS = {dtype: name for name, dtype in MASKS.items()}
 
 
 def completed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

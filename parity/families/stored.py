@@ -11,6 +11,7 @@ from torch import Tensor
 from parity.case.case import DTYPES, Case
 from parity.case.family import Family
 from parity.case.inputs import Inputs
+from parity.case.layouts import arranged, laid_out
 from parity.case.stored import check_values, read, sizes
 from parity.errors import UsageError
 from parity.families import head
@@ -70,5 +71,5 @@ def inputs(family: Family, case: Case) -> Inputs:
     if tuple(upstream.shape) != shape:
         raise UsageError(f"{where}: d {first} has shape {tuple(upstream.shape)}, expected {shape}")
     hidden = -found["hidden"].flip(0, 1) if case.seed else found["hidden"]
-    tensors = dict.fromkeys(family.stored) | found | {"hidden": head.laid_out(hidden, s.layout)}
-    return Inputs(case, s, tensors, head.leaves(s), {first: upstream})
+    tensors = dict.fromkeys(family.stored) | found | {"hidden": laid_out(hidden, s.layout)}
+    return arranged(Inputs(case, s, tensors, head.leaves(s), {first: upstream}))

@@ -14,6 +14,7 @@ import torch
 from parity.case.case import DTYPES, Case
 from parity.case.family import Family
 from parity.case.inputs import Inputs
+from parity.case.layouts import elsewhere
 from parity.implementations.implementation import Implementation
 from parity.judging.execute import Outcome, execute
 from parity.judging.gates import Judgement, Unit, failed, judge
@@ -154,7 +155,7 @@ class Bench:
         if self.inputs.context == "autocast":
             settings.context = "plain"
         tensors = {
-            k: v.float() if v is not None and v.dtype in (torch.float16, torch.bfloat16) else v
+            k: elsewhere(v, dtype=torch.float32) if v is not None and v.dtype in (torch.float16, torch.bfloat16) else v
             for k, v in self.inputs.tensors.items()
         }
         inputs = dataclasses.replace(self.inputs, case=case, tensors=tensors, settings=settings)
@@ -167,20 +168,7 @@ def _built(family: Family, case: Case) -> Inputs:
 
 
 def _on(inputs: Inputs, device: str) -> Inputs:
-    return inputs.replace(**{k: None if v is None else moved(v, device) for k, v in inputs.tensors.items()})
-
-
-def moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """`tensor` on `device` with its strides; `Tensor.to` compacts one whose elements leave gaps or share memory."""
-    if tensor.device.type == device:
-        return tensor
-    if not tensor.numel():
-        return tensor.to(device)
-    apart = tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
-    own = tensor[apart]
-    extent = 1 + sum((n - 1) * step for n, step in zip(own.shape, own.stride(), strict=True))
-    memory = torch.zeros(extent, dtype=tensor.dtype, device=device)
-    return memory.as_strided(own.shape, own.stride()).copy_(own).expand(tensor.shape)
+    return inputs.replace(**{k: None if v is None else elsewhere(v, device=device) for k, v in inputs.tensors.items()})
 
 
 def expected(bench: Bench, implementation: Implementation, recipe: Recipe) -> dict[str, torch.dtype | None]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fixtures.pretended_cuda import OnCuda, pretended
-from parity.judging.assess import moved
+from parity.case.layouts import elsewhere
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +71,8 @@ def test_random_numbers_are_the_devices_own():
     ids=["gaps", "transposed", "stride 0", "every other", "empty"],
 )
 def test_strides_survive_the_move(tensor):
-    there = moved(tensor, "cuda")
+    there = elsewhere(tensor, device="cuda")
     assert there.device.type == "cuda" and torch.equal(there.cpu(), tensor)
     assert there.stride() == tensor.stride() or not tensor.numel()
-    meta = moved(tensor, "meta")
+    meta = elsewhere(tensor, device="meta")
     assert meta.stride() == tensor.stride() or not tensor.numel()

@@ -18,7 +18,7 @@ from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations.implementation import Adapter, Outputs
 from parity.selftest.controls.divergence import by_log_mixture
 from parity.selftest.mutants import Edited
-from parity.selftest.mutants.conduct import MISCONDUCT
+from parity.selftest.mutants.conduct import MISCONDUCT, misread
 from parity.selftest.mutants.steps import with_gradient
 
 Pair = tuple[Tensor, Tensor]
@@ -114,7 +114,10 @@ CORRECT: dict[str, Adapter] = {"steps": Steps().call}
 """What the mutants are edits of: the control."""
 
 MUTANTS: dict[str, tuple[str, Adapter]] = {
-    name: (mistake, wrong(Steps().call)) for name, (mistake, wrong) in MISCONDUCT.items()
+    name: (mistake, wrong(Steps().call))
+    for name, (mistake, wrong) in (
+        MISCONDUCT | misread("ids", "teacher_hidden", "teacher_weight", "support_ids", "support_logps")
+    ).items()
 }
 """Name -> the mistake in one line, and the adapter that makes it."""
 

@@ -13,7 +13,7 @@ from parity.case.inputs import Inputs
 from parity.implementations import plain
 from parity.implementations.implementation import Adapter
 from parity.selftest.mutants import Edited, steps
-from parity.selftest.mutants.conduct import MISCONDUCT
+from parity.selftest.mutants.conduct import MISCONDUCT, misread, misread_upstream
 from parity.selftest.mutants.steps import (
     BLOCK,
     Fused,
@@ -29,9 +29,12 @@ from parity.selftest.mutants.steps import (
 )
 
 MUTANTS: dict[str, tuple[str, Adapter]] = {
-    name: (mistake, wrong(Steps().call)) for name, (mistake, wrong) in MISCONDUCT.items()
+    name: (mistake, wrong(Steps().call))
+    for name, (mistake, wrong) in (MISCONDUCT | misread("hidden", "weight", "bias", "ids")).items()
 }
 """Name -> the mistake in one line, and the adapter that makes it."""
+
+MUTANTS["strides-of-upstream"] = ("strides of the upstream gradient ignored", misread_upstream(Steps().call))
 
 CORRECT: dict[str, Adapter] = {
     "steps": Steps().call,

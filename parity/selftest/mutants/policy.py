@@ -9,11 +9,16 @@ from torch.nn.functional import linear
 
 from parity.case.inputs import Inputs
 from parity.selftest.mutants import Edited, policy_steps, policy_terms, policy_weights
-from parity.selftest.mutants.conduct import MISCONDUCT
+from parity.selftest.mutants.conduct import MISCONDUCT, misread
 from parity.selftest.mutants.policy_steps import Mutants, Step, Work, loss_of, recorder
 from parity.selftest.mutants.steps import Steps, capped, cooled, scaled, through, with_gradient
 
-MUTANTS: Mutants = {name: (mistake, wrong(loss_of())) for name, (mistake, wrong) in MISCONDUCT.items()}
+READ = (
+    "ids mask advantages old_logps ref_logps sampling_logps importance_sampling_ratio previous_ids lora_a lora_b"
+).split()
+MUTANTS: Mutants = {
+    name: (mistake, wrong(loss_of())) for name, (mistake, wrong) in (MISCONDUCT | misread(*READ)).items()
+}
 MUTANTS |= policy_weights.MUTANTS | policy_terms.MUTANTS
 """Name -> the mistake in one line, and the adapter that makes it."""
 

@@ -19,6 +19,7 @@ import torch
 
 from parity.case.case import Case
 from parity.case.inputs import Inputs
+from parity.case.layouts import elsewhere
 from parity.errors import Unsupported
 from parity.implementations.implementation import Implementation
 from parity.registry import loss_family
@@ -142,7 +143,12 @@ def _tensors(x: Inputs, present: Mapping[str, torch.Tensor | None]) -> list[str]
             if g.numel() == 1 or not any(g.stride()):
                 out.append(f"cotangent_{name} = torch.tensor({float(g.flatten()[0])!r}).expand({tuple(g.shape)})")
             else:
-                out += assigned(f"cotangent_{name}", g.float() if torch.equal(g.float().double(), g) else g, x, style)
+                out += assigned(
+                    f"cotangent_{name}",
+                    elsewhere(g, dtype=torch.float32) if torch.equal(g.float().double(), g) else g,
+                    x,
+                    style,
+                )
         if len(out) <= LITERALS and all(len(line) <= WIDTH for line in out):
             return out
     if any("too large" in line for line in out):

@@ -61,12 +61,16 @@ def assigned(name: str, tensor: torch.Tensor, inputs: Inputs, style: str) -> lis
         lines = _integers(name, tensor, inputs) or lines
     if style == "hash" and len(lines) != 1 and not 0 < len(lines) < HASH_FROM:
         lines = _hashed(name, tensor, inputs) or lines
-    layout = inputs.settings.layout if name == "hidden" else "contiguous"
-    if layout == "strided":
-        lines.append("hidden = torch.stack([hidden, torch.zeros_like(hidden)], -1)[..., 0]")
-    elif layout == "transposed":
-        lines.append("hidden = hidden.transpose(0, 1).contiguous().transpose(0, 1)")
-    return lines or ["# too large to be written down" + " " * WIDTH]
+    if not lines:
+        return ["# too large to be written down" + " " * WIDTH]
+    shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    if (offset or not tensor.is_contiguous()) and tensor.numel():
+        span = offset + 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        own = ", ".join(":1" if step == 0 else ":" for step in strides)
+        sizes = tuple(1 if step == 0 else n for n, step in zip(shape, strides, strict=True))
+        memory = f"torch.zeros({span}, dtype={tensor.dtype}).as_strided({sizes}, {strides}, {offset})"
+        lines += wrapped(f"{name} = {memory}.copy_({name}[{own or '...'}]).expand({shape})")
+    return lines
 
 
 def _view(tensor: torch.Tensor) -> str:

@@ -21,9 +21,7 @@ from parity.tools.issue.sources import located
 from parity.tools.issue.standalone import limits_of, script, through_harness
 from parity.trainers.catalogue import is_trainer
 
-QUIET = frozenset(
-    {"B", "T", "V", "H", "peak", "targets", "ids_dtype", "layout", "grad", "cotangent", "chunk_size", "check"}
-)
+QUIET = frozenset("B T V H peak targets ids_dtype layout layouts grad cotangent chunk_size check".split())
 """Settings that describe the inputs rather than the option that goes wrong, left out of a title."""
 WORDS = {"logps": "log-probs", "clip_ratio": "clip ratio", "kl": "KL", "softcap": "softcap"}
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
