@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from parity.judging.assess import Bench, classify, confirmed, followed_variant, 
 from parity.judging.execute import Outcome, execute
 from parity.judging.gates import Judgement
 from parity.judging.rows import Blame, empty_row, flaky, size
+from parity.judging.settle import settle
 from parity.recipe import IEEE_FP32
 from parity.results.row import Row, finite
 from parity.timings import within
@@ -145,12 +147,22 @@ def _rows(whole: Bench, implementation: Implementation, thorough: bool) -> Itera
             leaks += side_effects.repeated(implementation, inputs, other, outcome)
             leaks += side_effects.interleaved(implementation, inputs, other, outcome)
             leaks += side_effects.accumulation(implementation, inputs)
+            leaks += side_effects.unrecorded(
+                implementation, inputs, outcome, functools.partial(_agree, bench, implementation)
+            )
             related = side_effects.relations(bench.family, implementation, inputs, outcome)
         for name, (holds, message) in related.items():
             yield _logic_row(base, f"relation: {name}", "relation", holds, message)
     leaks += world.broken()
     base.unjudged = list(outcome.unknown)
     yield _logic_row(base, "protocol", "protocol", not leaks, "; ".join(leaks))
+
+
+def _agree(bench: Bench, implementation: Implementation, outcome: Outcome) -> bool:
+    """Whether whatever outputs there are agree with the definition."""
+    recipe, only = implementation.recipe_for(bench.inputs), frozenset(outcome.quantities)
+    judged = settle(functools.partial(judge_all, bench, implementation, outcome, recipe, only=only), together=True)
+    return all(j.agrees for j in judged.values())
 
 
 def _judged_row(base: Row, bench: Bench, name: str, j: Judgement, outcome: Outcome) -> Row:

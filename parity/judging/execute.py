@@ -18,6 +18,7 @@ import parity
 from parity import world
 from parity.case.family import LARGEST_CASE
 from parity.case.inputs import Inputs
+from parity.case.layouts import elsewhere
 from parity.errors import HarnessError, OracleError, Returned, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
 from parity.judging import faults
@@ -136,22 +137,28 @@ def surroundings(implementation: Implementation, x: Inputs) -> Iterator[None]:
 
 
 def upstream(g: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """The cotangent in dtype and device of the output; a stride-0 one keeps its strides."""
-    if g.numel() > 1 and not any(g.stride()):
-        return g.flatten()[0].to(output).expand(g.shape)
-    return g.to(output)
+    """The cotangent in dtype and device of the output, in its own memory layout."""
+    return elsewhere(g, dtype=output.dtype, device=output.device)
 
 
-@within("phase", "backward")
-def backward(x: Inputs, outputs: Outputs, retain_graph: bool = False) -> None:
-    """Accumulate the gradients of every output that has an upstream gradient into the leaves.
+def differentiated(x: Inputs, outputs: Outputs) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Output and upstream gradient of every quantity that has one.
 
     An output of the wrong shape is left out: the structure gate names it, where autograd would only raise.
     """
-    given = [(outputs[name], g) for name, g in x.cotangents.items() if name in outputs]
-    pairs = [(out, upstream(g, out)) for out, g in given if out.requires_grad and out.shape == g.shape]
-    if pairs and x.leaves:
-        torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs], retain_graph=retain_graph)
+    given = {name: (outputs[name], g) for name, g in x.cotangents.items() if name in outputs}
+    return {n: (v, upstream(g, v)) for n, (v, g) in given.items() if v.requires_grad and v.shape == g.shape}
+
+
+@within("phase", "backward")
+def backward(x: Inputs, outputs: Outputs, retain_graph: bool = False) -> list[str]:
+    """Accumulate the gradients of every output into the leaves; which upstream gradients were changed on the way."""
+    pairs = differentiated(x, outputs)
+    if not pairs or not x.leaves:
+        return []
+    torch.autograd.backward(*zip(*pairs.values(), strict=True), retain_graph=retain_graph)
+    changed = [n for n, (out, g) in pairs.items() if not same_bits(g, upstream(x.cotangents[n], out))]
+    return [f"upstream gradient of {name} was changed in place" for name in changed]
 
 
 def gradients(x: Inputs) -> dict[str, torch.Tensor | None]:
@@ -172,12 +179,12 @@ def execute(implementation: Implementation, inputs: Inputs) -> Outcome:
 def _both(implementation: Implementation, x: Inputs) -> Outcome:
     with surroundings(implementation, x):
         outputs = forward(implementation, x)
-        backward(x, outputs)
+        leaks = backward(x, outputs)
         faults.synchronised(x.device.type)
     detached: dict[str, torch.Tensor | None] = {k: v.detach() for k, v in outputs.items()}
     differentiable = frozenset(k for k, v in outputs.items() if v.requires_grad)
     unknown = getattr(outputs, "unknown", ())
-    return Outcome("ran", detached | gradients(x), unknown=unknown, differentiable=differentiable)
+    return Outcome("ran", detached | gradients(x), leaks=tuple(leaks), unknown=unknown, differentiable=differentiable)
 
 
 def copies(inputs: Inputs) -> dict[str, torch.Tensor]:
@@ -240,7 +247,7 @@ def guarded(implementation: Implementation, run: Callable[[], Outcome], *shared:
         ]
         vars(inputs.settings).clear()
         vars(inputs.settings).update(settings)
-    return dataclasses.replace(outcome, leaks=tuple(leaks))
+    return dataclasses.replace(outcome, leaks=(*outcome.leaks, *leaks))
 
 
 def _caught(implementation: Implementation, run: Callable[[], Outcome]) -> Outcome:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from parity import world
 from parity.case.family import Family
 from parity.case.inputs import Inputs
-from parity.implementations.implementation import Implementation
-from parity.judging.execute import Outcome, backward, execute, forward, fresh, gradients, guarded, surroundings
+from parity.case.layouts import like
+from parity.implementations.implementation import Implementation, Outputs
+from parity.judging.execute import (
+    Outcome,
+    backward,
+    differentiated,
+    execute,
+    forward,
+    fresh,
+    gradients,
+    guarded,
+    same_bits,
+    surroundings,
+)
+from parity.rounding.oracle import gradient_name
 from parity.timings import within
 
 
@@ -35,17 +49,83 @@ def confirmed(implementation: Implementation, inputs: Inputs, leaks: list[str]) 
 
 @within("stage", "protocol")
 def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
-    """State that leaks: after calls on other inputs, the same inputs must give the same bits (A, B, A)."""
-    execute(implementation, other)
-    again = execute(implementation, inputs)
+    """State that leaks from call to call (A, B, A), where B and the last A are the same tensors, written over in between.
+
+    So an optimizer updates a parameter, and a CUDA graph's caller its inputs: nothing may be kept by shape or by address,
+    and what the earlier call returned stays as it was.
+    """
+    found: list[str] = []
+    memory = inputs.replace(**{n: None if t is None else like(t, t) for n, t in inputs.tensors.items()})
+
+    def run() -> Outcome:
+        x = fresh(memory)
+        with surroundings(implementation, x):
+            _write(x, other)
+            outputs = forward(implementation, x)
+            theirs = dict(outputs) | _asked(x, outputs, x.leaves)
+            kept = {n: v.detach().clone() for n, v in theirs.items()}
+            _write(x, inputs)
+            for name in x.leaves:
+                x.tensors[name].grad = None  # type: ignore[union-attr]
+            again = forward(implementation, x)
+            backward(x, again)
+        found.extend(
+            f"{n} that an earlier call returned is changed by a later one"
+            for n, v in theirs.items()
+            if not same_bits(v.detach(), kept[n])
+        )
+        return Outcome("ran", {n: v.detach() for n, v in again.items()} | gradients(x))
+
+    again = guarded(implementation, run, inputs, other)
     if again.verdict != first.verdict:
         return [f"second call of the same inputs {again.verdict}: {again.message}"]
-    out = []
     for name, value in first.quantities.items():
         now = again.quantities.get(name)
         if (value is None) != (now is None) or (value is not None and now is not None and not _close_bits(value, now)):
-            out.append(f"{name} differs when called again after another case")
-    return out
+            found.append(f"{name} differs when called again after other values in the same tensors")
+    return found
+
+
+def _write(x: Inputs, values: Inputs) -> None:
+    """Write values into the tensors in place, but for those of another shape and those whose entries share memory."""
+    with torch.no_grad():
+        for name, tensor in x.tensors.items():
+            new = values.tensors.get(name)
+            if tensor is not None and new is not None and new.shape == tensor.shape and all(tensor.stride()):
+                tensor.copy_(new)
+
+
+def _asked(x: Inputs, outputs: Outputs, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Gradients of some leaves as `torch.autograd.grad` gives them; a reentrant checkpoint gives none in this way."""
+    pairs = differentiated(x, outputs)
+    if not pairs or not names or x.context == "checkpoint":
+        return {}
+    outs, above = zip(*pairs.values(), strict=True)
+    given = torch.autograd.grad(outs, [x.tensors[n] for n in names], above, retain_graph=True, allow_unused=True)
+    return {gradient_name(n): g for n, g in zip(names, given, strict=True) if g is not None}
+
+
+@within("stage", "protocol")
+def unrecorded(
+    implementation: Implementation, inputs: Inputs, first: Outcome, agree: Callable[[Outcome], bool]
+) -> list[str]:
+    """Under no_grad and inference_mode the outputs are those of a training call, or `agree` with the definition too."""
+    if inputs.context == "compile":  # each mode compiles anew, for seconds
+        return []
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+
+        def run(mode: Callable[[], AbstractContextManager[None]] = mode) -> Outcome:
+            x = fresh(inputs)
+            with surroundings(implementation, x), mode():
+                return Outcome("ran", dict(forward(implementation, x)))
+
+        then = guarded(implementation, run, inputs)
+        if then.verdict != "ran":
+            found.append(f"under {mode.__name__}: {then.verdict}, {then.message}")
+        elif not all(_close_bits(v, first.quantities[n]) for n, v in then.quantities.items()) and not agree(then):  # type: ignore[arg-type]
+            found.append(f"under {mode.__name__} the outputs differ from those with gradients")
+    return found
 
 
 @within("stage", "protocol")
@@ -85,17 +165,26 @@ def _close_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @within("stage", "protocol")
 def accumulation(implementation: Implementation, inputs: Inputs) -> list[str]:
-    """Backward into an existing .grad adds, and a second backward with retain_graph adds the same again."""
+    """Backward into an existing .grad adds, a second backward with retain_graph adds the same again, and the gradient of
+    one leaf is the same whether the others are asked for or not."""
     found: list[str] = []
 
     def run() -> Outcome:
         x = fresh(inputs)
         with surroundings(implementation, x):
             outputs = forward(implementation, x)
+            alone = {
+                k: v
+                for n in reversed(x.leaves if len(x.leaves) > 1 else ())
+                for k, v in _asked(x, outputs, (n,)).items()
+            }
             backward(x, outputs, retain_graph=True)
             first = {n: None if x.tensors[n].grad is None else x.tensors[n].grad.clone() for n in x.leaves}  # type: ignore[union-attr]
             backward(x, outputs)
         for name, grad in first.items():
+            single = alone.get(gradient_name(name))
+            if grad is not None and single is not None and not _close_bits(single, grad):
+                found.append(f"the gradient of {name} alone is not that beside the others")
             now = x.tensors[name].grad  # type: ignore[union-attr]
             if grad is not None and torch.isfinite(grad).all() and not _close_bits(now, grad + grad):
                 found.append(f"a second backward into .grad of {name} does not add the same gradient")
@@ -134,6 +223,8 @@ def _related(first: Outcome, then: Outcome, factors: Mapping[str, float], why: s
         if value is None or now is None or (quantity not in factors and factors):
             continue
         factor = factors.get(quantity, 1.0)
+        if factor == 1.0 and bool((torch.isfinite(value) & ~torch.isfinite(now)).any()):
+            return False, f"{quantity} is no longer finite: {why}"
         expected = torch.zeros_like(value) if factor == 0.0 else value * factor
         comparable = torch.isfinite(value) & torch.isfinite(
             expected

@@ -12,6 +12,7 @@ from parity.judging import side_effects
 from parity.judging.execute import Outcome, copies, execute
 from parity.registry import family, run_case
 from parity.selftest.controls import CONTROLS, control
+from parity.selftest.mutants.conduct import MISCONDUCT
 
 LOGPROBS, POLICY = family("logprobs"), family("policy")
 PLAIN = control("honest.logprobs.plain")
@@ -94,6 +95,7 @@ def test_honest_code_leaks_nothing_and_holds_every_relation(base, dtype):
         outcome, leaks = side_effects.watched(implementation, x)
         assert outcome.verdict == "ran", outcome.message
         leaks += side_effects.repeated(implementation, x, other, outcome) + side_effects.accumulation(implementation, x)
+        leaks += side_effects.unrecorded(implementation, x, outcome, lambda outcome: False)
         assert not leaks
         found = side_effects.relations(fam, implementation, x, outcome)
         assert found or dtype == "fp16"  # a subnormal float16 does not double exactly
@@ -112,7 +114,7 @@ def test_state_that_a_call_leaves_to_the_next():
     x, other = inputs(), inputs(seed=4)
     first = execute(implementation, x)
     found = side_effects.repeated(implementation, x, other, first)
-    assert found == ["logps differs when called again after another case"]
+    assert found == ["logps differs when called again after other values in the same tensors"]
 
 
 class Once(torch.autograd.Function):
@@ -192,6 +194,50 @@ def test_a_loss_that_does_not_scale_with_its_advantages():
     holds, message = side_effects.relations(POLICY, implementation, x, execute(implementation, x))["advantages x2"]
     assert not holds
     assert "linear in the advantages" in message
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_should_not_change_stays_finite(bad):
+    then = torch.tensor([1.0, bad])
+    for factors, holds in (({}, False), ({"g": 2.0}, True)):
+        first = torch.tensor([1.0, 3.0]) / (2.0 if factors else 1.0)
+        found, message = side_effects._related(
+            Outcome("ran", {"g": first}), Outcome("ran", {"g": then}), factors, "nothing changes"
+        )
+        assert found is holds
+        assert holds or message == "g is no longer finite: nothing changes"
+
+
+CALLS = {
+    "kept-by-address": "grad_hidden differs when called again after other values in the same tensors",
+    "static-outputs": "that an earlier call returned is changed by a later one",
+    "upstream-damaged": "upstream gradient of",
+    "alone-missing": "alone is not that beside the others",
+    "no-grad": "under no_grad the outputs differ",
+    "inference-mode": "under inference_mode the outputs differ",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("base", [PLAIN, LOSS], ids=["logprobs", "policy"])
+def test_calls_that_go_wrong_are_named(base, name):
+    case = family(base.family).case(3, "fp32", {"V": 11, "H": 5, "layouts": "mixed"})
+    rows = {r.quantity: r for r in run_case(case, [wrong(MISCONDUCT[name][1](base.call), base)])}
+    assert CALLS[name] in rows.pop("protocol").message
+    assert {r.verdict for n, r in rows.items() if not n.startswith("relation")} == {"agree"}
+
+
+def test_another_way_without_gradients_may_round_otherwise():
+    """An output that differs in bits and agrees with the definition is right; a refusal is not."""
+
+    def other_way(x):
+        return (PLAIN if torch.is_grad_enabled() else control("honest.logprobs.online")).call(x)
+
+    case = LOGPROBS.case(3, "fp32", {"V": 300, "H": 5})
+    assert {r.verdict for r in run_case(case, [wrong(other_way)])} == {"agree"}
+    refusing = wrong(lambda x: PLAIN.call(x) if not torch.is_inference_mode_enabled() else raising(x))
+    (row,) = [r for r in run_case(case, [refusing]) if r.failing]
+    assert row.message == "under inference_mode: crashed, ZeroDivisionError: a bug"
 
 
 def raising(x):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -107,6 +108,78 @@ def leftover(call: Adapter) -> Adapter:
     return adapter
 
 
+def kept_by_address(call: Adapter) -> Adapter:
+    """A copy of the head is kept by its address: an optimizer's step in place goes unseen."""
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def adapter(x: Inputs) -> Outputs:
+        name = _parameter(x)
+        leaf = x.tensors[name]
+        assert leaf is not None
+        _, old = copies.setdefault(leaf.data_ptr(), (leaf.detach(), leaf.detach().clone()))  # the memory stays taken
+        return call(x.replace(**{name: leaf + (old - leaf).nan_to_num(0.0).detach()}))
+
+    return adapter
+
+
+class _Static(torch.autograd.Function):
+    """Identity into a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer.copy_(value).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None
+
+
+def static_outputs(call: Adapter) -> Adapter:
+    """Outputs stand in one buffer for all calls of a shape, as those of a CUDA graph do."""
+    buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def adapter(x: Inputs) -> Outputs:
+        out = call(x)
+        keys = {n: (n, v.shape, v.dtype) for n, v in out.items()}
+        return {n: _Static.apply(v, buffers.setdefault(keys[n], torch.empty_like(v))) for n, v in out.items()}
+
+    return adapter
+
+
+def upstream_damaged(call: Adapter) -> Adapter:
+    """The backward writes over the gradient that it was given."""
+
+    def spoiled(g: torch.Tensor) -> torch.Tensor:
+        own = g.clone()
+        g.mul_(0.5)
+        return own
+
+    return lambda x: {n: through(v, spoiled) if v.requires_grad else v for n, v in call(x).items()}
+
+
+def alone_missing(call: Adapter) -> Adapter:
+    """The gradient of the head is made where the hidden states', or the family's first leaf, is: asked for alone it is 0."""
+
+    def adapter(x: Inputs) -> Outputs:
+        first, made = _first(x), list[int]()
+        name = next((n for n in x.leaves if n != first), None)
+        if name is None or first not in x.leaves:
+            return call(x)
+
+        def mark(g: torch.Tensor) -> torch.Tensor:
+            made.append(1)
+            return g
+
+        late = through(x.tensors[name], lambda g: g if made else torch.zeros_like(g))  # type: ignore[arg-type]
+        return call(x.replace(**{name: late, first: through(x.tensors[first], mark)}))  # type: ignore[arg-type]
+
+    return adapter
+
+
+def _where(condition: Callable[[], bool]) -> Wrong:
+    return lambda call: lambda x: {n: v * 1.01 if condition() else v for n, v in call(x).items()}
+
+
 def unasked(call: Adapter) -> Adapter:
     """A frozen head gets a gradient."""
 
@@ -142,8 +215,43 @@ MISCONDUCT: dict[str, tuple[str, Wrong]] = {
     "grad-overwritten": (".grad of the head overwritten instead of added to", overwritten),
     "second-call": ("wrong only in the second call", second_call),
     "leftover-gradient": ("gradient buffer not zeroed between calls: state leaks", leftover),
+    "kept-by-address": ("a copy of the head kept by its address", kept_by_address),
+    "static-outputs": ("outputs of an earlier call overwritten by the next", static_outputs),
+    "upstream-damaged": ("upstream gradient overwritten in place", upstream_damaged),
+    "alone-missing": ("no gradient of the head unless the hidden states' is asked for too", alone_missing),
+    "no-grad": ("wrong under no_grad and inference_mode", _where(lambda: not torch.is_grad_enabled())),
+    "inference-mode": ("wrong under inference_mode", _where(torch.is_inference_mode_enabled)),
     "unasked-gradient": ("a frozen head gets a .grad", unasked),
 }
 """Name -> the mistake in one line, and what makes it."""
 ANYWHERE = frozenset(MISCONDUCT) - {"config-changed", "ids-damaged", "unasked-gradient"}
 """Misconduct that any family shows: no temperature, no token ids and no frozen parameter is needed for it."""
+
+
+def _as_if(t: torch.Tensor, offset: int) -> torch.Tensor:
+    """The values that a reader finds who takes `t` for contiguous memory from `offset` on."""
+    memory = t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size() - offset,), (1,), offset)
+    read = memory.repeat(-(-t.numel() // max(memory.numel(), 1)))[: t.numel()].view(t.shape)
+    return t + (read - t).nan_to_num().detach() if t.is_floating_point() else read
+
+
+def misread(*names: str) -> dict[str, tuple[str, Wrong]]:
+    """Mutants that take a tensor for contiguous, by name, and one that forgets the storage offset of each."""
+
+    def reader(chosen: tuple[str, ...], at: Callable[[torch.Tensor], int]) -> Wrong:
+        def read(t: torch.Tensor | None) -> torch.Tensor | None:
+            return t if t is None or not t.numel() or (t.is_contiguous() and not t.storage_offset()) else _as_if(t, at(t))
+
+        return lambda call: lambda x: call(x.replace(**{n: read(x.tensors.get(n)) for n in chosen if n in x.tensors}))
+
+    found = {f"strides-of-{n}": (f"strides of {n} ignored", reader((n,), torch.Tensor.storage_offset)) for n in names}
+    return found | {"offsets-ignored": ("storage offsets ignored", reader(names, lambda t: 0))}
+
+
+def misread_upstream(call: Adapter) -> Adapter:
+    """Upstream gradients are taken for contiguous."""
+
+    def wrong(g: torch.Tensor) -> torch.Tensor:
+        return _as_if(g, g.storage_offset()) if g.numel() > 1 and all(g.stride()) else g
+
+    return lambda x: {n: through(v, wrong) if v.requires_grad else v for n, v in call(x).items()}
