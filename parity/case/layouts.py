@@ -24,7 +24,7 @@ OTHERS = Setting(
     "expanded where values repeat, mixed each its own",
     (*KINDS, "mixed"),
 )
-DRAWN = ["contiguous"] * 3 + ["mixed"] * 3 + ["offset", "flat", "strided", "transposed", "expanded"]
+DRAWN = ["contiguous"] * 6 + ["mixed"] * 3 + ["offset", "flat", "strided", "transposed", "expanded"]
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:

@@ -88,7 +88,7 @@ METRICS = {
     role="candidate",
     recipe=_chunked,
     outputs=frozenset(METRICS),
-    contexts=frozenset({"plain", "autocast"}),
+    contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
     sources=("parity.fixes.grpo.FusedLinearGRPOLoss.forward",),
 )
 def fused_linear_grpo_loss(x: Inputs) -> Outputs:

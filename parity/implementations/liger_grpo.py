@@ -129,7 +129,7 @@ FUSED: dict[str, Any] = {
 }
 
 
-@implementation("liger.FusedLinearGRPOLoss", contexts=frozenset({"plain", "autocast"}), **FUSED)
+@implementation("liger.FusedLinearGRPOLoss", contexts=frozenset({"plain", "autocast", "checkpoint"}), **FUSED)
 def fused(x: Inputs) -> Outputs:
     """`LigerFusedLinearGRPOLoss(compiled=False)`."""
     return _fused_loss(x, compiled=False)

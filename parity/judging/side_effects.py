@@ -62,7 +62,7 @@ def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, firs
         with surroundings(implementation, x):
             _write(x, other)
             outputs = forward(implementation, x)
-            theirs = dict(outputs) | _asked(x, outputs, x.leaves)
+            theirs = dict(outputs) | _asked(x, outputs, x.leaves, retain_graph=False)
             kept = {n: v.detach().clone() for n, v in theirs.items()}
             _write(x, inputs)
             for name in x.leaves:
@@ -95,13 +95,13 @@ def _write(x: Inputs, values: Inputs) -> None:
                 tensor.copy_(new)
 
 
-def _asked(x: Inputs, outputs: Outputs, names: Sequence[str]) -> dict[str, torch.Tensor]:
+def _asked(x: Inputs, outputs: Outputs, names: Sequence[str], retain_graph: bool = True) -> dict[str, torch.Tensor]:
     """Gradients of some leaves as `torch.autograd.grad` gives them; a reentrant checkpoint gives none in this way."""
     pairs = differentiated(x, outputs)
     if not pairs or not names or x.context == "checkpoint":
         return {}
     outs, above = zip(*pairs.values(), strict=True)
-    given = torch.autograd.grad(outs, [x.tensors[n] for n in names], above, retain_graph=True, allow_unused=True)
+    given = torch.autograd.grad(outs, [x.tensors[n] for n in names], above, retain_graph=retain_graph, allow_unused=True)
     return {gradient_name(n): g for n, g in zip(names, given, strict=True) if g is not None}
 
 
@@ -109,7 +109,10 @@ def _asked(x: Inputs, outputs: Outputs, names: Sequence[str]) -> dict[str, torch
 def unrecorded(
     implementation: Implementation, inputs: Inputs, first: Outcome, agree: Callable[[Outcome], bool]
 ) -> list[str]:
-    """Under no_grad and inference_mode the outputs are those of a training call, or `agree` with the definition too."""
+    """Under no_grad and inference_mode the outputs are those of a training call, or `agree` with the definition too.
+
+    A loss that takes its gradients in the forward pass cannot be called under inference_mode, and torch says so.
+    """
     if inputs.context == "compile":  # each mode compiles anew, for seconds
         return []
     found = []
@@ -122,7 +125,7 @@ def unrecorded(
 
         then = guarded(implementation, run, inputs)
         if then.verdict != "ran":
-            found.append(f"under {mode.__name__}: {then.verdict}, {then.message}")
+            found += [] if mode is torch.inference_mode else [f"under no_grad: {then.verdict}, {then.message}"]
         elif not all(_close_bits(v, first.quantities[n]) for n, v in then.quantities.items()) and not agree(then):  # type: ignore[arg-type]
             found.append(f"under {mode.__name__} the outputs differ from those with gradients")
     return found

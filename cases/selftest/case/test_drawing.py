@@ -19,8 +19,6 @@ FLOOR = 0.03
 EXCLUDED = {
     "logprobs": {},
     "policy": {
-        ("context", "dtype"): "autocast, the one context besides plain, is drawn over float32 parameters",
-        ("context", "head_dtype"): "autocast is drawn over float32 parameters, whose head has no other dtype",
         ("head", "head_dtype"): "a tied head and a LoRA adapter have the dtype of the model",
     },
     "divergence": {
@@ -35,7 +33,6 @@ UNDRAWN = {
     "logprobs": TF32 | {("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles"},
     "policy": TF32
     | {
-        ("context", "checkpoint"): "a loss of one scalar is not a block that is checkpointed",
         ("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles",
         ("cotangent", "sparse"): "the upstream gradient of one scalar is not sparse",
     },
@@ -116,6 +113,16 @@ def test_every_choice_and_dtype_occurs(drawn: Drawn) -> None:
     seen = {(name, getattr(fam.full_settings(case), name)) for case in drawn.cases for name, _ in wanted}
     assert sorted(wanted - seen - UNDRAWN[drawn.name].keys(), key=str) == []
     assert {case.dtype for case in drawn.cases} == {"fp32", "fp16", "bf16"}
+
+
+def test_sizes_at_which_kernels_change_their_path(drawn: Drawn) -> None:
+    """Rows, vocabulary and hidden sizes beyond a tile, in 16 bit too: (tokens or size, narrow)."""
+    of = [(family(drawn.name).full_settings(case), case.dtype != "fp32") for case in drawn.cases]
+    tokens = {(s.B * s.T, narrow) for s, narrow in of}
+    for bound, narrow in ((128, True), (512, True), (1024, False)):
+        assert any(n > bound and kind >= narrow for n, kind in tokens), bound
+    assert any(s.H > 256 and s.H % 16 and narrow for s, narrow in of)
+    assert any(s.V > 16384 for s, _ in of)
 
 
 def test_every_fact_is_drawn_both_ways(drawn: Drawn) -> None:

@@ -240,7 +240,9 @@ def misread(*names: str) -> dict[str, tuple[str, Wrong]]:
 
     def reader(chosen: tuple[str, ...], at: Callable[[torch.Tensor], int]) -> Wrong:
         def read(t: torch.Tensor | None) -> torch.Tensor | None:
-            return t if t is None or not t.numel() or (t.is_contiguous() and not t.storage_offset()) else _as_if(t, at(t))
+            return (
+                t if t is None or not t.numel() or (t.is_contiguous() and not t.storage_offset()) else _as_if(t, at(t))
+            )
 
         return lambda call: lambda x: call(x.replace(**{n: read(x.tensors.get(n)) for n in chosen if n in x.tensors}))
 
