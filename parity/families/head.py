@@ -192,7 +192,9 @@ def draw_head(
             st.integers(1, 40), st.integers(1, 40), st.integers(41, 300), st.sampled_from([128, 255, 256, 257, 1025])
         )
         if not large
-        else st.sampled_from([4095, 4096, 4097, 8200, 16385] + ([32769, 131073] if profile in ("nightly", "soak") else []))
+        else st.sampled_from(
+            [4095, 4096, 4097, 8200, 16385] + ([32769, 131073] if profile in ("nightly", "soak") else [])
+        )
     )
     small = large and vocabulary > 9000
     odd = st.sampled_from([2, 3, 4, 7, 8, 13, 16, 31, 33, 64, 100, 130, 257, 300])

@@ -101,7 +101,9 @@ def _asked(x: Inputs, outputs: Outputs, names: Sequence[str], retain_graph: bool
     if not pairs or not names or x.context == "checkpoint":
         return {}
     outs, above = zip(*pairs.values(), strict=True)
-    given = torch.autograd.grad(outs, [x.tensors[n] for n in names], above, retain_graph=retain_graph, allow_unused=True)
+    given = torch.autograd.grad(
+        outs, [x.tensors[n] for n in names], above, retain_graph=retain_graph, allow_unused=True
+    )
     return {gradient_name(n): g for n, g in zip(names, given, strict=True) if g is not None}
 
 
@@ -126,7 +128,7 @@ def unrecorded(
         then = guarded(implementation, run, inputs)
         if then.verdict != "ran":
             found += [] if mode is torch.inference_mode else [f"under no_grad: {then.verdict}, {then.message}"]
-        elif not all(_close_bits(v, first.quantities[n]) for n, v in then.quantities.items()) and not agree(then):  # type: ignore[arg-type]
+        elif not all(_close_bits(v, first.quantities[n]) for n, v in then.quantities.items()) and not agree(then):
             found.append(f"under {mode.__name__} the outputs differ from those with gradients")
     return found
 

@@ -170,8 +170,8 @@ def alone_missing(call: Adapter) -> Adapter:
             made.append(1)
             return g
 
-        late = through(x.tensors[name], lambda g: g if made else torch.zeros_like(g))  # type: ignore[arg-type]
-        return call(x.replace(**{name: late, first: through(x.tensors[first], mark)}))  # type: ignore[arg-type]
+        late = through(x.tensors[name], lambda g: g if made else torch.zeros_like(g))
+        return call(x.replace(**{name: late, first: through(x.tensors[first], mark)}))
 
     return adapter
 
