@@ -97,7 +97,8 @@ class Nodes:
         self.needs: dict[str, float] = {"num_cpus": 1, "memory": MEMORY}
         if device == "cuda":
             shares = [min(1.0, n["GPU"] / n["CPU"]) for n in there if n.get("GPU") and n.get("CPU")]
-            self.needs["num_gpus"] = max(GPU_SHARE, *shares)
+            share = max([GPU_SHARE, *shares])
+            self.needs["num_gpus"] = int(share * 10_000) / 10_000  # so finely Ray counts, and no worker is left over
         self.count = wanted or max(1, sum(map(self._room, there)))
         self.told = f"{self.count} workers on a Ray cluster of {len(there)} node{'s' if len(there) > 1 else ''}"
         self.slots: list[Slot] = []

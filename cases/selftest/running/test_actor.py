@@ -1,5 +1,6 @@
-"""Which nodes of a cluster take part in a run."""
+"""Which nodes of a cluster take part in a run, with how many workers; without Ray."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from parity.running import actor
 from parity.running.actor import Actor, differs
 from parity.running.deck import Deck
 from parity.running.events import At, Judged, ShardDone, Started
+from parity.running.nodes import Nodes
 from parity.running.plan import Options, Shard
 from parity.running.provenance import header
 
@@ -58,6 +60,25 @@ def test_the_rows_of_an_implementation_on_a_case_are_told_together(monkeypatch):
     monkeypatch.setattr(actor, "EVERY", -1.0)
     answers = list(own.run(Shard(family="logprobs", kind="drawn", seed=1, count=1)))
     assert [len(events) for events, _ in answers] == [1, 3, 2, 0] and {tuple(out) for _, out in answers} == {("k",)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "share", "count"),
+    [
+        ([{"CPU": 128.0, "GPU": 8.0, "memory": 2.0**40}], 0.0625, 128),
+        ([{"CPU": 7.0, "GPU": 1.0, "memory": 2.0**40}], 0.1428, 7),
+        ([{"CPU": 200.0, "GPU": 1.0, "memory": 2.0**40}, {"CPU": 8.0, "memory": 2.0**40}], 0.0625, 16),
+        ([{"CPU": 4.0, "GPU": 8.0, "memory": 9.0 * 2**30}], 1.0, 2),
+        ([{"CPU": 4.0, "memory": 2.0**40}], 0.0625, 1),
+    ],
+    ids=["8 GPUs", "7 cores", "many cores, a node without", "little memory", "no GPU yet"],
+)
+def test_a_worker_has_a_core_memory_and_a_share_of_a_gpu(monkeypatch, nodes, share, count):
+    there = [{"Alive": True, "Resources": one} for one in nodes] + [{"Alive": False, "Resources": nodes[0]}]
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True, nodes=lambda: there))
+    found = Nodes("auto", "cuda", None)
+    assert (found.needs["num_gpus"], found.count) == (share, count)
+    assert "num_gpus" not in Nodes("auto", "cpu", None).needs
 
 
 def test_a_cluster_has_no_environments_of_other_releases():
