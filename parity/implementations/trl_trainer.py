@@ -104,7 +104,7 @@ def trainer(x: Inputs, liger: bool = False, kind: Any = None, shared: bool = Fal
             **extra,
         )
         args.beta = out.beta = beta
-        for holder in (getattr(out, "liger_grpo_loss", None), getattr(out, "liger_loss", None)):
+        for holder in (getattr(out, name, None) for name in LIGER):
             if holder is not None:
                 holder.beta, holder.use_ref_model = beta, beta != 0.0
                 if hasattr(holder, "compiled"):
@@ -124,8 +124,9 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
     require(x.tool_mask is None or trl.mentions("tool_mask", kind), "the installed version reads no tool_mask")
     given = s.beta == 0.0 or trl.mentions('"ref_per_token_logps"', kind)
     require(given, "the installed version takes reference log-probs from its own reference model")
-    shaped = x.advantages.dim() == 1 or trl.mentions("advantages.dim()", kind)
-    require(shaped, "the installed version takes advantages of shape (B,) only")
+    fused = any(getattr(out, name, None) is not None for name in LIGER)
+    shaped = x.advantages.dim() == 1 or (trl.mentions("advantages.dim()", kind) and not fused)
+    require(shaped, f"{'its Liger path' if fused else 'the installed version'} takes advantages of shape (B,) only")
     divides = trl.mentions("current_gradient_accumulation_steps", kind) or s.accumulation == 1 or s.mode == "eval"
     require(divides, "the installed version leaves the division by the accumulation steps to training_step")
     inputs: dict[str, Any] = {
@@ -226,6 +227,8 @@ def _liger_recipe(x: Inputs) -> Recipe:
     return _tiles(x) if trl.since("1.14") else Recipe(logits="input", accumulate="input", partials=8)
 
 
+LIGER = ("liger_grpo_loss", "liger_loss")
+"""Attributes in which releases before 1.14 keep Liger's loss."""
 METRIC_NAMES = frozenset(METRICS) - (frozenset() if trl.since("0.20") else {"entropy"})
 
 

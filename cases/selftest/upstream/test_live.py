@@ -1,10 +1,12 @@
 """Trainers that share a base give the bits of trainers that are built from nothing; what changed in it is seen."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from parity.case.drawing import cases, draws
-from parity.errors import HarnessError
+from parity.errors import HarnessError, Unsupported
 from parity.families.policy import FAMILY
 from parity.implementations import trl_trainer
 from parity.judging.execute import backward, execute, fresh, gradients
@@ -125,3 +127,10 @@ def test_before_1_15_logits_have_the_dtype_of_autocast(monkeypatch, context, ele
     monkeypatch.setattr(trl, "since", lambda version: False)
     x = bench_of(FAMILY.case(1, "fp32", {"context": context})).inputs
     assert trl_trainer._recipe(x).resolve("fp32").elementwise == elementwise
+
+
+def test_a_liger_path_takes_an_advantage_for_each_completion_alone(monkeypatch):
+    monkeypatch.setattr(trl, "mentions", lambda *_: True)
+    x = bench_of(FAMILY.case(1, "fp32", {"advantages": "token"})).inputs
+    with pytest.raises(Unsupported, match=r"its Liger path takes advantages of shape \(B,\) only"):
+        trl_trainer.batch(x, SimpleNamespace(liger_loss=1))
