@@ -218,4 +218,5 @@ def test_cpu_seconds_are_those_of_all_that_was_started():
 def test_another_revision_is_checked_out_beside_this_one():
     with rate.tree("HEAD") as (root, name):
         assert name == "HEAD" and (root / "parity").is_dir() and root != rate.ROOT
-    assert not root.exists()
+    listed = subprocess.run(["git", "-C", rate.ROOT, "worktree", "list"], capture_output=True, text=True, check=True)
+    assert not root.exists() and str(root) not in listed.stdout

@@ -161,10 +161,12 @@ def test_so_it_is_where_dictionaries_have_no_versions(monkeypatch):
     bindings._modules = 0
 
 
-def test_a_call_under_a_profiler_in_c_runs():
+def test_settings_of_the_interpreter_are_put_back_under_a_profiler_in_c():
     """It used to raise: Python cannot set cProfile's again."""
-    found = cProfile.Profile().runcall(execute, after(lambda: None), LOGPROBS.build(CASE))
-    assert (found.verdict, found.leaks) == ("ran", ())
+    limit = sys.getrecursionlimit()
+    found = cProfile.Profile().runcall(execute, after(lambda: sys.setrecursionlimit(limit + 9)), LOGPROBS.build(CASE))
+    assert (found.verdict, found.leaks) == ("ran", ("interpreter settings changed",))
+    assert sys.getrecursionlimit() == limit
 
 
 REAL = torch.log_softmax
