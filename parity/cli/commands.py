@@ -143,9 +143,19 @@ def _inside(specs: tuple[str, ...]) -> int:
 @click.option("--checks", metavar="TRAINER", help="its checks instead", shell_complete=values(trainers))
 @click.option("--profiles", is_flag=True, help="the profiles instead, with the cases that each draws")
 @click.option("--uncovered", is_flag=True, help="the trainers of the installed TRL without a check instead")
+@click.option("--sweep", is_flag=True, help="what became of each implementation in other releases instead")
+@click.option("--release", "releases", multiple=True, metavar="PKG==VER", help="with --sweep: only this one")
 @_JSON
-def list_command(families: tuple[str, ...], as_json: bool, **sections: Any) -> None:
+def list_command(
+    families: tuple[str, ...], as_json: bool, sweep: bool, releases: tuple[str, ...], **sections: Any
+) -> None:
     """Implementations with their version or why they cannot run; or settings, checks, profiles."""
+    if releases and not sweep:
+        raise UsageError("list: --release is of --sweep")
+    if sweep:
+        from parity.versions.commands.sweep import command
+
+        sys.exit(command(releases))
     from parity.cli import listing
     from parity.results.json_output import text
 

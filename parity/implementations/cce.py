@@ -8,7 +8,6 @@ the cap), and so unsupported here.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from parity.case.inputs import Inputs
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, implementation, require
+from parity.implementations.implementation import Outputs, implementation, require, taking
 from parity.recipe import Recipe
 
 SOURCES = (
@@ -32,8 +31,7 @@ def _call(x: Inputs, **options: Any) -> Outputs:
     from cut_cross_entropy import linear_cross_entropy
 
     s = x.settings
-    known = inspect.signature(linear_cross_entropy).parameters
-    require(x.bias is None or "bias" in known, "linear_cross_entropy has no bias in the installed version")
+    options |= taking(linear_cross_entropy, {"bias": (x.bias, None)})
     require(
         x.weight.dtype == x.hidden.dtype or "impl" not in options or options["impl"] == "cce",
         "e @ c.T of one dtype only",
@@ -42,8 +40,6 @@ def _call(x: Inputs, **options: Any) -> Outputs:
         s.softcap is None or s.temperature == 1.0,
         "temperature with a softcap: scaling the hidden states does not apply it",
     )
-    if x.bias is not None:
-        options["bias"] = x.bias
     factor = plain.factor(x)
     hidden = x.hidden if factor == 1.0 else x.hidden * factor
     nll = linear_cross_entropy(hidden, x.weight, x.ids.long(), softcap=s.softcap, reduction="none", **options)

@@ -13,8 +13,9 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -178,3 +179,14 @@ def accepted(module: Any, name: str) -> Any:
     found = getattr(module, name, None)
     require(found is not None, f"{module.__name__} has no {name} in the installed version")
     return found
+
+
+def taking(function: Any, required: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Keyword arguments for the installed signature, from name -> (value, default). A parameter that it lacks must be at its
+    default, else `Unsupported`.
+    """
+    known = inspect.signature(function).parameters
+    for name, (value, default) in required.items():
+        at_default = value is default or (not isinstance(value, torch.Tensor) and value == default)
+        require(name in known or at_default, f"no {name} parameter in the installed version")
+    return {name: value for name, (value, _) in required.items() if name in known}

@@ -10,7 +10,7 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, accepted, by_token, implementation, require
+from parity.implementations.implementation import Outputs, accepted, by_token, implementation, require, taking
 from parity.recipe import Recipe
 
 
@@ -93,11 +93,11 @@ def chunked_selective_logprob(x: Inputs) -> Outputs:
 )
 def fused_linear_cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerFusedLinearCrossEntropyLoss(reduction="none")`."""
-    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+    import liger_kernel.transformers.fused_linear_cross_entropy as module
 
-    s = x.settings
     require(x.weight.dtype == x.hidden.dtype, "hidden states and head of one dtype only")
-    loss = LigerFusedLinearCrossEntropyLoss(reduction="none", softcap=s.softcap, ignore_index=IGNORE_INDEX)
+    kind = accepted(module, "LigerFusedLinearCrossEntropyLoss")
+    loss = kind(reduction="none", ignore_index=IGNORE_INDEX, **taking(kind, {"softcap": (x.settings.softcap, None)}))
     nll = loss(x.weight, _folded(x).flatten(0, 1), x.ids.flatten().long(), x.bias)
     return {"logps": by_token(-nll, x)}
 
@@ -115,11 +115,12 @@ def fused_linear_cross_entropy(x: Inputs) -> Outputs:
 )
 def cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerCrossEntropyLoss(reduction="none")` on materialised logits; the temperature divides them."""
-    from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
+    import liger_kernel.transformers.cross_entropy as module
 
     s = x.settings
     z = plain.logits(x).flatten(0, 1)
     if s.temperature != 1.0:
         z = z / s.temperature
-    loss = LigerCrossEntropyLoss(reduction="none", ignore_index=IGNORE_INDEX)
+    kind = accepted(module, "LigerCrossEntropyLoss")
+    loss = kind(reduction="none", ignore_index=IGNORE_INDEX)
     return {"logps": by_token(-loss(z, x.ids.flatten().long()), x)}

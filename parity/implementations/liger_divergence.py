@@ -10,7 +10,7 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, accepted, implementation, require
+from parity.implementations.implementation import Outputs, accepted, implementation, require, taking
 from parity.implementations.trl_divergence import heads, teacher_logits
 from parity.recipe import Recipe
 
@@ -61,17 +61,19 @@ def fused_linear_jsd_loss(x: Inputs) -> Outputs:
     _bare(x)
     s = x.settings
     require(x.weight.dtype == x.hidden.dtype, "hidden states and head of one dtype only")
-    loss = accepted(module, "LigerFusedLinearJSDLoss")(
+    kind, chunk = accepted(module, "LigerFusedLinearJSDLoss"), s.chunk_size or 1024
+    loss = kind(
         weight_hard_loss=0.0,
         weight_soft_loss=1.0,
         beta=s.beta,
         ignore_index=IGNORE_INDEX,
         temperature=s.temperature,
         compiled=False,
-        chunk_size=s.chunk_size or 1024,
+        **taking(kind, {"chunk_size": (chunk, chunk)}),
     )
     student, teacher = x.hidden.flatten(0, 1), x.teacher_hidden.flatten(0, 1)
-    return {"loss": loss(student, x.weight, teacher, x.teacher_weight, _labels(x), x.bias, x.teacher_bias)}
+    biases = taking(kind.forward, {"student_bias": (x.bias, None), "teacher_bias": (x.teacher_bias, None)})
+    return {"loss": loss(student, x.weight, teacher, x.teacher_weight, _labels(x), **biases)}
 
 
 def _tiles(x: Inputs) -> Recipe:
@@ -172,7 +174,8 @@ def kl_div(x: Inputs) -> Outputs:
     rows = _labels(x) != IGNORE_INDEX
     require(bool(rows.any()), "no labels: the caller selects the rows, and none is left")
     student, teacher = _log_probs(x)
-    loss = accepted(module, "LigerKLDIVLoss")(reduction="batchmean", log_target=True)
+    kind = accepted(module, "LigerKLDIVLoss")
+    loss = kind(reduction="batchmean", log_target=True)
     return {"loss": loss(student[rows], teacher[rows])}
 
 
@@ -204,5 +207,6 @@ def fused_linear_kl_div(x: Inputs) -> Outputs:
     require(x.weight.dtype == x.hidden.dtype, "hidden states and head of one dtype only")
     require(x.bias is None, "no bias parameter")
     target = torch.softmax(teacher_logits(x).float() / s.temperature, -1).flatten(0, 1)
-    loss = accepted(module, "LigerFusedLinearKLDivLoss")(ignore_index=IGNORE_INDEX, temperature=s.temperature)
+    kind = accepted(module, "LigerFusedLinearKLDivLoss")
+    loss = kind(ignore_index=IGNORE_INDEX, temperature=s.temperature)
     return {"loss": loss(x.hidden.flatten(0, 1), x.weight, target, _labels(x))}

@@ -10,7 +10,7 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.policy import CLIPPED, WINDOW_NORMALISED
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, implementation, require
+from parity.implementations.implementation import Outputs, accepted, implementation, require, taking
 from parity.implementations.liger import chunked
 from parity.recipe import Recipe
 
@@ -48,35 +48,35 @@ def _epsilons(x: Inputs) -> tuple[float, float]:
     return s.epsilon, s.epsilon if s.epsilon_high is None else s.epsilon_high
 
 
+NEEDED = object()
+"""Default of a parameter that a release must have: its value stands for nothing else."""
+
+
 def _options(x: Inputs, function: Any) -> dict[str, Any]:
-    """The numeric settings, under Liger's names; one that the installed version lacks must be at its default."""
+    """The numeric settings, under Liger's names. A release without loss types averages over all tokens, as bnpo."""
     s = x.settings
-    known = inspect.signature(function).parameters
-    moved: dict[str, Any] = {"beta": s.beta, "loss_type": s.loss_type, "max_completion_length": s.max_completion_length}
-    moved |= {"importance_sampling_level": s.importance_sampling_level, "delta": s.delta}
-    moved["use_bias_correction_kl"] = s.use_bias_correction_kl and s.beta != 0.0
+    length = s.max_completion_length
+    wanted: dict[str, tuple[Any, Any]] = {
+        "beta": (s.beta, NEEDED),
+        "loss_type": (s.loss_type, "bnpo"),
+        "max_completion_length": (length, NEEDED if s.loss_type == "dr_grpo" else length),
+        "importance_sampling_level": (s.importance_sampling_level, "token"),
+        "delta": (s.delta, None),
+        "use_bias_correction_kl": (s.use_bias_correction_kl and s.beta != 0.0, False),
+    }
     if s.loss_type == "sapo":
-        moved |= {n: getattr(s, n) for n in ("sapo_temperature_pos", "sapo_temperature_neg")}
+        wanted |= {n: (getattr(s, n), NEEDED) for n in ("sapo_temperature_pos", "sapo_temperature_neg")}
     if s.loss_type == "vespo":
-        moved |= {n: getattr(s, n) for n in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")}
-    for name, off in (("delta", None), ("use_bias_correction_kl", False), ("importance_sampling_level", "token")):
-        if name not in known:
-            require(moved.pop(name) == off, f"no {name} parameter in the installed version")
-    for name in list(moved):
-        require(name in known, f"no {name} parameter in the installed version")
-    return moved
+        names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+        wanted |= {n: (getattr(s, n), NEEDED) for n in names}
+    return taking(function, wanted)
 
 
 def _tensor_options(x: Inputs, function: Any) -> dict[str, Any]:
-    known = inspect.signature(function).parameters
-    out: dict[str, Any] = {}
-    if x.importance_sampling_ratio is not None:
-        require("vllm_is_ratio" in known, "no vllm_is_ratio parameter in the installed version")
-        out["vllm_is_ratio"] = x.importance_sampling_ratio
+    wanted: dict[str, tuple[Any, Any]] = {"vllm_is_ratio": (x.importance_sampling_ratio, None)}
     if x.settings.loss_type in WINDOW_NORMALISED:
-        require("num_items_in_batch" in known, "no num_items_in_batch parameter in the installed version")
-        out["num_items_in_batch"] = x.num_items_in_batch
-    return out
+        wanted["num_items_in_batch"] = (x.num_items_in_batch, NEEDED)
+    return taking(function, wanted)
 
 
 def _metrics(x: Inputs, metrics: Any) -> Outputs:
@@ -89,21 +89,24 @@ def _metrics(x: Inputs, metrics: Any) -> Outputs:
 
 
 def _fused_loss(x: Inputs, compiled: bool) -> Outputs:
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+    import liger_kernel.chunked_loss.grpo_loss as module
 
+    kind = accepted(module, "LigerFusedLinearGRPOLoss")
+    known = inspect.signature(kind.forward).parameters
+    require("selected_token_ids" in known, "takes rewards, not advantages, in the installed version")
     s = x.settings
     _common(x)
     require(s.softcap is None, "no softcap parameter")
     require(s.logit_scale == 1.0, "no logit-scale parameter")
     low, high = _epsilons(x)
-    loss = LigerFusedLinearGRPOLoss(
+    loss = kind(
         compiled=compiled,
         use_ref_model=s.beta != 0.0,
         chunk_size=s.chunk_size,
         epsilon_low=low,
         epsilon_high=high,
         temperature=s.temperature,
-        **_options(x, LigerFusedLinearGRPOLoss.__init__),
+        **_options(x, kind),
     )
     out, metrics = loss(
         plain.states(x),
@@ -114,7 +117,7 @@ def _fused_loss(x: Inputs, compiled: bool) -> Outputs:
         x.bias,
         ref_per_token_logps=x.ref_logps,
         old_per_token_logps=x.old_logps,
-        **_tensor_options(x, LigerFusedLinearGRPOLoss.forward),
+        **_tensor_options(x, kind.forward),
     )
     return {"loss": out} | _metrics(x, metrics)
 
@@ -153,15 +156,20 @@ def fused_compiled(x: Inputs) -> Outputs:
     sources=("liger_kernel.ops.grpo_loss.GrpoLossFunction",),
 )
 def triton_grpo_loss(x: Inputs) -> Outputs:
-    """`triton_grpo_loss(reduce=True, inplace=False)` on materialised logits, which have one position more."""
-    from liger_kernel.transformers.grpo_loss import triton_grpo_loss as function
+    """`triton_grpo_loss(reduce=True, inplace=False)` on materialised logits, which have one position more.
 
+    A release without `reduce` returns a loss for each token; its caller averages it over all of them.
+    """
+    import liger_kernel.transformers.grpo_loss as module
+
+    function = accepted(module, "triton_grpo_loss")
+    reduces = taking(function, {"reduce": (True, True)})
     _common(x)
     low, high = _epsilons(x)
     z = plain.logits(x)
     z = torch.cat([z, torch.zeros_like(z[:, :1])], 1)
     options = _options(x, function) | _tensor_options(x, function)
-    out, metrics = function(
+    out, *metrics = function(
         z,
         x.old_logps,
         x.ref_logps,
@@ -172,7 +180,11 @@ def triton_grpo_loss(x: Inputs) -> Outputs:
         eps_low=low,
         eps_high=high,
         inplace=False,
-        reduce=True,
+        **reduces,
         **options,
     )
+    if reduces:
+        metrics = metrics[0]
+    else:
+        out, *metrics = ((v * x.mask).sum() / x.mask.sum() for v in (out, *metrics) if v is not None)
     return {"loss": out} | _metrics(x, metrics)

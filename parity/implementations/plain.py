@@ -45,10 +45,13 @@ def autocast_softmax(x: Inputs) -> str:
 
 def takes_triton(x: Inputs, module: str = "triton") -> bool:
     """Whether a library with a Triton path for CUDA takes it here: on CUDA, with Triton, in a release that has `module`."""
-    if not x.hidden.is_cuda or importlib.util.find_spec("triton") is None:
-        return False
+    return x.hidden.is_cuda and there("triton") and there(module)
+
+
+def there(module: str) -> bool:
+    """Whether a module is installed; of one in a package, the package too."""
     parent = module.rpartition(".")[0]
-    return (not parent or importlib.util.find_spec(parent) is not None) and importlib.util.find_spec(module) is not None
+    return (not parent or there(parent)) and importlib.util.find_spec(module) is not None
 
 
 def reshapes(x: Inputs, temperature: bool = False) -> bool:

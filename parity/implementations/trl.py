@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 from parity.case.inputs import Inputs
-from parity.errors import Unsupported
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, accepted, by_token, implementation, require
+from parity.implementations.implementation import Outputs, accepted, by_token, implementation, require, taking
 from parity.recipe import Recipe
 
 DEFAULT_CHUNK = 32768
@@ -70,9 +68,9 @@ def selective_log_softmax(x: Inputs) -> Outputs:
     z = plain.logits(x)
     if x.settings.temperature != 1.0:
         z = z / x.settings.temperature
-    out = {"logps": utils.selective_log_softmax(z, x.ids.long())}
+    out = {"logps": accepted(utils, "selective_log_softmax")(z, x.ids.long())}
     if x.settings.entropy != "none":
-        out["entropy"] = utils.entropy_from_logits(z)
+        out["entropy"] = accepted(utils, "entropy_from_logits")(z)
     return out
 
 
@@ -112,7 +110,6 @@ def selective_log_softmax_and_entropy(x: Inputs) -> Outputs:
 )
 def logprob_entropy_kernel(x: Inputs) -> Outputs:
     """TRL's fused log-prob and entropy Triton kernel, called directly."""
-    require(importlib.util.find_spec("trl.kernels") is not None, "no trl.kernels in the installed version")
     import trl.kernels
 
     function = accepted(trl.kernels, "selective_log_softmax_and_entropy")
@@ -122,7 +119,7 @@ def logprob_entropy_kernel(x: Inputs) -> Outputs:
 
 
 def _chunked_function() -> tuple[Any, bool]:
-    """The autograd function (private in 1.13 and 1.14), and whether it takes the list of wanted outputs."""
+    """The autograd function (private until 1.14), and whether it takes the list of wanted outputs."""
     try:
         from trl.kernels.chunked_logprob import ChunkedLogProbFunction
     except ImportError:
@@ -137,17 +134,16 @@ def _chunked(x: Inputs) -> Outputs:
     s = x.settings
     function, takes_outputs = _chunked_function()
     outputs = ("entropy",) if s.entropy != "none" else ()
-    out = function.apply(
-        x.hidden.flatten(0, 1),
-        x.weight,
-        x.bias,
-        x.ids.flatten(),
-        s.temperature,
-        s.chunk_size or DEFAULT_CHUNK,
-        s.softcap,
-        s.logit_scale,
-        *([outputs] if takes_outputs else []),
-    )
+    chunk = s.chunk_size or DEFAULT_CHUNK
+    given = [x.bias, x.ids.flatten(), s.temperature, chunk, s.softcap, s.logit_scale]
+    if takes_outputs:
+        given.append(outputs)
+    else:  # the order stays, up to 1.12 some were missing
+        off = {"bias": None, "targets": x.ids, "temperature": 1.0, "chunk_size": chunk}
+        off |= {"final_logit_softcapping": None, "logit_scale": 1.0}
+        required = {name: (value, off[name]) for name, value in zip(off, given, strict=True)}
+        given = list(taking(function.forward, required).values())
+    out = function.apply(x.hidden.flatten(0, 1), x.weight, *given)
     return {"logps": by_token(out[0], x)} | ({"entropy": by_token(out[1], x)} if outputs else {})
 
 
@@ -169,10 +165,8 @@ def chunked(x: Inputs) -> Outputs:
 @contextlib.contextmanager
 def _forced() -> Iterator[None]:
     """Forward and backward take the Triton path, whatever the device."""
-    try:
-        import trl.kernels.chunked_logprob as module
-    except ImportError:
-        raise Unsupported("no trl.kernels.chunked_logprob in the installed version") from None
+    import trl.kernels.chunked_logprob as module
+
     original = module._use_triton
     module._use_triton = lambda device: True
     try:

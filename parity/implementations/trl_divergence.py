@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, accepted, implementation, require
+from parity.implementations.implementation import Outputs, accepted, implementation, require, taking
 from parity.implementations.trl import softcap
 from parity.recipe import Recipe
 
@@ -57,9 +57,7 @@ def materialised(x: Inputs) -> Recipe:
 
 def _generalized_jsd(function: Any, x: Inputs) -> Outputs:
     s = x.settings
-    options = {} if x.num_items_in_batch is None else {"num_items_in_batch": x.num_items_in_batch}
-    known = inspect.signature(function).parameters
-    require(options.keys() <= known.keys(), "no num_items_in_batch parameter in the installed version")
+    options = taking(function, {"num_items_in_batch": (x.num_items_in_batch, None)})
     teacher = teacher_logits(x)
     return {"loss": function(plain.logits(x), teacher, labels=x.ids, beta=s.beta, temperature=s.temperature, **options)}
 
@@ -140,11 +138,31 @@ def _chunked(x: Inputs) -> Outputs:
     return {"loss": per_token.masked_fill(~labelled, 0).sum() / count}
 
 
+CHUNK = 256
+"""Of `_chunked_divergence_loss` in TRL 1.10 to 1.14, which walk in chunks of valid positions: `distillation_chunk_size`."""
+
+
+def _walked(x: Inputs) -> Recipe:
+    """`_tiles`, or where the release walks in chunks: logits leave the product narrow, and head gradients sum in its dtype."""
+    if plain.there("trl.kernels.chunked_divergence"):
+        return _tiles(x)
+    chunks = math.ceil(x.settings.B * x.settings.T / (x.settings.chunk_size or CHUNK))
+    return dataclasses.replace(
+        _tiles(x), logits="input", teacher="input", accumulate="input", partials=max(1, chunks), tanh="ieee"
+    )
+
+
 def _wired(x: Inputs) -> Outputs:
     import trl.trainer.distillation_trainer as module
 
     heads(x)
     s = x.settings
+    try:
+        import trl.kernels.chunked_divergence  # noqa: F401
+
+        walks: dict[str, int] = {}
+    except ImportError:
+        walks = {"chunk_size": s.chunk_size or CHUNK}
     function = accepted(module, "_chunked_divergence_loss")
     loss, _, _ = function(
         x.hidden,
@@ -161,6 +179,7 @@ def _wired(x: Inputs) -> Outputs:
         student_final_logit_softcapping=s.softcap,
         teacher_final_logit_softcapping=s.teacher_softcap,
         temperature=s.temperature,
+        **walks,
     )
     return {"loss": loss}
 
@@ -184,7 +203,7 @@ def chunked_divergence(x: Inputs) -> Outputs:
     family="divergence",
     role="candidate",
     library="trl",
-    recipe=_tiles,
+    recipe=_walked,
     contexts=CONTEXTS,
     sources=("trl.trainer.distillation_trainer._chunked_divergence_loss",),
 )

@@ -18,7 +18,7 @@ from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.families.policy import WINDOW_NORMALISED
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, accepted, by_token, implementation, require
+from parity.implementations.implementation import Outputs, accepted, by_token, implementation, require, taking
 from parity.implementations.trl_divergence import heads
 from parity.recipe import Recipe
 
@@ -36,14 +36,15 @@ def _log_probs(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
     import unsloth_zoo.rl_replacements as module
 
     s = x.settings
-    logps = accepted(module, "chunked_hidden_states_selective_log_softmax")(
+    function = accepted(module, "chunked_hidden_states_selective_log_softmax")
+    logps = function(
         hidden,
         x.weight,
         x.ids.long(),
         logit_scale_multiply=0.0 if s.logit_scale == 1.0 else s.logit_scale,
         logit_softcapping=s.softcap or 0.0,
         temperature=s.temperature,
-        lm_head_bias=x.bias,
+        **taking(function, {"lm_head_bias": (x.bias, None)}),
     )
     return by_token(logps, x)
 
@@ -193,8 +194,8 @@ def distillation_chunked_jsd(x: Inputs) -> Outputs:
     s = x.settings
     require(s.extra_vocabulary == 0, "one vocabulary: both heads have V rows")
     function = accepted(module, "distillation_chunked_jsd")
-    # A release that has no such parameter is judged without: then loss scaling saves nothing.
-    options = {"scaler": _scaler(x)} if "scaler" in inspect.signature(function).parameters else {}
+    scaler = _scaler(x)  # a release that takes none is judged without: then loss scaling saves nothing
+    options = taking(function, {"scaler": (scaler, scaler)})
     found = function(
         x.hidden,
         x.teacher_hidden,

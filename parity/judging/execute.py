@@ -29,6 +29,8 @@ from parity.world.state import matmul_precision
 
 OWN = str(Path(parity.__file__).parent)
 STDLIB = sysconfig.get_path("stdlib")
+FIXES = f"{OWN}{os.sep}fixes{os.sep}"
+"""Our corrected losses stand beside the libraries: what they refuse, their adapters did not."""
 REFUSALS = (ValueError, NotImplementedError, AssertionError, TypeError, KeyError)
 
 
@@ -283,8 +285,12 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     own = [i for i, f in enumerate(files) if f.startswith(OWN)]
     theirs = [i for i, f in enumerate(files) if _is_library(f)]
     raised = bool(theirs) and theirs[-1] == len(files) - 1 and (implementation.is_trainer or _on_purpose(error))
+    if files[-1].startswith(FIXES) and isinstance(error, REFUSALS) and _on_purpose(error):
+        return Outcome("refused", message=message)
     if isinstance(error, Returned):
         return Outcome("crashed", message=message)
+    if own and not theirs and isinstance(error, ModuleNotFoundError) and _of_library(error.name, implementation):
+        return Outcome("unsupported", message=f"no {error.name} in the installed version")
     if implementation.is_function:  # its adapter is the harness's for every function: what fails is the user's
         clear = raised and isinstance(error, REFUSALS) and not isinstance(error, TypeError | KeyError)
         return Outcome("refused" if clear else "crashed", message=message)
@@ -303,6 +309,11 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     if raised and isinstance(error, REFUSALS):
         return Outcome("refused", message=message)
     return Outcome("crashed", message=message)
+
+
+def _of_library(module: str | None, implementation: Implementation) -> bool:
+    """Whether a module would be in the package of the implementation's library."""
+    return (module or "").partition(".")[0] == implementation.library.replace("-", "_")
 
 
 def _on_purpose(error: BaseException) -> bool:

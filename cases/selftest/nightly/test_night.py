@@ -88,6 +88,8 @@ def test_a_whole_short_night_and_the_next_one(tmp_path):
         "unsloth",
         "--skip",
         "upstream",
+        "--skip",
+        "sweep",
         "--max-time",
         "4m",
         "--seed",

@@ -24,3 +24,8 @@ def test_every_trainer_is_covered_or_explained(monkeypatch):
 def test_reasons_are_about_trainers_without_checks():
     assert not set(installed.covered()) & set(installed.UNCOVERED)
     assert set(installed.covered()) <= set(installed.classes())
+
+
+def test_what_is_covered_does_not_depend_on_what_was_loaded_before(monkeypatch):
+    monkeypatch.setattr(catalogue, "load", dict)
+    assert installed.covered() == {}

@@ -15,8 +15,6 @@ from parity.judging import side_effects
 from parity.judging.execute import Outcome
 from parity.tools.audit import source_lines
 
-OURS = "parity/fixes/"
-
 
 def run(implementation: Implementation, inputs: Inputs) -> tuple[Outcome, set[str], str]:
     """The outcome, the warnings, and where an error came from; the inputs, which others share, are restored."""
@@ -31,10 +29,7 @@ def run(implementation: Implementation, inputs: Inputs) -> tuple[Outcome, set[st
 
     with heard() as said:
         outcome, _ = side_effects.watched(dataclasses.replace(implementation, call=call), inputs)
-    where = raised[0] if raised else ""
-    if where.startswith(OURS) and outcome.verdict == "unsupported":  # our own code that says no is not its adapter
-        outcome = dataclasses.replace(outcome, verdict="refused")
-    return outcome, set(said), where
+    return outcome, set(said), raised[0] if raised else ""
 
 
 @contextlib.contextmanager

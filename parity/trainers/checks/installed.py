@@ -11,7 +11,8 @@ from pathlib import Path
 from packaging.version import Version
 
 from parity.case.inputs import Setting
-from parity.trainers.check import CHECKS, TRAINERS, Cell, CheckResult, check, holds, reported
+from parity.trainers import catalogue
+from parity.trainers.check import TRAINERS, Cell, CheckResult, check, holds, reported
 
 UNCOVERED = {
     "RewardTrainer": "trains a classification head: no LM head, no log-probs; its loss is a pairwise logistic one",
@@ -46,7 +47,7 @@ def classes() -> dict[str, str]:
 def covered() -> dict[str, tuple[str, ...]]:
     """Class name -> names of the checks that drive it."""
     found: dict[str, set[str]] = {}
-    for one in (c for c in CHECKS.values() if c.run is not found_all):
+    for one in (c for c in catalogue.load().values() if c.run is not found_all):
         for trainer in one.trainers:
             found.setdefault(TRAINERS[trainer], set()).add(one.name)
     return {name: tuple(sorted(checks)) for name, checks in found.items()}

@@ -113,6 +113,8 @@ def _watch_online(trainer: Any) -> FirstStep:
     """Online DPO: `_forward` returns the log-probs, of the policy first, then of the reference."""
     found: list[Any] = []
     loss: list[float] = []
+    if not hasattr(trainer, "_forward"):
+        raise Unsupported("no OnlineDPOTrainer._forward in the installed version")
     drive.spied(trainer, "_forward", lambda args, kwargs, out: found.append((args, out.detach())))
     drive.spied(trainer, "training_step", lambda args, kwargs, out: loss.append(float(out)))
     log = drive.train(trainer)

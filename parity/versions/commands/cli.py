@@ -59,9 +59,11 @@ def device_option(default: str) -> Callable[..., Any]:
 @click.command("history")
 @click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; repeat it for several")
 @click.option("--bisect", "search", is_flag=True, help="find the exact release of each change instead")
+@click.option("--blind", is_flag=True, help="which records plain draws find instead, the frozen cases forgotten")
+@click.option("--profile", type=click.Choice(["quick", "pr", "nightly"]), default="pr", help="of --blind")
 @device_option("cpu")
 @_usable
-def history_command(ids: tuple[str, ...], search: bool, device: str) -> int:
+def history_command(ids: tuple[str, ...], search: bool, blind: bool, profile: str, device: str) -> int:
     """Run recorded upstream failures: each must show on the bad releases and be gone on the good ones."""
     from parity.results.report import measured
     from parity.versions.commands import history
@@ -72,6 +74,12 @@ def history_command(ids: tuple[str, ...], search: bool, device: str) -> int:
         found = boundaries.boundaries(records, _progress, device)
         click.echo(f"{measured.head('Where each boundary lies', 'parity', 'boundaries.md')}\n{boundaries.table(found)}")
         return boundaries.exit_code(found)
+    if blind:
+        from parity.versions.commands import blind as drawn
+
+        seen = drawn.recall(records, profile, _progress, device)
+        click.echo(f"{measured.head('What plain draws find', 'parity', 'blind.md')}\n{drawn.table(seen, profile)}")
+        return FOUND
     findings = history.recall(records, _progress, device)
     click.echo(f"{measured.head('Real upstream failures', 'parity', 'history.md')}\n{history.table(findings)}")
     return history.exit_code(findings)

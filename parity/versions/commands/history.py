@@ -11,6 +11,7 @@ A record is a TOML file in cases/history/ beside the frozen case that shows the 
     quantities      which of its quantities count; default: all
     expect          verdict on the bad releases: disagree (default), refused, crashed; a refusal is a control
     then            verdict on the good ones: agree (default), refused (they say so instead of being wrong)
+    moves           settings of the frozen case without which it would not show; `--blind` tells records apart by them
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Record:
     then: str = "agree"
     link: str = ""
     file: Path = Path()
+    moves: tuple[str, ...] = ()
 
     @property
     def reference(self) -> str:
@@ -109,6 +111,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     quantities: _Texts = ("*",)
     expect: Literal["disagree", "refused", "crashed"] = "disagree"
     then: Literal["agree", "refused"] = "agree"
+    moves: tuple[_Text, ...] = ()
 
 
 def _read(path: Path) -> Record:
@@ -117,7 +120,9 @@ def _read(path: Path) -> Record:
     failure = "crashed" if raw.expect == "crashed" else "disagree"
     check = CaseCheck(path.stem, Case.load(file), raw.implementation, raw.quantities, failure)
     bad, good = (tuple(_specs(raw.package, text) for text in side) for side in (raw.bad, raw.good))
-    return Record(path.stem, raw.what, raw.package, bad, good, check, raw.expect, raw.then, raw.link, file)
+    if unmoved := [name for name in raw.moves if name not in check.case.settings]:
+        raise UsageError(f"{path}: moves names {', '.join(unmoved)}, which its frozen case leaves at default")
+    return Record(path.stem, raw.what, raw.package, bad, good, check, raw.expect, raw.then, raw.link, file, raw.moves)
 
 
 def _specs(package: str, text: str) -> tuple[str, ...]:

@@ -89,7 +89,8 @@ def matrix(
     name = resolved(name)
     asked, wanted = columns(name), implementations(name, named, package)
     versions = [one.version for one in span(package, text)]
-    kept = _folder(package, asked, wanted, device)
+    ids = [[case.id for case in cases] for cases in asked.values()]
+    kept = folder("matrix", [package, ids, list(wanted), device])
     lines: dict[str, Line] = {}
     with ThreadPoolExecutor(workers) as pool:
         jobs = {pool.submit(_line, package, version, asked, wanted, kept, device): version for version in versions}
@@ -99,13 +100,12 @@ def matrix(
     return [lines[version] for version in versions]
 
 
-def _folder(package: str, asked: Mapping[str, Sequence[Case]], wanted: Sequence[str], device: str) -> Path:
-    """Where the lines of this very matrix are kept: another harness, another folder."""
+def folder(kind: str, question: object) -> Path:
+    """Where the answers to this very question are kept: another harness, another folder."""
     root = Path(parity.__file__).parent
     sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py"))))
-    ids = [[case.id for case in cases] for cases in asked.values()]
-    question = json.dumps([package, ids, list(wanted), sources.hexdigest(), device])
-    return cache_folder("matrix", hashlib.sha256(question.encode()).hexdigest()[:12])
+    asked = json.dumps([question, sources.hexdigest()])
+    return cache_folder(kind, hashlib.sha256(asked.encode()).hexdigest()[:12])
 
 
 def _line(

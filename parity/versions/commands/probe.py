@@ -67,10 +67,7 @@ def look(
     plan["sampled"] = sampled
     plan["device"] = device
     plan["exactly"] = {case: list(ids) for case, ids in (exactly or {}).items()}
-    done = _ran(made, json.dumps(plan), cpu_limit, device)
-    if done.returncode:
-        last = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
-        raise EnvironmentUnusable(f"environment {made.name}: {last}")
+    done = ran(made, "parity.versions.commands.probe", json.dumps(plan), cpu_limit, device)
     try:
         found = [decode(Row, line, f"environment {made.name}") for line in _lines(done, ROW)]
     except UsageError as error:
@@ -83,13 +80,23 @@ def _lines(done: subprocess.CompletedProcess[str], mark: str) -> list[str]:
     return [line.removeprefix(mark) for line in done.stdout.splitlines() if line.startswith(mark)]
 
 
-def _ran(made: Environment, plan: str, cpu_limit: float, device: str) -> subprocess.CompletedProcess[str]:
-    command = ["python", "-W", "ignore", "-m", "parity.versions.commands.probe"]
-    settings = environment(device, 1) | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+def ran(
+    made: Environment, module: str, stdin: str, cpu_limit: float, device: str, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """A module run in the environment, which reads `stdin`, to its end; `more`: environment variables.
+
+    EnvironmentUnusable as for `look`.
+    """
+    settings = environment(device, 1) | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}) | more
+    command = ["python", "-W", "ignore", "-m", module]
     try:
-        return made.run(command, settings=settings, capture=True, stdin=plan, cpu_limit=cpu_limit)
+        done = made.run(command, settings=settings, capture=True, stdin=stdin, cpu_limit=cpu_limit)
     except LimitExceeded as error:
         raise EnvironmentUnusable(f"environment {made.name}: {error}") from None
+    if done.returncode:
+        last = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
+        raise EnvironmentUnusable(f"environment {made.name}: {last}")
+    return done
 
 
 def main() -> int:

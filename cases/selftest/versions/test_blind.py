@@ -1,0 +1,64 @@
+"""Recall without the frozen cases: which releases are compared, which cases may show a record, what counts as found."""
+
+import subprocess
+
+import pytest
+
+from parity.registry import loss_family
+from parity.versions.commands import blind, history
+
+
+@pytest.fixture(scope="module")
+def records():
+    return {r.id: r for r in history.load()}
+
+
+def test_the_sides_are_a_bad_release_and_the_good_one_next_to_it(records):
+    assert blind.side_by_side(records["is-ratio"]) == (("trl==0.28.0",), ("trl==0.29.0",))
+    # never mended: the newest good release before it broke
+    assert blind.side_by_side(records["head-hook"]) == (("trl==1.16.0",), ("trl==1.14.2",))
+
+
+def test_a_case_may_show_a_record_only_if_it_moves_what_the_record_needs(records):
+    family, record = loss_family("policy"), records["luspo-kl"]
+    assert record.moves == ("loss_type", "beta")
+    both = family.case(0, "fp32", {"loss_type": "luspo", "beta": 0.04})
+    assert blind.fits(record, both, "pr", "cpu")
+    for settings in ({"loss_type": "luspo"}, {"loss_type": "grpo", "beta": 0.5}, {"loss_type": "vespo", "beta": 0.5}):
+        assert not blind.fits(record, family.case(0, "fp32", settings), "pr", "cpu")
+
+
+def test_found_is_what_fails_on_the_bad_side_and_answers_as_recorded_on_the_good_one(records, monkeypatch):
+    asked = [records["luspo-kl"], records["tool-mask"], records["softcap"], records["delta"]]
+    family = loss_family("policy")
+    moved = [{"loss_type": "luspo", "beta": 0.04}, {"holes": True}, {"holes": True, "seed": 1}]
+    drawn = [family.case(s.pop("seed", 0), "fp32", s) for s in moved]
+    monkeypatch.setattr(blind, "of_profile", lambda family, profile: iter(drawn))
+    told = []
+
+    def answering(implementation, expected, cases):
+        """On the bad side the KL fails and both cases of the tool mask; on the good side one of these agrees."""
+        told.append((implementation, expected, len(cases)))
+        return cases[1:] if expected == "agree" and len(cases) == 2 else cases
+
+    def ran(made, module, stdin, limit, device):
+        _, plan = blind.json.loads(stdin)
+        lines = [[id, answering(i, expected, cases)] for id, i, _, expected, cases in plan]
+        return subprocess.CompletedProcess([], 0, "".join(f"{blind._LINE}{blind.json.dumps(x)}\n" for x in lines))
+
+    monkeypatch.setattr(blind, "ran", ran)
+    monkeypatch.setattr(blind.Environment, "of", lambda specs: None)
+    seen = {s.record.id: s for s in blind.recall(asked, "pr", lambda line: None)}
+    assert set(seen) == {"luspo-kl", "tool-mask", "softcap"}  # delta is a refusal
+    assert (seen["luspo-kl"].first, seen["tool-mask"].first, seen["softcap"].first) == (1, 3, None)
+    assert seen["softcap"].why == "no case has what it needs"
+    table = blind.table(list(seen.values()), "pr")
+    assert table.endswith("Profile pr finds 2 of 3 records (66.7 %) without the frozen cases.")
+
+
+def test_moves_names_settings_of_the_frozen_case(records):
+    assert all(set(r.moves) <= set(r.check.case.settings) for r in records.values())
+    shared = [r for r in records.values() if r.expect != "refused"]
+    moved = [(r, tuple(str(r.check.case.settings[name]) for name in r.moves)) for r in shared]
+    told = {(blind.side_by_side(r), r.check.implementation, r.check.quantities, r.moves, v) for r, v in moved}
+    assert len(told) == len(shared)  # two records of one change are told apart
