@@ -65,9 +65,10 @@ def steps() -> tuple[FirstHourCommand, ...]:
         )
         for words in (["faults"], ["large", "vocabularies"], ["large", "beyond"], ["large", "lock"], ["contexts"])
     ]
-    out.append(
-        FirstHourCommand("filter and replicas", (sys.executable, "-m", "parity.tools.large", "--device", "cuda"))
-    )
+    for name in ("filtering", "large"):
+        out.append(
+            FirstHourCommand(f"tools {name}", (sys.executable, "-m", f"parity.tools.{name}", "--device", "cuda"))
+        )
     return (*out, FirstHourCommand("bench", (*pytest, "cases/bench", "--benchmark-only")))
 
 

@@ -1,7 +1,7 @@
-"""What only a GPU has room for: batches beyond 2³¹ logits, and how much gradient cut-cross-entropy's filter drops.
+"""What only a GPU has room for: batches beyond 2³¹ logits; and from which size on replicas are faster there.
 
-`python -m parity.tools.large [--device cuda]` prints the second as a table, and what replicas cost on the CPU and on the
-device, from which `parity.judging.assess.ON_DEVICE` is to be set.
+`python -m parity.tools.large --device cuda` prints what replicas cost on the CPU and on the device, and where they cross: what
+`parity.judging.assess.ON_DEVICE` is to be.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from parity.case.inputs import Inputs
 from parity.errors import Unsupported
 from parity.implementations.implementation import Implementation, Outputs
+from parity.judging.assess import ON_DEVICE
 from parity.recipe import Recipe
-from parity.registry import load, loss_family
+from parity.registry import loss_family
 from parity.rounding.oracle import exact, replicas
 from parity.running.provenance import resolve_device
-from parity.running.shard import VOCABULARIES
+
+SIZES = (128, 1_024, 8_192, 32_768, 131_072, 262_144)
+"""Vocabularies of eight tokens, up to 2²¹ logits."""
 
 
 def embedded(implementation: Implementation, rows: int) -> Implementation:
@@ -42,31 +45,6 @@ def embedded(implementation: Implementation, rows: int) -> Implementation:
     return dataclasses.replace(implementation, id=f"{implementation.id} in {rows} rows", call=call)
 
 
-def dropped(
-    device: str, vocabularies: tuple[int, ...], dtypes: tuple[str, ...]
-) -> Iterator[tuple[str, int, float, float]]:
-    """(dtype, V, peak, share): of the gradient's norm, how much the filter of `cce.default` drops; 1 - |filtered| ÷ |all|."""
-    kinds = [load()[f"cce.{name}"] for name in ("default", "unfiltered")]
-    for dtype in dtypes:
-        for size in vocabularies:
-            for peak in (0.5, 1.0, 4.0, 12.0):
-                settings = {"B": 1, "T": 64, "V": size, "H": 64, "peak": peak, "grad": "weight", "targets": "likely"}
-                fam = loss_family("logprobs")
-                x = fam.build(fam.case(1, dtype, settings))
-                x = x.replace(**{n: None if t is None else t.to(device) for n, t in x.tensors.items()})
-                norms = [_norm(kind, x) for kind in kinds]
-                yield dtype, size, peak, 1 - norms[0] / norms[1]
-
-
-def _norm(kind: Implementation, x: Inputs) -> float:
-    weight = x.weight.detach().requires_grad_()
-    with kind.around():
-        out = kind.call(x.replace(weight=weight))["logps"]
-        out.sum().backward()
-    assert weight.grad is not None
-    return float(weight.grad.double().norm())
-
-
 def homes(device: str, sizes: tuple[int, ...]) -> Iterator[tuple[int, float, float, float]]:
     """(logits, seconds on the CPU, seconds on the device, largest relative difference) of twelve replicas."""
     fam = loss_family("logprobs")
@@ -77,6 +55,7 @@ def homes(device: str, sizes: tuple[int, ...]) -> Iterator[tuple[int, float, flo
         for where in ("cpu", device):
             moved = x.replace(**{n: None if t is None else t.to(where) for n, t in x.tensors.items()})
             exact(fam, moved)  # the first call loads kernels
+            replicas(fam, moved, Recipe(), 1, 0)
             begun = time.perf_counter()
             found.append(replicas(fam, moved, Recipe(), 12, 0))
             seconds.append(time.perf_counter() - begun)
@@ -86,23 +65,29 @@ def homes(device: str, sizes: tuple[int, ...]) -> Iterator[tuple[int, float, flo
         yield 8 * size, seconds[0], seconds[1], apart
 
 
+def crossing(found: Sequence[tuple[int, float, float, float]]) -> str:
+    """The smallest size from which the device is faster at every size measured, beside `ON_DEVICE`."""
+    slower = [logits for logits, cpu, there, _ in found if there >= cpu]
+    faster = [logits for logits, *_ in found if logits > max(slower, default=0)]
+    where = f"from {min(faster):,} logits on" if faster else f"at none of these sizes, the largest {found[-1][0]:,}"
+    return f"Replicas are faster on the device {where}; ON_DEVICE is {ON_DEVICE:,}."
+
+
 def main() -> int:
-    """Command line: the tables, Markdown."""
+    """Command line: the table and the crossing, Markdown."""
     from parity.process import prepare
 
-    parser = argparse.ArgumentParser(prog="python -m parity.tools.large", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m parity.tools.large", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     device = resolve_device(parser.parse_args().device)
     prepare(device, threads=1)
-    on_gpu = device == "cuda"
-    print("| dtype | V | peak | gradient norm that the filter drops |\n|---|---|---|---|")
-    for dtype, size, peak, share in dropped(
-        device, VOCABULARIES if on_gpu else (512, 2048), ("fp16", "bf16") if on_gpu else ("fp16",)
-    ):
-        print(f"| {dtype} | {size:,} | {peak} | {share:.2%} |", flush=True)
-    print("\n| logits | CPU, s | device, s | largest relative difference |\n|---|---|---|---|")
-    for logits, cpu, there, apart in homes(device, (1024, 8192, 65536, 262_144) if on_gpu else (64,)):
-        print(f"| {logits:,} | {cpu:.3f} | {there:.3f} | {apart:.1e} |", flush=True)
+    found = list(homes(device, SIZES if device == "cuda" else SIZES[:1]))
+    print("| logits | CPU, s | device, s | largest relative difference |\n|---:|---:|---:|---:|")
+    for logits, cpu, there, apart in found:
+        print(f"| {logits:,} | {cpu:.3f} | {there:.3f} | {apart:.1e} |")
+    print(f"\n{crossing(found)}")
     return 0
 
 

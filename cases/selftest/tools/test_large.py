@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 import torch
 
 from parity.registry import family, run_case
@@ -28,10 +27,11 @@ def test_a_case_in_a_large_batch():
     assert len(verdicts) == 2 and all(v == {"agree"} for v in verdicts.values()), verdicts
 
 
-def test_the_share_that_a_filter_drops_and_what_replicas_cost(monkeypatch):
-    whole = control("honest.logprobs.plain")
-    half = dataclasses.replace(whole, call=lambda x: {"logps": 0.5 * whole.call(x)["logps"]})
-    monkeypatch.setattr(large, "load", lambda: {"cce.default": half, "cce.unfiltered": whole})
-    assert [share for *_, share in large.dropped("cpu", (16,), ("fp32",))] == pytest.approx([0.5] * 4)
+def test_what_replicas_cost_and_where_the_device_is_faster():
     ((logits, _, _, apart),) = large.homes("cpu", (16,))
     assert (logits, apart) == (128, 0.0)
+    found = [(8, 1.0, 0.5, 0.0), (64, 1.0, 2.0, 0.0), (512, 1.0, 0.5, 0.0), (4096, 1.0, 0.5, 0.0)]
+    assert large.crossing(found).startswith(
+        "Replicas are faster on the device from 512 logits on; ON_DEVICE is 1,048,576"
+    )
+    assert "at none of these sizes, the largest 64" in large.crossing(found[:2])
