@@ -91,14 +91,15 @@ def shares(
 
 
 def svg(found: list[DroppedShare]) -> str:
-    """A panel for each dtype: the head's share over the standard deviation of the logits, a line for each vocabulary."""
+    """A panel for each dtype: the hidden states' share over the standard deviation of the logits, a line for each vocabulary."""
     dtypes, sizes = (list(dict.fromkeys(column)) for column in list(zip(*found, strict=True))[:2])
     wide, tall = LEFT + len(dtypes) * (WIDTH + 30), TOP + HEIGHT + 44
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" font-family="sans-serif" font-size="11">',
         f'<rect width="{wide}" height="{tall}" fill="white"/>',
-        f'<text x="{LEFT}" y="18" font-size="13">Share of the head\'s gradient norm that the filter drops, by definition</text>',
+        f'<text x="{LEFT}" y="18" font-size="13">Share of the hidden states\' gradient that the filter drops</text>',
     ]
+    most = max(one.hidden for one in found) or 1.0
     low, high = math.log(min(one.peak for one in found)), math.log(max(one.peak for one in found))
     for panel, dtype in enumerate(dtypes):
         x0 = LEFT + panel * (WIDTH + 30)
@@ -106,13 +107,15 @@ def svg(found: list[DroppedShare]) -> str:
         out.append(f'<rect x="{x0}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#9ca3af"/>')
         if not panel:
             out += [
-                f'<text x="{x0 - 4}" y="{TOP + HEIGHT * (1 - share) + 4:.0f}" text-anchor="end">{share:.0%}</text>'
+                f'<text x="{x0 - 4}" y="{TOP + HEIGHT * (1 - share) + 4:.0f}" text-anchor="end">{share * most:.1%}</text>'
                 for share in (0.0, 0.5, 1.0)
             ]
         for size, colour, dash in zip(sizes, COLOURS, DASHES, strict=False):
             own = [one for one in found if (one.dtype, one.size) == (dtype, size)]
             across = [x0 + WIDTH * (math.log(one.peak) - low) / ((high - low) or 1.0) for one in own]
-            line = " ".join(f"{x:.1f},{TOP + HEIGHT * (1 - one.head):.1f}" for x, one in zip(across, own, strict=True))
+            line = " ".join(
+                f"{x:.1f},{TOP + HEIGHT * (1 - one.hidden / most):.1f}" for x, one in zip(across, own, strict=True)
+            )
             out.append(
                 f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
             )

@@ -33,8 +33,8 @@ def test_as_run():
 
 
 def test_the_picture_and_the_table():
-    found = [filtering.DroppedShare("bf16", 128_256, peak, 0.25, peak / 10, None) for peak in (1.0, 4.0)]
+    found = [filtering.DroppedShare("bf16", 128_256, peak, peak / 10, 0.25, None) for peak in (1.0, 4.0)]
     drawn, written = filtering.svg(found), filtering.page(found, "python -m x")
-    assert 'points="64.0,213.0 314.0,162.0"' in drawn and "V = 128,256" in drawn
-    assert "| bf16 | 128,256 | 4 | 25.00% | 40.00% |  |" in written and "not run on CUDA" in written
+    assert 'points="64.0,187.5 314.0,60.0"' in drawn and "V = 128,256" in drawn
+    assert "| bf16 | 128,256 | 4 | 40.00% | 25.00% |  |" in written and "not run on CUDA" in written
     assert "as run there" in filtering.page([found[0]._replace(ran=0.5)], "x")
