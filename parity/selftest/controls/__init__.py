@@ -18,11 +18,9 @@ from parity.recipe import Recipe
 from parity.registry import loss_families, loss_family
 from parity.selftest.controls.divergence import ROADS
 from parity.selftest.controls.logprobs import HEADS, Head
-from parity.selftest.controls.policy import policy
+from parity.selftest.controls.policy import METRICS, REORDERED, loss_of
 
-METRICS = frozenset({"kl", "entropy", "clip_ratio", "clip_low", "clip_high"})
-
-REORDERED = frozenset({"reordered", "online", "permuted"})
+PAIRED = frozenset({"reordered", "online", "permuted"})
 """Heads that the policy losses pair with the other order of operations."""
 
 
@@ -32,10 +30,6 @@ def _logprobs(head: Head) -> Callable[[Inputs], Outputs]:
         return {"logps": logps} | ({"entropy": entropy} if x.settings.entropy != "none" else {})
 
     return call
-
-
-def _policy(head: Head, reordered: bool) -> Callable[[Inputs], Outputs]:
-    return lambda x: policy(x, head, reordered)
 
 
 def _loss_recipe(head: Head) -> Callable[[Inputs], Recipe]:
@@ -67,9 +61,9 @@ CONTROLS: dict[str, tuple[Implementation, ...]] = {
         _of(
             "policy",
             name,
-            call=_policy(head, name in REORDERED),
+            call=loss_of(head.call, METRICS, **(REORDERED if name in PAIRED else {})),
             recipe=_loss_recipe(head),
-            outputs=METRICS,
+            outputs=frozenset(METRICS),
             contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
         )
         for name, head in HEADS.items()

@@ -12,7 +12,7 @@ from torch.nn.functional import linear, log_softmax
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import require
+from parity.implementations.implementation import Outputs, require
 from parity.recipe import Recipe
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -68,63 +68,107 @@ def narrow(x: Inputs) -> Recipe:
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output=dtype)
 
 
-def _adapter(x: Inputs, hidden: torch.Tensor, wide: bool) -> torch.Tensor | float:
-    """What a LoRA adapter adds to the logits."""
-    if getattr(x.settings, "head", "plain") != "lora":
-        return 0.0
-    a, b = (x.lora_a.float(), x.lora_b.float()) if wide else (x.lora_a, x.lora_b)
-    return linear(linear(hidden, a), b)
-
-
-def stored_logits(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
-    """h Wᵀ + b in the dtype of the head, then float32."""
+def narrow_product(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
+    """`product` in the dtype of the head."""
     hidden = plain.cast(x, hidden)
-    return (linear(hidden, x.weight, x.bias) + _adapter(x, hidden, False)).float()
+    z = linear(hidden, x.weight, x.bias)
+    return z if not _has_adapter(x) else z + linear(linear(hidden, x.lora_a), x.lora_b)
 
 
-def wide_logits(x: Inputs) -> torch.Tensor:
-    """h Wᵀ + b in float32."""
-    hidden = plain.states(x).float()
-    return (
-        linear(hidden, x.weight.float(), None if x.bias is None else x.bias.float()) + _adapter(x, hidden, True)
-    ).float()
+def stored_product(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
+    """`narrow_product`, then float32."""
+    return narrow_product(x, hidden).float()
 
 
-def finished(x: Inputs, z: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    """softcap(scale·z)/τ, or ·(1/τ)."""
-    s = x.settings
-    if s.logit_scale != 1.0:
-        z = z * s.logit_scale
-    if s.softcap is not None:
-        z = torch.tanh(z * (1 / s.softcap)) * s.softcap if inverse else s.softcap * torch.tanh(z / s.softcap)
-    return z * (1 / s.temperature) if inverse else z / s.temperature
+def _has_adapter(x: Inputs) -> bool:
+    return getattr(x.settings, "head", "plain") == "lora"
 
 
-def _index(ids: torch.Tensor) -> torch.Tensor:
-    return ids.long().clamp(min=0).unsqueeze(-1)
+def product(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
+    """h Wᵀ + b and a LoRA adapter's share, in float32."""
+    z = linear(hidden, x.weight.float(), None if x.bias is None else x.bias.float())
+    if _has_adapter(x):
+        z = z + linear(linear(hidden, x.lora_a.float()), x.lora_b.float())
+    return z.float()
 
 
-def _kept(ids: torch.Tensor, logps: torch.Tensor, entropy: torch.Tensor) -> Pair:
-    ignored = ids == IGNORE_INDEX
-    return logps.masked_fill(ignored, 0.0), entropy.masked_fill(ignored, 0.0)
+def scaled(x: Inputs, z: torch.Tensor) -> torch.Tensor:
+    """scale·z."""
+    return z * x.settings.logit_scale
 
 
-def by_softmax(ids: torch.Tensor, z: torch.Tensor) -> Pair:
-    """log_softmax over the vocabulary, then a gather; entropy -Σ p log p."""
-    logps = log_softmax(z, -1)
-    finite = logps.masked_fill(logps == -torch.inf, 0.0)
-    return _kept(
-        ids, logps.gather(-1, _index(ids)).squeeze(-1), -(finite.exp() * (logps > -torch.inf) * finite).sum(-1)
-    )
+def capped(x: Inputs, z: torch.Tensor) -> torch.Tensor:
+    """c·tanh(z/c)."""
+    c = x.settings.softcap
+    return z if c is None else c * torch.tanh(z / c)
 
 
-def by_logsumexp(ids: torch.Tensor, z: torch.Tensor) -> Pair:
-    """z[id] - logsumexp(z); entropy logsumexp(z) - Σ p z, about the largest logit."""
+def cooled(x: Inputs, z: torch.Tensor) -> torch.Tensor:
+    """z/τ."""
+    return z / x.settings.temperature
+
+
+def finish(x: Inputs, z: torch.Tensor) -> torch.Tensor:
+    """softcap(scale·z)/τ."""
+    return cooled(x, capped(x, scaled(x, z)))
+
+
+def targets(x: Inputs) -> torch.Tensor:
+    """Token ids with the ignored ones at 0."""
+    return x.ids.long().clamp(min=0)
+
+
+def pair(x: Inputs, z: torch.Tensor) -> Pair:
+    """z[id] - logsumexp(z), and logsumexp(z) - Σ p z, about the largest logit."""
     z = z - z.amax(-1, keepdim=True).detach()
     lse = torch.logsumexp(z, -1)
     p = (z - lse.unsqueeze(-1)).exp()
     entropy = lse - (p * z.masked_fill(z == -torch.inf, 0.0)).sum(-1)
-    return _kept(ids, z.gather(-1, _index(ids)).squeeze(-1) - lse, entropy)
+    return z.gather(-1, targets(x).unsqueeze(-1)).squeeze(-1) - lse, entropy
+
+
+def kept(x: Inputs, value: torch.Tensor) -> torch.Tensor:
+    """0 where the id is -100."""
+    return value.masked_fill(x.ids == IGNORE_INDEX, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps in order: inputs as they are read, states, logits, the way to their final form, the two outputs."""
+
+    read: Callable[[Inputs], Inputs] = lambda x: x
+    states: Callable[[Inputs], torch.Tensor] = lambda x: plain.states(x).float()
+    product: Callable[[Inputs, torch.Tensor], torch.Tensor] = product
+    finish: Callable[[Inputs, torch.Tensor], torch.Tensor] = finish
+    pair: Callable[[Inputs, torch.Tensor], Pair] = pair
+    kept: Callable[[Inputs, torch.Tensor], torch.Tensor] = kept
+    logps: Callable[[Inputs, torch.Tensor], torch.Tensor] = lambda x, logps: logps
+    entropy: Callable[[Inputs, torch.Tensor], torch.Tensor] = lambda x, entropy: entropy
+
+    def head(self, x: Inputs) -> Pair:
+        """Log-probs and entropies, (B, T)."""
+        x = self.read(x)
+        logps, entropy = self.pair(x, self.finish(x, self.product(x, self.states(x))))
+        return self.logps(x, self.kept(x, logps)), self.entropy(x, self.kept(x, entropy))
+
+    def call(self, x: Inputs) -> Outputs:
+        """As an adapter of family `logprobs`."""
+        logps, entropy = self.head(x)
+        return {"logps": logps} | ({"entropy": entropy} if x.settings.entropy != "none" else {})
+
+
+def inverted(x: Inputs, z: torch.Tensor) -> torch.Tensor:
+    """`finish` with products by 1/c and 1/τ."""
+    z, c = scaled(x, z), x.settings.softcap
+    return (z if c is None else torch.tanh(z * (1 / c)) * c) * (1 / x.settings.temperature)
+
+
+def by_softmax(x: Inputs, z: torch.Tensor) -> Pair:
+    """log_softmax over the vocabulary, then a gather; entropy -Σ p log p."""
+    logps = log_softmax(z, -1)
+    finite = logps.masked_fill(logps == -torch.inf, 0.0)
+    chosen = logps.gather(-1, targets(x).unsqueeze(-1)).squeeze(-1)
+    return chosen, -(finite.exp() * (logps > -torch.inf) * finite).sum(-1)
 
 
 class _Online(torch.autograd.Function):
@@ -157,73 +201,71 @@ class _Online(torch.autograd.Function):
         return g - surprise * grads[1].unsqueeze(-1), None
 
 
-def online(ids: torch.Tensor, z: torch.Tensor) -> Pair:
+def online(x: Inputs, z: torch.Tensor) -> Pair:
     """Online log-sum-exp, as fused kernels compute it."""
-    logps, entropy = _Online.apply(z, _index(ids))
-    return _kept(ids, logps, entropy)
+    logps, entropy = _Online.apply(z, targets(x).unsqueeze(-1))
+    return logps, entropy
 
 
 def chunked(x: Inputs) -> Pair:
     """The head a few vocabulary entries at a time; log-sum-exp over the chunks' own."""
     hidden, weight = plain.states(x).float(), x.weight.float()
     bias = x.weight.new_zeros(len(weight)).float() if x.bias is None else x.bias.float()
-    extra = _adapter(x, hidden, True)
+    extra = linear(linear(hidden, x.lora_a.float()), x.lora_b.float()) if _has_adapter(x) else None
     parts = []
     for start in range(0, len(weight), _chunk(x)):
         rows = slice(start, start + _chunk(x))
-        z = linear(hidden, weight[rows], bias[rows]) + (extra[..., rows] if isinstance(extra, torch.Tensor) else 0.0)
-        parts.append(finished(x, z.float()))
+        z = linear(hidden, weight[rows], bias[rows]) + (0.0 if extra is None else extra[..., rows])
+        parts.append(finish(x, z.float()))
     top = torch.stack([p.amax(-1) for p in parts]).amax(0).detach().unsqueeze(-1)
     total = torch.stack([(p - top).exp().sum(-1) for p in parts]).sum(0)
     lse = total.log().unsqueeze(-1)
     logs = [p - top - lse for p in parts]
     entropy = -torch.stack([(q.exp() * q.masked_fill(q == -torch.inf, 0.0)).sum(-1) for q in logs]).sum(0)
-    return _kept(x.ids, torch.cat(logs, -1).gather(-1, _index(x.ids)).squeeze(-1), entropy)
+    logps = torch.cat(logs, -1).gather(-1, targets(x).unsqueeze(-1)).squeeze(-1)
+    return kept(x, logps), kept(x, entropy)
 
 
 def tiles(x: Inputs) -> Pair:
     """A few tokens at a time: logits in the dtype of the head, in which autograd sums its partial gradients."""
     hidden, ids = plain.states(x).flatten(0, 1), x.ids.flatten()
     pairs = [
-        by_softmax(i, finished(x, stored_logits(x, h)))
+        by_softmax(x.replace(ids=i), finish(x, stored_product(x, h)))
         for h, i in zip(hidden.split(TILE), ids.split(TILE), strict=True)
     ]
-    logps, entropy = (torch.cat(part).view(x.ids.shape) for part in zip(*pairs, strict=True))
+    logps, entropy = (kept(x, torch.cat(part).view(x.ids.shape)) for part in zip(*pairs, strict=True))
     return logps, entropy
 
 
 def permuted(x: Inputs) -> Pair:
     """Vocabulary and contraction in another order."""
     generator = torch.Generator().manual_seed(x.case.seed)
-    rows, columns = (
-        torch.randperm(x.weight.shape[0], generator=generator).to(x.device),
-        torch.randperm(x.weight.shape[1], generator=generator).to(x.device),
+    rows, columns = (torch.randperm(n, generator=generator).to(x.device) for n in x.weight.shape)
+    read = x.replace(
+        weight=x.weight.float()[rows][:, columns],
+        bias=None if x.bias is None else x.bias.float()[rows],
+        ids=torch.where(x.ids == IGNORE_INDEX, IGNORE_INDEX, rows.argsort()[targets(x)]),
     )
-    weight = x.weight.float()[rows][:, columns]
-    hidden = plain.states(x).float()
-    z = linear(hidden[..., columns], weight, None if x.bias is None else x.bias.float()[rows])
-    extra = _adapter(x, hidden, True)
-    z = finished(x, (z + (extra[..., rows] if isinstance(extra, torch.Tensor) else 0.0)).float())
-    ids = torch.where(x.ids == IGNORE_INDEX, IGNORE_INDEX, rows.argsort()[x.ids.long().clamp(min=0)])
-    return by_softmax(ids, z)
+    if _has_adapter(x):
+        read = read.replace(lora_a=x.lora_a.float()[:, columns], lora_b=x.lora_b.float()[rows])
+    z = product(read, plain.states(x).float()[..., columns])
+    logps, entropy = by_softmax(read, finish(x, z))
+    return kept(x, logps), kept(x, entropy)
 
 
-def by_narrow(x: Inputs) -> Pair:
-    """Everything in the dtype of the head."""
+def _half_sums(x: Inputs, z: torch.Tensor) -> Pair:
     in_range = x.weight.dtype != torch.float16 or len(x.weight) < 65504
     require(in_range, "torch sums the exponentials of a float16 softmax in float16 on the CPU")
-    hidden = plain.cast(x, plain.states(x))
-    z = linear(hidden, x.weight, x.bias) + _adapter(x, hidden, False)
-    return by_softmax(x.ids, finished(x, z))
+    return by_softmax(x, z)
 
 
 HEADS = {
-    "plain": Head(lambda x: by_softmax(x.ids, finished(x, stored_logits(x, plain.states(x)))), stored),
-    "reordered": Head(lambda x: by_logsumexp(x.ids, finished(x, wide_logits(x))), ieee),
-    "inverse": Head(lambda x: by_softmax(x.ids, finished(x, wide_logits(x), inverse=True)), ieee),
-    "online": Head(lambda x: online(x.ids, finished(x, wide_logits(x))), ieee),
+    "plain": Head(Steps(states=plain.states, product=stored_product, pair=by_softmax).head, stored),
+    "reordered": Head(Steps().head, ieee),
+    "inverse": Head(Steps(finish=inverted, pair=by_softmax).head, ieee),
+    "online": Head(Steps(pair=online).head, ieee),
     "chunked": Head(chunked, split),
     "tiles": Head(tiles, tiled),
     "permuted": Head(permuted, ieee),
-    "narrow": Head(by_narrow, narrow),
+    "narrow": Head(Steps(states=plain.states, product=narrow_product, pair=_half_sums).head, narrow),
 }

@@ -12,21 +12,11 @@ from torch.nn.functional import linear, log_softmax, pad
 from parity.case.inputs import Inputs
 from parity.implementations import plain
 from parity.implementations.implementation import Adapter
+from parity.selftest.controls import logprobs as right
+from parity.selftest.controls.logprobs import Pair, Steps, capped, cooled, scaled, targets
 from parity.selftest.mutants import Edited, steps
 from parity.selftest.mutants.conduct import MISCONDUCT, misread, misread_upstream
-from parity.selftest.mutants.steps import (
-    BLOCK,
-    Fused,
-    Pair,
-    Steps,
-    blocks,
-    capped,
-    cooled,
-    scaled,
-    targets,
-    through,
-    with_gradient,
-)
+from parity.selftest.mutants.steps import BLOCK, Fused, blocks, through, with_gradient
 
 MUTANTS: dict[str, tuple[str, Adapter]] = {
     name: (mistake, wrong(Steps().call))
@@ -101,7 +91,7 @@ def _straight(x: Inputs, z: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(x: Inputs, z: torch.Tensor) -> torch.Tensor:
-    return steps.finish(x, pad(z, (0, -z.shape[-1] % BLOCK), value=-torch.inf))
+    return right.finish(x, pad(z, (0, -z.shape[-1] % BLOCK), value=-torch.inf))
 
 
 _wrong("softcap-gradient-forgotten", "gradient of the softcap forgotten", finish=_straight)
@@ -124,7 +114,7 @@ _wrong("entropy-in-bits", "entropy in bits", entropy=lambda x, v: v / math.log(2
 
 
 def _entropy_of_raw(x: Inputs, z: torch.Tensor) -> Pair:
-    return steps.pair(x, z)[0], steps.pair(x, z * x.settings.temperature)[1]
+    return right.pair(x, z)[0], right.pair(x, z * x.settings.temperature)[1]
 
 
 _wrong("entropy-without-temperature", "entropy of the logits before the temperature", pair=_entropy_of_raw)
@@ -185,17 +175,17 @@ _fused("target-in-last-block", "a target in the last block looked up in the firs
 
 
 def _no_maximum(x: Inputs, z: torch.Tensor) -> Pair:
-    return z.gather(-1, targets(x).unsqueeze(-1)).squeeze(-1) - z.exp().sum(-1).log(), steps.pair(x, z)[1]
+    return z.gather(-1, targets(x).unsqueeze(-1)).squeeze(-1) - z.exp().sum(-1).log(), right.pair(x, z)[1]
 
 
 def _hidden_nan(x: Inputs, z: torch.Tensor) -> Pair:
     logp = log_softmax(z, -1)
-    return steps.pair(x, z)[0], -(logp.exp() * logp).nan_to_num(0.0).sum(-1)
+    return right.pair(x, z)[0], -(logp.exp() * logp).nan_to_num(0.0).sum(-1)
 
 
 def _log_of_softmax(x: Inputs, z: torch.Tensor) -> Pair:
     p = torch.softmax(z, -1).gather(-1, targets(x).unsqueeze(-1)).squeeze(-1)
-    return (p + 1e-10).log(), steps.pair(x, z)[1]
+    return (p + 1e-10).log(), right.pair(x, z)[1]
 
 
 _wrong("no-maximum", "log-sum-exp without the maximum", pair=_no_maximum)
@@ -205,7 +195,7 @@ _wrong("summed-in-bf16", "gradient of the head accumulated in bfloat16", product
 _wrong(
     "logits-in-bf16",
     "logits stored in bfloat16, declared float32",
-    product=lambda x, h: steps.product(x, h).bfloat16().float(),
+    product=lambda x, h: right.product(x, h).bfloat16().float(),
 )
 _wrong("logps-in-bf16", "log-probs handed out in bfloat16", logps=lambda x, v: v.bfloat16())
 _wrong("logps-rounded", "log-probs rounded to bfloat16 on the way", logps=lambda x, v: v.bfloat16().float())

@@ -8,10 +8,12 @@ import torch
 from torch.nn.functional import linear
 
 from parity.case.inputs import Inputs
-from parity.selftest.mutants import Edited, policy_steps, policy_terms, policy_weights
+from parity.selftest.controls import policy as right
+from parity.selftest.controls.logprobs import Steps, capped, cooled, scaled
+from parity.selftest.controls.policy import Step, Work, loss_of
+from parity.selftest.mutants import Edited, policy_terms, policy_weights
 from parity.selftest.mutants.conduct import MISCONDUCT, misread
-from parity.selftest.mutants.policy_steps import Mutants, Step, Work, loss_of, recorder
-from parity.selftest.mutants.steps import Steps, capped, cooled, scaled, through, with_gradient
+from parity.selftest.mutants.steps import Mutants, recorder, through, with_gradient
 
 READ = (
     "ids mask advantages old_logps ref_logps sampling_logps importance_sampling_ratio previous_ids lora_a lora_b"
@@ -22,7 +24,7 @@ MUTANTS: Mutants = {
 MUTANTS |= policy_weights.MUTANTS | policy_terms.MUTANTS
 """Name -> the mistake in one line, and the adapter that makes it."""
 
-CORRECT = {"steps": loss_of(metrics=policy_steps.METRICS)}
+CORRECT = {"steps": loss_of(metrics=right.METRICS)}
 """What the mutants are edits of: a control."""
 
 _wrong = recorder(MUTANTS)
@@ -34,7 +36,7 @@ def _factor(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _louder(size: float) -> Step:
     def step(c: Work) -> torch.Tensor:
-        return policy_steps.loss(c) + size * policy_steps.loss(c).detach()
+        return right.loss(c) + size * right.loss(c).detach()
 
     return step
 
@@ -94,12 +96,12 @@ _wrong(
 _wrong(
     "upstream-ignored",
     "upstream gradient ignored: backward assumes 1",
-    loss=lambda c: through(policy_steps.loss(c), torch.ones_like),
+    loss=lambda c: through(right.loss(c), torch.ones_like),
 )
 _wrong(
     "upstream-scale-lost",
     "scale of the upstream gradient lost: its sign kept",
-    loss=lambda c: through(policy_steps.loss(c), torch.sign),
+    loss=lambda c: through(right.loss(c), torch.sign),
 )
 _wrong(
     "states-in-bf16", "hidden states rounded to bfloat16", Steps(states=lambda x: Steps().states(x).bfloat16().float())

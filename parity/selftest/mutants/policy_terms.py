@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from parity.selftest.mutants import policy_steps as right
-from parity.selftest.mutants.policy_steps import Mutants, Work, recorder, upper
+from parity.selftest.controls import policy as right
+from parity.selftest.controls.policy import Work, upper
+from parity.selftest.mutants.steps import Mutants, recorder
 
 MUTANTS: Mutants = {}
 _wrong = recorder(MUTANTS)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from parity.selftest.mutants import policy_steps as right
-from parity.selftest.mutants.policy_steps import Mutants, Step, Work, recorder
-from parity.selftest.mutants.steps import Edit
+from parity.selftest.controls import policy as right
+from parity.selftest.controls.policy import Step, Work
+from parity.selftest.mutants.steps import Edit, Mutants, recorder
 
 MUTANTS: Mutants = {}
 _wrong = recorder(MUTANTS)

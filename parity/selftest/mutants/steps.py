@@ -1,4 +1,4 @@
-"""A correct head, from hidden states to log-probs and entropies, cut into steps of which a mutant exchanges one."""
+"""What a mutant exchanges in the steps of a correct head (`controls.logprobs.Steps`): gradients, blocks, sums."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from torch.nn.functional import linear
 
 from parity.case.inputs import Inputs
-from parity.families.logprobs import IGNORE_INDEX
-from parity.implementations import plain
-from parity.implementations.implementation import Outputs
+from parity.implementations.implementation import Adapter
+from parity.selftest.controls.logprobs import Pair, Steps, targets
+from parity.selftest.controls.policy import Step, loss_of
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 Edit = Callable[[torch.Tensor], torch.Tensor | None]
 
 BLOCK = 8
@@ -41,79 +40,6 @@ def through(x: torch.Tensor, edit: Edit) -> torch.Tensor:
 def with_gradient(edit: Edit, *names: str) -> Callable[[Inputs], Inputs]:
     """A change of inputs: the gradients of `names` pass through `edit`."""
     return lambda x: x.replace(**{n: through(x.tensors[n], edit) for n in names if x.tensors.get(n) is not None})
-
-
-def product(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
-    """h Wᵀ + b and a LoRA adapter's share, in float32."""
-    z = linear(hidden, x.weight.float(), None if x.bias is None else x.bias.float())
-    if x.settings.__dict__.get("head") == "lora":
-        z = z + linear(linear(hidden, x.lora_a.float()), x.lora_b.float())
-    return z.float()
-
-
-def scaled(x: Inputs, z: torch.Tensor) -> torch.Tensor:
-    """scale·z."""
-    return z * x.settings.logit_scale
-
-
-def capped(x: Inputs, z: torch.Tensor) -> torch.Tensor:
-    """c·tanh(z/c)."""
-    c = x.settings.softcap
-    return z if c is None else c * torch.tanh(z / c)
-
-
-def cooled(x: Inputs, z: torch.Tensor) -> torch.Tensor:
-    """z/τ."""
-    return z / x.settings.temperature
-
-
-def finish(x: Inputs, z: torch.Tensor) -> torch.Tensor:
-    """softcap(scale·z)/τ."""
-    return cooled(x, capped(x, scaled(x, z)))
-
-
-def targets(x: Inputs) -> torch.Tensor:
-    """Token ids with the ignored ones at 0."""
-    return x.ids.long().clamp(min=0)
-
-
-def pair(x: Inputs, z: torch.Tensor) -> Pair:
-    """z[id] - logsumexp(z), and logsumexp(z) - Σ p z, about the largest logit."""
-    z = z - z.amax(-1, keepdim=True).detach()
-    lse = torch.logsumexp(z, -1)
-    p = (z - lse.unsqueeze(-1)).exp()
-    entropy = lse - (p * z.masked_fill(z == -torch.inf, 0.0)).sum(-1)
-    return z.gather(-1, targets(x).unsqueeze(-1)).squeeze(-1) - lse, entropy
-
-
-def kept(x: Inputs, value: torch.Tensor) -> torch.Tensor:
-    """0 where the id is -100."""
-    return value.masked_fill(x.ids == IGNORE_INDEX, 0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """The steps in order: inputs as they are read, states, logits, the way to their final form, the two outputs."""
-
-    read: Callable[[Inputs], Inputs] = lambda x: x
-    states: Callable[[Inputs], torch.Tensor] = lambda x: plain.states(x).float()
-    product: Callable[[Inputs, torch.Tensor], torch.Tensor] = product
-    finish: Callable[[Inputs, torch.Tensor], torch.Tensor] = finish
-    pair: Callable[[Inputs, torch.Tensor], Pair] = pair
-    kept: Callable[[Inputs, torch.Tensor], torch.Tensor] = kept
-    logps: Callable[[Inputs, torch.Tensor], torch.Tensor] = lambda x, logps: logps
-    entropy: Callable[[Inputs, torch.Tensor], torch.Tensor] = lambda x, entropy: entropy
-
-    def head(self, x: Inputs) -> Pair:
-        """Log-probs and entropies, (B, T)."""
-        x = self.read(x)
-        logps, entropy = self.pair(x, self.finish(x, self.product(x, self.states(x))))
-        return self.logps(x, self.kept(x, logps)), self.entropy(x, self.kept(x, entropy))
-
-    def call(self, x: Inputs) -> Outputs:
-        """As an adapter of family `logprobs`."""
-        logps, entropy = self.head(x)
-        return {"logps": logps} | ({"entropy": entropy} if x.settings.entropy != "none" else {})
 
 
 def blocks(z: torch.Tensor) -> list[torch.Tensor]:
@@ -187,3 +113,18 @@ def summed(dtype: torch.dtype) -> Callable[[Inputs, torch.Tensor], torch.Tensor]
         return z if x.bias is None else z + x.bias.float()
 
     return step
+
+
+Mutants = dict[str, tuple[str, Adapter]]
+"""Name -> the mistake in one line, and the adapter that makes it."""
+
+
+def recorder(into: Mutants) -> Callable[..., None]:
+    """`wrong(name, mistake, head, metrics, **edits)`, which enters a mutant into a table."""
+
+    def wrong(
+        name: str, mistake: str, head: Steps | None = None, metrics: dict[str, Step] | None = None, **edits: Step
+    ) -> None:
+        into[name] = (mistake, loss_of(None if head is None else head.head, metrics, **edits))
+
+    return wrong

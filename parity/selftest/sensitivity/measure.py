@@ -25,8 +25,8 @@ from parity.judging.settle import REPLICAS, ladder, settle
 from parity.registry import loss_family
 from parity.selftest.controls import controls_of
 from parity.selftest.controls.divergence import ROADS
-from parity.selftest.controls.logprobs import HEADS, Head
-from parity.selftest.controls.policy import policy
+from parity.selftest.controls.logprobs import HEADS
+from parity.selftest.controls.policy import loss_of
 
 OCTAVES, STEPS = 24, 4
 GRID = tuple(2.0 ** (-k / STEPS) for k in range(OCTAVES * STEPS, -1, -1))
@@ -103,11 +103,10 @@ def _policy(kind: str, error: float) -> Implementation:
     def recipe(x: Any) -> Any:
         return dataclasses.replace(head.recipe(x), output="fp32")
 
-    def call(x: Any) -> Outputs:
-        return policy(x, Head(logps, head.recipe), False)
-
     contexts = frozenset({"plain", "checkpoint"})
-    return Implementation(f"honest.policy.{kind}", "policy", "candidate", call, recipe=recipe, contexts=contexts)
+    return Implementation(
+        f"honest.policy.{kind}", "policy", "candidate", loss_of(logps), recipe=recipe, contexts=contexts
+    )
 
 
 MAKERS: dict[str, Callable[[str, float], Implementation]] = {
