@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -37,6 +37,8 @@ _EXACT = frozenset(
 )
 
 
+MANY_PARTS = 16
+"""Terms of a sum from which on its partial sums may be many times their size."""
 MANY = 1024
 """Terms of a sum from which on equal ones are counted."""
 
@@ -96,6 +98,10 @@ class MonteCarlo(TorchDispatchMode):
             if partial:  # a bias gradient is summed across chunks as the head's is
                 out = torch.where(scale > 2 * self.u_sum * self.range_partial(), torch.inf, out)
                 scale = scale + func(args[0].square(), *args[1:], **kwargs).sqrt_().mul_(partial)
+                dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+                if len(dims) == 1 and args[0].shape[dims[0]] >= MANY_PARTS:
+                    pieces = args[0].chunk(min(self.recipe.partials, args[0].shape[dims[0]]), dims[0])
+                    out = out + self.lost(func(piece, *args[1:], **kwargs) for piece in pieces)
             return self.rounded(out + self.scattered(scale, out))
         if name == "_log_softmax":
             return self.rounded(self.log_softmax(out, args[0], args[1]), self.softmax)
@@ -229,7 +235,24 @@ class MonteCarlo(TorchDispatchMode):
             out = self._added(a, b)
         elif partial:
             out = out + matmul(a * a, b * b).sqrt_().mul_(partial).mul_(self.noise.like(out))
+            if a.shape[-1] >= MANY_PARTS:
+                out = out + self.lost(split(a, b, min(self.recipe.partials, a.shape[-1])))
         return out
+
+    def lost(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+        """By how much a sum is off when its parts are added one by one to a total in the dtype of `accumulate`.
+
+        Of n parts of one sign the last ones meet a total n times their size: no random walk of the parts' own roundings.
+        """
+        dtype, exact, total, stretch = self.recipe.accumulate, None, None, None
+        for part in parts:
+            stretch = self._stretch(part) if stretch is None else stretch
+            exact = part if exact is None else exact + part
+            stored = self._grid(part, dtype, stretch)
+            total = stored if total is None else self._grid(total + stored, dtype, stretch)
+        assert total is not None and exact is not None
+        off = total - exact
+        return torch.where(torch.isfinite(off), off, 0.0)
 
     def _added(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """a·b as partial products of `partial_terms` terms, each rounded and added to what is stored, in any order.
