@@ -35,11 +35,7 @@ parity: $(READY)  ## compare every installed loss with its float64 definition (p
 nightly: $(READY)  ## the nightly gate: proof of life, a long run, history, mutants, Unsloth, what changed (MAX_TIME=6h)
 	$(PY) -m parity nightly --max-time $(MAX_TIME) $(ARGS)
 
-upgrade-test-ray: $(READY)  ## a run on a Ray cluster whose nodes die (adds Ray to the environment)
-	$(PY) -m pip install -q -c constraints.txt -e '.[ray]'
-	$(PY) -m pytest -q cases/selftest/running/test_nodes.py
-
-check: $(READY)  ## may we upgrade? TRL=1.17.0 or PACKAGE=liger-kernel VERSION=NEXT, CONFIG=grpo.yaml
+upgrade-check: $(READY)  ## may we upgrade? TRL=1.17.0 or PACKAGE=liger-kernel VERSION=NEXT, CONFIG=grpo.yaml
 	$(PY) -m parity upgrade-check $(PACKAGE)==$(if $(TRL),$(TRL),$(VERSION)) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 
 test: $(READY)  ## everything the project tests

@@ -287,17 +287,20 @@ def _double_advantages(x: Inputs) -> Inputs | None:
 
 
 def _garbage(x: Inputs) -> Inputs | None:
-    """Finite garbage wherever the mask is zero, except in the sampler ratio, which is 1 at padding by contract."""
+    """Finite garbage wherever the mask is zero, except in the sampler ratio, which is 1 at padding by contract.
+
+    None of it makes an exponential of two log-probs larger: that would overflow, mask or not.
+    """
     masked = ~x.mask.bool()
     if not masked.any() or x.settings.targets == "edge":
         return None
     tensors = {}
-    if x.settings.beta == 0.0:  # exp(lp_ref - lp) of an unlikely token would overflow, mask or not
+    if x.settings.beta == 0.0 and x.old_logps is None:
         tensors["ids"] = like(torch.where(masked, (x.ids + 1) % x.settings.V, x.ids).to(x.ids.dtype), x.ids)
     for name in ("old_logps", "ref_logps", "sampling_logps"):
         value = x.tensors.get(name)
         if value is not None:
-            tensors[name] = like(torch.where(masked, value - 3.5, value), value)
+            tensors[name] = like(torch.where(masked, value + (3.5 if name == "old_logps" else -3.5), value), value)
     return x.replace(**tensors)
 
 

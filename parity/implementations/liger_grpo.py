@@ -48,7 +48,7 @@ def _epsilons(x: Inputs) -> tuple[float, float]:
     return s.epsilon, s.epsilon if s.epsilon_high is None else s.epsilon_high
 
 
-NEEDED = object()
+NEEDED = "a release must have it"
 """Default of a parameter that a release must have: its value stands for nothing else."""
 
 

@@ -135,7 +135,8 @@ def _chunked(x: Inputs) -> Outputs:
     function, takes_outputs = _chunked_function()
     outputs = ("entropy",) if s.entropy != "none" else ()
     chunk = s.chunk_size or DEFAULT_CHUNK
-    given = [x.bias, x.ids.flatten(), s.temperature, chunk, s.softcap, s.logit_scale]
+    targets = x.ids.clamp(min=0).reshape(-1)  # as TRL's fused LM head gives them: the kernel knows no strides
+    given = [x.bias, targets, s.temperature, chunk, s.softcap, s.logit_scale]
     if takes_outputs:
         given.append(outputs)
     else:  # the order stays, up to 1.12 some were missing

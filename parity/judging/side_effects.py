@@ -62,7 +62,7 @@ def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, firs
         with surroundings(implementation, x):
             _write(x, other)
             outputs = forward(implementation, x)
-            theirs = dict(outputs) | _asked(x, outputs, x.leaves, retain_graph=False)
+            theirs = dict(outputs) | _asked(x, outputs, x.leaves)
             kept = {n: v.detach().clone() for n, v in theirs.items()}
             _write(x, inputs)
             for name in x.leaves:
@@ -95,15 +95,13 @@ def _write(x: Inputs, values: Inputs) -> None:
                 tensor.copy_(new)
 
 
-def _asked(x: Inputs, outputs: Outputs, names: Sequence[str], retain_graph: bool = True) -> dict[str, torch.Tensor]:
+def _asked(x: Inputs, outputs: Outputs, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Gradients of some leaves as `torch.autograd.grad` gives them; a reentrant checkpoint gives none in this way."""
     pairs = differentiated(x, outputs)
     if not pairs or not names or x.context == "checkpoint":
         return {}
     outs, above = zip(*pairs.values(), strict=True)
-    given = torch.autograd.grad(
-        outs, [x.tensors[n] for n in names], above, retain_graph=retain_graph, allow_unused=True
-    )
+    given = torch.autograd.grad(outs, [x.tensors[n] for n in names], above, allow_unused=True)
     return {gradient_name(n): g for n, g in zip(names, given, strict=True) if g is not None}
 
 
@@ -175,14 +173,14 @@ def accumulation(implementation: Implementation, inputs: Inputs) -> list[str]:
     found: list[str] = []
 
     def run() -> Outcome:
+        alone: dict[str, torch.Tensor] = {}
+        for name in inputs.leaves if len(inputs.leaves) > 1 else ():  # each through a graph of its own
+            x = fresh(inputs)
+            with surroundings(implementation, x):
+                alone |= _asked(x, forward(implementation, x), (name,))
         x = fresh(inputs)
         with surroundings(implementation, x):
             outputs = forward(implementation, x)
-            alone = {
-                k: v
-                for n in reversed(x.leaves if len(x.leaves) > 1 else ())
-                for k, v in _asked(x, outputs, (n,)).items()
-            }
             backward(x, outputs, retain_graph=True)
             first = {n: None if x.tensors[n].grad is None else x.tensors[n].grad.clone() for n in x.leaves}  # type: ignore[union-attr]
             backward(x, outputs)

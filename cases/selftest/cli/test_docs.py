@@ -107,3 +107,9 @@ def test_the_checks_see_what_is_broken():
         "nowhere.md",
         "glossary.md#no-heading",
     ]
+
+
+def test_every_target_of_the_makefile_is_written_once():
+    text = (ROOT / "Makefile").read_text()
+    names = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split()
+    assert [n for n in names if len(re.findall(rf"^{n}:", text, re.MULTILINE)) != 1] == []

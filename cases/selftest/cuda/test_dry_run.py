@@ -16,7 +16,11 @@ from parity.implementations.implementation import Implementation
 from parity.registry import load
 
 ROOT = Path(__file__).parents[3]
-RIGHT = {"logprobs": "trl.selective_log_softmax", "policy": "trl.GRPOTrainer", "divergence": "trl.generalized_jsd_loss"}
+RIGHT = {
+    "logprobs": "trl.selective_log_softmax",
+    "policy": "fixes.FusedLinearGRPOLoss",
+    "divergence": "trl.generalized_jsd_loss",
+}
 SHAPES = {"B": 2, "T": 3, "V": 11, "H": 4}
 
 

