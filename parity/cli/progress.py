@@ -37,6 +37,7 @@ class Shown:
         self.new: set[str] = set()
         self.known: set[str] = set()
         self.ended: threading.Event | None = None
+        self.lines: threading.Thread | None = None
         self.live: Progress | None = None
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             columns = (BarColumn(20), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
@@ -95,7 +96,8 @@ class Shown:
         if self.live is not None:
             self.live.start()
         else:
-            threading.Thread(target=self._lines, args=(self.ended,), daemon=True).start()
+            self.lines = threading.Thread(target=self._lines, args=(self.ended,), daemon=True)
+            self.lines.start()
 
     def _stop(self) -> None:
         if self.ended is not None:
@@ -103,6 +105,9 @@ class Shown:
             self.ended = None
             if self.live is not None:
                 self.live.stop()
+            elif self.lines is not None:
+                self.lines.join()  # a line of it must not come after what is said next
+                self.lines = None
 
     def _lines(self, ended: threading.Event) -> None:
         while not ended.wait(EVERY):
