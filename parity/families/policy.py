@@ -352,6 +352,7 @@ FAMILY: Family = Family(
     optional=frozenset({"kl", "entropy", "clip_ratio", "clip_low", "clip_high"}),
     scalars=frozenset({"loss", "kl", "entropy", "clip_ratio", "clip_low", "clip_high"}),
     exact=frozenset({"clip_ratio", "clip_low", "clip_high"}),
+    cancels={"kl": 1.0},  # exp(log r) - log r - 1
     zeros=zeros,
     features=features,
     variants={"capped KL": capped_kl},

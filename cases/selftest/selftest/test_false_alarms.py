@@ -45,14 +45,24 @@ MANY_PARTS = {"B": 1, "H": 1, "T": 1030, "V": 40, "bias": "random", "cotangent":
               "grad": "weight bias", "peak": 50.0, "softcap": 50.0, "targets": "likely", "temperature": 0.7}  # fmt: skip
 
 
+SMALL_KL = {"H": 1, "T": 300, "V": 40, "beta": 0.5, "cotangent": "ones", "loss_type": "luspo", "old": "extreme",
+            "logit_scale": 0.3, "peak": 12.0, "targets": "edge", "temperature": 0.5}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "case",
     [
         Case("policy", 163, "fp16", TIED | OVERFLOWING),
         Case("policy", 387, "bf16", TIED | EQUAL),
         Case("logprobs", 187473, "fp16", MANY_PARTS),
+        Case("policy", 7794, "bf16", SMALL_KL),
     ],
-    ids=["one use of a tied head overflows", "equal gradients round alike", "258 partial gradients of one sign"],
+    ids=[
+        "one use of a tied head overflows",
+        "equal gradients round alike",
+        "258 partial gradients of one sign",
+        "a KL of 4e-8",
+    ],
 )
 def test_cases_that_alarmed(case):
     found = soak([case])
