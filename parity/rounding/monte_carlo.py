@@ -244,15 +244,18 @@ class MonteCarlo(TorchDispatchMode):
 
         Of n parts of one sign the last ones meet a total n times their size: no random walk of the parts' own roundings.
         """
-        dtype, exact, total, stretch = self.recipe.accumulate, None, None, None
-        for part in parts:
-            stretch = self._stretch(part) if stretch is None else stretch
-            exact = part if exact is None else exact + part
-            stored = self._grid(part, dtype, stretch)
-            total = stored if total is None else self._grid(total + stored, dtype, stretch)
-        assert total is not None and exact is not None
+        total, exact = self._totals(parts)
         off = total - exact
         return torch.where(torch.isfinite(off), off, 0.0)
+
+    def _totals(self, parts: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the parts, each stored and added to what is stored on one grid; and the sum itself."""
+        dtype, stretch, total, exact = self.recipe.accumulate, None, torch.zeros(()), torch.zeros(())
+        for part in parts:
+            stretch = self._stretch(part) if stretch is None else stretch
+            total = self._grid(total + self._grid(part, dtype, stretch), dtype, stretch)
+            exact = exact + part
+        return total, exact
 
     def _added(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """a·b as partial products of `partial_terms` terms, each rounded and added to what is stored, in any order.
@@ -263,10 +266,7 @@ class MonteCarlo(TorchDispatchMode):
         parts = torch.stack([p if p.dim() == 3 else p.unsqueeze(0) for p in split(a, b, pieces)])
         order = self.noise.like(parts.new_empty(parts.shape[:2])).argsort(0)
         parts = parts.gather(0, order[..., None, None].expand_as(parts))
-        total = torch.zeros_like(parts[0])
-        dtype, stretch = self.recipe.accumulate, self._stretch(total)
-        for part in parts:
-            total = self._grid(total + self._grid(part, dtype, stretch), dtype, stretch)
+        total, _ = self._totals(parts)
         return total if a.dim() == 3 else total[0]
 
     def u_partial(self) -> float:
