@@ -83,9 +83,7 @@ _IMPLEMENTATIONS = click.option(
 @click.option(
     "--workers", type=click.IntRange(1), default=None, help="number of processes; default: a core each, RAM permitting"
 )
-@click.option(
-    "--ray", default=None, metavar="HOST:PORT|auto|local", help="on the nodes of this Ray cluster (docs/scale.md)"
-)
+@nightly.RAY
 @click.option(
     "--share", default="", metavar="I/N", help="this machine's shards of N machines'; parity merge joins them"
 )

@@ -23,7 +23,7 @@ REPORTS = click.option(
 )
 
 RAY = click.option(
-    "--ray", default=None, metavar="HOST:PORT|auto|local", help="run the cases on the nodes of this Ray cluster"
+    "--ray", default=None, metavar="HOST:PORT|auto|local", help="on the nodes of this Ray cluster (docs/scale.md)"
 )
 
 
