@@ -35,11 +35,11 @@ WISHED = "triton liger-kernel cut-cross-entropy pytest-benchmark pytest-timeout 
 def main() -> int:
     """Parse the arguments and do one of the four."""
     parser = argparse.ArgumentParser(description=__doc__)
-    way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--venv", type=Path)
-    way.add_argument("--system", type=Path)
-    way.add_argument("--rollouts", type=Path)
-    way.add_argument("--check", action="store_true")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--venv", type=Path)
+    target.add_argument("--system", type=Path)
+    target.add_argument("--rollouts", type=Path)
+    target.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if sys.version_info < MINIMUM:
         print(

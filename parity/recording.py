@@ -127,8 +127,8 @@ def _facts(manifest: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{manifest}: not a recording's manifest: {error}") from None
     if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
-        told = facts.get("schema") if isinstance(facts, dict) else type(facts).__name__
-        raise UsageError(f"{manifest}: not a recording's manifest of schema {SCHEMA}: {told!r}")
+        schema = facts.get("schema") if isinstance(facts, dict) else type(facts).__name__
+        raise UsageError(f"{manifest}: not a recording's manifest of schema {SCHEMA}: {schema!r}")
     missing = [name for name in FACTS if name not in facts]
     if missing:
         raise UsageError(f"{manifest}: not a recording's manifest: no {', '.join(missing)}")
@@ -145,8 +145,8 @@ def _tensors(path: Path, content: bytes) -> dict[str, Tensor]:
         raise UsageError(f"{path}: not a safetensors file: {error}") from None
     missing, foreign = [n for n in NEEDED if n not in found], [n for n in found if n not in (*NEEDED, *OPTIONAL)]
     if missing or foreign:
-        told = f"no {', '.join(missing)}" if missing else f"{', '.join(foreign)} unknown"
-        raise UsageError(f"{path}: not a recording: {told}")
+        problem = f"no {', '.join(missing)}" if missing else f"{', '.join(foreign)} unknown"
+        raise UsageError(f"{path}: not a recording: {problem}")
     shape = found["completion_ids"].shape
     for name, value in found.items():
         floating, wanted = name.endswith(("_logps", "_mass")), shape if name not in NEEDED[:2] + NEEDED[3:4] else None
@@ -180,7 +180,7 @@ def named(name: str) -> Recording:
     return load(data.rollouts_dir() / name)
 
 
-def told() -> list[str]:
+def description() -> list[str]:
     """The shipped recordings for a report: a line for each engine on a device, with how many of which models."""
     groups: dict[str, list[Recording]] = {}
     for one in map(named, shipped()):

@@ -17,7 +17,7 @@ from parity.errors import UsageError
 from parity.implementations import user
 from parity.implementations.implementation import REGISTRY, Implementation, origin
 from parity.judging import compare
-from parity.judging.assess import Bench
+from parity.judging.assess import CaseOracle
 from parity.results.row import Row
 from parity.trainers import catalogue, execute, user_trainer
 from parity.trainers.catalogue import TrainerFamily, is_trainer
@@ -203,9 +203,9 @@ def facts(case: Case) -> dict[str, Any]:
     return vars(of.full_settings(case)) | dict(of.features(case)) | {"dtype": case.dtype}
 
 
-def bench_of(case: Case, device: str = "cpu") -> Bench:
+def oracle_of(case: Case, device: str = "cpu") -> CaseOracle:
     """A case of a loss family with its inputs built and its oracle run."""
-    return Bench.of(loss_family(case.family), case, device)
+    return CaseOracle.of(loss_family(case.family), case, device)
 
 
 def run_case(

@@ -8,7 +8,7 @@ import torch
 
 from parity import data
 from parity.judging.execute import execute, fresh
-from parity.registry import bench_of, facts, family, run_case, select
+from parity.registry import facts, family, oracle_of, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report.failure import text_of
 
@@ -88,7 +88,7 @@ def test_float32_master_weights_under_autocast(name):
 
 @pytest.mark.parametrize("one", [i for i in chosen("logprobs") if "compile" in i.contexts], ids=lambda i: i.id)
 def test_a_captured_graph_gives_the_same(one):
-    x = fresh(bench_of(family("logprobs").case(1, "bf16", SETTINGS["logprobs"] | {"grad": ""}), "cuda").inputs)
+    x = fresh(oracle_of(family("logprobs").case(1, "bf16", SETTINGS["logprobs"] | {"grad": ""}), "cuda").inputs)
     eager = execute(one, x).quantities["logps"]
     graph = torch.cuda.CUDAGraph()
     try:

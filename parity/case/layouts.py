@@ -58,9 +58,11 @@ def arranged(inputs: Inputs) -> Inputs:
     kind, seed = inputs.settings.layouts, inputs.case.seed
 
     def put(name: str, x: Tensor | None) -> Tensor | None:
-        own = KINDS[int(integers(seed, f"layout/{name}", (), len(KINDS)))] if kind == "mixed" else kind
-        own = "flat" if own == "expanded" and name in inputs.leaves else own  # a leaf has memory for each entry
-        return x if x is None or name == "hidden" else laid_out(x, own)
+        layout = KINDS[int(integers(seed, f"layout/{name}", (), len(KINDS)))] if kind == "mixed" else kind
+        layout = (
+            "flat" if layout == "expanded" and name in inputs.leaves else layout
+        )  # a leaf has memory for each entry
+        return x if x is None or name == "hidden" else laid_out(x, layout)
 
     if kind == "contiguous":
         return inputs
@@ -83,9 +85,9 @@ def like(values: Tensor, x: Tensor) -> Tensor:
     once = values[apart]
     if not x.numel() or (once.shape != x.shape and not torch.equal(once.expand(x.shape), values)):
         return values
-    own = _memory(x).clone().as_strided(x.shape, x.stride(), x.storage_offset())
-    own[apart].copy_(once)
-    return own
+    copied = _memory(x).clone().as_strided(x.shape, x.stride(), x.storage_offset())
+    copied[apart].copy_(once)
+    return copied
 
 
 def _memory(x: Tensor) -> Tensor:

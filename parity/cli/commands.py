@@ -288,7 +288,7 @@ def upstream_command(
     wrong = 0
     for sent in upstream(ids, ledger or data.ledger_file(), reports / "upstream", workers):
         wrong += not sent.right
-        click.echo(f"{sent.id}: {'' if sent.right else 'WRONG: '}{sent.told}")
+        click.echo(f"{sent.id}: {'' if sent.right else 'WRONG: '}{sent.outcome}")
     sys.exit(int(wrong > 0))
 
 

@@ -40,7 +40,7 @@ def diagnosis() -> DoctorOut:
         ready=[i.id for i in ready],
         interpreted=[i.id for i in ready if i.interpreted and device == "cpu"],
         blocked=dict(sorted(blocked.items())),
-        rollouts=recording.told(),
+        rollouts=recording.description(),
         engine=vllm_engine.distribution(),
         tools={t: shutil.which(t) is not None or importlib.util.find_spec(t) is not None for t in TOOLS},
     )

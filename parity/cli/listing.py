@@ -62,7 +62,7 @@ def checks(name: str) -> list[CheckOut]:
     return [
         CheckOut(
             name=one.name,
-            run_as=list(one.ways),
+            run_as=list(one.paths),
             cases={p: names.count(one.name) for p, names in counted.items()},
             settings=list(one.settings),
             meaning=one.doc,
@@ -90,8 +90,8 @@ def uncovered() -> list[UncoveredOut]:
     """The trainers of the installed TRL without a check, each with the reason."""
     from parity.trainers.checks import installed
 
-    told = ((name, why.removeprefix("no check: ")) for name, why in installed.described())
-    return [UncoveredOut(trainer=name, why=why) for name, why in told if name not in installed.covered()]
+    reasons = ((name, why.removeprefix("no check: ")) for name, why in installed.described())
+    return [UncoveredOut(trainer=name, why=why) for name, why in reasons if name not in installed.covered()]
 
 
 def show_implementations(found: Sequence[ImplementationOut], console: Console) -> None:
@@ -134,8 +134,8 @@ def _row(row: dict[str, Any]) -> dict[str, str]:
     for name, value in row.items():
         cells |= {str(k): f"{v:,}" for k, v in value.items()} if isinstance(value, Mapping) else {name: _cell(value)}
     if more:
-        told = "; ".join(f"{name}: {text}" for name, text in more.items())
-        cells["meaning"] = f"{cells['meaning'].rstrip('.')}; {told}"
+        detail = "; ".join(f"{name}: {text}" for name, text in more.items())
+        cells["meaning"] = f"{cells['meaning'].rstrip('.')}; {detail}"
     return cells
 
 

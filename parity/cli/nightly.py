@@ -146,9 +146,9 @@ def history_of_command(what: str, reports: Path) -> None:
         at = "" if worst is None else f"{worst.quantity} {worst.dtype}"
         names = ", ".join(f.known or f"NEW {f.verdict} in {f.quantities}" for f in found)
         library = next((p for p in run.versions if what.startswith(p.partition("-")[0])), "torch")
-        told = f"{library} {run.versions.get(library, '-')}"
+        release = f"{library} {run.versions.get(library, '-')}"
         table.add_row(
-            f"{run.started:%Y-%m-%d %H:%M}", run.profile, f"{compared:,}" if compared else "", size, at, names, told
+            f"{run.started:%Y-%m-%d %H:%M}", run.profile, f"{compared:,}" if compared else "", size, at, names, release
         )
     if not shown:
         every = sorted({j.implementation for r in past for j in r.judged} | {f.key for r in past for f in r.findings})
@@ -181,7 +181,7 @@ def upgrade_check_command(spec: str, config: Path | None, device: str, reports: 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "upgrade.md").write_text(upgrade.page(spec, found, parts), encoding="utf-8")
     for part in parts:
-        click.echo(f"{part.name}: {part.verdict}: {part.told}")
+        click.echo(f"{part.name}: {part.verdict}: {part.summary}")
     click.echo(f"{spec}: {found} ({folder / 'upgrade.md'})")
     sys.exit(upgrade.CODES[found])
 

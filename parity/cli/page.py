@@ -46,7 +46,7 @@ def extras(
 def spent(header: Header) -> list[Part]:
     """Where the CPU time of the run went; nothing for a file that does not say."""
     found = timings.shares(header.parts)
-    rows = [[kind, *row.told] for kind, shares in found.items() for row in shares]
+    rows = [[kind, *row.cells] for kind, shares in found.items() for row in shares]
     if not rows:
         return []
     by = ["by", "name", "CPU seconds", "share"]
@@ -84,11 +84,11 @@ def _script(finding: Finding) -> str:
     if implementation is None or lead.seed is None:
         return ""
     case = Case(family=lead.family, seed=lead.seed, dtype=lead.dtype, settings=lead.settings)
-    own = [row for row in finding.rows if row.implementation == finding.implementation]
+    rows = [row for row in finding.rows if row.implementation == finding.implementation]
     if case.id != lead.case:
         return ""
     try:
-        return script_of(case, implementation, own, None)
+        return script_of(case, implementation, rows, None)
     except Exception as error:  # the page must not fail for the sake of one script
         return f"# none could be written: {type(error).__name__}: {error}"
 
@@ -98,15 +98,15 @@ def audit(path: Path) -> Iterator[Part]:
     lines = path.read_text(encoding="utf-8").splitlines()
     answers = [one for line in lines if "answer" in (one := json.loads(line))]
     for family in dict.fromkeys(a["family"] for a in answers):
-        own = [a for a in answers if a["family"] == family]
-        names = list(dict.fromkeys(a["implementation"] for a in own))
-        by = {(a["label"], a["implementation"]): a for a in own}
+        of_family = [a for a in answers if a["family"] == family]
+        names = list(dict.fromkeys(a["implementation"] for a in of_family))
+        by = {(a["label"], a["implementation"]): a for a in of_family}
         rows = [
             [label, *(_answer(by.get((label, name))) for name in names)]
-            for label in dict.fromkeys(a["label"] for a in own)
+            for label in dict.fromkeys(a["label"] for a in of_family)
         ]
-        bad = sum(a["answer"] in ("ignored", "wrong", "crashed") for a in own)
-        note = f"{len(own):,} answers, {bad:,} of them ignored, wrong or crashed. Written by parity audit."
+        bad = sum(a["answer"] in ("ignored", "wrong", "crashed") for a in of_family)
+        note = f"{len(of_family):,} answers, {bad:,} of them ignored, wrong or crashed. Written by parity audit."
         yield Part(
             f"audit-{family}", f"Settings audit: {family}", note, (), f"{len(rows)} settings", ["setting", *names], rows
         )

@@ -213,11 +213,11 @@ def _teacher(case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | N
     assert hidden is not None
     assert weight is not None
     width = s.teacher_H if s.gap == "apart" else s.H
-    own = normal(case.seed, "teacher_hidden", (s.B, s.T, width))
-    t_hidden = own
+    drawn = normal(case.seed, "teacher_hidden", (s.B, s.T, width))
+    t_hidden = drawn
     t_weight = normal(case.seed, "teacher_weight", (total, width)) * (s.teacher_peak / width**0.5)
     if s.gap != "apart":
-        t_hidden = hidden.double() + (own / 16 if s.gap == "near" else 0.0)
+        t_hidden = hidden.double() + (drawn / 16 if s.gap == "near" else 0.0)
         t_weight = torch.cat([weight.double(), t_weight[s.V :]])
     banned = _banned(case, s, tensors, total)
     bias = normal(case.seed, "teacher_bias", (total,)) if s.teacher_bias != "none" else None

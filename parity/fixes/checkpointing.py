@@ -34,7 +34,7 @@ class _Kept(Change):
             return False
         ours = [_model(owner()) for owner in self.owners]
         theirs = set(model.modules())
-        return any(isinstance(own, nn.Module) and not theirs.isdisjoint(own.modules()) for own in ours)
+        return any(isinstance(module, nn.Module) and not theirs.isdisjoint(module.modules()) for module in ours)
 
     def hold(self, owner: Any = None) -> list[Callable[[], object]]:
         let_go = super().hold(owner)
@@ -109,17 +109,17 @@ def _checkpointing_paused(model: nn.Module) -> Iterator[None]:
     paused = []
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
-            own = vars(module).get("gradient_checkpointing")
+            flag = vars(module).get("gradient_checkpointing")
             module.gradient_checkpointing = False
-            paused.append((module, own))
+            paused.append((module, flag))
     try:
         yield
     finally:
-        for module, own in paused:
-            if own is None:  # the flag came from the class
+        for module, flag in paused:
+            if flag is None:  # the flag came from the class
                 del module.gradient_checkpointing
             else:
-                module.gradient_checkpointing = own
+                module.gradient_checkpointing = flag
 
 
 def _pausing_switch(original: Callable[..., Any], kept: _Kept) -> Callable[..., Any]:

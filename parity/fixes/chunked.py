@@ -291,8 +291,8 @@ def _backward_tiles(
         size = group.stop - group.start
         for_hidden = None
         if grad_hidden is not None:
-            own = unit is None and rows is None and hidden.dtype == wide
-            for_hidden = grad_hidden[group] if own else hidden.new_empty(size, hidden.shape[1], dtype=wide)
+            direct = unit is None and rows is None and hidden.dtype == wide
+            for_hidden = grad_hidden[group] if direct else hidden.new_empty(size, hidden.shape[1], dtype=wide)
         for columns in _blocks(weight.shape[0], settings.vocab_block):
             w = _operand(weight[columns], settings, buffers, "head")
             b = None if bias is None else bias[columns]
@@ -340,7 +340,7 @@ def _backward_tiles(
             for total, into in ((None if in_place else for_weight, grad_weight), (for_bias, grad_bias)):
                 if total is not None and into is not None:
                     into[columns] = total if unit is None else total / unit
-        if for_hidden is not None and grad_hidden is not None and not own:
+        if for_hidden is not None and grad_hidden is not None and not direct:
             for_hidden = for_hidden if unit is None else for_hidden / unit
             grad_hidden[group if rows is None else rows[group]] = for_hidden.to(grad_hidden.dtype)
     return grad_hidden, grad_weight, grad_bias

@@ -188,10 +188,10 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         wide = logps.dtype
         if self.entropy_coef == 0.0:
             entropies = entropies.detach()
-        own = logps.detach()
+        detached = logps.detach()
 
         def filled(x: Tensor | None) -> Tensor:
-            return own if x is None else torch.where(mask, x.detach().to(wide), own)
+            return detached if x is None else torch.where(mask, x.detach().to(wide), detached)
 
         old, ref = filled(old_per_token_logps), filled(ref_per_token_logps)
         sampling = old if sampling_per_token_logps is None else filled(sampling_per_token_logps)

@@ -42,8 +42,8 @@ def compare_heads(trainer: Any) -> Patch:
         apart = f"{100 * off / size if size else 100:.2g} % apart"
     if not differ:
         return Patch(NAME, reason="policy and reference make the same logits of the same hidden states")
-    told = f"policy and reference make logits {apart} of the same hidden states: {_why(policy, reference)}. "
-    warning = f"{told}Their step-1 KL is not 0; give both the same head first, if that is not meant"
+    message = f"policy and reference make logits {apart} of the same hidden states: {_why(policy, reference)}. "
+    warning = f"{message}Their step-1 KL is not 0; give both the same head first, if that is not meant"
     warnings.warn(f"{NAME}: {warning}", UserWarning, stacklevel=3)
     return Patch(NAME, warning=warning)
 

@@ -148,10 +148,10 @@ def _compare(model: nn.Module) -> tuple[_Call, str | None]:
     crash = None
     with undisturbed(model), torch.no_grad():
         try:
-            own = _seeded(model, **given, use_cache=False).logits
+            logits = _seeded(model, **given, use_cache=False).logits
         except Exception:  # Gemma-3 in training mode wants to know which tokens are images
             model.eval()
-            own = _seeded(model, **given, use_cache=False).logits
+            logits = _seeded(model, **given, use_cache=False).logits
         setattr(utils, _KERNEL, spy)
         try:
             _seeded(model, **given, labels=given["input_ids"], fused_lm_head=True)
@@ -165,7 +165,7 @@ def _compare(model: nn.Module) -> tuple[_Call, str | None]:
         raise RuntimeError("ZeRO-3 partitions the LM head")
     if crash is not None:
         return spy.call, f"the fused LM head fails: {type(crash).__name__}"
-    return spy.call, _difference(own[:, :-1].flatten(0, 1), spy.call)
+    return spy.call, _difference(logits[:, :-1].flatten(0, 1), spy.call)
 
 
 def _seeded(model: nn.Module, **given: Any) -> Any:
@@ -174,7 +174,7 @@ def _seeded(model: nn.Module, **given: Any) -> Any:
     return model(**given)
 
 
-def _difference(own: Tensor, call: _Call) -> str | None:
+def _difference(logits: Tensor, call: _Call) -> str | None:
     """In words, how far (N, V) logits are from those of the fused head; None within rounding."""
     given = call.given
     hidden, weight, bias = given["hidden"], given["weight"], given.get("bias")
@@ -188,14 +188,14 @@ def _difference(own: Tensor, call: _Call) -> str | None:
             z += bias[block].double()
         z *= scale
         z = z if cap is None else cap * torch.tanh(z / cap)
-        mine = own[:, block].double().to(z.device)
+        mine = logits[:, block].double().to(z.device)
         if not torch.equal(mine.isfinite(), z.isfinite()):
             return "its own logits are infinite elsewhere"
         error += float((mine - z).nan_to_num(0.0, 0.0, 0.0).square().sum())
         size += float(mine.nan_to_num(0.0, 0.0, 0.0).square().sum())
         weights += float(w.square().sum())
     reduced = hidden.is_cuda and torch.get_float32_matmul_precision() != "highest"
-    u = max(torch.finfo(t).eps / 2 for t in (call.dtype, own.dtype, weight.dtype))
+    u = max(torch.finfo(t).eps / 2 for t in (call.dtype, logits.dtype, weight.dtype))
     u = max(u, 2.0**-11) if reduced else u
     summed = 2.0**-24 * hidden.shape[1] ** 0.5 / 2 * float(hidden.double().norm()) * weights**0.5
     if error**0.5 <= 2 * u * size**0.5 + summed:
@@ -315,10 +315,10 @@ def _score(
     """
     z = logits[kept].to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     column = ids.unsqueeze(1)
-    own = z.gather(1, column).squeeze(1)
+    logits = z.gather(1, column).squeeze(1)
     others = z.scatter(1, column, -torch.inf)
     alone = (others == -torch.inf).all(1)  # no other token at all: any finite stand-in will do
-    delta = torch.logsumexp(others.masked_fill(alone.unsqueeze(1), 0.0), 1) - own
+    delta = torch.logsumexp(others.masked_fill(alone.unsqueeze(1), 0.0), 1) - logits
     delta = delta.masked_fill(alone, -torch.inf)
     out = [-torch.logaddexp(delta.new_zeros(()), delta)]
     table = torch.log_softmax(z, 1) if {"entropy", "log_sum_sq_probs"} & set(wanted) else z
@@ -333,5 +333,5 @@ def _score(
         if "is_top1" in wanted:
             before = torch.arange(z.shape[1], device=z.device) < column
             earlier = z.detach().masked_fill(~before, -torch.inf).amax(1)
-            out.append((own >= z.amax(1)) & (own > earlier))
+            out.append((logits >= z.amax(1)) & (logits > earlier))
     return tuple(out)

@@ -21,7 +21,7 @@ def override(owner: Any, name: str, fix: str, ours: Callable[..., Any]) -> Chang
     """
     before = getattr(owner, name)
     inner = before.__func__ if getattr(before, "__self__", None) is owner else None
-    was_own, own = name in vars(owner), vars(owner).get(name)
+    was_its_attribute, attribute = name in vars(owner), vars(owner).get(name)
     change, holder = Change(), reference(owner)
 
     @functools.wraps(inner or before)
@@ -40,8 +40,8 @@ def override(owner: Any, name: str, fix: str, ours: Callable[..., Any]) -> Chang
         found = holder()
         if getattr(vars(found).get(name), "__func__", None) is not replacement:
             return
-        if was_own:
-            setattr(found, name, own)
+        if was_its_attribute:
+            setattr(found, name, attribute)
         else:
             delattr(found, name)
 

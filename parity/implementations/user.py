@@ -87,8 +87,10 @@ def loaded(spec: str) -> Any:
     found = getattr(module, name, None)
     world.belongs(found.id if isinstance(found, Implementation) else path_id(spec), str(file))
     if not isinstance(found, Implementation | Family) and not callable(found):
-        own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
-        public = [n for n, v in own.items() if (inspect.isfunction(v) or inspect.isclass(v)) and not n.startswith("_")]
+        defined = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
+        public = [
+            n for n, v in defined.items() if (inspect.isfunction(v) or inspect.isclass(v)) and not n.startswith("_")
+        ]
         what = f"{name!r} in {path} is not callable" if hasattr(module, name) else f"no {name!r} in {path}"
         raise UsageError(f"implementation {spec!r}: {what}; functions and classes there: {', '.join(public) or 'none'}")
     return found

@@ -33,7 +33,7 @@ kernels (some 10 µs) cost less than the CPU's arithmetic. A guess: `parity.tool
 
 
 @dataclasses.dataclass
-class Bench:
+class CaseOracle:
     """A case with what is computed for it once: exact quantities, and replicas by recipe."""
 
     family: Family
@@ -42,8 +42,8 @@ class Bench:
     _replicas: dict[tuple[Recipe, int, bool], Quantities] = dataclasses.field(default_factory=dict)
     _units: dict[tuple[str, Recipe, int, bool], Unit] = dataclasses.field(default_factory=dict)
     _cut: dict[str, Quantities] = dataclasses.field(default_factory=dict)
-    _narrowed: dict[frozenset[str], Bench] = dataclasses.field(default_factory=dict)
-    _variants: dict[str, Bench] = dataclasses.field(default_factory=dict)
+    _narrowed: dict[frozenset[str], CaseOracle] = dataclasses.field(default_factory=dict)
+    _variants: dict[str, CaseOracle] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def on_cpu(self) -> Inputs:
@@ -56,15 +56,15 @@ class Bench:
         return self.inputs if largest(self) >= ON_DEVICE else self.on_cpu
 
     @classmethod
-    def of(cls, family: Family, case: Case, device: str = "cpu") -> Bench:
+    def of(cls, family: Family, case: Case, device: str = "cpu") -> CaseOracle:
         """Build the inputs and run the oracle."""
         inputs = _built(family, case)
-        bench = cls(family, inputs if device == "cpu" else _on(inputs, device), {})
-        bench.exact = exact(family, bench.home)
-        return bench
+        oracle = cls(family, inputs if device == "cpu" else _on(inputs, device), {})
+        oracle.exact = exact(family, oracle.home)
+        return oracle
 
-    def offered(self, implementation: Implementation) -> Bench:
-        """This bench without upstream gradients on optional outputs that the implementation does not offer."""
+    def offered(self, implementation: Implementation) -> CaseOracle:
+        """This case without upstream gradients on optional outputs that the implementation does not offer."""
         absent = frozenset(
             n for n in self.inputs.cotangents if n in self.family.optional and n not in implementation.outputs
         )
@@ -73,7 +73,7 @@ class Bench:
         if absent not in self._narrowed:
             kept = {n: g for n, g in self.inputs.cotangents.items() if n not in absent}
             inputs = dataclasses.replace(self.inputs, cotangents=kept)
-            self._narrowed[absent] = Bench(self.family, inputs, {})
+            self._narrowed[absent] = CaseOracle(self.family, inputs, {})
             self._narrowed[absent].exact = exact(self.family, self._narrowed[absent].home)
         return self._narrowed[absent]
 
@@ -141,14 +141,14 @@ class Bench:
                 self._cut[precision] = exact(self.family, self.home)
         return self._cut[precision]
 
-    def variant(self, name: str) -> Bench:
+    def variant(self, name: str) -> CaseOracle:
         """The same inputs under a named variant of the definition, computed once."""
         if name not in self._variants:
             fam = dataclasses.replace(self.family, oracle=self.family.variants[name])
-            self._variants[name] = Bench(fam, self.on_cpu, exact(fam, self.home))
+            self._variants[name] = CaseOracle(fam, self.on_cpu, exact(fam, self.home))
         return self._variants[name]
 
-    def in_float32(self) -> Bench:
+    def in_float32(self) -> CaseOracle:
         """The same values with every parameter in float32 and outside autocast, to tell logic from precision."""
         case = dataclasses.replace(self.inputs.case, dtype="fp32")
         settings = SimpleNamespace(**vars(self.inputs.settings))
@@ -159,7 +159,7 @@ class Bench:
             for k, v in self.inputs.tensors.items()
         }
         inputs = dataclasses.replace(self.inputs, case=case, tensors=tensors, settings=settings)
-        return Bench(self.family, inputs, self.exact)
+        return CaseOracle(self.family, inputs, self.exact)
 
 
 @within("phase", "inputs")
@@ -171,12 +171,12 @@ def _on(inputs: Inputs, device: str) -> Inputs:
     return inputs.replace(**{k: None if v is None else elsewhere(v, device=device) for k, v in inputs.tensors.items()})
 
 
-def expected(bench: Bench, implementation: Implementation, recipe: Recipe) -> dict[str, torch.dtype | None]:
+def expected(oracle: CaseOracle, implementation: Implementation, recipe: Recipe) -> dict[str, torch.dtype | None]:
     """Quantity -> dtype that it should have (None: any), for everything the implementation should return."""
-    fam, inputs = bench.family, bench.inputs
+    fam, inputs = oracle.family, oracle.inputs
     out: dict[str, torch.dtype | None] = {}
     for name in fam.outputs:
-        if name in bench.exact and (name not in fam.optional or name in implementation.outputs):
+        if name in oracle.exact and (name not in fam.optional or name in implementation.outputs):
             out[name] = None if inputs.context == "autocast" else DTYPES.get(recipe.output)
     for leaf in inputs.leaves:
         out[gradient_name(leaf)] = inputs.tensors[leaf].dtype  # type: ignore[union-attr]
@@ -184,7 +184,7 @@ def expected(bench: Bench, implementation: Implementation, recipe: Recipe) -> di
 
 
 def judge_all(
-    bench: Bench,
+    oracle: CaseOracle,
     implementation: Implementation,
     outcome: Outcome,
     recipe: Recipe,
@@ -193,8 +193,8 @@ def judge_all(
     only: Collection[str] | None = None,
 ) -> dict[str, Judgement]:
     """Every quantity the implementation should return (or `only` some), judged; and each that it should not. `finer`: see
-    `Bench`."""
-    wanted = expected(bench, implementation, recipe)
+    `CaseOracle`."""
+    wanted = expected(oracle, implementation, recipe)
     judged = {}
     for name, dtype in wanted.items():
         if only is not None and name not in only:
@@ -203,50 +203,50 @@ def judge_all(
         if value is None:
             judged[name] = failed("no gradient" if name.startswith("grad_") else "missing")
             continue
-        judged[name] = judge(value, bench.unit(name, recipe, count, finer), dtype or value.dtype)
+        judged[name] = judge(value, oracle.unit(name, recipe, count, finer), dtype or value.dtype)
     for name in outcome.quantities:
         if name.startswith("grad_") and name not in wanted and (only is None or name in only):
             judged[name] = failed("a gradient where none was asked for")
     return judged
 
 
-def largest(bench: Bench) -> int:
+def largest(oracle: CaseOracle) -> int:
     """Entries of the logits or the head, whichever a replica holds more of; see `Family.grid`."""
-    inputs = bench.inputs
+    inputs = oracle.inputs
     heads = (t.numel() for n, t in inputs.tensors.items() if t is not None and n in inputs.parameters)
-    return max(math.prod(bench.family.sizes(inputs.settings)), *heads, 1)
+    return max(math.prod(oracle.family.sizes(inputs.settings)), *heads, 1)
 
 
-def confirmed(bench: Bench, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
+def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
     """The judgement of every quantity, settled (see `parity.judging.settle`).
 
     An implementation may be more precise than its recipe: where float16 flushes a gradient to 0 in every replica, their
     spread hides what float32 adds to it. What still disagrees is therefore judged once more with replicas beside them that
     store nothing in a narrow dtype.
     """
-    recipe = implementation.recipe_for(bench.inputs)
-    counts = ladder(largest(bench))
+    recipe = implementation.recipe_for(oracle.inputs)
+    counts = ladder(largest(oracle))
     judged: dict[str, Judgement] = {}
 
     def wrong() -> list[str]:
         return [name for name, j in judged.items() if not j.agrees]
 
     def judge_with(count: int) -> dict[str, Judgement]:
-        judged.update(judge_all(bench, implementation, outcome, recipe, count, only=wrong() if judged else None))
+        judged.update(judge_all(oracle, implementation, outcome, recipe, count, only=wrong() if judged else None))
         return judged
 
     settle(judge_with, counts)
     if recipe != recipe.stored_wide() and any(math.isfinite(judged[name].headroom) for name in wrong()):
-        finer = judge_all(bench, implementation, outcome, recipe, counts[-1], finer=True, only=wrong())
+        finer = judge_all(oracle, implementation, outcome, recipe, counts[-1], finer=True, only=wrong())
         judged.update({name: j for name, j in finer.items() if j.agrees})
     return judged
 
 
 @within("stage", "class")
-def classify(bench: Bench, implementation: Implementation, failing: Sequence[str]) -> dict[str, Class]:
+def classify(oracle: CaseOracle, implementation: Implementation, failing: Sequence[str]) -> dict[str, Class]:
     """ "logic" for each quantity that float32 does not repair and no other float32 recipe explains, else "precision"."""
-    narrow = bench.inputs.case.dtype != "fp32" or bench.inputs.context == "autocast"
-    precise = bench.in_float32() if narrow else bench
+    narrow = oracle.inputs.case.dtype != "fp32" or oracle.inputs.context == "autocast"
+    precise = oracle.in_float32() if narrow else oracle
     outcome = execute(implementation, precise.inputs)
     if outcome.verdict == "ran":
         recipe = implementation.recipe_for(precise.inputs)
@@ -255,26 +255,26 @@ def classify(bench: Bench, implementation: Implementation, failing: Sequence[str
         judged = judge_all(precise, implementation, outcome, recipe)
     else:  # it has no float32: would the coarsest recipe of its dtype explain it?
         judged = judge_all(
-            bench, implementation, execute(implementation, bench.inputs), COARSEST.resolve(bench.inputs.case.dtype)
+            oracle, implementation, execute(implementation, oracle.inputs), COARSEST.resolve(oracle.inputs.case.dtype)
         )
     return {name: "precision" if name in judged and judged[name].agrees else "logic" for name in failing}
 
 
 @within("stage", "variants")
 def followed_variant(
-    bench: Bench, implementation: Implementation, outcome: Outcome, failing: Collection[str]
+    oracle: CaseOracle, implementation: Implementation, outcome: Outcome, failing: Collection[str]
 ) -> str | None:
     """The named variant of the definition that explains every failing quantity, or None.
 
     One that differs from the definition in none of them on this case explains nothing, and neither does one to which a
     result is no nearer than to the definition.
     """
-    recipe = implementation.recipe_for(bench.inputs)
-    for name in bench.family.variants:
-        other = bench.variant(name)
-        if all(q in bench.exact and torch.equal(other.exact[q], bench.exact[q]) for q in failing):
+    recipe = implementation.recipe_for(oracle.inputs)
+    for name in oracle.family.variants:
+        other = oracle.variant(name)
+        if all(q in oracle.exact and torch.equal(other.exact[q], oracle.exact[q]) for q in failing):
             continue
-        if not all(_nearer(outcome.quantities.get(q), other.exact.get(q), bench.exact.get(q)) for q in failing):
+        if not all(_nearer(outcome.quantities.get(q), other.exact.get(q), oracle.exact.get(q)) for q in failing):
             continue
         judged = settle(
             functools.partial(judge_all, other, implementation, outcome, recipe, only=failing), together=True

@@ -15,7 +15,7 @@ from parity.case.family import Family
 from parity.case.inputs import context_of
 from parity.implementations.implementation import Implementation
 from parity.judging import diagnose, side_effects
-from parity.judging.assess import Bench, classify, confirmed, followed_variant, judge_all
+from parity.judging.assess import CaseOracle, classify, confirmed, followed_variant, judge_all
 from parity.judging.execute import Outcome, execute
 from parity.judging.gates import Judgement
 from parity.judging.rows import Blame, empty_row, flaky, size
@@ -39,7 +39,7 @@ def run_case(
     relations; `announce` is called with each
     implementation before it runs, so that the supervisor knows which one to blame if the process dies.
     """
-    bench = Bench.of(family, case, device)
+    oracle = CaseOracle.of(family, case, device)
     blame = Blame()
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
         if world.broken():  # see `Session.retire`: a fresh process goes on from here
@@ -47,7 +47,7 @@ def run_case(
         announce(implementation)
         deep = thorough if isinstance(thorough, bool) else thorough(implementation)
         with within("implementation", implementation.id):
-            rows = list(_rows(bench, implementation, deep))
+            rows = list(_rows(oracle, implementation, deep))
         yield from map(blame.decide, rows)
 
 
@@ -80,12 +80,12 @@ def interpreter_limit(family: Family, case: Case, settings: Any) -> str | None:
     return None
 
 
-def _rows(whole: Bench, implementation: Implementation, thorough: bool) -> Iterator[Row]:
-    bench = whole.offered(implementation)
-    inputs = bench.inputs
+def _rows(whole: CaseOracle, implementation: Implementation, thorough: bool) -> Iterator[Row]:
+    oracle = whole.offered(implementation)
+    inputs = oracle.inputs
     recipe = implementation.recipe_for(inputs)
     base = empty_row(
-        bench.family,
+        oracle.family,
         inputs.case,
         implementation.id,
         inputs.device.type,
@@ -93,7 +93,7 @@ def _rows(whole: Bench, implementation: Implementation, thorough: bool) -> Itera
         recipe=recipe.describe(),
         undecided=inputs.undecided,
     )
-    reason = skip_reason(bench.family, implementation, inputs.case, inputs.settings, inputs.device.type)
+    reason = skip_reason(oracle.family, implementation, inputs.case, inputs.settings, inputs.device.type)
     if reason:
         yield replace(base, message=reason)
         return
@@ -107,50 +107,50 @@ def _rows(whole: Bench, implementation: Implementation, thorough: bool) -> Itera
     if outcome.verdict != "ran":
         yield replace(base, verdict=outcome.verdict, message=outcome.message, blame=outcome.blame)
         return
-    returned = implementation.outputs | (bench.family.optional & set(outcome.quantities))
+    returned = implementation.outputs | (oracle.family.optional & set(outcome.quantities))
     if implementation.is_function and returned != implementation.outputs:  # what it returns is judged, declared or not
         implementation = dataclasses.replace(implementation, outputs=implementation.outputs | outcome.differentiable)
-        if whole.offered(implementation) is not bench:
-            bench = whole.offered(implementation)
-            inputs = bench.inputs
+        if whole.offered(implementation) is not oracle:
+            oracle = whole.offered(implementation)
+            inputs = oracle.inputs
             outcome = execute(implementation, inputs)
         implementation = dataclasses.replace(implementation, outputs=returned)
     with within("stage", "judgement"):
-        judged = confirmed(bench, implementation, outcome)
+        judged = confirmed(oracle, implementation, outcome)
     failing = [name for name, j in judged.items() if not j.agrees]
-    variant = followed_variant(bench, implementation, outcome, failing) if failing else None
+    variant = followed_variant(oracle, implementation, outcome, failing) if failing else None
 
     def again() -> dict[str, bool]:
         second = execute(implementation, inputs)
         if outcome.same_as(second):
             return dict.fromkeys(failing, False)
-        found = confirmed(bench, implementation, second) if second.verdict == "ran" else {}
+        found = confirmed(oracle, implementation, second) if second.verdict == "ran" else {}
         return {name: j.agrees for name, j in found.items()}
 
     with within("stage", "second call"):
         unsteady = flaky(failing, again)
     if thorough and not failing and recipe.describe() != "fp32":
-        finer = judge_all(bench, implementation, outcome, dataclasses.replace(IEEE_FP32, output=recipe.output))
+        finer = judge_all(oracle, implementation, outcome, dataclasses.replace(IEEE_FP32, output=recipe.output))
         base.recipe_measured = "fp32" if all(j.agrees for j in finer.values()) else recipe.describe()
-    classes = classify(bench, implementation, failing) if failing else {}
+    classes = classify(oracle, implementation, failing) if failing else {}
     for name, j in judged.items():
-        row = _judged_row(base, bench, name, j, outcome)
+        row = _judged_row(base, oracle, name, j, outcome)
         if not j.agrees:
             row.verdict = "nondeterministic" if name in unsteady else "disagree"
             row.cls = classes[name]
             row.variant = variant
-            row.message = "; ".join(filter(None, [j.message, *diagnose.hints(bench, name, outcome)]))
+            row.message = "; ".join(filter(None, [j.message, *diagnose.hints(oracle, name, outcome)]))
         yield row
     if thorough:
-        other = bench.beside()
+        other = oracle.beside()
         with world.together(implementation.id):
             leaks += side_effects.repeated(implementation, inputs, other, outcome)
             leaks += side_effects.interleaved(implementation, inputs, other, outcome)
             leaks += side_effects.accumulation(implementation, inputs)
             leaks += side_effects.unrecorded(
-                implementation, inputs, outcome, functools.partial(_agree, bench, implementation)
+                implementation, inputs, outcome, functools.partial(_agree, oracle, implementation)
             )
-            related = side_effects.relations(bench.family, implementation, inputs, outcome)
+            related = side_effects.relations(oracle.family, implementation, inputs, outcome)
         for name, (holds, message) in related.items():
             yield _logic_row(base, f"relation: {name}", "relation", holds, message)
     leaks += world.broken()
@@ -158,14 +158,14 @@ def _rows(whole: Bench, implementation: Implementation, thorough: bool) -> Itera
     yield _logic_row(base, "protocol", "protocol", not leaks, "; ".join(leaks))
 
 
-def _agree(bench: Bench, implementation: Implementation, outcome: Outcome) -> bool:
+def _agree(oracle: CaseOracle, implementation: Implementation, outcome: Outcome) -> bool:
     """Whether whatever outputs there are agree with the definition."""
-    recipe, only = implementation.recipe_for(bench.inputs), frozenset(outcome.quantities)
-    judged = settle(functools.partial(judge_all, bench, implementation, outcome, recipe, only=only), together=True)
+    recipe, only = implementation.recipe_for(oracle.inputs), frozenset(outcome.quantities)
+    judged = settle(functools.partial(judge_all, oracle, implementation, outcome, recipe, only=only), together=True)
     return all(j.agrees for j in judged.values())
 
 
-def _judged_row(base: Row, bench: Bench, name: str, j: Judgement, outcome: Outcome) -> Row:
+def _judged_row(base: Row, oracle: CaseOracle, name: str, j: Judgement, outcome: Outcome) -> Row:
     return replace(
         base,
         quantity=name,
@@ -173,16 +173,16 @@ def _judged_row(base: Row, bench: Bench, name: str, j: Judgement, outcome: Outco
         gate=j.gate,
         headroom=finite(j.headroom),
         gates={k: finite(v) for k, v in j.gates.items()},
-        undecided=bench.inputs.undecided + j.undecided,
+        undecided=oracle.inputs.undecided + j.undecided,
         value=finite(size(outcome.quantities.get(name))),
-        value_oracle=finite(size(bench.exact.get(name))),
+        value_oracle=finite(size(oracle.exact.get(name))),
         max_abs=finite(j.max_abs),
         max_rel=finite(j.max_rel),
         dist=finite(j.dist),
         allclose=j.allclose,
         atol=finite(j.atol),
         rtol=finite(j.rtol),
-        worst=[] if j.agrees else [_entry(bench, name, *w) for w in j.worst],
+        worst=[] if j.agrees else [_entry(oracle, name, *w) for w in j.worst],
         slope=finite(j.slope),
         message=j.message,
     )
@@ -202,7 +202,9 @@ def _logic_row(base: Row, quantity: str, gate: str, holds: bool, message: str) -
     )
 
 
-def _entry(bench: Bench, name: str, index: tuple[int, ...], value: float, truth: float, error: float) -> dict[str, Any]:
+def _entry(
+    oracle: CaseOracle, name: str, index: tuple[int, ...], value: float, truth: float, error: float
+) -> dict[str, Any]:
     """One of the worst entries, with what it belongs to (`Family.place`): sequence, position, token id and mask of a token."""
     out = {"index": list(index), "value": finite(value), "oracle": finite(truth), "error": finite(error)}
-    return out | bench.family.place(bench.inputs, name, index)
+    return out | oracle.family.place(oracle.inputs, name, index)

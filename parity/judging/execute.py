@@ -282,14 +282,14 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     """refused: the library raised a clear error itself; crashed: something below it failed; unsupported: our adapter did."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     message = f"{type(error).__name__}: {_first_line(error)}"
-    own = [i for i, f in enumerate(files) if f.startswith(OWN)]
+    ours = [i for i, f in enumerate(files) if f.startswith(OWN)]
     theirs = [i for i, f in enumerate(files) if _is_library(f)]
     raised = bool(theirs) and theirs[-1] == len(files) - 1 and (implementation.is_trainer or _on_purpose(error))
     if files[-1].startswith(FIXES) and isinstance(error, REFUSALS) and _on_purpose(error):
         return Outcome("refused", message=message)
     if isinstance(error, Returned):
         return Outcome("crashed", message=message)
-    if own and not theirs and isinstance(error, ModuleNotFoundError) and _of_library(error.name, implementation):
+    if ours and not theirs and isinstance(error, ModuleNotFoundError) and _of_library(error.name, implementation):
         return Outcome("unsupported", message=f"no {error.name} in the installed version")
     if implementation.is_function:  # its adapter is the harness's for every function: what fails is the user's
         clear = raised and isinstance(error, REFUSALS) and not isinstance(error, TypeError | KeyError)
@@ -300,7 +300,7 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
         and os.environ.get("TRITON_INTERPRET") == "1"
     ):
         return Outcome("unsupported", message=f"Triton's interpreter: {message}")
-    if own and (not theirs or theirs[-1] < own[-1]):
+    if ours and (not theirs or theirs[-1] < ours[-1]):
         return Outcome(
             "unsupported",
             message=f"the adapter {implementation.id} does not fit this version: {message}",

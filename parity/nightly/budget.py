@@ -35,10 +35,10 @@ def families(
 def parts(past: Sequence[Run], usual: Mapping[str, float]) -> dict[str, float]:
     """Name -> share of a night for its commands, out of the `usual` shares; in the order in which they should run."""
     nights = past[-NIGHTS:]
-    told = {name: [run.steps[name] for run in nights if name in run.steps] for name in usual}
+    exit_codes = {name: [run.steps[name] for run in nights if name in run.steps] for name in usual}
     weights = {
         name: NEW if not codes else FAILED if any(c is None or c in FAILURES for c in codes) else QUIET
-        for name, codes in told.items()
+        for name, codes in exit_codes.items()
     }
     mean = statistics.fmean(weights.values()) if weights else 1.0
     shares = {name: usual[name] * max(0.5, weight / mean) for name, weight in weights.items()}

@@ -96,8 +96,8 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
     summary = summarise(result.header, result.rows)
 
     def kept(code: int, folder: Path) -> trend.Change:
-        told = {step.name: step.exit_code for step in record.steps}
-        return trend.change(memory.read(memory.remember(summary, code, folder, steps=told)), past)
+        exit_codes = {step.name: step.exit_code for step in record.steps}
+        return trend.change(memory.read(memory.remember(summary, code, folder, steps=exit_codes)), past)
 
     jobs = [(name, list(words), shares[name]) for name, words, _ in night.others]
     jobs.sort(key=lambda job: list(shares).index(job[0]))

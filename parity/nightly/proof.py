@@ -29,9 +29,9 @@ class Proof:
         return self.caught and self.innocent
 
     def __str__(self) -> str:
-        told = f"caught after {self.cases} cases" if self.caught else f"NOT caught in {self.cases} cases"
+        result = f"caught after {self.cases} cases" if self.caught else f"NOT caught in {self.cases} cases"
         beside = "" if self.innocent else "; a correct implementation was called wrong"
-        return f"{self.family} on {self.device}: planted {self.mutant}: {told}{beside}"
+        return f"{self.family} on {self.device}: planted {self.mutant}: {result}{beside}"
 
 
 def proof(device: str, night: int, families: Sequence[str] = FAMILIES) -> list[Proof]:

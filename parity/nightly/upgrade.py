@@ -28,7 +28,7 @@ class Part:
 
     name: str
     verdict: str
-    told: str
+    summary: str
     printed: str
 
 
@@ -100,16 +100,16 @@ def own_settings(before: str, after: str, wanted: team.Team, device: str) -> Par
         return Part("your settings", UNKNOWN, "nothing was compared with these settings", "")
     counts = ", ".join(f"{sum(m.mark == mark for m in different)} {mark}" for mark in MARKS)
     if mine:
-        told, found = f"{len(mine)} quantities are wrong with exactly these settings", NOT_SAFE
+        summary, found = f"{len(mine)} quantities are wrong with exactly these settings", NOT_SAFE
     elif worse:
-        told, found = f"right with these settings, {len(worse)} quantities wrong with neighbours of them", CHANGED
+        summary, found = f"right with these settings, {len(worse)} quantities wrong with neighbours of them", CHANGED
     elif different:
-        told, found = f"right, {len(different)} quantities moved inside their gates", CHANGED
+        summary, found = f"right, {len(different)} quantities moved inside their gates", CHANGED
     else:
-        told, found = "nothing moved", SAFE
+        summary, found = "nothing moved", SAFE
     others = f"\nnot part of the loss, not looked at: {', '.join(wanted.others)}" if wanted.others else ""
     text = table(different) if different else "nothing moved"
-    return Part("your settings", found, f"{told} ({counts}; {judged} judged)", text + others)
+    return Part("your settings", found, f"{summary} ({counts}; {judged} judged)", text + others)
 
 
 def part(step: CommandOutcome) -> Part:
@@ -120,15 +120,15 @@ def part(step: CommandOutcome) -> Part:
         return Part(step.name, SAFE, "nothing new is wrong", step.tail)
     if step.exit_code in (1, 4):
         found = NOT_SAFE if step.exit_code == 1 else CHANGED
-        told = "something is wrong that is not known" if step.exit_code == 1 else "a known failure is gone"
-        return Part(step.name, found, told, step.tail)
+        summary = "something is wrong that is not known" if step.exit_code == 1 else "a known failure is gone"
+        return Part(step.name, found, summary, step.tail)
     return Part(step.name, UNKNOWN, f"it could not answer (exit code {step.exit_code})", step.tail)
 
 
 def verdict(parts: Sequence[Part]) -> str:
     """The gravest of the parts; with settings of its own a team is told about those, and the rest stands below."""
-    own = [p for p in parts if p.name == "your settings"]
-    found = {p.verdict for p in (own or parts)}
+    settings = [p for p in parts if p.name == "your settings"]
+    found = {p.verdict for p in (settings or parts)}
     return next(v for v in (NOT_SAFE, UNKNOWN, CHANGED, SAFE) if v in found)
 
 
@@ -138,7 +138,7 @@ def page(spec: str, found: str, parts: Sequence[Part]) -> str:
     lines += [
         "| asked | verdict | why |",
         "|---|---|---|",
-        *(f"| {p.name} | {p.verdict} | {p.told} |" for p in parts),
+        *(f"| {p.name} | {p.verdict} | {p.summary} |" for p in parts),
         "",
     ]
     for p in parts:

@@ -199,7 +199,7 @@ def read(path: Path) -> Run:
             has = base.execute("SELECT 1 FROM sqlite_master WHERE name = 'steps'").fetchone()
             steps = dict(base.execute("SELECT * FROM steps")) if has else {}  # kept by an earlier parity
             when = datetime.datetime.fromisoformat(started).astimezone(datetime.UTC)
-            told = {str(k): str(v) for k, v in json.loads(versions).items()}
+            parsed = {str(k): str(v) for k, v in json.loads(versions).items()}
     except (sqlite3.Error, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}: not a run that parity kept: {error}") from None
     return Run(
@@ -209,7 +209,7 @@ def read(path: Path) -> Run:
         device,
         seed,
         revision or "",
-        told,
+        parsed,
         code,
         bool(complete),
         seconds,

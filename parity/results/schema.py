@@ -62,10 +62,10 @@ def _fields(kind: type[msgspec.Struct], leave_out: tuple[str, ...] = ()) -> str:
             continue
         hint = hints[field.name]
         meta = [m.description for m in getattr(hint, "__metadata__", ()) if isinstance(m, msgspec.Meta)]
-        told = _type(hint.__origin__ if meta else hint)
+        name = _type(hint.__origin__ if meta else hint)
         text = meta[0] if meta else "below"
         always = field.default is field.default_factory is msgspec.NODEFAULT
-        notes = [note for note in ("" if told == "text" else told, "always" if always else "") if note]
+        notes = [note for note in ("" if name == "text" else name, "always" if always else "") if note]
         brackets = f" ({', '.join(notes)})" if notes else ""
         lines.append(f"- `{field.encode_name}`{brackets}: {text}")
     return "\n".join([*lines, ""])

@@ -218,6 +218,6 @@ def lines(run: Run, every: Iterable[Run]) -> Trend | None:
             implementation, family, device, dtype, quantity = key
             before = statistics.median(values[:-1])
             grew = now[key] > max(GROWTH * before, WORTH_SHOWING)
-            told = dtype if device == "cpu" else f"{dtype} on {device}"
-            out.append(Course(implementation, family, quantity, told, tuple(values), before, now[key], grew))
+            label = dtype if device == "cpu" else f"{dtype} on {device}"
+            out.append(Course(implementation, family, quantity, label, tuple(values), before, now[key], grew))
     return Trend(len(past) + 1, tuple(sorted(out, key=lambda c: -c.now / max(c.before, WORTH_SHOWING))))

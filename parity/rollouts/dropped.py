@@ -60,9 +60,9 @@ def dropped(recording: Recording, rows: int = ROWS) -> Iterator[Dropped]:
     without, loss = _norm(folder, recording, advantages, None)
     for mode in ("token_truncate", "sequence_truncate"):
         ratio = definition(given, mode, None, HIGH).float()
-        norm, own = _norm(folder, recording, advantages, ratio)
+        norm, norm_without = _norm(folder, recording, advantages, ratio)
         seen = ratio[mask] if ratio.shape == mask.shape else ratio
-        yield Dropped(mode, (float(seen.min()), float(seen.max())), norm, without, (own, loss))
+        yield Dropped(mode, (float(seen.min()), float(seen.max())), norm, without, (norm_without, loss))
 
 
 def _norm(folder: Any, recording: Recording, advantages: Tensor, ratio: Tensor | None) -> tuple[float, float]:

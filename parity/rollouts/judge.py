@@ -40,16 +40,16 @@ class Verdict:
 
     Attributes:
         gates: gate -> headroom, the share of what is allowed that was used; above 1 disagrees.
-        own: way of the trainer -> rms of its difference to itself, nats.
+        self_noise: scoring of the trainer -> rms of its difference to itself, nats.
         found: the statistics.
         fits: other explanation -> rms of the sampler's log-probs against it, best first.
         d: (B, T) log-ratios, trainer minus sampler; NaN unscored, -inf cut.
-        noise: (B, T) the trainer's largest difference to itself, by way; NaN where there is none.
+        noise: (B, T) the trainer's largest difference to itself, by scoring; NaN where there is none.
     """
 
     definition: str
     gates: Mapping[str, float]
-    own: Mapping[str, float]
+    self_noise: Mapping[str, float]
     found: Statistics
     fits: Mapping[str, float]
     d: Tensor
@@ -77,15 +77,16 @@ def judge(recording: Recording, trainer: Trainer, definition: str = TRUNCATED) -
     mask, sampler = recording.mask, recording.sampler_logps.double()
     plain = trainer.score(rows, width, sampling)
     others = {
-        name: trainer.score(rows, width, sampling, way).truncated for name, way in trainer.ways(rows, width).items()
+        name: trainer.score(rows, width, sampling, scoring).truncated
+        for name, scoring in trainer.scorings(rows, width).items()
     }
     d = plain.truncated - sampler
-    own = {name: _finite(logps - plain.truncated, mask) for name, logps in others.items()}
+    self_noise = {name: _finite(logps - plain.truncated, mask) for name, logps in others.items()}
     found = statistics(d, mask, sampler)
-    gates = _gates(d, mask, sampler, found, own)
-    noise = max(own.values(), key=lambda v: rms(v[~v.isnan()]))
+    gates = _gates(d, mask, sampler, found, self_noise)
+    noise = max(self_noise.values(), key=lambda v: rms(v[~v.isnan()]))
     fits = {} if all(h <= 1.0 for h in gates.values()) else explanations(recording, trainer, plain)
-    return Verdict(definition, gates, {n: rms(v[~v.isnan()]) for n, v in own.items()}, found, fits, d, noise)
+    return Verdict(definition, gates, {n: rms(v[~v.isnan()]) for n, v in self_noise.items()}, found, fits, d, noise)
 
 
 def judged(recording: Recording, model: str | None, adapter: Path | None, support: str) -> Verdict:
@@ -115,7 +116,9 @@ def _finite(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask & values.isfinite(), values, torch.nan)
 
 
-def _gates(d: Tensor, mask: Tensor, sampler: Tensor, found: Statistics, own: Mapping[str, Tensor]) -> dict[str, float]:
+def _gates(
+    d: Tensor, mask: Tensor, sampler: Tensor, found: Statistics, self_noise: Mapping[str, Tensor]
+) -> dict[str, float]:
     """Headroom of each gate.
 
     size: rms d. tail: 99 % quantile of |d|. position: the largest rms of a stretch of positions. mean: |mean d|, allowed
@@ -123,14 +126,14 @@ def _gates(d: Tensor, mask: Tensor, sampler: Tensor, found: Statistics, own: Map
     trainer's own. support: tokens that the trainer's top-p or top-k excludes, allowed three more than three times as many
     as it excludes itself when it scores otherwise; and log-probs that are none, above 0.
     """
-    shared = {name: values[~values.isnan()] for name, values in own.items()}
+    shared = {name: values[~values.isnan()] for name, values in self_noise.items()}
     unit = max((rms(v) for v in shared.values()), default=0.0)
     tail = max((float(v.abs().quantile(0.99)) for v in shared.values() if len(v)), default=0.0)
     center = max((abs(float(v.mean())) for v in shared.values() if len(v)), default=0.0)
     sequences = int((mask & d.isfinite()).any(-1).sum())
     finite = mask & d.isfinite()
     worst = max((rms(d[part]) for _, part in stretches(finite) if int(part.sum()) >= 30), default=found.rms)
-    excluded = max((int((mask & v.isnan()).sum()) for v in own.values()), default=0)
+    excluded = max((int((mask & v.isnan()).sum()) for v in self_noise.values()), default=0)
     impossible = int((mask & (sampler > 1e-4)).sum()) if found.tokens else 1
     return {
         "size": _over(found.rms, FACTOR * unit),

@@ -28,9 +28,9 @@ def scatter(sampler: Tensor, trainer: Tensor, title: str) -> str:
     return "".join([*out, "</svg>"])
 
 
-def distribution(d: Tensor, own: Tensor, title: str) -> str:
+def distribution(d: Tensor, self_noise: Tensor, title: str) -> str:
     """Share of tokens by d = trainer - sampler (n,) as bars, and by the trainer's difference to itself (m,) as a line."""
-    values, noise = d[d.isfinite()], own[own.isfinite()]
+    values, noise = d[d.isfinite()], self_noise[self_noise.isfinite()]
     reach = max(
         float(values.abs().quantile(0.999)) if len(values) else 0.0, float(noise.abs().max()) if len(noise) else 0.0
     )
@@ -75,9 +75,9 @@ def _ticks(values: Sequence[float], low: float, high: float, across_only: bool =
     out = []
     for value in values:
         share = (value - low) / (high - low)
-        told = f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:.2g}"
-        told = "0" if math.isclose(value, 0.0, abs_tol=1e-15) else told
-        out.append(f'<text x="{LEFT + SIDE * share:.1f}" y="{TOP + SIDE + 16}" text-anchor="middle">{told}</text>')
+        label = f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:.2g}"
+        label = "0" if math.isclose(value, 0.0, abs_tol=1e-15) else label
+        out.append(f'<text x="{LEFT + SIDE * share:.1f}" y="{TOP + SIDE + 16}" text-anchor="middle">{label}</text>')
         if not across_only:
-            out.append(f'<text x="{LEFT - 6}" y="{TOP + SIDE * (1 - share) + 4:.1f}" text-anchor="end">{told}</text>')
+            out.append(f'<text x="{LEFT - 6}" y="{TOP + SIDE * (1 - share) + 4:.1f}" text-anchor="end">{label}</text>')
     return out

@@ -24,15 +24,15 @@ def text(recording: Recording, verdict: Verdict) -> str:
         "  share of what is allowed: " + ", ".join(f"{n} {h:.2f}" for n, h in verdict.gates.items()),
     ]
     if not verdict.agrees:
-        told = verdict.explanation or "nothing that was tried: other weights, or another computation"
-        lines.append(f"  fails by {worst}; what fits better: {told}")
+        cause = verdict.explanation or "nothing that was tried: other weights, or another computation"
+        lines.append(f"  fails by {worst}; what fits better: {cause}")
         lines += [f"    rms {value:.2e} against: {name}" for name, value in verdict.fits.items()]
     lines += [
         f"  {s.tokens} tokens, {s.unscored} not scored, {s.cut} that the trainer's top-p or top-k excludes",
         "  |log-ratio|: "
         + ", ".join(f"{100 * q:g} % {v:.2e}" for q, v in zip(QUANTILES, s.quantiles, strict=True))
         + f"; rms {s.rms:.2e}, mean {s.mean:+.1e}",
-        "  the trainer against itself, rms: " + ", ".join(f"{n} {v:.1e}" for n, v in verdict.own.items()),
+        "  the trainer against itself, rms: " + ", ".join(f"{n} {v:.1e}" for n, v in verdict.self_noise.items()),
         f"  ratios outside {NEAR}: {100 * s.outside:.2f} %; k3 {s.k3:.2e}; effective sample size {s.ess:.4f} of tokens, "
         f"{s.ess_sequences:.4f} of sequences; mean ratio {s.mean_ratio:.6f}, which judges nothing",
         "  rms by position: " + ", ".join(f"{n} {v:.1e}" for n, (_, v) in s.by_position.items()),

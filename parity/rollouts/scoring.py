@@ -18,8 +18,8 @@ BATCH = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """One way for a trainer to score the same tokens: rows a batch, padding more than needed, attention, arithmetic."""
+class Scoring:
+    """How a trainer scores the same tokens: rows a batch, padding more than needed, attention, arithmetic."""
 
     batch: int = BATCH
     padding: int = 0
@@ -27,12 +27,12 @@ class Way:
     dtype: str = "same"
 
 
-PLAIN = Way()
+PLAIN = Scoring()
 OTHERS = {
-    "batch of one": Way(batch=1),
-    "more padding": Way(padding=7),
-    "sdpa attention": Way(attention="sdpa"),
-    "float64 arithmetic": Way(batch=1, dtype="fp64"),
+    "batch of one": Scoring(batch=1),
+    "more padding": Scoring(padding=7),
+    "sdpa attention": Scoring(attention="sdpa"),
+    "float64 arithmetic": Scoring(batch=1, dtype="fp64"),
 }
 """What a trainer may do otherwise without being wrong. The difference of each to `PLAIN` is the trainer's own noise.
 
@@ -57,7 +57,7 @@ class Scores:
 
 
 def score(
-    model: Any, rows: Rows, width: int, temperature: float, top_p: float = 1.0, top_k: int = 0, way: Way = PLAIN
+    model: Any, rows: Rows, width: int, temperature: float, top_p: float = 1.0, top_k: int = 0, scoring: Scoring = PLAIN
 ) -> Scores:
     """Log-probs of the completions of `rows` by `model`, zero behind a row's end.
 
@@ -68,9 +68,9 @@ def score(
         UsageError: where a logit is NaN.
     """
     full, kept = torch.zeros(len(rows), width, dtype=torch.float64), torch.ones(len(rows), width, dtype=torch.float64)
-    for first in range(0, len(rows), way.batch):
-        part = rows[first : first + way.batch]
-        for i, logits in enumerate(_logits(model, part, way)):
+    for first in range(0, len(rows), scoring.batch):
+        part = rows[first : first + scoring.batch]
+        for i, logits in enumerate(_logits(model, part, scoring)):
             if bool(logits.isnan().any()):
                 raise UsageError(f"row {first + i}: the trainer's logits are NaN")
             ids = torch.tensor(part[i][1], dtype=torch.long)
@@ -80,9 +80,9 @@ def score(
     return Scores(full, kept)
 
 
-def _logits(model: Any, rows: Rows, way: Way) -> list[Tensor]:
+def _logits(model: Any, rows: Rows, scoring: Scoring) -> list[Tensor]:
     """Of each row the logits that predict its completion, (T_i, V); padded at the left as TRL pads prompts."""
-    width = max(len(p) + len(c) for p, c in rows) + way.padding
+    width = max(len(p) + len(c) for p, c in rows) + scoring.padding
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     mask = torch.zeros(len(rows), width, dtype=torch.long)
     for i, (prompt, completion) in enumerate(rows):
@@ -126,25 +126,25 @@ class Trainer:
     dtype: torch.dtype
     change: Callable[[Any], Any] = lambda model: model
 
-    def score(self, rows: Rows, width: int, sampling: tuple[float, float, int], way: Way = PLAIN) -> Scores:
-        """`score` of the model at (temperature, top-p, top-k), as `way` says."""
-        model = models.loaded(self.folder, self.dtype, way.attention)
-        if way.dtype == "fp64":  # the same rounded weights, exact arithmetic
+    def score(self, rows: Rows, width: int, sampling: tuple[float, float, int], scoring: Scoring = PLAIN) -> Scores:
+        """`score` of the model at (temperature, top-p, top-k), as `scoring` says."""
+        model = models.loaded(self.folder, self.dtype, scoring.attention)
+        if scoring.dtype == "fp64":  # the same rounded weights, exact arithmetic
             model = model.double()
-        return score(self.change(model), rows, width, *sampling, way=way)
+        return score(self.change(model), rows, width, *sampling, scoring=scoring)
 
-    def ways(self, rows: Rows, width: int) -> dict[str, Way]:
+    def scorings(self, rows: Rows, width: int) -> dict[str, Scoring]:
         """Those of `OTHERS` that compute the model's own function: in float64 they agree on the first `rows`.
 
         transformers 5.19 runs Gemma-2 with sdpa and drops the softcap on its attention scores: that is no rounding, and a
         unit of that size would pass anything. Releases that refuse it say so in the class.
         """
-        return {name: way for name, way in OTHERS.items() if way.attention == "eager" or self._same(rows, width, way)}
+        return {n: one for n, one in OTHERS.items() if one.attention == "eager" or self._same(rows, width, one)}
 
-    def _same(self, rows: Rows, width: int, way: Way) -> bool:
+    def _same(self, rows: Rows, width: int, scoring: Scoring) -> bool:
         if not models.has_sdpa(self.folder):
             return False
-        alone = dataclasses.replace(way, batch=1, dtype="fp64")
+        alone = dataclasses.replace(scoring, batch=1, dtype="fp64")
         exact, other = (
             self.score(rows[:4], width, (1.0, 1.0, 0), w).full for w in (OTHERS["float64 arithmetic"], alone)
         )

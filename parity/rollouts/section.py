@@ -60,9 +60,9 @@ def _line(one: Recording) -> list[str]:
 def _pictures(taken: list[Recording]) -> list[str]:
     out = []
     for dtype in sorted({str(one.facts["dtype"]) for one in taken}):
-        own = [one for one in taken if one.facts["dtype"] == dtype]
-        d = torch.cat([log_ratios(one)[one.mask] for one in own])
-        sampler = torch.cat([one.sampler_logps.double()[one.mask] for one in own])
+        same_dtype = [one for one in taken if one.facts["dtype"] == dtype]
+        d = torch.cat([log_ratios(one)[one.mask] for one in same_dtype])
+        sampler = torch.cat([one.sampler_logps.double()[one.mask] for one in same_dtype])
         some = slice(None, None, max(1, len(d) // POINTS))
         out.append(plot.scatter(sampler[some], (sampler + d)[some], f"log-probs, {dtype}"))
         out.append(plot.distribution(d, d.new_empty(0), f"log-ratio, {dtype}"))

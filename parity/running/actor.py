@@ -33,27 +33,27 @@ STDERR = 2
 class Actor:
     """A worker process and its watcher. `told`: what every worker is told; `folder`: where the run was started."""
 
-    def __init__(self, told: dict[str, Any], asked: dict[str, Any], folder: str, timeouts: tuple[float, float]):
+    def __init__(self, settings: dict[str, Any], asked: dict[str, Any], folder: str, timeouts: tuple[float, float]):
         with contextlib.suppress(
             OSError
         ):  # a node that has no such folder needs none unless the run has a user's files
             os.chdir(folder)
         self.asked, self.deck, self.timeouts = asked, Deck([]), timeouts
-        self.told = told | {
+        self.settings = settings | {
             "ledger": asked["ledger"] or str(data.ledger_file()),
-            "memory": plan.memory(plan.CORES) if told["device"] == "cpu" else None,
+            "memory": plan.memory(plan.CORES) if settings["device"] == "cpu" else None,
         }
         self._held = contextlib.ExitStack()
-        self.watch = self._held.enter_context(supervisor.watching([self.told], self.deck))
+        self.watch = self._held.enter_context(supervisor.watching([self.settings], self.deck))
 
     def about(self, seed: int) -> tuple[str, dict[str, Any]]:
         """The name of this node and the header that a run would have on it; "usage": why it would have none."""
-        given = json.dumps([self.asked, self.told["device"], self.told["profile"], seed])
+        given = json.dumps([self.asked, self.settings["device"], self.settings["profile"], seed])
         try:
-            told: dict[str, Any] = call("parity.running.actor:describe", [given], stdout=STDERR)
+            facts: dict[str, Any] = call("parity.running.actor:describe", [given], stdout=STDERR)
         except Ended as error:
-            told = {"usage": str(error)}
-        return f"node {platform.node()}", told
+            facts = {"usage": str(error)}
+        return f"node {platform.node()}", facts
 
     def run(self, shard: Shard) -> Iterator[tuple[list[Event], list[str]]]:
         """The events of a shard, the rows of an implementation on a case never apart, and the implementations left out so far."""
@@ -85,12 +85,12 @@ def describe(text: str) -> int:
     return 0
 
 
-def differs(head: Header, node: str, told: dict[str, Any]) -> str:
+def differs(head: Header, node: str, facts: dict[str, Any]) -> str:
     """Why a node cannot take part in a run: what is another one there; "" where nothing is."""
     try:
-        if "usage" in told:
-            raise UsageError(f"{node}: {told['usage']}")
-        there = decode(Header, json.dumps(told), node)
+        if "usage" in facts:
+            raise UsageError(f"{node}: {facts['usage']}")
+        there = decode(Header, json.dumps(facts), node)
         then, now = (header.header.asked for header in (head, there))
         assert isinstance(then, Asked) and isinstance(now, Asked)
         if list(then.files.values()) == list(now.files.values()):  # the shipped ledger's path is each node's own

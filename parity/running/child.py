@@ -30,10 +30,10 @@ def call(target: str, arguments: list[str], seconds: float | None = None, **pope
         Ended: when the process is over, or `seconds` have passed, and there is no answer.
     """
     nonce = secrets.token_hex(8)
-    with tempfile.TemporaryFile() as told:
-        env = os.environ | {WATCHED: f"{told.fileno()}:{nonce}:{os.getpid()}"}
+    with tempfile.TemporaryFile() as channel:
+        env = os.environ | {WATCHED: f"{channel.fileno()}:{nonce}:{os.getpid()}"}
         command = [*interpreter(target), *arguments]
-        process = subprocess.Popen(command, env=env, pass_fds=[told.fileno()], **popen)
+        process = subprocess.Popen(command, env=env, pass_fds=[channel.fileno()], **popen)
         try:
             code = process.wait(seconds)
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
@@ -43,8 +43,8 @@ def call(target: str, arguments: list[str], seconds: float | None = None, **pope
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        told.seek(0)
-        events = list(_genuine(told.read(), nonce, process.pid))
+        channel.seek(0)
+        events = list(_genuine(channel.read(), nonce, process.pid))
     importing: str | None = None
     for event in events:
         if "answer" in event:

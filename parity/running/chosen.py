@@ -22,12 +22,12 @@ STDERR = 2
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """What the process that runs nothing itself needs to know of an implementation; `own`: it is from a user's file."""
+    """What the process that runs nothing itself needs to know of an implementation; `from_user`: it is from a user's file."""
 
     id: str
     family: str
     role: str
-    own: bool = False
+    from_user: bool = False
 
 
 @functools.cache
@@ -70,12 +70,12 @@ def describe(text: str) -> int:
     try:
         names = {name: resolved(name) for name in families if ".py:" in name}
         chosen = select(ids)
-        own = {i.id for name in ids if ".py:" in name for i in from_file(name)}
+        from_user = {i.id for name in ids if ".py:" in name for i in from_file(name)}
     except UsageError as error:
         tell(answer={"usage": str(error)})
         return 0
     answer = {
-        "chosen": [dataclasses.asdict(Chosen(i.id, i.family, i.role, i.id in own)) for i in chosen],
+        "chosen": [dataclasses.asdict(Chosen(i.id, i.family, i.role, i.id in from_user)) for i in chosen],
         "families": [_data(loss_family(name)) for name in loss_families() if name not in NAMES],
         "names": names,
     }

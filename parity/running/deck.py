@@ -64,9 +64,9 @@ class Deck:
             shard = min(
                 able, key=lambda s: (self._spent[s.family] / weight.get(s.family, 1.0), -weight.get(s.family, 1.0))
             )
-        own = next((s for s in able if s.kind == "drawn" and (s.family, s.index) in has), None)
-        if own and shard.kind == "drawn" and (self.shares is None or own.family == shard.family):
-            shard = own if 2 * self._long(own) > self._long(shard) else shard
+        mine = next((s for s in able if s.kind == "drawn" and (s.family, s.index) in has), None)
+        if mine and shard.kind == "drawn" and (self.shares is None or mine.family == shard.family):
+            shard = mine if 2 * self._long(mine) > self._long(shard) else shard
         self.left.remove(shard)
         self.out[shard.name] = shard
         self._spent[shard.family] += self._long(shard)

@@ -57,8 +57,8 @@ class Findings:
         case = case_of(row)
         assert case is not None
         self.folder.mkdir(parents=True, exist_ok=True)
-        told = {"case": case.to_json(), "implementation": row.implementation}
-        (self.folder / f"{row.case}.json").write_text(json.dumps(told, indent=1) + "\n")
+        document = {"case": case.to_json(), "implementation": row.implementation}
+        (self.folder / f"{row.case}.json").write_text(json.dumps(document, indent=1) + "\n")
 
     def sought(self, shards: Sequence[Shard], before: Mapping[str, Part]) -> list[Shard]:
         """A shard for each new finding, in the order in which the plan would come to them in one process; without those of
@@ -115,14 +115,14 @@ class Findings:
     def confirmed(self, shard: Shard, shown: Sequence[tuple[str, str | None]]) -> None:
         """A fresh process has looked at a finding again, and seen this of it."""
         assert shard.sought is not None
-        told = f"a fresh process does not show it in {len(shard.sought.cases)} of its cases"
+        note = f"a fresh process does not show it in {len(shard.sought.cases)} of its cases"
         gone = [subject for subject in shard.sought.subjects if subject not in shown]
         who = shard.sought.implementation
         for row in self.rows:
             signature = signature_of(row) if (row.implementation, row.family) == (who, shard.family) else None
             if signature and signature[1:] in gone:
                 row.verdict, row.cls, self.changed = "nondeterministic", None, True
-                row.message = "; ".join(filter(None, [told, row.message]))
+                row.message = "; ".join(filter(None, [note, row.message]))
 
 
 def _cases(found: Sequence[tuple[int, Shard, Row]]) -> Iterator[tuple[int, int, dict[str, Any]]]:

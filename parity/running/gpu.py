@@ -92,12 +92,12 @@ def child(device: str, threads: int, gpu: str | None = None) -> Mapping[str, str
 
 def cause(lines: Sequence[str]) -> str:
     """The line of a dead process's stderr that says why: a CUDA error or a failed assertion before advice that follows it."""
-    told = [line.strip() for line in lines if line.strip()]
+    stripped = [line.strip() for line in lines if line.strip()]
     for sign in ("CUDA error", "Assertion", "out of memory", "Error:"):
-        found = [line for line in told if sign in line]
+        found = [line for line in stripped if sign in line]
         if found:
             return found[-1] if sign == "Error:" else found[0]
-    return told[-1] if told else ""
+    return stripped[-1] if stripped else ""
 
 
 def where(process: subprocess.Popen[str], errors: Path, seconds: float = 2.0) -> str:

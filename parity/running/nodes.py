@@ -100,7 +100,7 @@ class Nodes:
             share = max([GPU_SHARE, *shares])
             self.needs["num_gpus"] = int(share * 10_000) / 10_000  # so finely Ray counts, and no worker is left over
         self.count = wanted or max(1, sum(map(self._room, there)))
-        self.told = f"{self.count} workers on a Ray cluster of {len(there)} node{'s' if len(there) > 1 else ''}"
+        self.announcement = f"{self.count} workers on a Ray cluster of {len(there)} node{'s' if len(there) > 1 else ''}"
         self.slots: list[Slot] = []
         self._refused = ""
         self._excluded: set[str] = set()
@@ -108,7 +108,7 @@ class Nodes:
 
     def run(
         self,
-        told: dict[str, Any],
+        settings: dict[str, Any],
         deck: Deck,
         head: Header,
         timeouts: tuple[float, float],
@@ -123,7 +123,7 @@ class Nodes:
         actors = ray.remote(Actor).options(**self.needs)
 
         def new() -> Slot:
-            actor = actors.remote(told, asked, os.getcwd(), timeouts)
+            actor = actors.remote(settings, asked, os.getcwd(), timeouts)
             return Slot(actor, actor.about.remote(head.header.seed))
 
         looked = idle = time.monotonic()

@@ -53,14 +53,16 @@ def judge_run(
             nothing.append(f"required {item}: {count} judged comparisons, at least {MINIMUM_REQUIRED} expected")
     new = collections.Counter(r.implementation for r in rows if r.new)
     found = [f"{count} new failing rows of {name}" for name, count in new.most_common()]
-    own = {i.id for i in described(options.implementations, options.families) if i.own}
+    from_user = {i.id for i in described(options.implementations, options.families) if i.from_user}
     nothing += [
-        f"{id}: nothing was compared, {why(id, rows)}" for id in sorted(own) if not comparisons[id] and not new[id]
+        f"{id}: nothing was compared, {why(id, rows)}"
+        for id in sorted(from_user)
+        if not comparisons[id] and not new[id]
     ]
     ledger = Ledger.load(options.ledger or data.ledger_file())
     rotten = [f"ledger entry {name} no longer reproduces, its case agrees: {ledger.place(name)}" for name in stale]
     rotten += ledger.expired(datetime.datetime.now(datetime.UTC).date())
-    rotten += ledger.unmatched([*load(), *catalogue.implementations(), *own])
+    rotten += ledger.unmatched([*load(), *catalogue.implementations(), *from_user])
     code = NOTHING if nothing else NEW if found else STALE if rotten else AGREE
     return code, nothing + found + rotten
 

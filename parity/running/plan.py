@@ -139,7 +139,7 @@ class Plan(msgspec.Struct, kw_only=True):
     settings: dict[str, Any]
     shards: list[Shard]
     extra: list[dict[str, Any]] = field(default_factory=list)
-    told: str = ""
+    announcement: str = ""
 
 
 def signature_of(row: Row) -> tuple[str, str, str | None] | None:
@@ -225,7 +225,7 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         {"gpu": gpus[n % len(gpus)], "wait": gpu.START_APART * n} if gpus else {"gpu": None, "wait": 0.0}
         for n in range(count)
     ]
-    return Plan(settings=settings, shards=shards, extra=extra, told=why)
+    return Plan(settings=settings, shards=shards, extra=extra, announcement=why)
 
 
 FROZEN, CHECKS = 3, 4

@@ -98,7 +98,7 @@ def header(run: str, device: str, profile: str, seed: int) -> Header:
         profile=profile,
         seed=seed,
         git=revision(),
-        rollouts=recording.told(),
+        rollouts=recording.description(),
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=" ".join(["parity", *sys.argv[1:]]),
     )

@@ -118,12 +118,12 @@ def execute(
             found.deadline(plan.settings),
             lambda: found.sought(plan.shards, state.parts),
         )
-        say(nodes.told if nodes else plan.told)
+        say(nodes.announcement if nodes else plan.announcement)
         with writer(path, append=before is not None) as write:
             if before is None:
                 write(head)
             try:
-                told = [plan.settings | one for one in plan.extra]
+                workers = [plan.settings | one for one in plan.extra]
                 limits = TIMEOUT, FIRST_TIMEOUT
                 with stopping():
                     if not cannot:
@@ -131,7 +131,7 @@ def execute(
                             state,
                             nodes.run(plan.settings, deck, head, limits, say)
                             if nodes
-                            else supervisor.run(told, deck, *limits),
+                            else supervisor.run(workers, deck, *limits),
                             found,
                             write,
                             lambda now: progress(state.rows, state.done, of, now),

@@ -96,8 +96,8 @@ class Session:
         for row in self._run(case, chosen, shard, thorough):
             rows.append(row)
             self.emit(Judged(replace(row, frozen=name)))
-        for entry, own in self.ledger.frozen():
-            if own == case and entry.in_force() and (not entry.devices or self.device in entry.devices):
+        for entry, frozen in self.ledger.frozen():
+            if frozen == case and entry.in_force() and (not entry.devices or self.device in entry.devices):
                 verdict = stale(entry, rows)
                 if verdict:  # it must agree twice before the ledger is called stale
                     concerned = [i for i in chosen if entry.covers_implementation(i.id)]

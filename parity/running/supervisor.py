@@ -302,8 +302,8 @@ def _start(worker: Worker, events: Any, folder: Path, blocking: bool = False) ->
     assert worker.errors is not None
     plan = folder / f"{worker.errors.name}.json"
     worker.nonce = secrets.token_hex(8)
-    told = {"nonce": worker.nonce, "parent": os.getpid()}
-    plan.write_text(json.dumps(worker.plan | told))
+    identity = {"nonce": worker.nonce, "parent": os.getpid()}
+    plan.write_text(json.dumps(worker.plan | identity))
     env = gpu.child(worker.plan["device"], worker.plan["threads"], worker.plan.get("gpu"))
     env = {**env, faults.BLOCKING: "1"} if blocking else env
     command = [*interpreter("parity.running.worker:main"), str(plan)]
@@ -324,11 +324,11 @@ def _start(worker: Worker, events: Any, folder: Path, blocking: bool = False) ->
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
-                told = genuine(line, nonce, process.pid)
-                if told is None:
+                payload = genuine(line, nonce, process.pid)
+                if payload is None:
                     continue
                 try:
-                    events.put((worker, process, read_event(told, "a worker's event")))
+                    events.put((worker, process, read_event(payload, "a worker's event")))
                 except UsageError as error:
                     process.kill()
                     events.put((worker, process, Lost(str(error))))

@@ -26,12 +26,12 @@ from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES
 from parity.implementations.implementation import Implementation
-from parity.judging.assess import Bench, confirmed, judge_all
+from parity.judging.assess import CaseOracle, confirmed, judge_all
 from parity.judging.compare import skip_reason
 from parity.judging.execute import execute
 from parity.judging.gates import Judgement
 from parity.process import prepare
-from parity.registry import bench_of, loss_families, loss_family, resolved
+from parity.registry import loss_families, loss_family, oracle_of, resolved
 from parity.results.report import measured
 from parity.running.provenance import resolve_device
 from parity.selftest.controls import controls_of
@@ -90,21 +90,23 @@ def drawn(
     return draws(cases(loss_family(name), dtypes, profile), f"soak/{seed}/{name}", count)
 
 
-def judged(bench: Bench, implementation: Implementation) -> tuple[dict[str, Judgement], dict[str, Judgement]] | str:
+def judged(
+    oracle: CaseOracle, implementation: Implementation
+) -> tuple[dict[str, Judgement], dict[str, Judgement]] | str:
     """The first judgement and the one that counts, or why there is none."""
-    bench = bench.offered(implementation)
+    oracle = oracle.offered(implementation)
     reason = skip_reason(
-        bench.family, implementation, bench.inputs.case, bench.inputs.settings, bench.inputs.device.type
+        oracle.family, implementation, oracle.inputs.case, oracle.inputs.settings, oracle.inputs.device.type
     )
     if reason:
         return f"unsupported: {reason}"
-    outcome = execute(implementation, bench.inputs)
+    outcome = execute(implementation, oracle.inputs)
     if outcome.verdict != "ran":
         return f"{outcome.verdict}: {outcome.message}"
-    first = judge_all(bench, implementation, outcome, implementation.recipe_for(bench.inputs))
+    first = judge_all(oracle, implementation, outcome, implementation.recipe_for(oracle.inputs))
     if all(j.agrees for j in first.values()):
         return first, first
-    return first, confirmed(bench, implementation, outcome)
+    return first, confirmed(oracle, implementation, outcome)
 
 
 def soak(
@@ -114,18 +116,18 @@ def soak(
     out, chosen = Soak(), None if implementations is None else list(implementations)
     with contextlib.suppress(KeyboardInterrupt):
         for number, case in enumerate(chosen_cases, 1):
-            bench = bench_of(case, device)
+            oracle = oracle_of(case, device)
             for implementation in chosen or controls_of(case.family):
-                _add(out, bench, implementation)
+                _add(out, oracle, implementation)
             if number % PROGRESS == 0:
                 print(f"{number} cases, {out.total} judged, {len(out.alarms)} alarms", file=sys.stderr, flush=True)
     return out
 
 
-def _add(out: Soak, bench: Bench, implementation: Implementation) -> None:
-    case = bench.inputs.case
+def _add(out: Soak, oracle: CaseOracle, implementation: Implementation) -> None:
+    case = oracle.inputs.case
     text = json.dumps(case.to_json())
-    result = judged(bench, implementation)
+    result = judged(oracle, implementation)
     if isinstance(result, str):
         verdict, message = result.split(": ", 1)
         out.silent[(implementation.id, verdict, message)] += 1
@@ -148,15 +150,15 @@ def sensitivity(wrong: Wrong, drawn_cases: Iterable[Case]) -> tuple[int, int, in
     caught = effective = total = 0
     gates: collections.Counter[str] = collections.Counter()
     for case in drawn_cases:
-        bench = bench_of(case).offered(wrong.implementation)
-        if skip_reason(bench.family, wrong.implementation, case, bench.inputs.settings, "cpu"):
+        oracle = oracle_of(case).offered(wrong.implementation)
+        if skip_reason(oracle.family, wrong.implementation, case, oracle.inputs.settings, "cpu"):
             continue
         total += 1
-        honest, outcome = (execute(i, bench.inputs) for i in (wrong.base, wrong.implementation))
+        honest, outcome = (execute(i, oracle.inputs) for i in (wrong.base, wrong.implementation))
         if all(_same(honest.quantities[n], v) for n, v in outcome.quantities.items()) and outcome.verdict == "ran":
             continue
         effective += 1
-        failing = [j for j in confirmed(bench, wrong.implementation, outcome).values() if not j.agrees]
+        failing = [j for j in confirmed(oracle, wrong.implementation, outcome).values() if not j.agrees]
         caught += bool(failing) or outcome.verdict != "ran"
         gates.update({j.gate for j in failing})
     return caught, effective, total, gates

@@ -143,14 +143,14 @@ def _arguments(of: Family, bound: inspect.BoundArguments, taken: _Taken, label: 
     for name, parameter in bound.signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(name, {})
-    for own, value in given.items():
-        name = canonical(own)
+    for argument, value in given.items():
+        name = canonical(argument)
         if name in of.stored and value is not None:
             taken.keep(name, value if isinstance(value, Tensor) else torch.as_tensor(value))
         elif name in of.settings and name not in ("B", "T", "V", "H"):
             taken.settings[name] = value.item() if isinstance(value, Tensor) else value
         elif value is not None and name not in of.stored and name != "ignore_index":
-            taken.remarks["captured"].setdefault("left out", []).append(own)
+            taken.remarks["captured"].setdefault("left out", []).append(argument)
     if torch.is_autocast_enabled(taken.tensors["hidden"].device.type):
         taken.settings["context"] = "autocast"
 

@@ -111,10 +111,10 @@ def svg(found: list[DroppedShare]) -> str:
                 for share in (0.0, 0.5, 1.0)
             ]
         for size, colour, dash in zip(sizes, COLOURS, DASHES, strict=False):
-            own = [one for one in found if (one.dtype, one.size) == (dtype, size)]
-            across = [x0 + WIDTH * (math.log(one.peak) - low) / ((high - low) or 1.0) for one in own]
+            of_size = [one for one in found if (one.dtype, one.size) == (dtype, size)]
+            across = [x0 + WIDTH * (math.log(one.peak) - low) / ((high - low) or 1.0) for one in of_size]
             line = " ".join(
-                f"{x:.1f},{TOP + HEIGHT * (1 - one.hidden / most):.1f}" for x, one in zip(across, own, strict=True)
+                f"{x:.1f},{TOP + HEIGHT * (1 - one.hidden / most):.1f}" for x, one in zip(across, of_size, strict=True)
             )
             out.append(
                 f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
@@ -161,8 +161,10 @@ def main() -> int:
     found = list(shares(device, VOCABULARIES, ("bf16", "fp16"), ran=device == "cuda"))
     if options.plot:
         (options.plot / "filtering.svg").write_text(svg(found), encoding="utf-8")
-    told = (f" --device {device}" if device == "cuda" else "") + (f" --plot {options.plot}" if options.plot else "")
-    print(page(found, f"python -m parity.tools.filtering{told} > docs/measured/filtering.md"), end="")
+    options_given = (f" --device {device}" if device == "cuda" else "") + (
+        f" --plot {options.plot}" if options.plot else ""
+    )
+    print(page(found, f"python -m parity.tools.filtering{options_given} > docs/measured/filtering.md"), end="")
     return 0
 
 

@@ -52,10 +52,10 @@ def replay(
     if issue:
         return _issue(case, chosen, rows, console)
     for implementation in chosen:
-        own = [r for r in rows if r.implementation == implementation.id]
-        failure.render_finding(own, console)
-        failure.render_rest(own, console)
-        if unknown := [name for row in own for name in row.unjudged]:
+        its_rows = [r for r in rows if r.implementation == implementation.id]
+        failure.render_finding(its_rows, console)
+        failure.render_rest(its_rows, console)
+        if unknown := [name for row in its_rows for name in row.unjudged]:
             failure.say(console, wording.unjudged(implementation.id, unknown), "yellow")
     return exit_code([r for r in rows if r.implementation in wanted])
 
@@ -97,9 +97,9 @@ def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], co
             f"case {case.id}: no script stands alone without its tensors: send the case file and {case.tensors}"
         )
     for implementation in chosen:
-        own = [r for r in rows if r.implementation == implementation.id]
-        if any(r.failing for r in own):
-            console.file.write(issue_text(case, implementation, rows, entry_of(case, own)) + "\n")
+        its_rows = [r for r in rows if r.implementation == implementation.id]
+        if any(r.failing for r in its_rows):
+            console.file.write(issue_text(case, implementation, rows, entry_of(case, its_rows)) + "\n")
             return DISAGREES
     console.print(f"case {case.id}: nothing to report, no implementation disagrees here", markup=False)
     return exit_code(rows)

@@ -25,7 +25,7 @@ class Sent:
 
     id: str
     right: bool
-    told: str
+    outcome: str
 
 
 def entries(ledger: Ledger, ids: Sequence[str]) -> list[Entry]:
@@ -53,8 +53,8 @@ def written(entry: Entry, ledger: Ledger, folder: Path) -> Sent:
     if found.diff:
         (place / "patch.diff").write_text(found.diff, encoding="utf-8")
     codes = {name: None if r is None else r.code for name, r in (("exit", found.done), ("mended", found.mended))}
-    (place / "result.json").write_text(json.dumps(codes | {"told": found.told}) + "\n", encoding="utf-8")
-    return Sent(entry.id, found.right, found.told)
+    (place / "result.json").write_text(json.dumps(codes | {"told": found.outcome}) + "\n", encoding="utf-8")
+    return Sent(entry.id, found.right, found.outcome)
 
 
 def _generated(entry: Entry, ledger: Ledger) -> Shown | Sent:

@@ -1,4 +1,4 @@
-"""The checks of trainers by name, each trainer as a family, and each way of using one as an implementation.
+"""The checks of trainers by name, each trainer as a family, and each path of one as an implementation.
 
 A check is one function under the decorator `parity.trainers.check.check`, in a module of `parity/trainers/checks` that
 `MODULES` names. TRL, transformers and PEFT are imported inside functions, so that this module loads without them.
@@ -16,7 +16,7 @@ from parity.case.case import Case
 from parity.case.inputs import Setting, fits
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
-from parity.trainers.check import CHECKS, TRAINERS, WAYS, Check
+from parity.trainers.check import CHECKS, PATHS, TRAINERS, Check
 
 MODULES = (
     "step_one",
@@ -46,8 +46,8 @@ def load() -> dict[str, Check]:
     return CHECKS
 
 
-def way(implementation: Implementation) -> str:
-    """The way of `WAYS` in which an implementation is run; a user's own trainer runs as a released one does."""
+def path_of(implementation: Implementation) -> str:
+    """The path of `PATHS` on which an implementation is run; a user's own trainer runs as a released one does."""
     return "released" if implementation.user_class else implementation.id.rpartition(".")[2]
 
 
@@ -145,13 +145,13 @@ def family(name: str) -> TrainerFamily:
 
 
 def implementations() -> dict[str, Implementation]:
-    """Every way of using every trainer that some check is run in, by id."""
+    """Every path of every trainer that some check is run on, by id."""
     out = {}
     for trainer in names():
-        ways = {w for c in family(trainer).checks.values() for w in c.ways}
-        for way in (w for w in WAYS if w in ways):
-            id = f"{trainer}.{way}"
-            role = "reference" if way == "released" else "candidate"
+        paths = {w for c in family(trainer).checks.values() for w in c.paths}
+        for path in (w for w in PATHS if w in paths):
+            id = f"{trainer}.{path}"
+            role = "reference" if path == "released" else "candidate"
             out[id] = Implementation(id, trainer, role, not_an_adapter, library="trl", dtypes=frozenset({"fp32"}))
     return out
 

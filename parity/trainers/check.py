@@ -2,8 +2,8 @@
 
 A check is registered under a name for one or more trainers. Its settings are dimensions as a loss family's; a case of it
 is a `Case` whose family is the trainer ("grpo-trainer") and whose setting `check` names the check, so that it freezes,
-replays, bisects and enters the ledger as any other case. It is run in ways of use: the trainer as released, on its fused
-path, or with parity.fixes applied. Each way is an implementation in rows, "grpo-trainer.released", and a key of `WAYS`.
+replays, bisects and enters the ledger as any other case. It is run on several paths: the trainer as released, on its fused
+loss, or with parity.fixes applied. Each path is an implementation in rows, "grpo-trainer.released", and a key of `PATHS`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TRAINERS = {
 }
 """Family of the rows -> class in TRL."""
 
-WAYS = {
+PATHS = {
     "released": "the trainer as the installed version ships it",
     "fused": "the installed version's Liger path (use_liger_loss, use_liger_kernel), model layers unchanged",
     "fixed": "the same after parity.fixes.apply(trainer)",
@@ -123,14 +123,14 @@ def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A case of a check in one way of use: what a check function is given.
+    """A case of a check on one path: what a check function is given.
 
     `user_class`: a user's trainer, driven instead of the TRL class that it extends.
     """
 
     case: Case
     settings: SimpleNamespace
-    way: str
+    path: str
     device: str
     user_class: type | None = None
 
@@ -173,7 +173,7 @@ class Check:
         cells: (profile, seed) -> (trainer, settings away from default) of that profile.
         run: a cell -> what was measured. Raises `parity.errors.Unsupported` with the reason where there is nothing to
             judge; any other exception is a verdict (refused, crashed).
-        ways: the ways of `WAYS` in which it is run.
+        paths: the paths of `PATHS` on which it is run.
         doc: first line of the function's docstring, for listings.
         drives: whether it drives the trainer's class in this process, so that a user's own can take its place; else it
             looks at functions beside the class, or starts processes of its own.
@@ -185,7 +185,7 @@ class Check:
     settings: Mapping[str, Setting]
     cells: Cells
     run: Callable[[Cell], Iterator[CheckResult]]
-    ways: tuple[str, ...] = ("released", "fixed")
+    paths: tuple[str, ...] = ("released", "fixed")
     doc: str = ""
     drives: bool = True
     moves: bool = False
@@ -199,17 +199,17 @@ def check(
     trainers: Iterable[str],
     settings: Mapping[str, Setting],
     cells: Cells,
-    ways: tuple[str, ...] = ("released", "fixed"),
+    paths: tuple[str, ...] = ("released", "fixed"),
     drives: bool = True,
     moves: bool = False,
 ) -> Callable[[Callable[[Cell], Iterator[CheckResult]]], Callable[[Cell], Iterator[CheckResult]]]:
     """Register a function as `Check(name, …)`.
 
     Raises:
-        UsageError: for a trainer or a way that does not exist, or a name that is taken by another module.
+        UsageError: for a trainer or a path that does not exist, or a name that is taken by another module.
     """
     wanted = tuple(trainers)
-    for one, known in [*((t, TRAINERS) for t in wanted), *((w, WAYS) for w in ways)]:
+    for one, known in [*((t, TRAINERS) for t in wanted), *((w, PATHS) for w in paths)]:
         if one not in known:
             raise UsageError(f"check {name}: {one!r} is unknown, choose from {', '.join(known)}")
 
@@ -218,7 +218,7 @@ def check(
         if other is not None and other.run.__module__ != run.__module__:
             raise UsageError(f"check {name!r} is registered by {other.run.__module__} and {run.__module__}")
         doc = (run.__doc__ or "").strip().partition("\n")[0]
-        CHECKS[name] = Check(name, wanted, settings, cells, run, ways, doc, drives, moves)
+        CHECKS[name] = Check(name, wanted, settings, cells, run, paths, doc, drives, moves)
         return run
 
     return register

@@ -15,7 +15,7 @@ from parity.judging.execute import Outcome, guarded
 from parity.judging.rows import Blame, empty_row, flaky
 from parity.results.row import Row, finite
 from parity.timings import within
-from parity.trainers.catalogue import family, way
+from parity.trainers.catalogue import family, path_of
 from parity.trainers.check import REPORTED, Cell, Check, CheckResult
 from parity.trainers.rig import drive
 
@@ -31,13 +31,13 @@ def rows(
     settings, found = fam.full_settings(case), fam.check(case)
     blame = Blame()
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
-        if way(implementation) not in found.ways:
+        if path_of(implementation) not in found.paths:
             continue
         if world.broken():  # a fresh process goes on from here
             return
         announce(implementation)
         used = device if found.moves else "cpu"  # the row tells the device that was used
-        cell = Cell(case, settings, way(implementation), used, implementation.user_class)
+        cell = Cell(case, settings, path_of(implementation), used, implementation.user_class)
         with within("implementation", implementation.id):
             found_rows = list(_rows(found, cell, implementation))
         yield from map(blame.decide, found_rows)

@@ -54,8 +54,8 @@ def owners() -> list[tuple[str, Any]]:
             and not name.startswith("parity.world")
         ):
             _owners.append((name, module))
-            own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
-            _owners.extend((f"{name}.{c.__qualname__}", c) for c in own)
+            classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
+            _owners.extend((f"{name}.{c.__qualname__}", c) for c in classes)
     _versions[:] = [version(_dictionary(owner)) for _, owner in _owners] if VERSIONED else []
     _last = [], []
     return _owners
@@ -86,8 +86,8 @@ def _changed(now: list[int], seen: list[int]) -> list[int]:
 
 def _dictionary(owner: Any) -> dict[str, Any]:
     """The dictionary behind a module or class."""
-    own = vars(owner)
-    found: dict[str, Any] = own if isinstance(own, dict) else gc.get_referents(own)[0]
+    attributes = vars(owner)
+    found: dict[str, Any] = attributes if isinstance(attributes, dict) else gc.get_referents(attributes)[0]
     return found
 
 
@@ -116,13 +116,13 @@ VERSIONED = _versioned()
 
 
 def _copy(owner: Any) -> dict[str, Any]:
-    own, known = vars(owner), _copies.get(id(owner))
+    attributes, known = vars(owner), _copies.get(id(owner))
     try:
-        same = known == own  # in C, by identity first: what is not the same object is the rare case
+        same = known == attributes  # in C, by identity first: what is not the same object is the rare case
     except Exception:  # values that cannot be compared, arrays for example
         same = False
     if known is None or not same:
-        known = _copies[id(owner)] = dict(own)
+        known = _copies[id(owner)] = dict(attributes)
     return known
 
 

@@ -63,11 +63,13 @@ class Snapshot:
             found += [f"rebound {name}" for name, _ in rebound[:LEFT]]
         for watch, now in differing(self.states):  # one after the other: a mode that is left would see the next reading
             before = self.states[watch.name]
-            found += watch.told(before, now)
+            found += watch.differences(before, now)
             if watch.put is not None:
                 watch.put(before)
             elif watch.name in FATAL and ".py:" in whose:
-                _broken.append(f"{whose} left a change that nothing undoes: {', '.join(watch.told(before, now))}")
+                _broken.append(
+                    f"{whose} left a change that nothing undoes: {', '.join(watch.differences(before, now))}"
+                )
         _unprobed.append(whose)
         return found
 

@@ -43,7 +43,7 @@ class Watch:
     named: Callable[[Any, Any], list[str]] | None = None
     kept: bool = True
 
-    def told(self, before: Any, now: Any) -> list[str]:
+    def differences(self, before: Any, now: Any) -> list[str]:
         """How the change is named."""
         return self.named(before, now) if self.named else [f"{self.name} changed"]
 
@@ -206,8 +206,8 @@ def _flushes() -> bool:
 def _modes() -> tuple[int, int]:
     """How many are entered; the default device, which torch keeps at the bottom as a mode, is an entry of its own."""
     depth = torch._C._len_torch_function_stack()
-    own = sum(not isinstance(torch._C._get_function_stack_at(k), DeviceContext) for k in range(depth))
-    return own, torch._C._len_torch_dispatch_stack()
+    functions = sum(not isinstance(torch._C._get_function_stack_at(k), DeviceContext) for k in range(depth))
+    return functions, torch._C._len_torch_dispatch_stack()
 
 
 def _put_modes(value: tuple[int, int]) -> None:
@@ -313,15 +313,15 @@ def _gone(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def _logging() -> tuple[Any, ...]:
     found = [logging.root, *(logging.getLogger(name) for name in ("torch", "transformers", "trl"))]
-    told = [(one, one.level, one.disabled, one.propagate, tuple(one.handlers)) for one in found]
-    return logging.root.manager.disable, logging.getLoggerClass(), *told
+    loggers = [(one, one.level, one.disabled, one.propagate, tuple(one.handlers)) for one in found]
+    return logging.root.manager.disable, logging.getLoggerClass(), *loggers
 
 
 def _put_logging(value: tuple[Any, ...]) -> None:
-    disable, kind, *told = value
+    disable, kind, *loggers = value
     logging.disable(disable)
     logging.setLoggerClass(kind)
-    for one, level, one.disabled, one.propagate, handlers in told:
+    for one, level, one.disabled, one.propagate, handlers in loggers:
         one.setLevel(level)
         one.handlers[:] = handlers
 
@@ -511,5 +511,7 @@ def differing(before: dict[str, Any]) -> Iterator[tuple[Watch, Any]]:
     for watch in WATCHES:
         now = watch.get()
         was = before[watch.name]
-        if now is not was and now != was and watch.told(was, now):  # a dictionary compares all of itself with itself
+        if (
+            now is not was and now != was and watch.differences(was, now)
+        ):  # a dictionary compares all of itself with itself
             yield watch, now

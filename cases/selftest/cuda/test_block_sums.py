@@ -8,7 +8,7 @@ import torch
 from fixtures.pretended_cuda import pretended
 from parity.implementations import cce
 from parity.implementations.implementation import Implementation
-from parity.judging.assess import Bench, judge_all
+from parity.judging.assess import CaseOracle, judge_all
 from parity.judging.execute import execute
 from parity.registry import family, load
 
@@ -54,13 +54,13 @@ def test_a_tenth_of_a_gradient_is_caught_at_any_vocabulary(size, width, peak):
     fam = family("logprobs")
     case = fam.case(3, "bf16", {"B": 1, "T": 1, "V": size, "H": width, "peak": peak, "grad": "hidden"})
     with pretended():
-        bench = Bench.of(fam, case, "cuda")
+        oracle = CaseOracle.of(fam, case, "cuda")
         for order in (1, -1):  # whichever block comes last
             honest = kernel(order)
-            found = judge_all(bench, honest, execute(honest, bench.inputs), honest.recipe_for(bench.inputs))
+            found = judge_all(oracle, honest, execute(honest, oracle.inputs), honest.recipe_for(oracle.inputs))
             assert all(j.headroom < 0.7 for j in found.values()), {n: j.gates for n, j in found.items()}
         wrong = kernel(factor=0.9)
-        found = judge_all(bench, wrong, execute(wrong, bench.inputs), wrong.recipe_for(bench.inputs))
+        found = judge_all(oracle, wrong, execute(wrong, oracle.inputs), wrong.recipe_for(oracle.inputs))
     assert not found["grad_hidden"].agrees
 
 
@@ -69,10 +69,10 @@ def test_the_kernel_under_cudas_recipe_in_the_interpreter():
     flushes that to 0 no row of the head has a gradient."""
     settings = {"B": 2, "T": 4, "V": 128, "H": 5, "temperature": 0.01729, "peak": 0.4, "grad": "weight"}
     fam, one = family("logprobs"), load()["cce.unfiltered"]
-    bench = Bench.of(fam, fam.case(0, "fp16", settings))
-    on_cuda = dataclasses.replace(cce._kernel(bench.inputs), logits="fp32", partials=2, partial_terms=cce.BLOCK)
+    oracle = CaseOracle.of(fam, fam.case(0, "fp16", settings))
+    on_cuda = dataclasses.replace(cce._kernel(oracle.inputs), logits="fp32", partials=2, partial_terms=cce.BLOCK)
     recipe = on_cuda.resolve("fp16")
-    outcome = execute(one, bench.inputs)
-    found, unfolded = (judge_all(bench, one, outcome, r) for r in (recipe, dataclasses.replace(recipe, folded=1.0)))
+    outcome = execute(one, oracle.inputs)
+    found, unfolded = (judge_all(oracle, one, outcome, r) for r in (recipe, dataclasses.replace(recipe, folded=1.0)))
     assert all(j.headroom < 0.5 for j in found.values()), {n: j.gates for n, j in found.items()}
     assert unfolded["grad_weight"].headroom > 1.0

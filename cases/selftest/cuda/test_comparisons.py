@@ -17,7 +17,7 @@ from fixtures.pretended_cuda import pretended
 from parity import data
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
-from parity.judging.assess import Bench, judge_all
+from parity.judging.assess import CaseOracle, judge_all
 from parity.judging.execute import execute
 from parity.registry import facts, family, run_case, select
 from parity.results.ledger import Ledger
@@ -219,13 +219,13 @@ def test_a_softcap_of_trls_kernels(name, id):
     settings = {"V": 9, "H": 4, "T": 6, "softcap": 50.0, "peak": 0.05, "temperature": 0.001}
     case = family(name).case(3, "fp32", settings)
     with pretended():
-        bench = Bench.of(family(name), case, "cuda")
+        oracle = CaseOracle.of(family(name), case, "cuda")
         one = next(i for i in chosen(name) if i.id == id)
-        recipe = one.recipe_for(bench.inputs)
+        recipe = one.recipe_for(oracle.inputs)
         assert recipe.tanh == "sigmoid"
-        outcome = execute(one, bench.inputs)
-        right = judge_all(bench, one, outcome, recipe)
-        ieee = judge_all(bench, one, outcome, dataclasses.replace(recipe, tanh="ieee"))
+        outcome = execute(one, oracle.inputs)
+        right = judge_all(oracle, one, outcome, recipe)
+        ieee = judge_all(oracle, one, outcome, dataclasses.replace(recipe, tanh="ieee"))
     assert max(j.headroom for j in right.values()) < 0.8
     if name == "logprobs":  # at this temperature a divergence has errors far larger than that of a tanh
         assert max(j.headroom for j in ieee.values()) > 2 * max(j.headroom for j in right.values())

@@ -16,7 +16,7 @@ from parity.cli.commands import main as cli
 from parity.judging.execute import execute
 from parity.nightly import proof, upgrade
 from parity.nightly.steps import CommandOutcome
-from parity.registry import bench_of, family
+from parity.registry import family, oracle_of
 from parity.selftest import false_alarms
 from parity.selftest.mutants import FAMILIES, controls, matrix, mutants, trainers
 from parity.selftest.sensitivity import __main__ as limits
@@ -129,14 +129,14 @@ def test_without_a_device_it_is_one_line():
 @pytest.fixture
 def here(monkeypatch):
     """The devices of the benches that are made, on a pretended device."""
-    devices, made = [], bench_of
+    devices, made = [], oracle_of
 
-    def bench(case: Case, device: str = "cpu"):
+    def oracle(case: Case, device: str = "cpu"):
         devices.append(device)
         return made(case, device)
 
     for module in (matrix, false_alarms, limits):
-        monkeypatch.setattr(module, "bench_of", bench)
+        monkeypatch.setattr(module, "oracle_of", oracle)
     for where in ("parity.process.prepare", "parity.selftest.false_alarms.prepare"):
         monkeypatch.setattr(where, lambda device, threads: devices.append(device))
     with pretended():
@@ -156,9 +156,9 @@ def test_mutants_and_controls_run_on_the_device(name):
     """One that fails for a tensor of its own on the CPU would count as caught, or say nothing of the judge."""
     case = family(name).case(3, "fp32", {"V": 9, "T": 4})
     with pretended():
-        bench = bench_of(case, "cuda")
+        oracle = oracle_of(case, "cuda")
         found = {m.implementation.id: m.implementation for m in (*mutants(name), *controls(name))}
-        said = {id: execute(one, bench.offered(one).inputs).message for id, one in found.items()}
+        said = {id: execute(one, oracle.offered(one).inputs).message for id, one in found.items()}
     assert len(said) > 20 and not {id: text for id, text in said.items() if re.search("device|indices should", text)}
 
 
@@ -184,4 +184,4 @@ def test_false_alarms_and_limits(here, monkeypatch, capsys, tmp_path):
     assert limits.main() == 0
     assert len(here) >= 4 and set(here) == {"cuda"}
     monkeypatch.setattr(measure, "GRID", measure.GRID[::16])
-    assert measure.measure("logprobs", "fp32", "fp32 logits", bench_of(CASE, "cuda"))
+    assert measure.measure("logprobs", "fp32", "fp32 logits", oracle_of(CASE, "cuda"))

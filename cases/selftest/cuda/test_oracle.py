@@ -5,7 +5,7 @@ import torch
 
 from fixtures.pretended_cuda import pretended
 from parity.judging import assess
-from parity.judging.assess import Bench
+from parity.judging.assess import CaseOracle
 from parity.recipe import Recipe
 from parity.registry import family
 
@@ -20,10 +20,10 @@ CASES = [
 def test_on_the_device_as_on_the_cpu(name, settings, monkeypatch):
     fam, recipe = family(name), Recipe(logits="bf16", dlogits="bf16", accumulate="bf16", partials=4)
     case = fam.case(3, "bf16", settings)
-    here = Bench.of(fam, case)
+    here = CaseOracle.of(fam, case)
     monkeypatch.setattr(assess, "ON_DEVICE", 1)
     with pretended():
-        there = Bench.of(fam, case, "cuda")
+        there = CaseOracle.of(fam, case, "cuda")
         assert there.home.device.type == "cuda"
         pairs = [(there.exact, here.exact), (there.replicas(recipe, 12), here.replicas(recipe, 12))]
     for found, right in pairs:

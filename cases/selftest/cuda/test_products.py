@@ -7,7 +7,7 @@ import torch
 
 from fixtures.pretended_cuda import pretended
 from parity.implementations.implementation import Implementation
-from parity.judging.assess import Bench, _on, confirmed, judge_all
+from parity.judging.assess import CaseOracle, _on, confirmed, judge_all
 from parity.judging.execute import execute
 from parity.recipe import TF32, TF32_TRUNCATED, Recipe
 from parity.registry import family, run_case
@@ -123,8 +123,8 @@ def test_16_bit_split_sums_are_allowed_where_they_are_on(reduced, allowed, monke
     apart = {"hidden": (made.hidden + 2 * sign).bfloat16(), "weight": (made.weight / 16 + 1).bfloat16()}
     x = made.replace(**apart)
     with pretended():
-        bench = Bench(family("logprobs"), _on(x, "cuda"), exact(family("logprobs"), x))
-        found = confirmed(bench, one, execute(one, bench.inputs))
+        oracle = CaseOracle(family("logprobs"), _on(x, "cuda"), exact(family("logprobs"), x))
+        found = confirmed(oracle, one, execute(one, oracle.inputs))
     assert found["logps"].agrees == allowed
 
 
@@ -146,12 +146,12 @@ def test_cudas_log_softmax_is_not_charged_for_the_cpus_rounding(dtype):
     one = control("honest.logprobs.narrow")
     case = family("logprobs").case(3, dtype, {"V": 300, "H": 8, "T": 6})
     with pretended():
-        bench = Bench.of(family("logprobs"), case, "cuda")
-        recipe = one.recipe_for(bench.inputs)
-        outcome = execute(one, bench.inputs)
-        judged = judge_all(bench, one, outcome, recipe)
+        oracle = CaseOracle.of(family("logprobs"), case, "cuda")
+        recipe = one.recipe_for(oracle.inputs)
+        outcome = execute(one, oracle.inputs)
+        judged = judge_all(oracle, one, outcome, recipe)
         spreads = [
-            (bench.replicas(r, 12)["logps"] - bench.exact["logps"]).square().mean().sqrt()
+            (oracle.replicas(r, 12)["logps"] - oracle.exact["logps"]).square().mean().sqrt()
             for r in (recipe, dataclasses.replace(recipe, log_sum=None))
         ]
     assert recipe.log_sum == "fp32" and all(j.agrees for j in judged.values())

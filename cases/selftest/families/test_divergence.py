@@ -11,7 +11,7 @@ import torch
 from parity.implementations.implementation import Implementation
 from parity.judging.assess import confirmed
 from parity.judging.execute import execute
-from parity.registry import bench_of, family
+from parity.registry import family, oracle_of
 from parity.rounding.monte_carlo import exact_mark
 from parity.rounding.oracle import exact, to_double
 from parity.selftest.controls.divergence import ROADS
@@ -286,10 +286,10 @@ def test_honest(dtype):
     for case in drawn("divergence", 60, 20, (dtype,)):
         if case.settings.get("context", "plain") != "plain":
             continue
-        bench = bench_of(case)
+        oracle = oracle_of(case)
         for road in roads:
-            outcome = execute(road, bench.inputs)
+            outcome = execute(road, oracle.inputs)
             assert outcome.verdict == "ran", outcome.message
-            judged = confirmed(bench, road, outcome)
+            judged = confirmed(oracle, road, outcome)
             failing = {name: (j.gate, j.headroom, j.message) for name, j in judged.items() if not j.agrees}
             assert not failing, (road.id, case.to_json())

@@ -9,7 +9,7 @@ from parity.errors import UsageError
 from parity.implementations import user
 from parity.judging.assess import classify, confirmed
 from parity.judging.execute import execute
-from parity.registry import NAMES, bench_of, family, from_file, loss_family, run_case, select
+from parity.registry import NAMES, family, from_file, loss_family, oracle_of, run_case, select
 from parity.results.row import Row
 from parity.running.outcome import judge_run
 from parity.running.plan import Options
@@ -48,8 +48,8 @@ def returned(what):
     return wrong
 
 
-def bench(**settings):
-    return bench_of(FAMILY.case(3, "fp32", settings))
+def oracle(**settings):
+    return oracle_of(FAMILY.case(3, "fp32", settings))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -57,28 +57,28 @@ def bench(**settings):
 def test_plain_torch_agrees_under_autocast(seed, peak):
     """bf16 products, and on the CPU a log-softmax in bf16: autocast's, not the user's."""
     settings = {"context": "autocast", "V": 257, "H": 7, "peak": peak, "temperature": 0.7}
-    of = bench_of(FAMILY.case(seed, "fp32", settings))
+    of = oracle_of(FAMILY.case(seed, "fp32", settings))
     own = from_function(my_loss, "my_kernel.py:my_loss")
     assert all(j.agrees for j in confirmed(of, own, execute(own, of.inputs)).values())
-    assert own.recipe_for(bench().inputs).describe() == "output=any"
+    assert own.recipe_for(oracle().inputs).describe() == "output=any"
 
 
 def test_a_recipe_stays_what_it_says_beside_autocast():
     def narrow(hidden, weight, ids):
         return my_loss(hidden, weight, ids)
 
-    narrow.recipe = dataclasses.replace(from_function(my_loss, "a.py:b").recipe_for(bench().inputs), logits="input")
+    narrow.recipe = dataclasses.replace(from_function(my_loss, "a.py:b").recipe_for(oracle().inputs), logits="input")
     own = from_function(narrow, "a.py:narrow")
-    assert own.recipe_for(bench_of(FAMILY.case(3, "bf16", {})).inputs).logits == "bf16"
-    under = own.recipe_for(bench(context="autocast").inputs)
+    assert own.recipe_for(oracle_of(FAMILY.case(3, "bf16", {})).inputs).logits == "bf16"
+    under = own.recipe_for(oracle(context="autocast").inputs)
     assert (under.inputs, under.elementwise, under.softmax) == ("bf16", "bf16", "bf16")
 
 
 def test_what_autocast_explains_is_precision():
     """An error of bf16's size in a float32 case under autocast, from a function that claims float32 there."""
     own = from_function(my_loss, "my_kernel.py:my_loss")
-    strict = dataclasses.replace(own, recipe=own.recipe_for(bench().inputs))
-    of = bench(context="autocast", V=257, H=7, temperature=0.05)
+    strict = dataclasses.replace(own, recipe=own.recipe_for(oracle().inputs))
+    of = oracle(context="autocast", V=257, H=7, temperature=0.05)
     wrong = from_function(offset, "my_kernel.py:offset")
     assert classify(of, strict, ["logps"]) == {"logps": "precision"}
     assert classify(of, wrong, ["logps"]) == {"logps": "logic"}
@@ -98,7 +98,7 @@ def test_what_autocast_explains_is_precision():
     ],
 )
 def test_what_it_returns_and_raises(what, verdict, says):
-    outcome = execute(from_function(returned(what), "my_kernel.py:wrong"), bench().inputs)
+    outcome = execute(from_function(returned(what), "my_kernel.py:wrong"), oracle().inputs)
     assert outcome.verdict == verdict
     assert says in outcome.message
     assert outcome.blame != "harness"
@@ -227,7 +227,7 @@ def test_what_a_library_returns_wrong_is_its_verdict_and_no_adapter_repairs_it(m
 
 
 def test_none_does_not_replace_a_default():
-    assert execute(from_function(chunked, "a.py:chunked"), bench().inputs).verdict == "ran"
+    assert execute(from_function(chunked, "a.py:chunked"), oracle().inputs).verdict == "ran"
 
 
 def row(verdict, message="", name="own"):

@@ -49,9 +49,9 @@ def test_a_variant_that_computes_the_same_here_explains_nothing(monkeypatch):
     seen = []
     judge_all = assess.judge_all
 
-    def watched(bench, *rest, **named):
-        seen.append(bench.family.oracle)
-        return judge_all(bench, *rest, **named)
+    def watched(oracle, *rest, **named):
+        seen.append(oracle.family.oracle)
+        return judge_all(oracle, *rest, **named)
 
     monkeypatch.setattr(assess, "judge_all", watched)
     found = rows(near, cap=10.0, factor=0.75)

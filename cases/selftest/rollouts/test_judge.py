@@ -124,7 +124,7 @@ def test_another_function_is_no_noise(monkeypatch):
     """transformers 5.19 runs Gemma-2 with sdpa and drops the softcap on its attention scores."""
     found = recording.named("gemma2-fp32-t0.7-p1")
     trainer, load = trainer_of(found), models.loaded
-    assert "sdpa attention" in trainer_of(recording.named("llama-fp32-t1-p1")).ways(found.rows(), 32)
+    assert "sdpa attention" in trainer_of(recording.named("llama-fp32-t1-p1")).scorings(found.rows(), 32)
 
     def dropped(folder, dtype, attention="eager"):
         model = load(folder, dtype)
@@ -135,7 +135,7 @@ def test_another_function_is_no_noise(monkeypatch):
 
     monkeypatch.setattr(models, "has_sdpa", lambda folder: True)
     monkeypatch.setattr(models, "loaded", dropped)
-    assert "sdpa attention" not in trainer.ways(found.rows(), 32)
+    assert "sdpa attention" not in trainer.scorings(found.rows(), 32)
 
 
 def test_a_trainer_whose_logits_are_nan_is_an_error():

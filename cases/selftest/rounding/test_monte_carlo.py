@@ -14,7 +14,7 @@ from parity.judging.execute import execute
 from parity.judging.gates import Unit, judge
 from parity.judging.settle import LAST_WORD
 from parity.recipe import Recipe
-from parity.registry import bench_of, family, load
+from parity.registry import family, load, oracle_of
 from parity.rounding.monte_carlo import MonteCarlo, of_teacher, recipe_mark
 from parity.rounding.oracle import exact, replicas
 from parity.selftest.controls import control
@@ -250,15 +250,15 @@ def test_a_teacher_rounds_in_its_own_dtype():
 def test_more_precise_than_its_recipe():
     """A gradient of 1.5e-14 that float16 would flush, and float32 leaves with an error of 4e-13: honest either way."""
     path = Path(__file__).parents[2] / "regressions" / "divergence-bias-beside-flushed-logits.json"
-    bench = bench_of(Case.load(path))
+    oracle = oracle_of(Case.load(path))
     recipe = Recipe(dlogits="input", inputs="input")  # as if the bias were summed from what is stored in float16
     implementation = dataclasses.replace(load()["trl.ChunkedDivergenceFunction"], recipe=recipe)
-    outcome = execute(implementation, bench.inputs)
-    resolved = implementation.recipe_for(bench.inputs)
-    assert not judge_all(bench, implementation, outcome, resolved, LAST_WORD)["grad_bias"].agrees
-    assert all(j.agrees for j in confirmed(bench, implementation, outcome).values())
+    outcome = execute(implementation, oracle.inputs)
+    resolved = implementation.recipe_for(oracle.inputs)
+    assert not judge_all(oracle, implementation, outcome, resolved, LAST_WORD)["grad_bias"].agrees
+    assert all(j.agrees for j in confirmed(oracle, implementation, outcome).values())
     wrong = {name: v + 1e-3 if name == "grad_bias" else v for name, v in outcome.quantities.items()}
-    judged = confirmed(bench, implementation, dataclasses.replace(outcome, quantities=wrong))
+    judged = confirmed(oracle, implementation, dataclasses.replace(outcome, quantities=wrong))
     assert not judged["grad_bias"].agrees
 
 

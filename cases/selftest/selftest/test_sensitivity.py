@@ -7,7 +7,7 @@ import xml.etree.ElementTree
 
 import pytest
 
-from parity.registry import bench_of, family, loss_family
+from parity.registry import family, loss_family, oracle_of
 from parity.selftest.sensitivity import measure, plot, table
 from parity.selftest.sensitivity.measure import GATES, GRID, JUDGES, NEVER, DetectionLimit
 
@@ -76,12 +76,12 @@ CASE = {"B": 2, "T": 4, "V": 9, "H": 6, "peak": 1.0}
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_one_case_is_measured_and_its_limits_mean_what_they_say(dtype):
     case = family("logprobs").case(3, dtype, CASE)
-    bench = bench_of(case)
-    by_target = {one.target: one for one in measure.measure("logprobs", dtype, "fp32 logits", bench)}
+    oracle = oracle_of(case)
+    by_target = {one.target: one for one in measure.measure("logprobs", dtype, "fp32 logits", oracle)}
     assert set(by_target) == {"log-probs", "gradients"}
     honest = measure.implementation("logprobs", "reordered")
-    jury = measure.Jury(bench, honest)
-    values = measure._again(bench, honest)
+    jury = measure.Jury(oracle, honest)
+    values = measure._again(oracle, honest)
     limit = by_target["log-probs"].limits[GATES]
     below = limit / 2 ** (1 / measure.STEPS)
     assert jury.caught(measure._scaled(values, ("logps",), limit), ["logps"])
@@ -92,16 +92,16 @@ def test_one_case_is_measured_and_its_limits_mean_what_they_say(dtype):
 
 def test_the_gradient_of_a_float32_head_does_not_stand_for_a_narrow_one():
     case = family("logprobs").case(3, "bf16", CASE | {"head_dtype": "fp32"})
-    found = measure.measure("logprobs", "bf16", "fp32 logits", bench_of(case))
+    found = measure.measure("logprobs", "bf16", "fp32 logits", oracle_of(case))
     assert [one.target for one in found] == ["log-probs"]
 
 
 def test_a_policy_loss_is_edited_inside_where_its_log_probs_are_meant():
     case = family("policy").case(5, "fp32", CASE)
-    bench = bench_of(case)
-    plain, edited = (measure._again(bench, measure.implementation("policy", "reordered", e)) for e in (0.0, 0.1))
+    oracle = oracle_of(case)
+    plain, edited = (measure._again(oracle, measure.implementation("policy", "reordered", e)) for e in (0.0, 0.1))
     assert not math.isclose(float(plain["loss"]), float(edited["loss"]), rel_tol=1e-4)
-    targets = [one.target for one in measure.measure("policy", "fp32", "fp32 logits", bench)]
+    targets = [one.target for one in measure.measure("policy", "fp32", "fp32 logits", oracle)]
     assert targets == ["loss", "log-probs", "gradients"]
 
 

@@ -5,7 +5,7 @@ import pytest
 from parity.judging.assess import confirmed
 from parity.judging.compare import skip_reason
 from parity.judging.execute import execute
-from parity.registry import bench_of
+from parity.registry import oracle_of
 from parity.selftest.controls.wrong import WRONG
 from parity.selftest.false_alarms import drawn
 
@@ -20,14 +20,14 @@ def test_caught_within_a_few_dozen_cases(name, seed):
     for case in drawn(wrong.implementation.family, CASES, 100 + seed, wrong.dtypes):
         if case.settings.get("V", 7) > 4097:
             continue
-        bench = bench_of(case).offered(wrong.implementation)
-        if skip_reason(bench.family, wrong.implementation, case, bench.inputs.settings, "cpu"):
+        oracle = oracle_of(case).offered(wrong.implementation)
+        if skip_reason(oracle.family, wrong.implementation, case, oracle.inputs.settings, "cpu"):
             continue
         tried += 1
-        outcome = execute(wrong.implementation, bench.inputs)
-        if outcome.verdict != "ran" or all(j.agrees for j in confirmed(bench, wrong.implementation, outcome).values()):
+        outcome = execute(wrong.implementation, oracle.inputs)
+        if outcome.verdict != "ran" or all(j.agrees for j in confirmed(oracle, wrong.implementation, outcome).values()):
             continue
-        honest = confirmed(bench, wrong.base, execute(wrong.base, bench.inputs))
+        honest = confirmed(oracle, wrong.base, execute(wrong.base, oracle.inputs))
         assert all(j.agrees for j in honest.values()), "the edit is what disagrees"
         return
     pytest.fail(f"not caught in {tried} cases")

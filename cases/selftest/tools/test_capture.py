@@ -10,7 +10,7 @@ import parity
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.implementations.user import from_function
-from parity.judging.assess import Bench
+from parity.judging.assess import CaseOracle
 from parity.registry import family, loss_families, loss_family, run_case
 from parity.tools.minimise import minimise
 
@@ -102,11 +102,11 @@ def test_a_step_of_a_real_trainer(tmp_path, name):
     assert "compute_loss" not in vars(trainer)
     told = json.loads((tmp_path / "case.json").read_text())
     case = Case.load(tmp_path / "case.json")
-    bench = Bench.of(family(case.family), case)
+    oracle = CaseOracle.of(family(case.family), case)
     exact = (
-        bench.exact["loss"]
+        oracle.exact["loss"]
         if name == "GRPOTrainer"
-        else (bench.exact["logps"] * bench.inputs.cotangents["logps"]).sum()
+        else (oracle.exact["logps"] * oracle.inputs.cotangents["logps"]).sum()
     )
     assert float(exact) == pytest.approx(told["captured"]["loss"], rel=1e-5, abs=1e-7)
     if name == "GRPOTrainer":

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from parity import data
 from parity.case.case import Case, normal
-from parity.registry import bench_of, load, loss_family, resolved, run_case, select
+from parity.registry import load, loss_family, oracle_of, resolved, run_case, select
 from parity.results.ledger import Ledger
 from parity.tools import upstream
 from parity.tools.issue import entry as entry_module
@@ -110,7 +110,7 @@ def ledger():
 def test_an_entry_is_written_with_its_reason_first_and_a_patch_that_mends_it(tmp_path):
     entry = next(e for e in ledger().entries if e.id == "liger-clip-ratio-sequence")
     sent = upstream.written(entry, ledger(), tmp_path)
-    assert sent.right and sent.told.startswith("shows: ") and sent.told.endswith("with the patch: exit 0"), sent
+    assert sent.right and sent.outcome.startswith("shows: ") and sent.outcome.endswith("with the patch: exit 0"), sent
     text = (tmp_path / entry.id / "issue.md").read_text()
     title, _, reason, *_ = text.splitlines()
     assert title.startswith("# liger-kernel ") and "sequence level: the logged clip ratio" in title
@@ -193,7 +193,7 @@ case = "case.json"
     )
     own = Ledger.load(tmp_path / "ledger.toml")
     sent = upstream.written(own.entries[0], own, tmp_path / "out")
-    assert (sent.right, told in sent.told) == (right, True), sent
+    assert (sent.right, told in sent.outcome) == (right, True), sent
 
 
 def test_a_script_is_made_whole_from_its_setup(tmp_path):
@@ -237,7 +237,7 @@ def test_the_hash_of_a_script_is_that_of_a_case():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_number_is_the_shortest_that_gives_the_bits(dtype):
-    values = bench_of(LUSPO).inputs.hidden.to(dtype).flatten()
+    values = oracle_of(LUSPO).inputs.hidden.to(dtype).flatten()
     for value in values.tolist():
         assert torch.tensor(float(number(value, dtype)), dtype=dtype).item() == value
 

@@ -25,7 +25,9 @@ def toy(monkeypatch):
     """A check of its own on the GRPO trainer, taken out again."""
     CALLS.clear()
 
-    @check("toy", ("grpo-trainer",), SETTINGS, lambda profile, seed: [("grpo-trainer", {})], ways=("released", "fixed"))
+    @check(
+        "toy", ("grpo-trainer",), SETTINGS, lambda profile, seed: [("grpo-trainer", {})], paths=("released", "fixed")
+    )
     def toy(cell):
         CALLS.append(cell)
         kind = cell.settings.kind
@@ -43,9 +45,9 @@ def toy(monkeypatch):
     del CHECKS["toy"]
 
 
-def rows_of(fam, kind, way="released"):
+def rows_of(fam, kind, path="released"):
     case = fam.case(0, "fp32", {"check": "toy", "kind": kind})
-    return list(run_case(case, select([f"grpo-trainer.{way}"])))
+    return list(run_case(case, select([f"grpo-trainer.{path}"])))
 
 
 def test_rows_of_a_check_follow_the_contract(toy):
@@ -123,7 +125,7 @@ def test_an_unknown_trainer_is_a_usage_error():
     with pytest.raises(UsageError, match="unknown"):
         family("gpro-trainer")
     with pytest.raises(UsageError, match="'odd'"):
-        check("x", ("grpo-trainer",), {}, lambda profile, seed: [], ways=("odd",))
+        check("x", ("grpo-trainer",), {}, lambda profile, seed: [], paths=("odd",))
 
 
 def test_nan_never_agrees():

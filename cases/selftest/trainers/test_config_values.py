@@ -8,9 +8,9 @@ from parity.registry import run_case, select
 from parity.trainers.catalogue import family
 
 
-def verdicts(trainer, settings, way="released"):
+def verdicts(trainer, settings, path="released"):
     case = family(trainer).case(0, "fp32", {"check": "config-values", **settings})
-    return {r.quantity: r for r in run_case(case, select([f"{trainer}.{way}"]))}
+    return {r.quantity: r for r in run_case(case, select([f"{trainer}.{path}"]))}
 
 
 @pytest.mark.parametrize("settings", [{"model": "gemma4"}, {"model": "phi"}, {"head": "modules_to_save"}])

@@ -8,9 +8,9 @@ from parity.registry import run_case, select
 from parity.trainers.catalogue import family
 
 
-def verdicts(trainer, settings, way):
+def verdicts(trainer, settings, path):
     case = family(trainer).case(0, "fp32", settings)
-    return {r.quantity: r for r in run_case(case, select([f"{trainer}.{way}"]))}
+    return {r.quantity: r for r in run_case(case, select([f"{trainer}.{path}"]))}
 
 
 @pytest.mark.parametrize("trained", ["frozen-embeddings", "lora"])

@@ -5,10 +5,10 @@ from parity.trainers.checks import installed
 from parity.trainers.execute import rows
 
 
-def outcome(trainer, check="twins", way="released", **settings):
+def outcome(trainer, check="twins", path="released", **settings):
     family = catalogue.family(trainer)
     case = family.case(0, "fp32", {"check": check, **settings})
-    chosen = [i for i in catalogue.implementations().values() if i.id == f"{trainer}.{way}"]
+    chosen = [i for i in catalogue.implementations().values() if i.id == f"{trainer}.{path}"]
     return {row.quantity: row for row in rows(case, chosen)}
 
 

@@ -18,9 +18,9 @@ from parity.trainers.rig import drive, models, stored_window, twin_runs
 PADDED = {"objective/kl", "objective/non_score_reward", "objective/rlhf_reward", "objective/entropy"}
 
 
-def verdicts(trainer, way="released", **settings):
+def verdicts(trainer, path="released", **settings):
     case = catalogue.family(trainer).case(0, "fp32", {"check": "metrics", **settings})
-    chosen = [i for i in select(()) if i.id == f"{trainer}.{way}"]
+    chosen = [i for i in select(()) if i.id == f"{trainer}.{path}"]
     return {r.quantity: r.verdict for r in rows(case, chosen)}
 
 

@@ -17,15 +17,15 @@ from parity.trainers.definitions import log_probs
 from parity.trainers.rig import first_step
 
 
-def cell(trainer, settings, way="released"):
+def cell(trainer, settings, path="released"):
     fam = family(trainer)
     case = fam.case(0, "fp32", settings)
-    return Cell(case, fam.full_settings(case), way, "cpu")
+    return Cell(case, fam.full_settings(case), path, "cpu")
 
 
-def verdicts(trainer, settings, way):
+def verdicts(trainer, settings, path):
     case = family(trainer).case(0, "fp32", settings)
-    return {r.quantity: r for r in run_case(case, select([f"{trainer}.{way}"]))}
+    return {r.quantity: r for r in run_case(case, select([f"{trainer}.{path}"]))}
 
 
 CUSTOM = {"check": "step-one", "checkpointing": "custom"}

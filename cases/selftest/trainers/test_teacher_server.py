@@ -81,11 +81,11 @@ def test_unknown_route_is_404(score):
         urllib.request.urlopen(f"{teacher.url}/generate")
 
 
-def outcome(way="released", **settings):
+def outcome(path="released", **settings):
     """Verdict of every quantity of the teacher-server check."""
     family = catalogue.family("server-distillation-trainer")
     case = family.case(0, "fp32", {"check": "teacher-server", **settings})
-    chosen = [i for i in catalogue.implementations().values() if i.id == f"{family.name}.{way}"]
+    chosen = [i for i in catalogue.implementations().values() if i.id == f"{family.name}.{path}"]
     return {row.quantity: row for row in rows(case, chosen)}
 
 

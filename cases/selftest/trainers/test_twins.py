@@ -19,10 +19,10 @@ from parity.trainers.execute import rows
 from parity.trainers.rig import batches, drive, ranks, recorder, stored_window, twin_runs, zero
 
 
-def outcome(trainer, check="twins", way="released", **settings):
+def outcome(trainer, check="twins", path="released", **settings):
     family = catalogue.family(trainer)
     case = family.case(0, "fp32", {"check": check, **settings})
-    chosen = [i for i in catalogue.implementations().values() if i.id == f"{trainer}.{way}"]
+    chosen = [i for i in catalogue.implementations().values() if i.id == f"{trainer}.{path}"]
     return {row.quantity: row for row in rows(case, chosen)}
 
 
@@ -44,7 +44,7 @@ def test_online_dpo_multiplies_by_the_accumulation():
 
 @pytest.mark.parametrize("split", ["2x4", "1x8"])
 def test_online_dpo_with_our_fix(split):
-    assert set(verdicts(outcome("online-dpo-trainer", split=split, way="fixed")).values()) == {"agree"}
+    assert set(verdicts(outcome("online-dpo-trainer", split=split, path="fixed")).values()) == {"agree"}
 
 
 def test_the_fix_of_the_accumulation_looks_before_it_divides():
@@ -131,9 +131,9 @@ def test_the_uneven_window_of_online_dpo_by_hand():
     """With our fix (g₁ + g₂)/2 of a micro-batch of two prompts and one of one; as released g₁ + g₂; right is (2g₁ + g₂)/3."""
     trainer, s = "online-dpo-trainer", twin_processes._settings("online-dpo-trainer")
     s.split, part = "2x2", twin_runs.rows("online-dpo-trainer")[:7]
-    for way, factor in (("fixed", 0.5), ("released", 1.0)):
+    for path, factor in (("fixed", 0.5), ("released", 1.0)):
         run = twin_runs.build(trainer, s, part=part, max_steps=-1, num_train_epochs=1, dataloader_drop_last=False)
-        steps = twin_runs.train(run, way)
+        steps = twin_runs.train(run, path)
         batches = [twin_windows.found_rows(trainer, part, [batch]) for batch in steps.window(1)]
         assert [len(rows) for rows in batches] == [2, 1]
         first, second = (twin_windows._step(trainer, s.model, tuple(rows)).exact for rows in batches)
@@ -146,7 +146,7 @@ def test_the_uneven_window_of_online_dpo_by_hand():
 def test_later_windows_of_online_dpo(kind):
     as_released = outcome("online-dpo-trainer", check="windows", kind=kind)["gradient of step 2"]
     assert "is 2 times the definition's" in as_released.message
-    fixed = outcome("online-dpo-trainer", check="windows", kind=kind, way="fixed")
+    fixed = outcome("online-dpo-trainer", check="windows", kind=kind, path="fixed")
     assert set(verdicts(fixed).values()) == {"agree"}
 
 

@@ -10,7 +10,7 @@ from parity.errors import HarnessError, Unsupported
 from parity.families.policy import FAMILY
 from parity.implementations import trl_trainer
 from parity.judging.execute import backward, execute, fresh, gradients
-from parity.registry import bench_of, from_file, select
+from parity.registry import from_file, oracle_of, select
 from parity.upstream import live, trl
 
 DTYPES = ("fp32", "fp16", "bf16")
@@ -20,7 +20,7 @@ RELEASED = select(["trl.GRPOTrainer"], "policy")[0]
 @pytest.fixture(scope="module")
 def drawn():
     """Cases of every kind that a trainer is given, those left out that a release refuses for the adapter on its head."""
-    found = [bench_of(case).inputs for case in draws(cases(FAMILY, DTYPES, "quick"), "live", 14)]
+    found = [oracle_of(case).inputs for case in draws(cases(FAMILY, DTYPES, "quick"), "live", 14)]
     return [x for x in found if x.settings.head != "lora"]
 
 
@@ -125,12 +125,12 @@ def test_one_in_fifty_is_compared():
 def test_before_1_15_logits_have_the_dtype_of_autocast(monkeypatch, context, elementwise):
     """`logits / temperature` and the log-softmax of bf16 logits, as in trl 1.13.0's _get_per_token_logps_and_entropies."""
     monkeypatch.setattr(trl, "since", lambda version: False)
-    x = bench_of(FAMILY.case(1, "fp32", {"context": context})).inputs
+    x = oracle_of(FAMILY.case(1, "fp32", {"context": context})).inputs
     assert trl_trainer._recipe(x).resolve("fp32").elementwise == elementwise
 
 
 def test_a_liger_path_takes_an_advantage_for_each_completion_alone(monkeypatch):
     monkeypatch.setattr(trl, "mentions", lambda *_: True)
-    x = bench_of(FAMILY.case(1, "fp32", {"advantages": "token"})).inputs
+    x = oracle_of(FAMILY.case(1, "fp32", {"advantages": "token"})).inputs
     with pytest.raises(Unsupported, match=r"its Liger path takes advantages of shape \(B,\) only"):
         trl_trainer.batch(x, SimpleNamespace(liger_loss=1))

@@ -45,8 +45,8 @@ def test_red_on_the_release_that_had_it_and_green_on_the_next(findings):
 def test_the_dropped_ratio_makes_the_gradient_a_hundred_times_too_large(findings):
     dropped = next(f for f in findings if f.record.id == "is-ratio" and f.bad)
     assert 100 < dropped.factor < 300
-    assert "reference" in dropped.told
-    assert "gradient norm" in dropped.told
+    assert "reference" in dropped.sentence
+    assert "gradient norm" in dropped.sentence
 
 
 def test_a_release_that_answers_otherwise_is_not_recalled(findings):

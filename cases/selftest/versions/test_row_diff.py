@@ -169,7 +169,7 @@ def test_a_trainers_loss_is_not_taken_for_its_gradient():
     one = history.Record("r", "what", "trl", ((("trl==1"),),), (), check)
     wrong = row(case=case.id, implementation=check.implementation, **WRONG)
     found = history._judged(one, ("trl==1",), True, [wrong])
-    assert found.as_recorded and "loss 2 (definition 1)" in found.told and found.factor is None
+    assert found.as_recorded and "loss 2 (definition 1)" in found.sentence and found.factor is None
     told = history._judged(one, ("trl==1",), True, [wrong, replace(wrong, quantity="grad_weight")])
     assert told.factor == 2.0
 

@@ -54,11 +54,11 @@ def compare(rows: Iterable[Row], ours: Sequence[str] = OURS) -> list[Comparison]
         errors[where][row.case, row.subject][row.implementation] = error(row)
     found = []
     for (_, kind, dtype), by_case in sorted(errors.items()):
-        for own in ours:
-            together = [e for e in by_case.values() if own in e]
+        for fix in ours:
+            together = [e for e in by_case.values() if fix in e]
             for peer in sorted({name for e in together for name in e if not name.startswith("fixes.")}):
-                pairs = tuple((e[own], e[peer]) for e in together if peer in e)
-                found.append(Comparison(own, peer, kind, dtype, pairs))
+                pairs = tuple((e[fix], e[peer]) for e in together if peer in e)
+                found.append(Comparison(fix, peer, kind, dtype, pairs))
     return found
 
 
@@ -89,9 +89,9 @@ def _headroom(value: float) -> str:
 
 def decided(rows: Iterable[Row]) -> Iterable[Row]:
     """Rows that were held against the oracle as numbers: no counts, relations, pooled slopes, nor the protocol."""
-    own = ("relation", "pooled", "protocol")
+    apart = ("relation", "pooled", "protocol")
     return (
-        row for row in rows if row.verdict in DECIDED and "exact" not in row.gates and not row.subject.startswith(own)
+        row for row in rows if row.verdict in DECIDED and "exact" not in row.gates and not row.subject.startswith(apart)
     )
 
 

@@ -73,8 +73,8 @@ def closing(
     out: Out = [("", "")]
     out += _labelled("idle", _idle(summary), width, 1)
     notes = [*wording.imported(summary), *(wording.unjudged(*u) for u in summary.unjudged)]
-    for told in [*notes, *map(wording.openings, summary.openings)]:
-        out += _labelled("note", told, width, 2, "yellow")
+    for opening in [*notes, *map(wording.openings, summary.openings)]:
+        out += _labelled("note", opening, width, 2, "yellow")
     out += _labelled("run", f"{wording.versions(summary)} · {wording.about(summary)}", width, 4, "dim")
     out += _labelled("page", f"{folder}/index.html", width, 1, "dim")
     style = "bold green" if code == 0 else "bold red"
@@ -153,10 +153,10 @@ def _matrix(lines: Sequence[Line], width: int, room: int) -> Out:
                 out.append((f"{names[k]:<{wide}}{cells}", style))
     if rest:
         worst = max((headroom(x.worst) for k in rest for x in busy[k].values() if x.worst), default=0.0)
-        told = (
+        remainder = (
             f"  and {wording.count(len(rest), 'implementation')} with at most {wording.capped(worst)}: parity report -v"
         )
-        out.append((told, "dim"))
+        out.append((remainder, "dim"))
     return out
 
 
@@ -198,8 +198,8 @@ def _idle(summary: Summary) -> str:
     why = collections.Counter(idle.values())
     if len(idle) <= 2:
         return "; ".join(f"{name}: {reason}" for name, reason in idle.items())
-    told = "; ".join(f"{n}: {reason}" for reason, n in why.most_common())
-    return f"{wording.count(len(idle), 'implementation')} compared nothing ({told})"
+    grouped = "; ".join(f"{n}: {reason}" for reason, n in why.most_common())
+    return f"{wording.count(len(idle), 'implementation')} compared nothing ({grouped})"
 
 
 def _grew(g: Growth) -> str:

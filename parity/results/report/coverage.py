@@ -89,12 +89,12 @@ def openings(cases: Iterable[ImplementationCase]) -> list[Openings]:
 
     Where none opens a case by itself, the one that most of the closed cases need comes next.
     """
-    own: dict[str, list[frozenset[str]]] = collections.defaultdict(list)
+    needed: dict[str, list[frozenset[str]]] = collections.defaultdict(list)
     for case in cases:
         found = ABSENT.search(case.rows[0].message) if case.outcome == "unsupported" else None
-        own[case.implementation].append(frozenset(found[1].split(", ") if found else ()))
+        needed[case.implementation].append(frozenset(found[1].split(", ") if found else ()))
     out = []
-    for name, needs in own.items():
+    for name, needs in needed.items():
         closed, steps = [n for n in needs if n], list[tuple[str, int]]()
         unsupported = len(closed)
         while closed:

@@ -204,5 +204,5 @@ def lead_of(rows: Iterable[Row]) -> Row:
 
 def _without_others(rows: Sequence[Row], failing: Sequence[Row]) -> tuple[Row, ...]:
     """The rows of a case, without failures that belong to another finding of the same case (they have their own)."""
-    own = {id(r) for r in failing}
-    return tuple(r for r in rows if id(r) in own or not r.failing)
+    ids = {id(r) for r in failing}
+    return tuple(r for r in rows if id(r) in ids or not r.failing)

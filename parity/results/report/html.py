@@ -73,14 +73,14 @@ class Extras:
     parts: Sequence[Part] = ()
     past: Sequence[memory.Run] = ()
 
-    def own(self, summary: Summary) -> memory.Run | None:
+    def this_run(self, summary: Summary) -> memory.Run | None:
         """The run among those that were kept."""
         return next((run for run in self.past if run.id == summary.run), None)
 
     def change(self, summary: Summary) -> trend.Change | None:
         """What changed since the runs before it; None for a run that was not kept."""
-        own = self.own(summary)
-        return trend.change(own, self.past) if own else None
+        this = self.this_run(summary)
+        return trend.change(this, self.past) if this else None
 
 
 def write(summary: Summary, path: str | Path, extras: Extras = Extras()) -> None:
@@ -97,8 +97,8 @@ def render(summary: Summary, extras: Extras = Extras()) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    own, change = extras.own(summary), extras.change(summary)
-    lines = trend.lines(own, extras.past) if own else None
+    this, change = extras.this_run(summary), extras.change(summary)
+    lines = trend.lines(this, extras.past) if this else None
     environment.globals.update(
         summary=summary,
         extras=extras,

@@ -87,9 +87,11 @@ def _quantity(suite: ET.Element, tally: Tally, summary: Summary) -> None:
         _skipped(case, "known: " + ", ".join(tally.known))
     elif tally.verdict != "agree":
         _failed(case, "failure", _findings(summary.findings, tally, tally.quantity))
-    told = f"worst headroom {wording.ratio(headroom(tally.worst))} at {wording.at(tally.worst)} in {tally.judged} cases"
+    message = (
+        f"worst headroom {wording.ratio(headroom(tally.worst))} at {wording.at(tally.worst)} in {tally.judged} cases"
+    )
     known = f"; known: {', '.join(tally.known)}" if tally.known and tally.verdict != "known" else ""
-    _text(case, "system-out", told + known)
+    _text(case, "system-out", message + known)
 
 
 def _findings(found: Iterable[Finding], entry: Line | Tally, quantity: str | None) -> list[Finding]:
@@ -115,10 +117,14 @@ def _text(case: ET.Element, tag: str, text: str) -> None:
 
 
 def _properties(suite: ET.Element, summary: Summary) -> None:
-    told = {"run": summary.run, "about": wording.about(summary), "counts": " · ".join(wording.counts(summary.counts))}
-    told |= {f"version {k}": str(v) for k, v in summary.header.versions.items()}
+    properties = {
+        "run": summary.run,
+        "about": wording.about(summary),
+        "counts": " · ".join(wording.counts(summary.counts)),
+    }
+    properties |= {f"version {k}": str(v) for k, v in summary.header.versions.items()}
     holder = ET.SubElement(suite, "properties")
-    for name, value in told.items():
+    for name, value in properties.items():
         ET.SubElement(holder, "property", name=_legal(name), value=_legal(value))
 
 

@@ -24,9 +24,9 @@ def page(ledger: Ledger) -> str:
 
 def _lines(ledger: Ledger) -> Iterator[str]:
     yield _HEAD
-    told = [e for e in ledger.entries if not e.user.part_of]
+    whole = [e for e in ledger.entries if not e.user.part_of]
     for severity, meaning in SEVERITIES.items():
-        entries = sorted((e for e in told if e.severity == severity), key=lambda e: (e.user.rank, e.id))
+        entries = sorted((e for e in whole if e.severity == severity), key=lambda e: (e.user.rank, e.id))
         if not entries:
             continue
         yield f"## {severity.capitalize()}: {meaning}\n"

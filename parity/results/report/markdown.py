@@ -49,8 +49,8 @@ def _render(summary: Summary, full: int) -> str:
     out += _table(summary.lines)
     if summary.findings:
         out += ["### New findings", ""]
-        if told := wording.as_drawn(summary):
-            out += [told, ""]
+        if drawn := wording.as_drawn(summary):
+            out += [drawn, ""]
         for number, finding in enumerate(summary.findings[:LISTED], 1):
             out += _finding(f"{number}.", finding, number <= full)
         out += _more(summary.findings)
@@ -102,8 +102,8 @@ def _finding(mark: str, finding: Finding, full: bool) -> list[str]:
     lead = finding.lead
     head = f"{mark} **{escape(wording.title(finding))}** · {code(finding.implementation)}"
     size = "" if not finding.roots else f", headroom {wording.ratio(headroom(lead))} at {wording.at(lead)}"
-    told = [f"wrong: {wording.wrong(lead)}{size}", wording.spread(finding), lead.message]
-    out = [head, *(f"   <br>{escape(t)}" for t in told if t)]
+    parts = [f"wrong: {wording.wrong(lead)}{size}", wording.spread(finding), lead.message]
+    out = [head, *(f"   <br>{escape(t)}" for t in parts if t)]
     if lead.replay:
         out.append(f"   <br>{code(lead.replay)}")
     if full:

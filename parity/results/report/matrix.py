@@ -26,7 +26,7 @@ class Cell:
 
     text: str
     style: str
-    told: str
+    hint: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +116,8 @@ def _cell(cases: Sequence[ImplementationCase]) -> Cell:
     value = headroom(worst)
     style = "hnew" if new else "hk" if worst.known else next((s for most, s in STEPS if value <= most), "h3")
     text = worst.verdict if worst.verdict in STOPPED else _size(value)
-    told = f"{len(cases):,} cases; worst {worst.subject}" + (f"; known: {', '.join(known)}" if known else "")
-    return Cell(text, f"{style} also" if known and style != "hk" else style, told)
+    hint = f"{len(cases):,} cases; worst {worst.subject}" + (f"; known: {', '.join(known)}" if known else "")
+    return Cell(text, f"{style} also" if known and style != "hk" else style, hint)
 
 
 def _size(value: float) -> str:
@@ -135,10 +135,10 @@ def step_one(cases: Iterable[ImplementationCase]) -> list[StepOne]:
         if settings.get("check") != "step-one" or not rows:
             continue
         verdict = "agree" if not case.failing else "known" if all(r.known for r in case.failing) else "disagree"
-        told = ", ".join(f"{k}={v}" for k, v in settings.items() if k not in ("check", "B", "T", "V", "H"))
+        label = ", ".join(f"{k}={v}" for k, v in settings.items() if k not in ("check", "B", "T", "V", "H"))
         values = [rows[q].value if q in rows else None for q in ("kl", "log_ratio")]
         out.append(
-            StepOne(case.implementation, told, values[0], values[1], max(headroom(r) for r in rows.values()), verdict)
+            StepOne(case.implementation, label, values[0], values[1], max(headroom(r) for r in rows.values()), verdict)
         )
     return out
 

@@ -228,10 +228,10 @@ def _lines(everything: Iterable[ImplementationCase]) -> list[Line]:
         cases = [c for c in found if not about_run(c.rows[0])]
         failing = [r for c in found for r in c.failing]
         judged = [r for c in found for r in c.judged]
-        told = reasons(cases)
+        counted = reasons(cases)
         verdict = _verdict(failing)
         if not failing and not judged:
-            verdict = max(told, key=lambda r: r.count).verdict if told else "unsupported"
+            verdict = max(counted, key=lambda r: r.count).verdict if counted else "unsupported"
         out.append(
             Line(
                 implementation=first.implementation,
@@ -243,7 +243,7 @@ def _lines(everything: Iterable[ImplementationCase]) -> list[Line]:
                 worst=_worst(judged),
                 known=_known(failing),
                 verdict=verdict,
-                reason=max(told, key=lambda r: r.count).message if told else "",
+                reason=max(counted, key=lambda r: r.count).message if counted else "",
             )
         )
     return out

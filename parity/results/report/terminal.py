@@ -29,15 +29,15 @@ def render(summary: Summary, console: Console) -> None:
     for family in dict.fromkeys(line.family for line in summary.lines):
         console.print()
         _table(family, [line for line in summary.lines if line.family == family], console)
-    for told in wording.imported(summary):
-        say(console, told, "yellow")
+    for line in wording.imported(summary):
+        say(console, line, "yellow")
     for who, names in summary.unjudged:
         say(console, wording.unjudged(who, names), "yellow")
     if summary.findings:
         console.print()
         console.print(Rule("New findings", align="left", style="red"))
-        if told := wording.as_drawn(summary):
-            say(console, told)
+        if line := wording.as_drawn(summary):
+            say(console, line)
         for number, finding in enumerate(summary.findings, 1):
             console.print()
             _finding_in_summary(number, finding, console, full=number <= IN_FULL)
@@ -152,13 +152,13 @@ def _coverage(summary: Summary, console: Console) -> None:
     for opening in summary.openings:
         say(console, wording.openings(opening), "yellow")
     for verdict in ("unsupported", "refused"):
-        told = [r for r in summary.reasons if r.verdict == verdict]
-        if told:
+        reasons = [r for r in summary.reasons if r.verdict == verdict]
+        if reasons:
             say(console, f"{verdict}, by reason:", "bold")
-        for reason in told[:REASONS]:
+        for reason in reasons[:REASONS]:
             say(console, f"  {wording.percent(reason.share):>5}  {reason.message} ({wording.who(reason)})")
-        if len(told) > REASONS:
-            say(console, f"         and {len(told) - REASONS} more reasons (all in the HTML report)", "dim")
+        if len(reasons) > REASONS:
+            say(console, f"         and {len(reasons) - REASONS} more reasons (all in the HTML report)", "dim")
 
 
 def _never(found: Coverage) -> str:

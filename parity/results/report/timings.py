@@ -23,7 +23,7 @@ class Share:
     share: float
 
     @property
-    def told(self) -> tuple[str, str, str]:
+    def cells(self) -> tuple[str, str, str]:
         """As a row of a table."""
         return self.name, f"{self.seconds:,.1f}", f"{100 * self.share:.1f} %"
 
@@ -57,5 +57,5 @@ def lines(parts: Sequence[Part] | UnsetType) -> list[str]:
     for kind, rows in found.items():
         out += ["", f"CPU seconds by {kind}"]
         width = max(len(row.name) for row in rows)
-        out += [f"  {name:{width}} {seconds:>10} {share:>8}" for name, seconds, share in (row.told for row in rows)]
+        out += [f"  {name:{width}} {seconds:>10} {share:>8}" for name, seconds, share in (row.cells for row in rows)]
     return out

@@ -131,7 +131,7 @@ def about(summary: Summary) -> str:
     """Profile, seed, device, revision and time of the run, as far as the header tells."""
     h = summary.header
     device = " ".join(filter(None, (h.device, h.device_name)))
-    told = {
+    facts = {
         "run": summary.run,
         "profile": h.profile,
         "seed": h.seed,
@@ -141,7 +141,7 @@ def about(summary: Summary) -> str:
         "Triton": h.triton,
         "revision": h.git,
     }
-    parts = [f"{k} {v}" for k, v in told.items() if v not in (None, "")]
+    parts = [f"{k} {v}" for k, v in facts.items() if v not in (None, "")]
     if h.seconds is not UNSET:
         parts.append(f"{h.seconds:,} s")
     if h.rollouts and any(line.family == "policy" for line in summary.lines):
@@ -262,8 +262,8 @@ def who(reason: Reason) -> str:
 def hints(rows: Sequence[Row], lead: Row) -> list[str]:
     """The messages of everything that fails, the lead's first, each under the quantity it is about."""
     failing = [lead, *(r for r in rows if r is not lead and r.failing)]
-    told = [f"{r.quantity}: {r.message}" if r.quantity else r.message for r in failing if r.message]
-    return list(dict.fromkeys(told))
+    messages = [f"{r.quantity}: {r.message}" if r.quantity else r.message for r in failing if r.message]
+    return list(dict.fromkeys(messages))
 
 
 def entries(lead: Row) -> tuple[list[str], list[list[str]]]:

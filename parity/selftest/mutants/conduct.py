@@ -150,9 +150,9 @@ def upstream_damaged(call: Adapter) -> Adapter:
     """The backward writes over the gradient that it was given."""
 
     def spoiled(g: torch.Tensor) -> torch.Tensor:
-        own = g.clone()
+        copy = g.clone()
         g.mul_(0.5)
-        return own
+        return copy
 
     return lambda x: {n: through(v, spoiled) if v.requires_grad else v for n, v in call(x).items()}
 

@@ -14,10 +14,10 @@ from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, SHARDS
 from parity.judging import side_effects
-from parity.judging.assess import Bench, confirmed
+from parity.judging.assess import CaseOracle, confirmed
 from parity.judging.compare import _rows
 from parity.judging.execute import Outcome, execute
-from parity.registry import bench_of, loss_family, resolved
+from parity.registry import loss_family, oracle_of, resolved
 from parity.results.row import DECIDED
 from parity.running.shard import repeated
 from parity.selftest.mutants import FAMILIES, TRAINERS, Mutant, controls, mutants, originals
@@ -80,38 +80,38 @@ def stream_fates(
         if number >= CONTROL_CASES and not any(by_id[id].mistake for id in alive):
             break
         controlled = number < CONTROL_CASES or number % CONTROL_SHARE == 0
-        bench = bench_of(case, device)
-        known = [execute(m.implementation, bench.offered(m.implementation).inputs) for m in originals(name)]
+        oracle = oracle_of(case, device)
+        known = [execute(m.implementation, oracle.offered(m.implementation).inputs) for m in originals(name)]
         for id in list(alive):
             if not by_id[id].mistake and not controlled:
                 continue
-            alive[id] = _judged(bench, by_id[id], alive[id], known)
+            alive[id] = _judged(oracle, by_id[id], alive[id], known)
             if alive[id].killed:
                 done[id] = alive.pop(id)
     return [done.get(id) or alive[id] for id in by_id]
 
 
-def _judged(bench: Bench, mutant: Mutant, fate: Fate, known: Sequence[Outcome]) -> Fate:
+def _judged(oracle: CaseOracle, mutant: Mutant, fate: Fate, known: Sequence[Outcome]) -> Fate:
     """The fate after one more case, by the code path of a run; what the mutant leaves behind is put back.
 
     A run goes on to classify a disagreement and to repeat it; a mutant is dead before that. One whose results are to
     the last bit those of a correct implementation, `known`, is not judged again, unless it is this case's turn for the
     repeated calls and relations: the judge sees nothing but the results.
     """
-    case, implementation = bench.inputs.case, mutant.implementation
-    bench = bench.offered(implementation)
+    case, implementation = oracle.inputs.case, mutant.implementation
+    oracle = oracle.offered(implementation)
     thorough = repeated(implementation, case, PROFILES[PROFILE].thorough)
     fate = dataclasses.replace(fate, cases=fate.cases + 1)
     if mutant.mistake and mutant.pure:
-        outcome, leaks = side_effects.watched(implementation, bench.inputs)
+        outcome, leaks = side_effects.watched(implementation, oracle.inputs)
         same = any(outcome.same_as(other) for other in known)
         if outcome.verdict == "ran" and not same:
-            for quantity, j in confirmed(bench, implementation, outcome).items():
+            for quantity, j in confirmed(oracle, implementation, outcome).items():
                 if not j.agrees:
                     return _dead(fate, case, j.gate, quantity, j.message)
         if not leaks and not thorough and outcome.verdict in ("ran", "unsupported"):
             return dataclasses.replace(fate, judged=fate.judged + len(outcome.quantities))
-    for row in _rows(bench, implementation, thorough):
+    for row in _rows(oracle, implementation, thorough):
         fate = dataclasses.replace(fate, judged=fate.judged + (row.verdict in DECIDED))
         if row.failing:
             return _dead(fate, case, row.gate or row.verdict, row.quantity or "", row.message)

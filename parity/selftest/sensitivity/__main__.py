@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from parity.registry import bench_of, loss_families, resolved
+from parity.registry import loss_families, oracle_of, resolved
 from parity.running.provenance import resolve_device
 
 
@@ -40,9 +40,9 @@ def main() -> int:
         begun = time.process_time()
         for name, dtype in itertools.product(map(resolved, options.family or loss_families()), DTYPES):
             for case in drawn(name, dtype, options.cases, options.seed):
-                bench = bench_of(case, device)
+                oracle = oracle_of(case, device)
                 for kind in list(LOGITS)[: 1 if dtype == "fp32" else None]:
-                    found += measure(name, dtype, kind, bench)
+                    found += measure(name, dtype, kind, oracle)
             print(f"{name} {dtype}: {time.process_time() - begun:.0f} CPU-seconds so far", file=sys.stderr, flush=True)
         options.rows.parent.mkdir(parents=True, exist_ok=True)
         with options.rows.open("w") as file:

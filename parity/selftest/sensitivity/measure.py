@@ -17,7 +17,7 @@ import torch
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.implementations.implementation import Implementation, Outputs
-from parity.judging.assess import Bench, expected, largest
+from parity.judging.assess import CaseOracle, expected, largest
 from parity.judging.execute import Outcome, execute
 from parity.judging.gates import Judgement, judge
 from parity.judging.pooled_slope import allowed_slope
@@ -135,21 +135,21 @@ def drawn(name: str, dtype: str, count: int, seed: int) -> Iterator[Case]:
         yield case
 
 
-def measure(name: str, dtype: str, kind: str, bench: Bench) -> list[DetectionLimit]:
+def measure(name: str, dtype: str, kind: str, oracle: CaseOracle) -> list[DetectionLimit]:
     """Every kind of error on one case; none where the correct implementation does not run or is called wrong itself."""
     honest = implementation(name, LOGITS[kind])
-    case = bench.inputs.case
+    case = oracle.inputs.case
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        bench = bench.offered(honest)
-        outcome = execute(honest, bench.inputs)
+        oracle = oracle.offered(honest)
+        outcome = execute(honest, oracle.inputs)
         if outcome.verdict != "ran":
             return []
-        jury = Jury(bench, honest)
+        jury = Jury(oracle, honest)
         plain: Values = {n: v for n, v in outcome.quantities.items() if v is not None}
         out = []
-        for target, names, edited in _errors(name, kind, bench, plain):
-            present = [n for n in names if n in plain and _size(bench.exact[n]) > 0.0]
+        for target, names, edited in _errors(name, kind, oracle, plain):
+            present = [n for n in names if n in plain and _size(oracle.exact[n]) > 0.0]
             if not present or _same(plain, edited(1.0), present) or jury.caught(plain, present):
                 continue
             limits = {label: _smallest(jury.by(label, edited, present)) for label in JUDGES}
@@ -165,14 +165,14 @@ def _slopes(jury: Jury, plain: Values, present: list[str]) -> Iterator[tuple[str
             yield n, (j.slope, allowed_slope(j.slope, j.gates["slope"]))
 
 
-def _errors(name: str, kind: str, bench: Bench, plain: Values) -> Errors:
+def _errors(name: str, kind: str, oracle: CaseOracle, plain: Values) -> Errors:
     """(target, quantities that may show it, ε -> their values)."""
     gradients = tuple(n for n in plain if n.startswith("grad_"))
-    narrow = all(plain[n].dtype == bench.inputs.dtype for n in gradients)  # a float32 head's gradient would decide
-    first = bench.family.outputs[0]
+    narrow = all(plain[n].dtype == oracle.inputs.dtype for n in gradients)  # a float32 head's gradient would decide
+    first = oracle.family.outputs[0]
     yield label_of(name), (first,), lambda e: _scaled(plain, (first,), e)
     if name in INNER:
-        yield "log-probs", ("loss", *gradients), lambda e: _again(bench, implementation(name, LOGITS[kind], e))
+        yield "log-probs", ("loss", *gradients), lambda e: _again(oracle, implementation(name, LOGITS[kind], e))
     if gradients and narrow:
         yield "gradients", gradients, lambda e: _scaled(plain, gradients, e)
 
@@ -182,8 +182,8 @@ def _scaled(values: Values, names: tuple[str, ...], error: float) -> Values:
     return dict(values) | {n: (values[n].double() * (1 + error)).to(values[n].dtype) for n in names}
 
 
-def _again(bench: Bench, edited: Implementation) -> Values:
-    outcome: Outcome = execute(edited, bench.inputs)
+def _again(oracle: CaseOracle, edited: Implementation) -> Values:
+    outcome: Outcome = execute(edited, oracle.inputs)
     return {n: v for n, v in outcome.quantities.items() if v is not None}
 
 
@@ -213,20 +213,20 @@ def _smallest(caught: Callable[[float], bool]) -> float:
 class Jury:
     """The judges of one case."""
 
-    bench: Bench
+    oracle: CaseOracle
     honest: Implementation
 
     def __post_init__(self) -> None:
-        inputs = self.bench.inputs
+        inputs = self.oracle.inputs
         self.recipe = self.honest.recipe_for(inputs)
-        self.dtypes = expected(self.bench, self.honest, self.recipe)
-        self.counts = ladder(largest(self.bench))
+        self.dtypes = expected(self.oracle, self.honest, self.recipe)
+        self.counts = ladder(largest(self.oracle))
         self._units: dict[tuple[str, int], Any] = {}
 
     def first(self, values: Values, name: str, count: int = REPLICAS) -> Judgement:
         """One quantity by the gates, with `count` replicas."""
         if (name, count) not in self._units:
-            self._units[name, count] = self.bench.unit(name, self.recipe, count)
+            self._units[name, count] = self.oracle.unit(name, self.recipe, count)
         return judge(values[name], self._units[name, count], self.dtypes[name] or values[name].dtype)
 
     def by(self, label: str, edited: Edited, names: list[str]) -> Callable[[float], bool]:
@@ -246,7 +246,7 @@ class Jury:
 
     def outside(self, values: Values, names: list[str], label: str) -> bool:
         """Whether a fixed tolerance calls one of the quantities wrong, beside the exact value rounded to its dtype."""
-        return any(not _close(values[n].cpu(), self.bench.exact[n], label) for n in names)
+        return any(not _close(values[n].cpu(), self.oracle.exact[n], label) for n in names)
 
 
 def _close(value: torch.Tensor, exact: torch.Tensor, label: str) -> bool:

@@ -49,8 +49,8 @@ def svg(found: Iterable[DetectionLimit], logits: str) -> str:
         out.append(f'<text x="{x}" y="{TOP - 8}">{family}: {target}</text>')
         for row, dtype in enumerate(DTYPES):
             y = TOP + row * (HEIGHT + GAP)
-            own = [one for one in every if (one.family, one.target, one.dtype) == (family, target, dtype)]
-            out += _panel(x, y, own, last=row == len(DTYPES) - 1)
+            chosen = [one for one in every if (one.family, one.target, one.dtype) == (family, target, dtype)]
+            out += _panel(x, y, chosen, last=row == len(DTYPES) - 1)
             if column == 0:
                 out.append(f'<text x="6" y="{y + HEIGHT / 2 + 24}" font-size="13">{dtype}</text>')
                 for share in SHARES:
@@ -69,7 +69,7 @@ def _legend() -> list[str]:
     return out
 
 
-def _panel(x: float, y: float, own: Sequence[DetectionLimit], last: bool) -> list[str]:
+def _panel(x: float, y: float, chosen: Sequence[DetectionLimit], last: bool) -> list[str]:
     out = [f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#d1d5db"/>']
     for power in range(-7, 1):
         at = x + WIDTH * _across(10.0**power)
@@ -81,10 +81,10 @@ def _panel(x: float, y: float, own: Sequence[DetectionLimit], last: bool) -> lis
         at = y + HEIGHT * (1 - share)
         out.append(f'<path d="M{x} {at:.1f}h{WIDTH}" stroke="#e5e7eb"/>')
     for label in reversed(JUDGES):
-        if own:
+        if chosen:
             colour, width, dash = STYLES[label]
             out.append(
-                f'<path d="{_curve(x, y, limits(own, label), len(own))}" fill="none" stroke="{colour}" '
+                f'<path d="{_curve(x, y, limits(chosen, label), len(chosen))}" fill="none" stroke="{colour}" '
                 f'stroke-width="{width}" stroke-dasharray="{dash}"/>'
             )
     return out

@@ -80,24 +80,24 @@ HEADINGS = ("family", "error on", "dtype", "cases", "half of the cases", "99 % o
 def markdown(found: Iterable[DetectionLimit], drawn: int) -> str:
     """The limits of the gates, a row for each group."""
     lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    for (family, target, dtype, logits), own in groups(found).items():
-        values = limits(own, GATES)
+    for (family, target, dtype, logits), group in groups(found).items():
+        values = limits(group, GATES)
         cells = (
-            *(family, target, dtype if dtype == "fp32" else f"{dtype}, {logits}", str(len(own))),
+            *(family, target, dtype if dtype == "fp32" else f"{dtype}, {logits}", str(len(group))),
             amount(quantile(values, 0.5)),
             amount(quantile(values, CERTAIN)) + _unreached(values),
-            amount(by_a_run(own, drawn)),
-            _pooled(own, drawn),
+            amount(by_a_run(group, drawn)),
+            _pooled(group, drawn),
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _pooled(own: Sequence[DetectionLimit], drawn: int) -> str:
+def _pooled(group: Sequence[DetectionLimit], drawn: int) -> str:
     """The pooled slope, where the error is a scale of what is pooled and a run pools enough of it."""
-    of = loss_family(own[0].family)
-    scale = own[0].target == "gradients" or (of.outputs[0] not in of.scalars and own[0].target == label_of(of.name))
-    value = pooled(own, drawn) if scale else NEVER
+    of = loss_family(group[0].family)
+    scale = group[0].target == "gradients" or (of.outputs[0] not in of.scalars and group[0].target == label_of(of.name))
+    value = pooled(group, drawn) if scale else NEVER
     return "" if value == NEVER else amount(value)
 
 
@@ -109,12 +109,12 @@ def _unreached(values: Sequence[float]) -> str:
 def tolerances(found: Iterable[DetectionLimit]) -> str:
     """The same cases by every judge: correct values faulted; of the other cases the median limit, and caught at 1 %."""
     lines = ["| family | error on | dtype | " + " | ".join(JUDGES) + " |", "|" + "---|" * (3 + len(JUDGES))]
-    for (family, target, dtype, logits), own in groups(found).items():
+    for (family, target, dtype, logits), group in groups(found).items():
         cells = [family, target, dtype if dtype == "fp32" else f"{dtype}, {logits}"]
         for label in JUDGES:
-            values = limits(own, label)
+            values = limits(group, label)
             shown = f"{amount(quantile(values, 0.5))} · {share(values, 0.01)}" if values else "nothing left"
-            faulted = "" if label == GATES else f"{100 * alarms(own, label):.0f} % · "  # such cases are not measured
+            faulted = "" if label == GATES else f"{100 * alarms(group, label):.0f} % · "  # such cases are not measured
             cells.append(faulted + shown)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

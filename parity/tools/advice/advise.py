@@ -31,10 +31,10 @@ class RelevantEntry:
         return not self.unless_known and not self.entry.user.only_if
 
     def __str__(self) -> str:
-        user, told = self.entry.user, f"[{self.entry.severity}] {self.entry.id}"
-        told += f", if {user.only_if}" if user.only_if else ""
-        told += f" (cannot tell: {self.unless_known})" if self.unless_known else ""
-        return f"{told}\n    {user.effect}\n    fix: {user.fix}. Releases: {releases(self.entry)}"
+        user, message = self.entry.user, f"[{self.entry.severity}] {self.entry.id}"
+        message += f", if {user.only_if}" if user.only_if else ""
+        message += f" (cannot tell: {self.unless_known})" if self.unless_known else ""
+        return f"{message}\n    {user.effect}\n    fix: {user.fix}. Releases: {releases(self.entry)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +88,8 @@ def _runs(source: Any, trainer: str | None) -> list[Run]:
     if path.suffix == ".py":
         return from_script(path, trainer)
     pickled = "; a pickle runs code when it is read: write trainer.args.to_json_string() to a .json file"
-    told = f"{path}: expected a .yaml or .json file of settings or a .py script"
-    raise UsageError(told + (pickled if path.suffix in (".bin", ".pkl", ".pt") else ""))
+    message = f"{path}: expected a .yaml or .json file of settings or a .py script"
+    raise UsageError(message + (pickled if path.suffix in (".bin", ".pkl", ".pt") else ""))
 
 
 def _advise(run: Run, entries: tuple[Entry, ...]) -> Advice:

@@ -57,12 +57,14 @@ def audit(options: AuditOptions) -> tuple[list[Answer], dict[int, str]]:
     device = resolve_device(options.device)
     answers: list[Answer] = []
     for name in map(resolved, options.families or loss_families()):
-        own = _with_engines([i for i in chosen if i.family == name])
-        for probe in loss_family(name).audited() if own else ():
+        in_family = _with_engines([i for i in chosen if i.family == name])
+        for probe in loss_family(name).audited() if in_family else ():
             if options.settings and probe.setting not in options.settings:
                 continue
             stands = Stands(name, probe, device)
-            answers += [answer(i, stands, options.cases, lambda row, case: ledger.match(row, facts(case))) for i in own]
+            answers += [
+                answer(i, stands, options.cases, lambda row, case: ledger.match(row, facts(case))) for i in in_family
+            ]
     return answers, dict(_mends(answers))
 
 

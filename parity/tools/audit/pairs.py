@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from parity.case.inputs import Inputs
-from parity.judging.assess import Bench
+from parity.judging.assess import CaseOracle
 from parity.registry import loss_family
 from parity.rounding.oracle import exact
 from parity.tools.audit.probes import Pair, Probe, pair
@@ -23,14 +23,14 @@ class Stand:
     """Both sides of a pair with what is computed for them once."""
 
     pair: Pair
-    moved: Bench
-    still: Bench
+    moved: CaseOracle
+    still: CaseOracle
 
     @classmethod
     def of(cls, made: Pair, device: str) -> Stand:
         """Run the definition on both sides, on the CPU."""
         fam = loss_family(made.case.family)
-        sides = [Bench(fam, _on(x, device), exact(fam, x)) for x in (made.moved, made.still)]
+        sides = [CaseOracle(fam, _on(x, device), exact(fam, x)) for x in (made.moved, made.still)]
         return cls(made, *sides)
 
     def shift(self) -> float:

@@ -34,20 +34,20 @@ class Line:
         one = self.answer
         known = ", ".join(one.known) or ("new" if one.new else "")
         silent = "" if one.silent is None else "yes" if one.silent else "no"
-        beside = "" if self.reference is None else _behaviour(self.reference, short, told=not short)
+        beside = "" if self.reference is None else _behaviour(self.reference, short, reasons=not short)
         mend = self.mend.partition(":")[0] if short else self.mend
         worth = effect(one).replace(", ", "\n") if short else effect(one)
         return one.probe.label, beside, _behaviour(one, short), worth, silent, mend, known
 
 
-def _behaviour(one: Answer, short: bool, told: bool = True) -> str:
+def _behaviour(one: Answer, short: bool, reasons: bool = True) -> str:
     parts = [one.answer, *(f"{name} wrong" for name in one.metrics)]
     parts += ["disagrees without it too"] if one.also_without else []
     if one.place and not (short and one.answer == "absent"):
         folder, _, file = one.place.rpartition("/")
         said = NOT_READ if folder.startswith(NOT_READ) else ""
         parts.append(said + file if short else one.place)
-    if told and one.answer in ("refused", "crashed", "absent", "not run"):
+    if reasons and one.answer in ("refused", "crashed", "absent", "not run"):
         parts.append(textwrap.shorten(one.reason, 90, placeholder="…") if short else one.reason)
     return "; ".join(parts)
 

@@ -11,7 +11,7 @@ import torch
 
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
-from parity.judging.assess import Bench, expected, judge_all
+from parity.judging.assess import CaseOracle, expected, judge_all
 from parity.judging.compare import skip_reason
 from parity.judging.execute import Outcome
 from parity.judging.gates import Judgement
@@ -212,16 +212,16 @@ def _judged(
     )
 
 
-def _differentiable(bench: Bench, implementation: Implementation) -> list[str]:
+def _differentiable(oracle: CaseOracle, implementation: Implementation) -> list[str]:
     """What the audit is about: outputs with an upstream gradient, and gradients; metrics stand beside."""
-    wanted = expected(bench, implementation, implementation.recipe_for(bench.inputs))
-    return [n for n in wanted if n in bench.inputs.cotangents or n.startswith("grad_")]
+    wanted = expected(oracle, implementation, implementation.recipe_for(oracle.inputs))
+    return [n for n in wanted if n in oracle.inputs.cotangents or n.startswith("grad_")]
 
 
-def _judge(bench: Bench, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
+def _judge(oracle: CaseOracle, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
     """Judged with the replicas of a run, and with more of them where it is close."""
-    recipe = implementation.recipe_for(bench.inputs)
-    return dict(settle(lambda count: judge_all(bench, implementation, outcome, recipe, count), certain=CERTAIN))
+    recipe = implementation.recipe_for(oracle.inputs)
+    return dict(settle(lambda count: judge_all(oracle, implementation, outcome, recipe, count), certain=CERTAIN))
 
 
 def _visible(stand: Stand, implementation: Implementation, quantities: Iterable[str]) -> bool:

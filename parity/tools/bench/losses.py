@@ -72,11 +72,11 @@ def inputs(name: str, size: Size, dtype: str, device: str, **settings: object) -
         cotangents = {"logps": torch.randn(size.B, size.T, generator=g, device=device)}
         return Inputs(empty.case, empty.settings, tensors, leaves, cotangents)
     with torch.no_grad():
-        own = selective_log_probs(hidden, weight, ids, temperature=empty.settings.temperature)
-    assert isinstance(own, torch.Tensor)
+        logps = selective_log_probs(hidden, weight, ids, temperature=empty.settings.temperature)
+    assert isinstance(logps, torch.Tensor)
     mask = torch.ones_like(ids)
     tensors |= {"mask": mask, "completion_mask": mask, "num_items_in_batch": mask.sum()}
-    tensors["old_logps"] = own + 0.1 * torch.randn(own.shape, generator=g, device=device)
+    tensors["old_logps"] = logps + 0.1 * torch.randn(logps.shape, generator=g, device=device)
     tensors["advantages"] = torch.randn(size.B, generator=g, device=device)
     return Inputs(empty.case, empty.settings, tensors, leaves, {"loss": torch.ones((), device=device)})
 

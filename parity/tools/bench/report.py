@@ -126,8 +126,8 @@ def _pays(kernel: tuple[Cell, tuple[float, float, float]] | None) -> str:
     if kernel is None:
         return "not decided: no Triton kernel was timed"
     cell, (median, least, greatest) = kernel
-    told = f"{cell.name} takes {median:.2f} ({least:.2f} to {greatest:.2f}) of our torch path's time"
-    return f"{'pays' if greatest < 1 else 'does not pay' if least > 1 else 'rounds disagree'}: {told}"
+    sentence = f"{cell.name} takes {median:.2f} ({least:.2f} to {greatest:.2f}) of our torch path's time"
+    return f"{'pays' if greatest < 1 else 'does not pay' if least > 1 else 'rounds disagree'}: {sentence}"
 
 
 def _cells(cell: Cell, ours: Cell, phases: Sequence[str]) -> list[str]:

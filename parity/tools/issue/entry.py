@@ -45,7 +45,7 @@ class Shown:
         return ended and (self.mended is None or self.mended.code == GONE)
 
     @property
-    def told(self) -> str:
+    def outcome(self) -> str:
         """In a line, what came out."""
         if self.done is None:
             return f"not run: needs {', '.join(self.lacks)}"
@@ -81,8 +81,8 @@ def shown(entry: Entry, ledger: Ledger) -> Shown | None:
 
 def source(entry: Entry, ledger: Ledger) -> str:
     """The entry whose script and patch are this one's: itself, or the whole that it is part of."""
-    own = (ledger.folder / "scripts" / f"{entry.id}.py").exists()
-    return entry.id if own or not entry.user.part_of else entry.user.part_of
+    has_script = (ledger.folder / "scripts" / f"{entry.id}.py").exists()
+    return entry.id if has_script or not entry.user.part_of else entry.user.part_of
 
 
 def text(found: Shown, ledger: Ledger) -> str:

@@ -66,10 +66,10 @@ def assigned(name: str, tensor: torch.Tensor, inputs: Inputs, style: str) -> lis
     shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
     if (offset or not tensor.is_contiguous()) and tensor.numel():
         span = offset + 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        own = ", ".join(":1" if step == 0 else ":" for step in strides)
+        index = ", ".join(":1" if step == 0 else ":" for step in strides)
         sizes = tuple(1 if step == 0 else n for n, step in zip(shape, strides, strict=True))
         memory = f"torch.zeros({span}, dtype={tensor.dtype}).as_strided({sizes}, {strides}, {offset})"
-        lines += wrapped(f"{name} = {memory}.copy_({name}[{own or '...'}]).expand({shape})")
+        lines += wrapped(f"{name} = {memory}.copy_({name}[{index or '...'}]).expand({shape})")
     return lines
 
 

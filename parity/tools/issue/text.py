@@ -37,11 +37,11 @@ def issue_text(
         entry: the ledger's entry, whose reason comes first and whose function is named.
         code: the script; None: `script_of`.
     """
-    own = [r for r in rows if r.implementation == implementation.id]
-    failing = [r for r in own if r.verdict not in ("agree", "unsupported")]
-    code = script_of(case, implementation, own, entry) if code is None else code
+    its_rows = [r for r in rows if r.implementation == implementation.id]
+    failing = [r for r in its_rows if r.verdict not in ("agree", "unsupported")]
+    code = script_of(case, implementation, its_rows, entry) if code is None else code
     where = "CPU, kernels in Triton's interpreter" if implementation.interpreted else "CPU"
-    if own and own[0].device != "cpu" and torch.cuda.is_available():
+    if its_rows and its_rows[0].device != "cpu" and torch.cuda.is_available():
         where = torch.cuda.get_device_name()
     parts = [
         f"# {title(case, implementation, failing, entry)}",
@@ -55,14 +55,14 @@ def issue_text(
     return "\n\n".join(p for p in parts if p) + "\n"
 
 
-def script_of(case: Case, implementation: Implementation, own: Sequence[Row], entry: Entry | None) -> str:
+def script_of(case: Case, implementation: Implementation, its_rows: Sequence[Row], entry: Entry | None) -> str:
     """The script of a finding that has none by hand, from the source of adapter and definition; a trainer's replays the case."""
     if is_trainer(case.family):
         return through_harness(case, implementation, "a trainer's check, with no script in the ledger")
-    limits = limits_of(own)
-    twice = not limits and any(r.quantity == "protocol" and r.verdict == "disagree" for r in own)
+    limits = limits_of(its_rows)
+    twice = not limits and any(r.quantity == "protocol" and r.verdict == "disagree" for r in its_rows)
     why = "" if entry is None else first_sentence(entry.reason)
-    return script(case, implementation, limits, own[0].device if own else "cpu", why, twice)
+    return script(case, implementation, limits, its_rows[0].device if its_rows else "cpu", why, twice)
 
 
 def first_sentence(reason: str) -> str:

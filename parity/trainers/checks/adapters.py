@@ -87,7 +87,7 @@ def cells(seed: int) -> Iterator[CellOf]:
             yield trainer, {"checkpointing": checkpointing}
 
 
-@check("adapters", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
+@check("adapters", TRAINERS, SETTINGS, cells, paths=("released", "fused", "fixed"))
 def adapters(cell: Cell) -> Iterator[CheckResult]:
     """One batch with a LoRA: loss and every gradient of the adapter, by the reference that its kind implies."""
     trainer, s = cell.case.family, cell.settings
@@ -97,7 +97,7 @@ def adapters(cell: Cell) -> Iterator[CheckResult]:
     twin = plain_twin(model=s.model, split="8x1", beta=0.04, checkpointing=s.checkpointing)
     more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
     drive.needs(cell.trainer, *more)
-    steps = twin_runs.train(twin_runs.build(trainer, twin, cell.way, adapter=adapter, **more), cell.way)
+    steps = twin_runs.train(twin_runs.build(trainer, twin, cell.path, adapter=adapter, **more), cell.path)
     yield twin_runs.all_there(trainer, steps)
     by = SimpleNamespace(**vars(twin) | {"model": adapter.reference(s.model)})
     step = ExactStep(adapter.policy(s.model), twin_losses.definition(trainer, by))

@@ -61,7 +61,7 @@ def cells(seed: int) -> Iterator[CellOf]:
         yield "rloo-trainer", {"rewards": rewards, "clipped": True}
 
 
-@check("advantages", ("grpo-trainer", "rloo-trainer"), SETTINGS, cells, ways=("released",), moves=True)
+@check("advantages", ("grpo-trainer", "rloo-trainer"), SETTINGS, cells, paths=("released",), moves=True)
 def advantages(cell: Cell) -> Iterator[CheckResult]:
     """Advantages of a generation batch, by their definition: (r - mean) / (std + 1e-4) in a group, or leave-one-out."""
     rewards, weights = table(cell.settings.rewards)

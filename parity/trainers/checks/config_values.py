@@ -88,8 +88,8 @@ def _log_probs(handed: Tensor, truth: Any, batch: Batch) -> CheckResult:
     j = settle(judge_with, certain=CERTAIN)["logps"]
     e = (handed.double() - exact).abs()
     b, t = divmod(int(e.argmax()), e.shape[1])
-    told = f"worst at sequence {b}, token {t}: {float(handed[b, t]):.5g}, {float(exact[b, t]):.5g} by the model's own logits"
-    return judged("logps", j, handed, exact, told)
+    message = f"worst at sequence {b}, token {t}: {float(handed[b, t]):.5g}, {float(exact[b, t]):.5g} by the model's own logits"
+    return judged("logps", j, handed, exact, message)
 
 
 class Batch:
@@ -163,7 +163,7 @@ def _model(cell: Cell) -> Any:
     """
     model = models.model(cell.settings.model)
     quantised_heads.quantise(model, cell.settings.head)
-    if cell.way == "fixed":
+    if cell.path == "fixed":
         from parity.fixes.patches import lift_text_config_attributes
 
         lift_text_config_attributes(model)
@@ -220,7 +220,7 @@ def _ask_patched(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
     ids = batch.ids.to(model.device)
     if hasattr(utils, "add_fused_lm_head"):
         utils.add_fused_lm_head(model, temperature=batch.temperature)
-        if cell.way == "fixed":
+        if cell.path == "fixed":
             from parity.fixes.patches import use_model_logits
 
             use_model_logits(model)

@@ -45,9 +45,9 @@ def cells(trainer: str, profile: str, seed: int) -> Iterable[tuple[str, Mapping[
 
 
 @contextlib.contextmanager
-def _way(way: str) -> Iterator[None]:
-    """With the padding masked, in the way "fixed"."""
-    if way == "fixed":
+def _padding_masked(path: str) -> Iterator[None]:
+    """With the padding masked, on the path "fixed"."""
+    if path == "fixed":
         with patches.mask_teacher_padding():
             yield
     else:
@@ -73,7 +73,7 @@ def _teacher_model() -> Any:
 def teacher_server(cell: Cell) -> Iterator[CheckResult]:
     """Distillation from a real HTTP teacher on ragged completions: finite, by the definition, exactly 0 at padding."""
     s = cell.settings
-    with serving(scorer(_teacher_model())) as teacher, _way(cell.way):
+    with serving(scorer(_teacher_model())) as teacher, _padding_masked(cell.path):
         trainer = teacher_client.trainer(
             teacher, ARCHITECTURE, s.split, beta=s.beta, temperature=s.temperature, loss_top_k=s.top_k
         )
@@ -136,13 +136,13 @@ def _handed_over(trainer: Any, batches: list[dict[str, Any]], teacher: Teacher) 
         width = got["actual_logprobs"].shape[1]
         for i, (sequence, prompt) in enumerate(teacher_client.samples(batch)):
             label = labels[i, start : start + width]
-            told = teacher.answers[tuple(sequence)][prompt:]
+            logps = teacher.answers[tuple(sequence)][prompt:]
             expected = torch.full((width,), -torch.inf)
-            expected[label != teacher_client.IGNORED] = told.gather(
+            expected[label != teacher_client.IGNORED] = logps.gather(
                 -1, label[label != teacher_client.IGNORED].unsqueeze(-1)
             )[:, 0]
             top = torch.full((width,), -torch.inf)
-            top[label != teacher_client.IGNORED] = told.amax(-1)
+            top[label != teacher_client.IGNORED] = logps.amax(-1)
             for name, truth in (("actual_logprobs", expected), ("topk_logprobs", top)):
                 value = got[name][i] if name == "actual_logprobs" else got[name][i, :, 0]
                 if not torch.equal(value, truth):
@@ -173,7 +173,7 @@ def _at_padding(batches: list[dict[str, Any]], seen: list[Tensor]) -> CheckResul
     ("server-distillation-trainer",),
     {"beta": beta_setting(1.0)},
     lambda profile, seed: [("server-distillation-trainer", {"beta": b}) for b in (0.5, 1.0)],
-    ways=("released",),
+    paths=("released",),
     drives=False,
 )
 def sentinel(cell: Cell) -> Iterator[CheckResult]:
@@ -189,11 +189,11 @@ def sentinel(cell: Cell) -> Iterator[CheckResult]:
         trainer = teacher_client.trainer(teacher, ARCHITECTURE, "2x1", beta=cell.settings.beta)
         try:
             recorder.train(trainer)
-            told = ""
+            refusal = ""
         except ValueError as error:
-            told = str(error)
-    message = f"trained although the teacher has no log-prob for one position, or said otherwise: {told!r}"
-    yield holds("missing log-prob refused", "1/7" in told and "missing" in told, message)
+            refusal = str(error)
+    message = f"trained although the teacher has no log-prob for one position, or said otherwise: {refusal!r}"
+    yield holds("missing log-prob refused", "1/7" in refusal and "missing" in refusal, message)
 
 
 @check(
@@ -201,7 +201,7 @@ def sentinel(cell: Cell) -> Iterator[CheckResult]:
     ("server-distillation-trainer",),
     {"beta": beta_setting(1.0), "peak": Setting(1.0, "spread of the logits", (1.0, 50.0))},
     lambda profile, seed: [("server-distillation-trainer", {"beta": b, "peak": p}) for b in BETAS for p in (1.0, 50.0)],
-    ways=("released",),
+    paths=("released",),
     drives=False,
 )
 def divergence_parts(cell: Cell) -> Iterator[CheckResult]:
@@ -214,11 +214,11 @@ def divergence_parts(cell: Cell) -> Iterator[CheckResult]:
     module, beta = _module(), cell.settings.beta
     lp, lq, padded = _rows(cell.settings.peak)
     values, slopes = [], []
-    for own in (False, True):
+    for from_student in (False, True):
         leaf = lp.clone().requires_grad_()
         teacher = lq.masked_fill(padded, 0.0)  # what the server path does with its sentinel
         valid = torch.ones_like(leaf, dtype=torch.bool)
-        if own:
+        if from_student:
             p, q = (completed(x, ~valid, tail=True) for x in (leaf, teacher))
             gone = torch.zeros_like(p, dtype=torch.bool)
             terms = divergence(p, q, gone, gone, beta)

@@ -33,7 +33,7 @@ from parity.upstream import trl
         for prompts in teacher_client.SAMPLES
         if profile in ("nightly", "soak") or (prompts == "ragged" and settings["beta"] == 1.0)
     ],
-    ways=("released",),
+    paths=("released",),
     moves=True,
 )
 def ragged_control(cell: Cell) -> Iterator[CheckResult]:

@@ -68,7 +68,7 @@ def described() -> Iterator[tuple[str, str]]:
     ("sft-trainer",),
     {"package": Setting("trl", "where trainers are looked for", ("trl",))},
     lambda profile, seed: [("sft-trainer", {})] if profile != "quick" else [],
-    ways=("released",),
+    paths=("released",),
     drives=False,
 )
 def found_all(cell: Cell) -> Iterator[CheckResult]:

@@ -118,7 +118,7 @@ def _moved(trainer: str, loss: str) -> Iterator[dict[str, Any]]:
         yield {"divergence": "alpha_divergence", "alpha": 0.3}
 
 
-@check("losses", tuple(OWN), SETTINGS, cells, ways=("released", "fused", "fixed"))
+@check("losses", tuple(OWN), SETTINGS, cells, paths=("released", "fused", "fixed"))
 def losses(cell: Cell) -> Iterator[CheckResult]:
     """One batch of eight: loss and every gradient as the definition of its loss type has them."""
     trainer, s = cell.case.family, cell.settings
@@ -135,8 +135,8 @@ def losses(cell: Cell) -> Iterator[CheckResult]:
     options = _options(trainer, s)
     if trainer == "dpo-trainer" and "f_divergence_type" in known:
         options["f_divergence_type"] = _offered(cell.trainer, "f_divergence_type", s.divergence)
-    run = twin_runs.build(trainer, plain_twin(model=s.model, split="8x1"), twin_runs.unfixed(cell.way), **options)
-    steps = twin_runs.train(run, cell.way)
+    run = twin_runs.build(trainer, plain_twin(model=s.model, split="8x1"), twin_runs.unfixed(cell.path), **options)
+    steps = twin_runs.train(run, cell.path)
     if not s.whole:  # else its sequences count from their first token on
         yield twin_runs.all_there(trainer, steps)
     step = ExactStep(stored_window.policy(s.model, torch.float64), _definition(trainer, s))

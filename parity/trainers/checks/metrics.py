@@ -42,13 +42,13 @@ class Batch:
     """
 
     def __init__(self, window: Sequences, architecture: str, model: Any):
-        own, dists = [], []
+        scored, dists = [], []
         for z, (tokens, start) in zip(training_step.logits(model, [t for t, _ in window]), window, strict=True):
             dists.append(torch.log_softmax(z[start - 1 : -1], -1))
-            own.append(dists[-1].gather(-1, torch.tensor(tokens[start:]).unsqueeze(-1))[:, 0])
+            scored.append(dists[-1].gather(-1, torch.tensor(tokens[start:]).unsqueeze(-1))[:, 0])
         base = windows.completion_logps(stored_window.reference(architecture), window)
-        self.logps, self.ref = (torch.stack([t.sum() for t in side]) for side in (own, base))
-        self.tokens, self.ref_tokens, table = torch.cat(own), torch.cat(base), torch.cat(dists)
+        self.logps, self.ref = (torch.stack([t.sum() for t in side]) for side in (scored, base))
+        self.tokens, self.ref_tokens, table = torch.cat(scored), torch.cat(base), torch.cat(dists)
         self.entropy = -(table.exp() * table).sum(-1).mean()
         self.lengths = torch.tensor([len(t) - start for t, start in window], dtype=torch.float64)
 
@@ -149,7 +149,7 @@ def cells(seed: int) -> Iterator[CellOf]:
         yield trainer, {"beta": 0.04}
 
 
-@check("metrics", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
+@check("metrics", TRAINERS, SETTINGS, cells, paths=("released", "fused", "fixed"))
 def metrics(cell: Cell) -> Iterator[CheckResult]:
     """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
     trainer, s = cell.case.family, cell.settings
@@ -157,9 +157,9 @@ def metrics(cell: Cell) -> Iterator[CheckResult]:
     if trainer == "sft-trainer":
         del more["beta"]
     run = twin_runs.build(
-        trainer, plain_twin(model=s.model, split="8x1", beta=s.beta), twin_runs.unfixed(cell.way), **more
+        trainer, plain_twin(model=s.model, split="8x1", beta=s.beta), twin_runs.unfixed(cell.path), **more
     )
-    yield twin_runs.all_there(trainer, twin_runs.train(run, cell.way))
+    yield twin_runs.all_there(trainer, twin_runs.train(run, cell.path))
     logged = drive.logged(run)
     define = _defined(trainer, s)
     truth = training_step.Scalars(stored_window.policy(s.model, torch.float64), define)

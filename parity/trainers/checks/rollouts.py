@@ -38,7 +38,7 @@ RATE = 0.002
 OVERFLOW = 128 * math.log(2)
 """Nats beyond which exp(log-ratio) is infinite in float32, and a KL or an unclipped ratio with it, by definition."""
 SOURCES = {
-    "own": "the trainer's own, in the cell's way",
+    "own": "the trainer's own, on the cell's path",
     "plain": "log_softmax of the model's own logits",
     "cut-cross-entropy": "linear_cross_entropy(impl='torch_compile') on hidden states and head",
 }
@@ -108,9 +108,9 @@ def same_rollouts(cell: Cell) -> Iterator[CheckResult]:
     """
     s, trainer = _settings(cell), cell.case.family
     _once(cell)
-    run = twin_runs.build(trainer, s, cell.way, max_steps=STEPS, learning_rate=RATE)
+    run = twin_runs.build(trainer, s, cell.path, max_steps=STEPS, learning_rate=RATE)
     install(run, cell.settings.source)
-    steps = twin_runs.train(run, cell.way)
+    steps = twin_runs.train(run, cell.path)
     yield holds(
         "steps", len(steps.gradients) == STEPS, f"{len(steps.gradients)} steps instead of {STEPS}", gate="exact"
     )
@@ -124,8 +124,8 @@ def _settings(cell: Cell) -> SimpleNamespace:
 
 
 def _once(cell: Cell) -> None:
-    if cell.settings.source != "own" and cell.way == "fixed":
-        raise Unsupported(f"log-probs by {cell.settings.source} are the same in every way of using the trainer")
+    if cell.settings.source != "own" and cell.path == "fixed":
+        raise Unsupported(f"log-probs by {cell.settings.source} are the same on every path of the trainer")
 
 
 @check(
@@ -158,7 +158,9 @@ def live_rollouts(cell: Cell) -> Iterator[CheckResult]:
     sources = (cell.settings.source, "plain")
     runs = [_run(cell, s, source) for source in sources]
     broken = [
-        f"log-probs by {source}: {told}" for source, run in zip(sources, runs, strict=True) if (told := run.broken)
+        f"log-probs by {source}: {message}"
+        for source, run in zip(sources, runs, strict=True)
+        if (message := run.broken)
     ]
     yield holds("finite loss", not broken, "; ".join(broken))
     if broken:
@@ -168,11 +170,11 @@ def live_rollouts(cell: Cell) -> Iterator[CheckResult]:
     apart = first_difference(*(run.windows for run in runs))
     same = apart is None or not apart.startswith("step 1,")
     yield holds("first rollouts", same, f"with the same parameters and seed: {apart}", gate="exact")
-    told = apart or "every token is the same"
+    message = apart or "every token is the same"
     parts = causes(*(_parts(cell, s, run, runs[1]) for run in runs))
     for name, values in parts.items():
         listed = ", ".join(f"{v:.3g}" for v in values)
-        yield reported(f"loss difference: {name}", max(map(abs, values)), f"steps 1 to {STEPS}: {listed}; {told}")
+        yield reported(f"loss difference: {name}", max(map(abs, values)), f"steps 1 to {STEPS}: {listed}; {message}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,10 +200,10 @@ class Live:
         step = next((i for i, loss in enumerate(self.losses) if not math.isfinite(loss)), None)
         if step is None:
             return None
-        told = f"loss {self.losses[step]} at step {step + 1}, largest log-ratio {self.furthest[step]:.0f} nats"
+        message = f"loss {self.losses[step]} at step {step + 1}, largest log-ratio {self.furthest[step]:.0f} nats"
         if self.furthest[step] > OVERFLOW:
-            raise Unsupported(f"{told}: infinite in float32 by definition")
-        return told
+            raise Unsupported(f"{message}: infinite in float32 by definition")
+        return message
 
 
 def _run(cell: Cell, s: SimpleNamespace, source: str) -> Live:
@@ -342,7 +344,7 @@ def _definition(
             tensors["old_logps"] = windows.padded(windows.completion_logps(generator, window, temperature))
         if s.beta != 0.0:
             width = max(len(ids) - start for ids, start in window)
-            own = windows.completion_logps(stored_window.reference(s.model), window, temperature)
-            tensors["ref_logps"] = windows.padded(own) if given is None else given[:, :width].cpu().double()
+            ref_logps = windows.completion_logps(stored_window.reference(s.model), window, temperature)
+            tensors["ref_logps"] = windows.padded(ref_logps) if given is None else given[:, :width].cpu().double()
         inputs = Inputs(Case("policy", 0, "fp64"), SimpleNamespace(**settings), tensors, (), {})
         return float(fam.oracle(inputs, exact_mark)["loss"])

@@ -57,30 +57,30 @@ def cells(seed: int) -> Iterator[CellOf]:
                 yield "grpo-trainer", {"mode": mode, name: value}
 
 
-@check("sampler", ("grpo-trainer",), SETTINGS, cells, ways=("released", "fused", "fixed"))
+@check("sampler", ("grpo-trainer",), SETTINGS, cells, paths=("released", "fused", "fixed"))
 def sampler(cell: Cell) -> Iterator[CheckResult]:
     """Loss, every gradient and the logged ratio by exp(log π - log π_sampler), truncated or masked as the mode says."""
     s = cell.settings
     twin = plain_twin(loss=s.loss, beta=s.beta, split=s.split)
-    run = twin_runs.build("grpo-trainer", twin, cell.way, **_options(cell), logging_strategy="steps", logging_steps=1)
+    run = twin_runs.build("grpo-trainer", twin, cell.path, **_options(cell), logging_strategy="steps", logging_steps=1)
     window = twin_runs.sequences("grpo-trainer", twin_runs.rows("grpo-trainer"))
-    own = twin_runs.external if s.tools else None
-    given = log_probs(window, s.missing, own)
+    counted = twin_runs.external if s.tools else None
+    given = log_probs(window, s.missing, counted)
     _report(run, window, given)
-    if own is not None:
-        _call_tools(run, own)
+    if counted is not None:
+        _call_tools(run, counted)
     run.use_vllm = True
-    steps = twin_runs.train(run, cell.way)
+    steps = twin_runs.train(run, cell.path)
     yield twin_runs.all_there("grpo-trainer", steps)
     settings = {"loss_type": s.loss, "beta": s.beta, "max_completion_length": drive.COMPLETION}
     weigh = functools.partial(ratio, s, windows.padded(given)) if s.correction else None
-    define = functools.partial(windows.grpo, window, twin.model, settings, own, None, ratio=weigh)
+    define = functools.partial(windows.grpo, window, twin.model, settings, counted, None, ratio=weigh)
     step = training_step.ExactStep(stored_window.policy(twin.model, torch.float64), define)
     yield from first_step(step, steps)
     logged = drive.logged(run)
     if not s.correction or s.split != "8x1":
         return  # over several micro-batches the log has a mean of their values
-    measured = functools.partial(_measured, s, window, windows.padded(given), own)
+    measured = functools.partial(_measured, s, window, windows.padded(given), counted)
     truth = training_step.Scalars(stored_window.policy(twin.model, torch.float64), measured)
     for name in truth.exact:
         if name in logged:
@@ -112,15 +112,15 @@ def _options(cell: Cell) -> dict[str, Any]:
     return {k: v for k, v in wanted.items() if k in known}
 
 
-def log_probs(window: Sequences, missing: bool, own: Any) -> list[Tensor]:
+def log_probs(window: Sequences, missing: bool, counted: Any) -> list[Tensor]:
     """What the sampler reports of each completion, (T_i,) float32: NaN where it has none, 0 for a tool's token."""
     out = []
     with torch.no_grad():
         exactly = windows.completion_logps(stored_window.policy("llama", torch.float64), window)
     for i, (logps, (tokens, start)) in enumerate(zip(exactly, window, strict=True)):
         reported = (logps + APART * normal(21, f"sampler {i}", logps.shape).double()).float()
-        if own is not None:
-            reported = reported * own(torch.tensor(tokens[start:])).float()
+        if counted is not None:
+            reported = reported * counted(torch.tensor(tokens[start:])).float()
         if missing:
             reported[len(reported) // 2] = math.nan
         out.append(reported)
@@ -146,7 +146,7 @@ def _report(trainer: Any, window: Sequences, given: list[Tensor]) -> None:
     trainer._generate_single_turn = generate_and_score
 
 
-def _call_tools(trainer: Any, own: Callable[[Tensor], Tensor]) -> None:
+def _call_tools(trainer: Any, counted: Callable[[Tensor], Tensor]) -> None:
     """Tokens of the stored completions that are a tool's, by the mask that a tool-calling generation returns."""
     generate = trainer._generate
     names = twin_runs.handed_names(generate)
@@ -156,7 +156,7 @@ def _call_tools(trainer: Any, own: Callable[[Tensor], Tensor]) -> None:
     def generate_with_tools(*args: Any, **kwargs: Any) -> Any:
         out = list(generate(*args, **kwargs))
         completions = out[names.index("completion_ids")]
-        out[names.index("tool_mask")] = [own(torch.tensor(c)).tolist() for c in completions]
+        out[names.index("tool_mask")] = [counted(torch.tensor(c)).tolist() for c in completions]
         return tuple(out)
 
     trainer._generate = generate_with_tools
@@ -175,13 +175,13 @@ def ratio(s: SimpleNamespace, reported: Tensor, logps: Tensor, mask: Tensor) -> 
     return torch.where((found < low) | (found > s.high), 0.0, found)
 
 
-def _measured(s: SimpleNamespace, window: Sequences, reported: Tensor, own: Any, model: Any) -> dict[str, Tensor]:
+def _measured(s: SimpleNamespace, window: Sequences, reported: Tensor, counted: Any, model: Any) -> dict[str, Tensor]:
     """What is logged: |log π - log π_sampler| of the tokens that count, and the ratios."""
     logps = windows.padded(windows.completion_logps(model, window))
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(t[n:]) for t, n in window], batch_first=True)
     mask = windows.padded([torch.ones(len(t) - n, dtype=torch.bool) for t, n in window])
-    if own is not None:
-        mask = mask & own(ids).bool()
+    if counted is not None:
+        mask = mask & counted(ids).bool()
     apart = (logps - reported.double()).abs()[mask & ~reported.isnan()]
     found = ratio(s, reported, logps, mask)
     found = found.flatten() if s.mode.startswith("sequence") else found[mask]

@@ -20,7 +20,7 @@ from parity.case.case import DTYPES, Case, normal
 from parity.case.inputs import Inputs, Setting, defaults
 from parity.errors import Unsupported
 from parity.families import logprobs
-from parity.judging.assess import Bench
+from parity.judging.assess import CaseOracle
 from parity.judging.gates import Judgement, judge
 from parity.judging.settle import CERTAIN, settle
 from parity.recipe import Recipe
@@ -155,7 +155,7 @@ def _head(
     states, slopes = (torch.cat(x) for x in (backbone, [_gradient(h) for h in backbone]))
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     inputs = _inputs(model, batch, s, states[:, before][scored].detach())
-    bench = Bench(logprobs.FAMILY, inputs, by_oracle(logprobs.FAMILY, inputs))
+    oracle = CaseOracle(logprobs.FAMILY, inputs, by_oracle(logprobs.FAMILY, inputs))
     recipe = _recipe(s, calls=len(backbone)).resolve(s.dtype)
     found: dict[str, Tensor] = {"logps": logps[scored], "grad_hidden": slopes[:, before][scored]}
     if entropies is not None:
@@ -163,9 +163,9 @@ def _head(
     if not tied:
         found["grad_weight"] = model.get_output_embeddings().weight.grad
     for name, value in found.items():
-        exact = bench.exact[name]
+        exact = oracle.exact[name]
         shaped = value.detach().cpu().view(exact.shape)
-        yield judged(f"head: {name}", _judged(bench, name, recipe, shaped), shaped, exact)
+        yield judged(f"head: {name}", _judged(oracle, name, recipe, shaped), shaped, exact)
     slopes[:, before][scored] = 0.0
     leaked = float(slopes.abs().amax())
     yield holds(
@@ -177,8 +177,8 @@ def _gradient(hidden: Tensor) -> Tensor:
     return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad.clone()
 
 
-def _judged(bench: Bench, name: str, recipe: Recipe, value: Tensor) -> Judgement:
-    found = settle(lambda count: {name: judge(value, bench.unit(name, recipe, count), value.dtype)}, certain=CERTAIN)
+def _judged(oracle: CaseOracle, name: str, recipe: Recipe, value: Tensor) -> Judgement:
+    found = settle(lambda count: {name: judge(value, oracle.unit(name, recipe, count), value.dtype)}, certain=CERTAIN)
     return found[name]
 
 

@@ -60,7 +60,7 @@ def cells(seed: int) -> Iterator[CellOf]:
             yield trainer, cell
 
 
-@check("step-one", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"), moves=True)
+@check("step-one", TRAINERS, SETTINGS, cells, paths=("released", "fused", "fixed"), moves=True)
 def step_one(cell: Cell) -> Iterator[CheckResult]:
     """With the policy equal to the reference the first step shows no KL, no log-ratio and the loss of ratio 1."""
     step = run(cell)

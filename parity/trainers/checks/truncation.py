@@ -38,7 +38,7 @@ def cells(seed: int) -> Iterator[CellOf]:
         yield trainer, {"model": "gemma2"}
 
 
-@check("truncation", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
+@check("truncation", TRAINERS, SETTINGS, cells, paths=("released", "fused", "fixed"))
 def truncation(cell: Cell) -> Iterator[CheckResult]:
     """The sequences that reach the loss are cut where the config says, and loss and gradients are theirs."""
     trainer, s = cell.case.family, cell.settings
@@ -49,7 +49,7 @@ def truncation(cell: Cell) -> Iterator[CheckResult]:
             drive.needs(cell.trainer, "truncation_mode")
         del limits["truncation_mode"]
     twin = plain_twin(model=s.model, split=s.split)
-    steps = twin_runs.train(twin_runs.build(trainer, twin, twin_runs.unfixed(cell.way), **limits), cell.way)
+    steps = twin_runs.train(twin_runs.build(trainer, twin, twin_runs.unfixed(cell.path), **limits), cell.path)
     rows = twin_runs.rows(trainer)
     window = cut(stored_window.sequences(rows), s.mode)
     other = cut(stored_window.sequences(rows, "other"), s.mode)

@@ -56,7 +56,7 @@ def cells(seed: int) -> Iterator[CellOf]:
         "tokens": Setting("unequal", "scored tokens of the ranks: unequal, or none on the second", ("unequal", "none")),
     },
     cells,
-    ways=("released",),
+    paths=("released",),
     drives=False,
 )
 def processes(cell: Cell) -> Iterator[CheckResult]:
@@ -110,8 +110,8 @@ def _dealt(trainer: str, count: int) -> tuple[int, ...]:
     """
     rows = twin_runs.rows(trainer)
     twin_runs.uncounted(trainer, [dataclasses.replace(row, counted=False) for row in rows])
-    own = _launched(count, "none", "unequal", MODELS[0])[trainer][1].sequences
-    out = tuple(i for i, s in enumerate(twin_runs.expected(trainer)) if s in own)
+    received = _launched(count, "none", "unequal", MODELS[0])[trainer][1].sequences
+    out = tuple(i for i, s in enumerate(twin_runs.expected(trainer)) if s in received)
     groups = {rows[i].prompt for i in out}
     if trainer != "sft-trainer" and len(out) != len(groups) * stored_window.GENERATIONS:
         raise Unsupported(f"the second rank holds rows {out}: a part of a group")

@@ -58,14 +58,14 @@ def cells(seed: int) -> Iterator[CellOf]:
     TRAINERS,
     {"kind": Setting("evaluation", "what is looked at", KINDS), "loss": SETTINGS["loss"]},
     cells,
-    ways=("released", "fixed"),
+    paths=("released", "fixed"),
 )
 def beyond_one_window(cell: Cell) -> Iterator[CheckResult]:
     """Evaluation, incomplete windows, second steps and resumed runs follow the same definition."""
-    yield from RUNS[cell.settings.kind](cell.case.family, cell.way, plain_twin(loss=cell.settings.loss))
+    yield from RUNS[cell.settings.kind](cell.case.family, cell.path, plain_twin(loss=cell.settings.loss))
 
 
-def _evaluation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+def _evaluation(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """The loss that evaluation reports on the window is the loss that training takes its gradient of."""
     run = twin_runs.build(trainer, s, per_device_eval_batch_size=8, num_generations_eval=stored_window.GENERATIONS)
     with trl.quiet():
@@ -74,23 +74,23 @@ def _evaluation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckRes
     yield judged("evaluation loss", step.judge_loss(loss), loss, step.loss)
 
 
-def _incomplete(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+def _incomplete(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """Five sequences in windows of four: the second step is the gradient of the one that is left."""
-    yield from _epoch(trainer, way, s, 5, "1x4", expected=(4, 1))
+    yield from _epoch(trainer, path, s, 5, "1x4", expected=(4, 1))
 
 
-def _uneven(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+def _uneven(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """Seven sequences two by two in windows of four: the last micro-batch of the last window holds one."""
-    yield from _epoch(trainer, way, s, 7, "2x2", expected=(4, 3))
+    yield from _epoch(trainer, path, s, 7, "2x2", expected=(4, 3))
 
 
 def _epoch(
-    trainer: str, way: str, s: SimpleNamespace, count: int, split: str, expected: tuple[int, ...]
+    trainer: str, path: str, s: SimpleNamespace, count: int, split: str, expected: tuple[int, ...]
 ) -> Iterator[CheckResult]:
     part = twin_runs.rows(trainer)[:count]
     s = SimpleNamespace(**{**vars(s), "split": split})
     run = twin_runs.build(trainer, s, part=part, max_steps=-1, num_train_epochs=1, dataloader_drop_last=False)
-    steps = twin_runs.train(run, way)
+    steps = twin_runs.train(run, path)
     sizes = tuple(len(found_rows(trainer, part, steps.window(i))) for i in range(len(steps.gradients)))
     yield holds("windows", sizes == expected, f"windows of {sizes} sequences instead of {expected}", gate="exact")
     last = len(steps.gradients) - 1
@@ -107,24 +107,24 @@ def _step(trainer: str, model: str, rows: tuple[Row, ...]) -> ExactStep:
 def found_rows(trainer: str, part: Sequence[Row], micro_batches: list[dict[str, Any]]) -> list[Row]:
     """The rows whose completion is among the sequences of these micro-batches."""
     seen = [tokens for tokens, _ in batches.sequences_of(micro_batches)]
-    own = stored_window.sequences(part, eos=trainer not in twin_runs.SAMPLED)
-    return [row for row, (tokens, _) in zip(part, own, strict=True) if tokens in seen]
+    sequences = stored_window.sequences(part, eos=trainer not in twin_runs.SAMPLED)
+    return [row for row, (tokens, _) in zip(part, sequences, strict=True) if tokens in seen]
 
 
-def _second(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+def _second(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """Two steps of four sequences: the second gradient is that of the definition at the parameters it was taken at."""
-    steps = twin_runs.train(_two_steps(trainer, s), way)
+    steps = twin_runs.train(_two_steps(trainer, s), path)
     yield from _second_gradient(trainer, s, steps, 1)
 
 
-def _resumed(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+def _resumed(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """The same from a checkpoint after the first step: same parameters, same sequences, gradient of the definition."""
     folder = Path(tempfile.mkdtemp(prefix="parity-resumed-"))
     try:
         saved = _two_steps(trainer, s, save_strategy="steps", save_steps=1, output_dir=str(folder))
-        whole = twin_runs.train(saved, way)
+        whole = twin_runs.train(saved, path)
         run = _two_steps(trainer, s, output_dir=str(folder))
-        resumed = twin_runs.train(run, way, resume_from_checkpoint=str(folder / "checkpoint-1"))
+        resumed = twin_runs.train(run, path, resume_from_checkpoint=str(folder / "checkpoint-1"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if len(resumed.gradients) != 1:
@@ -139,7 +139,7 @@ def _resumed(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult
     yield from _second_gradient(trainer, s, resumed, 0)
 
 
-def _synced(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+def _synced(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """sync_ref_model after each of two steps: the reference is (1 - a)·reference + a·policy (TR-DPO, arXiv 2404.09656).
 
     The second step's gradient is that of the definition with this reference.
@@ -149,7 +149,7 @@ def _synced(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]
         raise Unsupported(f"{trainer} has no sync_ref_model")
     drive.needs(twin_runs.CLASSES[trainer], "sync_ref_model")
     run = _two_steps(trainer, s, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=MIXED)
-    steps = twin_runs.train(run, way)
+    steps = twin_runs.train(run, path)
     first, moved = models.model(s.model, torch.float64), models.model(s.model, torch.float64)
     _mix(first, steps.parameters[1])
     _mix(moved, steps.parameters[1])
@@ -162,12 +162,12 @@ def _synced(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]
     yield from _second_gradient(trainer, s, steps, 1, first.eval().requires_grad_(False))
 
 
-def _truncated(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+def _truncated(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """mask_truncated_completions: three of eight completions have no <eos>, earn their rewards, and are not trained on."""
     if trainer not in ("grpo-trainer", "rloo-trainer"):
         raise Unsupported("the trainer generates no completions that could be truncated")
     part = [dataclasses.replace(r, counted=i not in (1, 4, 5)) for i, r in enumerate(twin_runs.rows(trainer))]
-    steps = twin_runs.train(twin_runs.build(trainer, s, part=part), way)
+    steps = twin_runs.train(twin_runs.build(trainer, s, part=part), path)
     earned = stored_window.rewards(twin_runs.sequences(trainer, twin_runs.rows(trainer)))
     step = ExactStep(
         stored_window.policy(s.model, torch.float64), twin_losses.definition(trainer, s, part, earned=earned)
@@ -176,7 +176,7 @@ def _truncated(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResu
     yield gradients(step, steps.gradients[0])
 
 
-def _adaptive(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+def _adaptive(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): below the target the bonus grows by a step and is applied.
 
     Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it.
@@ -186,7 +186,7 @@ def _adaptive(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResul
     adaptive |= {"entropy_coef": 0.1, "entropy_coef_delta": 0.05}
     s = SimpleNamespace(**{**vars(s), "split": "4x1"})
     run = twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, **adaptive)
-    steps = twin_runs.train(run, way)
+    steps = twin_runs.train(run, path)
     rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(1))
     model = stored_window.policy_at(s.model, steps.parameters[1])
     settings = {"loss_type": s.loss, "beta": 0.0, "max_completion_length": drive.COMPLETION, "entropy_coef": 0.15}
@@ -218,13 +218,13 @@ def _second_gradient(
     yield gradients(step, steps.gradients[at], "gradient of step 2")
 
 
-def _generation(trainer: str, way: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+def _generation(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
     """Two steps on one generation: the second one's ratios are to the policy that generated, not to the last one."""
     s = SimpleNamespace(**{**vars(s), "split": "2x2"})
     run = twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, steps_per_generation=4)
     if getattr(run.args, "steps_per_generation", None) != 4:
         raise Unsupported("the config of the installed version has no steps_per_generation")
-    steps = twin_runs.train(run, way)
+    steps = twin_runs.train(run, path)
     old = stored_window.policy(s.model, torch.float64)
     whole = stored_window.sequences(twin_runs.rows(trainer), eos=False)
     generation = windows.Generation(whole, old, steps=2)

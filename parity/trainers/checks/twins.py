@@ -77,11 +77,11 @@ def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield from ((trainer, {name: v, "split": split}) for v in values if name != "split")
 
 
-@check("twins", TRAINERS, SETTINGS, cells, ways=("released", "fused", "fixed"))
+@check("twins", TRAINERS, SETTINGS, cells, paths=("released", "fused", "fixed"))
 def twins(cell: Cell) -> Iterator[CheckResult]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s, trainer = cell.settings, cell.case.family
-    steps = twin_runs.train(twin_runs.build(trainer, s, cell.way), cell.way, weigh=s.checkpointing != drive.OFF)
+    steps = twin_runs.train(twin_runs.build(trainer, s, cell.path), cell.path, weigh=s.checkpointing != drive.OFF)
     yield twin_runs.all_there(trainer, steps)
     step = by_definition(trainer, s)
     yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
@@ -99,19 +99,19 @@ PLAIN = ("padding", "checkpointing", "precision")
 def _parting(cell: Cell) -> str:
     """Where the twin and the plain run part, or that they do not: both disagree with the definition."""
     plain = SimpleNamespace(**vars(cell.settings) | {name: SETTINGS[name].default for name in PLAIN})
-    if plain == cell.settings and cell.way == "released":
+    if plain == cell.settings and cell.path == "released":
         return "this is the plain run"
     first, second = (
-        first_divergence.outputs(twin_runs.build(cell.case.family, s, way))
-        for s, way in ((plain, "released"), (cell.settings, cell.way))
+        first_divergence.outputs(twin_runs.build(cell.case.family, s, path))
+        for s, path in ((plain, "released"), (cell.settings, cell.path))
     )
-    return first_divergence.told(first, second)
+    return first_divergence.description(first, second)
 
 
 def _saved(cell: Cell, checkpointed: int) -> CheckResult:
     """Checkpointing that keeps as many activations as none does nothing, whatever the config says."""
     s = SimpleNamespace(**{**vars(cell.settings), "checkpointing": drive.OFF})
-    plain = twin_runs.train(twin_runs.build(cell.case.family, s, cell.way), cell.way, weigh=True).activations
+    plain = twin_runs.train(twin_runs.build(cell.case.family, s, cell.path), cell.path, weigh=True).activations
     message = f"{checkpointed} bytes of activations are kept, {plain} without checkpointing: it does nothing"
     return CheckResult("saved activations", {"bytes": checkpointed / plain}, float(checkpointed), float(plain), message)
 

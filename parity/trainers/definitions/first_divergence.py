@@ -37,7 +37,7 @@ def _keep(found: Outputs, name: str, module: Any, args: Any, output: Any) -> Non
         found.append((name, torch.zeros(())))
 
 
-def told(first: Outputs, second: Outputs) -> str:
+def description(first: Outputs, second: Outputs) -> str:
     """The first output that differs between the plain run and its twin, or that none does."""
     for (name, a), (other, b) in zip(first, second, strict=False):
         if name != other:

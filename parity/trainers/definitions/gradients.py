@@ -74,13 +74,13 @@ def _message(
         return ""
     first = failing[0]
     error = _relative(step, found, first)
-    told = (
+    sizes = (
         "no gradient" if found.get(first) is None else "not finite" if error is None else f"relative error {error:.3g}"
     )
     worst = max(failing, key=lambda n: judgements[n].headroom)
     ratio = _ratio(step, found, worst)
     scale = "" if ratio is None else f"; {worst} is {ratio:.6g} times the definition's"
-    return f"{len(failing)} of {len(judgements)} parameters disagree, first {first} ({told}){scale}"
+    return f"{len(failing)} of {len(judgements)} parameters disagree, first {first} ({sizes}){scale}"
 
 
 def _ratio(step: ExactStep, found: Mapping[str, Tensor | None], name: str) -> float | None:

@@ -34,14 +34,14 @@ class Pairs:
     """
 
     def __init__(self, window: tuple[Sequences, Sequences], reference: Reference, s: SimpleNamespace, model: Any):
-        own = [windows.completion_logps(model, w) for w in window]
+        token_logps = [windows.completion_logps(model, w) for w in window]
         with torch.no_grad():
             base = [windows.completion_logps(stored_window.reference(reference), w) for w in window]
-        self.s, self.tokens, self.own = s, own[0], own
-        self.logps, self.ref = _summed(own, s.ld_alpha), _summed(base, s.ld_alpha)
+        self.s, self.tokens, self.token_logps = s, token_logps[0], token_logps
+        self.logps, self.ref = _summed(token_logps, s.ld_alpha), _summed(base, s.ld_alpha)
         self.ratios = [a - b for a, b in zip(self.logps, self.ref, strict=True)]
         self.scores = [_score(r, s.divergence, s.alpha) for r in self.ratios]
-        self.lengths = [torch.tensor([len(t) for t in side], dtype=torch.float64) for side in own]
+        self.lengths = [torch.tensor([len(t) for t in side], dtype=torch.float64) for side in token_logps]
 
     @property
     def d(self) -> Tensor:

@@ -191,7 +191,7 @@ def fixed(cell: Cell, trainer: Any) -> contextlib.AbstractContextManager[Any]:
     """What "fixed" means: `parity.fixes.apply` on the constructed trainer, undone afterwards."""
     from parity.fixes import apply
 
-    return apply(trainer) if cell.way == "fixed" else contextlib.nullcontext()
+    return apply(trainer) if cell.path == "fixed" else contextlib.nullcontext()
 
 
 def spied(holder: Any, name: str, seen: Callable[[tuple[Any, ...], dict[str, Any], Any], None]) -> None:

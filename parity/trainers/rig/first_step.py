@@ -54,7 +54,7 @@ def run(cell: Cell) -> FirstStep:
         wanted["loss_type"] = "grpo"
     if s.padding_free:
         wanted["padding_free"] = True
-    if cell.way == "fused":
+    if cell.path == "fused":
         wanted |= trl.liger(config)
     needed = ["beta", *(["temperature"] if s.temperature != 1.0 else []), *(["padding_free"] if s.padding_free else [])]
     model = models.model(s.model)

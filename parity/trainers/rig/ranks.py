@@ -125,9 +125,9 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
 def _read(folder: Path, trainer: str, rank: int) -> Rank:
     from safetensors.torch import load_file
 
-    told = json.loads((folder / f"{trainer}-{rank}.json").read_text())
-    told["sequences"] = [(ids, start) for ids, start in told["sequences"]]
-    return Rank(load_file(folder / f"{trainer}-{rank}.safetensors"), **told)
+    fields = json.loads((folder / f"{trainer}-{rank}.json").read_text())
+    fields["sequences"] = [(ids, start) for ids, start in fields["sequences"]]
+    return Rank(load_file(folder / f"{trainer}-{rank}.safetensors"), **fields)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -139,10 +139,10 @@ def main(argv: Sequence[str]) -> int:
 
     from parity.trainers.rig import models
 
-    told = {name: os.environ.pop(name) for name in JOINING}  # with them transformers saves a model on one rank alone
+    joining = {name: os.environ.pop(name) for name in JOINING}  # with them transformers saves a model on one rank alone
     for architecture in ("llama", "qwen2"):
         models.saved(architecture)
-    os.environ.update(told)
+    os.environ.update(joining)
     path, rank = Path(argv[0]), int(os.environ["RANK"])
     plan = Plan(**json.loads(path.read_text()))
     with sharding_on_any_device() if plan.sharding == "fsdp2" else contextlib.nullcontext():

@@ -133,12 +133,12 @@ def _scores_in_forward(trainer: Any) -> Any:
 @contextlib.contextmanager
 def _kept_bytes(model: Any) -> Iterator[Callable[[], int]]:
     """Counts what autograd saves within the block, each storage once, parameters left out."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in parameters:
             found[storage.data_ptr()] = storage.nbytes()
         return tensor
 

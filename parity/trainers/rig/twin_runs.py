@@ -52,11 +52,11 @@ def rows(trainer: str) -> list[Row]:
 def expected(trainer: str, part: Sequence[Row] | None = None) -> Sequences:
     """The token sequences that must reach the loss, each once; of one that is not counted what the trainer keeps."""
     chosen = rows(trainer) if part is None else part
-    own = sequences(trainer, chosen)
+    scored = sequences(trainer, chosen)
     if trainer in SAMPLED:  # a truncated completion is taken out of the attention too
         prompts = [stored_window.ids(r.prompt) for r in chosen]
-        own = [s if r.counted else (p, len(p)) for s, r, p in zip(own, chosen, prompts, strict=True)]
-    return own + stored_window.sequences(chosen, "other") if trainer in PAIRED else own
+        scored = [s if r.counted else (p, len(p)) for s, r, p in zip(scored, chosen, prompts, strict=True)]
+    return scored + stored_window.sequences(chosen, "other") if trainer in PAIRED else scored
 
 
 def sequences(trainer: str, chosen: Sequence[Row]) -> Sequences:
@@ -80,9 +80,9 @@ def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
         grouped = trainer in ("grpo-trainer", "rloo-trainer")
         return Dataset.from_dict({"prompt": list(dict.fromkeys(prompts)) if grouped else prompts})
     if not all(r.counted for r in chosen):
-        own = stored_window.sequences(chosen)
-        masks = [[0] * start + [1] * (len(tokens) - start) for tokens, start in own]
-        return Dataset.from_dict({"input_ids": [tokens for tokens, _ in own], "completion_mask": masks})
+        scored = stored_window.sequences(chosen)
+        masks = [[0] * start + [1] * (len(tokens) - start) for tokens, start in scored]
+        return Dataset.from_dict({"input_ids": [tokens for tokens, _ in scored], "completion_mask": masks})
     columns: dict[str, list[Any]] = {"prompt": prompts, "completion": [r.completion for r in chosen]}
     if trainer == "dpo-trainer":
         columns = {"prompt": prompts, "chosen": columns["completion"], "rejected": [r.other for r in chosen]}
@@ -124,12 +124,12 @@ def needed(s: SimpleNamespace) -> tuple[str, ...]:
 def build(
     trainer: str,
     s: SimpleNamespace,
-    way: str = "released",
+    path: str = "released",
     part: Sequence[Row] | None = None,
     adapter: Any = None,
     **more: Any,
 ) -> Any:
-    """The trainer over the window or a part of it, in a way of `check.WAYS`; `more` goes to its config.
+    """The trainer over the window or a part of it, on a path of `check.PATHS`; `more` goes to its config.
 
     With an `adapters.Adapter` it trains that one instead of the whole model.
 
@@ -141,7 +141,7 @@ def build(
     name = CLASSES[trainer]
     chosen = rows(trainer) if part is None else part
     config = drive.config(name)
-    path = {} if way == "released" else _fused(config, required=way == "fused")
+    switches = {} if path == "released" else _fused(config, required=path == "fused")
     masked = uncounted(trainer, chosen)
     data = dataset(trainer, chosen)
     given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
@@ -153,7 +153,7 @@ def build(
         given["ref_model"] = models.model(s.model)
     if trainer == "distillation-trainer":
         given["teacher_model"] = models.model("qwen2")
-    args = drive.arguments(config, "cpu", {**options(trainer, s), **path, **masked, **more}, (*needed(s), *masked))
+    args = drive.arguments(config, "cpu", {**options(trainer, s), **switches, **masked, **more}, (*needed(s), *masked))
     tokenizer = models.tokenizer()
     side, tokenizer.padding_side = tokenizer.padding_side, "right" if s.padding == "right" else "left"
     try:
@@ -173,9 +173,9 @@ def build(
     return out
 
 
-def unfixed(way: str) -> str:
-    """The way to build a run in for trainers whose fused loss no fix of ours replaces: "fixed" patches their plain path."""
-    return "fused" if way == "fused" else "released"
+def unfixed(path: str) -> str:
+    """The path to build a run on for trainers whose fused loss no fix of ours replaces: "fixed" patches their plain path."""
+    return "fused" if path == "fused" else "released"
 
 
 def uncounted(trainer: str, chosen: Sequence[Row]) -> dict[str, Any]:
@@ -204,11 +204,11 @@ def _fused(config: type, required: bool) -> dict[str, Any]:
         return {}
 
 
-def train(trainer: Any, way: str, **options: Any) -> recorder.Steps:
-    """Trains and records it, in the way "fixed" with `parity.fixes` applied to the path that the version has."""
+def train(trainer: Any, path: str, **options: Any) -> recorder.Steps:
+    """Trains and records it, on the path "fixed" with `parity.fixes` applied to the path that the version has."""
     from parity.fixes.trainer import apply
 
-    with apply(trainer) if way == "fixed" else contextlib.nullcontext():
+    with apply(trainer) if path == "fixed" else contextlib.nullcontext():
         return recorder.train(trainer, **options)
 
 

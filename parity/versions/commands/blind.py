@@ -91,7 +91,7 @@ def fits(record: Record, case: Case, profile: str, device: str) -> bool:
     ):
         return False
     given = [(case.settings.get(name), frozen.settings.get(name)) for name in record.moves]
-    return all(own is not None and (own == theirs or not isinstance(theirs, str)) for own, theirs in given)
+    return all(ours is not None and (ours == theirs or not isinstance(theirs, str)) for ours, theirs in given)
 
 
 def side_by_side(record: Record) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -143,8 +143,8 @@ def table(seen: Sequence[RecordSeen], profile: str) -> str:
         lines.append(f"| {one.record.id} | {name} | {one.could:,} of {one.cases:,} | {first} | {one.why} |")
     found = sum(one.first is not None for one in seen)
     share = measured.share(found, len(seen))
-    told = f"Profile {profile} finds {found} of {len(seen)} records ({share}) without the frozen cases."
-    return "\n".join([*lines, "", told])
+    sentence = f"Profile {profile} finds {found} of {len(seen)} records ({share}) without the frozen cases."
+    return "\n".join([*lines, "", sentence])
 
 
 def main() -> int:

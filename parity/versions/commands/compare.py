@@ -176,8 +176,10 @@ def compare(
 def sampled_moved(before: list[list[int]] | str | None, after: list[list[int]] | str | None) -> str:
     """One line: whether GRPOTrainer samples the same tokens at the same seed, and the first that differs."""
     if not isinstance(before, list) or not isinstance(after, list):
-        told = [f"{side}: {one}" for side, one in (("before", before), ("after", after)) if not isinstance(one, list)]
-        return f"sampled tokens: none to compare, {'; '.join(told)}"
+        reasons = [
+            f"{side}: {one}" for side, one in (("before", before), ("after", after)) if not isinstance(one, list)
+        ]
+        return f"sampled tokens: none to compare, {'; '.join(reasons)}"
     different = [i for i, pair in enumerate(zip_longest(before, after)) if pair[0] != pair[1]]
     if not different:
         return f"sampled tokens: the same, {sum(map(len, before))} in {len(before)} completions of GRPOTrainer"
@@ -206,14 +208,14 @@ def both(
 def _with_defaults(frozen: Cases, config: Mapping[str, Any]) -> Cases:
     """The cases whose settings a GRPOConfig decides, with each of those at the release's default, each such case once."""
     fields = {name: loss_family(name).config_fields for name in loss_families()}
-    own = {n: v for n, v in config.items() if any(n in of for of in fields.values())}
-    if own.get("loss_type", LOSS_TYPES[0]) not in LOSS_TYPES:
-        raise UsageError(f"--all-defaults: loss_type {own['loss_type']!r} is none of {', '.join(LOSS_TYPES)}")
+    values = {n: v for n, v in config.items() if any(n in of for of in fields.values())}
+    if values.get("loss_type", LOSS_TYPES[0]) not in LOSS_TYPES:
+        raise UsageError(f"--all-defaults: loss_type {values['loss_type']!r} is none of {', '.join(LOSS_TYPES)}")
     out: dict[str, tuple[str, Case]] = {}
     for name, case in frozen:
         if decided := fields.get(case.family):
             kept = {n: v for n, v in case.settings.items() if n not in (*decided, "entropy_quantile")}
-            made = loss_family(case.family).case(case.seed, case.dtype, kept | own)
+            made = loss_family(case.family).case(case.seed, case.dtype, kept | values)
             out.setdefault(made.id, (name, made))
     return list(out.values())
 

@@ -76,7 +76,7 @@ class Recheck:
     bad: bool
     verdict: str
     as_recorded: bool | None
-    told: str
+    sentence: str
     factor: float | None = None
 
 
@@ -141,7 +141,7 @@ def recall(records: Sequence[Record], say: Callable[[str], None], device: str = 
         for finding in _in_environment(specs, asked, device):
             out.append(finding)
             mark = {True: ", as recorded", False: ", NOT AS RECORDED", None: ""}[finding.as_recorded]
-            say(f"{' '.join(specs)}  {finding.record.id}: {finding.verdict}{mark}{finding.told}")
+            say(f"{' '.join(specs)}  {finding.record.id}: {finding.verdict}{mark}{finding.sentence}")
     return out
 
 
@@ -168,16 +168,16 @@ def _judged(record: Record, specs: tuple[str, ...], bad: bool, found: Sequence[R
     factor = None
     if answer.verdict in ("agree", "disagree"):
         for name, of in (("loss", loss), ("gradient norm", gradient_norm)):
-            own, exact = of(found, case, implementation)
-            if is_trainer(case.family) and own is None and exact is None:
+            value, exact = of(found, case, implementation)
+            if is_trainer(case.family) and value is None and exact is None:
                 continue  # a trainer check says what it measured in its own quantities
-            if own is None and exact is None:
+            if value is None and exact is None:
                 continue  # a family without this quantity, or whose definition has no finite one
             plain, _ = of(found, case, record.reference)
             beside = "" if implementation == record.reference else f"reference {amount(plain)}, "
-            parts.append(f"{name} {amount(own)} ({beside}definition {amount(exact)})")
+            parts.append(f"{name} {amount(value)} ({beside}definition {amount(exact)})")
             if name == "gradient norm":
-                factor = own / exact if own is not None and exact else None
+                factor = value / exact if value is not None and exact else None
     return Recheck(record, specs, bad, answer.verdict, right, "".join(f"; {part}" for part in parts), factor)
 
 
@@ -187,14 +187,14 @@ def table(findings: Sequence[Recheck]) -> str:
     lines += ["|---|---|---|---|---|---|---|"]
     records = {f.record.id: f.record for f in sorted(findings, key=lambda f: f.record.id)}
     for record in records.values():
-        own = [f for f in findings if f.record is record]
-        own.sort(key=lambda f: Version(f.specs[0].partition("==")[2]))
-        sides = [", ".join(_version(f) for f in own if f.bad is bad) for bad in (True, False)]
-        factors = [f.factor for f in own if f.bad and f.verdict == "disagree" and f.factor is not None]
+        of_record = [f for f in findings if f.record is record]
+        of_record.sort(key=lambda f: Version(f.specs[0].partition("==")[2]))
+        sides = [", ".join(_version(f) for f in of_record if f.bad is bad) for bad in (True, False)]
+        factors = [f.factor for f in of_record if f.bad and f.verdict == "disagree" and f.factor is not None]
         most = max(factors, key=lambda x: abs(x - 1), default=None)
-        right = sum(f.as_recorded is True for f in own)
+        right = sum(f.as_recorded is True for f in of_record)
         cells = [record.id, record.what, f"`{record.check.implementation}`", *sides]
-        cells += ["" if most is None else f"{most:.3g}", f"{right} of {len(own)}"]
+        cells += ["" if most is None else f"{most:.3g}", f"{right} of {len(of_record)}"]
         lines.append(f"| {' | '.join(cells)} |")
     whole = sum(all(f.as_recorded for f in findings if f.record is r) for r in records.values())
     return "\n".join([*lines, "", f"{whole} of {len(records)} records recalled"])

@@ -72,8 +72,8 @@ def look(
         found = [decode(Row, line, f"environment {made.name}") for line in _lines(done, ROW)]
     except UsageError as error:
         raise EnvironmentUnusable(str(error)) from None
-    told = {mark: [json.loads(line) for line in _lines(done, mark)] for mark in (CONFIG, SAMPLED)}
-    return Look(found, told[CONFIG][0] if config else {}, told[SAMPLED][0] if sampled else None)
+    events = {mark: [json.loads(line) for line in _lines(done, mark)] for mark in (CONFIG, SAMPLED)}
+    return Look(found, events[CONFIG][0] if config else {}, events[SAMPLED][0] if sampled else None)
 
 
 def _lines(done: subprocess.CompletedProcess[str], mark: str) -> list[str]:

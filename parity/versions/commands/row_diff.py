@@ -93,8 +93,8 @@ def moved(before: Side, after: Side, *, settings_too: bool = False) -> list[Move
 
 
 def _worst(rows: Side, key: tuple[str, str, str | None]) -> Row | None:
-    own = [r for k, r in rows.items() if k[:2] == key[:2]]
-    return max(own, key=lambda r: _ORDER.get(r.verdict, -1), default=None)
+    same_case = [r for k, r in rows.items() if k[:2] == key[:2]]
+    return max(same_case, key=lambda r: _ORDER.get(r.verdict, -1), default=None)
 
 
 def _differ(one: Row, two: Row, settings_too: bool) -> bool:
@@ -119,8 +119,8 @@ def table(found: Sequence[Moved]) -> str:
         whole = m.quantity is None
         values = [None if whole or r is None else r.value for r in (m.before, m.after)]
         ratio = f"{values[1] / values[0]:.4g}" if values[0] and values[1] is not None else ""
-        told = [_cell(r, whole) for r in (m.before, m.after)]
-        lines.append((m.mark, m.case, m.implementation, m.quantity or "", *told, ratio, _definition(m), m.nearer))
+        cells = [_cell(r, whole) for r in (m.before, m.after)]
+        lines.append((m.mark, m.case, m.implementation, m.quantity or "", *cells, ratio, _definition(m), m.nearer))
     wide = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, wide, strict=True)).rstrip() for line in lines)
 

@@ -87,8 +87,8 @@ def cell(calls: Sequence[Call]) -> SweptCell:
     refused = [c for c in calls if c.verdict == "refused"]
     absent = [c for c in calls if _ABSENT.search(c.message)]
     groups = (unknown, ran, refused, absent, calls)
-    state, told = next((state, group[0]) for state, group in zip(STATES, groups, strict=True) if group)
-    why = "" if state == "judged" else f"{told.case}: {told.message}"
+    state, reasons = next((state, group[0]) for state, group in zip(STATES, groups, strict=True) if group)
+    why = "" if state == "judged" else f"{reasons.case}: {reasons.message}"
     return SweptCell(state, len(ran), len(calls), why)
 
 
@@ -163,11 +163,11 @@ def calls() -> Iterator[Call]:
                     done[i.id] = tried
         yield from (call for tried in done.values() for call in tried)
     for name in catalogue.names():
-        own = [i for i in there if i.family == name]
+        in_family = [i for i in there if i.family == name]
         listed = catalogue.cases(name, "pr", 0) or catalogue.cases(name, "nightly", 0)
         for case in [min(listed, key=lambda case: len(case.settings))]:
-            for row in run_case(case, own):
-                version = str(next(i for i in own if i.id == row.implementation).version())
+            for row in run_case(case, in_family):
+                version = str(next(i for i in in_family if i.id == row.implementation).version())
                 yield Call(
                     row.implementation, "trl", version, case.settings["check"], row.verdict, row.message, row.blame
                 )
@@ -214,11 +214,11 @@ def markdown(found: Mapping[str, Mapping[str, Mapping[str, SweptCell]]], unusabl
             lines.append(f"| {code(name)} | {' | '.join(marks)} |")
         lines.append("")
         for name, cells in implementations.items():
-            told: dict[tuple[str, str], list[str]] = {}
+            reasons: dict[tuple[str, str], list[str]] = {}
             for version, one in cells.items():
                 if one.state != "judged" and (one.state != "absent" or "-trainer." in name):
-                    told.setdefault((one.state, one.why), []).append(version)
-            lines += [f"- {code(name)} {', '.join(on)}: {s}: {escape(why)}" for (s, why), on in told.items()]
+                    reasons.setdefault((one.state, one.why), []).append(version)
+            lines += [f"- {code(name)} {', '.join(on)}: {s}: {escape(why)}" for (s, why), on in reasons.items()]
     every = [one for table in found.values() for cells in table.values() for one in cells.values()]
     counts = ", ".join(f"{sum(one.state == state for one in every)} {state}" for state in STATES)
     return "\n".join([*lines, "", f"{counts}.", *(f"Not used: {text}" for text in unusable)])

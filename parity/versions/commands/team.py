@@ -43,10 +43,10 @@ def read(path: Path) -> Team:
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise UsageError(f"{path}: expected names of arguments with their values, got a {type(found).__name__}")
     fields = loss_family("policy").config_fields
-    own = {name: found[name] for name in fields if name in found}
-    if not own:
+    settings = {name: found[name] for name in fields if name in found}
+    if not settings:
         raise UsageError(f"{path}: sets none of {', '.join(fields)}")
-    return Team(own, tuple(sorted(found.keys() - own.keys())))
+    return Team(settings, tuple(sorted(found.keys() - settings.keys())))
 
 
 def cases(team: Team) -> Iterator[tuple[str, Case]]:

@@ -102,12 +102,12 @@ class Environment:
         """
         variables = build.clean(os.environ)
         path = os.pathsep.join([str(self.root / "bin"), variables.get("PATH", os.defpath)])
-        own = {"PATH": path, "VIRTUAL_ENV": str(self.root), "PYTHONPATH": str(_harness())}
+        fixed = {"PATH": path, "VIRTUAL_ENV": str(self.root), "PYTHONPATH": str(_harness())}
         with build.claim(self.root, shared=True):
             if not self.python.exists():
                 raise EnvironmentUnusable(f"environment {self.name} was removed meanwhile; ask for it again")
             how: dict[str, Any] = {
-                "env": {**variables, **_settings(self.versions), **own, **(settings or {})},
+                "env": {**variables, **_settings(self.versions), **fixed, **(settings or {})},
                 "cwd": cwd,
                 "errors": "replace",
             }

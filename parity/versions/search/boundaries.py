@@ -138,12 +138,13 @@ def boundaries(records: Sequence[Record], say: Callable[[str], None], device: st
     records = [replace(record, check=replace(record.check, device=device)) for record in records]
     searches = [Search(record, one, _state(record, one)) for record in records for one in ends(record)]
     for package in {one.record.package for one in searches}:
-        own = [one for one in searches if one.record.package == package]
+        of_package = [one for one in searches if one.record.package == package]
         widest = [
-            f(v, key=Version) for f, v in ((min, [o.ends.older for o in own]), (max, [o.ends.newer for o in own]))
+            f(v, key=Version)
+            for f, v in ((min, [o.ends.older for o in of_package]), (max, [o.ends.newer for o in of_package]))
         ]
         listed = [one.version for one in releases(package, *widest)]
-        for one in own:
+        for one in of_package:
             older, newer = Version(one.ends.older), Version(one.ends.newer)
             inside = {version for version in listed if older <= Version(version) <= newer}
             # An end was named by its version, which also finds a yanked release; the list leaves those out.

@@ -47,7 +47,7 @@ class CaseCheck:
         answer = self.answer(found)
         return replace(answer, verdict="disagree") if answer.verdict == self.failure else answer
 
-    def own(self, found: Iterable[Row]) -> list[Row]:
+    def of_check(self, found: Iterable[Row]) -> list[Row]:
         """The rows that this check is about."""
         mine = [r for r in found if r.case == self.case.id and r.implementation == self.implementation]
         return [r for r in mine if r.quantity is None or any(fnmatchcase(r.quantity, p) for p in self.quantities)]
@@ -57,7 +57,7 @@ class CaseCheck:
 
         A verdict about the whole case (refused, unsupported, crashed, …) is the answer, with its message.
         """
-        mine = self.own(found)
+        mine = self.of_check(found)
         if whole := next((r for r in mine if r.quantity is None), None):
             return Measurement(whole.verdict, message=whole.message)
         if not mine:
@@ -65,8 +65,10 @@ class CaseCheck:
                 "unsupported", message=f"{self.implementation} hands out no {', '.join(self.quantities)}"
             )
         failing = [r for r in mine if r.verdict != "agree"]
-        told = "; ".join(f"{r.quantity} {amount(r.value)} instead of {amount(r.value_oracle)}" for r in failing[:3])
-        return Measurement(failing[0].verdict if failing else "agree", _greatest(failing or mine), message=told)
+        found_wrong = "; ".join(
+            f"{r.quantity} {amount(r.value)} instead of {amount(r.value_oracle)}" for r in failing[:3]
+        )
+        return Measurement(failing[0].verdict if failing else "agree", _greatest(failing or mine), message=found_wrong)
 
 
 def _greatest(mine: Sequence[Row]) -> float | None:

@@ -241,8 +241,10 @@ def _text(
     if found.outcome == "unjudged":
         return f"{about}: an end could not be judged, so there is nothing to search between. {ends}"
     if found.outcome == "unstable":
-        told = [f"{version} {made.verdict}" for version, made in found.measured if version in (found.low, found.high)]
-        return f"{about}: different results when repeated, so no release is blamed: {', '.join(told)}. {ends}"
+        verdicts = [
+            f"{version} {made.verdict}" for version, made in found.measured if version in (found.low, found.high)
+        ]
+        return f"{about}: different results when repeated, so no release is blamed: {', '.join(verdicts)}. {ends}"
 
     change = {"broken": "broke in", "fixed": "became right in"}[find] if found.by == "verdict" else "changed in"
     named = (package, "torch", "triton", *PARTNERS)
