@@ -64,6 +64,8 @@ def _losses(x: Inputs, mark: Mark, measure: Any) -> dict[str, torch.Tensor]:
         l = l + s.beta * kl
     l = l.expand(lp.shape)
     loss, terms = aggregate(s, l, mask, float(x.num_items_in_batch))
+    if kl is not None:  # of every token a 1 cancels in k3
+        terms = terms.abs() + s.beta * aggregate(s, torch.ones_like(l), mask, float(x.num_items_in_batch))[1]
     if s.entropy_coef != 0.0:
         accumulation = s.accumulation if s.mode == "train" else 1
         share = keep / keep.sum((-2, -1), keepdim=True).clamp(min=1) / accumulation

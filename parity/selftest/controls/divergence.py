@@ -65,21 +65,23 @@ def _log_probs(x: Inputs, width: Width) -> Pair:
     return torch.cat([lp, tails[0]], -1), torch.cat([lq, tails[1]], -1)
 
 
-def _finite(logps: torch.Tensor) -> torch.Tensor:
-    return logps.clamp(min=-60000.0 if logps.dtype == torch.float16 else -1e30)
+def _weighted(lp: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """p (log p - other), 0 where p is 0; a log-prob beyond the range of its dtype shows as an infinite loss."""
+    p = lp.exp()
+    return torch.where(p > 0, p, 0.0) * torch.where(p > 0, lp - other, 0.0)
 
 
 def by_log_mixture(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Tensor:
     """The definition in log space, per token."""
-    lp, lq = _finite(lp), _finite(lq)  # exp is 0 there, and 0 times a finite number is 0
     if beta == 0.0:
-        return (lq.exp() * (lq - lp)).sum(-1)
+        return _weighted(lq, lp).sum(-1)
     if beta == 1.0:
-        return (lp.exp() * (lp - lq)).sum(-1)
+        return _weighted(lp, lq).sum(-1)
     # not logaddexp: its backward divides by 1 + exp(b - a), which is infinite in float16 from e^11 on
-    m = torch.stack([lp + math.log(1 - beta), lq + math.log(beta)]).logsumexp(0)
+    finite = [x.clamp(min=torch.finfo(x.dtype).min) for x in (lp, lq)]  # both may be -inf, where nothing is weighted
+    m = torch.stack([finite[0] + math.log(1 - beta), finite[1] + math.log(beta)]).logsumexp(0)
     # the weight comes last: beta times a probability of two quanta of float16 is two quanta again
-    return (beta * (lq.exp() * (lq - m)) + (1 - beta) * (lp.exp() * (lp - m))).sum(-1)
+    return (beta * _weighted(lq, m) + (1 - beta) * _weighted(lp, m)).sum(-1)
 
 
 def by_blocks(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Tensor:
