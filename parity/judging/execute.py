@@ -25,7 +25,7 @@ from parity.judging import faults
 from parity.process import packaged
 from parity.rounding.oracle import gradient_name
 from parity.timings import within
-from parity.world.state import matmul_precision
+from parity.world.tensors import matmul_precision
 
 OWN = str(Path(parity.__file__).parent)
 STDLIB = sysconfig.get_path("stdlib")

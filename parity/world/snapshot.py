@@ -14,7 +14,8 @@ from typing import Any
 from parity.timings import within
 from parity.world import bindings
 from parity.world.probe import arithmetic
-from parity.world.state import WATCHES, Watch, differing
+from parity.world.state import WATCHES, differing
+from parity.world.watch import Watch
 
 _kept: dict[str, tuple[list[bindings.Change], list[tuple[Watch, Any]]]] = {}
 _belongs: dict[str, str] = {}

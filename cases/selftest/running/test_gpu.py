@@ -11,7 +11,7 @@ from parity.case.profiles import SHARDS, SHARDS_CUDA
 from parity.running import gpu, one_kernel, outcome, run
 from parity.running.outcome import NOTHING
 from parity.running.plan import Options, planned
-from parity.world.state import matmul_precision
+from parity.world.tensors import matmul_precision
 
 
 @pytest.fixture
