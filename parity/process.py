@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +105,24 @@ def prepare(device: str, threads: int) -> None:
     torch._dynamo.config.recompile_limit = 10_000  # shapes differ from case to case here, as they do not in training
     torch._dynamo.config.accumulated_recompile_limit = 10_000
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end (SIGTERM): as Ctrl-C, with an exit code of its own."""
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[None]:
+    """SIGTERM ends what runs here as Ctrl-C does: children ended, folders removed, what there is reported."""
+
+    def asked(number: int, frame: Any) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread alone
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, asked)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

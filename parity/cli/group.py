@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 
 from parity.errors import UsageError
+from parity.process import Terminated
 from parity.process import tell, under_watch
 
 USAGE, NOTHING, FAULT, NO_JUDGEMENT, INTERRUPTED, TERMINATED = 2, 3, 70, 125, 130, 143
@@ -65,9 +66,9 @@ class Group(click.Group):
         except click.ClickException as error:
             error.show()
             sys.exit(_of(ctx, error.exit_code))
-        except (KeyboardInterrupt, click.Abort):
+        except (KeyboardInterrupt, click.Abort) as error:
             click.echo("parity: interrupted", err=True)
-            sys.exit(INTERRUPTED)
+            sys.exit(TERMINATED if isinstance(error, Terminated) else INTERRUPTED)
         except BrokenPipeError:
             silence()
             sys.exit(_of(ctx, 0))

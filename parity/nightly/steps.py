@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -11,7 +12,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from parity.process import stopping
+
 COMMAND = (sys.executable, "-P", "-m", "parity")
+GRACE = 10.0
+"""Seconds to end in after SIGTERM."""
 TAIL = 12
 """Lines of its output that a step's place in the report shows."""
 
@@ -42,23 +47,27 @@ def run(name: str, words: Sequence[str], log: Path, limit: float, module: str = 
     begun = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p and Path(p).is_dir())}
-    with log.open("wb") as out:
+    with log.open("wb") as out, stopping():
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         try:
             code: int | None = process.wait(max(limit, 1.0))
         except subprocess.TimeoutExpired:
             code = None
+            _end(process)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            _end(process)
             raise
-        if code is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return CommandOutcome(
         name, " ".join([module or "parity", *words]), code, time.monotonic() - begun, "\n".join(lines[-TAIL:])
     )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Its whole session, in order if that takes no more than `GRACE`."""
+    os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -8,8 +8,6 @@ import dataclasses
 import fcntl
 import os
 import secrets
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from parity.case.inputs import defaults
 from parity.case.profiles import PROFILES
 from parity.errors import UsageError
 from parity.judging.pooled_slope import pooled
+from parity.process import Terminated, stopping
 from parity.registry import family, load, loss_families
 from parity.results.header import Asked, End, Header, Last, Part, Parted
 from parity.results.report.rows import parts, read, rewrite, writer
@@ -263,27 +262,6 @@ def stopped_after(plan: Mapping[str, int], cases: Mapping[str, int]) -> str:
         done[name.partition(" ")[0]] += cases.get(name, 0)
         of[name.partition(" ")[0]] += count
     return ", ".join(f"{name} after {done[name]:,} of {of[name]:,} cases" for name in of if done[name] < of[name])
-
-
-class Terminated(KeyboardInterrupt):
-    """The process was asked to end (SIGTERM): as Ctrl-C, with an exit code of its own."""
-
-
-@contextlib.contextmanager
-def stopping() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does: workers killed, folders removed, what there is reported."""
-
-    def asked(number: int, frame: Any) -> None:
-        raise Terminated
-
-    if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread alone
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, asked)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

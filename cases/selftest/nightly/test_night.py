@@ -4,9 +4,12 @@ import contextlib
 import datetime
 import itertools
 import json
+import os
+import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from parity.cli.commands import main
 from parity.cli.nightly import duration
 from parity.errors import UsageError
 from parity.nightly import night, proof, steps
+from parity.process import Terminated
 from parity.results import notify
 from parity.results.report.rows import read
 from parity.running import findings, provenance, supervisor
@@ -65,6 +69,23 @@ def test_a_step_ends_with_its_time(tmp_path, monkeypatch):
     begun = time.monotonic()
     step = steps.run("slow", ["x"], tmp_path / "slow.log", 2.0)
     assert step.exit_code is None and step.tail == "here" and time.monotonic() - begun < 40
+
+
+def test_a_command_that_is_asked_to_end_takes_its_child_with_it(tmp_path, monkeypatch):
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+    monkeypatch.setattr(steps, "COMMAND", (sys.executable, "-c", program))
+    log = tmp_path / "slow.log"
+
+    def ask():
+        while not (log.exists() and log.read_text().endswith("\n")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ask, daemon=True).start()
+    with pytest.raises(Terminated):
+        steps.run("slow", ["x"], log, 60.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
 
 
 def test_a_step_of_another_module(tmp_path):
