@@ -12,8 +12,7 @@ import click
 from rich.console import Console
 
 from parity.errors import UsageError
-from parity.process import Terminated
-from parity.process import tell, under_watch
+from parity.process import Terminated, tell, under_watch
 
 USAGE, NOTHING, FAULT, NO_JUDGEMENT, INTERRUPTED, TERMINATED = 2, 3, 70, 125, 130, 143
 """Exit codes beside those of a command itself. `replay` answers NO_JUDGEMENT for USAGE, NOTHING and FAULT: it is what
