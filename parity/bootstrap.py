@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MINIMUM = (3, 11)
 KEPT = ("torch", "triton", "pytorch-triton")
 """Never touched in VENV=system; NVIDIA's containers have Triton as `pytorch-triton` and torch as 2.9.0a0+nv25.10."""
-NEEDED = "torch transformers trl accelerate datasets peft numpy hypothesis click rich jinja2 safetensors msgspec pytest".split()
+NEEDED = """
+torch transformers trl accelerate datasets peft numpy hypothesis packaging pyyaml psutil click rich jinja2 safetensors msgspec pytest
+""".split()
 IMPORTED = """
 torch._inductor.compile_fx torch.testing trl.trainer.grpo_trainer trl.trainer.rloo_trainer trl.trainer.dpo_trainer
 trl.trainer.sft_trainer trl.trainer.kto_trainer trl.experimental.online_dpo trl.experimental.gkd
@@ -29,7 +31,7 @@ trl.experimental.gold.gold_trainer trl.experimental.server_distillation trl.expe
 transformers.models.llama.modeling_llama liger_kernel.transformers liger_kernel.chunked_loss cut_cross_entropy pytest
 xdist hypothesis.strategies parity.cli.commands parity.running.shard parity.running.run
 """.split()
-WISHED = "triton liger-kernel cut-cross-entropy pytest-benchmark pytest-timeout pytest-xdist mpmath uv".split()
+WISHED = "requests triton liger-kernel cut-cross-entropy pytest-benchmark pytest-timeout pytest-xdist mpmath uv".split()
 
 
 def main() -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
+import importlib.util
 import os
 import re
 import sysconfig
@@ -285,6 +287,8 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     ours = [i for i, f in enumerate(files) if f.startswith(OWN)]
     theirs = [i for i, f in enumerate(files) if _is_library(f)]
     raised = bool(theirs) and theirs[-1] == len(files) - 1 and (implementation.is_trainer or _on_purpose(error))
+    if lacking := _not_installed(error):
+        return Outcome("unsupported", message=f"needs {lacking}, which is not installed")
     if files[-1].startswith(FIXES) and isinstance(error, REFUSALS) and _on_purpose(error):
         return Outcome("refused", message=message)
     if isinstance(error, Returned):
@@ -309,6 +313,22 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     if raised and isinstance(error, REFUSALS):
         return Outcome("refused", message=message)
     return Outcome("crashed", message=message)
+
+
+def _not_installed(error: BaseException) -> str:
+    """The package that an ImportError names as missing and that this environment has not; empty for any other error."""
+    if not isinstance(error, ImportError):
+        return ""
+    named = re.search(r"([\w.-]+)`? is not installed|pip install ([\w.-]+)", str(error))
+    name = error.name or next(filter(None, named.groups() if named else ()), "")
+    package = name.partition(".")[0]
+    if not package or importlib.util.find_spec(package) is not None:
+        return ""
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return package
+    return ""
 
 
 def _of_library(module: str | None, implementation: Implementation) -> bool:

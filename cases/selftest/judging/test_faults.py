@@ -7,6 +7,7 @@ import torch
 
 from parity import process
 from parity.judging import execute, faults
+from parity.registry import load
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,24 @@ def test_a_library_is_one_wherever_pip_put_it(packages):
     )
     assert execute._is_library("/home/me/lib/mine.py")
     assert not execute._is_library(execute.__file__) and not execute._is_library(dataclasses.__file__)
+
+
+@pytest.mark.parametrize(
+    ("error", "needed"),
+    [
+        (ImportError("nowhere is not installed. Please install it with `pip install nowhere`."), "nowhere"),
+        (ImportError("this needs a server: pip install no-where"), "no-where"),
+        (ModuleNotFoundError("No module named 'nowhere.client'", name="nowhere.client"), "nowhere"),
+        (ModuleNotFoundError("No module named 'torch.nowhere'", name="torch.nowhere"), ""),
+        (ImportError("pytest is not installed"), ""),
+        (ImportError("cannot import name 'x'"), ""),
+        (RuntimeError("nowhere is not installed"), ""),
+    ],
+)
+def test_a_package_that_is_not_installed_is_nobodys_failure(error, needed):
+    def run():
+        raise error
+
+    implementation = next(i for i in load().values() if not i.is_trainer)
+    outcome = execute.guarded(implementation, run)
+    assert (outcome.verdict == "unsupported") is bool(needed) and (not needed or f"needs {needed}," in outcome.message)
