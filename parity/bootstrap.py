@@ -22,7 +22,8 @@ MINIMUM = (3, 11)
 KEPT = ("torch", "triton", "pytorch-triton")
 """Never touched in VENV=system; NVIDIA's containers have Triton as `pytorch-triton` and torch as 2.9.0a0+nv25.10."""
 NEEDED = """
-torch transformers trl accelerate datasets peft numpy hypothesis packaging pyyaml psutil click rich jinja2 safetensors msgspec pytest
+torch transformers trl accelerate datasets peft numpy hypothesis packaging pyyaml psutil click rich jinja2 safetensors
+msgspec pytest
 """.split()
 IMPORTED = """
 torch._inductor.compile_fx torch.testing trl.trainer.grpo_trainer trl.trainer.rloo_trainer trl.trainer.dpo_trainer
