@@ -80,6 +80,8 @@ def rebind(old: object, new: object, called: str | None = None) -> list[str]:
         namespace = getattr(module, "__dict__", None)  # never getattr by name: it would trigger lazy imports
         if not isinstance(namespace, dict):
             continue
+        if id(old) not in map(id, list(namespace.values())):
+            continue
         for name, value in list(namespace.items()):
             if value is old and called in (None, name):
                 namespace[name] = new

@@ -15,13 +15,15 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from parity.case.case import Case
 from parity.case.inputs import Setting
 from parity.errors import UsageError
 from parity.judging.gates import Judgement
 from parity.judging.rows import size
+
+Made = TypeVar("Made")
 
 TRAINERS = {
     "grpo-trainer": "GRPOTrainer",
@@ -140,6 +142,19 @@ class Cell:
         return TRAINERS[self.case.family]
 
 
+_SHARED: dict[tuple[str, str], Any] = {}
+
+
+def shared(cell: Cell, name: str, make: Callable[[], Made]) -> Made:
+    """What every way of a case is held against, made once: a definition, its replicas. Only the last case's is kept."""
+    key = (cell.case.id, name)
+    if key not in _SHARED:
+        for other in [k for k in _SHARED if k[0] != cell.case.id]:
+            del _SHARED[other]
+        _SHARED[key] = make()
+    return _SHARED[key]
+
+
 CellOf = tuple[str, Mapping[str, Any]]
 """A trainer and the settings away from default of one of its cells."""
 
@@ -148,18 +163,49 @@ Cells = Callable[[str, int], Iterable[CellOf]]
 
 
 def by_profile(
-    quick: Sequence[CellOf] = (), pr: Sequence[CellOf] = ()
+    quick: Sequence[CellOf] = (), pr: Sequence[CellOf] = (), covered: Callable[[CellOf], bool] | None = None
 ) -> Callable[[Callable[[int], Iterable[CellOf]]], Cells]:
-    """Make `Cells` of a function of the seed, which is asked in nightly and soak; the short profiles have a few fixed ones."""
+    """Make `Cells` of a function of the seed, which is asked in nightly and soak; the short profiles have a few fixed ones.
+
+    `covered`: pr has `covering` too, of those for which it is true.
+    """
 
     def decorate(longer: Callable[[int], Iterable[CellOf]]) -> Cells:
         @functools.wraps(longer)
         def cells(profile: str, seed: int) -> Iterable[CellOf]:
-            return {"quick": quick, "pr": pr}[profile] if profile in ("quick", "pr") else longer(seed)
+            if profile == "pr":
+                return [*pr, *(covering(filter(covered, longer(seed)), pr) if covered else ())]
+            return quick if profile == "quick" else longer(seed)
 
         return cells
 
     return decorate
+
+
+def covering(cells: Iterable[CellOf], listed: Sequence[CellOf] = ()) -> Iterator[CellOf]:
+    """A part of the cells with which, beside the listed ones, each trainer has every value of every setting; greedy.
+
+    Of cells with as many new values, the one with the most new pairs of values away from default.
+    """
+    by_trainer: dict[str, list[Mapping[str, Any]]] = {}
+    for trainer, settings in cells:
+        by_trainer.setdefault(trainer, []).append(settings)
+    for trainer, every in by_trainer.items():
+        names = sorted({name for settings in every for name in settings})
+
+        def values(settings: Mapping[str, Any], names: Sequence[str] = names) -> frozenset[tuple[str, str]]:
+            return frozenset((name, repr(settings.get(name, "default"))) for name in names)
+
+        def pairs(settings: Mapping[str, Any]) -> set[frozenset[tuple[str, str]]]:
+            return set(map(frozenset, itertools.combinations(((n, repr(v)) for n, v in settings.items()), 2)))
+
+        have = [s for t, s in listed if t == trainer]
+        left = set().union(*map(values, every)).difference(*map(values, have))
+        met = set().union(*map(pairs, have))
+        while left:
+            best = max(every, key=lambda s: (len(values(s) & left), len(pairs(s) - met)))
+            yield trainer, best
+            left, met = left - values(best), met | pairs(best)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 
 from parity.errors import Unsupported
 from parity.registry import family, run_case, select
+from parity.trainers import check
 from parity.trainers.checks import losses
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.preference import DPO, Pairs
@@ -161,6 +162,7 @@ def test_hinge_is_judged_and_its_replicas_keep_the_pairs_that_are_off(monkeypatc
     rows = list(run_case(case, chosen))
     assert {r.verdict for r in rows} == {"agree"} and {r.quantity for r in rows} >= {"loss", "gradient"}
     monkeypatch.setattr(preference, "_positive", torch.relu)
+    monkeypatch.setattr(check, "_SHARED", {})
     assert [(r.verdict, r.blame) for r in run_case(case, chosen) if r.quantity is None] == [("crashed", "harness")], (
         "an oracle that cannot be judged with is a fault, not a skipped case"
     )

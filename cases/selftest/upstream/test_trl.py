@@ -1,6 +1,7 @@
 """What an installed TRL has is found, and what it lacks is said."""
 
 import collections
+import gc
 import importlib
 import logging
 import os
@@ -76,3 +77,14 @@ def test_the_environment_is_put_back(monkeypatch):
     with trl.environment_kept():
         os.environ["PARITY_KEPT"], os.environ["PARITY_NEW"] = "2", "3"
     assert os.environ["PARITY_KEPT"] == "1" and "PARITY_NEW" not in os.environ
+
+
+def test_a_collection_within_looks_at_new_objects_alone():
+    def failing():
+        with trl.collecting_little():
+            assert gc.get_freeze_count() > 1000
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert gc.get_freeze_count() == 0

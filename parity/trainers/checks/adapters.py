@@ -11,7 +11,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.gradients import first_step
@@ -100,5 +100,5 @@ def adapters(cell: Cell) -> Iterator[CheckResult]:
     steps = twin_runs.train(twin_runs.build(trainer, twin, cell.path, adapter=adapter, **more), cell.path)
     yield twin_runs.all_there(trainer, steps)
     by = SimpleNamespace(**vars(twin) | {"model": adapter.reference(s.model)})
-    step = ExactStep(adapter.policy(s.model), twin_losses.definition(trainer, by))
+    step = shared(cell, "step", lambda: ExactStep(adapter.policy(s.model), twin_losses.definition(trainer, by)))
     yield from first_step(step, steps)

@@ -19,7 +19,7 @@ from parity.errors import Unsupported
 from parity.judging.gates import Judgement, Unit, judge
 from parity.judging.settle import CERTAIN, settle
 from parity.recipe import IEEE_FP32
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, judged
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, judged, shared
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.training_step import Double, ExactStep, StepRounding
 from parity.trainers.rig import drive, models, quantised_heads
@@ -46,7 +46,20 @@ PR: tuple[CellOf, ...] = (("grpo-trainer", {"model": "gemma4"}), ("sft-trainer",
 """One nested softcap, and one head that is not what it seems."""
 
 
-@by_profile(quick=PR[:1], pr=PR)
+KINDS = {frozenset(a.changes_logits) - {"tied head"}: name for name, a in models.ARCHITECTURES.items()}
+"""What changes a model's logits -> a model of it, with a nested config if there is such a one."""
+
+
+def _in_pr(cell: CellOf) -> bool:
+    """All of GRPO's cells; of the trainers that share its code a model of each kind, and the heads that need no bitsandbytes."""
+    trainer, settings = cell
+    if trainer == "grpo-trainer":
+        return True
+    wanted = settings.get("model") in KINDS.values() or settings.get("head") not in (None, "plain", "quantised")
+    return wanted and len(settings) == 1
+
+
+@by_profile(quick=PR[:1], pr=PR, covered=_in_pr)
 def cells(seed: int) -> Iterator[CellOf]:
     """Every model and every head."""
     yield from PR
@@ -62,8 +75,8 @@ def cells(seed: int) -> Iterator[CellOf]:
 def config_values(cell: Cell) -> Iterator[CheckResult]:
     """Log-probs (or the loss made of them) and every gradient equal those of the model's own logits."""
     batch = Batch(cell)
-    truth = altered(models.model(cell.settings.model, torch.float64), cell).eval()
-    step = ExactStep(truth, batch.definition)
+    truth = shared(cell, "model", lambda: altered(models.model(cell.settings.model, torch.float64), cell).eval())
+    step = shared(cell, "step", lambda: ExactStep(truth, batch.definition))
     value, model, handed = batch.ask(cell)
     value.backward()
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}

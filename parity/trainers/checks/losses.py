@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
@@ -77,10 +77,11 @@ PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("dpo-trainer", {"loss": "aot", "ld_alpha": 0.4}),
     ("kto-trainer", {"loss": "kto", "desirable": 0.7, "undesirable": 1.3}),
     ("sft-trainer", {"loss": "dft"}),
+    ("dpo-trainer", {"loss": "ipo", "divergence": "forward_kl"}),
 )
 
 
-@by_profile(pr=PR)
+@by_profile(pr=PR, covered=lambda cell: True)
 def cells(seed: int) -> Iterator[CellOf]:
     """Every loss of every trainer, and with each of the settings that it honours."""
     for trainer, names in OWN.items():
@@ -139,10 +140,11 @@ def losses(cell: Cell) -> Iterator[CheckResult]:
     steps = twin_runs.train(run, cell.path)
     if not s.whole:  # else its sequences count from their first token on
         yield twin_runs.all_there(trainer, steps)
-    step = ExactStep(stored_window.policy(s.model, torch.float64), _definition(trainer, s))
+    exact = functools.partial(stored_window.policy, s.model, torch.float64)
+    step = shared(cell, "step", lambda: ExactStep(exact(), _definition(trainer, s)))
     if s.loss == "kto":
         others = preference.mismatched(_window(trainer))
-        z = float(preference.shift(others, s.model, stored_window.policy(s.model, torch.float64)))
+        z = float(preference.shift(others, s.model, exact()))
         yield holds("estimate", (z > 0) is (s.model == "llama"), f"{z:.3g}: the cell tests nothing", "exact", value=z)
     yield from first_step(step, steps)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, judged
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, judged, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, training_step, windows
 from parity.trainers.rig import drive, stored_window, twin_runs
@@ -140,7 +140,7 @@ def _defined(trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
     return functools.partial(_sampled, trainer, window, s)
 
 
-@by_profile(pr=PR)
+@by_profile(pr=PR, covered=lambda cell: True)
 def cells(seed: int) -> Iterator[CellOf]:
     """Every trainer with every model."""
     for trainer in TRAINERS:
@@ -161,8 +161,8 @@ def metrics(cell: Cell) -> Iterator[CheckResult]:
     )
     yield twin_runs.all_there(trainer, twin_runs.train(run, cell.path))
     logged = drive.logged(run)
-    define = _defined(trainer, s)
-    truth = training_step.Scalars(stored_window.policy(s.model, torch.float64), define)
+    exact = functools.partial(stored_window.policy, s.model, torch.float64)
+    truth = shared(cell, "logged", lambda: training_step.Scalars(exact(), _defined(trainer, s)))
     names = [name for name in truth.exact if name in logged]
     if not names:
         raise Unsupported(f"{cell.trainer} of the installed version logs none of {', '.join(truth.exact)}")

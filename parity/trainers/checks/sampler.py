@@ -14,7 +14,7 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, judged
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, judged, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import training_step, windows
 from parity.trainers.definitions.gradients import first_step
@@ -44,7 +44,7 @@ PR: tuple[CellOf, ...] = (
 )
 
 
-@by_profile(pr=PR)
+@by_profile(pr=PR, covered=lambda cell: True)
 def cells(seed: int) -> Iterator[CellOf]:
     """Every mode with every bound, and each other setting with a mode of tokens and of sequences."""
     for mode in MODES:
@@ -75,13 +75,14 @@ def sampler(cell: Cell) -> Iterator[CheckResult]:
     settings = {"loss_type": s.loss, "beta": s.beta, "max_completion_length": drive.COMPLETION}
     weigh = functools.partial(ratio, s, windows.padded(given)) if s.correction else None
     define = functools.partial(windows.grpo, window, twin.model, settings, counted, None, ratio=weigh)
-    step = training_step.ExactStep(stored_window.policy(twin.model, torch.float64), define)
+    exact = functools.partial(stored_window.policy, twin.model, torch.float64)
+    step = shared(cell, "step", lambda: training_step.ExactStep(exact(), define))
     yield from first_step(step, steps)
     logged = drive.logged(run)
     if not s.correction or s.split != "8x1":
         return  # over several micro-batches the log has a mean of their values
     measured = functools.partial(_measured, s, window, windows.padded(given), counted)
-    truth = training_step.Scalars(stored_window.policy(twin.model, torch.float64), measured)
+    truth = shared(cell, "logged", lambda: training_step.Scalars(exact(), measured))
     for name in truth.exact:
         if name in logged:
             yield judged(name, truth.judge(name, float(logged[name])), float(logged[name]), truth.exact[name])

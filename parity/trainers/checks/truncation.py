@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Setting
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
@@ -64,7 +64,7 @@ def truncation(cell: Cell) -> Iterator[CheckResult]:
         "dpo-trainer": functools.partial(windows.dpo, (window, other), s.model, beta),
         "kto-trainer": functools.partial(preference.apo_zero_unpaired, window, [r.label for r in rows], s.model, beta),
     }[trainer]
-    step = ExactStep(stored_window.policy(s.model, torch.float64), define)
+    step = shared(cell, "step", lambda: ExactStep(stored_window.policy(s.model, torch.float64), define))
     yield from first_step(step, steps)
 
 

@@ -36,7 +36,10 @@ RATE = 0.05
 """Learning rate of the runs whose second step must differ from the first."""
 
 
-@by_profile(pr=[("sft-trainer", {"kind": "uneven"})])
+PR: tuple[CellOf, ...] = (("sft-trainer", {"kind": "uneven"}), ("grpo-trainer", {"kind": "generation", "loss": "dapo"}))
+
+
+@by_profile(pr=PR, covered=lambda cell: True)
 def cells(seed: int) -> Iterator[CellOf]:
     """Every kind, those that a trainer has; evaluation for all."""
     for trainer in TRAINERS:

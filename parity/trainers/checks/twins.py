@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Setting, defaults
-from parity.trainers.check import Cell, CheckResult, check, judged
+from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, judged
 from parity.trainers.definitions import first_divergence, twin_losses
 from parity.trainers.definitions.gradients import finite, gradients
 from parity.trainers.definitions.training_step import AutocastRounding, ExactStep, StepRounding
@@ -57,15 +57,24 @@ SPLIT = {"online-dpo-trainer": "8x1"}
 """Where the other settings are looked at in one micro-batch: what accumulation does wrong would hide what they do."""
 
 
-def cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """In pr each trainer 1x8; in nightly every value of every setting by itself, per trainer, and GRPO's losses at 2x4."""
+def _short(*trainers: str) -> list[CellOf]:
+    """Each trainer in micro-batches of one, its first accumulated setting."""
+    return [(t, {**ACCUMULATED.get(t, ({},))[0], "split": SPLIT.get(t, "1x8")}) for t in trainers]
+
+
+PR = [*_short(*TRAINERS), ("grpo-trainer", {"loss": "dapo", "split": "2x4"})]
+
+
+def _in_pr(cell: CellOf) -> bool:
+    """All of SFT's and GRPO's; of the others no model, which `config-values` has, nor what transformers does for all alike."""
+    return cell[0] in ("sft-trainer", "grpo-trainer") or not cell[1].keys() & {"model", "checkpointing", "precision"}
+
+
+@by_profile(quick=_short("sft-trainer", "grpo-trainer"), pr=PR, covered=_in_pr)
+def cells(seed: int) -> Iterator[CellOf]:
+    """Every value of every setting by itself, per trainer, and GRPO's losses at 2x4."""
     for trainer in TRAINERS:
-        some = ACCUMULATED.get(trainer, ({},))
-        if profile in ("quick", "pr"):
-            if profile == "pr" or trainer in ("sft-trainer", "grpo-trainer"):
-                yield trainer, {**some[0], "split": SPLIT.get(trainer, "1x8")}
-            continue
-        for settings in some:
+        for settings in ACCUMULATED.get(trainer, ({},)):
             yield from ((trainer, {**settings, "split": split}) for split in SPLITS)
         for name, setting in SETTINGS.items():
             if name in ("loss", "tools") and trainer != "grpo-trainer":

@@ -177,7 +177,7 @@ def seeded() -> Iterator[None]:
 
 def train(trainer: Any) -> dict[str, Any]:
     """`trainer.train()` for its one step; the first log entry."""
-    with trl.quiet(), trl.environment_kept(), seeded():
+    with trl.quiet(), trl.environment_kept(), trl.collecting_little(), seeded():
         trainer.train()
     return logged(trainer)
 

@@ -112,7 +112,7 @@ def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
     if scored is not None:
         trainer._forward = forward
     try:
-        with trl.quiet(), trl.environment_kept():
+        with trl.quiet(), trl.environment_kept(), trl.collecting_little():
             trainer.train(**options)
     finally:
         del trainer.compute_loss, trainer.training_step

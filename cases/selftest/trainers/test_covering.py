@@ -1,0 +1,49 @@
+"""The cells of profile pr: every value of every setting that the long profiles have, of each trainer."""
+
+import pytest
+import torch
+
+from parity.trainers import catalogue
+from parity.trainers.check import Cell, covering, shared
+
+
+def test_a_part_of_the_cells_has_every_value_of_each_trainer():
+    cells = [("a", {"x": x, "y": y}) for x in range(4) for y in range(3)] + [
+        ("b", {}),
+        ("b", {"x": 1}),
+        ("b", {"y": 2}),
+    ]
+    part = list(covering(cells))
+    assert len(part) < len(cells) and all(cell in cells for cell in part)
+    for trainer in ("a", "b"):
+        for name in ("x", "y"):
+            every = {s.get(name) for t, s in cells if t == trainer}
+            assert {s.get(name) for t, s in part if t == trainer} == every
+    assert sum(t == "a" for t, _ in part) == 4  # no more than its longest axis
+    assert [s for t, s in covering(cells, part[:-1]) if t == "b"] == [part[-1][1]]  # listed ones count
+
+
+def _values(name, check, profile):
+    cases = catalogue.cases(name, profile, 3)
+    return {kv for c in cases if c.settings["check"] == check for kv in c.settings.items()}
+
+
+@pytest.mark.parametrize("check", ["losses", "sampler", "metrics", "advantages", "windows", "twins", "config-values"])
+def test_pr_has_every_value_that_nightly_has_but_models_and_heads_of_shared_code(check):
+    left = {
+        (name, *kv) for name in catalogue.names() for kv in _values(name, check, "nightly") - _values(name, check, "pr")
+    }
+    moved = {"twins": {"model", "checkpointing", "precision"}, "config-values": {"model", "head"}}
+    assert {name for _, name, _ in left} <= moved.get(check, set())
+    assert not {name for name, _, _ in left} & {"grpo-trainer", *(["sft-trainer"] if check == "twins" else [])}
+    assert not {(key, value) for _, key, value in left} & {("model", m) for m in ("gemma4", "phi")} or check == "twins"
+
+
+def test_the_ways_of_a_case_share_its_definition_and_no_other_case_does():
+    fam = catalogue.family("sft-trainer")
+    first, other = (fam.case(0, "fp32", {"check": "twins", "split": split}) for split in ("4x2", "2x4"))
+    cells = [Cell(case, None, way, "cpu") for case in (first, other) for way in ("released", "fixed")]
+    made = [shared(cell, "step", lambda: torch.zeros(1)) for cell in cells]
+    assert made[0] is made[1] and made[2] is made[3] and made[0] is not made[2]
+    assert shared(cells[2], "logged", lambda: torch.zeros(1)) is not made[2]
+    assert shared(cells[0], "step", lambda: torch.zeros(1)) is not made[0]  # only the last case's is kept
