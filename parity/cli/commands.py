@@ -371,12 +371,23 @@ def case_command(path: str) -> None:
 )
 @click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="processes")
 @click.option("--markdown", is_flag=True, help="print the table as a Markdown page")
+@click.option(
+    "--machine",
+    "sources",
+    multiple=True,
+    type=click.Choice(["controls", "fixes", "trl"]),
+    help="instead, small edits of this correct code by machine; continues what reports/ has of them",
+)
+@click.option(
+    "--sample", type=click.IntRange(1), default=200, show_default=True, help="--machine: random edits of each"
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="--machine: of the sample and of its cases")
 @device_option("cpu")
-def mutants_command(**options: Any) -> None:
+def mutants_command(sources: tuple[str, ...], sample: int, seed: int, **options: Any) -> None:
     """Test the harness with wrong implementations: exit code 0 if all are caught and no correct one is."""
-    from parity.selftest.mutants.command import run
+    from parity.selftest.mutants.command import run, run_machine
 
-    sys.exit(run(console(), **options))
+    sys.exit(run_machine(sources, seed, sample, options["markdown"]) if sources else run(console(), **options))
 
 
 for _command in (*COMMANDS, *nightly.COMMANDS, ledger_command):

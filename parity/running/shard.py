@@ -134,21 +134,25 @@ class Session:
             self._minimise(found[0], self._stream(shard.family, index, of, shard.seed).first(of), sought)
 
     def _minimise(self, case: Case, stream: Sequence[tuple[str, Case]], sought: Sought) -> None:
-        """Hypothesis draws the batch of the case again, is told of the finding there, and asks about smaller cases.
+        """Hypothesis draws the batch of the case again, is told of the finding there, and asks about smaller cases that show
+        all that it shows.
 
         Past the deadline nothing shows it but the smallest so far: Hypothesis asks for that once more before it believes it.
         """
         key = next((key for key, one in stream if one == case), None)
         smallest: list[Case] = []
-        until = [0.0]
+        until, whole = [0.0], set[str]()
 
         def visit(one: Case) -> None:
             if not smallest and one != case:
                 return
             if smallest and time.monotonic() > until[0] and one != smallest[-1]:
                 return
-            row = self._shows(one, sought, sought.gate in ("protocol", "relation"))
-            if row is not None:
+            failing = [row for row in self._again(one, sought, sought.gate in ("protocol", "relation")) if row.new]
+            row = next((row for row in failing if signature_of(row) == sought.signature), None)
+            subjects = {row.subject for row in failing}
+            if row is not None and whole <= subjects:
+                whole.update(() if smallest else subjects)
                 until[0] = until[0] or time.monotonic() + sought.seconds
                 smallest.append(one)
                 _report(Disagreement(one, row))
@@ -159,11 +163,6 @@ class Session:
                     batch(cases(loss_family(case.family), self.dtypes, self.profile_name), key, visit)
             except Disagreement as found:
                 self._freeze(found)
-
-    def _shows(self, case: Case, sought: Sought, thorough: bool) -> Row | None:
-        """The row of a case that is of the finding, if one is."""
-        rows = self._again(case, sought, thorough)
-        return next((row for row in rows if signature_of(row) == sought.signature), None)
 
     def _again(self, case: Case, sought: Sought, thorough: bool) -> list[Row]:
         chosen = [i for i in self._of(case) if i.id == sought.implementation]

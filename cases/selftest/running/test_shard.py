@@ -5,16 +5,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import Profile
+from parity.implementations.implementation import Implementation, require
 from parity.registry import NAMES, from_file, loss_family
 from parity.results.ledger import Ledger
 from parity.running import shard as shard_module
-from parity.running.events import At, Confirmed, Judged
+from parity.running.events import At, Confirmed, Judged, Started
 from parity.running.findings import Findings
 from parity.running.plan import Options, Shard, planned
 from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, second_pass
@@ -98,6 +100,31 @@ def test_a_finding_is_minimised_and_frozen(wrong):
     (frozen,) = own.findings_dir.glob("*.json")
     assert found[0].replay.split()[2].endswith(str(frozen)) and Case.load(frozen).id == found[0].case
     assert json.loads(frozen.read_text())["implementation"] == "fixtures/kernels.py:wrong_beyond_eight"
+
+
+def test_the_smallest_case_fails_in_all_that_the_finding_fails_in(tmp_path):
+    """Log-probs off by 0.5 fail at V = 1 too, where the gradients, half again too large, are zero."""
+    own, events = session("right", tmp_path)
+
+    def call(x):
+        return {"logps": 1.5 * log_probs(x) + 0.5}
+
+    own.implementations = [Implementation("lib.logps", "logprobs", "candidate", call)]
+    shard = drawn_shard(20, 3)
+    own.run(shard)
+    _, _, (first, *_) = looked_for(own, events, shard)
+    lead = next(r for r in rows(events) if r.quantity == "grad_hidden" and r.new)
+    case = next(e.data for e in events if isinstance(e, Started) and e.case == lead.case)
+    sought = replace(first.sought, subjects=[("logps", lead.cls)], cases=[(0, 20, case)])
+    found = {r.quantity: r for r in rows(heard(own, replace(first, sought=sought))) if r.minimised is True and r.new}
+    assert found.keys() >= {"logps", "grad_hidden"}
+    assert found["logps"].settings["V"] == 2
+
+
+def log_probs(x):
+    z = x.hidden @ x.weight.T * x.settings.logit_scale
+    require(x.bias is None and x.settings.softcap is None and not (x.ids < 0).any(), "kept short")
+    return torch.log_softmax(z / x.settings.temperature, -1).gather(-1, x.ids.long().unsqueeze(-1)).squeeze(-1)
 
 
 def test_what_there_is_no_time_to_minimise_is_reported_as_drawn(wrong):

@@ -10,10 +10,11 @@ from rich.console import Console
 from parity.errors import UsageError
 from parity.registry import meant
 from parity.results.report import measured
-from parity.selftest.mutants import FAMILIES, TRAINERS, table
+from parity.selftest.mutants import FAMILIES, TRAINERS, machine, machine_page, table
+from parity.selftest.mutants.laboratory import Mutated
 from parity.selftest.mutants.matrix import Fate, kill_matrix
 
-ROWS = Path("reports/mutants.ndjson")
+ROWS, MACHINE = Path("reports/mutants.ndjson"), "reports/mutants-machine-{source}-{seed}.ndjson"
 
 
 def run(
@@ -46,3 +47,17 @@ def run(
     else:
         table.show(found, console)
     return int(not all(line.right for line in found))
+
+
+def run_machine(sources: tuple[str, ...], seed: int, sample: int, markdown: bool) -> int:
+    """Run a sample of the mutants by machine from each source, and print what became of them: 0 when none survives."""
+    found: list[Mutated] = []
+    for source in sources:
+        done: list[Mutated] = []
+        for done in machine.run(source, seed, sample, Path(MACHINE.format(source=source, seed=seed))):
+            click.echo(f"{source}: {machine_page.summary(done)}", err=True)
+        found += done
+    if markdown:
+        click.echo(measured.head("Mutants by machine", "parity", "machine-mutants.md"))
+    click.echo(machine_page.markdown(found), nl=False)
+    return int(any(m.fate == "survived" for m in found))
