@@ -77,6 +77,7 @@ class CaseOracle:
             self._narrowed[absent].exact = exact(self.family, self._narrowed[absent].home)
         return self._narrowed[absent]
 
+    @functools.cached_property
     def beside(self) -> Inputs:
         """The inputs of the next seed, on the same device, with upstream gradients of the same quantities."""
         case = dataclasses.replace(self.inputs.case, seed=self.inputs.case.seed + 1)
@@ -87,6 +88,8 @@ class CaseOracle:
 
     def replicas(self, recipe: Recipe, count: int, finer: bool = False) -> Quantities:
         """Replicas under a resolved recipe, computed once; with `finer` as many again that store nothing narrow."""
+        # What is returned is stored after all that a replica rounds.
+        recipe = dataclasses.replace(recipe, output="any")
         key = (recipe, count, finer)
         if key not in self._replicas:
             if finer:
@@ -148,6 +151,7 @@ class CaseOracle:
             self._variants[name] = CaseOracle(fam, self.on_cpu, exact(fam, self.home))
         return self._variants[name]
 
+    @functools.cached_property
     def in_float32(self) -> CaseOracle:
         """The same values with every parameter in float32 and outside autocast, to tell logic from precision."""
         case = dataclasses.replace(self.inputs.case, dtype="fp32")
@@ -246,7 +250,7 @@ def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outco
 def classify(oracle: CaseOracle, implementation: Implementation, failing: Sequence[str]) -> dict[str, Class]:
     """ "logic" for each quantity that float32 does not repair and no other float32 recipe explains, else "precision"."""
     narrow = oracle.inputs.case.dtype != "fp32" or oracle.inputs.context == "autocast"
-    precise = oracle.in_float32() if narrow else oracle
+    precise = oracle.in_float32 if narrow else oracle
     outcome = execute(implementation, precise.inputs)
     if outcome.verdict == "ran":
         recipe = implementation.recipe_for(precise.inputs)

@@ -142,7 +142,7 @@ def _rows(whole: CaseOracle, implementation: Implementation, thorough: bool) -> 
             row.message = "; ".join(filter(None, [j.message, *diagnose.hints(oracle, name, outcome)]))
         yield row
     if thorough:
-        other = oracle.beside()
+        other = oracle.beside
         with world.together(implementation.id):
             leaks += side_effects.repeated(implementation, inputs, other, outcome)
             leaks += side_effects.interleaved(implementation, inputs, other, outcome)

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity.case.case import DTYPES
 from parity.case.family import Mark
-from parity.recipe import HALF_SUBNORMAL, LARGEST, NARROW, UNIT_ROUNDOFF, Recipe
+from parity.recipe import LARGEST, NARROW, UNIT_ROUNDOFF, Recipe
+from parity.rounding.blocks import on_grid, perturbed
 from parity.rounding.noise import Noise
 from parity.rounding.products import SPLIT_FROM, cut, split
 
@@ -87,9 +87,9 @@ class MonteCarlo(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        name = _name(func)
-        if self.quiet or not torch.is_tensor(out) or not out.is_floating_point() or name in _EXACT or name[-1] == "_":
+        if self.quiet or _rounds_nothing(func) or not torch.is_tensor(out) or not out.is_floating_point():
             return out
+        name = _name(func)
         if func in _MATMULS:
             return self.product(out, args[0], args[1])
         if func in _SUMS:
@@ -121,13 +121,15 @@ class MonteCarlo(TorchDispatchMode):
         if name == "tanh" and self.recipe.tanh == "sigmoid":
             return self.rounded(out + 2 * self.u * self.noise.like(out))
         if name == "exp":  # finite in float64, but not in the recipe's dtype: the ratio of a token that is far off
-            return self.rounded(torch.where(out > self.largest_exp, torch.inf, out))
+            beyond = not (out.numel() and out.amax().item() <= self.largest_exp)
+            return self.rounded(torch.where(out > self.largest_exp, torch.inf, out) if beyond else out)
         return self.rounded(out)
 
     def log_softmax(self, out: torch.Tensor, z: torch.Tensor, dim: int) -> torch.Tensor:
         """`out` = log-softmax of z before it is stored."""
-        top = out.amax(dim, keepdim=True).nan_to_num_(0.0, 0.0, 0.0)
-        lse = (z - out).nan_to_num_(0.0, 0.0, 0.0).abs_().amax(dim, keepdim=True) * self._shifted(out)
+        top = out.amax(dim, keepdim=True)
+        lse = (z.amax(dim, keepdim=True) - top).nan_to_num_(0.0, 0.0, 0.0).abs_() * self._shifted(out)
+        top = top.nan_to_num_(0.0, 0.0, 0.0)
         scale = self.u_sum * (2 * lse + self._walk(out, dim))
         on_the_way = self.recipe.log_sum or self.softmax
         if UNIT_ROUNDOFF[on_the_way] > NARROW:
@@ -167,19 +169,20 @@ class MonteCarlo(TorchDispatchMode):
 
     def scattered(self, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """scale·ξ, of the shape of `scale`, nothing where the scale is not finite: what to add to `out`."""
-        scale = scale if _finite(scale) else torch.where(torch.isfinite(scale), scale, 0.0)
+        scale = scale if _finite(scale) else scale.nan_to_num(0.0, 0.0, 0.0)
         return scale * self.noise.like(scale)
 
     def rounded(self, out: torch.Tensor, dtype: str | None = None) -> torch.Tensor:
         """A result as rounded to `dtype` (none: the recipe's for elementwise operations): x·(1 + u·ξ) + η·ξ, or on its grid."""
         dtype = self.elementwise if dtype is None else dtype
         u = UNIT_ROUNDOFF[dtype]
+        given = out if _finite(out) else out.clamp(-_HUGE, _HUGE)
         if u > NARROW:
-            noisy = self._grid(out, dtype).add_(self.noise.like(out) * self.eta)
+            noisy = self._grid(given, dtype).add_(self.noise.like(out), alpha=self.eta)
         else:
-            noisy = torch.addcmul(out, out.abs().mul_(u).add_(self.eta), self.noise.like(out))
-        if not _finite(noisy):
-            noisy = torch.where(torch.isfinite(out), noisy, out)
+            noisy = perturbed(given, self.noise.like(out), u, self.eta)
+        if given is not out:
+            noisy += out - given  # nothing, but for infinities
         if self.largest is not None and noisy.numel() and not noisy.abs().amax().item() <= self.largest:
             noisy = torch.where(
                 noisy.abs() > self.largest, torch.copysign(torch.full_like(noisy, torch.inf), noisy), noisy
@@ -193,13 +196,7 @@ class MonteCarlo(TorchDispatchMode):
         nearly flat distribution moves as one, and a thousand equal probabilities of 3.6 quanta all become 4.
         Independent noise never does that.
         """
-        stretch = self._stretch(x) if stretch is None else stretch
-        scaled = x * stretch
-        carry = scaled * (UNIT_ROUNDOFF[dtype] * 2.0**53 + 1)  # Veltkamp's splitting: the leading bits of x
-        carry.sub_(carry - scaled)
-        quantum = 2 * HALF_SUBNORMAL[dtype]
-        subnormal = scaled.abs() < torch.finfo(DTYPES[dtype]).smallest_normal
-        return torch.where(subnormal, scaled.div_(quantum).round_().mul_(quantum), carry).div_(stretch)
+        return on_grid(x, dtype, self._stretch(x) if stretch is None else stretch)
 
     def _stretch(self, x: torch.Tensor) -> torch.Tensor:
         """A factor in 1 to 2, one a replica: (R, 1, …)."""
@@ -245,8 +242,7 @@ class MonteCarlo(TorchDispatchMode):
         Of n parts of one sign the last ones meet a total n times their size: no random walk of the parts' own roundings.
         """
         total, exact = self._totals(parts)
-        off = total - exact
-        return torch.where(torch.isfinite(off), off, 0.0)
+        return (total - exact).nan_to_num_(0.0, 0.0, 0.0)
 
     def _totals(self, parts: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the parts, each stored and added to what is stored on one grid; and the sum itself."""
@@ -314,11 +310,11 @@ class MonteCarlo(TorchDispatchMode):
         assert dtype is not None
         self.quiet = True
         try:
-            y = self._grid(x if factor == 1.0 else x * factor, dtype)
+            given = x if _finite(x) else x.clamp(-_HUGE, _HUGE)
+            y = self._grid(given if factor == 1.0 else given * factor, dtype)
             if y.numel() and not y.abs().amax().item() <= LARGEST[dtype]:
                 y = torch.where(y.abs() > LARGEST[dtype], torch.copysign(torch.full_like(y, torch.inf), y), y)
-            y = y if factor == 1.0 else y.div_(factor)
-            return y if _finite(y) else torch.where(torch.isfinite(x), y, x)
+            return y if factor == 1.0 else y.div_(factor)
         finally:
             self.quiet = False
 
@@ -329,10 +325,19 @@ def _name(func: Any) -> str:
     return name.split("::")[1]
 
 
+@functools.cache
+def _rounds_nothing(func: Any) -> bool:
+    name = _name(func)
+    return name in _EXACT or name[-1] == "_"
+
+
 def _finite(x: torch.Tensor) -> bool:
     """Whether every entry certainly is finite: in one pass, and wrong only about a sum that overflows."""
     return math.isfinite(x.sum().item())
 
+
+_HUGE = 2.0**900
+"""Stands for an infinity while finite entries beside it are rounded: beyond the range of every dtype but float64."""
 
 _RUNNING: list[MonteCarlo] = []
 """The Monte Carlo modes that are entered, the innermost last."""

@@ -419,3 +419,11 @@ def test_what_is_lost_in_a_sum_of_blocks_adds_no_rounding():
     parts[..., 0] = 1.0
     total = mode._added(parts.double(), torch.ones(16, 256, 1, dtype=torch.float64))
     assert float((total - 1).abs().amax()) <= 2 * 2.0**-8 + 255 * 2.0**-14
+
+
+def test_implementations_share_what_does_not_depend_on_them():
+    known = oracle_of(FAMILY.case(1, "bf16", SETTINGS))
+    narrow = Recipe(logits="bf16", output="bf16")
+    assert known.replicas(narrow, 2) is known.replicas(dataclasses.replace(narrow, output="fp32"), 2)
+    assert known.replicas(narrow, 2) is not known.replicas(Recipe(output="bf16"), 2)
+    assert known.in_float32 is known.in_float32
