@@ -149,11 +149,55 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, text, told):
         check(path, trainer="GRPO")
 
 
-def test_the_arguments_that_a_trainer_saves(tmp_path):
-    args = drive.arguments(drive.config("OnlineDPOTrainer"), "cpu", {"gradient_accumulation_steps": 4})
+@pytest.mark.parametrize(
+    ("trainer", "text", "told"),
+    [
+        ("GRPOTrainer", "beta: abc", "beta: invalid float value: 'abc'"),
+        ("GRPOTrainer", "num_generations: 2.5", "num_generations: invalid int value: '2.5'"),
+        ("GRPOTrainer", "use_liger_kernel: maybe", "use_liger_kernel: Truthy value expected: got maybe"),
+        ("GRPOTrainer", "loss_type: grop", "loss_type: invalid choice: 'grop' .choose from bnpo, cispo, dapo"),
+        ("DPOTrainer", "loss_type: [sigmoid, sigmod]", "loss_type: invalid choice: 'sigmod'"),
+        ("DPOTrainer", "f_divergence_type: alpha", "f_divergence_type: invalid choice: 'alpha'"),
+        ("KTOTrainer", "loss_type: sigmoid", "loss_type: invalid choice: 'sigmoid'"),
+        ("SFTTrainer", "lr_scheduler_type: cosin", "lr_scheduler_type: invalid choice: 'cosin'"),
+        (None, "max_steps: [1, 2]", "max_steps: it takes one value, and no list"),
+    ],
+)
+def test_a_value_that_the_trainer_does_not_take_is_refused(tmp_path, trainer, text, told):
+    with pytest.raises(UsageError, match=f"config.yaml: {told}"):
+        check(config(tmp_path, text), trainer=trainer)
+    if not text.startswith(("use", "max")):
+        name, value = text.split(": ")
+        made = f"import trl\nx = trl.{trainer.removesuffix('Trainer')}Config({name}={value if '.' in value else repr(value)})"
+        with pytest.raises(UsageError, match=name):
+            check(script(tmp_path, made))
+
+
+FINE = """
+beta: 1e-3
+learning_rate: -1
+loss_type: dapo
+scale_rewards: true
+report_to: [wandb, none]
+reward_weights: [1.0, 0.5]
+lr_scheduler_kwargs: {min_lr: 0.1}
+run_name: 5
+fsdp: full_shard
+tf32: null
+"""
+
+
+def test_values_that_a_parser_of_settings_takes_are_fine(tmp_path):
+    assert check(config(tmp_path, FINE), trainer="GRPOTrainer")
+
+
+@pytest.mark.parametrize("trainer", ["OnlineDPOTrainer", "GRPOTrainer", "DPOTrainer", "KTOTrainer"])
+def test_the_arguments_that_a_trainer_saves(tmp_path, trainer):
+    args = drive.arguments(drive.config(trainer), "cpu", {"gradient_accumulation_steps": 4})
     path = tmp_path / "args.json"
     path.write_text(args.to_json_string())
-    assert found(path)["trl-online-dpo-accumulation"].certain  # its fields are of no other trainer
+    online = found(path, trainer=None if trainer.startswith("Online") else trainer).get("trl-online-dpo-accumulation")
+    assert (online is not None and online.certain) == trainer.startswith("Online")  # its fields are of no other trainer
 
 
 def test_a_script_that_makes_arguments_alone(tmp_path):

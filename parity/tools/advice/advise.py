@@ -16,6 +16,7 @@ from parity.results.report.known import releases
 from parity.results.user import SEVERITIES
 from parity.tools.advice.read import KNOWN, from_script, from_trainer, from_yaml
 from parity.tools.advice.settings import LIBRARIES, Run, Unknown, holds
+from parity.tools.advice.values import refuse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +70,13 @@ def check(source: Any, trainer: str | None = None, ledger: Path | None = None) -
     that open. One `Advice` a trainer.
 
     Raises:
-        UsageError: for an unknown trainer, a file that cannot be read or is none of these, a script without a trainer.
+        UsageError: for an unknown trainer, a file that cannot be read or is none of these, a script without a trainer, a
+            value that the trainer's config does not take.
     """
-    entries = Ledger.load(ledger or data.ledger_file()).entries
-    return [_advise(run, entries) for run in _runs(source, trainer)]
+    entries, runs = Ledger.load(ledger or data.ledger_file()).entries, _runs(source, trainer)
+    for run in runs if isinstance(source, str | os.PathLike) else ():
+        refuse(run)
+    return [_advise(run, entries) for run in runs]
 
 
 def _runs(source: Any, trainer: str | None) -> list[Run]:
