@@ -1,16 +1,19 @@
 # TRL 1.16: the last, smaller micro-batch of an online DPO window weighs as much as a full one
 # the loss is a mean over the micro-batch, whatever its size, and the window sums these means.
+import math
+
 import torch
 import transformers
 from setup_online import backward_passes, online
 from setup_tiny import tiny
 
-parts, summed = [], []
+parts, losses, summed = [], [], []
 
 
 def gradient(loss):
     weights = [p for p in trainer.model.parameters() if p.requires_grad]
     parts.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights, retain_graph=True)]))
+    losses.append(loss.item())
 
 
 class Keep(transformers.TrainerCallback):
@@ -18,11 +21,13 @@ class Keep(transformers.TrainerCallback):
         summed.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
 
 
-trainer = online(tiny(0), tiny(1), 3, [Keep()], gradient_accumulation_steps=2, max_steps=1)
+# Policy and reference are one model: the loss of each prompt is log 2, and a micro-batch's loss its weight times that.
+trainer = online(tiny(), tiny(), 3, [Keep()], gradient_accumulation_steps=2, max_steps=1)
 backward_passes(trainer, gradient)
 torch.manual_seed(0)
 trainer.train()
-weights = torch.linalg.lstsq(torch.stack(parts, 1).double(), summed[0].double()[:, None]).solution[:, 0]
+taken = torch.linalg.lstsq(torch.stack(parts, 1).double(), summed[0].double()[:, None]).solution[:, 0]
+weights = taken * torch.tensor(losses) / math.log(2)
 each = [float(weights[0] / weights.sum()) / 2, float(weights[1] / weights.sum())]
 print("| weight of a prompt in the window's gradient | |\n|---|---|")
 print(
