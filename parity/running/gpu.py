@@ -73,11 +73,6 @@ def visible() -> list[str]:
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
-def workers(shards: int) -> int:
-    """How many workers: a core each, no more than there are shards; the shards, and so the results, do not depend on it."""
-    return max(1, min(os.cpu_count() or 1, shards))
-
-
 def child(device: str, threads: int, gpu: str | None = None) -> Mapping[str, str]:
     """The environment of a worker: without `TRITON_INTERPRET` on CUDA, without a GPU on the CPU, with one where `gpu` says.
 

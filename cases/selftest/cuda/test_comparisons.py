@@ -212,7 +212,12 @@ def test_a_loss_by_definition_of_a_batch_on_the_device():
 
 
 @pytest.mark.parametrize(
-    ("name", "id"), [("logprobs", "trl.ChunkedLogProbFunction"), ("divergence", "trl.ChunkedDivergenceFunction")]
+    ("name", "id"),
+    [
+        ("logprobs", "trl.ChunkedLogProbFunction"),
+        ("policy", "trl.GRPOTrainer"),
+        ("divergence", "trl.ChunkedDivergenceFunction"),
+    ],
 )
 def test_a_softcap_of_trls_kernels(name, id):
     """Their tanh is 2σ(2x) - 1, off by an absolute amount near 0: small logits show it, and the recipe has it."""

@@ -1,16 +1,23 @@
 """A box with a GPU says why it cannot use it, and each worker sees what it should."""
 
+import dataclasses
+import os
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fixtures.pretended_cuda import pretended
-from parity import bootstrap, world
+from parity import bootstrap, process, world
 from parity.case.profiles import SHARDS, SHARDS_CUDA
-from parity.running import gpu, one_kernel, outcome, run
+from parity.judging.execute import execute
+from parity.registry import family, oracle_of
+from parity.running import gpu, one_kernel, outcome, run, supervisor
 from parity.running.outcome import NOTHING
 from parity.running.plan import Options, planned
+from parity.selftest.controls import control
+from parity.trainers.rig import ranks
 from parity.world.tensors import matmul_precision
 
 
@@ -32,6 +39,7 @@ def test_a_driver_too_old_ends_the_run_with_its_cause(box, monkeypatch, tmp_path
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", old)
+    monkeypatch.setattr(run, "_follow", lambda *_: pytest.fail("it runs on the CPU instead"))
     found = run.execute(Options(profile="quick", reports=tmp_path), lambda *_: None)
     assert found.exit_code == NOTHING and not found.rows
     assert "driver on your system is too old (found version 12040)" in found.reasons[0]
@@ -62,14 +70,42 @@ def test_kernels_are_required_on_cuda():
     assert not any("required on CUDA" in r for r in outcome.judge_run(Options(), [], [], [], "cpu")[1])
 
 
-def test_the_environment_of_a_worker(monkeypatch):
+def test_the_environment_of_a_worker(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     on_gpu = gpu.child("cuda", 1, "2")
     assert "TRITON_INTERPRET" not in on_gpu and on_gpu["CUDA_VISIBLE_DEVICES"] == "2"
     other = gpu.child("cuda", 1, "3")  # the same cache folders: what one compiled is there for all
     assert {**other, "CUDA_VISIBLE_DEVICES": "2"} == on_gpu
+
+    def begun(command, env, **_):
+        assert env == on_gpu
+        raise InterruptedError
+
+    monkeypatch.setattr(supervisor.subprocess, "Popen", begun)
+    worker = SimpleNamespace(plan={"device": "cuda", "threads": 1, "gpu": "2"}, errors=tmp_path / "0")
+    with pytest.raises(InterruptedError):
+        supervisor._start(worker, None, tmp_path)
     on_cpu = gpu.child("cpu", 1)
     assert on_cpu["TRITON_INTERPRET"] == "1" and on_cpu["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_process_on_cuda_interprets_no_kernel(monkeypatch):
+    """The header says "compiled"; a user's TRITON_INTERPRET=1 would say otherwise."""
+    monkeypatch.setattr(os, "environ", dict(os.environ) | {"TRITON_INTERPRET": "1"})
+    process.prepare("cuda", 1)
+    assert "TRITON_INTERPRET" not in os.environ
+
+
+@pytest.mark.parametrize("interprets", ["1", "0"])
+def test_what_the_interpreter_lacks_is_told_by_its_switch(interprets, monkeypatch):
+    """Not by whether there is a GPU: a box with one runs `--device cpu` in the interpreter."""
+    call = {}
+    exec(compile("def call(x):\n    x.no_such_operation()", "/packages/triton/interpreter.py", "exec"), call)
+    one = dataclasses.replace(control("honest.logprobs.plain"), interpreted=True, call=call["call"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: interprets == "1")
+    monkeypatch.setenv("TRITON_INTERPRET", interprets)
+    outcome = execute(one, oracle_of(family("logprobs").case(3, "fp32", {"V": 5})).inputs)
+    assert outcome.message.startswith("Triton's interpreter: ") == (interprets == "1"), outcome
 
 
 def test_shards_do_not_depend_on_workers_and_gpus_are_dealt_out(monkeypatch, tmp_path):
@@ -105,27 +141,60 @@ def test_shards_do_not_depend_on_workers_and_gpus_are_dealt_out(monkeypatch, tmp
         ("", ""),
     ],
 )
-def test_the_line_that_says_why_a_process_died(stderr, why):
-    assert why in gpu.cause(stderr.splitlines())
+def test_the_line_that_says_why_a_process_died(stderr, why, tmp_path):
+    (tmp_path / "stderr").write_text(stderr)
+    ended = SimpleNamespace(process=SimpleNamespace(returncode=-6), errors=tmp_path / "stderr")
+    told = supervisor._death(ended)
+    assert told.startswith("the process ended (killed by signal 6)") and why in told
 
 
-def test_torchs_newer_precision_switch_is_seen_and_put_back():
+def test_torchs_newer_precision_switch_is_seen_and_put_back(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     before = world.take()
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # beside cudnn.allow_tf32, which raises now
         assert matmul_precision() == "mixed"
     finally:
         leaks = before.restore()
-    assert "float32_matmul_precision changed" in leaks
+    assert {"float32_matmul_precision changed", "switch torch.backends.cudnn.allow_tf32 changed"} <= set(leaks)
+    assert torch.backends.cudnn.allow_tf32 is True
     assert matmul_precision() == "highest" and torch.backends.cuda.matmul.allow_tf32 is False
 
 
-def test_the_devices_random_state_is_watched():
+SWITCHES = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+
+
+def test_what_a_gpu_has_of_its_own_is_watched_and_put_back():
+    matmul = torch.backends.cuda.matmul
+
+    def state():
+        return (
+            torch.cuda.get_rng_state().tolist(),
+            torch.is_autocast_enabled("cuda"),
+            [getattr(matmul, n) for n in SWITCHES],
+        )
+
     with pretended():
-        before = world.take()
+        before, was = world.take(), state()
         torch.rand(1, device="cuda")
+        torch.set_autocast_enabled("cuda", True)
+        for name in SWITCHES:
+            setattr(matmul, name, not getattr(matmul, name))
         leaks = before.restore()
-    assert leaks == ["CUDA RNG changed"]
+        assert state() == was
+    named = {f"switch torch.backends.cuda.matmul.{name} changed" for name in SWITCHES[1:]}
+    assert named | {"CUDA RNG changed", "autocast changed", "float32_matmul_precision changed"} <= set(leaks)
+
+
+def test_ranks_on_the_cpu_see_no_gpu(monkeypatch, tmp_path):
+    """DeepSpeed's ranks are not told of the CPU: rank 1 would take a GPU that a box has not."""
+    seen = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    monkeypatch.setattr(ranks.subprocess, "Popen", lambda command, env, **_: seen.append(env))
+    for sharding in ("ddp", "zero3"):
+        ranks._start(tmp_path, 1, 2, 1, sharding)
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in seen] == ["", ""]
 
 
 def test_containers_with_triton_under_another_name(tmp_path):

@@ -96,7 +96,7 @@ def _start(folder: Path, rank: int, ranks: int, port: int, sharding: str) -> sub
     with open(folder / f"{rank}.log", "wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "parity.trainers.rig.ranks", str(folder / "plan.json")],
-            env=os.environ | environment("cpu", 1) | settings,
+            env=os.environ | environment("cpu", 1) | {"CUDA_VISIBLE_DEVICES": ""} | settings,
             stdout=log,
             stderr=subprocess.STDOUT,
         )
