@@ -39,7 +39,7 @@ class CaseOracle:
     family: Family
     inputs: Inputs
     exact: Quantities
-    _replicas: dict[tuple[Recipe, int, bool], Quantities] = dataclasses.field(default_factory=dict)
+    _replicas: dict[tuple[Recipe, int, bool, bool], Quantities] = dataclasses.field(default_factory=dict)
     _units: dict[tuple[str, Recipe, int, bool], Unit] = dataclasses.field(default_factory=dict)
     _cut: dict[str, Quantities] = dataclasses.field(default_factory=dict)
     _narrowed: dict[frozenset[str], CaseOracle] = dataclasses.field(default_factory=dict)
@@ -86,14 +86,19 @@ class CaseOracle:
             other, cotangents={n: g for n, g in other.cotangents.items() if n in self.inputs.cotangents}
         )
 
-    def replicas(self, recipe: Recipe, count: int, finer: bool = False) -> Quantities:
-        """Replicas under a resolved recipe, computed once; with `finer` as many again that store nothing narrow."""
+    def replicas(self, recipe: Recipe, count: int, finer: bool = False, gradients: bool = True) -> Quantities:
+        """Replicas under a resolved recipe, computed once; with `finer` as many again that store nothing narrow.
+
+        Without `gradients` those need not be there.
+        """
         # What is returned is stored after all that a replica rounds.
         recipe = dataclasses.replace(recipe, output="any")
-        key = (recipe, count, finer)
+        whole, key = (recipe, count, finer, True), (recipe, count, finer, gradients)
+        if whole in self._replicas:
+            return self._replicas[whole]
         if key not in self._replicas:
             if finer:
-                both = self.replicas(recipe, count), self.replicas(recipe.stored_wide(), count)
+                both = [self.replicas(r, count, gradients=gradients) for r in (recipe, recipe.stored_wide())]
                 self._replicas[key] = {
                     n: torch.cat([q[n] for q in both]) if both[0][n].dim() > value.dim() else both[0][n]
                     for n, value in self.exact.items()
@@ -101,18 +106,19 @@ class CaseOracle:
                 }
             else:
                 seed = zlib.crc32(self.inputs.case.id.encode())
-                self._replicas[key] = replicas(self.family, self.home, recipe, count, seed)
+                self._replicas[key] = replicas(self.family, self.home, recipe, count, seed, gradients)
         return self._replicas[key]
 
-    def unit(self, name: str, recipe: Recipe, count: int = REPLICAS, finer: bool = False) -> Unit:
-        """What quantity `name` is measured with under a recipe, computed once; `finer` as in `replicas`."""
+    def unit(
+        self, name: str, recipe: Recipe, count: int = REPLICAS, finer: bool = False, gradients: bool = True
+    ) -> Unit:
+        """What quantity `name` is measured with under a recipe, computed once; `finer` and `gradients` as in `replicas`."""
         key = (name, recipe, count, finer)
         if key not in self._units:
-            self._units[key] = self._unit(name, recipe, count, finer)
+            self._units[key] = self._unit(name, recipe, self.replicas(recipe, count, finer, gradients), count)
         return self._units[key]
 
-    def _unit(self, name: str, recipe: Recipe, count: int, finer: bool) -> Unit:
-        found = self.replicas(recipe, count, finer)
+    def _unit(self, name: str, recipe: Recipe, found: Quantities, count: int) -> Unit:
         value = self.exact[name]
         stack = found[name]
         if stack.dim() == value.dim():  # no leaf reaches it: one value for all replicas
@@ -199,6 +205,7 @@ def judge_all(
     """Every quantity the implementation should return (or `only` some), judged; and each that it should not. `finer`: see
     `CaseOracle`."""
     wanted = expected(oracle, implementation, recipe)
+    gradients = only is None or any(name.startswith("grad_") for name in only)
     judged = {}
     for name, dtype in wanted.items():
         if only is not None and name not in only:
@@ -207,7 +214,7 @@ def judge_all(
         if value is None:
             judged[name] = failed("no gradient" if name.startswith("grad_") else "missing")
             continue
-        judged[name] = judge(value, oracle.unit(name, recipe, count, finer), dtype or value.dtype)
+        judged[name] = judge(value, oracle.unit(name, recipe, count, finer, gradients), dtype or value.dtype)
     for name in outcome.quantities:
         if name.startswith("grad_") and name not in wanted and (only is None or name in only):
             judged[name] = failed("a gradient where none was asked for")
@@ -240,7 +247,7 @@ def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outco
         return judged
 
     settle(judge_with, counts)
-    if recipe != recipe.stored_wide() and any(math.isfinite(judged[name].headroom) for name in wrong()):
+    if recipe != recipe.stored_wide() and any(judged[name].open for name in wrong()):
         finer = judge_all(oracle, implementation, outcome, recipe, counts[-1], finer=True, only=wrong())
         judged.update({name: j for name, j in finer.items() if j.agrees})
     return judged

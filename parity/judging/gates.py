@@ -165,6 +165,11 @@ class Judgement:
         return math.inf if math.isnan(value) else value
 
     @property
+    def open(self) -> bool:
+        """Whether more replicas could change it: its tightest gate is neither infinite nor without them, as a count's is."""
+        return self.gate != "exact" and math.isfinite(self.headroom)
+
+    @property
     def agrees(self) -> bool:
         """Whether every gate holds."""
         return self.headroom <= 1.0

@@ -37,7 +37,7 @@ def settle(
     judged = judge_with(counts[0])
     for count in counts[1:]:
         wrong = [j for j in judged.values() if not j.agrees]
-        still = [j for j in wrong if j.headroom < certain or j.overflows]
+        still = [j for j in wrong if (j.open and j.headroom < certain) or j.overflows]
         if not still or (together and len(still) < len(wrong)):
             break
         judged = judge_with(count)

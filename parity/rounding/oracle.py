@@ -42,8 +42,10 @@ def to_double(inputs: Inputs, stack: int | None = None, replicated: frozenset[st
     return inputs.replace(**tensors)
 
 
-def _run(family: Family, x: Inputs, mark: Mark, mode: MonteCarlo | None = None) -> Quantities:
+def _run(family: Family, x: Inputs, mark: Mark, mode: MonteCarlo | None = None, gradients: bool = True) -> Quantities:
     outputs = family.oracle(x, mark)
+    if not gradients:
+        return {name: value.detach() for name, value in outputs.items()}
     named = [name for name in x.cotangents if name in outputs]
     if mode is not None:
         mode.backward = True
@@ -73,8 +75,10 @@ def exact(family: Family, inputs: Inputs) -> Quantities:
 
 
 @within("phase", "replicas")
-def replicas(family: Family, inputs: Inputs, recipe: Recipe, count: int, seed: int) -> Quantities:
-    """`count` replicas of every quantity under the recipe's rounding, stacked on the CPU: (count, …)."""
+def replicas(
+    family: Family, inputs: Inputs, recipe: Recipe, count: int, seed: int, gradients: bool = True
+) -> Quantities:
+    """`count` replicas of every quantity (or all but gradients) under the recipe's rounding, stacked on the CPU: (count, …)."""
     size = math.prod(family.sizes(inputs.settings))
     stack = max(1, min(count, STACK_LIMIT // size))
     parts: list[Mapping[str, torch.Tensor]] = []
@@ -84,7 +88,7 @@ def replicas(family: Family, inputs: Inputs, recipe: Recipe, count: int, seed: i
         mode = MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + done, own_grid=done == 0)
         x = to_double(inputs, width, family.replicated)
         with mode:
-            part = {name: value.cpu() for name, value in _run(family, x, recipe_mark(mode), mode).items()}
+            part = {name: value.cpu() for name, value in _run(family, x, recipe_mark(mode), mode, gradients).items()}
         # an output that no leaf reaches has no replica dimension; it is the same for all
         parts.append(part)
         done += width

@@ -34,6 +34,12 @@ def test_what_none_mends_disagrees():
     assert not settle(judge_with)["x"].agrees and asked == [REPLICAS, CONFIRMATION]
 
 
+def test_no_replica_changes_a_count():
+    asked = []
+    settle(lambda count: asked.append(count) or {"clip_ratio": Judgement({"structure": 0.0, "exact": 3.0})})
+    assert asked == [REPLICAS]
+
+
 @pytest.mark.parametrize("headroom", [math.inf, CERTAIN, math.nan])
 def test_what_is_certain_is_not_judged_again(headroom):
     judge_with, asked = ladder_of({12: headroom})
