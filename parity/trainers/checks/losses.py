@@ -78,6 +78,7 @@ PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("kto-trainer", {"loss": "kto", "desirable": 0.7, "undesirable": 1.3}),
     ("sft-trainer", {"loss": "dft"}),
     ("dpo-trainer", {"loss": "ipo", "divergence": "forward_kl"}),
+    ("dpo-trainer", {"weighting": True}),
 )
 
 
