@@ -62,7 +62,7 @@ def _short(*trainers: str) -> list[CellOf]:
     return [(t, {**ACCUMULATED.get(t, ({},))[0], "split": SPLIT.get(t, "1x8")}) for t in trainers]
 
 
-PR = [*_short(*TRAINERS), ("grpo-trainer", {"loss": "dapo", "split": "2x4"})]
+PR = [*_short(*TRAINERS), ("grpo-trainer", {"loss": "dapo", "split": "2x4"}), ("grpo-trainer", {"tools": True})]
 
 
 def _in_pr(cell: CellOf) -> bool:
