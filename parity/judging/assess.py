@@ -16,7 +16,7 @@ from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.case.layouts import elsewhere
 from parity.implementations.implementation import Implementation
-from parity.judging.execute import Outcome, execute
+from parity.judging.execute import Outcome, execute, same_bits
 from parity.judging.gates import Judgement, Unit, failed, judge
 from parity.judging.settle import REPLICAS, ladder, settle
 from parity.recipe import Recipe
@@ -214,11 +214,19 @@ def judge_all(
         if value is None:
             judged[name] = failed("no gradient" if name.startswith("grad_") else "missing")
             continue
-        judged[name] = judge(value, oracle.unit(name, recipe, count, finer, gradients), dtype or value.dtype)
+        asked = _asked(oracle, name, dtype, value.dtype)
+        judged[name] = judge(value, oracle.unit(name, recipe, count, finer, gradients), asked)
     for name in outcome.quantities:
         if name.startswith("grad_") and name not in wanted and (only is None or name in only):
             judged[name] = failed("a gradient where none was asked for")
     return judged
+
+
+def _asked(oracle: CaseOracle, name: str, dtype: torch.dtype | None, came: torch.dtype) -> torch.dtype:
+    """The dtype that a value is held to: of float32 inputs float32, whatever dtype it came in, unless the recipe says other."""
+    if oracle.inputs.case.dtype == "fp32" and oracle.inputs.context != "autocast":
+        return dtype or (torch.float32 if came in (torch.float16, torch.bfloat16) else came)
+    return came if dtype is None or name in oracle.family.scalars else dtype
 
 
 def largest(oracle: CaseOracle) -> int:
@@ -233,7 +241,7 @@ def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outco
 
     An implementation may be more precise than its recipe: where float16 flushes a gradient to 0 in every replica, their
     spread hides what float32 adds to it. What still disagrees is therefore judged once more with replicas beside them that
-    store nothing in a narrow dtype.
+    store nothing in a narrow dtype. What autocast changes no bit of is held to what is asked for without it.
     """
     recipe = implementation.recipe_for(oracle.inputs)
     counts = ladder(largest(oracle))
@@ -250,6 +258,13 @@ def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outco
     if recipe != recipe.stored_wide() and any(judged[name].open for name in wrong()):
         finer = judge_all(oracle, implementation, outcome, recipe, counts[-1], finer=True, only=wrong())
         judged.update({name: j for name, j in finer.items() if j.agrees})
+    if oracle.inputs.context == "autocast":
+        plain = oracle.in_float32
+        without, asked = execute(implementation, plain.inputs), implementation.recipe_for(plain.inputs)
+        same = {n for n, x in without.quantities.items() if same_bits(outcome.quantities.get(n), x)}
+        same -= {*wrong(), *(judged.keys() ^ without.quantities.keys())}
+        if without.verdict == "ran" and same:
+            judged |= settle(lambda count: judge_all(plain, implementation, without, asked, count, only=same), counts)
     return judged
 
 

@@ -40,7 +40,32 @@ def hints(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
         hidden = ~mask.cpu().bool()
         if bool(hidden.any()) and float(error[hidden].sum()) > 0.5 * float(error.sum()):
             out.append("the error sits on masked tokens")
-    return out
+    return out + _where(oracle, v, o)
+
+
+LARGE, SMALL = 0.03, 1e-3
+"""Shares of the largest row's error: above the first a row is wrong, below the second right; between them nothing is said."""
+
+
+def _where(oracle: CaseOracle, v: torch.Tensor, o: torch.Tensor) -> list[str]:
+    """The rows that are wrong, where all others are right: those of an id that repeats, or those from one on."""
+    ids = oracle.inputs.tensors.get("ids")
+    by_token = ids is not None and v.shape[:2] == ids.shape
+    if ids is None or v.dim() == 0 or not (by_token or len(v) == getattr(oracle.inputs.settings, "V", None)):
+        return []
+    ids = ids.cpu().long().flatten()
+    error = (v - o).abs().reshape(ids.numel() if by_token else len(v), -1).sum(-1)
+    wrong, right = error > LARGE * error.max(), error < SMALL * error.max()
+    if not bool((wrong | right).all()) or not bool(right.any()):
+        return []
+    uses = ids[ids >= 0].bincount(minlength=0 if by_token else len(v))
+    times = torch.where(ids >= 0, uses[ids.clamp(min=0)], 0) if by_token else uses
+    if bool((times[wrong] > 1).all()) and bool((right & (times == 1)).any()):
+        return ["only where an id repeats"]
+    first, what = int(wrong.int().argmax()), "token" if by_token else "row"
+    if first >= 8 and bool((wrong | (by_token & (times == 0)))[first:].all()):
+        return [f"only from {what} {first} on, the last {len(error) - first} of {len(error)}"]
+    return []
 
 
 EXPLAINED = 8.0

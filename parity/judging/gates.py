@@ -203,7 +203,8 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         return failed(f"dtype {_NAMES.get(value.dtype, value.dtype)}, expected a floating-point one")
     if not unit.scalar and value.dtype != dtype:
         return failed(f"dtype {_NAMES.get(value.dtype, value.dtype)}, expected {_NAMES[dtype]}")
-    name = _NAMES[value.dtype]
+    # a scalar may come in any dtype, and is held to the finer of that and the one asked for
+    name = _NAMES[min((value.dtype, dtype), key=lambda d: UNIT_ROUNDOFF[_NAMES[d]]) if unit.scalar else value.dtype]
     u, eta, largest = UNIT_ROUNDOFF[name], HALF_SUBNORMAL[name], LARGEST[name]
     errors, v = unit.errors, value.detach().cpu().double()
     o = errors.o
@@ -261,9 +262,10 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         allowed, by_row = _tensor_gates(gates, e, errors, value.dtype, UNIT_ROUNDOFF[unit.compute])
     rtol = 6 * u
     agrees = all(g <= 1.0 for g in gates.values())
+    coarse = unit.scalar and UNIT_ROUNDOFF[_NAMES[value.dtype]] > UNIT_ROUNDOFF[name] and not agrees
     return Judgement(
         gates=gates,
-        message=message,
+        message=message or (f"came in {_NAMES[value.dtype]}, expected {name}" if coarse else ""),
         overflows=overflows,
         undecided=0 if skip is None else int(skip.sum()),
         max_abs=top,

@@ -1,0 +1,39 @@
+"""Hints: where the wrong rows of a result are, if one simple place holds them and all others are right."""
+
+import pytest
+import torch
+
+from parity.judging.diagnose import hints
+from parity.judging.execute import Outcome
+from parity.registry import family, oracle_of
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    found = oracle_of(family("logprobs").case(3, "fp32", {"B": 2, "T": 10, "V": 23, "H": 4, "grad": "hidden weight"}))
+    uses = found.inputs.ids.flatten().bincount(minlength=23)
+    assert (uses > 1).any() and (uses == 1).any() and (uses == 0).any()
+    return found
+
+
+def said(oracle, name, wrong):
+    value = oracle.exact[name].clone().float()
+    value[wrong] += torch.arange(1, value[wrong].numel() + 1).view(value[wrong].shape) % 3 + 1.0
+    return [h for h in hints(oracle, name, Outcome("ran", {name: value})) if h.startswith("only")]
+
+
+def test_rows_and_tokens_of_an_id_that_repeats(oracle):
+    ids = oracle.inputs.ids
+    uses = ids.flatten().bincount(minlength=23)
+    assert said(oracle, "grad_weight", uses > 1) == ["only where an id repeats"]
+    assert said(oracle, "grad_hidden", uses[ids] > 1) == ["only where an id repeats"]
+    once = (uses == 1) & (torch.arange(23) == (uses == 1).int().argmax())
+    assert said(oracle, "grad_weight", (uses > 1) | once) == []
+
+
+def test_all_from_one_on(oracle):
+    late = torch.arange(20).view(2, 10) >= 16
+    assert said(oracle, "logps", late) == ["only from token 16 on, the last 4 of 20"]
+    assert said(oracle, "grad_weight", torch.arange(23) >= 16) == ["only from row 16 on, the last 7 of 23"]
+    gap = torch.arange(23).ge(16) & torch.arange(23).ne(19)
+    assert said(oracle, "grad_weight", gap) == []

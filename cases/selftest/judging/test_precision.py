@@ -1,0 +1,88 @@
+"""What precision is asked for: of float32 inputs float32, also under autocast where autocast changes nothing."""
+
+import pytest
+import torch
+
+from parity.implementations.implementation import Implementation
+from parity.implementations.user import recipe_of
+from parity.judging.assess import confirmed
+from parity.judging.execute import execute
+from parity.recipe import Recipe
+from parity.registry import family as family_of
+from parity.registry import oracle_of
+
+SHAPE = {"B": 3, "T": 5, "V": 37, "H": 8, "peak": 2.0}
+
+
+def logps(x, factor=1.0):
+    """In float32, whatever autocast says; `factor` too large."""
+    with torch.autocast(x.device.type, enabled=False):
+        z = x.hidden.float() @ x.weight.float().T / x.settings.temperature
+        return factor * torch.log_softmax(z, -1).gather(-1, x.ids.long().unsqueeze(-1)).squeeze(-1)
+
+
+def judged(family, call, dtype, recipe, **settings):
+    implementation = Implementation(
+        f"lib.{family}", family, "candidate", call, recipe, contexts=frozenset({"plain", "autocast"})
+    )
+    oracle = oracle_of(family_of(family).case(3, dtype, SHAPE | settings)).offered(implementation)
+    outcome = execute(implementation, oracle.inputs)
+    assert outcome.verdict == "ran"
+    return confirmed(oracle, implementation, outcome)
+
+
+def loss(x):
+    """grpo on policy."""
+    lp = logps(x)
+    w = (lp - lp.detach()).exp() * x.advantages * x.mask
+    return -(w.sum(1) / x.mask.sum(1).clamp(min=1)).mean()
+
+
+@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("output", ["fp32", "any"])
+def test_a_loss_of_float32_inputs_that_comes_in_16_bits_disagrees(narrow, output):
+    good = judged(
+        "policy", lambda x: {"loss": loss(x)}, "fp32", Recipe(output=output), old="absent", advantages="token"
+    )
+    assert good["loss"].agrees
+    wrong = judged(
+        "policy",
+        lambda x: {"loss": loss(x).to(narrow)},
+        "fp32",
+        Recipe(output=output),
+        old="absent",
+        advantages="token",
+    )
+    assert not wrong["loss"].agrees
+    assert "expected fp32" in wrong["loss"].message
+
+
+def test_log_probs_of_float32_inputs_in_bf16_disagree_unless_declared():
+    def call(x):
+        return {"logps": logps(x).bfloat16()}
+
+    assert not judged("logprobs", call, "fp32", Recipe(output="any"))["logps"].agrees
+    assert judged("logprobs", call, "fp32", Recipe(output="bf16"))["logps"].agrees
+
+
+def test_a_16_bit_loss_of_16_bit_inputs_is_held_to_its_own_dtype():
+    found = judged("policy", lambda x: {"loss": loss(x).bfloat16()}, "bf16", Recipe(), old="absent", advantages="token")
+    assert found["loss"].agrees
+
+
+def test_a_wrong_percent_under_autocast_is_caught_where_the_code_computes_in_float32():
+    recipe = recipe_of(logps)  # what a user's function gets that declares none
+    right, wrong = (
+        judged("logprobs", lambda x, f=f: {"logps": logps(x, f)}, "fp32", recipe, context="autocast")
+        for f in (1.0, 1.01)
+    )
+    assert all(j.agrees for j in right.values())
+    assert {"logps", "grad_hidden", "grad_weight"} == {n for n, j in wrong.items() if not j.agrees}
+
+
+def test_what_autocast_does_change_keeps_its_own_recipe():
+    def call(x):
+        z = torch.nn.functional.linear(x.hidden, x.weight).float()
+        return {"logps": torch.log_softmax(z, -1).gather(-1, x.ids.long().unsqueeze(-1)).squeeze(-1)}
+
+    assert all(j.agrees for j in judged("logprobs", call, "fp32", Recipe(), context="autocast").values())
