@@ -393,7 +393,8 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
 
     An oracle calls `mark("parameter", x)` on hidden states and weight before use, `mark("bias", b)` on a bias,
     `mark("states", x)` on what a model stores in its own dtype whatever the implementation, `mark("use", w)` on a parameter
-    at each of several uses, whose gradients autograd stores in its dtype and adds, `mark("logits", z)` on logits
+    at each of several uses, whose gradients autograd stores in its dtype and adds, `mark("operand", h)` where several
+    products take the same tensor and each stores its gradient as it stores its logits', `mark("logits", z)` on logits
     as a matrix product leaves them and `mark("biased", z)` on their sum with a bias, `mark("teacher", z)` on a teacher's
     in both places, `mark("selected", logps, size)` on the selected
     log-probs, with `size()` the root of the sum of squares of the products that make the selected logit, and
@@ -406,6 +407,7 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
         "parameter": (recipe.inputs, recipe.dinputs or recipe.inputs),
         "states": (mode.dtype, mode.dtype),
         "use": (None, mode.dtype),
+        "operand": (None, recipe.dlogits),
         "bias": (recipe.bias or recipe.inputs, recipe.bias or recipe.inputs),
         "logits": (recipe.logits, recipe.dlogits),
         "biased": (recipe.bias or recipe.logits, recipe.bias or recipe.dlogits),

@@ -56,6 +56,10 @@ FAR_TARGET = {"B": 3, "H": 257, "T": 1, "V": 168, "beta": 0.0, "bias": "banned",
               "grad": "hidden", "layouts": "mixed", "peak": 50.0, "tail": False, "teacher_H": 13,
               "temperature": 0.002586}  # fmt: skip
 
+ADAPTER = {"B": 4, "T": 7, "V": 233, "accumulation": 2, "advantages": "equal", "bias": "random", "cotangent": "scaled",
+           "epsilon_high": 5.0, "head": "lora", "layout": "transposed", "logit_scale": 0.3, "loss_type": "cispo",
+           "mode": "eval", "peak": 12.0, "sampler": "nan", "steps_per_generation": 4}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     "case",
@@ -66,6 +70,7 @@ FAR_TARGET = {"B": 3, "H": 257, "T": 1, "V": 168, "beta": 0.0, "bias": "banned",
         Case("policy", 7794, "bf16", SMALL_KL),
         Case("policy", 20, "bf16", KL_ALONE),
         Case("divergence", 362880, "fp16", FAR_TARGET),
+        Case("policy", 306, "fp16", ADAPTER),
     ],
     ids=[
         "one use of a tied head overflows",
@@ -74,6 +79,7 @@ FAR_TARGET = {"B": 3, "H": 257, "T": 1, "V": 168, "beta": 0.0, "bias": "banned",
         "a KL of 4e-8",
         "a loss of 2e-8 that is its KL",
         "a log-prob of -66,534",
+        "one of two products with the same states overflows",
     ],
 )
 def test_cases_that_alarmed(case):
