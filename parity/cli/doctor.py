@@ -23,7 +23,7 @@ TOOLS = {"uv": "environments of other versions (parity run --with)", "git": "the
 def diagnosis() -> DoctorOut:
     """What is there."""
     device = resolve_device("auto")
-    problems = [why for why in (gpu.unusable(), gpu.no_triton() if device == "cuda" else None) if why]
+    problems = [gpu.unusable(), *((gpu.no_triton(), gpu.unsafe_lock()) if device == "cuda" else ())]
     ready: list[Implementation] = []
     blocked: dict[str, list[str]] = {}
     for item in load().values():
@@ -35,7 +35,7 @@ def diagnosis() -> DoctorOut:
         versions=versions(),
         device=device,
         device_text=_device_text(device),
-        problems=problems,
+        problems=[why for why in problems if why],
         compiler=shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++"),
         ready=[i.id for i in ready],
         interpreted=[i.id for i in ready if i.interpreted and device == "cpu"],

@@ -120,7 +120,7 @@ class DoctorOut(msgspec.Struct, kw_only=True):
     versions: Annotated[dict[str, str], _of("installed packages")]
     device: Annotated[str, _of("cpu or cuda")]
     device_text: Annotated[str, _of("what it is")]
-    problems: Annotated[list[str], _of("why a GPU that is there cannot be used")]
+    problems: Annotated[list[str], _of("why a GPU that is there cannot be used, or what runs wrong on it")]
     compiler: Annotated[str | None, _of("the C++ compiler; null: torch.compile paths crash")]
     ready: Annotated[list[str], _of("implementations that can run")]
     interpreted: Annotated[list[str], _of("those of them that run in Triton's interpreter here")]

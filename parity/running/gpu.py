@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import importlib.metadata
+import importlib.util
 import os
 import re
 import signal
@@ -14,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from parity.process import environment, packaged
+from parity.process import environment, interpreter, packaged
 
 OWN, STDLIB = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
 DEVICE_FILES = "/dev/nvidia[0-9]*"
@@ -61,6 +63,32 @@ def no_triton(seconds: float = 300.0) -> str | None:
     said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit code {done.returncode}")
     remedy = "it needs a C compiler and Python's headers (Debian: apt-get install gcc python3-dev), or say --device cpu"
     return f"Triton compiles no kernel here ({said.strip()[:200]}): {remedy}"
+
+
+def unsafe_lock(seconds: float = 300.0) -> str | None:
+    """Whether cut-cross-entropy's kernels, as Triton compiles them, release a lock too early; None where they do not.
+
+    With cut-cross-entropy 25.1.1 they do under Triton 3.2 to 3.8, and not under 3.9.
+    """
+    for name in ("triton", "cut_cross_entropy"):
+        if importlib.util.find_spec(name) is None:
+            return None
+    command = interpreter("parity.upstream.cce_lock:main")
+    done = subprocess.run(command, env=child("cuda", 1), capture_output=True, text=True, timeout=seconds)
+    if done.returncode:
+        return None  # `no_triton` says why
+    if released_late(done.stdout):
+        return None
+    triton, cce = (importlib.metadata.version(name) for name in ("triton", "cut-cross-entropy"))
+    return (
+        f"cut-cross-entropy {cce} compiled by Triton {triton} releases its locks before all stores are done: on CUDA its "
+        "gradients and log-probs may lose additions; Triton 3.9 compiles it rightly"
+    )
+
+
+def released_late(order: str) -> bool:
+    """Whether every release (x) waits (|) for the stores (s) before it; letters of `parity.upstream.cce_lock`."""
+    return re.search("s[^|]*x", order) is None and "s" in order and "x" in order
 
 
 def visible() -> list[str]:
