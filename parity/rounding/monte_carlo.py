@@ -39,6 +39,8 @@ _EXACT = frozenset(
 
 MANY_PARTS = 16
 """Terms of a sum from which on its partial sums may be many times their size."""
+LANES = 16
+"""In which a vector unit adds."""
 MANY = 1024
 """Terms of a sum from which on equal ones are counted."""
 
@@ -110,6 +112,8 @@ class MonteCarlo(TorchDispatchMode):
                 args[0].sum(args[2], keepdim=True).abs_().mul_(self.eta)
             )  # p·Σg with a p below the smallest normal
             scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum) + flushed
+            if args[0].shape[args[2]] >= MANY:
+                scale = scale + args[1].exp() * self._summed(args[0].abs(), args[2])
             return self.rounded(out + self.scattered(scale, out), self.softmax)
         if name == "logsumexp":  # the sum of exponentials rounds relatively, so its logarithm by an absolute amount
             walk = 1 + (args[0].numel() / max(out.numel(), 1)) ** 0.5 / 4
@@ -146,17 +150,28 @@ class MonteCarlo(TorchDispatchMode):
         stored = self._grid(self._grid(log_sum.exp(), dtype).log(), dtype)
         return torch.where(torch.isfinite(stored) & (log_sum > 0), stored - log_sum, 0.0)
 
-    @staticmethod
-    def _walk(out: torch.Tensor, dim: int) -> torch.Tensor | float:
+    def _walk(self, out: torch.Tensor, dim: int) -> torch.Tensor | float:
         """What summing exp(out) along `dim` in a few lanes costs, in u: √V/4, a random walk, and m/64 for m equal terms.
 
         Equal terms (logits that a softcap saturates) round the same way at every addition: a lane of n of them is off
-        by up to n·u/4, and a vector unit has sixteen or so. It matters from a thousand terms on.
+        by up to n·u/4, and a vector unit has sixteen or so. It matters from a thousand terms on, and so do terms
+        that are lost, as in `_summed`.
         """
         walk = float(out.shape[dim] ** 0.5 / 4)
         if out.shape[dim] < MANY:
             return walk
-        return walk + (out >= out.amax(dim, keepdim=True) - 2.0**-12).sum(dim, keepdim=True) / 64
+        small = out < math.log(self.u_sum / LANES)
+        lost = torch.where(small, out, -torch.inf).exp().sum(dim, keepdim=True) / 4 if small.any() else 0.0
+        equal = (out >= out.amax(dim, keepdim=True) - 2.0**-12).sum(dim, keepdim=True)
+        return walk + lost / self.u_sum + equal / (4 * LANES)
+
+    def _summed(self, sizes: torch.Tensor, dim: int) -> torch.Tensor:
+        """What summing terms of these sizes along `dim` in a few lanes costs: u·√V/4 of all but the largest, a random walk,
+        and a quarter of those that are lost: below half a unit of their lane's total, which grows from 0.
+        """
+        total = sizes.sum(dim, keepdim=True)
+        walk = self.u_sum * sizes.shape[dim] ** 0.5 / 4 * (total - sizes.amax(dim, keepdim=True))
+        return walk + torch.where(sizes < total * (self.u_sum / LANES), sizes, 0.0).sum(dim, keepdim=True) / 4
 
     def _shifted(self, out: torch.Tensor) -> torch.Tensor:
         """√2 in half of the replicas and 0 in the others, (R, 1, …): two correct algorithms for a log-softmax.

@@ -56,6 +56,8 @@ FAR_TARGET = {"B": 3, "H": 257, "T": 1, "V": 168, "beta": 0.0, "bias": "banned",
               "grad": "hidden", "layouts": "mixed", "peak": 50.0, "tail": False, "teacher_H": 13,
               "temperature": 0.002586}  # fmt: skip
 
+SMALL_TERMS = {"B": 1, "T": 2, "V": 131073, "H": 1, "peak": 4.0, "targets": "edge", "softcap": 43.0, "bias": "random",
+               "head_dtype": "fp32", "ids_dtype": "int32", "layouts": "mixed", "entropy": "gradient"}  # fmt: skip
 ADAPTER = {"B": 4, "T": 7, "V": 233, "accumulation": 2, "advantages": "equal", "bias": "random", "cotangent": "scaled",
            "epsilon_high": 5.0, "head": "lora", "layout": "transposed", "logit_scale": 0.3, "loss_type": "cispo",
            "mode": "eval", "peak": 12.0, "sampler": "nan", "steps_per_generation": 4}  # fmt: skip
@@ -71,6 +73,7 @@ ADAPTER = {"B": 4, "T": 7, "V": 233, "accumulation": 2, "advantages": "equal", "
         Case("policy", 20, "bf16", KL_ALONE),
         Case("divergence", 362880, "fp16", FAR_TARGET),
         Case("policy", 306, "fp16", ADAPTER),
+        Case("logprobs", 8657, "bf16", SMALL_TERMS),
     ],
     ids=[
         "one use of a tied head overflows",
@@ -80,6 +83,7 @@ ADAPTER = {"B": 4, "T": 7, "V": 233, "accumulation": 2, "advantages": "equal", "
         "a loss of 2e-8 that is its KL",
         "a log-prob of -66,534",
         "one of two products with the same states overflows",
+        "a sum loses a hundred thousand small terms",
     ],
 )
 def test_cases_that_alarmed(case):
