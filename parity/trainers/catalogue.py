@@ -40,10 +40,10 @@ MODULES = (
 
 
 def load() -> dict[str, Check]:
-    """Every check by name, those of all `MODULES`."""
-    for name in MODULES:
-        importlib.import_module(f"parity.trainers.checks.{name}")
-    return CHECKS
+    """Every check by name, in the order of `MODULES`, whichever was imported first; then checks from elsewhere."""
+    names = [importlib.import_module(f"parity.trainers.checks.{name}").__name__ for name in MODULES]
+    place = {name: number for number, name in enumerate(names)}
+    return dict(sorted(CHECKS.items(), key=lambda item: place.get(item[1].run.__module__, len(place))))
 
 
 def path_of(implementation: Implementation) -> str:

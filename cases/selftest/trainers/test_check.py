@@ -162,3 +162,14 @@ def test_every_cell_of_every_profile_is_a_valid_case(profile):
 def test_profiles_grow():
     count = {p: sum(len(catalogue.cases(n, p, 1)) for n in catalogue.names()) for p in ("quick", "pr", "nightly")}
     assert 0 < count["quick"] < count["pr"] < count["nightly"]
+
+
+def test_checks_come_in_one_order_whichever_module_was_imported_first(monkeypatch):
+    """The cells of a run, and so its shards, must not depend on what else is loaded."""
+
+    def modules():
+        return [c.run.__module__.rpartition(".")[2] for c in catalogue.load().values()]
+
+    before = modules()
+    monkeypatch.setattr(catalogue, "CHECKS", dict(reversed(CHECKS.items())))
+    assert modules() == before == sorted(before, key=catalogue.MODULES.index)
