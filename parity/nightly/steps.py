@@ -65,9 +65,8 @@ def run(name: str, words: Sequence[str], log: Path, limit: float, module: str = 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Its whole session, in order if that takes no more than `GRACE`."""
-    os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)

@@ -154,24 +154,27 @@ class MonteCarlo(TorchDispatchMode):
         """What summing exp(out) along `dim` in a few lanes costs, in u: √V/4, a random walk, and m/64 for m equal terms.
 
         Equal terms (logits that a softcap saturates) round the same way at every addition: a lane of n of them is off
-        by up to n·u/4, and a vector unit has sixteen or so. It matters from a thousand terms on, and so do terms
-        that are lost, as in `_summed`.
+        by up to n·u/4, and a vector unit has sixteen or so. It matters from a thousand terms on, and so does `_small_terms`.
         """
         walk = float(out.shape[dim] ** 0.5 / 4)
         if out.shape[dim] < MANY:
             return walk
-        small = out < math.log(self.u_sum / LANES)
-        lost = torch.where(small, out, -torch.inf).exp().sum(dim, keepdim=True) / 4 if small.any() else 0.0
+        small = bool((out < math.log(self.u_sum / LANES)).any())
+        lost = self._small_terms(out.exp(), 1.0, dim) if small else 0.0
         equal = (out >= out.amax(dim, keepdim=True) - 2.0**-12).sum(dim, keepdim=True)
         return walk + lost / self.u_sum + equal / (4 * LANES)
 
     def _summed(self, sizes: torch.Tensor, dim: int) -> torch.Tensor:
-        """What summing terms of these sizes along `dim` in a few lanes costs: u·√V/4 of all but the largest, a random walk,
-        and a quarter of those that are lost: below half a unit of their lane's total, which grows from 0.
+        """What summing terms of these sizes along `dim` in a few lanes costs: u·√V/4 of all but the largest,
+        and `_small_terms`.
         """
         total = sizes.sum(dim, keepdim=True)
         walk = self.u_sum * sizes.shape[dim] ** 0.5 / 4 * (total - sizes.amax(dim, keepdim=True))
-        return walk + torch.where(sizes < total * (self.u_sum / LANES), sizes, 0.0).sum(dim, keepdim=True) / 4
+        return walk + self._small_terms(sizes, total, dim)
+
+    def _small_terms(self, sizes: torch.Tensor, total: torch.Tensor | float, dim: int) -> torch.Tensor:
+        """A quarter of the terms that may be lost: below half a unit of their lane's total, which grows from 0."""
+        return torch.where(sizes < total * (self.u_sum / LANES), sizes, 0.0).sum(dim, keepdim=True) / 4
 
     def _shifted(self, out: torch.Tensor) -> torch.Tensor:
         """√2 in half of the replicas and 0 in the others, (R, 1, …): two correct algorithms for a log-softmax.

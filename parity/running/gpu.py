@@ -53,16 +53,33 @@ def no_triton(seconds: float = 300.0) -> str | None:
     """Why Triton cannot compile here: one kernel is compiled and run in a process of its own; None where it can."""
     from parity.running import one_kernel
 
-    command = [sys.executable, "-P", one_kernel.__file__]
+    try:
+        _printed([sys.executable, "-P", one_kernel.__file__], seconds)
+    except TimeoutError as error:
+        return f"Triton compiles no kernel here: {error}"
+    except ChildProcessError as error:
+        remedy = (
+            "it needs a C compiler and Python's headers (Debian: apt-get install gcc python3-dev), or say --device cpu"
+        )
+        return f"Triton compiles no kernel here ({error}): {remedy}"
+    return None
+
+
+def _printed(command: Sequence[str], seconds: float) -> str:
+    """What a process that may use Triton's compiler prints.
+
+    Raises:
+        TimeoutError: no answer in time.
+        ChildProcessError: another exit code than 0; the last line of its stderr.
+    """
     try:
         done = subprocess.run(command, env=child("cuda", 1), capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return f"Triton compiles no kernel here: no answer in {seconds:.0f} s"
-    if done.returncode == 0:
-        return None
-    said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit code {done.returncode}")
-    remedy = "it needs a C compiler and Python's headers (Debian: apt-get install gcc python3-dev), or say --device cpu"
-    return f"Triton compiles no kernel here ({said.strip()[:200]}): {remedy}"
+        raise TimeoutError(f"no answer in {seconds:.0f} s") from None
+    if done.returncode:
+        said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), None)
+        raise ChildProcessError(said.strip()[:200] if said else f"exit code {done.returncode}")
+    return done.stdout
 
 
 def unsafe_lock(seconds: float = 300.0) -> str | None:
@@ -73,12 +90,11 @@ def unsafe_lock(seconds: float = 300.0) -> str | None:
     for name in ("triton", "cut_cross_entropy"):
         if importlib.util.find_spec(name) is None:
             return None
-    command = interpreter("parity.upstream.cce_lock:main")
-    done = subprocess.run(command, env=child("cuda", 1), capture_output=True, text=True, timeout=seconds)
-    if done.returncode:
-        return None  # `no_triton` says why
-    if released_late(done.stdout):
-        return None
+    try:
+        if released_in_time(_printed(interpreter("parity.upstream.cce_lock:main"), seconds)):
+            return None
+    except (TimeoutError, ChildProcessError) as error:
+        return f"cut-cross-entropy's locks were not looked at: {error}"
     triton, cce = (importlib.metadata.version(name) for name in ("triton", "cut-cross-entropy"))
     return (
         f"cut-cross-entropy {cce} compiled by Triton {triton} releases its locks before all stores are done: on CUDA its "
@@ -86,7 +102,7 @@ def unsafe_lock(seconds: float = 300.0) -> str | None:
     )
 
 
-def released_late(order: str) -> bool:
+def released_in_time(order: str) -> bool:
     """Whether every release (x) waits (|) for the stores (s) before it; letters of `parity.upstream.cce_lock`."""
     return re.search("s[^|]*x", order) is None and "s" in order and "x" in order
 

@@ -146,7 +146,7 @@ _SHARED: dict[tuple[str, str], Any] = {}
 
 
 def shared(cell: Cell, name: str, make: Callable[[], Made]) -> Made:
-    """What every way of a case is held against, made once: a definition, its replicas. Only the last case's is kept."""
+    """What every path of a case is held against, made once: a definition, its replicas. Only the last case's is kept."""
     key = (cell.case.id, name)
     if key not in _SHARED:
         for other in [k for k in _SHARED if k[0] != cell.case.id]:

@@ -17,7 +17,6 @@ def differing(before: dict[str, Any]) -> Iterator[tuple[Watch, Any]]:
     for watch in WATCHES:
         now = watch.get()
         was = before[watch.name]
-        if (
-            now is not was and now != was and watch.differences(was, now)
-        ):  # a dictionary compares all of itself with itself
+        same = now is was or now == was  # a dictionary compares all of itself with itself
+        if not same and watch.differences(was, now):
             yield watch, now

@@ -125,7 +125,7 @@ def test_an_addition_that_a_broken_lock_loses_is_seen(lost, monkeypatch):
     ids=["Triton 3.9", "Triton 3.2 to 3.8", "a wait that comes too late", "nothing compiled"],
 )
 def test_a_lock_that_is_released_too_early(order, late):
-    assert gpu.released_late(order) is late
+    assert gpu.released_in_time(order) is late
 
 
 @pytest.mark.skipif(
