@@ -126,10 +126,11 @@ def logits(x: Inputs, mark: Mark) -> torch.Tensor:
         embedding, weight = (weight, weight) if s.head_dtype == "fp32" else (mark("use", weight), mark("use", weight))
         hidden = mark("states", hidden + embedding[..., x.previous_ids.flatten(), :])
     hidden, weight = mark("parameter", hidden), mark("parameter", weight)
-    lora = s.__dict__.get("head") == "lora"
-    hidden, adapted = (mark("operand", hidden), mark("operand", hidden)) if lora else (hidden, hidden)
+    adapted = hidden
+    if s.__dict__.get("head") == "lora":
+        hidden, adapted = mark("operand", hidden), mark("operand", hidden)
     z = mark("logits", hidden @ weight.mT)
-    if lora:
+    if s.__dict__.get("head") == "lora":
         low_rank = mark(
             "parameter", mark("states", adapted @ mark("parameter", x.lora_a).mT)
         )  # autocast casts all three
