@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.fixes.logits import probe, undisturbed
+from parity.fixes.logits import in_shards, probe, undisturbed
 from parity.fixes.patch import Patch
 
 NAME = "compare_heads"
@@ -23,7 +23,8 @@ def compare_heads(trainer: Any) -> Patch:
         ||difference|| <= 4 u ||logits||
 
     apart, u the unit roundoff of the coarser of their dtypes (0 where weights and dtype are the same, but for the order
-    of sums). Changes nothing. A reference that is the policy without its adapter has its head and is not compared.
+    of sums). Changes nothing. A reference that is the policy without its adapter has its head and is not compared. A
+    model in shards of ZeRO-3 computes nothing before training: there the heads' classes, hooks and shards are compared.
     """
     policy, reference = (_unwrapped(getattr(trainer, name, None)) for name in ("model", "ref_model"))
     if not isinstance(policy, nn.Module) or not isinstance(reference, nn.Module):
@@ -32,7 +33,13 @@ def compare_heads(trainer: Any) -> Patch:
         with torch.no_grad(), undisturbed(policy), undisturbed(reference):
             ours, theirs = _logits(policy), _logits(reference)
     except Exception as error:
-        return Patch(NAME, reason=f"the heads could not be compared ({type(error).__name__}: {error})")
+        if not (in_shards(policy) or in_shards(reference)):
+            return Patch(NAME, reason=f"the heads could not be compared ({type(error).__name__}: {error})")
+        found = _why(policy, reference)
+        if not found:
+            seen = "class, hooks and shards" if in_shards(policy) and in_shards(reference) else "class and hooks"
+            return Patch(NAME, reason=f"ZeRO-3 holds weights in shards; {seen} of the heads are alike")
+        return _warned(f"policy and reference have different heads: {found}")
     differ = ours.shape != theirs.shape
     apart = "of unlike shapes"
     if not differ:
@@ -42,8 +49,13 @@ def compare_heads(trainer: Any) -> Patch:
         apart = f"{100 * off / size if size else 100:.2g} % apart"
     if not differ:
         return Patch(NAME, reason="policy and reference make the same logits of the same hidden states")
-    message = f"policy and reference make logits {apart} of the same hidden states: {_why(policy, reference)}. "
-    warning = f"{message}Their step-1 KL is not 0; give both the same head first, if that is not meant"
+    unseen = "ZeRO-3 holds one of them in shards" if in_shards(policy) != in_shards(reference) else ""
+    why = _why(policy, reference) or unseen or "heads and weights look alike, what the models do around them differs"
+    return _warned(f"policy and reference make logits {apart} of the same hidden states: {why}")
+
+
+def _warned(message: str) -> Patch:
+    warning = f"{message}. Their step-1 KL is not 0; give both the same head first, if that is not meant"
     warnings.warn(f"{NAME}: {warning}", UserWarning, stacklevel=3)
     return Patch(NAME, warning=warning)
 
@@ -84,24 +96,39 @@ def _hidden_states(model: Any) -> Iterator[list[Any]]:
 
 
 def _why(policy: Any, reference: Any) -> str:
-    """What can be seen of the difference, in words."""
+    """What can be seen of the difference, in words; empty where nothing can."""
     ours, theirs = (model.get_output_embeddings() for model in (policy, reference))
     found = []
-    if type(ours) is not type(theirs):
-        found.append(f"the policy's head is a {type(ours).__name__}, the reference's a {type(theirs).__name__}")
+    kinds = [next(k for k in type(head).__mro__ if not _shards(k)) for head in (ours, theirs)]
+    if kinds[0] is not kinds[1]:
+        found.append(f"the policy's head is a {kinds[0].__name__}, the reference's a {kinds[1].__name__}")
     hooks = [_hooks(head) for head in (ours, theirs)]
     if hooks[0] != hooks[1]:
         found.append(f"the policy's head has {hooks[0]}, the reference's {hooks[1]}")
-    weights = [getattr(head, "weight", None) for head in (ours, theirs)]
-    if all(isinstance(w, Tensor) for w in weights) and not _equal(*weights):
+    if _apart(*(getattr(head, "weight", None) for head in (ours, theirs))):
         found.append("their weights differ")
-    return "; ".join(found) or "heads and weights look alike, what the models do around them differs"
+    return "; ".join(found)
+
+
+def _shards(of: Any) -> bool:
+    """Whether a class or a hook is one with which FSDP2 or DeepSpeed gathers and releases shards."""
+    return str(getattr(of, "__module__", "")).startswith(("torch.distributed.", "deepspeed."))
 
 
 def _hooks(head: Any) -> str:
-    count = len(head._forward_hooks) + len(head._forward_pre_hooks)
+    hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
+    count = sum(not _shards(hook) for hook in hooks)
     return "none" if not count else f"{count} forward hook{'s' if count > 1 else ''}"
 
 
-def _equal(ours: Any, theirs: Any) -> bool:
-    return ours.shape == theirs.shape and torch.equal(ours.detach().cpu(), theirs.detach().cpu())
+def _apart(ours: Any, theirs: Any) -> bool:
+    """Whether two weights are seen to differ: whole ones, or this rank's shards of two that are partitioned alike."""
+    if not all(isinstance(w, Tensor) for w in (ours, theirs)):
+        return False
+    if getattr(ours, "ds_shape", ours.shape) != getattr(theirs, "ds_shape", theirs.shape):
+        return True
+    if hasattr(ours, "ds_id") != hasattr(theirs, "ds_id"):
+        return False
+    wholes = (getattr(w, "ds_tensor", w) for w in (ours, theirs))
+    a, b = (w.full_tensor() if hasattr(w, "full_tensor") else w for w in wholes)
+    return not torch.equal(a.detach().cpu(), b.detach().cpu())

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from parity.fixes.logits import fused_models, scored_by_its_own_logits
+from parity.fixes.logits import fused_models, in_shards, scored_by_its_own_logits
 from parity.fixes.logprobs import selective_log_probs
 from parity.fixes.override import chain, closed_over, overridden, override, rebind
 from parity.fixes.patch import ALREADY, ORIGINAL, Change, Patch
@@ -80,6 +80,8 @@ def use_selective_log_probs(trainer_or_model: Any) -> Patch:
     other = sorted({field for fields in asked for field in fields} - {"log_probs", _ENTROPY})
     if other:  # policy and reference from two kernels would differ by rounding where they must not
         return Patch(NAME, reason=f"the trainer also takes {', '.join(other)} of TRL's kernel")
+    if any(in_shards(owner) for owner, _ in places if isinstance(owner, nn.Module)):
+        return Patch(NAME, reason="ZeRO-3 holds the LM head in shards: TRL's kernel stays")
     places = [(owner, name) for owner, name in places if not scored_by_its_own_logits(owner)]
     if not places:
         return Patch(NAME, reason="the trainer's models are scored by their own logits")

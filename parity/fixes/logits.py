@@ -47,7 +47,7 @@ def use_model_logits(trainer_or_model: Any) -> Patch:
 
     with u the unit roundoff of the coarsest dtype on the way (five roundings, of product, scale, division, tanh and
     product, are sqrt(5 / 3) u in norm), where the model's own forward fails on token ids alone, or where ZeRO-3
-    partitions the head. A hook is seen if it is there when this is called. Accepts a trainer (its model and reference
+    holds the model in shards. A hook is seen if it is there when this is called. Accepts a trainer (its model and reference
     model) or a model.
     """
     models = fused_models(trainer_or_model)
@@ -64,6 +64,9 @@ def use_model_logits(trainer_or_model: Any) -> Patch:
         if change is not None:
             reasons.append(ALREADY)
             undo += change.hold(trainer_or_model)
+            continue
+        if in_shards(model):
+            reasons.append(f"ZeRO-3 holds {kind} in shards, and no token can be tried")
             continue
         try:
             calls[id(model)] = _compare(model)
@@ -88,6 +91,11 @@ def fused_models(trainer_or_model: Any) -> list[nn.Module]:
         models = [getattr(trainer_or_model, name, None) for name in ("model", "ref_model")]
     inside = [m for model in models if isinstance(model, nn.Module) for m in model.modules() if _fused(m)]
     return list({id(m): m for m in inside}.values())
+
+
+def in_shards(model: Any) -> bool:
+    """Whether ZeRO-3 has partitioned parameters of the model: an empty tensor stands for each."""
+    return any(hasattr(p, "ds_id") for p in model.parameters())
 
 
 def scored_by_its_own_logits(model: Any) -> bool:
@@ -161,8 +169,6 @@ def _compare(model: nn.Module) -> tuple[_Call, str | None]:
             setattr(utils, _KERNEL, spy.kernel)
     if spy.call is None:
         raise RuntimeError("the fused LM head did not reach its kernel") from crash
-    if hasattr(spy.call.given["weight"], "ds_id"):
-        raise RuntimeError("ZeRO-3 partitions the LM head")
     if crash is not None:
         return spy.call, f"the fused LM head fails: {type(crash).__name__}"
     return spy.call, _difference(logits[:, :-1].flatten(0, 1), spy.call)
@@ -174,6 +180,7 @@ def _seeded(model: nn.Module, **given: Any) -> Any:
     return model(**given)
 
 
+@torch.no_grad()
 def _difference(logits: Tensor, call: _Call) -> str | None:
     """In words, how far (N, V) logits are from those of the fused head; None within rounding."""
     given = call.given

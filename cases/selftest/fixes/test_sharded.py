@@ -1,0 +1,176 @@
+"""`apply` under DeepSpeed's ZeRO-3: what it says of models in shards, and that training is as without it."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from parity.fixes import patches
+from parity.fixes.kernel import use_selective_log_probs
+from parity.trainers.rig import models, ranks, zero
+
+trl_utils = pytest.importorskip("trl.trainer.utils")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        not hasattr(trl_utils, "FusedCausalLMOutput"), reason="this TRL has no fused LM head in a model"
+    ),
+]
+
+
+def partitioned(model):
+    """As ZeRO-3 leaves a model before training: every parameter empty, what it was in a shard beside it."""
+    for number, parameter in enumerate(model.parameters()):
+        parameter.ds_id, parameter.ds_shape = number, parameter.shape
+        parameter.ds_tensor = parameter.detach().flatten()[::2].clone()
+        parameter.data = parameter.data.new_empty(0)
+    return model
+
+
+def pair():
+    both = [models.model("llama") for _ in range(2)]
+    for model in both:
+        trl_utils.add_fused_lm_head(model)
+        partitioned(model)
+    return types.SimpleNamespace(model=both[0], ref_model=both[1])
+
+
+def gathering(module, inputs):
+    """A hook as DeepSpeed's engine puts on every module."""
+
+
+gathering.__module__ = "deepspeed.runtime.zero.parameter_offload"
+
+
+def test_what_cannot_be_tried_in_shards_is_said_and_the_hooks_of_deepspeed_are_no_difference():
+    trainer = pair()
+    trainer.ref_model.lm_head.register_forward_pre_hook(gathering)
+    said = patches.compare_heads(trainer)
+    assert not said.warning
+    assert said.reason == "ZeRO-3 holds weights in shards; class, hooks and shards of the heads are alike"
+    assert (
+        patches.use_model_logits(trainer).reason == "ZeRO-3 holds LlamaForCausalLM in shards, and no token can be tried"
+    )
+    assert use_selective_log_probs(trainer).reason == "ZeRO-3 holds the LM head in shards: TRL's kernel stays"
+
+
+@pytest.mark.parametrize("difference", ["weights", "shape", "hook", "class"])
+def test_heads_in_shards_that_differ_are_said(difference):
+    trainer = pair()
+    head = trainer.ref_model.lm_head
+    if difference == "weights":
+        head.weight.ds_tensor[3] += 1e-3
+    elif difference == "shape":
+        head.weight.ds_shape = torch.Size((65, 32))
+    elif difference == "hook":
+        head.register_forward_hook(lambda module, inputs, output: 0.5 * output)
+    else:
+        trainer.ref_model.lm_head = torch.nn.Sequential(head)
+    with pytest.warns(UserWarning, match="policy and reference have different heads"):
+        said = patches.compare_heads(trainer).warning
+    told = {"hook": "policy's head has none, the reference's 1 forward hook", "class": "Sequential"}
+    assert told.get(difference, "their weights differ") in said
+
+
+def test_a_whole_policy_beside_a_reference_in_shards():
+    """Whether the weights differ cannot be seen, and is not claimed."""
+    trainer = pair()
+    trainer.model = models.model("llama")
+    said = patches.compare_heads(trainer)
+    assert said.reason == "ZeRO-3 holds weights in shards; class and hooks of the heads are alike"
+
+
+def sharded_by_fsdp(path, queue):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)  # a forked OpenMP pool would hang
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    policy, reference = models.model("llama"), models.model("llama")
+    with torch.no_grad():
+        reference.lm_head.weight.mul_(1.01)
+    for module in (policy.lm_head, policy):  # a head in a unit of its own is in shards again behind the forward
+        fully_shard(module, mesh=mesh)
+    queue.put(patches.compare_heads(types.SimpleNamespace(model=policy, ref_model=reference)).warning)
+    torch.distributed.destroy_process_group()
+
+
+def test_a_policy_of_fsdp2_and_a_whole_reference(tmp_path):
+    context = torch.multiprocessing.get_context("fork")
+    queue = context.Queue()
+    worker = context.Process(target=sharded_by_fsdp, args=(tmp_path / "store", queue), daemon=True)
+    worker.start()
+    said = queue.get(timeout=60)
+    worker.join(timeout=20)
+    assert "of the same hidden states: their weights differ. " in said
+
+
+ZERO = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install deepspeed"
+)
+
+
+@ZERO
+def test_training_in_shards_is_as_without_it(tmp_path):
+    """GRPO, two processes over gloo, policy and reference loaded in shards: gradients to the last bit, step-1 KL 0."""
+    port = ranks._free_port()
+    running = []
+    for rank in range(2):
+        joining = dict(zip(ranks.JOINING, map(str, (rank, rank, 2, 2, "127.0.0.1", port)), strict=True))
+        with open(tmp_path / f"{rank}.log", "wb") as log:
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, str(tmp_path)],
+                    env=os.environ | joining | zero.SETTINGS | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    codes = [process.wait(timeout=240) for process in running]
+    assert codes == [0, 0], (tmp_path / "0.log").read_text()[-2000:]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["sharded"] > 10
+        assert found["apart"] == 0.0 < found["norm"]
+        assert found["kl"] == [0.0, 0.0]
+        assert "shards of the heads are alike" in found["said"]
+
+
+def trained_as_a_rank(folder):
+    """Trains for a step as released and after `apply`; writes how far apart the gradients are."""
+    from parity.fixes import apply
+    from parity.process import prepare
+    from parity.trainers.rig import drive
+
+    prepare("cpu", 1)
+    joining = {name: os.environ.pop(name) for name in ranks.JOINING}  # with them a model is saved on one rank alone
+    path = models.saved("llama")
+    os.environ.update(joining)
+    settings = {"gradient_checkpointing": False, "beta": 0.1, "num_generations": 2, "per_device_train_batch_size": 2}
+    gradients, kl, said, sharded = [], [], "", 0
+    for applied in (False, True):
+        with zero.recorded() as stepped:
+            args = drive.arguments(drive.config("GRPOTrainer"), "cpu", settings | zero.CONFIG)
+            trainer = drive.build("GRPOTrainer", str(path), args)
+            assert trainer.model.lm_head.weight.numel() == 0
+            said = str(apply(trainer)) if applied else ""
+            torch.manual_seed(joining["RANK"] == "1")
+            kl.append(drive.train(trainer)["kl"])
+        sharded = stepped[0][0]
+        gradients.append(stepped[0][1])
+    apart = max(float((gradients[0][n] - g).abs().max()) for n, g in gradients[1].items())
+    norm = max(float(g.norm()) for g in gradients[1].values())
+    found = {"sharded": sharded, "apart": apart, "norm": norm, "kl": kl, "said": said}
+    with open(f"{folder}/{joining['RANK']}.json", "w") as file:
+        json.dump(found, file)
+
+
+if __name__ == "__main__":
+    trained_as_a_rank(sys.argv[1])
