@@ -120,11 +120,11 @@ class Errors:
         return p, float(p.square().sum()), float(p.pow(4).sum().sqrt())
 
     @functools.cached_property
-    def slopes(self) -> tuple[float, float]:
-        """Root mean square and maximum of |Σe_r·o|/‖o‖²."""
+    def slopes(self) -> tuple[float, float, float]:
+        """Of Σe_r·o/‖o‖²: the size of its mean, its standard deviation, and the maximum of its size."""
         p, energy, _ = self.direction
         s = (self._flat / self.top) @ p.reshape(-1) / energy
-        return _rms_max(s.abs())
+        return float(s.mean().abs()), float(s.std(correction=0)), float(s.abs().amax())
 
     def stored_slope(self, dtype: torch.dtype) -> float:
         """Maximum of |Σ(stored(o + e_r) - o)·o|/‖o‖², with the replicas' values stored in `dtype`: equal ones round alike."""
@@ -191,7 +191,7 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     Gates (o the oracle, e = value - o, e_r the replicas' errors, u the unit roundoff of `dtype`, η half its subnormal
     spacing): structure; zero; norm ‖e‖ ≤ 3·max(rms‖e_r‖, u‖o‖, η√n); max |e|∞ ≤ 6·max(rms|e_r|∞, u|o|∞, η); row, the
     same per last dimension (6 becomes (exp(6·√log(1+s²)) - 1)/s, at most (max|e_r|/unit)², where the unit is a large
-    share s of the row); slope |Σe·o|/‖o‖² ≤ 6·max(rms s_r, u/√3·√Σo⁴/‖o‖², 2u_c); for a scalar
+    share s of the row); slope |Σe·o|/‖o‖² ≤ 6·max(std s_r, u/√3·√Σo⁴/‖o‖², 2u_c) + 2·|mean s_r|; for a scalar
     |e| ≤ max(10·first order, 6·rms e_r, u|o|, u_c·terms); for a count |e| ≤ 4·2⁻²⁴·max(|o|, 1). All but structure, zero
     and the count also allow `WORST` times the worst replica (the row gate: of that row; slope: also as stored in 16 bits).
     """
@@ -305,10 +305,12 @@ def _tensor_gates(
         by_row = allowed_row if errors.entrywise else allowed_row.unsqueeze(-1)
     if errors.top > eta:  # below, the quantity is zero in its dtype and has no direction
         p, energy, fourth = errors.direction
-        rms, worst = errors.slopes
-        floor = max(rms, u / 3**0.5 * fourth / energy, 2 * u_c)
+        mean, spread, worst = errors.slopes
+        floor = max(spread, u / 3**0.5 * fourth / energy, 2 * u_c)
         floor += eta / errors.top * float(p.abs().sum()) / energy
-        slope, limit = abs(float((e / errors.top * p).sum()) / energy), max(SLOPE * floor, WORST * worst)
+        # what rounding takes from all entries alike (sums in 16 bits) is no spread: twice of it, not six times
+        limit = max(SLOPE * floor + WORST * mean, WORST * worst)
+        slope = abs(float((e / errors.top * p).sum()) / energy)
         if slope > limit and u > NARROW:
             limit = max(limit, WORST * errors.stored_slope(dtype))
         gates["slope"] = slope / limit
