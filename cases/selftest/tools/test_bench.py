@@ -110,6 +110,43 @@ def test_whether_a_triton_path_would_pay_is_decided_by_the_rounds(seconds, devic
     assert "ours was not measured" in report.decisions(report.cells([lost]))
 
 
+@pytest.mark.parametrize(
+    ("seconds", "peak", "error", "below"),
+    [
+        (2.5, 60, 1e-7, "none"),
+        (1.5, 160, 1e-7, "lib.loss"),
+        (2.5, 40, 2e-7, "lib.loss"),
+        (1.5, 160, 1e-3, "none"),
+        (1.8, 210, 1e-7, "none"),
+    ],
+    ids=["slower", "between our points", "leaner", "less accurate", "our other point"],
+)
+def test_the_frontier_counts_peers_of_our_accuracy_against_every_point_of_ours(seconds, peak, error, below):
+    errors = {"value": 1e-8, "gradient": 2e-7}
+    points = [
+        ("fixes.selective_log_probs", 2.0, 50),
+        ("fixes.selective_log_probs.kept", 1.7, 200),
+        ("lib.loss", seconds, peak),
+    ]
+    records = [record(name, 0, time, peak=size) for name, time, size in points]
+    for each in records:
+        each["extra_info"]["errors"] = errors | ({"value": error} if each["extra_info"]["name"] == "lib.loss" else {})
+    cells = report.cells(records)
+    assert report.decisions(cells).splitlines()[-1].split(" | ")[3] == below
+    assert (
+        f"| lib.loss | {seconds / 2:.2f} ({seconds / 2:.2f} to {seconds / 2:.2f}) | {seconds} | {peak / 50:.2f} | 0 |"
+        in (report.tables(cells))
+    )
+    assert f" {error:.1e} | 2.0e-07 |" in report.tables(cells)
+
+
+def test_the_error_of_a_pass_is_told_apart_by_value_and_gradient():
+    right = {"logps": torch.tensor([3.0, 4.0]), "grad_hidden": torch.ones(4), "grad_weight": torch.full((4,), 2.0)}
+    right = {name: x.double() for name, x in right.items()}
+    found = right | {"logps": torch.tensor([3.0, 4.5]), "grad_weight": torch.full((4,), 2.5)}
+    assert losses.errors(found, right) == {"value": 0.1, "gradient": 0.25}
+
+
 def test_out_of_memory_is_a_cell_even_of_ours():
     """The others keep their seconds and megabytes; there is nothing to divide by."""
     ours = record("fixes.selective_log_probs", 0, 0.0, peak=None, why="out of memory")
@@ -132,10 +169,10 @@ def test_running_out_of_memory_aborts_no_benchmark(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(losses, "prepared", fails)
-    assert bench.first({}, "trl.GRPOTrainer", None) == (None, {}, None, "out of memory")
+    assert bench.first({}, "trl.GRPOTrainer", None, {}) == (None, {}, None, "out of memory")
     monkeypatch.setattr(losses, "prepared", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        bench.first({}, "trl.GRPOTrainer", None)
+        bench.first({}, "trl.GRPOTrainer", None, {})
 
 
 def row(name, case, quantity, dist, oracle=2.0, **fields):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +107,22 @@ def prepared(implementation: Implementation, given: Inputs) -> Pass:
         return _finished(outputs, x)
 
     return both
+
+
+def errors(found: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """||found - exact|| / ||exact|| of the value (log-probs or loss), and the larger one of the two gradients.
+
+    None of either where there is no reference.
+    """
+    if not exact:
+        return {}
+    apart = {
+        name: float((found[name].cpu().double() - exact[name]).norm() / exact[name].norm())
+        for name in ("logps", "loss", "grad_hidden", "grad_weight")
+        if name in found and name in exact
+    }
+    values = [error for name, error in apart.items() if not name.startswith("grad_")]
+    return {"value": max(values), "gradient": max(apart["grad_hidden"], apart["grad_weight"])}
 
 
 def _trainer(given: Inputs) -> Pass:

@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,16 @@ class Cell:
     phases: dict[str, float]
     why: str | None
     device: str = "cpu"
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def as_accurate_as(self, other: Cell) -> bool:
+        """Whether no error is more than twice the other's or twice a float32's rounding: another order, no narrower dtype."""
+        return all(error <= 2 * max(other.errors.get(name, 0.0), 2**-23) for name, error in self.errors.items())
+
+    def at_most(self, other: Cell) -> bool:
+        """Whether it needs no more time, by the median round, and no more memory."""
+        time, theirs = (statistics.median(c.seconds.values()) for c in (self, other))
+        return time <= theirs and (self.peak or 0) <= (other.peak or 0)
 
     def ratio(self, ours: Cell) -> tuple[float, float, float] | None:
         """Seconds over ours in the rounds that both were in (a run may be interrupted): median, least, greatest.
@@ -70,6 +80,7 @@ def cells(records: Iterable[dict[str, Any]]) -> list[Cell]:
                 phases,
                 info["why"],
                 info.get("device", "cpu"),
+                info.get("errors", {}),
             )
         )
     return found
@@ -83,29 +94,36 @@ def tables(found: Sequence[Cell]) -> str:
         ours = next(c for c in group if c.name == OURS[table])
         out += [f"**{table}, {size}, {dtype}**", ""]
         phases = list(next((c.phases for c in group if c.phases), ()))
-        head = ["", "time ÷ ours", "seconds", "peak ÷ ours", "peak MB", *(f"{p}: s, MB" for p in phases)]
+        errors = list(ours.errors)
+        head = ["", "time ÷ ours", "seconds", "peak ÷ ours", "peak MB", *(f"error of the {e}" for e in errors)]
+        head += [f"{p}: s, MB" for p in phases]
         out += [_row(head), _row(["---", *["---:"] * (len(head) - 1)])]
-        out += [_row(_cells(cell, ours, phases)) for cell in sorted(group, key=lambda c: c.name != ours.name)]
+        out += [_row(_cells(cell, ours, phases, errors)) for cell in sorted(group, key=lambda c: c.name != ours.name)]
         out.append("")
     return "\n".join(out)
 
 
 def decisions(found: Sequence[Cell]) -> str:
-    """Markdown: ours against the fastest and the leanest correct peer, and whether a Triton path of our own would pay.
+    """Markdown: ours against the fastest and the leanest correct peer, the frontier, and whether a Triton path would pay.
 
-    It pays where a peer's Triton kernel was faster than our torch path in every round, it does not where it was slower
+    The frontier: peers as accurate as ours that none of our points (with and without `memory_budget`) is on or below.
+
+    A Triton path pays where a peer's Triton kernel was faster than our torch path in every round, it does not where it was slower
     in every round; else the rounds disagree and more of them are needed.
     """
-    head = ["", "fastest peer: our time ÷ its", "leanest peer: our peak ÷ its", "a Triton path of our own"]
+    head = ["", "fastest peer: our time ÷ its", "leanest peer: our peak ÷ its", "as accurate, and below ours"]
+    head.append("a Triton path of our own")
     out = [_row(head), _row(["---"] * len(head))]
     for table, size, dtype in dict.fromkeys((c.table, c.size, c.dtype) for c in found if c.table != "step"):
         group = [c for c in found if (c.table, c.size, c.dtype) == (table, size, dtype) and not c.why]
         ours = next((c for c in group if c.name == OURS[table]), None)
         where = f"{table}, {size}, {dtype}"
         if ours is None:
-            out.append(_row([where, "ours was not measured", "", ""]))
+            out.append(_row([where, "ours was not measured", "", "", ""]))
             continue
-        peers = [(c, r) for c in group if c is not ours and c.name not in INEXACT and (r := c.ratio(ours))]
+        own = [c for c in group if c.name.startswith("fixes.")]
+        peers = [(c, r) for c in group if c not in own and c.name not in INEXACT and (r := c.ratio(ours))]
+        below = [c.name for c, _ in peers if c.as_accurate_as(ours) and not any(o.at_most(c) for o in own)]
         fast = min(peers, key=lambda peer: peer[1][0], default=None)
         lean = min((c for c, _ in peers if c.peak), key=lambda c: c.peak or 0, default=None)
         kernels = [(c, r) for c, r in peers if c.name in TRITON and c.device == "cuda"]
@@ -115,6 +133,7 @@ def decisions(found: Sequence[Cell]) -> str:
                     where,
                     "no peer" if fast is None else f"{fast[0].name}: {1 / fast[1][0]:.2f}",
                     "no peer" if lean is None else f"{lean.name}: {(ours.peak or 0) / (lean.peak or 1):.2f}",
+                    ", ".join(below) or "none",
                     _pays(min(kernels, key=lambda peer: peer[1][0], default=None)),
                 ]
             )
@@ -130,13 +149,14 @@ def _pays(kernel: tuple[Cell, tuple[float, float, float]] | None) -> str:
     return f"{'pays' if greatest < 1 else 'does not pay' if least > 1 else 'rounds disagree'}: {sentence}"
 
 
-def _cells(cell: Cell, ours: Cell, phases: Sequence[str]) -> list[str]:
+def _cells(cell: Cell, ours: Cell, phases: Sequence[str], errors: Sequence[str]) -> list[str]:
     if cell.why:
-        return [cell.name, cell.why, *[""] * (3 + len(phases))]
+        return [cell.name, cell.why, *[""] * (3 + len(phases) + len(errors))]
     ratio, seconds = cell.ratio(ours), statistics.median(cell.seconds.values())
     assert cell.peak is not None
     out = [cell.name, "" if ratio is None else "{:.2f} ({:.2f} to {:.2f})".format(*ratio), f"{seconds:.3g}"]
     out += [f"{cell.peak / ours.peak:.2f}" if ours.peak else "", f"{cell.peak / 1e6:,.0f}"]
+    out += [f"{cell.errors[e]:.1e}" if e in cell.errors else "" for e in errors]
     return out + [f"{cell.phases[p]:.2f}, {cell.peaks.get(p, 0) / 1e6:,.0f}" for p in phases]
 
 
