@@ -17,7 +17,7 @@ from parity.cli.progress import Shown
 from parity.cli.show import Detail, detail, report
 from parity.errors import UsageError
 from parity.rollouts.commands import rollouts
-from parity.versions.commands.cli import COMMANDS, device_option
+from parity.versions.commands.cli import COMMANDS, device_option, turns_option
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -143,17 +143,23 @@ def _inside(specs: tuple[str, ...]) -> int:
 @click.option("--uncovered", is_flag=True, help="the trainers of the installed TRL without a check instead")
 @click.option("--sweep", is_flag=True, help="what became of each implementation in other releases instead")
 @click.option("--release", "releases", multiple=True, metavar="PKG==VER", help="with --sweep: only this one")
+@turns_option
 @_JSON
 def list_command(
-    families: tuple[str, ...], as_json: bool, sweep: bool, releases: tuple[str, ...], **sections: Any
+    families: tuple[str, ...],
+    as_json: bool,
+    sweep: bool,
+    releases: tuple[str, ...],
+    turns: Path | None,
+    **sections: Any,
 ) -> None:
     """Implementations with their version or why they cannot run; or settings, checks, profiles."""
-    if releases and not sweep:
-        raise UsageError("list: --release is of --sweep")
+    if (releases or turns) and not sweep:
+        raise UsageError("list: --release and --turns are of --sweep")
     if sweep:
         from parity.versions.commands.sweep import command
 
-        sys.exit(command(releases))
+        sys.exit(command(releases, turns))
     from parity.cli import listing
     from parity.results.json_output import text
 
@@ -269,9 +275,16 @@ def findings_command(ledger: Path | None) -> None:
 @click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
 @click.option("--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True)
 @click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="processes")
+@turns_option
 @_WITH
 def upstream_command(
-    ids: tuple[str, ...], every: bool, ledger: Path | None, reports: Path, workers: int, specs: tuple[str, ...]
+    ids: tuple[str, ...],
+    every: bool,
+    ledger: Path | None,
+    reports: Path,
+    workers: int,
+    turns: Path | None,
+    specs: tuple[str, ...],
 ) -> None:
     """Write reports/upstream/ID/ for entries of the ledger: a script that needs the library alone, text, and patch.
 
@@ -281,12 +294,13 @@ def upstream_command(
     if specs:
         sys.exit(_inside(specs))
     from parity import data
+    from parity.results.turns import Turns
     from parity.tools.upstream import upstream
 
     if bool(ids) == every:
         raise UsageError("upstream: name entries of the ledger, or --all")
     wrong = 0
-    for sent in upstream(ids, ledger or data.ledger_file(), reports / "upstream", workers):
+    for sent in upstream(ids, ledger or data.ledger_file(), reports / "upstream", workers, Turns.read(turns)):
         wrong += not sent.right
         click.echo(f"{sent.id}: {'' if sent.right else 'WRONG: '}{sent.outcome}")
     sys.exit(int(wrong > 0))
@@ -382,6 +396,7 @@ def case_command(path: str) -> None:
     "--sample", type=click.IntRange(1), default=200, show_default=True, help="--machine: random edits of each"
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="--machine: of the sample and of its cases")
+@turns_option
 @device_option("cpu")
 def mutants_command(sources: tuple[str, ...], sample: int, seed: int, **options: Any) -> None:
     """Test the harness with wrong implementations: exit code 0 if all are caught and no correct one is."""

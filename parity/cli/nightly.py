@@ -55,7 +55,9 @@ def duration(text: str) -> datetime.timedelta:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
 @click.option("--seed", type=int, default=None, help="default: a fresh one, printed")
 @click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
-@click.option("--skip", multiple=True, metavar="NAME", help="leave out history, mutants, upstream, unsloth or rollouts")
+@click.option(
+    "--skip", multiple=True, metavar="NAME", help="leave out history, mutants, upstream, sweep, unsloth or rollouts"
+)
 @click.option(
     "--with", "specs", multiple=True, metavar="PKG==VER", help="judge this release too, in an environment of its own"
 )
@@ -73,7 +75,7 @@ def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...]
     libraries = [name for name in options["implementations"] if ".py:" not in name]
     only = [word for name in options["families"] for word in ("--family", name)]
     only += [word for name in libraries for word in ("--implementation", name)]
-    words = ("run", "--profile", options["profile"], "--max-time", max_time, *only)
+    words = ("run", "--profile", options["profile"], *only)
     others += tuple((spec, (*words, "--with", spec), 0.1) for spec in specs)
     night = Night(max_time=duration(max_time).total_seconds(), others=others, **options)
     with Shown() as progress:
@@ -82,7 +84,7 @@ def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...]
         from parity.results.report.rows import read
 
         header, rows = read(night.reports / "results.ndjson")
-        report(header, rows, night.reports, [], code)
+        report(header, rows, night.reports, list(changed.run.reasons), code)
         click.echo(title(changed))
     sys.exit(code)
 
@@ -98,6 +100,7 @@ def notify_command(stale: str, profile: str, page: str, out: Path | None, report
 
     Exit code 0: green, close the issue; 1: red, open or update it; 3: no run, or none within --stale.
     """
+    from parity.nightly.record import last_sign
     from parity.results import memory, notify, trend
 
     past = [run for run in memory.runs(reports / "history") if run.profile == profile]
@@ -107,6 +110,8 @@ def notify_command(stale: str, profile: str, page: str, out: Path | None, report
     if late:
         text = f"parity: no night: {late}"
         body = f"**{text}**\n\nThe machine, its timer or its runner is down, or the night died before its end.\n"
+        if sign := last_sign(reports):
+            body += f"Its last sign of life: {sign}.\n"
         code = 3
     else:
         changed = trend.change(past[-1], past[:-1])

@@ -19,6 +19,7 @@ from parity.results.report.summary import Summary
 from parity.results.row import Row
 from parity.rollouts import section
 
+NIGHT = ("verdict", "minutes", "command")
 SCRIPTS = 10
 """New findings whose script is written into the page; for the others it names the command."""
 
@@ -40,7 +41,20 @@ def extras(
     found += spent(header)
     past: list[memory.Run] = []
     found += _read(folder / "history", "Trend of earlier runs", lambda: past.extend(memory.runs(folder / "history")))
+    found[:0] = night([run for run in past if run.id == summary.run])
     return Extras(code, reasons, scripts(summary, folder), found, past)
+
+
+def night(of: Sequence[memory.Run]) -> list[Part]:
+    """The other commands of a night, with what came of them."""
+    rows = [
+        [Cell(s.verdict, "" if s.search or (s.whole and not s.exit_code) else "over" if s.exit_code else "known")]
+        + [f"{s.seconds / 60:.0f}", s.command]
+        for run in of
+        for s in run.steps
+    ]
+    note = "How far they came is in the verdict. The report of a search is in its log, beside this page."
+    return [Part("night", "Other commands of the night", note, (), "commands", NIGHT, rows)] if rows else []
 
 
 def spent(header: Header) -> list[Part]:

@@ -11,7 +11,7 @@ from parity.results.trend import NIGHTS
 NEW, FAILED, QUIET = 4.0, 2.0, 1.0
 """Weights of time: twice the weight is twice the time, as far as there is something to do."""
 FAILURES = (1, 4)
-"""Exit codes of a command that found something; None, stopped by its time, is as good."""
+"""Exit codes of a command that found something; one whose time was over before its end is as good."""
 
 
 def families(
@@ -32,15 +32,21 @@ def families(
     return out
 
 
-def parts(past: Sequence[Run], usual: Mapping[str, float]) -> dict[str, float]:
-    """Name -> share of a night for its commands, out of the `usual` shares; in the order in which they should run."""
+def parts(past: Sequence[Run], usual: Mapping[str, float], run: str = "run") -> dict[str, float]:
+    """Name -> share of a night for its commands, out of the `usual` shares; in the order in which they should run.
+
+    Those of equal weight that the last night cut come first. `run` is the long run, whose findings tell how it did.
+    """
     nights = past[-NIGHTS:]
-    exit_codes = {name: [run.steps[name] for run in nights if name in run.steps] for name in usual}
+    done = {name: [s for night in nights for s in night.steps if s.name == name] for name in usual}
     weights = {
-        name: NEW if not codes else FAILED if any(c is None or c in FAILURES for c in codes) else QUIET
-        for name, codes in exit_codes.items()
+        name: NEW if not them else FAILED if any(not s.whole or s.exit_code in FAILURES for s in them) else QUIET
+        for name, them in done.items()
     }
+    if run in usual and nights:
+        weights[run] = FAILED if any(f.known is None for night in nights for f in night.findings) else QUIET
     mean = statistics.fmean(weights.values()) if weights else 1.0
     shares = {name: usual[name] * max(0.5, weight / mean) for name, weight in weights.items()}
     total = sum(shares.values())
-    return {name: shares[name] / total for name in sorted(shares, key=lambda n: -weights[n])}
+    cut = {name for name, them in done.items() if them and not them[-1].whole}
+    return {name: shares[name] / total for name in sorted(shares, key=lambda n: (-weights[n], n not in cut))}

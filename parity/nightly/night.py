@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from parity import data
 from parity.nightly import budget, steps
 from parity.nightly.proof import proof
 from parity.nightly.record import Record
-from parity.nightly.steps import CommandOutcome
 from parity.process import prepare
 from parity.results import memory, notify, trend
 from parity.results.memory import Run
 from parity.results.report.summary import summarise
+from parity.results.report.wording import count
+from parity.results.turns import Turns
 from parity.rollouts import vllm_engine
 from parity.running import outcome
 from parity.running import run as running
@@ -95,13 +97,13 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
     record.run = True
     summary = summarise(result.header, result.rows)
 
-    def kept(code: int, folder: Path) -> trend.Change:
-        exit_codes = {step.name: step.exit_code for step in record.steps}
-        return trend.change(memory.read(memory.remember(summary, code, folder, steps=exit_codes)), past)
+    def kept(code: int, reasons: Sequence[str] = ()) -> trend.Change:
+        path = memory.remember(summary, code, night.reports / "history", reasons=reasons, steps=record.steps)
+        return trend.change(memory.read(path), past)
 
     jobs = [(name, list(words), shares[name]) for name, words, _ in night.others]
     jobs.sort(key=lambda job: list(shares).index(job[0]))
-    searches = list(bisects(kept(result.exit_code, night.reports / "history")))
+    searches = list(bisects(kept(result.exit_code, result.reasons), night.reports))
     tests = data.cases_dir() / CUDA
     if record.device == "cuda" and night.others and tests.is_dir():  # faults, real vocabularies, Inductor
         jobs.insert(0, (CUDA, ["-q", str(tests)], SHARE_OF_CUDA))
@@ -113,20 +115,17 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
         limit = left * share / sum(one[2] for one in jobs[number:])
         record.write(night.reports, name)
         say(f"{name}: at most {max(limit, 0) / 60:.0f} min")
-        folder = ("--reports", str(night.reports / name)) if words[0] in ("run", "upstream") else ()
-        log, module = night.reports / f"{name}.log", "pytest" if name == CUDA else ""
-        record.steps.append(steps.run(name, [*words, *folder], log, limit, module))
+        record.steps.append(steps.part(name, words, night.reports, limit, "pytest" if name == CUDA else ""))
         say(f"{name}: {record.steps[-1].verdict}, {record.steps[-1].seconds / 60:.0f} min")
 
-    counted = [s.exit_code for s in record.steps if s.exit_code is not None and not s.name.startswith("bisect ")]
-    code = worst([result.exit_code, *counted])
-    changed = kept(code, night.reports / "history")
+    code = worst([result.exit_code, *(step.counts for step in record.steps if step.counts is not None)])
+    bad = [step for step in record.steps if step.counts or not (step.whole or step.search)]
+    reasons = [*result.reasons, *(f"{step.name}: {step.verdict}" for step in bad)]
+    changed = kept(code, reasons)
     if changed.missing and code in (outcome.AGREE, outcome.NEW, outcome.STALE):
         code = outcome.NOTHING
-        changed = kept(code, night.reports / "history")
-    (night.reports / "issue.md").write_text(
-        notify.body(changed) + "\n".join(_shown(record.steps)) + "\n", encoding="utf-8"
-    )
+        changed = kept(code, [*reasons, f"compared less than usual: {count(len(changed.missing), 'implementation')}"])
+    (night.reports / "issue.md").write_text(notify.body(changed), encoding="utf-8")
     record.exit_code = code
     record.write(night.reports, "done")
     return code, changed
@@ -177,27 +176,37 @@ def _long_run(
         max_time=0.0 if record.run else share * left if night.others else left,
         resume=path if going_on else None,
     )
-    return running.execute(options, progress, say, budget.families(past, record.device, now, versions()))
+    alive = record.beating(night.reports, RUN)
+
+    def seen(*told: Any) -> None:
+        alive()
+        progress(*told)
+
+    weights = budget.families(past, record.device, now, versions())
+    return running.execute(options, seen, say, weights, Turns.read(night.reports / "turns" / "run.json"))
 
 
-def bisects(changed: trend.Change) -> Iterator[list[str]]:
+def bisects(changed: trend.Change, reports: Path) -> Iterator[list[str]]:
     """The searches of the first red night after a version moved: between the last green night's release and tonight's.
 
-    The library of the finding first; the words of `parity`.
+    Again on the night after one that had no time for its end. The library of the finding first; the words of `parity`.
     """
     green, before = changed.green, changed.before
-    if not changed.new or green is None or before is None or before.id != green.id:
+    if green is None or before is None:
         return
-    finding = next((f for k in changed.new if (f := changed.lives[k].now) is not None and f.replay), None)
-    moved = [name for name in BISECTED if name in changed.moved and "-" not in changed.moved[name]]
+    cut = any(step.search and step.exit_code is None for step in before.steps)
+    keys = changed.new if before.id == green.id else changed.still if cut else ()
+    finding = next((f for k in keys if (f := changed.lives[k].now) is not None and f.replay), None)
     if finding is None:
         return
+    moved = [name for name in BISECTED if name in changed.moved and "-" not in changed.moved[name]]
     moved.sort(key=lambda name: not finding.implementation.startswith(name.partition("-")[0]))
     for name in moved[:BISECTS]:
         good, bad = changed.moved[name]
+        find = ["--find", "fixed"] if Version(bad) < Version(good) else []  # a release was taken back
         case = shlex.split(finding.replay)[2]
-        words = ["bisect", str(canonicalize_name(name)), "--good", good, "--bad", bad, "--case", case]
-        yield [*words, "--implementation", finding.implementation]
+        words = ["bisect", str(canonicalize_name(name)), "--good", good, "--bad", bad, *find, "--case", case]
+        yield [*words, "--implementation", finding.implementation, "--reports", str(reports)]
 
 
 def worst(codes: Sequence[int]) -> int:
@@ -220,12 +229,3 @@ def required(past: Sequence[Run], profile: str, device: str, known: Collection[s
         counts[implementation, where] = counts.get((implementation, where), 0) + cases
     enough = outcome.MINIMUM_REQUIRED
     return tuple(f"{i}:{d}" for (i, d), n in sorted(counts.items()) if n >= enough and i in known)
-
-
-def _shown(done: Sequence[CommandOutcome]) -> list[str]:
-    out = ["", "### Other commands of the night", ""] if done else []
-    for step in done:
-        out.append(f"- `{step.command}`: {step.verdict}, {step.seconds / 60:.0f} min")
-        if step.exit_code not in (0, None) or step.name.startswith("bisect "):
-            out += ["", "  ```", *(f"  {line}" for line in step.tail.splitlines()), "  ```", ""]
-    return out

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from parity.nightly.proof import Proof
 from parity.nightly.steps import CommandOutcome
 
 HEARTBEAT, FILE = "heartbeat.json", "night.json"
+BEAT = 60.0
+"""Seconds between two signs of life of the long run."""
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -37,14 +40,26 @@ class Record(msgspec.Struct, kw_only=True):
     def write(self, reports: Path, state: str) -> None:
         """Keep it, whole or not at all, and say that the night is alive."""
         reports.mkdir(parents=True, exist_ok=True)
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        beat = {"time": now, "state": state, "exit_code": self.exit_code, "pid": os.getpid()}
         data = msgspec.to_builtins(self)
         data["steps"] = [one | {"verdict": step.verdict} for one, step in zip(data["steps"], self.steps, strict=True)]
-        for name, content in ((FILE, data), (HEARTBEAT, beat)):
-            draft = reports / f".{name}"
-            draft.write_text(json.dumps(content, indent=1) + "\n")
-            draft.replace(reports / name)
+        _written(reports / FILE, data)
+        self._beat(reports, state)
+
+    def beating(self, reports: Path, state: str) -> Callable[[], None]:
+        """Says once a minute, however often it is called, that the night is alive."""
+        last = time.monotonic()
+
+        def alive() -> None:
+            nonlocal last
+            if time.monotonic() > last + BEAT:
+                last = time.monotonic()
+                self._beat(reports, state)
+
+        return alive
+
+    def _beat(self, reports: Path, state: str) -> None:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        _written(reports / HEARTBEAT, {"time": now, "state": state, "exit_code": self.exit_code, "pid": os.getpid()})
 
     @classmethod
     def read(cls, reports: Path, **given: Any) -> Record:
@@ -64,3 +79,18 @@ class Record(msgspec.Struct, kw_only=True):
         ended = max(p.stat().st_mtime for p in (path, reports / "results.ndjson") if p.exists())
         found.began += time.time() - ended  # the time between does not count
         return found
+
+
+def last_sign(reports: Path) -> str:
+    """When a night last said that it was alive, and at what it was; nothing where none ever did."""
+    try:
+        beat = json.loads((reports / HEARTBEAT).read_text())
+        return f"{beat['time']}, at {beat['state']}"
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
+def _written(path: Path, content: Any) -> None:
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(json.dumps(content, indent=1) + "\n")
+    draft.replace(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import os
 import signal
 import subprocess
@@ -13,32 +14,71 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parity.process import stopping
+from parity.results.header import Header
+from parity.results.report.rows import read
+from parity.results.report.summary import summarise
+from parity.results.row import Row
+from parity.results.step import CommandOutcome
+from parity.results.turns import NOT_RUN, TRIES, WRONG, Turn, Turns
+from parity.running import outcome
 
 COMMAND = (sys.executable, "-P", "-m", "parity")
 GRACE = 10.0
 """Seconds to end in after SIGTERM."""
+TURNS = ("history", "mutants", "upstream", "list")
+"""Commands that begin with what was looked at longest ago, so that no night begins with the same and none is left out."""
+SHARE_OF_RUN = 0.8
+"""Of the time of `parity run`; the rest is for its environment and its report."""
 TAIL = 12
 """Lines of its output that a step's place in the report shows."""
 
 
-@dataclasses.dataclass(frozen=True)
-class CommandOutcome:
-    """One command and what came of it; `exit_code` is None where the time was over before its end."""
+def part(name: str, words: Sequence[str], reports: Path, limit: float, module: str = "") -> CommandOutcome:
+    """One of a night's commands, `parity WORDS`: what it has looked at counts, although its time is over before its end.
 
-    name: str
-    command: str
-    exit_code: int | None
-    seconds: float
-    tail: str
+    Each keeps its turns in `reports`, its output in `reports/NAME.log`, and a run its rows in `reports/NAME`.
+    """
+    since, more, turns = datetime.datetime.now(datetime.UTC), list[str](), reports / "turns" / f"{name}.json"
+    if words[0] in TURNS:
+        more += ["--turns", str(turns)]
+    if words[0] in ("run", "upstream"):
+        more += ["--reports", str(reports / name)]
+    if words[0] == "run":
+        more += ["--max-time", f"{max(int(SHARE_OF_RUN * limit), 1)}s"]
+    done = run(name, [*words, *more], reports / f"{name}.log", limit, module)
+    rows = reports / name / "results.ndjson"
+    if words[0] in TURNS and turns.exists():
+        return in_turn(done, Turns.read(turns), since)
+    if words[0] == "run" and rows.exists() and rows.stat().st_mtime >= since.timestamp():
+        return of_run(done, *read(rows))
+    return done
 
-    @property
-    def verdict(self) -> str:
-        """One or two words for the page."""
-        if self.exit_code is None:
-            return "stopped: the time was over"
-        return {0: "as expected", 1: "RED", 2: "wrong usage", 3: "not run: no environment", 4: "stale"}.get(
-            self.exit_code, f"failed ({self.exit_code})"
-        )
+
+def in_turn(done: CommandOutcome, turns: Turns, since: datetime.datetime) -> CommandOutcome:
+    """A command by the turns of its units: what was wrong when it was looked at last counts until it is right."""
+    ended, of = turns.reached(since), len(turns.units)
+    if len(ended) == of:
+        return done
+    rest = of - sum(bool(turns.known.get(unit, Turn()).ended) for unit in turns.units)
+    reached = f"{len(ended):,} of {of:,}, the others first next time"
+    reached += f", {rest:,} of them never yet" if rest else f", none longer ago than {turns.oldest()}"
+    code, wrong, starved = done.exit_code, turns.having(WRONG), turns.starved()
+    if code is None and ended:
+        unusable = set(turns.having(NOT_RUN)) & set(ended)
+        code = outcome.NEW if wrong else outcome.NOTHING if unusable else outcome.AGREE
+    if starved:
+        code, reached = None, f"{reached}; begun {TRIES} times and never at an end: {', '.join(starved)}"
+    tail = [done.tail, *(f"wrong: {unit}, looked at {turns.known[unit].ended[:10]}" for unit in wrong)]
+    return dataclasses.replace(done, exit_code=code, reached=reached, tail="\n".join(filter(None, tail)))
+
+
+def of_run(done: CommandOutcome, header: Header, rows: Sequence[Row]) -> CommandOutcome:
+    """A run that was not whole, by its rows."""
+    reached = summarise(header, rows).incomplete
+    code = done.exit_code
+    if reached and code in (None, outcome.TERMINATED):
+        code = outcome.NEW if any(row.new for row in rows) else outcome.AGREE if any(r.judged for r in rows) else None
+    return dataclasses.replace(done, exit_code=code, reached=reached)
 
 
 def run(name: str, words: Sequence[str], log: Path, limit: float, module: str = "") -> CommandOutcome:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,19 +22,21 @@ from parity.errors import UsageError
 from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Summary
+from parity.results.step import CommandOutcome
 
 SCHEMA = 1
 FOLDER = Path("reports/history")
 
 _TABLES = """
 CREATE TABLE run (schema INTEGER, id TEXT, started TEXT, profile TEXT, device TEXT, seed INTEGER, revision TEXT,
-                  versions TEXT, exit_code INTEGER, complete INTEGER, seconds REAL, page TEXT);
+                  versions TEXT, exit_code INTEGER, complete INTEGER, seconds REAL, page TEXT, whole INTEGER);
 CREATE TABLE compared (implementation TEXT, family TEXT, device TEXT, cases INTEGER);
 CREATE TABLE judged (implementation TEXT, family TEXT, device TEXT, dtype TEXT, quantity TEXT, cases INTEGER, headroom REAL,
                      worst TEXT, known INTEGER);
 CREATE TABLE findings (key TEXT, implementation TEXT, family TEXT, verdict TEXT, class TEXT, blame TEXT, quantities TEXT,
                        known TEXT, cases INTEGER, headroom REAL, message TEXT, replay TEXT);
-CREATE TABLE steps (name TEXT, exit_code INTEGER);
+CREATE TABLE steps (name TEXT, exit_code INTEGER, command TEXT, seconds REAL, tail TEXT, reached TEXT);
+CREATE TABLE reasons (line TEXT);
 """
 
 
@@ -83,7 +85,8 @@ class Judged:
 class Run:
     """A kept run; times are UTC, `seconds` on the clock, `compared`: (implementation, family, device) -> cases.
 
-    `steps`: of a night, its other commands -> exit code, None where the time was over.
+    `complete`: it came to its end in order; `whole`: it did all that it had planned, which one whose time is limited need not.
+    `reasons`: why its exit code is not 0; `steps`: of a night, its other commands.
     """
 
     id: str
@@ -101,7 +104,9 @@ class Run:
     judged: tuple[Judged, ...]
     findings: tuple[Seen, ...]
     path: Path
-    steps: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
+    whole: bool = True
+    reasons: tuple[str, ...] = ()
+    steps: tuple[CommandOutcome, ...] = ()
 
     @property
     def green(self) -> bool:
@@ -122,7 +127,8 @@ def remember(
     folder: Path = FOLDER,
     complete: bool = True,
     page: str = "",
-    steps: Mapping[str, int | None] | None = None,
+    reasons: Sequence[str] = (),
+    steps: Sequence[CommandOutcome] = (),
 ) -> Path:
     """Write a run's file: complete or not at all, and once: a run that is remembered again replaces its file.
 
@@ -143,9 +149,10 @@ def remember(
         header.git,
         json.dumps(header.versions),
         exit_code,
-        complete and not bool(summary.incomplete),
+        complete and summary.ended,
         0.0 if header.seconds is msgspec.UNSET else header.seconds,
         page,
+        not summary.incomplete,
     ]
     compared: dict[tuple[str, str, str], int] = {}
     for line in summary.lines:
@@ -160,7 +167,8 @@ def remember(
             _fill(base, "run", [whole])
             _fill(base, "compared", [[*where, count] for where, count in compared.items()])
             _fill(base, "judged", _judged(summary))
-            _fill(base, "steps", (steps or {}).items())
+            _fill(base, "steps", ([s.name, s.exit_code, s.command, s.seconds, s.tail, s.reached] for s in steps))
+            _fill(base, "reasons", ([line] for line in reasons))
             _fill(base, "findings", (_seen(f) for f in (*summary.findings, *summary.known)))
         draft.replace(path)
     except (OSError, sqlite3.Error) as error:
@@ -185,9 +193,9 @@ def read(path: Path) -> Run:
     """
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path.resolve()}?mode=ro", uri=True)) as base:
-            ((schema, id, started, profile, device, seed, revision, versions, code, complete, seconds, page),) = (
-                base.execute("SELECT * FROM run")
-            )
+            (row,) = base.execute("SELECT * FROM run")
+            schema, id, started, profile, device, seed, revision, versions, code, complete, seconds, page = row[:12]
+            whole = bool(row[12] if len(row) > 12 else complete)  # kept by an earlier parity
             if schema != SCHEMA:
                 raise UsageError(f"{path}: kept by another version of parity (schema {schema}, expected {SCHEMA})")
             compared = {(i, f, d): n for i, f, d, n in base.execute("SELECT * FROM compared")}
@@ -196,8 +204,7 @@ def read(path: Path) -> Run:
                 for i, f, d, t, q, n, h, w, k in base.execute("SELECT * FROM judged")
             )
             found = tuple(Seen(*row) for row in base.execute("SELECT * FROM findings"))
-            has = base.execute("SELECT 1 FROM sqlite_master WHERE name = 'steps'").fetchone()
-            steps = dict(base.execute("SELECT * FROM steps")) if has else {}  # kept by an earlier parity
+            reasons, steps = _reasons(base), tuple(_steps(base))
             when = datetime.datetime.fromisoformat(started).astimezone(datetime.UTC)
             parsed = {str(k): str(v) for k, v in json.loads(versions).items()}
     except (sqlite3.Error, ValueError, TypeError, AttributeError) as error:
@@ -218,8 +225,24 @@ def read(path: Path) -> Run:
         judged,
         found,
         path,
+        whole,
+        reasons,
         steps,
     )
+
+
+def _reasons(base: sqlite3.Connection) -> tuple[str, ...]:
+    return tuple(line for (line,) in base.execute("SELECT * FROM reasons")) if _has(base, "reasons") else ()
+
+
+def _steps(base: sqlite3.Connection) -> Iterator[CommandOutcome]:
+    for name, code, *rest in base.execute("SELECT * FROM steps") if _has(base, "steps") else ():
+        command, seconds, tail, reached = rest or ("", 0.0, "", "")  # kept by an earlier parity
+        yield CommandOutcome(name, command, code, seconds, tail, reached)
+
+
+def _has(base: sqlite3.Connection, table: str) -> bool:
+    return base.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [table]).fetchone() is not None
 
 
 def _fill(base: sqlite3.Connection, table: str, rows: Iterable[Iterable[object]]) -> None:

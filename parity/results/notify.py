@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from parity.results.memory import Run, Seen
 from parity.results.report.markdown import code, escape
-from parity.results.report.wording import CODES, count, ratio
+from parity.results.report.wording import CODES, count, others, ratio
+from parity.results.step import CommandOutcome
 from parity.results.trend import Change
 
 SHOWN = 20
@@ -18,12 +19,13 @@ def title(change: Change) -> str:
     """One line for a phone: green, or what is wrong, since when."""
     run = change.run
     if run.green:
-        return f"parity: green ({run.started:%Y-%m-%d})"
+        cut = ", ".join(step.name for step in run.steps if not step.whole)
+        return f"parity: green ({run.started:%Y-%m-%d})" + (f", as far as there was time for {cut}" if cut else "")
     fresh = [*change.new, *change.still]
     if not fresh:
-        why = (
-            "it did not come to its end" if not run.complete else CODES.get(run.exit_code, f"exit code {run.exit_code}")
-        )
+        wrong = [f"{s.name}: {s.verdict}" for s in run.steps if s.counts == run.exit_code]
+        why = CODES.get(run.exit_code, f"exit code {run.exit_code}")
+        why = "it did not come to its end" if not run.complete else wrong[0] if wrong else why
         return f"parity: red ({run.started:%Y-%m-%d}): {why}"
     since = min(change.lives[k].first.started for k in fresh)
     who = sorted({change.lives[k].now.implementation for k in fresh if change.lives[k].now})  # type: ignore[union-attr]
@@ -44,6 +46,8 @@ def body(change: Change, page: str = "") -> str:
     out = [f"**{escape(title(change))}**", ""]
     if not run.green:
         out += [f"Exit code {run.exit_code}: {CODES.get(run.exit_code, 'see the log')}.", ""]
+    if why := others(run.reasons):
+        out += [*(f"- {escape(reason)}" for reason in why), ""]
     if not run.complete:
         out += ["The run did not come to its end: what is missing was not compared.", ""]
     out += _findings("New since the run before", change, change.new)
@@ -75,6 +79,7 @@ def body(change: Change, page: str = "") -> str:
     ]
     if page:
         out += [f"Report: {page}", ""]
+    out += _steps(run.steps)
     versions = " · ".join(f"{n} {v}" for n, v in run.versions.items())
     return "\n".join([*out, f"<sub>{escape(versions)}</sub>", ""])
 
@@ -100,6 +105,17 @@ def _finding(f: Seen, first: Run, times: int, of: int) -> list[str]:
     lines = [f"- **{code(f.implementation)}**: {escape(what)}; {who}; {size}; {count(f.cases, 'case')}; {seen}"]
     lines += [f"  {escape(f.message)}"] if f.message else []
     return [*lines, f"  {code(f.replay)}"]
+
+
+def _steps(steps: Sequence[CommandOutcome]) -> Iterator[str]:
+    if not steps:
+        return
+    yield from ("### Other commands of the night", "")
+    for step in steps:
+        yield f"- {code(step.command)}: {escape(step.verdict)}, {step.seconds / 60:.0f} min"
+        if step.exit_code or step.search:
+            yield from ("", "  ```", *(f"  {line.replace('```', '')}" for line in step.tail.splitlines()), "  ```", "")
+    yield ""
 
 
 def _moved(change: Change) -> Iterator[str]:

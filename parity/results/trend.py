@@ -162,12 +162,33 @@ def _growth(run: Run, past: Sequence[Run]) -> Iterable[Growth]:
 
 
 def _missing(run: Run, past: Sequence[Run]) -> Iterable[Missing]:
+    """Cases beside those of other nights. Where one of them had too little time for all, the share of the family's cases."""
     stopped = {f.implementation for f in run.findings if f.known is None and f.verdict in STOPPED}
     keys = sorted({k for r in past for k in r.compared if k[0] not in stopped})
+    counted = [r for r in past if r.whole] if run.whole else []
     for k in keys:
-        usual = statistics.median(r.compared.get(k, 0) for r in past)
-        if run.compared.get(k, 0) < SHARE * usual:
-            yield Missing(*k, cases=run.compared.get(k, 0), usual=usual)
+        cases = run.compared.get(k, 0)
+        if counted:
+            usual = statistics.median(r.compared.get(k, 0) for r in counted)
+            least = SHARE * usual
+        else:
+            usual = _usual(k, run, past)
+            least = SHARE * usual - 3 * math.sqrt(SHARE * usual)  # which cases it came to is chance
+        if cases < least:
+            yield Missing(*k, cases=cases, usual=usual)
+
+
+def _usual(key: tuple[str, str, str], run: Run, past: Sequence[Run]) -> float:
+    """How many of tonight's cases of a family would go through an implementation as in other nights; where the family had none
+    tonight, how many did."""
+    nights = [(r.compared.get(key, 0), of) for r in past if (of := _cases(r, key))]
+    now = _cases(run, key)
+    return statistics.median(n / of * now if now else n for n, of in nights) if nights else 0.0
+
+
+def _cases(run: Run, key: tuple[str, str, str]) -> int:
+    """Cases of a family on a device: those of the implementation that had the most."""
+    return max((n for k, n in run.compared.items() if k[1:] == key[1:]), default=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,8 @@ class Deck:
     """Shards that nobody has yet.
 
     Frozen cases come first: the ledger rests on them. With `shares` (family -> weight, 1 where none is named), time goes to
-    the families in these proportions. After `deadline` only frozen cases are dealt. When all is done, `more` is asked once.
+    the families in these proportions, and the shards of a family keep their order. After `deadline` only frozen cases are
+    dealt. When all is done, `more` is asked once.
     """
 
     def __init__(
@@ -43,7 +44,8 @@ class Deck:
         self.shares, self.deadline, self._more = shares, deadline, more
         self._spent: dict[str, float] = collections.defaultdict(float)
         self._expected = {s.name: expected(s, before or {}) for s in shards}
-        self.left = sorted(shards, key=lambda s: (s.kind != "frozen", -self._expected[s.name]))
+        limited = shares is not None
+        self.left = sorted(shards, key=lambda s: (s.kind != "frozen", 0 if limited else -self._expected[s.name]))
 
     def take(self, has: Sequence[tuple[str, int]] = ()) -> Shard | None:
         """The next shard, or None: nothing is left, or not before others are done.

@@ -25,6 +25,7 @@ from parity.registry import family, load, loss_families
 from parity.results.header import Asked, End, Header, Last, Part, Parted
 from parity.results.report.rows import parts, read, rewrite, writer
 from parity.results.row import Row
+from parity.results.turns import Turns
 from parity.running import outcome, resume, supervisor
 from parity.running.deck import Deck
 from parity.running.events import At, Checked, Confirmed, Judged, Lost, ShardDone, Started
@@ -78,10 +79,11 @@ def execute(
     progress: Callable[[list[Row], int, int, str], None],
     say: Callable[[str], None] = lambda line: None,
     shares: Mapping[str, float] | None = None,
+    turns: Turns | None = None,
 ) -> RunResult:
     """Run, writing rows as they come; `progress(rows, cases, of, now)` is called at every event, `say` with a line at the start.
 
-    `shares`: family -> its weight where the time is limited.
+    `shares`: family -> its weight where the time is limited; `turns`: of the checks of trainers, then.
     """
     before = None
     if options.resume is not None:
@@ -110,8 +112,14 @@ def execute(
             say(f"going on after {state.done:,} of {of:,} cases")
             rewrite(path, replace(head, parts=list(state.parts.values())), state.rows)
         found = Findings(state.rows, profile, len(plan.extra), options.max_time, options.confirm, options.findings)
+        turns = turns or Turns()
+        order = turns.order([shard.name for shard in plan.shards if shard.kind == "checks"])
+        place = {name: number for number, name in enumerate(order)}
         deck = Deck(
-            [shard for shard in plan.shards if shard.name in mine and shard.name not in state.parts],
+            sorted(
+                (shard for shard in plan.shards if shard.name in mine and shard.name not in state.parts),
+                key=lambda shard: place.get(shard.name, 0),
+            ),
             known,
             shares if shares or options.max_time is None else {},
             found.deadline(plan.settings),
@@ -132,6 +140,7 @@ def execute(
                             if nodes
                             else supervisor.run(workers, deck, *limits),
                             found,
+                            turns,
                             write,
                             lambda now: progress(state.rows, state.done, of, now),
                         )
@@ -144,6 +153,7 @@ def _follow(
     state: State,
     events: Iterator[supervisor.Told],
     found: Findings,
+    turns: Turns,
     write: Callable[[Any], None],
     progress: Callable[[str], None],
 ) -> None:
@@ -181,6 +191,9 @@ def _follow(
                     part.checked, part.shown = checked.get(part.name, {}), shown.get(part.name)
                     state.parts[part.name] = part
                     write(Parted(part=part, run=run))
+                    if shard.kind == "checks":
+                        turns.begin(shard.name)
+                        turns.end(shard.name, "")
         progress(now)
 
 

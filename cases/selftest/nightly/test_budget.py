@@ -7,16 +7,20 @@ import pytest
 
 from parity.nightly import budget
 from parity.results.memory import Run, Seen
+from parity.results.step import CommandOutcome
 
 NOW = [("trl.f", "policy"), ("liger.f", "policy"), ("trl.g", "logprobs"), ("trl.h", "divergence")]
 
 
-def night(findings=(), compared=NOW, steps=None, trl="1.0", device="cpu"):
+def night(findings=(), compared=NOW, steps=None, trl="1.0", device="cpu", cut=()):
     seen = tuple(Seen(f, "trl.f", f, "disagree", None, None, "", None, 1, None, "", "") for f in findings)
     started = datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)
     counts = {(i, f, device): 9 for i, f in compared}
     told = ("id", started, "nightly", device, 1, "", {"trl": trl}, 0, True, 1.0, "", counts, (), seen, Path("x"))
-    return Run(*told, steps or {})
+    done = tuple(
+        CommandOutcome(n, "", code, 1.0, "", "3 of 9" if n in cut else "") for n, code in (steps or {}).items()
+    )
+    return Run(*told, steps=done)
 
 
 def test_families():
@@ -35,12 +39,22 @@ def test_families():
 def test_commands():
     usual = {"run": 0.7, "history": 0.2, "mutants": 0.1}
     assert budget.parts([], usual) == pytest.approx(usual)
-    quiet = {"run": 0, "history": 0, "mutants": 0}
-    assert budget.parts([night(steps=quiet)], usual) == pytest.approx(usual)
+    quiet = {"history": 0, "mutants": 0}
+    assert budget.parts([night(steps=quiet)], usual) == pytest.approx(usual), "the long run is none of the steps"
+    assert budget.parts([night(["policy"], steps=quiet)], usual)["run"] > 0.7, "it found something"
     failed = budget.parts([night(steps=quiet | {"mutants": 1}), night(steps=quiet)], usual)
     assert next(iter(failed)) == "mutants" and failed["mutants"] > 0.1 and min(failed.values()) > 0.08
     stopped = budget.parts([night(steps=quiet | {"history": None})], usual)
     assert next(iter(stopped)) == "history", "its time was over: it may have found something"
-    new = budget.parts([night(steps={"run": 0, "history": 0})], usual)
+    new = budget.parts([night(steps={"history": 0})], usual)
     assert next(iter(new)) == "mutants" and new["mutants"] > failed["mutants"] * 0.9
     assert sum(new.values()) == pytest.approx(1.0)
+
+
+def test_what_the_last_night_cut_comes_first():
+    usual = {"run": 0.6, "history": 0.2, "mutants": 0.1, "sweep": 0.1}
+    every = dict.fromkeys(list(usual)[1:], 0)
+    first = night(steps=every, cut=["history", "mutants"])
+    assert list(budget.parts([first], usual))[:2] == ["history", "mutants"]
+    second = night(steps=every, cut=["mutants"])
+    assert list(budget.parts([first, second], usual))[:2] == ["mutants", "history"]

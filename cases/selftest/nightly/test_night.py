@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from parity.cli import show
 from parity.cli.commands import main
 from parity.cli.nightly import duration
 from parity.errors import UsageError
 from parity.nightly import night, proof, steps
 from parity.process import Terminated
-from parity.results import notify
+from parity.results import memory, notify
 from parity.results.report.rows import read
 from parity.running import findings, provenance, supervisor
 
@@ -86,6 +87,57 @@ def test_a_command_that_is_asked_to_end_takes_its_child_with_it(tmp_path, monkey
         steps.run("slow", ["x"], log, 60.0)
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """A command of a night that looks at a, b and c, a second each, or as a unit's file says, and calls `wrong` wrong."""
+    program = """
+import pathlib, sys, time
+from parity.results.turns import RIGHT, WRONG, Turns
+turns = Turns.read(pathlib.Path(sys.argv[sys.argv.index("--turns") + 1]))
+for unit in turns.order("abc"):
+    turns.begin(unit)
+    slow = pathlib.Path("slow-" + unit)
+    time.sleep(float(slow.read_text()) if slow.exists() else 0)
+    wrong = pathlib.Path("wrong-" + unit).exists()
+    turns.end(unit, WRONG if wrong else RIGHT)
+    print(unit, "is", "WRONG" if wrong else "right", flush=True)
+"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(steps, "COMMAND", (sys.executable, "-c", program))
+    return lambda limit=3.0: steps.part("history", ["history"], tmp_path / "reports", limit)
+
+
+def test_a_command_that_was_cut_counts_as_far_as_it_came_and_goes_on_the_next_night(command, tmp_path):
+    (tmp_path / "slow-b").write_text("60")
+    (tmp_path / "wrong-a").touch()
+    done = command()
+    assert done.exit_code == 1 and "1 of 3" in done.reached and "2 of them never yet" in done.reached
+    assert done.verdict.startswith("RED, but its time was over") and "wrong: a, looked at 20" in done.tail
+    (tmp_path / "wrong-a").unlink()
+    (tmp_path / "slow-a").write_text("60")
+    done = command()
+    assert "c is right" in done.tail, "what was not begun comes first"
+    assert done.exit_code == 1 and "wrong: a, looked at 20" in done.tail, "wrong until it is right"
+    for path in tmp_path.glob("slow-*"):
+        path.unlink()
+    done = command()
+    assert (done.exit_code, done.reached, done.verdict) == (0, "", "as expected")
+
+
+def test_a_command_that_had_no_time_for_anything_is_not_green(command, tmp_path):
+    for unit in "abc":
+        (tmp_path / f"slow-{unit}").write_text("60")
+    done = command(1.5)
+    assert done.exit_code is None and "0 of 3" in done.verdict and not done.whole
+    for unit in "abc":
+        (tmp_path / f"slow-{unit}").unlink()
+    assert command().exit_code == 0
+    (tmp_path / "slow-b").write_text("60")
+    for _ in range(steps.TRIES):
+        done = command()
+    assert done.exit_code is None and "never at an end: b" in done.reached
 
 
 def test_a_step_of_another_module(tmp_path):
@@ -176,7 +228,7 @@ def test_green_red_still_red_and_green_again(played, tmp_path, monkeypatch):
     code, title, asked = run()
     assert code == 1 and title == "parity: 1 new finding in fused, since tonight"
     words = ["bisect", "trl", "--good", "1.0", "--bad", "2.0", "--case", asked[0][7], "--implementation", "fused"]
-    assert asked[0] == words and asked[0][7].startswith("logprobs-")
+    assert asked[0] == [*words, "--reports", str(tmp_path)] and asked[0][7].startswith("logprobs-")
     issue = (tmp_path / "issue.md").read_text()
     assert "trl 1.0 → 2.0" in issue and "parity bisect trl" in issue and "what it found" in issue
     yesterday(tmp_path)
@@ -191,6 +243,73 @@ def test_green_red_still_red_and_green_again(played, tmp_path, monkeypatch):
     assert not any(words[0] == "bisect" for words in asked), "another finding of a release that was searched"
     monkeypatch.delenv("PLAYED_WRONG")
     assert run()[:2] == (0, title[: title.index(":")] + f": green ({datetime.datetime.now(datetime.UTC):%Y-%m-%d})")
+
+
+def test_a_night_whose_time_was_over_can_be_green(played, tmp_path, monkeypatch):
+    run, _ = played
+    monkeypatch.setenv("PLAYED_SECONDS", "0.02")
+    code, title, _ = run(max_time=3.0, profile="nightly")
+    header, rows = read(tmp_path / "results.ndjson")
+    assert rows and not header.end.complete, "it had time for all"
+    assert code == 0 and title == f"parity: green ({datetime.datetime.now(datetime.UTC):%Y-%m-%d})"
+    (kept,) = memory.runs(tmp_path / "history")
+    assert kept.green and not kept.whole and any("the time was over: logprobs after" in r for r in kept.reasons)
+    assert "the time was over: logprobs after" in (tmp_path / "issue.md").read_text()
+
+
+def test_a_command_that_was_cut_or_red_is_said_wherever_the_night_is(played, tmp_path, monkeypatch):
+    run, _ = played
+    told = {"history": (0, "9 of 43"), "mutants": (0, "")}
+
+    def step(name, words, log, limit, module):
+        code, reached = told[name]
+        return steps.CommandOutcome(name, "parity " + " ".join(words), code, 60.0, "<q>of the log", reached)
+
+    monkeypatch.setattr(steps, "run", step)
+    code, title, _ = run()
+    assert code == 0 and title.endswith(", as far as there was time for history")
+    for place in ("issue.md", "page"):
+        text = _page(tmp_path) if place == "page" else (tmp_path / place).read_text()
+        assert "as expected, but its time was over: 9 of 43" in text, place
+        assert "parity mutants" in text, place
+    told["mutants"] = (1, "")
+    code, title, _ = run()
+    assert code == 1 and title.endswith("): mutants: RED") and "<q>" not in _page(tmp_path)
+    nights = ["notify", "--profile", "quick", "--reports", str(tmp_path)]
+    assert "of the log" in CliRunner().invoke(main, nights).output, "the issue of a runner is made from what was kept"
+    told["history"] = (None, "")
+    code, title, _ = run()
+    assert code == 3 and title.endswith("): history: stopped: its time was over")
+
+
+def _page(reports):
+    header, rows = read(reports / "results.ndjson")
+    (run,) = (run for run in memory.runs(reports / "history") if run.id == header.run)
+    show.report(header, rows, reports, list(run.reasons), run.exit_code)
+    return (reports / "index.html").read_text()
+
+
+def test_a_search_that_was_cut_is_begun_again_and_one_back_in_time_asks_the_other_question(
+    played, tmp_path, monkeypatch
+):
+    run, versions = played
+    assert run()[0] == 0
+    yesterday(tmp_path)
+    monkeypatch.setenv("PLAYED_WRONG", "fused")
+    versions["trl"] = "0.9"
+    asked = []
+
+    def step(name, words, log, limit, module):
+        asked.append(words)
+        return steps.CommandOutcome(name, "", None if words[0] == "bisect" else 0, 1.0, "")
+
+    monkeypatch.setattr(steps, "run", step)
+    assert run()[0] == 1
+    assert asked[0][:8] == ["bisect", "trl", "--good", "1.0", "--bad", "0.9", "--find", "fixed"]
+    yesterday(tmp_path)
+    asked.clear()
+    run()
+    assert asked[0][:2] == ["bisect", "trl"], "it had no time last night"
 
 
 def test_what_a_fresh_process_does_not_show_is_nondeterministic(played, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from parity.errors import UsageError
 from parity.results import memory, notify, trend
-from parity.results.header import About, Header
+from parity.results.header import About, End, Header
 from parity.results.report.summary import summarise
 from parity.results.row import Row
 
@@ -145,6 +145,37 @@ def test_fewer_comparisons_than_usual_are_named(tmp_path, cases, missing):
     found = trend.change(night(tmp_path, 3, rows), memory.runs(tmp_path)[:3]).missing
     assert bool(found) is missing
     assert not found or (found[0].implementation, found[0].cases, found[0].usual) == ("liger.f", cases, 10)
+
+
+def counted(tmp_path, day, seen, asked, planned=900):
+    """A night whose time was over after `asked` cases, of which an implementation took `seen`."""
+    rows = [row(implementation="trl.g", case=f"policy-{n}") for n in range(asked)]
+    end = End(cases=asked, of=planned, complete=asked == planned, exit_code=0)
+    header = Header(
+        run=f"run{day}", header=About(started=(START + datetime.timedelta(days=day)).isoformat(), profile="nightly")
+    )
+    header.header.device, header.end = "cpu", end
+    return memory.read(
+        memory.remember(summarise(header, [*rows, *(row(case=f"policy-{n}") for n in range(seen))]), 0, tmp_path)
+    )
+
+
+@pytest.mark.parametrize(
+    "seen, asked, missing", [(100, 100, False), (40, 50, False), (20, 60, True), (0, 60, True), (0, 0, True)]
+)
+def test_of_nights_whose_time_was_over_the_share_of_the_cases_counts(tmp_path, seen, asked, missing):
+    for day in range(3):
+        counted(tmp_path, day, 200, 200 + day, planned=900 if day else 200)
+    last = counted(tmp_path, 3, seen, asked)
+    assert last.green and not last.whole
+    assert bool(trend.change(last, memory.runs(tmp_path)[:3]).missing) is missing
+
+
+def test_a_run_that_was_stopped_is_not_green(tmp_path):
+    stopped = counted(tmp_path, 0, 3, 3)
+    assert stopped.complete
+    header = Header(run="x", header=About(), end=End(cases=3, of=9, complete=False, exit_code=143))
+    assert not memory.read(memory.remember(summarise(header, GOOD), 0, tmp_path)).complete
 
 
 def test_runs_of_another_profile_or_device_do_not_count(tmp_path):

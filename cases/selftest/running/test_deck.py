@@ -47,6 +47,13 @@ def test_limited_time_is_shared_out_and_nothing_starves():
     )
 
 
+def test_where_time_is_limited_a_family_keeps_the_order_that_it_was_given():
+    shards = [shard("dpo", start, 4, "checks") for start in (0, 4, 8)]
+    before = {s.name: Part(name=s.name, cases=4, seconds=s.start + 1.0) for s in shards}
+    assert [start for _, start in emptied(Deck(shards, before, {}))] == [0, 4, 8]
+    assert [start for _, start in emptied(Deck(shards, before))] == [8, 4, 0]
+
+
 def test_after_the_deadline_only_frozen_cases_and_findings():
     finding = shard("policy", 9, 1, "finding")
     deck = Deck([shard("policy", 0), shard("dpo", 0, 3, "frozen")], shares={}, deadline=1.0, more=lambda: [finding])

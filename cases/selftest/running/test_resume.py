@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.results.report.rows import PART, read, rewrite
+from parity.results.turns import Turns
 from parity.running import run as running
 from parity.running import supervisor
 from parity.running.plan import Options
@@ -87,6 +88,19 @@ def test_rows_depend_on_no_worker(options, tmp_path, monkeypatch):
         found.append(rows_of(reports / "results.ndjson")[1])
     assert list(tmp_path.glob("died-*")), "no worker died"
     assert found[0] == found[1] == found[2] == found[3]
+
+
+def test_where_the_time_is_limited_checks_take_turns_from_run_to_run(options, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLAYED_SECONDS", "0.02")
+    asked = vars(options) | {"profile": "nightly", "families": ("kto-trainer", "logprobs"), "implementations": ()}
+    nights, planned = [], set()
+    for night in range(3):
+        one = Options(**asked | {"reports": tmp_path / str(night), "max_time": 1.5, "seed": night})
+        done = running.execute(one, lambda *_: None, shares={}, turns=Turns.read(tmp_path / "turns.json"))
+        planned = {name for name in done.header.header.plan if "kto-trainer checks" in name}
+        nights.append({part.name for part in done.header.parts} & planned)
+    assert all(0 < len(seen) < len(planned) for seen in nights), "it had time for all, or for none"
+    assert not nights[0] & nights[1] and not (nights[1] & nights[2] and planned - nights[0] - nights[1] - nights[2])
 
 
 def test_machines_share_a_run_and_their_files_are_joined(options, tmp_path):

@@ -93,6 +93,7 @@ class Summary:
         run: id of the run.
         header: what the header row carries under "header".
         incomplete: how far a run came that did not finish; empty for one that did.
+        ended: whether it came to its end in order, if only because its time was over.
         counts: of all implementation-cases.
         compared: device -> implementation-cases compared there.
         lines: the table, by family, implementation and dtype.
@@ -113,6 +114,7 @@ class Summary:
     run: str
     header: About
     incomplete: str
+    ended: bool
     counts: Counts
     compared: Mapping[str, int]
     lines: tuple[Line, ...]
@@ -133,9 +135,14 @@ class Summary:
 DTYPES = ("fp64", "fp32", "fp16", "bf16")
 
 
+def interrupted(header: Header) -> bool:
+    """Whether a run was stopped, or killed, before it could end in order."""
+    return header.end.exit_code in (130, 143) if isinstance(header.end, End) else header.interrupted is True
+
+
 def _incomplete(header: Header, rows: Iterable[Row]) -> str:
     if isinstance(end := header.end, End):
-        how = "interrupted: " if end.exit_code in (130, 143) else ""
+        how = "interrupted: " if interrupted(header) else ""
         return "" if end.complete else f"{how}stopped after {end.cases:,} of {end.of:,} cases"
     if header.interrupted is not True:
         return ""
@@ -160,6 +167,7 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         run=header.run,
         header=header.header,
         incomplete=_incomplete(header, rows),
+        ended=not interrupted(header),
         counts=_counts(cases),
         compared=collections.Counter(c.device for c in cases if c.outcome == "compared"),
         lines=tuple(_lines(everything)),

@@ -19,6 +19,7 @@ from parity.judging.compare import _rows
 from parity.judging.execute import Outcome, execute
 from parity.registry import loss_family, oracle_of, resolved
 from parity.results.row import DECIDED
+from parity.results.turns import RIGHT, WRONG, Ending, Turns, in_turn
 from parity.running.shard import repeated
 from parity.selftest.mutants import FAMILIES, TRAINERS, Mutant, controls, mutants, originals
 
@@ -142,8 +143,9 @@ def kill_matrix(
     families: Iterable[str] = FAMILIES,
     workers: int = 1,
     device: str = "cpu",
+    turns: Turns | None = None,
 ) -> Iterator[list[Fate]]:
-    """The fates of every mutant and control, a list for each seed and family as it is done.
+    """The fates of every mutant and control, a list for each seed and family as it is done, in their `turns`.
 
     A stream ends after `budget` cases, or after as many as a run of profile pr draws. The cells of a trainer are listed,
     not drawn: one stream, of the first seed, is all there is to see.
@@ -156,10 +158,15 @@ def kill_matrix(
         for name in chosen
         if name not in TRAINERS or number == 0
     ]
+    jobs = {f"{task[0]} {task[1]}": task for task in tasks}
+    turns = turns or Turns()
     if workers == 1:
-        yield from (_task(*task) for task in tasks)
+        yield from in_turn(turns, jobs, _task, _outcome)
         return
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, spawn, max_tasks_per_child=1) as pool:
-        for done in concurrent.futures.as_completed([pool.submit(_task, *task) for task in tasks]):
-            yield done.result()
+        yield from in_turn(turns, jobs, _task, _outcome, pool, workers)
+
+
+def _outcome(fates: Sequence[Fate]) -> Ending:
+    return RIGHT if all(fate.right for fate in fates) else WRONG

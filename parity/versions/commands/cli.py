@@ -56,16 +56,29 @@ def device_option(default: str) -> Callable[..., Any]:
     return click.option("--device", default=default, callback=_there, show_default=True, help=said)
 
 
+turns_option = click.option(
+    "--turns",
+    type=click.Path(path_type=Path),
+    default=None,
+    metavar="FILE",
+    help="begin with what was looked at longest ago; the file remembers, also of a run that is stopped",
+)
+
+
 @click.command("history")
 @click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; repeat it for several")
 @click.option("--bisect", "search", is_flag=True, help="find the exact release of each change instead")
 @click.option("--blind", is_flag=True, help="which records plain draws find instead, the frozen cases forgotten")
 @click.option("--profile", type=click.Choice(["quick", "pr", "nightly"]), default="pr", help="of --blind")
+@turns_option
 @device_option("cpu")
 @_usable
-def history_command(ids: tuple[str, ...], search: bool, blind: bool, profile: str, device: str) -> int:
+def history_command(
+    ids: tuple[str, ...], search: bool, blind: bool, profile: str, turns: Path | None, device: str
+) -> int:
     """Run recorded upstream failures: each must show on the bad releases and be gone on the good ones."""
     from parity.results.report import measured
+    from parity.results.turns import Turns
     from parity.versions.commands import history
     from parity.versions.search import boundaries
 
@@ -80,7 +93,7 @@ def history_command(ids: tuple[str, ...], search: bool, blind: bool, profile: st
         seen = drawn.recall(records, profile, _progress, device)
         click.echo(f"{measured.head('What plain draws find', 'parity', 'blind.md')}\n{drawn.table(seen, profile)}")
         return FOUND
-    findings = history.recall(records, _progress, device)
+    findings = history.recall(records, _progress, device, Turns.read(turns))
     click.echo(f"{measured.head('Real upstream failures', 'parity', 'history.md')}\n{history.table(findings)}")
     return history.exit_code(findings)
 
@@ -97,11 +110,22 @@ def history_command(ids: tuple[str, ...], search: bool, blind: bool, profile: st
     "--find", type=click.Choice(["broken", "fixed"]), default="broken", show_default=True, help="what to find"
 )
 @click.option("--hold", multiple=True, metavar="PKG==VER", help="keep another package at this version")
+@click.option(
+    "--reports", type=click.Path(path_type=Path), default=Path("reports"), help="folder where a case is by its id"
+)
 @device_option("cpu")
 @_JSON
 @_usable
 def bisect_command(
-    package: str, good: str, bad: str, find: Any, hold: tuple[str, ...], device: str, as_json: bool, **chosen: Any
+    package: str,
+    good: str,
+    bad: str,
+    find: Any,
+    hold: tuple[str, ...],
+    reports: Path,
+    device: str,
+    as_json: bool,
+    **chosen: Any,
 ) -> int:
     """Find the release of PKG that changed a result, between two releases that differ.
 
@@ -112,7 +136,7 @@ def bisect_command(
     package = str(canonicalize_name(package))
     check_ends(package, good, bad, find)
     question = "\n".join([package, good, bad, find, *hold, device])
-    check, arguments, remembered = _check(package, good, bad, find, hold, question, device, **chosen)
+    check, arguments, remembered = _check(package, good, bad, find, hold, question, device, reports, **chosen)
     check = dataclasses.replace(check, device=device)
     state = _state(f"{question}\n{check.about}\n{check.case.id}")
     done = search(
@@ -148,6 +172,7 @@ def _check(
     hold: tuple[str, ...],
     question: str,
     device: str,
+    reports: Path,
     name: str | None,
     record: str | None,
     implementations: tuple[str, ...],
@@ -168,7 +193,7 @@ def _check(
             raise UsageError(f"record {record!r} is about {found.package}, not {package}")
         return found.check, f"{_shown(found.file)} --implementation {found.check.implementation}", None
     if name:
-        case, found_with = find_case(name)
+        case, found_with = find_case(name, reports)
         chosen = only_implementation(case, implementations, found_with)
         select([chosen])
         return CaseCheck(name, case, chosen, quantities or ("*",)), f"{name} --implementation {chosen}", None

@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -28,6 +29,7 @@ from parity.process import prepare
 from parity.registry import load, loss_families, loss_family, run_case
 from parity.results.report import measured
 from parity.results.report.markdown import code, escape
+from parity.results.turns import NOT_RUN, RIGHT, WRONG, Turns
 from parity.trainers import catalogue
 from parity.versions.commands.matrix import folder
 from parity.versions.commands.probe import ran
@@ -93,21 +95,25 @@ def cell(calls: Sequence[Call]) -> SweptCell:
 
 
 def sweep(
-    specs: Sequence[str], say: Callable[[str], None]
+    specs: Sequence[str], say: Callable[[str], None], turns: Turns | None = None
 ) -> tuple[dict[str, dict[str, dict[str, SweptCell]]], list[str]]:
     """library -> implementation -> version -> cell, versions oldest first, and the environments that could not be used."""
     found: dict[tuple[str, str, str], list[Call]] = {}
     unusable = []
-    for spec in specs:
+    turns = turns or Turns()
+    for spec in turns.order(specs):
+        turns.begin(spec)
         try:
             calls = run(Environment.of(spec.split()))
         except EnvironmentUnusable as error:
+            turns.end(spec, NOT_RUN)
             unusable.append(f"{spec}: {error}")
             say(unusable[-1])
             continue
         for call in calls:
             found.setdefault((call.library, call.implementation, call.version), []).append(call)
         unknown = {c.implementation for c in calls if c.blame == "harness"}
+        turns.end(spec, WRONG if unknown else RIGHT)
         say(f"{spec}: {len(calls)} calls" + (f", UNKNOWN to {', '.join(sorted(unknown))}" if unknown else ""))
     out: dict[str, dict[str, dict[str, SweptCell]]] = {}
     for library, implementation, version in sorted(found, key=lambda key: (key[0], key[1], Version(key[2]))):
@@ -230,10 +236,10 @@ def exit_code(found: Mapping[str, Mapping[str, Mapping[str, SweptCell]]], unusab
     return 1 if any(one.state == "unknown" for one in every) else 3 if unusable or not every else 0
 
 
-def command(releases: Sequence[str]) -> int:
+def command(releases: Sequence[str], turns: Path | None = None) -> int:
     """Print the table of some releases, by default `RELEASES`, and how far it is on stderr; the exit code."""
     specs = releases or [f"{package}=={v}" for package, versions in RELEASES.items() for v in versions.split()]
-    found, unusable = sweep(specs, lambda line: click.echo(line, err=True))
+    found, unusable = sweep(specs, lambda line: click.echo(line, err=True), Turns.read(turns))
     click.echo(f"{measured.head('Implementations by release', 'parity', 'sweep.md')}\n{markdown(found, unusable)}")
     return exit_code(found, unusable)
 
