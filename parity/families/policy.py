@@ -298,7 +298,12 @@ def _garbage(x: Inputs) -> Inputs | None:
         return None
     tensors = {}
     if x.settings.beta == 0.0 and x.old_logps is None:
-        tensors["ids"] = like(torch.where(masked, (x.ids + 1) % x.settings.V, x.ids).to(x.ids.dtype), x.ids)
+        allowed = (
+            torch.ones(x.settings.V, device=x.ids.device) if x.bias is None else x.bias.isfinite()
+        )  # a banned token's log-prob is -inf
+        ids = allowed.nonzero().squeeze(-1)
+        other = ids[(torch.searchsorted(ids, x.ids.long().contiguous()) + 1) % len(ids)]
+        tensors["ids"] = like(torch.where(masked, other, x.ids).to(x.ids.dtype), x.ids)
     for name in ("old_logps", "ref_logps", "sampling_logps"):
         value = x.tensors.get(name)
         if value is not None:

@@ -73,6 +73,24 @@ WIRING = (
 ).split()
 """Settings that bare fused losses have no parameter for."""
 
+GROUPS: tuple[tuple[str, ...], ...] = (
+    *(
+        (name,)
+        for name in (
+            "temperature softcap logit_scale bias head_dtype head context lengths holes importance_sampling_level old "
+            "entropy_quantile entropy_coef advantages mode chunk_size"
+        ).split()
+    ),
+    ("layout", "layouts", "ids_dtype", "mask_dtype"),
+    ("epsilon", "epsilon_high", "delta"),
+    ("beta", "use_bias_correction_kl", "ref"),
+    ("ratio", "ratio_range", "recording"),
+    ("off_policy_mask_threshold", "sampler"),
+    ("accumulation", "steps_per_generation", "other_tokens"),
+)
+"""Settings that mean something together. A third of the cases move one or two groups and the loss type, nothing else: what a
+release refuses, or computes wrongly, elsewhere then hides no failure of theirs."""
+
 
 def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
     """Settings of one case; every dimension independently, so that they combine."""
@@ -122,9 +140,10 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     out["steps_per_generation"] = out["accumulation"] * pick(1, 1, 2)
     if out["advantages"] == "token" and draw(st.booleans()):
         out["advantages"] = "mixed"
-    if draw(
+    apart = draw(st.integers(0, 2)) == 2
+    if not apart and draw(
         st.booleans()
-    ):  # half of the cases leave what only a trainer honours at its default, so that fused losses meet the rest
+    ):  # half of the others leave what only a trainer honours at its default, so that fused losses meet the rest
         for name in WIRING:
             out[name] = SETTINGS[name].default
     if out["loss_type"] == "cispo":
@@ -135,6 +154,17 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         out["ratio_range"] = "unit"
     if out["ratio"] != "none":
         out["recording"] = pick(*["none"] * 3 * len(recording.shipped()), *recording.shipped())
+    if apart:
+        moved = [g for g in GROUPS if any(out.get(n, SETTINGS[n].default) != SETTINGS[n].default for n in g)]
+        kept = (
+            {n for g in draw(st.lists(st.sampled_from(moved), min_size=1, max_size=2)) for n in g} if moved else set()
+        )
+        kept |= {"epsilon_high"} if out["loss_type"] == "cispo" else set()
+        out |= {n: SETTINGS[n].default for g in GROUPS for n in g if n not in kept}
+        if out["bias"] == "none" and out["grad"] == "bias":
+            out["grad"] = "weight"
+    if draw(st.integers(0, 19)) == 19:  # a batch without a loss token, whatever else moves
+        out["lengths"] = [0] * rows
     if out["head"] != "plain":  # the adapter and the embeddings have the dtype of the model
         out["head_dtype"] = "same"
     return out

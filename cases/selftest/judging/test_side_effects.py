@@ -188,6 +188,16 @@ def test_garbage_that_reaches_the_loss_through_the_mask():
     assert "what the mask hides" in message
 
 
+def test_garbage_under_the_mask_is_no_banned_token():
+    """Its log-prob would be -inf, and the ratio of two such log-probs NaN in a loss that scores what it masks."""
+    x = inputs(POLICY, lengths=[2, 1], T=9, bias="banned", old="absent", seed=5)
+    garbage = POLICY.relations["masked garbage"].change(x)
+    masked = ~x.mask.bool()
+    assert (garbage.ids != x.ids)[masked].all()
+    assert x.bias.isinf().any()
+    assert x.bias[garbage.ids].isfinite().all()
+
+
 def test_a_loss_that_does_not_scale_with_its_advantages():
     implementation = wrong(lambda x: LOSS.call(x.replace(advantages=x.advantages.clamp(-0.5, 0.5))), LOSS)
     x = inputs(POLICY)
