@@ -7,12 +7,15 @@ ignored: their value is 0 and they have no gradient (torch.nn.functional.cross_e
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from parity.case.case import Case, uniform
+from parity.case import layouts
+from parity.case.case import DTYPES, Case, uniform
 from parity.case.family import Family, Mark, Relation
 from parity.case.inputs import Inputs, Setting
 from parity.case.layouts import arranged, like
@@ -25,7 +28,16 @@ SETTINGS = head.SETTINGS | {
     "ignored": Setting("none", "positions with id -100", ("none", "some", "row", "all")),
     "chunk_size": Setting(None, "vocabulary entries a chunk, for implementations that chunk; none: their default"),
     "entropy": Setting("none", "entropy asked for: its value, or its gradient too", ("none", "value", "gradient")),
+    "rare": Setting(
+        None,
+        "each block of 128 ids beyond the first has eps/rare of the dtype for its largest probability; none: as drawn",
+    ),
 }
+RARE_BLOCK = 128
+RARE = tuple(30 * 2 ** (k / 2) for k in range(1, -5, -1))
+"""Divisors of eps in half octaves, off the round numbers where thresholds of a gradient filter stand."""
+PLAIN = ("ignored", "entropy", "peak", "head_dtype", "ids_dtype", "layout", "layouts", "context", "cotangent")
+"""Settings that three quarters of the cases with a rare block leave alone: of kernels that filter, few take them all."""
 
 
 def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
@@ -40,7 +52,34 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         if out["grad"] == "bias":
             out["grad"] = "weight"
     out["cotangent"] = draw(st.sampled_from(["random"] * 5 + ["ones", "zero", "scaled", "sparse"]))
+    if dtype != "fp32" and draw(st.integers(0, 15)) == 15:
+        plain = ["temperature", "softcap", "logit_scale", "bias"]
+        plain += draw(st.sampled_from([PLAIN] * 3 + [()]))
+        out |= {n: SETTINGS[n].default for n in plain}
+        out |= {"B": 1, "T": min(out["T"], 4), "V": 2 * RARE_BLOCK, "H": min(out["H"], 16), "targets": "likely"}
+        out["rare"] = round(draw(st.sampled_from(RARE)), 4)
+        if "weight" not in out["grad"]:
+            out["grad"] = "hidden weight"
     return out
+
+
+def _with_rare_blocks(case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | None]) -> None:
+    """Exchange hidden states and head: the first hidden unit is 1 at every token, and the head's weights of it lower each
+    block of 128 ids beyond the first until its largest probability, over all tokens, is eps/rare."""
+    hidden, weight, ids = tensors["hidden"], tensors["weight"], tensors["ids"]
+    assert hidden is not None and weight is not None and ids is not None
+    p = torch.finfo(DTYPES[case.dtype]).eps / s.rare
+    hidden, weight = hidden.clone(), weight.clone()
+    hidden[..., 0] = 1.0
+    z = (hidden.double() @ weight.double().T).flatten(0, 1)
+    block = torch.arange(s.V) // RARE_BLOCK
+    for k in range(1, int(block[-1]) + 1):
+        inside = block == k
+        # without what these blocks add to the partition, V·p at most
+        over = (z[:, inside].amax(-1) - z[:, block == 0].logsumexp(-1)).amax()
+        weight[inside, 0] = (weight[inside, 0].double() + math.log(p) - float(over)).to(weight.dtype)
+    tensors["ids"] = (hidden.double() @ weight.double().T).argmax(-1).to(ids.dtype)
+    tensors["hidden"], tensors["weight"] = layouts.laid_out(hidden.contiguous(), s.layout), weight
 
 
 def build(case: Case) -> Inputs:
@@ -54,6 +93,8 @@ def build(case: Case) -> Inputs:
     if case.tensors:
         return stored.inputs(FAMILY, case).replace(ignore_index=None)
     tensors = head.build(case, s)
+    if s.rare is not None:
+        _with_rare_blocks(case, s, tensors)
     ids = tensors["ids"]
     assert ids is not None
     ignored = torch.zeros(ids.shape, dtype=torch.bool)
@@ -105,7 +146,7 @@ def features(case: Case) -> dict[str, Any]:
         "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
         "V off block": s.V % 256 != 0,
         "fp16 overflow": case.dtype == "fp16" and 5 * s.peak * s.logit_scale / s.temperature > 65504,
-        "logit_std": s.peak * s.logit_scale / s.temperature,
+        "logit_std": max(s.peak, 4.0 if s.rare is not None else 0.0) * s.logit_scale / s.temperature,
         "tokens": s.B * s.T,
     }
 

@@ -116,7 +116,7 @@ def runs_here(x: Inputs) -> None:
     require(x.hidden.dtype != torch.float32, "its backward refuses float32 hidden states (fp16 and bf16 only)")
 
 
-@implementation("cce.default", **KERNEL)
+@implementation("cce.default", **KERNEL, seeks=frozenset({"rare"}))
 def default(x: Inputs) -> Outputs:
     """`linear_cross_entropy(…, impl="cce")` as it comes: gradient filtering at "high"."""
     runs_here(x)

@@ -55,6 +55,7 @@ class Implementation:
         around: a context in which the harness takes both passes, where forward alone would not do.
         interpreted: whether it is a Triton kernel, which runs in the interpreter where there is no GPU.
         every: on the CPU, run it on one case in `every` (a cost, not a narrowing: which cases is a hash of their id).
+        seeks: settings that test what this implementation alone does: a drawn case that moves one is among its cases.
         sources: dotted names of the code it runs, for reports that cite file and line.
         opt_in: leave it out of a run that does not name it.
         user_class: a user's trainer, which checks drive instead of the TRL class that it extends.
@@ -73,6 +74,7 @@ class Implementation:
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     interpreted: bool = False
     every: int = 1
+    seeks: frozenset[str] = frozenset()
     sources: tuple[str, ...] = ()
     opt_in: bool = False
     user_class: type | None = None

@@ -282,6 +282,8 @@ def second_pass(case: Case, device: str, long: bool = False) -> Iterator[Case]:
 
 def selected(implementation: Implementation, case: Case, cost: int, device: str) -> bool:
     """Whether a drawn case is among those that a costly implementation gets: by the case's id, the same on every run."""
+    if implementation.seeks & case.settings.keys():
+        return True
     every = implementation.every * cost if implementation.every > 1 else 1
     if implementation.interpreted:
         known = loss_family(case.family)

@@ -7,6 +7,7 @@ import mpmath as mp
 import pytest
 import torch
 
+from parity.families.logprobs import RARE, RARE_BLOCK
 from parity.registry import family
 from parity.rounding.monte_carlo import exact_mark
 from parity.rounding.oracle import exact, to_double
@@ -108,3 +109,16 @@ def test_on_paper():
     assert found["entropy"].tolist() == [[pytest.approx(0.6931471805599453), 0.0]]
     assert not found["grad_hidden"][0, 1].any(), "an ignored position has no gradient"
     assert float(found["grad_weight"][2]) == 0.0, "a banned token has no gradient"
+
+
+@pytest.mark.parametrize("head_dtype", ["same", "fp32"])
+@pytest.mark.parametrize("rare", RARE)
+def test_a_rare_block_has_the_probability_it_is_asked_for(rare, head_dtype):
+    """The largest of each block beyond the first, over all tokens, in the dtype's own rounding of the head; no token is in it."""
+    settings = {"V": 384, "H": 5, "T": 4, "peak": 1.0, "rare": rare, "head_dtype": head_dtype}
+    x = FAMILY.build(FAMILY.case(3, "fp16", settings))
+    p = (x.hidden.double() @ x.weight.double().T).softmax(-1).flatten(0, 1)
+    for k in (1, 2):
+        largest = float(p[:, k * RARE_BLOCK : (k + 1) * RARE_BLOCK].max())
+        assert abs(largest * rare / torch.finfo(torch.float16).eps - 1) < 0.04
+    assert int(x.ids.max()) < RARE_BLOCK

@@ -19,7 +19,7 @@ from parity.running import shard as shard_module
 from parity.running.events import At, Confirmed, Judged, Started
 from parity.running.findings import Findings
 from parity.running.plan import Options, Shard, planned
-from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, second_pass
+from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, second_pass, selected
 
 KERNELS = "fixtures/kernels.py"
 FIRST = ["logprobs-a3d28913ce", "logprobs-4a87230c90", "logprobs-877211f3bd"]
@@ -223,3 +223,11 @@ def test_what_an_implementation_extends_runs_before_it(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_module, "run_case", lambda case, chosen, *_: order.extend(i.id for i in chosen) or ())
     list(own._run(Case("logprobs", 1, "fp32", {}), [dataclasses.replace(first, extends="later"), later], None, False))
     assert order == ["later", first.id]
+
+
+def test_a_costly_implementation_gets_every_case_that_tests_what_it_alone_does():
+    seeking = Implementation("a.b", "logprobs", "candidate", lambda x: {}, every=1 << 30, seeks=frozenset({"rare"}))
+    found = list(draws(cases(loss_family("logprobs"), ("fp16",), "pr"), "seeks", 100))
+    theirs = [case for case in found if selected(seeking, case, 1, "cpu")]
+    assert [case for case in found if "rare" in case.settings] == theirs
+    assert 1 < len(theirs) < 30
