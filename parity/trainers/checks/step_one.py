@@ -47,6 +47,7 @@ A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("rloo-trainer", {"model": "cohere", "temperature": 0.7}),
     ("dpo-trainer", {"model": "gemma2", "checkpointing": drive.NON_REENTRANT}),
     ("online-dpo-trainer", {"model": "llama"}),
+    *((trainer, {"checkpointing": drive.CUSTOM}) for trainer in TRAINERS),
 )
 
 
