@@ -31,7 +31,7 @@ from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
 from parity.versions.search.checks import CaseCheck
 
-ENOUGH = 3
+ENOUGH = 12
 """Failing cases of a record that are tried on the good release."""
 CPU_LIMIT = 3600.0
 _LINE = "parity-blind "
