@@ -317,6 +317,7 @@ def upstream_command(
 @detail
 def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
     """Print the results file of a run again, and write HTML, Markdown and JUnit."""
+    from parity.results import memory
     from parity.results.header import End
     from parity.results.report.rows import read
 
@@ -326,7 +327,10 @@ def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
     else:
         code = NOTHING if header.interrupted is True else 0
     ended = header.end.exit_code if isinstance(header.end, End) else code or int(any(row.new for row in rows))
-    report(header, rows, reports or results.parent, [], ended, detail)
+    folder = reports or results.parent
+    kept = next((run for run in memory.runs(folder / "history") if run.id == header.run), None)  # a night may be graver
+    ended, reasons = (kept.exit_code, kept.reasons) if kept else (ended, ())
+    report(header, rows, folder, list(reasons), ended, detail)
     sys.exit(code)
 
 

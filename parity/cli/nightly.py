@@ -166,9 +166,10 @@ def history_of_command(what: str, reports: Path) -> None:
 @click.option(
     "--config", type=click.Path(path_type=Path), default=None, help="YAML or JSON of TRL's arguments: judged first"
 )
+@click.option("--max-time", default="1h", show_default=True, help="for each of run, compare and audit")
 @device_option("auto")
 @REPORTS
-def upgrade_check_command(spec: str, config: Path | None, device: str, reports: Path) -> None:
+def upgrade_check_command(spec: str, config: Path | None, max_time: str, device: str, reports: Path) -> None:
     """May we upgrade? Run, compare and audit of the other release, on one page.
 
     With --config the verdict is about those settings and their neighbours. Exit code 0: safe, 1: not safe, 3: not known.
@@ -176,10 +177,10 @@ def upgrade_check_command(spec: str, config: Path | None, device: str, reports: 
     from parity.nightly import upgrade
     from parity.versions.env.client import EnvironmentUnusable
 
-    folder = reports / "upgrade"
+    folder, limit = reports / "upgrade", duration(max_time).total_seconds()
     try:
         spec = upgrade.resolved(spec)
-        found, parts = upgrade.check(spec, config, folder, lambda line: click.echo(line, err=True), device)
+        found, parts = upgrade.check(spec, config, folder, lambda line: click.echo(line, err=True), device, limit)
     except EnvironmentUnusable as error:
         click.echo(f"parity: {error}", err=True)
         sys.exit(upgrade.CODES[upgrade.UNKNOWN])

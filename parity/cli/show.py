@@ -63,9 +63,9 @@ def report(
     summary = summarise(header, rows)
     folder.mkdir(parents=True, exist_ok=True)
     if keep:
-        memory.remember(summary, code, folder / "history")
+        memory.remember(summary, code, folder / "history", reasons=reasons)
     junit.write(summary, folder / "junit.xml")  # files first: whoever reads the terminal may stop reading
-    markdown.write(summary, folder / "summary.md")
+    markdown.write(summary, folder / "summary.md", code, reasons)
     beside = extras(header, summary, folder, code, reasons, rows)
     html.write(summary, folder / "index.html", beside)
     change = beside.change(summary)

@@ -41,6 +41,8 @@ UNSLOTH = "2026.10.9"
 """Release of unsloth-zoo that a night judges, in an environment of its own: it does not install beside the newest TRL."""
 BISECTED = ("trl", "liger-kernel", "transformers", "cut-cross-entropy", "unsloth-zoo")
 """Packages between whose releases `parity bisect` can search."""
+SEARCHED = (0, 1)
+"""Exit codes of a search that came to its end."""
 BISECTS, BISECT_SHARE = 2, 0.5
 """Packages that are searched on the first red night, and the share of what time is left for that."""
 
@@ -189,13 +191,13 @@ def _long_run(
 def bisects(changed: trend.Change, reports: Path) -> Iterator[list[str]]:
     """The searches of the first red night after a version moved: between the last green night's release and tonight's.
 
-    Again on the night after one that had no time for its end. The library of the finding first; the words of `parity`.
+    Again on the night after one whose search had no end, for want of time or of an environment. The library of the finding first; the words of `parity`.
     """
     green, before = changed.green, changed.before
     if green is None or before is None:
         return
-    cut = any(step.search and step.exit_code is None for step in before.steps)
-    keys = changed.new if before.id == green.id else changed.still if cut else ()
+    owed = any(step.search and step.exit_code not in SEARCHED for step in before.steps)
+    keys = changed.new if before.id == green.id else changed.still if owed else ()
     finding = next((f for k in keys if (f := changed.lives[k].now) is not None and f.replay), None)
     if finding is None:
         return

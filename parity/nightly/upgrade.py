@@ -8,7 +8,7 @@ from pathlib import Path
 
 from parity.errors import UsageError
 from parity.nightly import steps
-from parity.nightly.steps import CommandOutcome
+from parity.results.step import CUT, CommandOutcome
 from parity.versions.commands import compare, team
 from parity.versions.commands.row_diff import MARKS, moved, side, table
 from parity.versions.env import releases
@@ -47,9 +47,14 @@ def resolved(spec: str) -> str:
 
 
 def check(
-    spec: str, config: Path | None, reports: Path, say: Callable[[str], None], device: str = "cpu"
+    spec: str,
+    config: Path | None,
+    reports: Path,
+    say: Callable[[str], None],
+    device: str = "cpu",
+    limit: float = LIMIT,
 ) -> tuple[str, list[Part]]:
-    """The verdict and its parts, the team's own settings first.
+    """The verdict and its parts, the team's own settings first; each command has `limit` seconds.
 
     Raises:
         EnvironmentUnusable: when the environment of the other release cannot be made.
@@ -61,14 +66,14 @@ def check(
         say(f"your settings in {now} and {spec}")
         parts.append(own_settings(now, spec, team.read(config), device))
     jobs: Sequence[tuple[str, list[str]]] = (
-        ("run", ["run", "--with", spec, "--profile", "pr", "--reports", str(reports / "run")]),
+        ("run", ["run", "--with", spec, "--profile", "pr"]),
         ("compare", ["compare", now, spec]),
         ("audit", ["audit", "--with", spec, "--reports", str(reports / "audit")]),
     )
     for name, words in jobs:
         words += ["--device", device]
         say(f"parity {' '.join(words)}")
-        parts.append(part(steps.run(name, words, reports / f"{name}.log", LIMIT)))
+        parts.append(part(steps.part(name, words, reports, limit)))
     return verdict(parts), parts
 
 
@@ -113,9 +118,11 @@ def own_settings(before: str, after: str, wanted: team.Team, device: str) -> Par
 
 
 def part(step: CommandOutcome) -> Part:
-    """What one command says about the upgrade, by its exit code."""
+    """What one command says about the upgrade, by its exit code; what it had no time for is not safe."""
     if step.exit_code is None:
-        return Part(step.name, UNKNOWN, "its time was over", step.tail)
+        return Part(step.name, UNKNOWN, CUT, step.tail)
+    if step.reached and step.exit_code != 1:
+        return Part(step.name, UNKNOWN, f"nothing new is wrong so far, but {CUT}: {step.reached}", step.tail)
     if step.exit_code == 0:
         return Part(step.name, SAFE, "nothing new is wrong", step.tail)
     if step.exit_code in (1, 4):

@@ -37,7 +37,8 @@ class Judged(_Event, frozen=True):
 
 
 class Checked(_Event, frozen=True):
-    """A ledger entry's own case was run; `stale`: it agrees now, None: it could not be evaluated here."""
+    """A ledger entry's own case was run; `stale`: it agrees now, or nothing that fails in it is inside the entry's scope;
+    None: it could not be evaluated here."""
 
     entry: str
     stale: bool | None

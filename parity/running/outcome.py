@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from parity import data
 from parity.registry import load, select
@@ -60,11 +61,18 @@ def judge_run(
         if not comparisons[id] and not new[id]
     ]
     ledger = Ledger.load(options.ledger or data.ledger_file())
-    rotten = [f"ledger entry {name} no longer reproduces, its case agrees: {ledger.place(name)}" for name in stale]
+    rotten = [f"ledger entry {name} {_rot(ledger, name, rows)}: {ledger.place(name)}" for name in stale]
     rotten += ledger.expired(datetime.datetime.now(datetime.UTC).date())
     rotten += ledger.unmatched([*load(), *catalogue.implementations(), *from_user])
     code = NOTHING if nothing else NEW if found else STALE if rotten else AGREE
     return code, nothing + found + rotten
+
+
+def _rot(ledger: Ledger, name: str, rows: Sequence[Row]) -> str:
+    entry = next(e for e in ledger.entries if e.id == name)
+    mine = (r for r in rows if r.frozen == Path(entry.case).name and entry.covers_implementation(r.implementation))
+    fails = any(r.verdict in entry.verdicts for r in mine)
+    return "covers nothing of what fails in its case" if fails else "no longer reproduces, its case agrees"
 
 
 def why(id: str, rows: Iterable[Row]) -> str:

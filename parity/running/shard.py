@@ -102,6 +102,8 @@ class Session:
                 if verdict:  # it must agree twice before the ledger is called stale
                     concerned = [i for i in chosen if entry.covers_implementation(i.id)]
                     verdict = stale(entry, list(self._run(case, concerned, shard, thorough)))
+                elif verdict is False:  # it fails as before: is that inside the entry's scope?
+                    verdict = not any(entry.covers(row, facts(case)) for row in rows)
                 self.emit(Checked(entry.id, verdict))
 
     def _check(self, case: Case, shard: Shard) -> None:

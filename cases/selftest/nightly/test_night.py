@@ -275,6 +275,9 @@ def test_a_command_that_was_cut_or_red_is_said_wherever_the_night_is(played, tmp
     told["mutants"] = (1, "")
     code, title, _ = run()
     assert code == 1 and title.endswith("): mutants: RED") and "<q>" not in _page(tmp_path)
+    again = CliRunner().invoke(main, ["report", str(tmp_path / "results.ndjson")]).output
+    for text in (again, (tmp_path / "summary.md").read_text()):
+        assert "he run ended with 1" in text and "mutants: RED" in text, "its long run alone ended with 0"
     nights = ["notify", "--profile", "quick", "--reports", str(tmp_path)]
     assert "of the log" in CliRunner().invoke(main, nights).output, "the issue of a runner is made from what was kept"
     told["history"] = (None, "")
@@ -297,19 +300,20 @@ def test_a_search_that_was_cut_is_begun_again_and_one_back_in_time_asks_the_othe
     yesterday(tmp_path)
     monkeypatch.setenv("PLAYED_WRONG", "fused")
     versions["trl"] = "0.9"
-    asked = []
+    asked, ends = [], [None, 3, 0]
 
     def step(name, words, log, limit, module):
         asked.append(words)
-        return steps.CommandOutcome(name, "", None if words[0] == "bisect" else 0, 1.0, "")
+        return steps.CommandOutcome(name, "", ends.pop(0) if words[0] == "bisect" else 0, 1.0, "")
 
     monkeypatch.setattr(steps, "run", step)
     assert run()[0] == 1
     assert asked[0][:8] == ["bisect", "trl", "--good", "1.0", "--bad", "0.9", "--find", "fixed"]
-    yesterday(tmp_path)
-    asked.clear()
-    run()
-    assert asked[0][:2] == ["bisect", "trl"], "it had no time last night"
+    for why in ("it had no time last night", "it had no environment last night", ""):
+        yesterday(tmp_path)
+        asked.clear()
+        run()
+        assert (asked[0][:2] == ["bisect", "trl"]) is bool(why), why
 
 
 def test_what_a_fresh_process_does_not_show_is_nondeterministic(played, tmp_path, monkeypatch):

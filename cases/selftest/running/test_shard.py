@@ -9,15 +9,18 @@ import torch
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from parity import data
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import Profile
 from parity.implementations.implementation import Implementation, require
-from parity.registry import NAMES, from_file, loss_family
+from parity.registry import NAMES, from_file, load, loss_family
 from parity.results.ledger import Ledger
+from parity.results.ledger_edit import toml
 from parity.running import shard as shard_module
-from parity.running.events import At, Confirmed, Judged, Started
+from parity.running.events import At, Checked, Confirmed, Judged, Started
 from parity.running.findings import Findings
+from parity.running.outcome import judge_run
 from parity.running.plan import Options, Shard, planned
 from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, second_pass, selected
 
@@ -176,6 +179,51 @@ def test_a_shard_that_is_late_says_how_far_it_came(tmp_path):
     own, events = session("right", tmp_path)
     own.deadline = 1.0
     assert own.run(drawn_shard(12, 5)) == 0 and not events
+
+
+SCOPES = {
+    "its scope": ({}, False, ""),
+    "a setting with a typing error": (
+        {"settings": {"bais": "banned"}},
+        True,
+        "covers nothing of what fails in its case",
+    ),
+    "another quantity": ({"quantities": ["logps"]}, True, "covers nothing of what fails in its case"),
+    "a case that agrees": ({"case": "agrees.json"}, True, "no longer reproduces, its case agrees"),
+}
+
+
+@pytest.mark.parametrize("change, stale, said", SCOPES.values(), ids=SCOPES)
+def test_an_entry_that_covers_nothing_is_named_with_its_line(tmp_path, change, stale, said):
+    banned = Case.load(data.cases_dir() / "regressions" / "trl-entropy-minus-inf.json")
+    agrees = dataclasses.replace(banned, settings={k: v for k, v in banned.settings.items() if k != "bias"})
+    for name, one in (("banned", banned), ("agrees", agrees)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(one.to_json()))
+    fields = {
+        "id": "one",
+        "family": "logprobs",
+        "implementations": ["trl.selective_log_softmax"],
+        "quantities": ["entropy"],
+    }
+    fields |= {"reason": "it is", "date": "2026-11-22", "link": "here", "case": "banned.json"} | change
+    path = tmp_path / "ledger.toml"
+    path.write_text("# mine\n" + toml(fields))
+    case, events = Case.load(tmp_path / fields["case"]), []
+    own = Session(
+        implementations=[load()["trl.selective_log_softmax"]],
+        profile_name="quick",
+        profile=PROFILE,
+        dtypes=("fp32",),
+        device="cpu",
+        ledger=Ledger.load(path),
+        findings_dir=tmp_path / "findings",
+        emit=events.append,
+        frozen=[(fields["case"], case, {"fast": True})],
+    )
+    own.run(Shard(family="logprobs", kind="frozen", count=1, seed=1))
+    assert [e.stale for e in events if isinstance(e, Checked)] == [stale]
+    reasons = judge_run(Options(ledger=path), rows(events), ["one"] if stale else [], [], "cpu")[1]
+    assert [r for r in reasons if "ledger" in r] == ([f"ledger entry one {said}: {path} line 3"] if stale else [])
 
 
 def test_one_dtype_leaves_out_frozen_cases_of_others():

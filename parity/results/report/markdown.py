@@ -21,22 +21,22 @@ REASONS = 12
 _SPECIAL = re.compile(r"([\\`*_\[\]|~])")
 
 
-def write(summary: Summary, path: str | Path) -> None:
+def write(summary: Summary, path: str | Path, exit_code: int | None = None, reasons: Sequence[str] = ()) -> None:
     """Write the Markdown file."""
-    Path(path).write_text(render(summary), encoding="utf-8")
+    Path(path).write_text(render(summary, exit_code, reasons), encoding="utf-8")
 
 
-def render(summary: Summary) -> str:
-    """Counts, table, new findings, known findings, coverage; findings beyond what fits are counted, never dropped."""
+def render(summary: Summary, exit_code: int | None = None, reasons: Sequence[str] = ()) -> str:
+    """How it ended and why, counts, table, findings, coverage; findings beyond what fits are counted, never dropped."""
     full = IN_FULL
     while True:
-        text = _render(summary, full)
+        text = _render(summary, full, exit_code, reasons)
         if len(text) <= LIMIT or full == 0:
             return text
         full //= 2
 
 
-def _render(summary: Summary, full: int) -> str:
+def _render(summary: Summary, full: int, exit_code: int | None, reasons: Sequence[str]) -> str:
     out = [
         f"## Numerical parity: {wording.headline(summary)}",
         "",
@@ -44,6 +44,10 @@ def _render(summary: Summary, full: int) -> str:
         "",
     ]
     out += [escape(f"{summary.counts.total:,} implementation-cases: {wording.outcome(summary)}."), ""]
+    if exit_code is not None:
+        out += [escape(f"{wording.verdict(summary, exit_code).capitalize()}."), ""]
+    if why := wording.others(reasons):
+        out += [*(f"- {escape(reason)}" for reason in why[:LISTED]), ""]
     if summary.incomplete:
         out += [f"**The run was {summary.incomplete}.**", ""]
     out += _table(summary.lines)

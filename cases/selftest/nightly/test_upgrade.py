@@ -1,0 +1,59 @@
+"""The verdict about an upgrade: the gravest of its parts, or that about the team's own settings."""
+
+import pytest
+
+from parity.nightly import upgrade
+from parity.nightly.upgrade import CHANGED, NOT_SAFE, SAFE, UNKNOWN, Part
+from parity.results.step import CommandOutcome
+
+
+@pytest.mark.parametrize(
+    "code, reached, found, said",
+    [
+        (0, "", SAFE, "nothing new"),
+        (1, "", NOT_SAFE, "not known"),
+        (1, "9 of 20 cases", NOT_SAFE, "not known"),
+        (4, "", CHANGED, "is gone"),
+        (0, "9 of 20 cases", UNKNOWN, "so far, but its time was over: 9 of 20 cases"),
+        (4, "9 of 20 cases", UNKNOWN, "9 of 20 cases"),
+        (None, "", UNKNOWN, "its time was over"),
+        (3, "", UNKNOWN, "exit code 3"),
+    ],
+)
+def test_what_a_command_says(code, reached, found, said):
+    part = upgrade.part(CommandOutcome("run", "parity run", code, 9.0, "the end of its log", reached))
+    assert part.verdict == found and said in part.summary and part.printed == "the end of its log"
+
+
+@pytest.mark.parametrize(
+    "own, others, found",
+    [
+        (None, (SAFE, SAFE), SAFE),
+        (None, (SAFE, CHANGED), CHANGED),
+        (None, (UNKNOWN, CHANGED), UNKNOWN),
+        (None, (UNKNOWN, NOT_SAFE), NOT_SAFE),
+        (SAFE, (NOT_SAFE, UNKNOWN), SAFE),
+        (NOT_SAFE, (SAFE, SAFE), NOT_SAFE),
+    ],
+)
+def test_the_verdict_is_about_the_own_settings_where_there_are_some(own, others, found):
+    parts = [Part(f"part {n}", v, "", "") for n, v in enumerate(others)]
+    parts = [Part("your settings", own, "", ""), *parts] if own else parts
+    assert upgrade.verdict(parts) == found
+    page = upgrade.page("trl==1.17.0", found, parts).splitlines()
+    assert page[0] == f"# Upgrade to trl==1.17.0: {found}"
+    assert page[4].startswith("| your settings |" if own else "| part 0 |"), "the verdict for these settings first"
+
+
+def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeypatch):
+    asked = []
+
+    def step(name, words, log, limit, module):
+        asked.append((name, words, limit))
+        return CommandOutcome(name, "", 0, 1.0, "")
+
+    monkeypatch.setattr(upgrade.steps, "run", step)
+    found, parts = upgrade.check("trl==1.15.0", None, tmp_path, lambda line: None, limit=100.0)
+    assert found == SAFE and [p.name for p in parts] == ["run", "compare", "audit"]
+    words = asked[0][1]
+    assert words[-2:] == ["--max-time", "80s"] and words[words.index("--reports") + 1] == str(tmp_path / "run")
