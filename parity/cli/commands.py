@@ -299,10 +299,12 @@ def upstream_command(
 
     if bool(ids) == every:
         raise UsageError("upstream: name entries of the ledger, or --all")
-    wrong = 0
+    done = []
     for sent in upstream(ids, ledger or data.ledger_file(), reports / "upstream", workers, Turns.read(turns)):
-        wrong += not sent.right
+        done.append(sent)
         click.echo(f"{sent.id}: {'' if sent.right else 'WRONG: '}{sent.outcome}")
+    wrong, idle = sum(not sent.right for sent in done), sum(not sent.ran for sent in done)
+    click.echo(f"{len(done)} entries: {len(done) - wrong - idle} right, {wrong} wrong, {idle} not run")
     sys.exit(int(wrong > 0))
 
 

@@ -22,11 +22,12 @@ from parity.tools.issue.text import script_of
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What became of an entry, in a line, and whether it is right."""
+    """What became of an entry, in a line, whether it is right, and whether its script ran."""
 
     id: str
     right: bool
     outcome: str
+    ran: bool = True
 
 
 def entries(ledger: Ledger, ids: Sequence[str]) -> list[Entry]:
@@ -55,18 +56,18 @@ def written(entry: Entry, ledger: Ledger, folder: Path) -> Sent:
         (place / "patch.diff").write_text(found.diff, encoding="utf-8")
     codes = {name: None if r is None else r.code for name, r in (("exit", found.done), ("mended", found.mended))}
     (place / "result.json").write_text(json.dumps(codes | {"told": found.outcome}) + "\n", encoding="utf-8")
-    return Sent(entry.id, found.right, found.outcome)
+    return Sent(entry.id, found.right, found.outcome, found.done is not None)
 
 
 def _generated(entry: Entry, ledger: Ledger) -> Shown | Sent:
     """An entry without a script by hand: of a loss from the source of adapter and definition, by its frozen case."""
     case = Case.load(ledger.folder / entry.case)
     if not entry.in_force():
-        return Sent(entry.id, True, f"not in the installed versions: {json.dumps(dict(entry.versions))}")
+        return Sent(entry.id, True, f"not in the installed versions: {json.dumps(dict(entry.versions))}", ran=False)
     concerned = [i for i in load().values() if i.family == case.family and entry.covers_implementation(i.id)]
     usable = [i for i in concerned if i.missing() is None]
     if not usable:
-        return Sent(entry.id, True, concerned[0].missing() or "" if concerned else "no implementation")
+        return Sent(entry.id, True, concerned[0].missing() or "" if concerned else "no implementation", ran=False)
     for implementation in usable:
         rows = list(run_case(case, [implementation], thorough=True))
         inside = [r for r in rows if r.failing and entry.covers(r, facts(case))]

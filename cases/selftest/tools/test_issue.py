@@ -163,7 +163,12 @@ SILENT = 'import iniconfig\n\nprint("x")\nraise SystemExit(int(not hasattr(inico
         pytest.param("", "", "print('fine')\n", False, "is gone", id="gone"),
         pytest.param("", "", "raise ValueError\n", False, "script fails", id="fails"),
         pytest.param(
-            "", "", "import not_installed\n\nnot_installed.call()\n", True, "needs not_installed", id="not installed"
+            "",
+            "",
+            "import not_installed\n\nnot_installed.call()\n",
+            True,
+            "not run: not_installed not installed: pip install not-installed",
+            id="not installed",
         ),
     ],
 )
@@ -194,6 +199,12 @@ case = "case.json"
     own = Ledger.load(tmp_path / "ledger.toml")
     sent = upstream.written(own.entries[0], own, tmp_path / "out")
     assert (sent.right, told in sent.outcome) == (right, True), sent
+    assert sent.ran == ("not run" not in told)
+
+
+def test_what_a_script_lacks_is_named_with_the_command_that_installs_it():
+    assert written.install(["bitsandbytes", "unsloth_zoo"]) == "pip install 'llm-parity[kbit,unsloth]'"
+    assert written.install(["unsloth_zoo", "foo_bar"]) == "pip install 'llm-parity[unsloth]' foo-bar"
 
 
 def test_a_script_is_made_whole_from_its_setup(tmp_path):

@@ -9,11 +9,10 @@ from parity.results.user import SEVERITIES
 
 _HEAD = """# Findings: what released libraries compute wrong
 
-Written by `parity findings > docs/findings.md` from `cases/ledger.toml`. Every run measures each line against a float64
-reference. `parity replay NAME --issue`, NAME from the last column, prints a script that shows it; `parity upstream --all`
-writes script, text and patch of each to reports/upstream/.
-
-`apply` is `parity.fixes.apply(trainer)`; it, `FusedLinearGRPOLoss` and `selective_log_probs` are in [fixes.md](fixes.md).
+Each was measured against a float64 reference. `parity replay NAME --issue` (NAME: last column) prints a script that shows
+it; `parity upstream --all` writes script, text and, if known, patch of each. Unsloth's and the 4-bit head's need
+`pip install 'llm-parity[unsloth,kbit]'`. `apply` is `parity.fixes.apply(trainer)`: [fixes.md](fixes.md). Written by
+`parity findings`.
 """
 
 
@@ -43,7 +42,8 @@ def releases(entry: Entry) -> str:
     if entry.user.since:
         name = entry.user.since.partition(" ")[0]
         upper = [part for part in entry.versions.get(name, "").split(",") if part.startswith("<")]
-        return f"{entry.user.since} on" + (f", {upper[0].replace('<', 'below ')}" if upper else "")
+        others = [f"{other} {spec}" for other, spec in entry.versions.items() if other != name and spec.startswith("<")]
+        return ", ".join([f"{entry.user.since} on", *(part.replace("<", "below ") for part in [*upper[:1], *others])])
     if library:
         return "; ".join(f"{name} {spec}" for name, spec in entry.versions.items())
     return f"seen in {entry.link.partition(':')[0]}"

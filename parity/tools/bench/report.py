@@ -42,10 +42,10 @@ class Cell:
         """Whether no error is more than twice the other's or twice a float32's rounding: another order, no narrower dtype."""
         return all(error <= 2 * max(other.errors.get(name, 0.0), 2**-23) for name, error in self.errors.items())
 
-    def at_most(self, other: Cell) -> bool:
-        """Whether it needs no more time, by the median round, and no more memory."""
-        time, theirs = (statistics.median(c.seconds.values()) for c in (self, other))
-        return time <= theirs and (self.peak or 0) <= (other.peak or 0)
+    def on_or_below(self, other: Cell) -> bool:
+        """Whether it needs no more memory, within 2 %, and no more time in at least one round: the rounds may disagree."""
+        ratio = self.ratio(other)
+        return ratio is not None and ratio[1] <= 1 and (self.peak or 0) <= 1.02 * (other.peak or 0)
 
     def ratio(self, ours: Cell) -> tuple[float, float, float] | None:
         """Seconds over ours in the rounds that both were in (a run may be interrupted): median, least, greatest.
@@ -123,7 +123,7 @@ def decisions(found: Sequence[Cell]) -> str:
             continue
         own = [c for c in group if c.name.startswith("fixes.")]
         peers = [(c, r) for c in group if c not in own and c.name not in INEXACT and (r := c.ratio(ours))]
-        below = [c.name for c, _ in peers if c.as_accurate_as(ours) and not any(o.at_most(c) for o in own)]
+        below = [c.name for c, _ in peers if c.as_accurate_as(ours) and not any(o.on_or_below(c) for o in own)]
         fast = min(peers, key=lambda peer: peer[1][0], default=None)
         lean = min((c for c, _ in peers if c.peak), key=lambda c: c.peak or 0, default=None)
         kernels = [(c, r) for c, r in peers if c.name in TRITON and c.device == "cuda"]

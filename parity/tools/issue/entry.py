@@ -48,7 +48,7 @@ class Shown:
     def outcome(self) -> str:
         """In a line, what came out."""
         if self.done is None:
-            return f"not run: needs {', '.join(self.lacks)}"
+            return f"not run: {', '.join(self.lacks)} not installed: {written.install(self.lacks)}"
         last = ([line for line in self.done.output.splitlines() if line] or self.done.error.strip().splitlines())[-1:]
         said = {SHOWS: "shows", GONE: "is gone"}.get(self.done.code, "script fails")
         with_patch = f"; no patch: {self.misfit}" if self.misfit else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 SETUP = "setup_"
@@ -27,6 +28,17 @@ def script(folder: Path, id: str) -> str | None:
 def missing(code: str) -> list[str]:
     """Top-level modules that a script imports and that are not installed."""
     return [name for name in modules(code) if importlib.util.find_spec(name) is None]
+
+
+EXTRAS = {"unsloth_zoo": "unsloth", "bitsandbytes": "kbit"}
+"""Module that a script may import -> the extra of this package that brings it."""
+
+
+def install(names: Sequence[str]) -> str:
+    """The command that installs what a script lacks."""
+    extras = sorted(EXTRAS[name] for name in names if name in EXTRAS)
+    wanted = [f"'llm-parity[{','.join(extras)}]'"] if extras else []
+    return " ".join(["pip install", *wanted, *(name.replace("_", "-") for name in names if name not in EXTRAS)])
 
 
 def modules(code: str) -> list[str]:
