@@ -27,7 +27,8 @@ from parity.results import memory, notify, trend
 from parity.results.memory import Run
 from parity.results.report.summary import summarise
 from parity.results.report.wording import count
-from parity.results.turns import Turns
+from parity.results.row import STOPPED
+from parity.results.turns import TRIES, Turns
 from parity.rollouts import vllm_engine
 from parity.running import outcome
 from parity.running import run as running
@@ -191,13 +192,15 @@ def _long_run(
 def bisects(changed: trend.Change, reports: Path) -> Iterator[list[str]]:
     """The searches of the first red night after a version moved: between the last green night's release and tonight's.
 
-    Again on the night after one whose search had no end, for want of time or of an environment. The library of the finding first; the words of `parity`.
+    Again, `TRIES` times in all, where it had no end for want of time or of an environment. The library of the finding first; the
+    words of `parity`.
     """
     green, before = changed.green, changed.before
     if green is None or before is None:
         return
     owed = any(step.search and step.exit_code not in SEARCHED for step in before.steps)
-    keys = changed.new if before.id == green.id else changed.still if owed else ()
+    again = [key for key in changed.still if owed and changed.lives[key].times <= TRIES]
+    keys = changed.new if before.id == green.id else again
     finding = next((f for k in keys if (f := changed.lives[k].now) is not None and f.replay), None)
     if finding is None:
         return
@@ -207,7 +210,8 @@ def bisects(changed: trend.Change, reports: Path) -> Iterator[list[str]]:
         good, bad = changed.moved[name]
         find = ["--find", "fixed"] if Version(bad) < Version(good) else []  # a release was taken back
         case = shlex.split(finding.replay)[2]
-        words = ["bisect", str(canonicalize_name(name)), "--good", good, "--bad", bad, *find, "--case", case]
+        wrong = ["--failure", finding.verdict] if finding.verdict in STOPPED else []
+        words = ["bisect", str(canonicalize_name(name)), "--good", good, "--bad", bad, *find, *wrong, "--case", case]
         yield [*words, "--implementation", finding.implementation, "--reports", str(reports)]
 
 

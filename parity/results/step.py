@@ -49,6 +49,6 @@ class CommandOutcome:
             return f"stopped: {CUT}" + (f", {self.reached}" if self.reached else "")
         words = {0: "as expected", 1: "RED", 2: "wrong usage", 3: "not run: no environment", 4: "stale"}
         if self.search:
-            words |= {0: "found", 1: "not found"}
+            words |= {0: "found", 1: "not found", 3: "could not be judged"}
         said = words.get(self.exit_code, f"failed ({self.exit_code})")
         return f"{said}, but {CUT}: {self.reached}" if self.reached else said

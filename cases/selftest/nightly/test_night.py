@@ -1,6 +1,7 @@
 """The night: proof of life, exit codes of its parts, what it holds the next night to, and its steps."""
 
 import contextlib
+import dataclasses
 import datetime
 import itertools
 import json
@@ -22,7 +23,7 @@ from parity.cli.nightly import duration
 from parity.errors import UsageError
 from parity.nightly import night, proof, steps
 from parity.process import Terminated
-from parity.results import memory, notify
+from parity.results import memory, notify, trend
 from parity.results.report.rows import read
 from parity.running import findings, provenance, supervisor
 
@@ -300,7 +301,7 @@ def test_a_search_that_was_cut_is_begun_again_and_one_back_in_time_asks_the_othe
     yesterday(tmp_path)
     monkeypatch.setenv("PLAYED_WRONG", "fused")
     versions["trl"] = "0.9"
-    asked, ends = [], [None, 3, 0]
+    asked, ends = [], [None, 3, 3]
 
     def step(name, words, log, limit, module):
         asked.append(words)
@@ -308,12 +309,23 @@ def test_a_search_that_was_cut_is_begun_again_and_one_back_in_time_asks_the_othe
 
     monkeypatch.setattr(steps, "run", step)
     assert run()[0] == 1
-    assert asked[0][:8] == ["bisect", "trl", "--good", "1.0", "--bad", "0.9", "--find", "fixed"]
+    assert asked[0][:9] == ["bisect", "trl", "--good", "1.0", "--bad", "0.9", "--find", "fixed", "--case"]
     for why in ("it had no time last night", "it had no environment last night", ""):
         yesterday(tmp_path)
         asked.clear()
         run()
         assert (asked[0][:2] == ["bisect", "trl"]) is bool(why), why
+
+
+@pytest.mark.parametrize("verdict, more", [("crashed", ["--failure", "crashed"]), ("disagree", [])])
+def test_a_search_asks_for_what_the_finding_is(played, tmp_path, verdict, more):
+    run, versions = played
+    run()
+    (green,) = memory.runs(tmp_path / "history")
+    seen = memory.Seen("k", "fused", "logprobs", verdict, None, None, "", None, 1, None, "", "parity replay x.json")
+    red = dataclasses.replace(green, id="red", exit_code=1, findings=(seen,), versions=versions | {"trl": "2.0"})
+    (words,) = night.bisects(trend.change(red, [green]), tmp_path)
+    assert words[6:-6] == more and words[-6:-4] == ["--case", "x.json"]
 
 
 def test_what_a_fresh_process_does_not_show_is_nondeterministic(played, tmp_path, monkeypatch):

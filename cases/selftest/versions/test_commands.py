@@ -5,11 +5,14 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from parity import data
 from parity.cli.commands import main
+from parity.results.row import Row
 from parity.versions.commands import cli, matrix_page
 from parity.versions.env import build, environment, resolve
 
@@ -99,3 +102,23 @@ def test_a_disk_that_fills_up_is_one_line(cache, monkeypatch):
     monkeypatch.setattr(cli, "_check", full)
     done = parity("bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0")
     assert (done.exit_code, done.output) == (3, "parity: state.json: No space left on device\n")
+
+
+@pytest.mark.parametrize("failure, found", [("disagree", "crashed"), ("crashed", "disagree")])
+def test_a_search_may_follow_a_crash_of_a_case_among_other_reports(tmp_path, monkeypatch, cache, failure, found):
+    case = data.cases_dir() / "regressions" / "one-token.json"
+    folder = tmp_path / "night" / "findings"
+    folder.mkdir(parents=True)
+    (folder / "mine.json").write_text(case.read_text())
+    checks = []
+
+    def search(package, *, check, **_):
+        checks.append(check.__self__)
+        return SimpleNamespace(text="", found=SimpleNamespace(outcome="unjudged"))
+
+    monkeypatch.setattr("parity.versions.search.releases.search", search)
+    words = ["bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--case", "mine", "--failure", failure]
+    parity(*words, "--implementation", "trl.selective_log_softmax", "--reports", str(tmp_path / "night"))
+    row = {"family": "logprobs", "implementation": "trl.selective_log_softmax", "dtype": "fp32", "device": "cpu"}
+    crash = Row(**row, case=checks[0].case.id, verdict="crashed", message="as it was", settings={"V": 3})
+    assert checks[0].judged([crash]).verdict == found, "a crash is not judged unless it is what is looked for"

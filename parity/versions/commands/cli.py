@@ -109,6 +109,13 @@ def history_command(
 @click.option(
     "--find", type=click.Choice(["broken", "fixed"]), default="broken", show_default=True, help="what to find"
 )
+@click.option(
+    "--failure",
+    type=click.Choice(["disagree", "crashed", "timed-out", "out-of-memory"]),
+    default="disagree",
+    show_default=True,
+    help="of --case: what counts as wrong",
+)
 @click.option("--hold", multiple=True, metavar="PKG==VER", help="keep another package at this version")
 @click.option(
     "--reports", type=click.Path(path_type=Path), default=Path("reports"), help="folder where a case is by its id"
@@ -121,6 +128,7 @@ def bisect_command(
     good: str,
     bad: str,
     find: Any,
+    failure: str,
     hold: tuple[str, ...],
     reports: Path,
     device: str,
@@ -135,8 +143,8 @@ def bisect_command(
 
     package = str(canonicalize_name(package))
     check_ends(package, good, bad, find)
-    question = "\n".join([package, good, bad, find, *hold, device])
-    check, arguments, remembered = _check(package, good, bad, find, hold, question, device, reports, **chosen)
+    question = "\n".join([package, good, bad, find, *hold, device, failure])
+    check, arguments, remembered = _check(package, good, bad, find, hold, question, device, reports, failure, **chosen)
     check = dataclasses.replace(check, device=device)
     state = _state(f"{question}\n{check.about}\n{check.case.id}")
     done = search(
@@ -173,6 +181,7 @@ def _check(
     question: str,
     device: str,
     reports: Path,
+    failure: str,
     name: str | None,
     record: str | None,
     implementations: tuple[str, ...],
@@ -196,7 +205,7 @@ def _check(
         case, found_with = find_case(name, reports)
         chosen = only_implementation(case, implementations, found_with)
         select([chosen])
-        return CaseCheck(name, case, chosen, quantities or ("*",)), f"{name} --implementation {chosen}", None
+        return CaseCheck(name, case, chosen, quantities or ("*",), failure), f"{name} --implementation {chosen}", None
     if quantities:
         raise UsageError("--quantity needs --case")
     older, newer = (good, bad) if find == "broken" else (bad, good)
