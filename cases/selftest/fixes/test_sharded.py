@@ -86,30 +86,55 @@ def test_a_whole_policy_beside_a_reference_in_shards():
     assert said.reason == "ZeRO-3 holds weights in shards; class and hooks of the heads are alike"
 
 
-def sharded_by_fsdp(path, queue):
+IDS = torch.tensor([[2, 7, 9, 12, 30, 41, 5, 3], [2, 8, 22, 31, 17, 6, 50, 0]])
+
+
+def scored(model):
+    """Log-probs of a fused head, and the head's gradient, whole."""
+    out = model(input_ids=IDS, labels=IDS, fused_lm_head=True)
+    out.loss.backward()
+    gradient = model.lm_head.weight.grad
+    return out.log_probs.detach(), gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def sharded_by_fsdp(rank, path, queue):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)  # a forked OpenMP pool would hang
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,))
-    policy, reference = models.model("llama"), models.model("llama")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    whole, policy, reference = (models.model("llama") for _ in range(3))
+    for model in (whole, policy):
+        trl_utils.add_fused_lm_head(model)
     with torch.no_grad():
         reference.lm_head.weight.mul_(1.01)
     for module in (policy.lm_head, policy):  # a head in a unit of its own is in shards again behind the forward
         fully_shard(module, mesh=mesh)
-    queue.put(patches.compare_heads(types.SimpleNamespace(model=policy, ref_model=reference)).warning)
+    said = patches.compare_heads(types.SimpleNamespace(model=policy, ref_model=reference)).warning
+    assert use_selective_log_probs(whole) and use_selective_log_probs(policy)
+    same = [torch.equal(a, b) for a, b in zip(scored(whole), scored(policy), strict=True)]
+    queue.put((said, same, float(whole.lm_head.weight.grad.norm())))
     torch.distributed.destroy_process_group()
 
 
-def test_a_policy_of_fsdp2_and_a_whole_reference(tmp_path):
+def test_a_policy_of_fsdp2(tmp_path):
+    """Two processes over gloo: a whole reference is compared with it, and our kernel computes as on a whole model."""
     context = torch.multiprocessing.get_context("fork")
     queue = context.Queue()
-    worker = context.Process(target=sharded_by_fsdp, args=(tmp_path / "store", queue), daemon=True)
-    worker.start()
-    said = queue.get(timeout=60)
-    worker.join(timeout=20)
-    assert "of the same hidden states: their weights differ. " in said
+    workers = [
+        context.Process(target=sharded_by_fsdp, args=(rank, tmp_path / "store", queue), daemon=True)
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    found = [queue.get(timeout=120) for _ in workers]
+    for worker in workers:
+        worker.join(timeout=20)
+    for said, same, norm in found:
+        assert "of the same hidden states: their weights differ. " in said
+        assert same == [True, True]
+        assert norm > 0
 
 
 ZERO = pytest.mark.skipif(

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import types
 
 import pytest
@@ -277,6 +278,30 @@ def test_a_copy_of_a_patched_policy_computes_with_its_own_weights(grpo):
                 parameter.mul_(0.5)
         assert torch.equal(scores(twin), before)
         grpo.model.load_state_dict(kept)
+
+
+def test_an_unpickled_model_is_without_patches(grpo):
+    """Issue 20.7: it computes with its own weights, and has no fused head for a patch to be in."""
+    with apply(grpo) as applied:
+        assert applied["use_selective_log_probs"]
+        twin = pickle.loads(pickle.dumps(grpo.model))
+        assert torch.equal(twin(input_ids=IDS).logits, grpo.model(input_ids=IDS).logits)
+        assert twin.forward.__func__ is type(twin).forward
+
+
+def test_a_patched_trainer_resumes_from_its_checkpoint(tmp_path):
+    """Issue 20.7: the second step and the weights of an uninterrupted run."""
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path), "beta": 0.04}
+    whole, resumed = (built("GRPOTrainer", models.model("recurrent_gemma"), **settings) for _ in range(2))
+    for trainer, start in ((whole, None), (resumed, str(tmp_path / "checkpoint-1"))):
+        with apply(trainer) as applied:
+            assert applied["use_model_logits"]
+            torch.manual_seed(3407)
+            trainer.train(resume_from_checkpoint=start)
+    steps = [[entry for entry in trainer.state.log_history if "grad_norm" in entry] for trainer in (whole, resumed)]
+    assert steps[0][1]["grad_norm"] == steps[1][1]["grad_norm"] > 0
+    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
 
 
 def test_what_is_lifted_is_not_saved(tmp_path):
