@@ -185,10 +185,10 @@ def upgrade_check_command(spec: str, config: Path | None, max_time: str, device:
         click.echo(f"parity: {error}", err=True)
         sys.exit(upgrade.CODES[upgrade.UNKNOWN])
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "upgrade.md").write_text(upgrade.page(spec, found, parts), encoding="utf-8")
+    (folder / "upgrade.md").write_text(upgrade.page(spec, parts), encoding="utf-8")
     for part in parts:
         click.echo(f"{part.name}: {part.verdict}: {part.summary}")
-    click.echo(f"{spec}: {found} ({folder / 'upgrade.md'})")
+    click.echo(f"{upgrade.headline(spec, parts)} ({folder / 'upgrade.md'})")
     sys.exit(upgrade.CODES[found])
 
 

@@ -17,7 +17,7 @@ from parity.versions.env.spec import parse_all
 
 SAFE, CHANGED, NOT_SAFE, UNKNOWN = "safe", "safe, with changes of behaviour", "not safe", "not known"
 CODES = {SAFE: 0, CHANGED: 0, NOT_SAFE: 1, UNKNOWN: 3}
-NEXT = "NEXT"
+NEXT, OWN = "NEXT", "your settings"
 LIMIT = 3600.0
 """Seconds on the clock for one of the commands."""
 
@@ -99,10 +99,10 @@ def own_settings(before: str, after: str, wanted: team.Team, device: str) -> Par
     seen = compare.both(made, [asked, asked], named, device)
     different = moved(*(side(one.rows, asked) for one in seen))
     worse = [m for m in different if m.mark == "+"]
-    mine = [m for m in worse if m.case.startswith("your settings")]
+    mine = [m for m in worse if m.case.startswith(OWN)]
     judged = sum(r.judged for r in seen[1].rows)
     if not judged:
-        return Part("your settings", UNKNOWN, "nothing was compared with these settings", "")
+        return Part(OWN, UNKNOWN, "nothing was compared with these settings", "")
     counts = ", ".join(f"{sum(m.mark == mark for m in different)} {mark}" for mark in MARKS)
     if mine:
         summary, found = f"{len(mine)} quantities are wrong with exactly these settings", NOT_SAFE
@@ -114,7 +114,7 @@ def own_settings(before: str, after: str, wanted: team.Team, device: str) -> Par
         summary, found = "nothing moved", SAFE
     others = f"\nnot part of the loss, not looked at: {', '.join(wanted.others)}" if wanted.others else ""
     text = table(different) if different else "nothing moved"
-    return Part("your settings", found, f"{summary} ({counts}; {judged} judged)", text + others)
+    return Part(OWN, found, f"{summary} ({counts}; {judged} judged)", text + others)
 
 
 def part(step: CommandOutcome) -> Part:
@@ -134,14 +134,24 @@ def part(step: CommandOutcome) -> Part:
 
 def verdict(parts: Sequence[Part]) -> str:
     """The gravest of the parts; with settings of its own a team is told about those, and the rest stands below."""
-    settings = [p for p in parts if p.name == "your settings"]
-    found = {p.verdict for p in (settings or parts)}
+    return _gravest([p for p in parts if p.name == OWN] or parts)
+
+
+def headline(spec: str, parts: Sequence[Part]) -> str:
+    """The verdict in a line, which does not say of everything what holds for a team's own settings."""
+    others = [p for p in parts if p.name != OWN]
+    beyond = f" for your settings, beyond them {_gravest(others)}" if others and len(others) < len(parts) else ""
+    return f"{spec}: {verdict(parts)}{beyond}"
+
+
+def _gravest(parts: Sequence[Part]) -> str:
+    found = {p.verdict for p in parts}
     return next(v for v in (NOT_SAFE, UNKNOWN, CHANGED, SAFE) if v in found)
 
 
-def page(spec: str, found: str, parts: Sequence[Part]) -> str:
+def page(spec: str, parts: Sequence[Part]) -> str:
     """The page, Markdown."""
-    lines = [f"# Upgrade to {spec}: {found}", ""]
+    lines = [f"# Upgrade to {headline(spec, parts)}", ""]
     lines += [
         "| asked | verdict | why |",
         "|---|---|---|",

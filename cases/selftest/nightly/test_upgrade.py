@@ -26,22 +26,22 @@ def test_what_a_command_says(code, reached, found, said):
 
 
 @pytest.mark.parametrize(
-    "own, others, found",
+    "own, others, found, beyond",
     [
-        (None, (SAFE, SAFE), SAFE),
-        (None, (SAFE, CHANGED), CHANGED),
-        (None, (UNKNOWN, CHANGED), UNKNOWN),
-        (None, (UNKNOWN, NOT_SAFE), NOT_SAFE),
-        (SAFE, (NOT_SAFE, UNKNOWN), SAFE),
-        (NOT_SAFE, (SAFE, SAFE), NOT_SAFE),
+        (None, (SAFE, SAFE), SAFE, ""),
+        (None, (SAFE, CHANGED), CHANGED, ""),
+        (None, (UNKNOWN, CHANGED), UNKNOWN, ""),
+        (None, (UNKNOWN, NOT_SAFE), NOT_SAFE, ""),
+        (SAFE, (NOT_SAFE, UNKNOWN), SAFE, " for your settings, beyond them not safe"),
+        (NOT_SAFE, (SAFE, SAFE), NOT_SAFE, " for your settings, beyond them safe"),
     ],
 )
-def test_the_verdict_is_about_the_own_settings_where_there_are_some(own, others, found):
+def test_the_verdict_is_about_the_own_settings_where_there_are_some(own, others, found, beyond):
     parts = [Part(f"part {n}", v, "", "") for n, v in enumerate(others)]
     parts = [Part("your settings", own, "", ""), *parts] if own else parts
     assert upgrade.verdict(parts) == found
-    page = upgrade.page("trl==1.17.0", found, parts).splitlines()
-    assert page[0] == f"# Upgrade to trl==1.17.0: {found}"
+    page = upgrade.page("trl==1.17.0", parts).splitlines()
+    assert page[0] == f"# Upgrade to trl==1.17.0: {found}{beyond}"
     assert page[4].startswith("| your settings |" if own else "| part 0 |"), "the verdict for these settings first"
 
 
