@@ -19,7 +19,7 @@ from parity.results.report.summary import Summary
 from parity.results.row import Row
 from parity.rollouts import section
 
-NIGHT = ("verdict", "minutes", "command")
+NIGHT = ("verdict", "minutes", "command", "printed last")
 SCRIPTS = 10
 """New findings whose script is written into the page; for the others it names the command."""
 
@@ -49,11 +49,11 @@ def night(of: Sequence[memory.Run]) -> list[Part]:
     """The other commands of a night, with what came of them."""
     rows = [
         [Cell(s.verdict, "" if s.search or (s.whole and not s.exit_code) else "over" if s.exit_code else "known")]
-        + [f"{s.seconds / 60:.0f}", s.command]
+        + [f"{s.seconds / 60:.0f}", s.command, " · ".join(s.tail.splitlines()) if s.search or s.exit_code else ""]
         for run in of
         for s in run.steps
     ]
-    note = "How far they came is in the verdict. The report of a search is in its log, beside this page."
+    note = "How far they came is in the verdict. All that they printed is in their logs, beside this page."
     return [Part("night", "Other commands of the night", note, (), "commands", NIGHT, rows)] if rows else []
 
 

@@ -273,14 +273,17 @@ def test_a_command_that_was_cut_or_red_is_said_wherever_the_night_is(played, tmp
         text = _page(tmp_path) if place == "page" else (tmp_path / place).read_text()
         assert "as expected, but its time was over: 9 of 43" in text, place
         assert "parity mutants" in text, place
+    yesterday(tmp_path)
     told["mutants"] = (1, "")
     code, title, _ = run()
-    assert code == 1 and title.endswith("): mutants: RED") and "<q>" not in _page(tmp_path)
+    assert code == 1 and title.endswith("): mutants: RED")
+    assert "<q>" not in _page(tmp_path) and "of the log" in _page(tmp_path), "what a red command printed last"
     again = CliRunner().invoke(main, ["report", str(tmp_path / "results.ndjson")]).output
     for text in (again, (tmp_path / "summary.md").read_text()):
         assert "he run ended with 1" in text and "mutants: RED" in text, "its long run alone ended with 0"
     nights = ["notify", "--profile", "quick", "--reports", str(tmp_path)]
     assert "of the log" in CliRunner().invoke(main, nights).output, "the issue of a runner is made from what was kept"
+    yesterday(tmp_path)
     told["history"] = (None, "")
     code, title, _ = run()
     assert code == 3 and title.endswith("): history: stopped: its time was over")
