@@ -11,7 +11,7 @@ CASES = {"logprobs": 45, "policy": 115, "divergence": 40}
 """Cases of the short form: by then the mutants outside `LATE` are dead."""
 LATE: dict[str, frozenset[str]] = {
     "logprobs": frozenset({"nan-hidden"}),
-    "policy": frozenset({"strides-of-sampling_logps"}),
+    "policy": frozenset({"strides-of-sampling_logps", "off-policy-nan", "entropy-mask-over-padding"}),
     "divergence": frozenset(),
 }
 """Mutants left out: they need more cases, the whole matrix kills them (docs/sensitivity.md)."""
