@@ -29,8 +29,8 @@ TURNS = ("history", "mutants", "upstream", "list")
 """Commands that begin with what was looked at longest ago, so that no night begins with the same and none is left out."""
 SHARE_OF_RUN = 0.8
 """Of the time of `parity run`; the rest is for its environment and its report."""
-TAIL = 12
-"""Lines of its output that a step's place in the report shows."""
+TAIL = 24
+"""Lines of its output that a step's place in the report shows: the report of a search has 13 and more."""
 
 
 def part(name: str, words: Sequence[str], reports: Path, limit: float, module: str = "") -> CommandOutcome:

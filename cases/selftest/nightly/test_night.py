@@ -73,6 +73,12 @@ def test_a_step_ends_with_its_time(tmp_path, monkeypatch):
     assert step.exit_code is None and step.tail == "here" and time.monotonic() - begun < 40
 
 
+def test_a_step_shows_the_whole_report_of_a_search(tmp_path, monkeypatch):
+    program = "for n in range(30): print('measuring', n)\nprint('became right in trl 1.14.0')\nfor n in range(17): print('r', n)"
+    monkeypatch.setattr(steps, "COMMAND", (sys.executable, "-c", program))
+    assert "became right in trl 1.14.0" in steps.run("bisect trl", ["x"], tmp_path / "log", 60.0).tail
+
+
 def test_a_command_that_is_asked_to_end_takes_its_child_with_it(tmp_path, monkeypatch):
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
     monkeypatch.setattr(steps, "COMMAND", (sys.executable, "-c", program))
