@@ -21,6 +21,10 @@ SETTINGS = {
     "V": Setting(7, "vocabulary, at least 1"),
     "H": Setting(4, "hidden size, at least 1"),
     "peak": Setting(1.0, "standard deviation of the raw logits"),
+    "level": Setting(0.0, "added to every logit: the first hidden entry is 1, its column of the head this much larger"),
+    "padding": Setting(
+        False, "the last third of the head's rows are equal, as where a vocabulary is padded", (False, True)
+    ),
     "targets": Setting("random", "selected token ids", ("random", "likely", "edge")),
     "temperature": Setting(1.0, "τ, divides the logits last"),
     "softcap": Setting(None, "c in c·tanh(z/c), or none"),
@@ -66,6 +70,12 @@ def build(case: Case, s: SimpleNamespace) -> dict[str, torch.Tensor | None]:
     bias = None
     if s.bias != "none":
         bias = normal(case.seed, "bias", (s.V,)).to(head_dtype)
+    if s.level:
+        hidden[..., 0] = 1.0
+        weight[:, 0] += s.level
+    if s.padding:
+        for rows in (weight,) if bias is None else (weight, bias):
+            rows[s.V - s.V // 3 :] = rows[-1].clone()
     ids = _targets(case, s, hidden, weight, bias)
     if s.bias == "banned":
         assert bias is not None
@@ -207,6 +217,8 @@ def draw_head(
         "V": vocabulary,
         "H": draw(st.sampled_from([1, 2, 7] if small else [4, 7, 16]) if large else st.one_of(st.integers(1, 16), odd)),
         "peak": draw(st.sampled_from((1.0, 0.05, 4.0, 12.0, 50.0))),
+        "level": draw(st.sampled_from([0.0] * 14 + [-150.0, 150.0])),
+        "padding": draw(st.sampled_from([False] * 9 + [True])),
         "targets": draw(st.sampled_from(["random", "random", "likely", "edge"])),
         "temperature": draw(temperatures(st)),
         "softcap": draw(
@@ -232,6 +244,8 @@ def draw_head(
         out |= {"V": min(vocabulary, 40), "H": draw(st.sampled_from([1, 2]))}
     if out["bias"] == "none" and out["grad"] == "bias":
         out["grad"] = "weight"
+    if out["softcap"] is not None:  # it would hold every logit at its bound
+        out["level"] = 0.0
     return out
 
 
@@ -242,6 +256,11 @@ def temperatures(st: Any) -> Any:
         st.sampled_from([0.7, 0.9, 0.5, 2.0]),
         st.integers(0, 64).map(lambda k: float(f"{2 * 0.0005 ** (k / 64):.4g}")),
     )
+
+
+def largest(s: SimpleNamespace) -> float:
+    """About the largest logit, before its softcap."""
+    return float((5 * s.peak + abs(s.level)) * s.logit_scale / s.temperature)
 
 
 def grid(s: SimpleNamespace) -> tuple[int, int]:

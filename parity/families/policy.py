@@ -156,8 +156,13 @@ def entropy_mask(entropy: torch.Tensor, mask: torch.Tensor, quantile: float) -> 
     values = entropy.detach().flatten(-2)[..., mask.flatten().bool()]
     if values.shape[-1] == 0:
         return torch.zeros_like(mask)
-    threshold = torch.quantile(values, quantile, dim=-1)[..., None, None]
-    return (entropy.detach() * mask >= threshold).to(mask.dtype)
+    place = quantile * (values.shape[-1] - 1)
+    k = min(int(place), values.shape[-1] - 1)
+    ordered = values.sort(-1).values
+    threshold = ordered[..., k]
+    if place > k:  # a place is no rounded number: where it is whole, the threshold is one of the entropies
+        threshold = threshold + (place - k) * (ordered[..., k + 1] - threshold)
+    return (entropy.detach() >= threshold[..., None, None]).to(mask.dtype)
 
 
 def aggregate(
@@ -236,7 +241,7 @@ def features(case: Case) -> dict[str, Any]:
         "V beyond a chunk": s.V > 4096,
         "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
         "one position": s.T == 1,
-        "fp16 overflow": case.dtype == "fp16" and 5 * s.peak * s.logit_scale / s.temperature > 65504,
+        "fp16 overflow": case.dtype == "fp16" and head.largest(s) > 65504,
         "logit_std": s.peak * s.logit_scale / s.temperature,
         "tokens": s.B * s.T,
         "delta active": s.delta is not None,

@@ -44,7 +44,11 @@ SETTINGS = head.SETTINGS | {
     "ratio_range": Setting("unit", "its size: about 1, 1e-3 to 1e2, or with zeros", ("unit", "wide", "zeros")),
     "recording": Setting("none", "log-ratios to the sampler: generated, or those of a recording in fixtures/rollouts"),
     "off_policy_mask_threshold": Setting(None, "threshold of the off-policy sequence mask, or none"),
-    "sampler": Setting("none", "sampling log-probs given, and with NaN tokens", ("none", "given", "nan")),
+    "sampler": Setting(
+        "none",
+        "sampling log-probs given, and with NaN tokens; 'old': absent where the old ones, or none, decide the off-policy mask",
+        ("none", "given", "nan", "old"),
+    ),
     "entropy_quantile": Setting(False, "keep only the tokens of highest entropy", (False, True)),
     "entropy_coef": Setting(0.0, "weight of the entropy bonus"),
     "advantages": Setting(
@@ -119,8 +123,8 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         "old": pick("mixed", "mixed", "inside", "absent", "extreme"),
         "ratio": pick("none", "none", "token", "sequence"),
         "ratio_range": pick("unit", "wide", "zeros"),
-        "off_policy_mask_threshold": pick(None, None, None, 0.1, 1.0),
-        "sampler": pick("none", "given", "nan"),
+        "off_policy_mask_threshold": pick(None, None, None, 0.1, 1.0, 0.0),
+        "sampler": pick("none", "given", "nan", "old"),
         "entropy_quantile": pick(False, False, False, True),
         "entropy_coef": pick(0.0, 0.0, 0.0, 0.01, 0.3),
         "advantages": pick("mixed", "mixed", "positive", "negative", "zero", "equal", "token", "repeated"),
@@ -147,7 +151,9 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         for name in WIRING:
             out[name] = SETTINGS[name].default
     if out["loss_type"] == "cispo":
-        out["epsilon_high"] = pick(5.0, 2.0, 1.3)
+        out["epsilon_high"] = pick(5.0, 2.0, 1.3, 1.0)
+    if out["old"] == "absent":  # every ratio is 1, which is then a bound
+        out["epsilon"] = pick(out["epsilon"], out["epsilon"], 0.0)
     if out["loss_type"] in ("cispo", "sapo", "vespo") or (out["delta"] is not None and out["epsilon_high"] == 0.5):
         out["delta"] = None if out["loss_type"] in ("cispo", "sapo", "vespo") else out["delta"]
     if out["ratio"] == "none":
@@ -167,6 +173,8 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         out["lengths"] = [0] * rows
     if out["head"] != "plain":  # the adapter and the embeddings have the dtype of the model
         out["head_dtype"] = "same"
+    if out["head"] == "tied":  # its square would be added
+        out["level"] = 0.0
     return out
 
 
@@ -264,12 +272,13 @@ def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
     if s.beta != 0.0:
         shift = {"near": 0.0, "apart": 0.5, "far": 4.0}[s.ref] * normal(case.seed, "ref", lp.shape)
         tensors["ref_logps"] = rounded(lp + shift)
-    if s.off_policy_mask_threshold is not None or s.sampler != "none":
+    wanted = s.off_policy_mask_threshold is not None or s.sampler in ("given", "nan")
+    if wanted and not (s.sampler == "old" and _decided(s, lp, tensors["old_logps"], mask, margin)):
         tensors["sampling_logps"], drop = _sampling(case, s, lp, mask, margin)
         mask = mask & ~drop
     tensors["top_entropy_quantile"] = None
     if s.entropy_quantile:
-        tensors["top_entropy_quantile"] = _quantile(entropy, mask, margin)
+        tensors["top_entropy_quantile"] = _quantile(case, entropy, mask, margin)
     tensors["importance_sampling_ratio"] = _ratio(case, s, mask)
     count = int((x.mask.bool() & ~mask).sum())
     dropped = x.mask.bool() & ~mask
@@ -365,6 +374,17 @@ def target_log_ratios(
     return target + spread - mean, undecided
 
 
+def _decided(
+    s: SimpleNamespace, lp: torch.Tensor, old: torch.Tensor | None, mask: torch.Tensor, margin: torch.Tensor
+) -> bool:
+    """Whether each sequence's mean of (lp_old - lp) keeps away from the off-policy threshold; without old ones it is 0."""
+    if old is None:
+        return True
+    mean = ((old - lp) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    away = (mean - s.off_policy_mask_threshold).abs() > margin.amax(-1)
+    return bool((away | ~mask.any(-1)).all())
+
+
 def _sampling(
     case: Case, s: SimpleNamespace, lp: torch.Tensor, mask: torch.Tensor, margin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -373,30 +393,37 @@ def _sampling(
     room = margin.amax(-1, keepdim=True)
     above = integers(case.seed, "off-policy", (s.B, 1), 2).bool()
     offset = threshold + torch.where(above, 1, -1) * (room + uniform(case.seed, "gap", (s.B, 1)))
-    samp = lp + offset + torch.zeros_like(lp)
-    if s.recording != "none":  # a recording's noise around the constructed mean
-        d = recorded_log_ratios(case, s)
-        samp = samp - (d - (d * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1))
+    scored = mask
     if s.sampler == "nan":
-        nan = (uniform(case.seed, "unscorable", (s.B, s.T)) < 0.2) & mask
-        kept = (mask & ~nan).sum(-1, keepdim=True)
-        # an unscorable token counts as 0 in the mean, so the others carry its share
-        samp = lp + offset * mask.sum(-1, keepdim=True) / kept.clamp(min=1)
-        samp = torch.where(nan & (kept > 0), torch.nan, rounded(samp))
-        return samp, torch.zeros_like(mask)
-    return rounded(samp), (room > 40).expand_as(mask) & mask
+        scored = mask & (uniform(case.seed, "unscorable", (s.B, s.T)) >= 0.2)
+        scored = torch.where(scored.any(-1, keepdim=True), scored, mask)
+    count = scored.sum(-1, keepdim=True).clamp(min=1)
+    # tokens differ, on both sides of the threshold; one that could not be scored counts as 0, so the others carry its share
+    d = -recorded_log_ratios(case, s) if s.recording != "none" else normal(case.seed, "gaps", lp.shape)
+    samp = lp + offset * mask.sum(-1, keepdim=True) / count + d - (d * scored).sum(-1, keepdim=True) / count
+    samp = torch.where(mask & ~scored, torch.nan, rounded(samp))
+    return samp, torch.zeros_like(mask) if s.sampler == "nan" else (room > 40).expand_as(mask) & mask
 
 
-def _quantile(entropy: torch.Tensor, mask: torch.Tensor, margin: torch.Tensor) -> torch.Tensor | None:
-    """`top_entropy_quantile` whose threshold lies between two entropies that rounding cannot exchange, or None.
+def _quantile(case: Case, entropy: torch.Tensor, mask: torch.Tensor, margin: torch.Tensor) -> torch.Tensor | None:
+    """`top_entropy_quantile` whose threshold lies between two entropies that rounding cannot exchange, or is one; or None.
 
     The threshold is midway between neighbours k and k + 1 of the sorted entropies and moves by half the sum of their
     errors. An entropy moves by less than four times the bound of its log-probs. Preferred are quantiles that would keep
-    other tokens if padding counted among the entropies, then those that leave most room.
+    other tokens if padding counted among the entropies, then those that leave most room. In half of the cases the
+    threshold is the k-th entropy itself, if k/(n - 1) has no rounding: then that token is kept, whatever its value.
     """
     values, order = entropy[mask].sort()
     error = 4 * margin[mask][order]
     best, found = (False, 0.0), None
+    if bool(uniform(case.seed, "quantile", ()) < 0.5):
+        for k in range(1, len(values)):
+            others = torch.arange(len(values)) != k
+            room = float(((values - values[k]).abs() - error)[others].amin() - error[k])
+            if 16 * k % (len(values) - 1) == 0 and room > best[1]:
+                best, found = (False, room), k / (len(values) - 1)
+        if found is not None:
+            return torch.tensor(1 - found, dtype=torch.float64)
     for k in range(len(values) - 1):
         threshold = (values[k] + values[k + 1]) / 2
         room = float(((values - threshold).abs() - error).amin() - (error[k] + error[k + 1]) / 2)

@@ -82,6 +82,10 @@ def _divided(x: Inputs, per_token: Tensor) -> Tensor:
     return per_token.sum() / count
 
 
+def _top(z: Tensor) -> Tensor:
+    return z.amax(-1, keepdim=True).detach().clamp(min=0.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """The steps in order: inputs, both models, log-probs of the label positions, support, measure, normaliser, loss."""
@@ -243,6 +247,11 @@ _wrong(
     "without-max",
     "log-softmax without the largest logit",
     log_softmax=lambda z: z - z.exp().sum(-1, keepdim=True).log(),
+)
+_wrong(
+    "maximum-from-zero",
+    "softmax with a running maximum that starts at 0",
+    log_softmax=lambda z: z - _top(z) - (z - _top(z)).exp().sum(-1, keepdim=True).log(),
 )
 _wrong(
     "bf16-softmax", "log-softmax rounded to bfloat16", log_softmax=lambda z: torch.log_softmax(z, -1).bfloat16().float()

@@ -178,6 +178,18 @@ def _no_maximum(x: Inputs, z: torch.Tensor) -> Pair:
     return z.gather(-1, targets(x).unsqueeze(-1)).squeeze(-1) - z.exp().sum(-1).log(), right.pair(x, z)[1]
 
 
+def _maximum_from_zero(x: Inputs, z: torch.Tensor) -> Pair:
+    top = z.amax(-1, keepdim=True).detach().clamp(min=0.0)
+    lse = top.squeeze(-1) + (z - top).exp().sum(-1).log()
+    return z.gather(-1, targets(x).unsqueeze(-1)).squeeze(-1) - lse, right.pair(x, z)[1]
+
+
+def _target_by_value(x: Inputs, z: torch.Tensor) -> Pair:
+    logps, entropy = right.pair(x, z)
+    chosen = z.gather(-1, targets(x).unsqueeze(-1))
+    return logps * (z == chosen).sum(-1), entropy
+
+
 def _hidden_nan(x: Inputs, z: torch.Tensor) -> Pair:
     logp = log_softmax(z, -1)
     return right.pair(x, z)[0], -(logp.exp() * logp).nan_to_num(0.0).sum(-1)
@@ -189,6 +201,8 @@ def _log_of_softmax(x: Inputs, z: torch.Tensor) -> Pair:
 
 
 _wrong("no-maximum", "log-sum-exp without the maximum", pair=_no_maximum)
+_wrong("maximum-from-zero", "log-sum-exp with a running maximum that starts at 0", pair=_maximum_from_zero)
+_wrong("target-by-value", "the target found by its logit: equal logits count as well", pair=_target_by_value)
 _wrong("nan-hidden", "NaN of 0·log 0 hidden by nan_to_num, its gradient still NaN", pair=_hidden_nan)
 _wrong("log-of-softmax", "log(softmax + 1e-10)", pair=_log_of_softmax)
 _wrong("summed-in-bf16", "gradient of the head accumulated in bfloat16", product=steps.summed(torch.bfloat16))

@@ -178,6 +178,32 @@ _wrong(
     "off-policy drift from the old log-probs, not the sampler's",
     on_policy=lambda c: right.on_policy(Work(**vars(c) | {"x": c.x.replace(sampling_logps=None)})),
 )
+_wrong(
+    "off-policy-token", "off-policy mask by token, not by sequence", on_policy=lambda c: _on_policy(c, by_token=True)
+)
+_wrong(
+    "off-policy-strict",
+    "off-policy mask drops a drift equal to its threshold",
+    on_policy=lambda c: _on_policy(c, hair=1e-30),
+)
+_wrong(
+    "off-policy-zero",
+    "an off-policy threshold of 0 taken for none",
+    on_policy=lambda c: right.on_policy(c) if c.s.off_policy_mask_threshold else torch.ones_like(c.mask),
+)
+_wrong(
+    "entropy-mask-strict",
+    "entropy mask drops the token at the quantile",
+    keep=lambda c: c.mask if c.x.top_entropy_quantile is None else c.mask * (c.entropy.detach() > _threshold(c)),
+)
+_wrong(
+    "clip-fraction-inclusive",
+    "clip fraction counts a ratio on the bound",
+    metrics={
+        "clip_ratio": lambda c: right.clip_ratio(_over(c)),
+        "clip_high": lambda c: right.METRICS["clip_high"](_over(c)),
+    },
+)
 _wrong("entropy-mask-forgotten", "entropy mask forgotten", keep=lambda c: c.mask)
 _wrong(
     "entropy-mask-inverted",
@@ -212,6 +238,28 @@ def _attached(c: Work) -> torch.Tensor:
     """`log_w` with the gradient of its log-ratios."""
     total = right.log_w(c)
     return total + ((c.log_ratio - c.log_ratio.detach()) * c.mask).sum(1, keepdim=True)
+
+
+def _over(c: Work) -> Work:
+    """With ratios larger by one or two spacings of float32."""
+    return Work(**vars(c) | {"weight": c.weight.detach() * (1 + 2**-22)})
+
+
+def _threshold(c: Work) -> torch.Tensor:
+    """The entropy that the entropy mask asks for; that of no token without tokens."""
+    entropies = c.entropy.detach()[c.mask.bool()]
+    quantile = 1 - float(c.x.top_entropy_quantile)
+    return torch.quantile(entropies, quantile) if len(entropies) else c.entropy.new_tensor(torch.inf)
+
+
+def _on_policy(c: Work, by_token: bool = False, hair: float = 0.0) -> torch.Tensor:
+    """The off-policy mask, of tokens, or for drifts below its threshold by a hair."""
+    if c.s.off_policy_mask_threshold is None:
+        return right.on_policy(c)
+    sampled = c.x.old_logps if c.x.sampling_logps is None else c.x.sampling_logps
+    gap = torch.zeros_like(c.mask) if sampled is None else torch.nan_to_num(sampled - c.logps.detach(), nan=0.0)
+    drift = gap if by_token else (gap * c.mask).sum(1, keepdim=True) / c.lengths
+    return ((c.advantages >= 0) | (drift <= c.s.off_policy_mask_threshold - hair)).float()
 
 
 def _nan_drift(c: Work) -> torch.Tensor:
