@@ -146,7 +146,9 @@ def off_policy_mask(
     s: SimpleNamespace, lp: torch.Tensor, advantages: torch.Tensor, sampling: torch.Tensor | None, mask: torch.Tensor
 ) -> torch.Tensor:
     """1 where A ≥ 0 or the sequence mean of (lp_samp - lp) ≤ threshold; tokens the sampler could not score count 0."""
-    gap = torch.zeros_like(lp) if sampling is None else (sampling - lp.detach()).nan_to_num(nan=0.0)
+    if sampling is None:  # a drift of 0, which nothing rounds
+        return ((advantages >= 0) | (s.off_policy_mask_threshold >= 0)).to(lp.dtype)
+    gap = (sampling - lp.detach()).nan_to_num(nan=0.0)
     near = _mean(gap, mask, keepdim=True) <= s.off_policy_mask_threshold
     return ((advantages >= 0) | near).to(lp.dtype)
 

@@ -82,7 +82,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
         (name,)
         for name in (
             "temperature softcap logit_scale bias head_dtype head context lengths holes importance_sampling_level old "
-            "entropy_quantile entropy_coef advantages mode chunk_size"
+            "entropy_quantile entropy_coef advantages mode chunk_size level padding"
         ).split()
     ),
     ("layout", "layouts", "ids_dtype", "mask_dtype"),
@@ -152,6 +152,8 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
             out[name] = SETTINGS[name].default
     if out["loss_type"] == "cispo":
         out["epsilon_high"] = pick(5.0, 2.0, 1.3, 1.0)
+    if out["off_policy_mask_threshold"] == 0.0 and draw(st.booleans()):  # every drift is 0
+        out["old"], out["sampler"] = "absent", "old"
     if out["old"] == "absent":  # every ratio is 1, which is then a bound
         out["epsilon"] = pick(out["epsilon"], out["epsilon"], 0.0)
     if out["loss_type"] in ("cispo", "sapo", "vespo") or (out["delta"] is not None and out["epsilon_high"] == 0.5):
@@ -409,28 +411,26 @@ def _quantile(case: Case, entropy: torch.Tensor, mask: torch.Tensor, margin: tor
     """`top_entropy_quantile` whose threshold lies between two entropies that rounding cannot exchange, or is one; or None.
 
     The threshold is midway between neighbours k and k + 1 of the sorted entropies and moves by half the sum of their
-    errors. An entropy moves by less than four times the bound of its log-probs. Preferred are quantiles that would keep
-    other tokens if padding counted among the entropies, then those that leave most room. In half of the cases the
-    threshold is the k-th entropy itself, if k/(n - 1) has no rounding: then that token is kept, whatever its value.
+    errors. An entropy moves by less than four times the bound of its log-probs. In some cases it is the k-th entropy
+    itself, if k/(n - 1) has no rounding: that token is kept, whatever its value. Preferred are quantiles that would keep
+    other tokens if padding counted among the entropies, then those of the kind drawn, then those that leave most room.
     """
     values, order = entropy[mask].sort()
-    error = 4 * margin[mask][order]
-    best, found = (False, 0.0), None
-    if bool(uniform(case.seed, "quantile", ()) < 0.5):
-        for k in range(1, len(values)):
-            others = torch.arange(len(values)) != k
-            room = float(((values - values[k]).abs() - error)[others].amin() - error[k])
-            if 16 * k % (len(values) - 1) == 0 and room > best[1]:
-                best, found = (False, room), k / (len(values) - 1)
-        if found is not None:
-            return torch.tensor(1 - found, dtype=torch.float64)
-    for k in range(len(values) - 1):
-        threshold = (values[k] + values[k + 1]) / 2
-        room = float(((values - threshold).abs() - error).amin() - (error[k] + error[k + 1]) / 2)
-        quantile = (k + 0.5) / (len(values) - 1)
-        shifted = bool(((values >= torch.quantile(entropy.flatten(), quantile)) != (values >= threshold)).any())
-        if room > 0 and (shifted, room) > best:
-            best, found = (shifted, room), quantile
+    error, n = 4 * margin[mask][order], len(values)
+    between: list[tuple[float, torch.Tensor]] = []  # (place, how far each entropy is from deciding otherwise)
+    for k in range(n - 1):
+        away = (values - (values[k] + values[k + 1]) / 2).abs() - error
+        between.append((k + 0.5, away.amin() - (error[k] + error[k + 1]) / 2))
+        if 16 * (k + 1) % (n - 1) == 0:
+            away = (values - values[k + 1]).abs() - error - error[k + 1]
+            between.append((k + 1.0, away[torch.arange(n) != k + 1].amin()))
+    one = bool(uniform(case.seed, "quantile", ()) < 0.4)
+    best, found = (False, False, 0.0), None
+    for place, room in between:
+        kept = values >= values[math.ceil(place)]
+        shifted = bool(((values >= torch.quantile(entropy.flatten(), place / (n - 1))) != kept).any())
+        if room > 0 and (shifted, (place % 1 == 0) == one, float(room)) > best:
+            best, found = (shifted, (place % 1 == 0) == one, float(room)), place / (n - 1)
     return None if found is None else torch.tensor(1 - found, dtype=torch.float64)
 
 

@@ -107,4 +107,9 @@ _wrong(
     "states-in-bf16", "hidden states rounded to bfloat16", Steps(states=lambda x: Steps().states(x).bfloat16().float())
 )
 
-EDITED = Edited(CORRECT, MUTANTS, ("plain", "autocast"), {"kl": "kl-metric", "entropy": "entropy-metric"})
+EDITED = Edited(
+    CORRECT,
+    MUTANTS,
+    ("plain", "autocast"),
+    {"kl": "kl-metric", "entropy": "entropy-metric", "clip_ratio": "clip-metric"},
+)

@@ -197,12 +197,9 @@ _wrong(
     keep=lambda c: c.mask if c.x.top_entropy_quantile is None else c.mask * (c.entropy.detach() > _threshold(c)),
 )
 _wrong(
-    "clip-fraction-inclusive",
+    "clip-metric-inclusive",
     "clip fraction counts a ratio on the bound",
-    metrics={
-        "clip_ratio": lambda c: right.clip_ratio(_over(c)),
-        "clip_high": lambda c: right.METRICS["clip_high"](_over(c)),
-    },
+    metrics={"clip_ratio": lambda c: right.clip_ratio(_over(c))},
 )
 _wrong("entropy-mask-forgotten", "entropy mask forgotten", keep=lambda c: c.mask)
 _wrong(
