@@ -244,7 +244,7 @@ def draw_head(
         out |= {"V": min(vocabulary, 40), "H": draw(st.sampled_from([1, 2]))}
     if out["bias"] == "none" and out["grad"] == "bias":
         out["grad"] = "weight"
-    if out["softcap"] is not None:  # it would hold every logit at its bound
+    if out["softcap"] is not None and draw(st.integers(0, 3)):  # it holds every logit at its bound
         out["level"] = 0.0
     return out
 
