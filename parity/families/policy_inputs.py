@@ -82,9 +82,10 @@ GROUPS: tuple[tuple[str, ...], ...] = (
         (name,)
         for name in (
             "temperature softcap logit_scale bias head_dtype head context lengths holes importance_sampling_level old "
-            "entropy_quantile entropy_coef advantages mode chunk_size level padding"
+            "entropy_quantile entropy_coef advantages mode chunk_size"
         ).split()
     ),
+    ("level", "padded_vocabulary"),
     ("layout", "layouts", "ids_dtype", "mask_dtype"),
     ("epsilon", "epsilon_high", "delta"),
     ("beta", "use_bias_correction_kl", "ref"),
@@ -92,8 +93,12 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("off_policy_mask_threshold", "sampler"),
     ("accumulation", "steps_per_generation", "other_tokens"),
 )
-"""Settings that mean something together. A third of the cases move one or two groups and the loss type, nothing else: what a
+"""Settings that are moved together. A third of the cases move one or two groups and the loss type, nothing else: what a
 release refuses, or computes wrongly, elsewhere then hides no failure of theirs."""
+
+
+SELDOM = (("context",), ("level", "padded_vocabulary"))
+"""Groups that few cases move: chosen more often where one does."""
 
 
 def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
@@ -164,6 +169,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         out["recording"] = pick(*["none"] * 3 * len(recording.shipped()), *recording.shipped())
     if apart:
         moved = [g for g in GROUPS if any(out.get(n, SETTINGS[n].default) != SETTINGS[n].default for n in g)]
+        moved += 3 * [g for g in moved if g in SELDOM]
         kept = (
             {n for g in draw(st.lists(st.sampled_from(moved), min_size=1, max_size=2)) for n in g} if moved else set()
         )

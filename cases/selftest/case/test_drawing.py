@@ -19,6 +19,8 @@ FLOOR = 0.03
 """Share of the cases in which each dimension is away from its default; the rarest, a policy's context, has 0.06."""
 EXCLUDED = {
     "logprobs": {
+        ("level", "rare"): "a rare block is one of a plain head",
+        ("padded_vocabulary", "rare"): "a rare block is one of a plain head",
         ("bias", "rare"): "a rare block is one of a plain head",
         ("logit_scale", "rare"): "a rare block is one of a plain head",
         ("rare", "softcap"): "a rare block is one of a plain head",
