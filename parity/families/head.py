@@ -23,7 +23,7 @@ SETTINGS = {
     "peak": Setting(1.0, "standard deviation of the raw logits"),
     "level": Setting(0.0, "added to every logit: the first hidden entry is 1, its column of the head this much larger"),
     "padded_vocabulary": Setting(
-        False, "the last third of the head's rows are equal, as where a vocabulary is padded", (False, True)
+        False, "the last third of the head's rows are 0, as where a vocabulary is padded", (False, True)
     ),
     "targets": Setting("random", "selected token ids", ("random", "likely", "edge")),
     "temperature": Setting(1.0, "τ, divides the logits last"),
@@ -75,7 +75,7 @@ def build(case: Case, s: SimpleNamespace) -> dict[str, torch.Tensor | None]:
         weight[:, 0] += s.level
     if s.padded_vocabulary:
         for rows in (weight,) if bias is None else (weight, bias):
-            rows[s.V - s.V // 3 :] = rows[-1].clone()
+            rows[s.V - s.V // 3 :] = 0.0
     ids = _targets(case, s, hidden, weight, bias)
     if s.bias == "banned":
         assert bias is not None
@@ -259,8 +259,8 @@ def temperatures(st: Any) -> Any:
 
 
 def largest(s: SimpleNamespace) -> float:
-    """About the largest logit, before its softcap."""
-    return float((5 * s.peak + abs(s.level)) * s.logit_scale / s.temperature)
+    """About the largest logit, before its softcap: of few products of normal numbers the tail is long."""
+    return float(((5 + 8 / s.H) * s.peak + abs(s.level)) * s.logit_scale / s.temperature)
 
 
 def grid(s: SimpleNamespace) -> tuple[int, int]:

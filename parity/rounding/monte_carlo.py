@@ -124,6 +124,9 @@ class MonteCarlo(TorchDispatchMode):
             return self.rounded(out)
         if name == "tanh" and self.recipe.tanh == "sigmoid":
             return self.rounded(out + 2 * self.u * self.noise.like(out))
+        if name == "tanh" and self.u <= NARROW:
+            # close to 1 all of them take the same step, and what 1 - tanh² loses by it has one sign
+            return self._grid(out, self.elementwise)
         if name == "exp":  # finite in float64, but not in the recipe's dtype: the ratio of a token that is far off
             beyond = not (out.numel() and out.amax().item() <= self.largest_exp)
             return self.rounded(torch.where(out > self.largest_exp, torch.inf, out) if beyond else out)

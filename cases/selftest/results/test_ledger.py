@@ -94,9 +94,8 @@ def test_the_two_entries_of_cases_that_overflow_by_the_cpus_rounding_say_so():
 def test_an_entry_is_in_force_from_the_release_that_brought_it_on():
     named = [(e, *e.user.since.split()) for e in Ledger.load(data.ledger_file()).entries if e.user.since]
     for entry, package, first in named:
-        if entry.id != "vespo-banned-under-mask":  # of TRL and of Liger, each with a first release of its own
-            scope = SpecifierSet(entry.versions.get(package, ""))
-            assert first in scope and "0.0.1" not in scope, entry.id
+        scope = SpecifierSet(entry.versions.get(package, ""))
+        assert first in scope and "0.0.1" not in scope, entry.id
 
 
 @pytest.mark.parametrize(
