@@ -156,16 +156,19 @@ class MonteCarlo(TorchDispatchMode):
     def _walk(self, out: torch.Tensor, dim: int) -> torch.Tensor | float:
         """What summing exp(out) along `dim` in a few lanes costs, in u: √V/4, a random walk, and m/64 for m equal terms.
 
-        Equal terms (logits that a softcap saturates) round the same way at every addition: a lane of n of them is off
-        by up to n·u/4, and a vector unit has sixteen or so. It matters from a thousand terms on, and so does `_small_terms`.
+        Equal terms (logits that a softcap saturates, rows of the head that pad it) round the same way at every addition: a
+        lane of n of them is off by up to n·u/4, by n·u if it holds larger terms already, and a vector unit has sixteen or
+        so. It matters from a thousand terms on, and so does `_small_terms`.
         """
         walk = float(out.shape[dim] ** 0.5 / 4)
         if out.shape[dim] < MANY:
             return walk
         small = bool((out < math.log(self.u_sum / LANES)).any())
         lost = self._small_terms(out.exp(), 1.0, dim) if small else 0.0
-        equal = (out >= out.amax(dim, keepdim=True) - 2.0**-12).sum(dim, keepdim=True)
-        return walk + lost / self.u_sum + equal / (4 * LANES)
+        top = out >= out.amax(dim, keepdim=True) - 2.0**-12
+        beside = (out.diff(dim=dim) == 0) & ~top.narrow(dim, 1, out.shape[dim] - 1)
+        equal = top.sum(dim, keepdim=True) / 4 + beside.sum(dim, keepdim=True)
+        return walk + lost / self.u_sum + equal / LANES
 
     def _summed(self, sizes: torch.Tensor, dim: int) -> torch.Tensor:
         """What summing terms of these sizes along `dim` in a few lanes costs: u·√V/4 of all but the largest,

@@ -63,6 +63,13 @@ ADAPTER = {"B": 4, "T": 7, "V": 233, "accumulation": 2, "advantages": "equal", "
            "mode": "eval", "peak": 12.0, "sampler": "nan", "steps_per_generation": 4}  # fmt: skip
 
 
+SATURATED = {"B": 1, "H": 2, "T": 1030, "V": 40, "beta": 0.75, "gap": "near", "grad": "weight", "layout": "transposed",
+             "level": 150.0, "peak": 50.0, "softcap": 9.0, "targets": "edge", "teacher_H": 64, "teacher_bias": "banned",
+             "teacher_logit_scale": 0.3, "teacher_peak": 12.0, "teacher_softcap": 30.0}  # fmt: skip
+PADDED_ROWS = {"B": 1, "H": 2, "T": 2, "V": 16385, "entropy": "gradient", "padded_vocabulary": True, "peak": 4.0,
+               "temperature": 0.9}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -74,6 +81,8 @@ ADAPTER = {"B": 4, "T": 7, "V": 233, "accumulation": 2, "advantages": "equal", "
         Case("divergence", 362880, "fp16", FAR_TARGET),
         Case("policy", 306, "fp16", ADAPTER),
         Case("logprobs", 8657, "bf16", SMALL_TERMS),
+        Case("divergence", 1512, "fp32", SATURATED),
+        Case("logprobs", 999308, "fp32", PADDED_ROWS),
     ],
     ids=[
         "one use of a tied head overflows",
@@ -84,6 +93,8 @@ ADAPTER = {"B": 4, "T": 7, "V": 233, "accumulation": 2, "advantages": "equal", "
         "a log-prob of -66,534",
         "one of two products with the same states overflows",
         "a sum loses a hundred thousand small terms",
+        "a softcap at its bound rounds alike",
+        "five thousand equal terms below the largest",
     ],
 )
 def test_cases_that_alarmed(case):
