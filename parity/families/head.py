@@ -260,7 +260,7 @@ def temperatures(st: Any) -> Any:
 
 def largest(s: SimpleNamespace) -> float:
     """About the largest logit, before its softcap: of few products of normal numbers the tail is long."""
-    return float(((5 + 8 / s.H) * s.peak + abs(s.level)) * s.logit_scale / s.temperature)
+    return float(((5 + 12 / s.H**0.5) * s.peak + abs(s.level)) * s.logit_scale / s.temperature)
 
 
 def grid(s: SimpleNamespace) -> tuple[int, int]:

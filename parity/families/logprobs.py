@@ -146,6 +146,7 @@ def features(case: Case) -> dict[str, Any]:
         "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
         "V off block": s.V % 256 != 0,
         "fp16 overflow": case.dtype == "fp16" and head.largest(s) > 65504,
+        "a logit of -inf": s.bias == "banned" or (case.dtype == "fp16" and head.largest(s) > 65504),
         "logit_std": max(s.peak, 4.0 if s.rare is not None else 0.0) * s.logit_scale / s.temperature,
         "tokens": s.B * s.T,
     }
