@@ -1,8 +1,8 @@
 """Whose turn it is: what a command looks at, in the order of when it was looked at last.
 
 A command whose time is short so comes to everything over several nights: first what was never begun, then in turn what
-was wrong at last and what was begun longest ago. The file is written before and after each unit: killed at any moment, it
-says what is known.
+was wrong at last and what came to its end longest ago, what was cut on the way among them. The file is written before and
+after each unit: killed at any moment, it says what is known.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class Turn(msgspec.Struct):
     outcome: Ending = ""
     tries: int = 0
 
+    @property
+    def place(self) -> str:
+        """What units are sorted by: one that was cut keeps its place before those that came to an end since, `TRIES` times."""
+        return self.ended if self.tries < TRIES else self.begun
+
 
 class Turns(msgspec.Struct):
     """The turns of a command's units; `units` are those that it has now. Without `path` nothing is kept."""
@@ -63,7 +68,7 @@ class Turns(msgspec.Struct):
         self.units = list(units)
         turn = {unit: self.known.get(unit, Turn()) for unit in units}
         fresh = [unit for unit in units if not turn[unit].begun]
-        seen = sorted((unit for unit in units if turn[unit].begun), key=lambda unit: turn[unit].begun)
+        seen = sorted((unit for unit in units if turn[unit].begun), key=lambda unit: turn[unit].place)
         wrong = [unit for unit in seen if turn[unit].outcome == WRONG]
         others = [unit for unit in seen if turn[unit].outcome != WRONG]
         mixed = itertools.chain.from_iterable(itertools.zip_longest(wrong, others))

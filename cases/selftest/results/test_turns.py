@@ -6,7 +6,7 @@ import datetime
 import pytest
 
 from parity.errors import UsageError
-from parity.results.turns import RIGHT, WRONG, Turns, in_turn
+from parity.results.turns import RIGHT, TRIES, WRONG, Turns, in_turn
 
 
 def some(turns, units, outcome=RIGHT):
@@ -38,16 +38,28 @@ def test_over_some_nights_each_is_looked_at_although_some_stay_wrong(tmp_path):
     assert turns.having(WRONG) == units[:4]
 
 
-def test_what_was_begun_and_stopped_goes_behind_and_is_named_when_that_was_so_every_time(tmp_path):
+def test_what_was_begun_and_stopped_is_named_when_that_was_so_every_time_and_goes_behind_then(tmp_path):
     path = tmp_path / "turns.json"
-    for expected in ("xy", "yx", "yx"):
+    for expected in ("xy", "xy", "xy"):
         turns = Turns.read(path)
         assert turns.order("xy") == list(expected) and not turns.starved()
         some(turns, "y")
         turns.begin("x")  # and the process is killed
     assert Turns.read(path).starved() == ["x"] and Turns.read(path).oldest() == ""
+    assert Turns.read(path).order("xy") == list("yx"), "the others do not wait for it"
     some(turns, "x")
     assert not Turns.read(path).starved() and Turns.read(path).oldest()
+
+
+def test_what_was_cut_at_the_end_of_a_night_is_not_cut_at_the_end_of_each(tmp_path):
+    path = tmp_path / "turns.json"
+    for _ in range(TRIES + 2):  # always time for four of five, and for the beginning of one more
+        turns = Turns.read(path)
+        order = turns.order("abcde")
+        some(turns, order[:4])
+        turns.begin(order[4])
+        assert not turns.starved()
+    assert all(turn.ended for turn in turns.known.values())
 
 
 def test_what_was_reached_since(tmp_path):
