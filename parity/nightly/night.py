@@ -100,13 +100,14 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
     record.run = True
     summary = summarise(result.header, result.rows)
 
-    def kept(code: int, reasons: Sequence[str] = ()) -> trend.Change:
-        path = memory.remember(summary, code, night.reports / "history", reasons=reasons, steps=record.steps)
+    def kept(code: int, reasons: Sequence[str], complete: bool = True) -> trend.Change:
+        path = memory.remember(summary, code, night.reports / "history", complete, "", reasons, record.steps)
         return trend.change(memory.read(path), past)
 
     jobs = [(name, list(words), shares[name]) for name, words, _ in night.others]
     jobs.sort(key=lambda job: list(shares).index(job[0]))
-    searches = list(bisects(kept(result.exit_code, result.reasons), night.reports))
+    begun = kept(result.exit_code, result.reasons, complete=False)  # killed from here on, the night is not green
+    searches = list(bisects(begun, night.reports))
     tests = data.cases_dir() / CUDA
     if record.device == "cuda" and night.others and tests.is_dir():  # faults, real vocabularies, Inductor
         jobs.insert(0, (CUDA, ["-q", str(tests)], SHARE_OF_CUDA))

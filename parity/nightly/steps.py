@@ -47,7 +47,7 @@ def part(name: str, words: Sequence[str], reports: Path, limit: float, module: s
         more += ["--max-time", f"{max(int(SHARE_OF_RUN * limit), 1)}s"]
     done = run(name, [*words, *more], reports / f"{name}.log", limit, module)
     rows = reports / name / "results.ndjson"
-    if words[0] in TURNS and turns.exists():
+    if words[0] in TURNS and done.exit_code is None and turns.exists():
         return in_turn(done, Turns.read(turns), since)
     if words[0] == "run" and rows.exists() and rows.stat().st_mtime >= since.timestamp():
         return of_run(done, *read(rows))
@@ -55,7 +55,7 @@ def part(name: str, words: Sequence[str], reports: Path, limit: float, module: s
 
 
 def in_turn(done: CommandOutcome, turns: Turns, since: datetime.datetime) -> CommandOutcome:
-    """A command by the turns of its units: what was wrong when it was looked at last counts until it is right."""
+    """A stopped command, by the turns of its units: what was wrong when it was looked at last counts until it is right."""
     ended, of = turns.reached(since), len(turns.units)
     if len(ended) == of:
         return done

@@ -147,6 +147,13 @@ def test_a_command_that_had_no_time_for_anything_is_not_green(command, tmp_path)
     assert done.exit_code is None and "never at an end: b" in done.reached
 
 
+def test_a_command_that_failed_by_itself_is_not_called_short_of_time(command, tmp_path):
+    assert command().exit_code == 0
+    (tmp_path / "slow-b").write_text("no number")
+    done = command()
+    assert (done.exit_code, done.reached, done.verdict) == (1, "", "RED") and "ValueError" in done.tail
+
+
 def test_a_step_of_another_module(tmp_path):
     step = steps.run("cuda", ["--version"], tmp_path / "log", 60.0, module="pytest")
     assert step.exit_code == 0 and step.command == "pytest --version" and "pytest" in step.tail
@@ -264,6 +271,19 @@ def test_a_night_whose_time_was_over_can_be_green(played, tmp_path, monkeypatch)
     assert "the time was over: logprobs after" in (tmp_path / "issue.md").read_text()
 
 
+def test_a_night_that_died_in_its_commands_is_not_green(played, tmp_path, monkeypatch):
+    run, _ = played
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steps, "run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    told = CliRunner().invoke(main, ["notify", "--profile", "quick", "--reports", str(tmp_path)])
+    assert told.exit_code == 1 and "it did not come to its end" in told.output.splitlines()[0]
+
+
 def test_a_command_that_was_cut_or_red_is_said_wherever_the_night_is(played, tmp_path, monkeypatch):
     run, _ = played
     told = {"history": (0, "9 of 43"), "mutants": (0, "")}
@@ -285,7 +305,8 @@ def test_a_command_that_was_cut_or_red_is_said_wherever_the_night_is(played, tmp
     assert code == 1 and title.endswith("): mutants: RED")
     assert "<q>" not in _page(tmp_path) and "of the log" in _page(tmp_path), "what a red command printed last"
     again = CliRunner().invoke(main, ["report", str(tmp_path / "results.ndjson")]).output
-    for text in (again, (tmp_path / "summary.md").read_text()):
+    there = ["report", str(tmp_path / "results.ndjson"), "--reports", str(tmp_path / "elsewhere")]
+    for text in (again, CliRunner().invoke(main, there).output, (tmp_path / "summary.md").read_text()):
         assert "he run ended with 1" in text and "mutants: RED" in text, "its long run alone ended with 0"
     nights = ["notify", "--profile", "quick", "--reports", str(tmp_path)]
     assert "of the log" in CliRunner().invoke(main, nights).output, "the issue of a runner is made from what was kept"
