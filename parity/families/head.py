@@ -56,6 +56,8 @@ def check(settings: SimpleNamespace, case: Case) -> None:
         raise UsageError(f"case {case.id}: temperature={settings.temperature!r} must be positive")
     if settings.softcap is not None and not settings.softcap > 0:
         raise UsageError(f"case {case.id}: softcap={settings.softcap!r} must be positive, or null for none")
+    if not abs(settings.level) <= torch.finfo(DTYPES[case.dtype]).max:
+        raise UsageError(f"case {case.id}: level={settings.level!r} must be a finite number of {case.dtype}")
     unknown = set(settings.grad.split()) - {"hidden", "weight", "bias"}
     if unknown:
         raise UsageError(f"case {case.id}: grad names {', '.join(sorted(unknown))}, choose from hidden, weight, bias")

@@ -19,6 +19,7 @@ from parity.case.case import DTYPES, Case, uniform
 from parity.case.family import Family, Mark, Relation
 from parity.case.inputs import Inputs, Setting
 from parity.case.layouts import arranged, like
+from parity.errors import UsageError
 from parity.families import head, stored
 from parity.families.probes import LOGPROBS
 
@@ -90,6 +91,8 @@ def build(case: Case) -> Inputs:
     """
     s = FAMILY.full_settings(case)
     head.check(s, case)
+    if s.rare is not None and not s.rare > 0:
+        raise UsageError(f"case {case.id}: rare={s.rare!r} must be positive, or null for none")
     if case.tensors:
         return stored.inputs(FAMILY, case).replace(ignore_index=None)
     tensors = head.build(case, s)
@@ -139,6 +142,8 @@ def zeros(x: Inputs) -> dict[str, torch.Tensor]:
 def features(case: Case) -> dict[str, Any]:
     """Facts for coverage and ledger scopes besides the settings themselves."""
     s = FAMILY.full_settings(case)
+    capped = s.softcap is not None  # a cap makes what is infinite finite again, a ban too
+    overflow = case.dtype == "fp16" and (min(head.largest(s), s.softcap / s.temperature) if capped else head.largest(s))
     return {
         "one token": s.B * s.T == 1,
         "V = 1": s.V == 1,
@@ -146,7 +151,7 @@ def features(case: Case) -> dict[str, Any]:
         "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
         "V off block": s.V % 256 != 0,
         "fp16 overflow": case.dtype == "fp16" and head.largest(s) > 65504,
-        "a logit of -inf": s.bias == "banned" or (case.dtype == "fp16" and head.largest(s) > 65504),
+        "a logit of -inf": (s.bias == "banned" and not capped) or overflow > 65504,
         "logit_std": max(s.peak, 4.0 if s.rare is not None else 0.0) * s.logit_scale / s.temperature,
         "tokens": s.B * s.T,
     }

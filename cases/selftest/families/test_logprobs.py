@@ -7,6 +7,8 @@ import mpmath as mp
 import pytest
 import torch
 
+from parity.errors import UsageError
+from parity.families import head
 from parity.families.logprobs import RARE, RARE_BLOCK
 from parity.registry import family
 from parity.rounding.monte_carlo import exact_mark
@@ -122,3 +124,21 @@ def test_a_rare_block_has_the_probability_it_is_asked_for(rare, head_dtype):
         largest = float(p[:, k * RARE_BLOCK : (k + 1) * RARE_BLOCK].max())
         assert abs(largest * rare / torch.finfo(torch.float16).eps - 1) < 0.04
     assert int(x.ids.max()) < RARE_BLOCK
+
+
+@pytest.mark.parametrize("name, value", [("rare", 0), ("rare", -1.0), ("level", 1e6), ("level", float("nan"))])
+def test_a_setting_outside_its_range_is_named(name, value):
+    with pytest.raises(UsageError, match=name):
+        FAMILY.build(FAMILY.case(1, "fp16", {name: value, "V": 256}))
+
+
+def test_a_softcap_leaves_no_logit_infinite():
+    """Where a ledger entry for logits of -inf must not reach: the oracle's logits say the same."""
+    for softcap, temperature, infinite in ((None, 1.0, True), (5.0, 1.0, False)):
+        settings = {"bias": "banned", "softcap": softcap, "temperature": temperature}
+        case = FAMILY.case(3, "fp32", settings)
+        assert bool(head.logits(to_double(FAMILY.build(case)), exact_mark).isinf().any()) is infinite
+        assert FAMILY.features(case)["a logit of -inf"] is infinite
+    for softcap, temperature, infinite in ((None, 0.01, True), (5.0, 0.01, False), (1000.0, 0.01, True)):
+        settings = {"level": 150.0, "logit_scale": 16.0, "softcap": softcap, "temperature": temperature}
+        assert FAMILY.features(FAMILY.case(3, "fp16", settings))["a logit of -inf"] is infinite
