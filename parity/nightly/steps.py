@@ -49,7 +49,8 @@ def part(name: str, words: Sequence[str], reports: Path, limit: float, module: s
     rows = reports / name / "results.ndjson"
     if words[0] in TURNS and done.exit_code is None and turns.exists():
         return in_turn(done, Turns.read(turns), since)
-    if words[0] == "run" and rows.exists() and rows.stat().st_mtime >= since.timestamp():
+    written = rows.stat() if rows.exists() else None
+    if words[0] == "run" and written and written.st_size and written.st_mtime >= since.timestamp():
         return of_run(done, *read(rows))
     return done
 

@@ -89,7 +89,7 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
     """`run` beside `earlier` ones, of which those with its profile and device count."""
     past = [r for r in earlier if (r.profile, r.device) == (run.profile, run.device) and r.id != run.id]
     past = sorted((r for r in past if r.started <= run.started), key=lambda r: r.started)
-    whole = [r for r in past if r.complete]
+    ended = [r for r in past if r.complete]
     before = past[-1] if past else None
     now = {f.key: f for f in run.findings}
     then = {f.key: f for f in before.findings} if before else {}
@@ -102,8 +102,8 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
         new=tuple(k for k in fresh if k not in then),
         still=tuple(k for k in fresh if k in then),
         fixed=tuple(k for k, f in then.items() if k not in now and _compared(run, f)),
-        growth=tuple(_growth(run, whole[-NIGHTS:])),
-        missing=tuple(_missing(run, whole[-NIGHTS:])),
+        growth=tuple(_growth(run, ended[-NIGHTS:])),
+        missing=tuple(_missing(run, ended[-NIGHTS:])),
         moved=moved(green, run) if green else {},
         green=green,
     )

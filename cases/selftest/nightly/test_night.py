@@ -154,6 +154,19 @@ def test_a_command_that_failed_by_itself_is_not_called_short_of_time(command, tm
     assert (done.exit_code, done.reached, done.verdict) == (1, "", "RED") and "ValueError" in done.tail
 
 
+def test_a_run_that_was_killed_before_its_first_line_had_no_time(tmp_path, monkeypatch):
+    program = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--reports") + 1])
+folder.mkdir(parents=True)
+(folder / "results.ndjson").touch()
+time.sleep(60)
+"""
+    monkeypatch.setattr(steps, "COMMAND", (sys.executable, "-c", program))
+    done = steps.part("unsloth", ["run"], tmp_path, 1.5)
+    assert (tmp_path / "unsloth" / "results.ndjson").exists() and done.exit_code is None and not done.whole
+
+
 def test_a_step_of_another_module(tmp_path):
     step = steps.run("cuda", ["--version"], tmp_path / "log", 60.0, module="pytest")
     assert step.exit_code == 0 and step.command == "pytest --version" and "pytest" in step.tail

@@ -140,6 +140,11 @@ def test_the_frontier_counts_peers_of_our_accuracy_against_every_point_of_ours(s
     assert f" {error:.1e} | 2.0e-07 |" in report.tables(cells)
 
 
+def test_without_a_reference_nobody_is_called_accurate():
+    cells = report.cells([record("fixes.selective_log_probs", 0, 2.0, peak=50), record("lib.loss", 0, 1.0, peak=10)])
+    assert report.decisions(cells).splitlines()[-1].split(" | ")[3] == "no reference"
+
+
 def test_the_error_of_a_pass_is_told_apart_by_value_and_gradient():
     right = {"logps": torch.tensor([3.0, 4.0]), "grad_hidden": torch.ones(4), "grad_weight": torch.full((4,), 2.0)}
     right = {name: x.double() for name, x in right.items()}

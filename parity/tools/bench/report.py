@@ -40,7 +40,8 @@ class Cell:
 
     def as_accurate_as(self, other: Cell) -> bool:
         """Whether no error is more than twice the other's or twice a float32's rounding: another order, no narrower dtype."""
-        return all(error <= 2 * max(other.errors.get(name, 0.0), 2**-23) for name, error in self.errors.items())
+        limits = {name: 2 * max(other.errors.get(name, 0.0), 2**-23) for name in self.errors}
+        return bool(limits) and all(self.errors[name] <= limit for name, limit in limits.items())
 
     def on_or_below(self, other: Cell) -> bool:
         """Whether it needs no more memory, within 2 %, and no more time in at least one round: the rounds may disagree."""
@@ -133,7 +134,7 @@ def decisions(found: Sequence[Cell]) -> str:
                     where,
                     "no peer" if fast is None else f"{fast[0].name}: {1 / fast[1][0]:.2f}",
                     "no peer" if lean is None else f"{lean.name}: {(ours.peak or 0) / (lean.peak or 1):.2f}",
-                    ", ".join(below) or "none",
+                    ", ".join(below) or ("none" if ours.errors else "no reference"),
                     _pays(min(kernels, key=lambda peer: peer[1][0], default=None)),
                 ]
             )
