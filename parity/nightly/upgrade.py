@@ -121,7 +121,7 @@ def part(step: CommandOutcome) -> Part:
     """What one command says about the upgrade, by its exit code; what it had no time for is not safe."""
     if step.exit_code is None:
         return Part(step.name, UNKNOWN, CUT, step.tail)
-    if step.reached and step.exit_code != 1:
+    if step.reached and step.exit_code in (0, 4):
         return Part(step.name, UNKNOWN, f"nothing new is wrong so far, but {CUT}: {step.reached}", step.tail)
     if step.exit_code == 0:
         return Part(step.name, SAFE, "nothing new is wrong", step.tail)

@@ -18,6 +18,7 @@ from parity.results.step import CommandOutcome
         (4, "9 of 20 cases", UNKNOWN, "9 of 20 cases"),
         (None, "", UNKNOWN, "its time was over"),
         (3, "", UNKNOWN, "exit code 3"),
+        (3, "9 of 20 cases", UNKNOWN, "exit code 3"),
     ],
 )
 def test_what_a_command_says(code, reached, found, said):
