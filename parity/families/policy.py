@@ -3,7 +3,7 @@
 Definitions: grpo (arXiv 2402.03300), bnpo, dr_grpo (2503.20783), dapo (2503.14476), cispo (2506.13585), sapo
 (2511.20347), luspo (2602.05261), vespo (2602.10693), sequence-level ratios (GSPO, 2507.18071), delta (INTELLECT-2,
 2505.07291), bias-corrected KL and off-policy sequence mask (DeepSeek-V3.2, 2512.02556), entropy mask (2506.01939); where
-no paper fixes a combination, the documentation of TRL 1.16. Their inputs are built in `policy_inputs`.
+no paper fixes a combination, the documentation of TRL 1.16. Settings: `policy_settings`; inputs: `policy_inputs`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from parity.case.inputs import Inputs
 from parity.case.layouts import like
 from parity.families import head, policy_stored
 from parity.families import policy_inputs as inputs_of
+from parity.families import policy_settings as settings_of
 from parity.families.probes import POLICY
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -255,7 +256,7 @@ def features(case: Case) -> dict[str, Any]:
 def demands(x: Inputs) -> set[str]:
     """What moves the loss of this case; a parameter of another loss type, or of an absent term, demands nothing."""
     s = x.settings
-    table = inputs_of.SETTINGS
+    table = settings_of.SETTINGS
     out = {
         n
         for n in ("temperature", "softcap", "logit_scale", "loss_type", "importance_sampling_level")
@@ -357,8 +358,8 @@ QUANTITIES = ("loss", "grad_hidden", "grad_weight", "grad_bias")
 
 FAMILY: Family = Family(
     name="policy",
-    settings=inputs_of.SETTINGS,
-    draw=inputs_of.draw,
+    settings=settings_of.SETTINGS,
+    draw=settings_of.draw,
     build=_build,
     oracle=oracle,
     outputs=("loss", "kl", "entropy", "clip_ratio", "clip_low", "clip_high"),
@@ -381,7 +382,7 @@ FAMILY: Family = Family(
     probes=POLICY,
     stored=policy_stored.TENSORS,
     derived=lambda tensors, where: policy_stored.derived(FAMILY, tensors, where),
-    columns={one: ("fp32", {"loss_type": one}) for one in inputs_of.LOSS_TYPES},
+    columns={one: ("fp32", {"loss_type": one}) for one in settings_of.LOSS_TYPES},
     examples=(_RAGGED, {**_RAGGED, **_WINDOW, "beta": 0.04}, {**_RAGGED, "ratio": "token", "holes": True}),
     config_fields=CONFIG_FIELDS,
     relations={

@@ -15,7 +15,8 @@ from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.errors import UsageError
 from parity.families import head, stored
-from parity.families.policy_inputs import MASKS, check, error_bound, thresholds
+from parity.families.policy_inputs import check, error_bound, thresholds
+from parity.families.policy_settings import MASKS
 from parity.rounding.monte_carlo import exact_mark
 
 TENSORS = stored.HEAD | {

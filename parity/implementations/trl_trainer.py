@@ -50,7 +50,7 @@ def arguments(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
     Raises:
         Unsupported: for a moved setting that the installed version has no field for.
     """
-    from parity.families.policy_inputs import SETTINGS as defaults
+    from parity.families.policy_settings import SETTINGS as defaults
 
     s = x.settings
     wanted = {name: getattr(s, name) for name in SETTINGS if name != "top_entropy_quantile"}

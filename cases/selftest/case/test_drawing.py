@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from parity.case.case import Case
-from parity.families.policy_inputs import GROUPS
+from parity.families.policy_settings import GROUPS
 from parity.registry import family
 from parity.selftest.mutants.matrix import drawn as drawn_cases
 

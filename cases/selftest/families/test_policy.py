@@ -7,7 +7,7 @@ import mpmath as mp
 import pytest
 import torch
 
-from parity.families.policy_inputs import LOSS_TYPES
+from parity.families.policy_settings import LOSS_TYPES
 from parity.registry import family
 from parity.rounding.monte_carlo import exact_mark
 from parity.rounding.oracle import exact, to_double

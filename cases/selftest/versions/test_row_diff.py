@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from parity.case.case import Case
-from parity.families.policy_inputs import LOSS_TYPES
+from parity.families.policy_settings import LOSS_TYPES
 from parity.registry import NAMES
 from parity.results.row import Row
 from parity.running.find import find

@@ -14,7 +14,7 @@ from typing import Any
 from parity import data
 from parity.case.case import Case
 from parity.errors import UsageError
-from parity.families.policy_inputs import LOSS_TYPES
+from parity.families.policy_settings import LOSS_TYPES
 from parity.registry import NAMES, loss_families, loss_family
 from parity.results.json_output import CompareOut, MovedOut
 from parity.results.row import DECIDED
