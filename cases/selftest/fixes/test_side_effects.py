@@ -280,8 +280,9 @@ def test_a_copy_of_a_patched_policy_computes_with_its_own_weights(grpo):
         grpo.model.load_state_dict(kept)
 
 
-def test_an_unpickled_model_is_without_patches(grpo):
+def test_an_unpickled_model_is_without_patches():
     """Issue 20.7: it computes with its own weights, and has no fused head for a patch to be in."""
+    grpo = built("GRPOTrainer", beta=0.04)  # a model of its own: hooks that other tests leave are no pickles
     with apply(grpo) as applied:
         assert applied["use_selective_log_probs"]
         twin = pickle.loads(pickle.dumps(grpo.model))

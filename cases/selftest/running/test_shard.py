@@ -25,7 +25,7 @@ from parity.running.plan import Options, Shard, planned
 from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, second_pass, selected
 
 KERNELS = "fixtures/kernels.py"
-FIRST = ["logprobs-a3d28913ce", "logprobs-4a87230c90", "logprobs-877211f3bd"]
+FIRST = ["logprobs-a3d28913ce", "logprobs-eda25d3b88", "logprobs-1ba7cdc2a0"]
 PROFILE = Profile(shrink_seconds=60.0, findings=2)
 
 
@@ -76,7 +76,7 @@ def test_a_right_kernel_has_no_findings(tmp_path):
 def wrong(tmp_path_factory):
     """A session that has run a kernel that is wrong beyond a vocabulary of eight."""
     own, events = session("wrong_beyond_eight", tmp_path_factory.mktemp("wrong"))
-    shard = drawn_shard(60, 3)
+    shard = drawn_shard(60, 6)
     own.run(shard)
     return own, tuple(events), shard
 
@@ -113,7 +113,7 @@ def test_the_smallest_case_fails_in_all_that_the_finding_fails_in(tmp_path):
         return {"logps": 1.5 * log_probs(x) + 0.5}
 
     own.implementations = [Implementation("lib.logps", "logprobs", "candidate", call)]
-    shard = drawn_shard(20, 3)
+    shard = drawn_shard(20, 6)
     own.run(shard)
     _, _, (first, *_) = looked_for(own, events, shard)
     lead = next(r for r in rows(events) if r.quantity == "grad_hidden" and r.new)
