@@ -248,6 +248,8 @@ def draw_head(
         out["grad"] = "weight"
     if out["softcap"] is not None and draw(st.integers(0, 3)):  # it holds every logit at its bound
         out["level"] = 0.0
+    if out["H"] == 1:  # the level's hidden entry would be the only one, and all tokens the same
+        out["level"] = 0.0
     return out
 
 
