@@ -204,7 +204,7 @@ def draw_head(
     """
     vocabulary = draw(
         st.one_of(
-            st.integers(1, 40), st.integers(1, 40), st.integers(41, 300), st.sampled_from([128, 255, 256, 257, 1025])
+            st.integers(1, 40), st.integers(1, 40), st.integers(1, 300), st.sampled_from([128, 255, 256, 257, 1025])
         )
         if not large
         else st.sampled_from(
