@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from packaging.version import Version
 
@@ -21,6 +22,7 @@ from parity.case.profiles import PROFILES, streams
 from parity.process import prepare
 from parity.registry import load, loss_family, run_case, select
 from parity.results.report import measured
+from parity.results.row import Row
 from parity.running.plan import DTYPES
 from parity.running.run import FIXED_SEED
 from parity.running.shard import selected
@@ -31,8 +33,8 @@ from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
 from parity.versions.search.checks import CaseCheck
 
-ENOUGH = 12
-"""Failing cases of a record that are tried on the good release."""
+BATCHES = 2, 4, 6
+"""Failing cases of a record that are tried on the good release, one batch after the other until one finds it."""
 CPU_LIMIT = 3600.0
 _LINE = "parity-blind "
 
@@ -40,7 +42,8 @@ _LINE = "parity-blind "
 @dataclasses.dataclass(frozen=True)
 class RecordSeen:
     """What the cases of a profile showed of a record: how many there are, how many move what it says and are dealt to its
-    implementation, how many of those failed (at most `ENOUGH`), the number of the first that finds it, and why none does."""
+    implementation, how many of those failed (at most the sum of `BATCHES`), the number of the first that finds it, and why
+    none does."""
 
     record: Record
     cases: int
@@ -53,23 +56,54 @@ class RecordSeen:
 def recall(
     records: Sequence[Record], profile: str, say: Callable[[str], None], device: str = "cpu"
 ) -> list[RecordSeen]:
-    """Every record that is a failure and no refusal; `say` gets each as text. One process for each environment and side."""
+    """Every record that is a failure and no refusal, one pair of releases after the other; `say` gets each as text."""
     asked = [r for r in records if r.expect != "refused"]
-    all_cases = {f: list(of_profile(f, profile)) for f in sorted({r.check.case.family for r in asked})}
-    could = {r.id: [c for c in all_cases[r.check.case.family] if fits(r, c, profile, device)] for r in asked}
-    sides = {r.id: side_by_side(r) for r in asked}
-    failed = _look([(r, sides[r.id][0], could[r.id], r.expect) for r in asked], device)
-    agreeing = _look([(r, sides[r.id][1], failed[r.id][0], r.then) for r in asked if failed[r.id][0]], device)
-    out = []
+    pairs: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Record]] = {}
     for r in asked:
-        every = all_cases[r.check.case.family]
-        (hits, why), (good, also) = failed[r.id], agreeing.get(r.id, ([], ""))
-        first = min((every.index(case) + 1 for case in good), default=None)
-        if first is None and not (why or also):
-            why = "no case has what it needs" if not could[r.id] else "none fails"
-            why = "those that fail do so on the good release too" if hits else why
-        out.append(RecordSeen(r, len(every), len(could[r.id]), len(hits), first, "" if first else why or also))
-        say(f"{r.id}: {f'case {first}' if first else out[-1].why} ({len(could[r.id])} of {len(every)} cases)")
+        pairs.setdefault(side_by_side(r), []).append(r)
+    drawn = {f: list(of_profile(f, profile)) for f in sorted({r.check.case.family for r in asked})}
+    by_id, out = {r.id: r for r in asked}, {}
+    for (bad, good), here in sorted(pairs.items(), key=lambda pair: -len(pair[1])):
+        could = {r.id: [c for c in drawn[r.check.case.family] if fits(r, c, profile, device)] for r in here}
+        for id, (hits, found, why) in _apart(here, could, bad, good, device).items():
+            every = drawn[by_id[id].check.case.family]
+            first = every.index(found) + 1 if found else None
+            out[id] = RecordSeen(by_id[id], len(every), len(could[id]), hits, first, why)
+            say(f"{id}: {f'case {first}' if first else why} ({len(could[id])} of {len(every)} cases)")
+    return [out[r.id] for r in asked]
+
+
+def _apart(
+    records: Sequence[Record],
+    could: Mapping[str, Sequence[Case]],
+    bad: tuple[str, ...],
+    good: tuple[str, ...],
+    device: str,
+) -> dict[str, tuple[int, Case | None, str]]:
+    """Record -> how many of its cases failed on the bad release, the first that answers as recorded on the good one too,
+    and why there is none. What is found is not asked again; cases are run on until `BATCHES` are used up."""
+    out: dict[str, tuple[int, Case | None, str]] = {}
+    left, failed = dict(could), dict.fromkeys(could, 0)
+    seen: dict[str, Counter[str]] = {r.id: Counter() for r in records}
+    out |= {r.id: (0, None, "no case has what it needs") for r in records if not could[r.id]}
+    for batch in BATCHES:
+        open_ = [r for r in records if r.id not in out]
+        wrong, why = _look(bad, [(r, left[r.id], r.expect, batch) for r in open_], device)
+        out |= {r.id: (failed[r.id], None, why) for r in open_ if why}
+        hits = [r for r in open_ if r.id in wrong and wrong[r.id][0]]
+        right, why = _look(good, [(r, wrong[r.id][0], r.then, 1) for r in hits], device)
+        for r in open_:
+            shown, others = wrong.get(r.id, ([], {}))
+            seen[r.id] += Counter(others)
+            failed[r.id] += len(shown)
+            if r.id in right and right[r.id][0]:
+                out[r.id] = failed[r.id], right[r.id][0][0], ""
+            elif r.id not in out and (why or len(shown) < batch or batch == BATCHES[-1]):
+                told = ", ".join(f"{count} {verdict}" for verdict, count in seen[r.id].most_common(5))
+                none = "those that fail do so on the good release too" if failed[r.id] else "none fails"
+                out[r.id] = failed[r.id], None, why or (f"{none} ({told})" if told else none)
+            elif r.id not in out:
+                left[r.id] = left[r.id][left[r.id].index(shown[-1]) + 1 :]
     return out
 
 
@@ -111,27 +145,25 @@ def side_by_side(record: Record) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return min(record.bad, key=version), max(record.good, key=version)
 
 
-_Asked = tuple[Record, tuple[str, ...], Sequence[Case], str]
-
-
-def _look(asked: Sequence[_Asked], device: str) -> dict[str, tuple[list[Case], str]]:
-    """Record -> the cases that answer as expected in its environment, and why it could not be looked at."""
-    out: dict[str, tuple[list[Case], str]] = {}
-    for specs in sorted({one[1] for one in asked}):
-        mine = [one for one in asked if one[1] == specs]
-        plan = [
-            [r.id, r.check.implementation, r.check.quantities, expected, [c.to_json() for c in found]]
-            for r, _, found, expected in mine
-        ]
-        try:
-            done = ran(
-                Environment.of(specs), "parity.versions.commands.blind", json.dumps([device, plan]), CPU_LIMIT, device
-            )
-            lines = [json.loads(x.removeprefix(_LINE)) for x in done.stdout.splitlines() if x.startswith(_LINE)]
-            out |= {id: ([Case.from_json(c) for c in found], "") for id, found in lines}
-        except EnvironmentUnusable as error:
-            out |= {r.id: ([], str(error)) for r, *_ in mine}
-    return out
+def _look(
+    specs: tuple[str, ...], asked: Sequence[tuple[Record, Sequence[Case], str, int]], device: str
+) -> tuple[dict[str, tuple[list[Case], dict[str, int]]], str]:
+    """Record -> the first cases, as many as asked for, that answer as expected in one environment, and how many of those
+    before them answer what else; why the environment is unusable."""
+    plan = [
+        [r.id, r.check.implementation, r.check.quantities, expected, count, [c.to_json() for c in found]]
+        for r, found, expected, count in asked
+    ]
+    if not plan:
+        return {}, ""
+    try:
+        done = ran(
+            Environment.of(specs), "parity.versions.commands.blind", json.dumps([device, plan]), CPU_LIMIT, device
+        )
+    except EnvironmentUnusable as error:
+        return {}, str(error)
+    lines = [json.loads(x.removeprefix(_LINE)) for x in done.stdout.splitlines() if x.startswith(_LINE)]
+    return {id: ([Case.from_json(c) for c in found], others) for id, found, others in lines}, ""
 
 
 def table(seen: Sequence[RecordSeen], profile: str) -> str:
@@ -148,27 +180,28 @@ def table(seen: Sequence[RecordSeen], profile: str) -> str:
 
 
 def main() -> int:
-    """Looks at the cases of its plan, those of a record until `ENOUGH` answer as expected; prints these."""
+    """Looks at the cases of its plan, those of a record until enough answer as expected; prints these."""
     device, plan = json.load(sys.stdin)
     prepare(device, threads=1)
-    for id, implementation, quantities, expected, found in plan:
-        shown = list(_answering(implementation, quantities, expected, map(Case.from_json, found), device))
-        sys.stdout.write(f"\n{_LINE}{json.dumps([id, shown])}\n")
+    rows: dict[tuple[str, str], list[Row]] = {}
+    for id, implementation, quantities, expected, count, found in plan:
+        chosen = select([implementation])
+        shown: list[Mapping[str, object]] = []
+        others: Counter[str] = Counter()
+        for case in map(Case.from_json, found):
+            key = implementation, case.id  # two records may ask for it
+            if key not in rows:
+                rows[key] = list(run_case(case, chosen, device, thorough=False))
+            answer = CaseCheck("", case, implementation, tuple(quantities)).answer(rows[key])
+            if answer.verdict == expected:
+                shown.append(case.to_json())
+            else:
+                others[f"{answer.verdict}: {answer.message}" if answer.message else answer.verdict] += 1
+            if len(shown) == count:
+                break
+        sys.stdout.write(f"\n{_LINE}{json.dumps([id, shown, others])}\n")
         sys.stdout.flush()
     return 0
-
-
-def _answering(
-    implementation: str, quantities: Sequence[str], expected: str, found: Iterable[Case], device: str
-) -> Iterator[Mapping[str, object]]:
-    chosen, count = select([implementation]), 0
-    for case in found:
-        rows = list(run_case(case, chosen, device, thorough=False))
-        if CaseCheck("", case, implementation, tuple(quantities)).answer(rows).verdict == expected:
-            yield case.to_json()
-            count += 1
-            if count == ENOUGH:
-                return
 
 
 if __name__ == "__main__":
