@@ -36,14 +36,14 @@ def test_found_is_what_fails_on_the_bad_side_and_answers_as_recorded_on_the_good
     monkeypatch.setattr(blind, "of_profile", lambda family, profile: iter(drawn))
     told = []
 
-    def answering(implementation, expected, cases):
+    def answering(id, expected, cases):
         """On the bad side the KL fails and both cases of the tool mask; on the good side one of these agrees."""
-        told.append((implementation, expected, len(cases)))
+        told.append((id, expected, len(cases)))
         return cases[1:] if expected == "agree" and len(cases) == 2 else cases
 
     def ran(made, module, stdin, limit, device):
         _, plan = blind.json.loads(stdin)
-        lines = [[id, answering(i, expected, cases)] for id, i, _, expected, cases in plan]
+        lines = [[id, answering(id, expected, cases)[:count], {}] for id, _, _, expected, count, cases in plan]
         return subprocess.CompletedProcess([], 0, "".join(f"{blind._LINE}{blind.json.dumps(x)}\n" for x in lines))
 
     monkeypatch.setattr(blind, "ran", ran)
@@ -52,8 +52,42 @@ def test_found_is_what_fails_on_the_bad_side_and_answers_as_recorded_on_the_good
     assert set(seen) == {"luspo-kl", "tool-mask", "softcap"}  # delta is a refusal
     assert (seen["luspo-kl"].first, seen["tool-mask"].first, seen["softcap"].first) == (1, 3, None)
     assert seen["softcap"].why == "no case has what it needs"
+    # one process for each release of a pair, and no second batch for what is found
+    assert told == [
+        ("luspo-kl", "disagree", 1),
+        ("luspo-kl", "agree", 1),
+        ("tool-mask", "disagree", 2),
+        ("tool-mask", "agree", 2),
+    ]
     table = blind.table(list(seen.values()), "pr")
     assert table.endswith("Profile pr finds 2 of 3 records (66.7 %) without the frozen cases.")
+
+
+def test_batches_go_on_behind_the_last_case_that_failed_until_one_agrees_on_the_good_side(records, monkeypatch):
+    record, family = records["tool-mask"], loss_family("policy")
+    drawn = [family.case(seed, "fp32", {"holes": True}) for seed in range(20)]
+    monkeypatch.setattr(blind, "of_profile", lambda family, profile: iter(drawn))
+    asked = []
+
+    def look(specs, plan, device):
+        if not plan:
+            return {}, ""
+        ((one, cases, expected, count),) = plan
+        numbers = [drawn.index(c) for c in cases]
+        asked.append((expected, numbers))
+        # every odd case fails on the bad side; of these only the fifth agrees on the good one
+        found = [n for n in numbers if (n % 2 if expected == "disagree" else n == agrees)][:count]
+        return {one.id: ([drawn[n] for n in found], {"agree": len(numbers) - len(found)})}, ""
+
+    monkeypatch.setattr(blind, "_look", look)
+    agrees = 9
+    (seen,) = blind.recall([record], "pr", lambda line: None)
+    assert (seen.first, seen.failed, seen.why) == (10, 6, "")
+    assert asked[2:] == [("disagree", list(range(4, 20))), ("agree", [5, 7, 9, 11])]
+    agrees = -1
+    (seen,) = blind.recall([record], "pr", lambda line: None)
+    assert (seen.first, seen.failed) == (None, 10)
+    assert seen.why.startswith("those that fail do so on the good release too")
 
 
 def test_moves_names_settings_of_the_frozen_case(records):
