@@ -330,7 +330,7 @@ def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
         code = NOTHING if header.interrupted is True else 0
     ended = header.end.exit_code if isinstance(header.end, End) else code or int(any(row.new for row in rows))
     folder = reports or results.parent
-    past = memory.runs(results.parent / "history")
+    past = memory.runs(results.parent / "history", lambda line: click.echo(f"parity: {line}", err=True))
     kept = next((run for run in past if run.id == header.run), None)  # a night may be graver
     ended, reasons = (kept.exit_code, kept.reasons) if kept else (ended, ())
     report(header, rows, folder, list(reasons), ended, detail)

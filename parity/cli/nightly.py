@@ -27,6 +27,10 @@ RAY = click.option(
 )
 
 
+def _warn(line: str) -> None:
+    click.echo(f"parity: {line}", err=True)
+
+
 def duration(text: str) -> datetime.timedelta:
     """6h, 90m, 1h30m or 45s as a time span.
 
@@ -98,18 +102,20 @@ def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...]
 def notify_command(stale: str, profile: str, page: str, out: Path | None, reports: Path) -> None:
     """The text of the one issue that a gate keeps open while it is red. Prints the title.
 
-    Exit code 0: green, close the issue; 1: red, open or update it; 3: no run, or none within --stale.
+    Exit code 0: green, close the issue; 1: red, open or update it; 3: no run, none within --stale, or the last night died.
     """
-    from parity.nightly.record import last_sign
+    from parity.nightly.record import last_sign, standing
     from parity.results import memory, notify, trend
 
-    past = [run for run in memory.runs(reports / "history") if run.profile == profile]
-    late = trend.stale(past, duration(stale), datetime.datetime.now(datetime.UTC)).replace(
-        "such run", f"run of profile {profile}"
-    )
-    if late:
-        text = f"parity: no night: {late}"
-        body = f"**{text}**\n\nThe machine, its timer or its runner is down, or the night died before its end.\n"
+    past = [run for run in memory.runs(reports / "history", _warn) if run.profile == profile]
+    last = standing(reports, profile, {run.id for run in past})
+    if last.under_way:  # tonight's verdict is not there yet
+        past = [run for run in past if run.id != last.kept]
+    late = trend.stale(past, duration(stale), datetime.datetime.now(datetime.UTC))
+    if last.lost or late:
+        text = f"parity: no night: {last.lost or late.replace('such run', f'run of profile {profile}')}"
+        body = f"**{text}**\n\n"
+        body += "" if last.lost else "The machine, its timer or its runner is down.\n"
         if sign := last_sign(reports):
             body += f"Its last sign of life: {sign}.\n"
         code = 3
@@ -132,7 +138,7 @@ def history_of_command(what: str, reports: Path) -> None:
     from parity.results import memory
     from parity.results.report.wording import ratio
 
-    past = memory.runs(reports / "history")
+    past = memory.runs(reports / "history", _warn)
     if not past:
         raise UsageError(f"{reports / 'history'}: no run was kept there yet; parity run and parity nightly keep theirs")
     table = Table(box=None, pad_edge=False)

@@ -39,8 +39,9 @@ def extras(
             found += _read(path, title, lambda path=path, read=read: list(read(path)))  # type: ignore[misc]
     found += _read(data.rollouts_dir(), "Rollouts", lambda: section.parts(rows))
     found += spent(header)
-    past: list[memory.Run] = []
-    found += _read(folder / "history", "Trend of earlier runs", lambda: past.extend(memory.runs(folder / "history")))
+    damaged: list[str] = []
+    past = memory.runs(folder / "history", damaged.append)
+    found += [Part("history", "Trend of earlier runs", "; ".join(damaged))] if damaged else []
     found[:0] = night([run for run in past if run.id == summary.run])
     return Extras(code, reasons, scripts(summary, folder), found, past)
 

@@ -38,7 +38,8 @@ def compare_heads(trainer: Any) -> Patch:
         found = _why(policy, reference)
         if not found:
             seen = "class, hooks and shards" if in_shards(policy) and in_shards(reference) else "class and hooks"
-            return Patch(NAME, reason=f"ZeRO-3 holds weights in shards; {seen} of the heads are alike")
+            alike = f"ZeRO-3 holds weights in shards; {seen} of the heads are alike"
+            return Patch(NAME, reason=f"{alike}, their logits could not be compared ({type(error).__name__}: {error})")
         return _warned(f"policy and reference have different heads: {found}")
     differ = ours.shape != theirs.shape
     apart = "of unlike shapes"

@@ -19,16 +19,19 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from parity import data
+from parity.errors import UsageError
 from parity.nightly import budget, steps
+from parity.nightly import record as records
 from parity.nightly.proof import proof
 from parity.nightly.record import Record
 from parity.process import prepare
 from parity.results import memory, notify, trend
 from parity.results.memory import Run
+from parity.results.report.rows import read
 from parity.results.report.summary import summarise
 from parity.results.report.wording import count
 from parity.results.row import STOPPED
-from parity.results.turns import TRIES, Turns
+from parity.results.turns import TRIES, Turns, set_aside
 from parity.rollouts import vllm_engine
 from parity.running import outcome
 from parity.running import run as running
@@ -87,26 +90,35 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
         record.write(night.reports, "done")
         return outcome.NOTHING, None
 
-    past = memory.runs(night.reports / "history")
+    damaged = [*filter(None, (set_aside(path) for path in sorted((night.reports / "turns").glob("*.json"))))]
+    past = memory.runs(night.reports / "history", damaged.append)
+    going_on = night.resume and running.has(night.reports / "results.ndjson", record.seed, record.profile)
+    if going_on:  # tonight may be kept already
+        tonight = read(night.reports / "results.ndjson")[0].run
+        past = [one for one in past if one.id != tonight]
+    for line in damaged:
+        say(line)
     usual = {name: share for name, _, share in night.others}
     shares = budget.parts(past, usual | {RUN: max(0.3, 1.0 - sum(usual.values()))})
     record.write(night.reports, RUN)
-    result = _long_run(night, record, past, shares.pop(RUN), say, progress)
+    result = _long_run(night, record, past, shares.pop(RUN), going_on, say, progress)
+    result.reasons += damaged
     for reason in result.reasons:
         say(reason)
     if result.exit_code in (outcome.INTERRUPTED, outcome.TERMINATED):
         say("the night was stopped: parity nightly --resume goes on")
         return result.exit_code, None
-    record.run = True
     summary = summarise(result.header, result.rows)
 
-    def kept(code: int, reasons: Sequence[str], complete: bool = True) -> trend.Change:
-        path = memory.remember(summary, code, night.reports / "history", complete, "", reasons, record.steps)
+    def kept(code: int, reasons: Sequence[str], ended: bool = True) -> trend.Change:
+        path = memory.remember(summary, code, night.reports / "history", ended, "", reasons, record.steps)
+        record.run, record.kept = True, summary.run
         return trend.change(memory.read(path), past)
 
     jobs = [(name, list(words), shares[name]) for name, words, _ in night.others]
     jobs.sort(key=lambda job: list(shares).index(job[0]))
-    begun = kept(result.exit_code, result.reasons, complete=False)  # killed from here on, the night is not green
+    begun = kept(result.exit_code, result.reasons, ended=False)  # killed from here on, the night is not green
+    record.write(night.reports, RUN)
     searches = list(bisects(begun, night.reports))
     tests = data.cases_dir() / CUDA
     if record.device == "cuda" and night.others and tests.is_dir():  # faults, real vocabularies, Inductor
@@ -117,7 +129,7 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
             continue
         left = night.max_time - (time.time() - record.began)
         limit = left * share / sum(one[2] for one in jobs[number:])
-        record.write(night.reports, name)
+        record.write(night.reports, name, max(limit, 0.0))
         say(f"{name}: at most {max(limit, 0) / 60:.0f} min")
         record.steps.append(steps.part(name, words, night.reports, limit, "pytest" if name == CUDA else ""))
         say(f"{name}: {record.steps[-1].verdict}, {record.steps[-1].seconds / 60:.0f} min")
@@ -136,7 +148,13 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
 
 
 def _begun(night: Night) -> Record:
-    """A new night, or with `resume` the one that was killed."""
+    """A new night, or with `resume` the one that was killed.
+
+    Raises:
+        UsageError: where another one is under way.
+    """
+    if other := records.alive(night.reports):
+        raise UsageError(f"{night.reports}: process {other} has a night under way there; choose another --reports")
     if night.resume:
         profile = None if night.profile == Night.profile else night.profile
         device = None if night.device == "auto" else night.device
@@ -159,11 +177,16 @@ def _begun(night: Night) -> Record:
 
 
 def _long_run(
-    night: Night, record: Record, past: Sequence[Run], share: float, say: Callable[[str], None], progress: Any
+    night: Night,
+    record: Record,
+    past: Sequence[Run],
+    share: float,
+    going_on: bool,
+    say: Callable[[str], None],
+    progress: Any,
 ) -> running.RunResult:
     """The run of tonight's seed, begun or gone on with; one that came to its end is read again."""
     path = night.reports / "results.ndjson"
-    going_on = night.resume and running.has(path, record.seed, record.profile)
     left = max(1.0, night.max_time - (time.time() - record.began))
     now = [(i.id, i.family) for i in described(tuple(record.implementations), tuple(record.families))]
     options = running.Options(

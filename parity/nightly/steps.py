@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from parity.errors import UsageError
 from parity.process import stopping
 from parity.results.header import Header
 from parity.results.report.rows import read
@@ -47,11 +48,14 @@ def part(name: str, words: Sequence[str], reports: Path, limit: float, module: s
         more += ["--max-time", f"{max(int(SHARE_OF_RUN * limit), 1)}s"]
     done = run(name, [*words, *more], reports / f"{name}.log", limit, module)
     rows = reports / name / "results.ndjson"
-    if words[0] in TURNS and done.exit_code is None and turns.exists():
-        return in_turn(done, Turns.read(turns), since)
-    written = rows.stat() if rows.exists() else None
-    if words[0] == "run" and written and written.st_size and written.st_mtime >= since.timestamp():
-        return of_run(done, *read(rows))
+    try:
+        if words[0] in TURNS and done.exit_code is None and turns.exists():
+            return in_turn(done, Turns.read(turns), since)
+        written = rows.stat() if rows.exists() else None
+        if words[0] == "run" and written and written.st_size and written.st_mtime >= since.timestamp():
+            return of_run(done, *read(rows))
+    except UsageError as error:  # what it left behind cannot be read: its exit code alone counts
+        return dataclasses.replace(done, tail=f"{done.tail}\n{error}".strip())
     return done
 
 

@@ -12,6 +12,7 @@ from parity.results.step import CUT, CommandOutcome
 from parity.versions.commands import compare, team
 from parity.versions.commands.row_diff import MARKS, moved, side, table
 from parity.versions.env import releases
+from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
 from parity.versions.env.spec import parse_all
 
@@ -54,7 +55,7 @@ def check(
     device: str = "cpu",
     limit: float = LIMIT,
 ) -> tuple[str, list[Part]]:
-    """The verdict and its parts, the team's own settings first; each command has `limit` seconds.
+    """The verdict and its parts, the team's own settings first; these and each command have `limit` seconds.
 
     Raises:
         EnvironmentUnusable: when the environment of the other release cannot be made.
@@ -64,7 +65,7 @@ def check(
     parts = []
     if config is not None:
         say(f"your settings in {now} and {spec}")
-        parts.append(own_settings(now, spec, team.read(config), device))
+        parts.append(own_settings(now, spec, team.read(config), device, limit))
     jobs: Sequence[tuple[str, list[str]]] = (
         ("run", ["run", "--with", spec, "--profile", "pr"]),
         ("compare", ["compare", now, spec]),
@@ -91,12 +92,15 @@ def installed(package: str) -> str:
         raise UsageError(f"upgrade-check: {package} is not installed here: there is nothing to upgrade from") from None
 
 
-def own_settings(before: str, after: str, wanted: team.Team, device: str) -> Part:
-    """A team's settings and their neighbours through the plain and the fused losses of both releases."""
+def own_settings(before: str, after: str, wanted: team.Team, device: str, limit: float = LIMIT) -> Part:
+    """A team's settings and their neighbours through the plain and the fused losses of both releases, in `limit` seconds."""
     asked = [(f"{label} ({case.dtype}, seed {case.seed})", case) for label, case in team.cases(wanted)]
     named = compare.implementations(["trl.GRPOTrainer.*", "liger.FusedLinearGRPOLoss"])
     made = [Environment.of(parse_all([spec])) for spec in (before, after)]
-    seen = compare.both(made, [asked, asked], named, device)
+    try:
+        seen = compare.both(made, [asked, asked], named, device, clock=limit)
+    except EnvironmentUnusable as error:
+        return Part(OWN, UNKNOWN, str(error), "")
     different = moved(*(side(one.rows, asked) for one in seen))
     worse = [m for m in different if m.mark == "+"]
     mine = [m for m in worse if m.case.startswith(OWN)]

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,7 +29,7 @@ FOLDER = Path("reports/history")
 
 _TABLES = """
 CREATE TABLE run (schema INTEGER, id TEXT, started TEXT, profile TEXT, device TEXT, seed INTEGER, revision TEXT,
-                  versions TEXT, exit_code INTEGER, complete INTEGER, seconds REAL, page TEXT, whole INTEGER);
+                  versions TEXT, exit_code INTEGER, ended INTEGER, seconds REAL, page TEXT, whole INTEGER);
 CREATE TABLE compared (implementation TEXT, family TEXT, device TEXT, cases INTEGER);
 CREATE TABLE judged (implementation TEXT, family TEXT, device TEXT, dtype TEXT, quantity TEXT, cases INTEGER, headroom REAL,
                      worst TEXT, known INTEGER);
@@ -85,7 +85,7 @@ class Judged:
 class Run:
     """A kept run; times are UTC, `seconds` on the clock, `compared`: (implementation, family, device) -> cases.
 
-    `complete`: it came to its end in order; `whole`: it did all that it had planned, which one whose time is limited need not.
+    `ended`: it came to its end in order; `whole`: it did all that it had planned, which one whose time is limited need not.
     `reasons`: why its exit code is not 0; `steps`: of a night, its other commands.
     """
 
@@ -97,7 +97,7 @@ class Run:
     revision: str
     versions: Mapping[str, str]
     exit_code: int
-    complete: bool
+    ended: bool
     seconds: float
     page: str
     compared: Mapping[tuple[str, str, str], int]
@@ -111,7 +111,7 @@ class Run:
     @property
     def green(self) -> bool:
         """Whether nothing had to be done about it."""
-        return self.exit_code == 0 and self.complete
+        return self.exit_code == 0 and self.ended
 
 
 def key(finding: Finding) -> str:
@@ -125,7 +125,7 @@ def remember(
     summary: Summary,
     exit_code: int,
     folder: Path = FOLDER,
-    complete: bool = True,
+    ended: bool = True,
     page: str = "",
     reasons: Sequence[str] = (),
     steps: Sequence[CommandOutcome] = (),
@@ -149,7 +149,7 @@ def remember(
         header.git,
         json.dumps(header.versions),
         exit_code,
-        complete and summary.ended,
+        ended and summary.ended,
         0.0 if header.seconds is msgspec.UNSET else header.seconds,
         page,
         not summary.incomplete,
@@ -176,13 +176,21 @@ def remember(
     return path
 
 
-def runs(folder: Path = FOLDER) -> list[Run]:
-    """Every kept run, the oldest first.
+def runs(folder: Path = FOLDER, say: Callable[[str], object] | None = None) -> list[Run]:
+    """Every kept run, the oldest first; a file that is none is left out and told to `say`.
 
     Raises:
-        UsageError: for a file that is no kept run, naming it.
+        UsageError: without `say`, for a file that is no kept run, naming it.
     """
-    return sorted((read(path) for path in folder.glob("[!.]*.sqlite")), key=lambda run: run.started)
+    found = []
+    for path in sorted(folder.glob("[!.]*.sqlite")):
+        try:
+            found.append(read(path))
+        except UsageError as error:
+            if say is None:
+                raise
+            say(f"left out, cannot be read: {error}")
+    return sorted(found, key=lambda run: run.started)
 
 
 def read(path: Path) -> Run:
@@ -194,8 +202,8 @@ def read(path: Path) -> Run:
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path.resolve()}?mode=ro", uri=True)) as base:
             (row,) = base.execute("SELECT * FROM run")
-            schema, id, started, profile, device, seed, revision, versions, code, complete, seconds, page = row[:12]
-            whole = bool(row[12] if len(row) > 12 else complete)  # kept by an earlier parity
+            schema, id, started, profile, device, seed, revision, versions, code, ended, seconds, page = row[:12]
+            whole = bool(row[12] if len(row) > 12 else ended)  # kept by an earlier parity
             if schema != SCHEMA:
                 raise UsageError(f"{path}: kept by another version of parity (schema {schema}, expected {SCHEMA})")
             compared = {(i, f, d): n for i, f, d, n in base.execute("SELECT * FROM compared")}
@@ -218,7 +226,7 @@ def read(path: Path) -> Run:
         revision or "",
         parsed,
         code,
-        bool(complete),
+        bool(ended),
         seconds,
         page,
         compared,

@@ -25,7 +25,7 @@ def title(change: Change) -> str:
     if not fresh:
         wrong = [f"{s.name}: {s.verdict}" for s in run.steps if s.counts == run.exit_code]
         why = CODES.get(run.exit_code, f"exit code {run.exit_code}")
-        why = "it did not come to its end" if not run.complete else wrong[0] if wrong else why
+        why = "it did not come to its end" if not run.ended else wrong[0] if wrong else why
         return f"parity: red ({run.started:%Y-%m-%d}): {why}"
     since = min(change.lives[k].first.started for k in fresh)
     who = sorted({change.lives[k].now.implementation for k in fresh if change.lives[k].now})  # type: ignore[union-attr]
@@ -48,7 +48,7 @@ def body(change: Change, page: str = "") -> str:
         out += [f"Exit code {run.exit_code}: {CODES.get(run.exit_code, 'see the log')}.", ""]
     if why := others(run.reasons):
         out += [*(f"- {escape(reason)}" for reason in why), ""]
-    if not run.complete:
+    if not run.ended:
         out += ["The run did not come to its end: what is missing was not compared.", ""]
     out += _findings("New since the run before", change, change.new)
     out += _findings("Still there", change, change.still)

@@ -89,7 +89,7 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
     """`run` beside `earlier` ones, of which those with its profile and device count."""
     past = [r for r in earlier if (r.profile, r.device) == (run.profile, run.device) and r.id != run.id]
     past = sorted((r for r in past if r.started <= run.started), key=lambda r: r.started)
-    ended = [r for r in past if r.complete]
+    ended = [r for r in past if r.ended]
     before = past[-1] if past else None
     now = {f.key: f for f in run.findings}
     then = {f.key: f for f in before.findings} if before else {}
@@ -224,7 +224,7 @@ class Trend:
 def lines(run: Run, every: Iterable[Run]) -> Trend | None:
     """The courses of what `run` judged, known findings left out; None where no earlier run can be compared with it."""
     past = [r for r in every if (r.profile, r.device) == (run.profile, run.device) and r.started < run.started]
-    past = [r for r in sorted(past, key=lambda r: r.started) if r.complete][-NIGHTS:]
+    past = [r for r in sorted(past, key=lambda r: r.started) if r.ended][-NIGHTS:]
     if not past:
         return None
     courses: dict[tuple[str, ...], list[float]] = {}

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import field
 
 from parity.decoding import convert, json_of, text_of
+from parity.errors import UsageError
 
 Ending = Literal["", "right", "wrong", "not run"]
 RIGHT: Ending = "right"
@@ -114,6 +115,16 @@ class Turns(msgspec.Struct):
         kept = {"units": self.units, "known": msgspec.to_builtins(self.known)}
         draft.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         draft.replace(self.path)
+
+
+def set_aside(path: Path) -> str:
+    """Moves a file of turns that cannot be read out of the way; what to say of it, nothing where all is well."""
+    try:
+        Turns.read(path)
+        return ""
+    except UsageError as error:
+        aside = path.replace(path.with_name(f"{path.name}.unreadable"))
+        return f"{error}: set aside as {aside.name}, everything counts as never looked at"
 
 
 def in_turn(

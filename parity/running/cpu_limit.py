@@ -21,14 +21,16 @@ class LimitExceeded(Exception):
     """A process was ended; the message says which of its two limits it had reached."""
 
 
-def run(argv: Sequence[str], *, cpu: float, stdin: str | None = None, **popen: Any) -> subprocess.CompletedProcess[str]:
+def run(
+    argv: Sequence[str], *, cpu: float, clock: float | None = None, stdin: str | None = None, **popen: Any
+) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` of a text command, ended with all its children at `cpu` seconds of CPU time of them together.
 
-    Or at BACKSTOP times as many seconds on the clock. CPU time is user and system time of the process, its living
-    descendants and those that were waited for; a descendant whose parent ended before it is not seen. `popen` goes to
-    subprocess.Popen. Raises LimitExceeded.
+    Or at `clock` seconds on the clock, by default BACKSTOP times as many. CPU time is user and system time of the process,
+    its living descendants and those that were waited for; a descendant whose parent ended before it is not seen. `popen`
+    goes to subprocess.Popen. Raises LimitExceeded.
     """
-    start, spent = time.monotonic(), 0.0
+    start, spent, latest = time.monotonic(), 0.0, BACKSTOP * cpu if clock is None else clock
     with contextlib.ExitStack() as stack:
         if stdin is not None:  # a file: a second `communicate` does not go on with an input that the first began
             file = stack.enter_context(tempfile.TemporaryFile("w+"))
@@ -46,7 +48,7 @@ def run(argv: Sequence[str], *, cpu: float, stdin: str | None = None, **popen: A
                 passed = time.monotonic() - start
                 if spent > cpu:
                     raise LimitExceeded(f"used {spent:.1f} s of CPU time, its limit is {cpu:g} s")
-                if passed > BACKSTOP * cpu:
+                if passed > latest:
                     raise LimitExceeded(f"no answer in {passed:.0f} s, having used {spent:.1f} s of CPU time")
         except BaseException:
             end(process.pid)

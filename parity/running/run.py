@@ -162,8 +162,12 @@ def _follow(
     roles = {i.id: i.role for i in (load() | catalogue.implementations()).values()}
     checked: dict[str, dict[str, bool | None]] = {}
     shown: dict[str, list[tuple[str, str | None]]] = {}
+    begun: set[str] = set()
     now = ""
     for shard, event in events:
+        if shard.kind == "checks" and shard.name not in begun:  # what is cut on the way was begun as well
+            begun.add(shard.name)
+            turns.begin(shard.name)
         match event:
             case Judged():
                 role = roles.get(event.row.implementation, event.row.role)
@@ -192,7 +196,6 @@ def _follow(
                     state.parts[part.name] = part
                     write(Parted(part=part, run=run))
                     if shard.kind == "checks":
-                        turns.begin(shard.name)
                         turns.end(shard.name, "")
         progress(now)
 

@@ -1,10 +1,13 @@
 """The verdict about an upgrade: the gravest of its parts, or that about the team's own settings."""
 
+import time
+
 import pytest
 
 from parity.nightly import upgrade
 from parity.nightly.upgrade import CHANGED, NOT_SAFE, SAFE, UNKNOWN, Part
 from parity.results.step import CommandOutcome
+from parity.versions.env.environment import Environment
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,24 @@ def test_the_verdict_is_about_the_own_settings_where_there_are_some(own, others,
     page = upgrade.page("trl==1.17.0", parts).splitlines()
     assert page[0] == f"# Upgrade to trl==1.17.0: {found}{beyond}"
     assert page[4].startswith("| your settings |" if own else "| part 0 |"), "the verdict for these settings first"
+
+
+def test_the_own_settings_have_a_limit_on_the_clock_and_the_rest_goes_on(tmp_path, monkeypatch):
+    """They had none: a release whose loss hangs held the check for an hour, and then ended it without a page."""
+    root = tmp_path / "made"
+    (root / "bin").mkdir(parents=True)
+    (root / "bin" / "python").write_text("#!/bin/sh\nsleep 60\n")
+    (root / "bin" / "python").chmod(0o755)
+    made = Environment(root, {}, {}, None, "index", {})
+    monkeypatch.setattr(upgrade.Environment, "of", lambda specs: made)
+    config = tmp_path / "grpo.yaml"
+    config.write_text("beta: 0.04")
+    monkeypatch.setattr(upgrade.steps, "run", lambda name, *_: CommandOutcome(name, "", 0, 1.0, ""))
+    begun = time.monotonic()
+    found, parts = upgrade.check("trl==1.15.0", config, tmp_path, lambda line: None, limit=1.0)
+    assert time.monotonic() - begun < 30 and found == UNKNOWN
+    assert [p.name for p in parts] == [upgrade.OWN, "run", "compare", "audit"]
+    assert "no answer in 1 s" in parts[0].summary
 
 
 def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def test_a_run_is_read_as_it_was_kept(tmp_path):
     kept = night(
         tmp_path, 0, [*GOOD, row(implementation="trl.g", headroom=0.9, dtype="bf16")], versions={"trl": "1.15.0"}
     )
-    assert (kept.id, kept.profile, kept.exit_code, kept.complete, kept.green) == ("run0", "nightly", 0, True, True)
+    assert (kept.id, kept.profile, kept.exit_code, kept.ended, kept.green) == ("run0", "nightly", 0, True, True)
     assert kept.started == START and kept.versions == {"trl": "1.15.0"}
     assert kept.compared == {("liger.f", "policy", "cpu"): 10, ("trl.g", "policy", "cpu"): 1}
     judged = {j.key: j for j in kept.judged}
@@ -81,6 +81,9 @@ def test_a_foreign_file_is_one_line(tmp_path, damage):
     with pytest.raises(UsageError, match=path.name) as error:
         memory.runs(tmp_path)
     assert "\n" not in str(error.value)
+    good, told = night(tmp_path, 1, GOOD), list[str]()
+    assert [run.id for run in memory.runs(tmp_path, told.append)] == [good.id]
+    assert len(told) == 1 and path.name in told[0]
 
 
 def test_since_when_and_how_often(tmp_path):
@@ -173,9 +176,9 @@ def test_of_nights_whose_time_was_over_the_share_of_the_cases_counts(tmp_path, s
 
 def test_a_run_that_was_stopped_is_not_green(tmp_path):
     stopped = counted(tmp_path, 0, 3, 3)
-    assert stopped.complete
+    assert stopped.ended
     header = Header(run="x", header=About(), end=End(cases=3, of=9, complete=False, exit_code=143))
-    assert not memory.read(memory.remember(summarise(header, GOOD), 0, tmp_path)).complete
+    assert not memory.read(memory.remember(summarise(header, GOOD), 0, tmp_path)).ended
 
 
 def test_runs_of_another_profile_or_device_do_not_count(tmp_path):

@@ -6,7 +6,7 @@ import datetime
 import pytest
 
 from parity.errors import UsageError
-from parity.results.turns import RIGHT, TRIES, WRONG, Turns, in_turn
+from parity.results.turns import RIGHT, TRIES, WRONG, Turns, in_turn, set_aside
 
 
 def some(turns, units, outcome=RIGHT):
@@ -77,6 +77,17 @@ def test_a_file_of_something_else_is_one_line(tmp_path):
     path.write_text('{"units": 3}')
     with pytest.raises(UsageError, match=r"turns\.json"):
         Turns.read(path)
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"units": 3}'])
+def test_a_file_that_cannot_be_read_is_set_aside_and_named(tmp_path, content):
+    path = tmp_path / "turns.json"
+    some(Turns.read(path), "ab")
+    assert set_aside(path) == "" and Turns.read(path).known, "a good one stays"
+    path.write_text(content)
+    told = set_aside(path)
+    assert "turns.json" in told and "set aside as turns.json.unreadable" in told
+    assert not Turns.read(path).known and (tmp_path / "turns.json.unreadable").read_text() == content
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -103,6 +103,26 @@ def test_where_the_time_is_limited_checks_take_turns_from_run_to_run(options, tm
     assert not nights[0] & nights[1] and not (nights[1] & nights[2] and planned - nights[0] - nights[1] - nights[2])
 
 
+def test_a_shard_of_checks_that_is_cut_was_begun(options, tmp_path, monkeypatch):
+    """Else one that never comes to its end would stay among the new ones, before all others, for ever."""
+    events = supervisor.run
+
+    def dies(*args):
+        for shard, event in events(*args):
+            yield shard, event
+            if shard.kind == "checks":
+                raise MemoryError
+
+    monkeypatch.setattr(supervisor, "run", dies)
+    asked = vars(options) | {"profile": "nightly", "families": ("kto-trainer",), "implementations": (), "seed": 1}
+    for tries in (1, 2):
+        turns = Turns.read(tmp_path / "turns.json")
+        with pytest.raises(MemoryError):
+            running.execute(Options(**asked | {"max_time": 60.0}), lambda *_: None, shares={}, turns=turns)
+        begun = [unit for unit, turn in turns.known.items() if turn.tries]
+        assert len(begun) == tries and not any(turn.ended for turn in turns.known.values())
+
+
 def test_machines_share_a_run_and_their_files_are_joined(options, tmp_path):
     execute(options)
     expected = rows_of(options.reports / "results.ndjson")[1]

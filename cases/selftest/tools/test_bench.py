@@ -5,15 +5,17 @@ import json
 import math
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
 from parity.errors import Unsupported
-from parity.registry import load
+from parity.registry import load, loss_family
 from parity.results.report import accuracy
 from parity.results.row import Row
+from parity.rounding.oracle import exact
 from parity.tools.bench import losses, measure, rate, report, step
 
 MB = 1 << 20
@@ -152,6 +154,17 @@ def test_the_error_of_a_pass_is_told_apart_by_value_and_gradient():
     assert losses.errors(found, right) == {"value": 0.1, "gradient": 0.25}
 
 
+@pytest.mark.parametrize("family", ["logprobs", "policy"])
+def test_the_reference_of_blocks_is_that_of_the_whole(family):
+    """With more logits than fit there was none, and every error passed."""
+    given = losses.inputs(family, losses.Size(5, 3, 4, 16), "fp32", "cpu")
+    whole = exact(loss_family(family), given)
+    for logits in (1, 2 * 3 * 16, 2**20):
+        found = losses.reference(given, logits)
+        assert {"grad_hidden", "grad_weight"} < set(found)
+        assert all(torch.allclose(found[name], whole[name], rtol=1e-12, atol=1e-14) for name in found)
+
+
 def test_out_of_memory_is_a_cell_even_of_ours():
     """The others keep their seconds and megabytes; there is nothing to divide by."""
     ours = record("fixes.selective_log_probs", 0, 0.0, peak=None, why="out of memory")
@@ -178,6 +191,16 @@ def test_running_out_of_memory_aborts_no_benchmark(monkeypatch, error):
     monkeypatch.setattr(losses, "prepared", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench.first({}, "trl.GRPOTrainer", None, {})
+    with pytest.raises(AssertionError, match="nothing was compared"):
+        timed(bench, monkeypatch, {})
+
+
+def timed(bench, monkeypatch, errors):
+    """One cell of the benchmark with these errors."""
+    monkeypatch.setattr(bench, "shared", lambda *_: (None, {}, {}))
+    monkeypatch.setattr(bench, "first", lambda *_: (lambda: None, errors, 1, None))
+    rounds = types.SimpleNamespace(extra_info={}, pedantic=lambda run, rounds: run())
+    bench.test_forward_and_backward(rounds, "logprobs", losses.Size(1, 2, 3, 4), "fp32", 0, "cce.default")
 
 
 def row(name, case, quantity, dist, oracle=2.0, **fields):

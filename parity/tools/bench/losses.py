@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,7 +13,8 @@ from parity.errors import Unsupported
 from parity.fixes import selective_log_probs
 from parity.implementations.implementation import Implementation
 from parity.judging import execute
-from parity.registry import family
+from parity.registry import family, loss_family
+from parity.rounding.oracle import exact
 
 Pass = Callable[[], dict[str, torch.Tensor]]
 
@@ -109,17 +110,44 @@ def prepared(implementation: Implementation, given: Inputs) -> Pass:
     return both
 
 
-def errors(found: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """||found - exact|| / ||exact|| of the value (log-probs or loss), and the larger one of the two gradients.
+def reference(given: Inputs, logits: int) -> dict[str, torch.Tensor]:
+    """The float64 results of `inputs`, of as many sequences at once as have at most so many logits, at least one.
 
-    None of either where there is no reference.
+    Of B sequences the loss is the mean over sequences (loss type grpo): b of them count b/B.
     """
-    if not exact:
-        return {}
+    B, T, V = (getattr(given.settings, name) for name in "BTV")
+    step = max(1, logits // (T * V))
+    out: dict[str, torch.Tensor] = {}
+    for start in range(0, B, step):
+        part = _exact(given, slice(start, start + step), B)
+        for name in {"logps", "loss", "grad_hidden", "grad_weight"} & set(part):
+            if name not in out:
+                out[name] = part[name]
+            elif name in ("loss", "grad_weight"):
+                out[name] += part[name]
+            else:
+                out[name] = torch.cat([out[name], part[name]])
+    return out
+
+
+def _exact(given: Inputs, rows: slice, B: int) -> dict[str, torch.Tensor]:
+    """What some of the sequences add to the results of all."""
+    of_sequences = {n: t[rows] for n, t in given.tensors.items() if t is not None and n != "weight" and t.dim()}
+    count = len(of_sequences["ids"])
+    case = replace(given.case, settings={**given.case.settings, "B": count})
+    cotangents = {n: c[rows] if c.dim() else c.double() * count / B for n, c in given.cotangents.items()}
+    settings = family(case.family).full_settings(case)
+    some = replace(given.replace(**of_sequences), case=case, settings=settings, cotangents=cotangents)
+    found = exact(loss_family(case.family), some)
+    return found | ({"loss": found["loss"] * count / B} if "loss" in found else {})
+
+
+def errors(found: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """||found - right|| / ||right|| of the value (log-probs or loss), and the larger one of the two gradients."""
     apart = {
-        name: float((found[name].cpu().double() - exact[name]).norm() / exact[name].norm())
+        name: float((found[name].cpu().double() - right[name]).norm() / right[name].norm())
         for name in ("logps", "loss", "grad_hidden", "grad_weight")
-        if name in found and name in exact
+        if name in found and name in right
     }
     values = [error for name, error in apart.items() if not name.startswith("grad_")]
     return {"value": max(values), "gradient": max(apart["grad_hidden"], apart["grad_weight"])}

@@ -194,12 +194,19 @@ def sampled_moved(before: list[list[int]] | str | None, after: list[list[int]] |
 
 
 def both(
-    made: Sequence[Environment], asked: Sequence[Cases], wanted: Sequence[str], device: str, *, sampled: bool = False
+    made: Sequence[Environment],
+    asked: Sequence[Cases],
+    wanted: Sequence[str],
+    device: str,
+    *,
+    sampled: bool = False,
+    clock: float | None = None,
 ) -> list[Look]:
-    """What each environment shows of its cases, the environments at the same time."""
+    """What each environment shows of its cases, the environments at the same time, each in `clock` seconds."""
 
     def one(environment: Environment, frozen: Cases) -> Look:
-        return look(environment, [case for _, case in frozen], wanted, config=True, sampled=sampled, device=device)
+        given = [case for _, case in frozen]
+        return look(environment, given, wanted, config=True, sampled=sampled, clock=clock, device=device)
 
     with ThreadPoolExecutor(len(made)) as pool:
         return list(pool.map(one, made, asked))

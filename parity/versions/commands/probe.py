@@ -53,6 +53,7 @@ def look(
     sampled: bool = False,
     exactly: Mapping[str, Sequence[str]] | None = None,
     cpu_limit: float = CPU_LIMIT,
+    clock: float | None = None,
     device: str = "cpu",
 ) -> Look:
     """Every case through the named implementations and the references of its family, in the environment.
@@ -61,13 +62,13 @@ def look(
     Failing rows carry the id of the ledger entry that they fall under, in `known`.
     One thread, without repeated calls and relations: the same cases, the same rows, wherever it runs.
     EnvironmentUnusable when the process dies, with its last line, or is ended: after `cpu_limit` seconds of CPU time, or
-    `cpu_limit.BACKSTOP` times as many on the clock; the message says which.
+    `clock` on the clock, by default `cpu_limit.BACKSTOP` times as many; the message says which.
     """
     plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations), "config": config}
     plan["sampled"] = sampled
     plan["device"] = device
     plan["exactly"] = {case: list(ids) for case, ids in (exactly or {}).items()}
-    done = ran(made, "parity.versions.commands.probe", json.dumps(plan), cpu_limit, device)
+    done = ran(made, "parity.versions.commands.probe", json.dumps(plan), cpu_limit, device, clock)
     try:
         found = [decode(Row, line, f"environment {made.name}") for line in _lines(done, ROW)]
     except UsageError as error:
@@ -81,7 +82,13 @@ def _lines(done: subprocess.CompletedProcess[str], mark: str) -> list[str]:
 
 
 def ran(
-    made: Environment, module: str, stdin: str, cpu_limit: float, device: str, **more: str
+    made: Environment,
+    module: str,
+    stdin: str,
+    cpu_limit: float,
+    device: str,
+    clock: float | None = None,
+    **more: str,
 ) -> subprocess.CompletedProcess[str]:
     """A module run in the environment, which reads `stdin`, to its end; `more`: environment variables.
 
@@ -90,7 +97,7 @@ def ran(
     settings = environment(device, 1) | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}) | more
     command = ["python", "-W", "ignore", "-m", module]
     try:
-        done = made.run(command, settings=settings, capture=True, stdin=stdin, cpu_limit=cpu_limit)
+        done = made.run(command, settings=settings, capture=True, stdin=stdin, cpu_limit=cpu_limit, clock=clock)
     except LimitExceeded as error:
         raise EnvironmentUnusable(f"environment {made.name}: {error}") from None
     if done.returncode:

@@ -93,12 +93,13 @@ class Environment:
         capture: bool = False,
         stdin: str | None = None,
         cpu_limit: float | None = None,
+        clock: float | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command in it, `parity` importable and PYTHONPATH otherwise empty: `run(["python", "-m", "parity"])`.
 
         Its scripts come first on PATH. `settings` are added to the process environment, `stdin` is what it reads.
         Nothing is checked: the caller reads `returncode`. `cpu_limit`: seconds of CPU time, of it and its children
-        together; LimitExceeded beyond them, or after `cpu_limit.BACKSTOP` times as many on the clock.
+        together; LimitExceeded beyond them, or after `clock` seconds, by default `cpu_limit.BACKSTOP` times as many.
         """
         variables = build.clean(os.environ)
         path = os.pathsep.join([str(self.root / "bin"), variables.get("PATH", os.defpath)])
@@ -114,7 +115,7 @@ class Environment:
             if cpu_limit is None:
                 return subprocess.run(list(argv), capture_output=capture, input=stdin, text=True, check=False, **how)
             pipe = subprocess.PIPE if capture else None
-            return run_within(argv, cpu=cpu_limit, stdin=stdin, stdout=pipe, stderr=pipe, **how)
+            return run_within(argv, cpu=cpu_limit, clock=clock, stdin=stdin, stdout=pipe, stderr=pipe, **how)
 
 
 def environments_root() -> Path:
