@@ -77,7 +77,7 @@ def _compiled(x: Inputs) -> Recipe:
 
 @contextlib.contextmanager
 def _interpretable() -> Iterator[None]:
-    """Where Triton interprets, give the kernels a tanh and a log1p: libdevice has none there."""
+    """Where Triton interprets, give the kernels a tanh and a log1p, which libdevice has not there, and a quick "and"."""
     import triton
 
     if not triton.knobs.runtime.interpret:
@@ -87,6 +87,7 @@ def _interpretable() -> Iterator[None]:
 
     from parity.implementations import interpreter
 
+    interpreter.reducing_at_once(getattr(tl_utils, "tl_and_reduce_fn", None))
     original = tl_utils.tl_tanh, tl_utils.tl_log1p
     tl_utils.tl_tanh, tl_utils.tl_log1p = interpreter.tanh, interpreter.log1p
     try:

@@ -1,0 +1,46 @@
+"""What Triton's interpreter is given for speed computes what it computes by itself."""
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import ReduceOps
+
+from parity.implementations.interpreter import reducing_at_once
+
+
+@triton.jit
+def every(a, b):
+    return a & b
+
+
+@triton.jit
+def _all_below(x_ptr, y_ptr, limit, n: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, n)[:, None] * n + tl.arange(0, n)[None, :])
+    below = x < limit
+    tl.store(y_ptr, tl.reduce(below, None, every))
+    tl.store(y_ptr + 1 + tl.arange(0, n), tl.reduce(below, 1, every))
+
+
+def _found(x, limit):
+    y = torch.full((17,), -1, dtype=torch.int32)
+    _all_below[(1,)](x, y, limit, 16)
+    return y.tolist()
+
+
+def test_an_and_of_a_whole_block_is_that_of_its_entries_one_by_one(monkeypatch):
+    x = torch.arange(256, dtype=torch.float32).view(16, 16)
+    monkeypatch.setattr(ReduceOps, "apply_impl", ReduceOps.apply_impl)  # put back afterwards
+    slow, called = ReduceOps.generic_reduce, []
+
+    def counted(self, given):
+        called.append(self.axis)
+        return slow(self, given)
+
+    monkeypatch.setattr(ReduceOps, "generic_reduce", counted)
+    limits = (0.0, 100.0, 255.0, 256.0)
+    one_by_one = [_found(x, limit) for limit in limits]
+    assert called.count(None) == 4 and [row[0] for row in one_by_one] == [0, 0, 0, 1]
+    called.clear()
+    reducing_at_once.__wrapped__(every)
+    assert [_found(x, limit) for limit in limits] == one_by_one
+    assert called == [1, 1, 1, 1]
