@@ -1,12 +1,14 @@
 """The ledger: mandatory fields, scopes, staleness."""
 
 import datetime
+import itertools
 import json
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
 from parity import data
+from parity.case.case import Case
 from parity.errors import UsageError
 from parity.registry import facts, family
 from parity.results.ledger import Ledger, stale
@@ -151,3 +153,35 @@ def test_an_entry_without_link_says_why(ledger):
         Ledger.load(ledger)
     ledger.write_text(ENTRY.replace('link = "lib.f"', 'unlinked = "our own stack"'))
     assert Ledger.load(ledger).entries[0].unlinked == "our own stack"
+
+
+SHIPPED = Ledger.load(data.ledger_file())
+BANNED = [entry for entry in SHIPPED.entries if entry.settings.get("bias") == "banned"]
+
+
+@pytest.mark.parametrize("entry", BANNED, ids=lambda entry: entry.id)
+def test_under_a_softcap_a_ban_is_finite_and_no_entry_about_it_covers_a_failure(entry):
+    about = Case.load(data.cases_dir() / entry.case)
+    scope = {name: wanted for name, wanted in entry.settings.items() if name != "softcap"}
+    settings = about.settings | {n: True if w is True else 0.3 for n, w in scope.items() if n == "entropy_quantile"}
+    settings |= {"entropy_coef": 0.3} if "entropy_coef" in scope else {}
+    settings |= {"V": 4200} if "V beyond a chunk" in scope else {}
+    name = next(n for n in entry.implementations if "*" not in n)
+    failed = row(family=entry.family, implementation=name, quantity=entry.quantities[0], gate=(*entry.gates, None)[0])
+    for softcap, covered in ((None, True), (30.0, False)):
+        case = family(entry.family).case(1, "fp32", settings | {"softcap": softcap})
+        assert entry.covers(failed, facts(case)) is covered
+
+
+def test_a_nan_of_the_entropy_is_one_entry():
+    """By a ban or by overflow in float16: were it both, the counts of findings would say one defect twice."""
+    both = [e for e in SHIPPED.entries if e.id in ("trl-entropy-minus-inf", "trl-entropy-fp16-overflow")]
+    failed = row(implementation="trl.selective_log_softmax", quantity="entropy", gate="structure", dtype="fp16")
+    seen = []
+    for bias, softcap, temperature in itertools.product(("none", "banned"), (None, 30.0), (1.0, 0.0029)):
+        settings = {"bias": bias, "softcap": softcap, "temperature": temperature, "peak": 50.0, "entropy": "value"}
+        known = facts(family("logprobs").case(1, "fp16", settings | {"H": 2}))
+        covering = [e.id for e in both if e.covers(failed, known)]
+        assert len(covering) == known["a logit of -inf"], (settings, covering)
+        seen += covering
+    assert set(seen) == {e.id for e in both}
