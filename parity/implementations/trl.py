@@ -12,6 +12,7 @@ from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.implementation import Outputs, accepted, by_token, implementation, require, taking
 from parity.recipe import Recipe
+from parity.upstream import trl
 
 DEFAULT_CHUNK = 32768
 
@@ -20,8 +21,12 @@ CHUNKED = "trl.kernels.chunked_logprob"
 
 
 def softcap(x: Inputs, module: str = CHUNKED) -> str:
-    """How a chunked path of TRL takes a tanh: its Triton kernels as 2σ(2x) - 1, and on CUDA it takes them."""
-    return "sigmoid" if plain.takes_triton(x, module) else "ieee"
+    """How a chunked path of TRL takes a tanh: its Triton kernels as 2σ(2x) - 1.
+
+    It takes them on CUDA; before 1.16 everywhere, on the CPU in Triton's interpreter.
+    """
+    kernels = plain.takes_triton(x, module) or (plain.there(module) and not trl.since("1.16"))
+    return "sigmoid" if kernels else "ieee"
 
 
 def _stored(x: Inputs) -> Recipe:

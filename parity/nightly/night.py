@@ -225,9 +225,10 @@ def bisects(changed: trend.Change, reports: Path) -> Iterator[list[str]]:
     owed = any(step.search and step.exit_code not in SEARCHED for step in before.steps)
     again = [key for key in changed.still if owed and changed.lives[key].times <= TRIES]
     keys = changed.new if before.id == green.id else again
-    finding = next((f for k in keys if (f := changed.lives[k].now) is not None and f.replay), None)
-    if finding is None:
+    findings = [f for k in keys if (f := changed.lives[k].now) is not None and f.replay]
+    if not findings:
         return
+    finding = min(findings, key=lambda f: ".py:" in f.implementation)  # a release hardly explains a user's own
     moved = [name for name in BISECTED if name in changed.moved and "-" not in changed.moved[name]]
     moved.sort(key=lambda name: not finding.implementation.startswith(name.partition("-")[0]))
     for name in moved[:BISECTS]:

@@ -501,6 +501,20 @@ def test_a_search_that_was_cut_is_begun_again_and_one_back_in_time_asks_the_othe
         assert (asked[0][:2] == ["bisect", "trl"]) is bool(why), why
 
 
+def test_a_search_is_for_a_librarys_finding_before_a_users_own(played, tmp_path):
+    run, versions = played
+    run()
+    (green,) = memory.runs(tmp_path / "history")
+    seen = [
+        memory.Seen(name, name, "logprobs", "disagree", None, None, "", None, 1, None, "", "parity replay x.json")
+        for name in ("kernel.py:loss", "trl.loss", "kernel.py:other")
+    ]
+    for found, name in ((seen, "trl.loss"), (seen[:1], "kernel.py:loss")):
+        red = dataclasses.replace(green, id="red", exit_code=1, findings=found, versions=versions | {"trl": "2.0"})
+        (words,) = night.bisects(trend.change(red, [green]), tmp_path)
+        assert words[words.index("--implementation") + 1] == name
+
+
 @pytest.mark.parametrize("verdict, more", [("crashed", ["--failure", "crashed"]), ("disagree", [])])
 def test_a_search_asks_for_what_the_finding_is(played, tmp_path, verdict, more):
     run, versions = played
