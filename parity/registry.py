@@ -227,7 +227,10 @@ def run_case(
     else:
         rows = compare.run_case(loss_family(case.family), case, implementations, device, thorough, announce)
     libraries = {i.id: i.library for i in implementations if i.library}
+    files: dict[str, str | None] = {}
     for row in rows:
-        if file := origin(libraries.get(row.implementation, "")):
+        if row.implementation not in files:  # all of its rows come after its calls
+            files[row.implementation] = origin(libraries.get(row.implementation, ""))
+        if file := files[row.implementation]:
             row.imported_from = file
         yield row

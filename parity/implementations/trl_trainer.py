@@ -92,7 +92,7 @@ def trainer(x: Inputs, liger: bool = False, kind: Any = None, shared: bool = Fal
     if s.head == "lora":
         extra["peft_config"] = trl.lora(["lm_head"], lora_alpha=2)
     with trl.quiet(), trl.environment_kept(), trl.generators_kept():
-        built = model(x)
+        built = model(x, shared and made.__module__.startswith("trl."))
         args = arguments(x, liger, kind)
         beta, args.beta = args.beta, 0.0  # reference log-probs are given: no reference model has to be loaded
         out = build(
@@ -164,7 +164,7 @@ def outputs(x: Inputs, liger: bool = False, kind: Any = None) -> Outputs:
     Raises:
         HarnessError: where a trainer built from nothing, one in `live.CHECKED`, gives something else.
     """
-    with trl.quiet(), live.metadata_read_once():
+    with trl.quiet(), live.looked_up_once():
         out = trainer(x, liger, kind, shared=True)
         found = _computed(x, out)
         if live.due():

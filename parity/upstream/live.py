@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import functools
 import importlib.metadata
+import importlib.util
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -189,14 +190,15 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @contextlib.contextmanager
-def metadata_read_once() -> Iterator[None]:
-    """Within it a distribution's metadata is parsed once a process: accelerate asks for peft's six times a trainer."""
-    original = importlib.metadata.metadata
-    importlib.metadata.metadata = _metadata
+def looked_up_once() -> Iterator[None]:
+    """Within it a package is looked for, and its metadata parsed, once a process: accelerate asks for a dozen a trainer."""
+    original = importlib.metadata.metadata, importlib.util.find_spec
+    importlib.metadata.metadata, importlib.util.find_spec = _metadata, _find_spec
     try:
         yield
     finally:
-        importlib.metadata.metadata = original
+        importlib.metadata.metadata, importlib.util.find_spec = original
 
 
 _metadata = functools.cache(importlib.metadata.metadata)
+_find_spec = functools.cache(importlib.util.find_spec)

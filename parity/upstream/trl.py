@@ -47,6 +47,7 @@ LIGER_LAYERS = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entr
 """What `use_liger_kernel` exchanges in a model besides the trainer's loss, for every model of the process."""
 
 
+@functools.cache
 def since(version: str) -> bool:
     """Whether the installed TRL is `version` or later; False where there is none."""
     installed = importlib.metadata.version("trl") if importlib.util.find_spec("trl") else "0"
@@ -197,15 +198,17 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_logs() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("transformers", "trl", "accelerate")]
-    levels = [(one, one.level) for one in loggers if one.level != logging.ERROR]  # to set one takes a while
-    for one, _ in levels:
-        one.setLevel(logging.ERROR)
+    """At the handlers: a logger whose level is set empties the caches of all others."""
+    loggers = [logging.root, *(logging.getLogger(name) for name in ("transformers", "trl", "accelerate"))]
+    handlers = [logging.lastResort, *(handler for one in loggers for handler in one.handlers)]
+    levels = [(one, one.level) for one in handlers if one is not None]
+    for one, level in levels:
+        one.level = max(level, logging.ERROR)
     try:
         yield
     finally:
         for one, level in levels:
-            one.setLevel(level)
+            one.level = level
 
 
 @contextlib.contextmanager
@@ -232,13 +235,15 @@ def _without_bars() -> Iterator[None]:
 @contextlib.contextmanager
 def environment_kept() -> Iterator[None]:
     """Older accelerate leaves settings in environment variables when a trainer is made: not the trainer's doing."""
-    before = dict(os.environ)
+    kept = vars(os.environ)["_data"]  # each name and value encoded: to read all of them by it decodes each
+    before = dict(kept)
     try:
         yield
     finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
+        if kept != before:
+            for name in set(kept) - set(before):
+                del os.environb[name]
+            os.environb.update(before)
 
 
 @contextlib.contextmanager
@@ -257,10 +262,26 @@ def generators_kept() -> Iterator[None]:
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 the global one is meant
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
-        yield
+        with _seeding_this_device():
+            yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
         torch.set_rng_state(states[2])
         if devices:
             torch.cuda.set_rng_state_all(devices)
+
+
+@contextlib.contextmanager
+def _seeding_this_device() -> Iterator[None]:
+    """Within it a seed reaches the CPU's generator alone where no GPU is in use; torch would keep it for each kind of device
+    that may be used one day, every time with a stack trace that takes longer than what it seeds."""
+    if torch.cuda.is_initialized():
+        yield
+        return
+    kept = torch.manual_seed, torch.cuda.manual_seed_all
+    torch.manual_seed, torch.cuda.manual_seed_all = torch.default_generator.manual_seed, lambda seed: None
+    try:
+        yield
+    finally:
+        torch.manual_seed, torch.cuda.manual_seed_all = kept

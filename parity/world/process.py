@@ -18,14 +18,19 @@ from typing import Any
 from parity.world.watch import Watch
 
 
-def _environment(before: dict[str, str], now: dict[str, str]) -> list[str]:
+def _variables() -> dict[bytes, bytes]:
+    """As `os.environ` keeps them: to read them by it decodes each."""
+    return dict(vars(os.environ)["_data"])
+
+
+def _environment(before: dict[bytes, bytes], now: dict[bytes, bytes]) -> list[str]:
     keys = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
-    return [f"environment variable {k}" for k in keys[:3]]
+    return [f"environment variable {os.fsdecode(k)}" for k in keys[:3]]
 
 
-def _put_environment(value: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(value)
+def _put_environment(value: dict[bytes, bytes]) -> None:
+    os.environb.clear()
+    os.environb.update(value)
 
 
 SIGNALS = tuple(map(int, signal.valid_signals()))
@@ -130,8 +135,18 @@ def _descriptors() -> frozenset[str]:
         return frozenset()
 
 
+_ANY_CHILD = os.WEXITED | os.WNOHANG | os.WNOWAIT | 0x40000000
+"""Options of waitid that tell of children and wait for none; the last is Linux's __WALL: of those that clone() made, too."""
+
+
 def _children() -> frozenset[int]:
     found: set[int] = set()
+    try:
+        os.waitid(os.P_ALL, 0, _ANY_CHILD)
+    except ChildProcessError:
+        return frozenset()  # as a rule, and three files of /proc need not be read
+    except OSError:  # no Linux, or one before 4.7
+        pass
     with contextlib.suppress(OSError):
         for task in os.listdir("/proc/self/task"):
             found.update(map(int, Path(f"/proc/self/task/{task}/children").read_text().split()))
@@ -153,7 +168,7 @@ def _threads() -> frozenset[int]:
 
 
 WATCHES: tuple[Watch, ...] = (
-    Watch("environment variables", lambda: dict(os.environ), _put_environment, _environment),
+    Watch("environment variables", _variables, _put_environment, _environment),
     Watch("working folder", os.getcwd, os.chdir),
     Watch("umask", _umask, os.umask),
     Watch("locale", lambda: locale.setlocale(locale.LC_ALL), _put_locale),

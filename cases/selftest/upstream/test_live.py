@@ -8,7 +8,7 @@ import torch
 from parity.case.drawing import cases, draws
 from parity.errors import HarnessError, Unsupported
 from parity.families.policy import FAMILY
-from parity.implementations import trl_trainer
+from parity.implementations import trl_replay, trl_trainer
 from parity.judging.execute import backward, execute, fresh, gradients
 from parity.registry import from_file, oracle_of, select
 from parity.upstream import live, trl
@@ -50,6 +50,27 @@ def test_the_same_bits_as_from_nothing_whatever_came_before(drawn):
             assert found.keys() == expected[i].keys()
             assert all(live._same(found[n], expected[i][n]) for n in found), drawn[i].case.id
     assert 1 <= len({x.settings.accumulation for x in drawn}) <= len(live._BASES)
+
+
+def _of_a_model(out):
+    """Everything that a model holds, its own objects told apart from their contents."""
+    kept = {f"parameter {n}": (p.shape, p.dtype) for n, p in out.named_parameters()}
+    for name, module in out.named_modules():
+        kept |= {f"{name} {n}": live._looks(v) for n, v in vars(module).items() if not n.startswith("_modules")}
+        kept[f"{name} of"] = type(module)
+    return kept | {"config": out.config.to_dict(), "generation": out.generation_config.to_dict(), "says": repr(out)}
+
+
+def test_a_copied_model_is_one_that_was_constructed(drawn):
+    tied = oracle_of(FAMILY.case(1, "fp32", {"head": "tied", "bias": "random", "softcap": 5.0})).inputs
+    for x in map(fresh, (*drawn, tied)):
+        one, other, built = trl_replay.model(x, True), trl_replay.model(x, True), trl_replay.model(x)
+        assert _of_a_model(one) == _of_a_model(built)
+        theirs = {id(m) for m in other.modules()} | {
+            id(v) for m in other.modules() for v in vars(m).values() if v == {}
+        }
+        mine = {id(m) for m in one.modules()} | {id(v) for m in one.modules() for v in vars(m).values() if v == {}}
+        assert not mine & theirs and one.config is not other.config
 
 
 def test_the_base_is_built_once(drawn, never, monkeypatch):
