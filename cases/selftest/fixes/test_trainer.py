@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from parity.fixes import apply, kernel, wiring
+from parity.upstream import trl
 
 pytest.importorskip("trl")
 training_file = Path(__file__).parents[3] / "fixtures" / "training.py"
@@ -61,6 +62,32 @@ def test_a_trainer_trains_with_our_log_probs_as_without(counted):
             assert mine[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
     assert plain[0]["completions/mean_length"] < 12
     assert plain[0]["grad_norm"] > 0.01
+
+
+def test_a_head_in_modules_to_save_trains_with_our_log_probs_as_without(counted):
+    """LoRA that trains a copy of the head: the copy scores the policy, the base's head the reference; equal in float32."""
+    needs_fused_head()
+    lora = trl.lora(modules_to_save=["lm_head"])
+
+    def trained(applied):
+        torch.manual_seed(0)
+        made = training.trainer(training.model(), peft_config=lora, beta=0.04)
+        if applied:
+            said = apply(made)
+            assert said["use_selective_log_probs"].changed == ("Gemma2ForCausalLM.forward",)
+        logged = training.trained(made)
+        return logged, {n: p.detach().clone() for n, p in made.model.named_parameters() if p.requires_grad}
+
+    plain, expected = trained(False)
+    assert not counted
+    ours, found = trained(True)
+    assert len(counted) >= 4 and any("modules_to_save" in name for name in found)
+    assert ours[0]["kl"] == 0.0 < ours[-1]["kl"], "the head that is trained has moved away from the reference's"
+    for mine, want in zip(ours, plain, strict=True):
+        for name in ("loss", "grad_norm", "kl"):
+            assert mine[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+    for name, weight in expected.items():
+        assert torch.allclose(found[name], weight, rtol=1e-4, atol=1e-5), name
 
 
 def test_a_forbidden_token_no_longer_ends_the_run(counted):

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 under a real trainer, on the CPU over gloo: its config, and the gradients that its engine steps with."""
+"""DeepSpeed's ZeRO-3 and ZeRO-2 under a real trainer, on the CPU over gloo: configs, and the gradients its engine steps with."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ CONFIG: dict[str, Any] = {
 }
 """Arguments of a config. `use_cpu` makes accelerate leave DeepSpeed aside; without it a machine with no accelerator trains
 on the CPU all the same. With the default threshold no parameter of a tiny model is sharded."""
+
+STAGE_2: dict[str, Any] = CONFIG | {"deepspeed": CONFIG["deepspeed"] | {"zero_optimization": {"stage": 2}}}
+"""The same with whole weights on every rank: gradients and optimizer states are sharded."""
 
 SETTINGS = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "false"}
 """Environment of a rank."""
@@ -72,7 +75,8 @@ def recorded() -> Iterator[list[tuple[int, dict[str, Tensor]]]]:
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        sharded = sum(p.ds_tensor.ds_numel < p.ds_numel and not p.ds_persist for p in named.values())
+        shards = [p for p in named.values() if hasattr(p, "ds_id")]
+        sharded = sum(p.ds_tensor.ds_numel < p.ds_numel and not p.ds_persist for p in shards)
         grads = {n: safe_get_full_grad(p) for n, p in named.items()}
         found.append((sharded, {n: g.detach().clone() for n, g in grads.items() if g is not None}))
         return original(self, *args, **kwargs)
