@@ -240,6 +240,24 @@ def test_coverage_counts_what_was_compared():
     assert found.never == (("V", "beta"), ("V", "holes"), ("beta", "delta"), ("delta", "holes"))
 
 
+def test_pairs_are_counted_for_each_implementation_within_what_it_takes():
+    rows = [
+        row("a", settings={"beta": 0.1}),
+        row("b", settings={"delta": 2.0}),
+        row("a", settings={"beta": 0.1, "delta": 2.0}),
+        row("c", None, "unsupported", settings={"softcap": 5.0, "beta": 0.1}),
+    ]
+    for one, name in zip(rows, ("x.wide", "x.wide", "y.narrow", "y.narrow"), strict=True):
+        one.implementation = name
+    s = summary(*rows)
+    assert {name: (own.pairs, own.never) for name, own in s.takers.items()} == {
+        "x.wide": (1, (("beta", "delta"),)),
+        "y.narrow": (1, ()),
+    }
+    (family,) = s.coverage
+    assert family.never == ()
+
+
 def test_shapes_at_their_default_are_not_away():
     (found,) = summary(row("a")).coverage
     assert len(found.unexercised) == len(DIMENSIONS["policy"])

@@ -134,6 +134,10 @@ def _coverage(summary: Summary) -> list[str]:
         out += [f"- {escape(head + f'{found.pairs:,} pairs of dimensions met')}"]
         out += [f"  - away from the default: {escape(', '.join(met) or 'nothing')}"]
         out += [f"  - never: {escape(', '.join(never) or 'none')}"]
+        for name, own in summary.takers.items():
+            if own.family == found.family and own.never:
+                lacking = ", ".join(f"{a} + {b}" for a, b in own.never)
+                out += [f"  - {escape(f'{name}, never together: {lacking}')}"]
     out += _reasons(summary)
     return [*out, ""]
 

@@ -101,6 +101,7 @@ class Summary:
         findings: new ones.
         known: findings that the ledger has.
         coverage: of each family.
+        takers: implementation -> the coverage of its own cases, where some were compared.
         reasons: for what was unsupported or refused.
         undecided: entries that no gate judged, because rounding alone decides about them or a replica overflows.
         unjudged: user's functions -> what they returned that no definition knows.
@@ -122,6 +123,7 @@ class Summary:
     findings: tuple[Finding, ...]
     known: tuple[Finding, ...]
     coverage: tuple[Coverage, ...]
+    takers: Mapping[str, Coverage]
     reasons: tuple[Reason, ...]
     undecided: int
     grids: tuple[Grid, ...]
@@ -175,6 +177,7 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         findings=tuple(f for f in found if f.known is None),
         known=tuple(f for f in found if f.known is not None),
         coverage=tuple(coverage(f, [c for c in cases if c.family == f], dimensions.get(f, {})) for f in families),
+        takers=_takers(cases, dimensions),
         reasons=tuple(reasons(cases)),
         undecided=sum(r.undecided for c in cases for r in c.judged),
         unjudged=_unjudged(cases),
@@ -184,6 +187,14 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         step_one=tuple(step_one(ordered)),
         errors=tuple(errors(cases, DTYPES)),
     )
+
+
+def _takers(cases: Iterable[ImplementationCase], dimensions: Mapping[str, Mapping[str, object]]) -> dict[str, Coverage]:
+    own: dict[str, list[ImplementationCase]] = collections.defaultdict(list)
+    for case in cases:
+        own[case.implementation].append(case)
+    seen = {name: coverage(found[0].family, found, dimensions.get(found[0].family, {})) for name, found in own.items()}
+    return {name: one for name, one in seen.items() if one.compared}
 
 
 def _unjudged(cases: Iterable[ImplementationCase]) -> tuple[tuple[str, tuple[str, ...]], ...]:

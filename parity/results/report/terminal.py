@@ -143,6 +143,10 @@ def _coverage(summary: Summary, console: Console) -> None:
         say(console, "  " + " · ".join(f"{d.name} {wording.percent(d.share)}" for d in met))
         say(console, f"  never: {_never(found)}", "yellow" if found.unexercised else "")
         say(console, f"  pairs: {found.pairs - len(found.never):,} of {found.pairs:,} met{_pairs(found)}")
+        for name, own in summary.takers.items():
+            if own.family == found.family and own.never:
+                share = f"{own.pairs - len(own.never):,} of {own.pairs:,}"
+                say(console, f"    {name}: {share} of what it takes{_pairs(own)}", "dim")
     if summary.undecided:
         say(
             console,
