@@ -23,10 +23,9 @@ CHUNKED = "trl.kernels.chunked_logprob"
 def softcap(x: Inputs, module: str = CHUNKED) -> str:
     """How a chunked path of TRL takes a tanh: its Triton kernels as 2σ(2x) - 1.
 
-    It takes them on CUDA; before 1.16 everywhere, on the CPU in Triton's interpreter.
+    It takes them on CUDA; 1.15 everywhere, on the CPU in Triton's interpreter.
     """
-    kernels = plain.takes_triton(x, module) or (plain.there(module) and not trl.since("1.16"))
-    return "sigmoid" if kernels else "ieee"
+    return "sigmoid" if plain.takes_triton(x, module) or trl.chunks_are_triton() else "ieee"
 
 
 def _stored(x: Inputs) -> Recipe:
@@ -161,6 +160,7 @@ def _chunked(x: Inputs) -> Outputs:
     recipe=_tiles,
     outputs=frozenset({"entropy"}),
     contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    interpreted=trl.chunks_are_triton(),
     sources=("trl.kernels.chunked_logprob.ChunkedLogProbFunction",),
 )
 def chunked(x: Inputs) -> Outputs:

@@ -17,6 +17,7 @@ from parity.implementations import plain
 from parity.implementations.implementation import Outputs, accepted, implementation, require, taking
 from parity.implementations.trl import softcap
 from parity.recipe import Recipe
+from parity.upstream import trl
 
 CONTEXTS = frozenset({"plain", "autocast", "checkpoint", "compile"})
 
@@ -191,6 +192,7 @@ def _wired(x: Inputs) -> Outputs:
     library="trl",
     recipe=_tiles,
     contexts=CONTEXTS,
+    interpreted=trl.chunks_are_triton(),
     sources=("trl.kernels.chunked_divergence.ChunkedDivergenceFunction",),
 )
 def chunked_divergence(x: Inputs) -> Outputs:
@@ -205,6 +207,7 @@ def chunked_divergence(x: Inputs) -> Outputs:
     library="trl",
     recipe=_walked,
     contexts=CONTEXTS,
+    interpreted=trl.chunks_are_triton(),
     sources=("trl.trainer.distillation_trainer._chunked_divergence_loss",),
 )
 def distillation_loss(x: Inputs) -> Outputs:

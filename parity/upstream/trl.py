@@ -54,6 +54,11 @@ def since(version: str) -> bool:
     return Version(installed) >= Version(version)
 
 
+def chunks_are_triton() -> bool:
+    """Whether the chunked functions are Triton kernels alone, on the CPU in its interpreter: 1.16 brought a path in torch."""
+    return since("1.15") and not since("1.16")
+
+
 @functools.cache
 def class_named(name: str) -> type:
     """A class of the installed TRL, in `trl` or wherever in `trl.experimental` it lives.

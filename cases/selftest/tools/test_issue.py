@@ -256,3 +256,10 @@ def test_a_number_is_the_shortest_that_gives_the_bits(dtype):
 def test_code_is_found_in_the_installed_release():
     assert located("trl.trainer.utils.selective_log_softmax").startswith("trl/trainer/utils.py:")
     assert "not found" in located("trl.trainer.utils.gone")
+
+
+def test_a_script_that_waits_for_a_busy_machine_is_not_wrong(monkeypatch):
+    """Its limit is on CPU time: on the clock `upstream --all` called scripts wrong that others kept from running."""
+    assert ran("import time\ntime.sleep(3)\nraise SystemExit(1)", seconds=2.0).code == 1
+    endless = ran("while True:\n    pass", seconds=1.0)
+    assert endless.code == 124 and "of CPU time, its limit is 1 s" in endless.error

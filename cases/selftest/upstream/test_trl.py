@@ -8,9 +8,9 @@ import os
 import warnings
 
 import pytest
+from packaging.version import Version
 
 from parity.errors import Unsupported
-from parity.implementations import plain
 from parity.implementations.trl import softcap
 from parity.judging.assess import CaseOracle
 from parity.registry import loss_family
@@ -97,7 +97,7 @@ def test_a_collection_within_looks_at_new_objects_alone():
 @pytest.mark.parametrize("version, tanh", [("1.14.1", "ieee"), ("1.15.0", "sigmoid"), ("1.16.0", "ieee")])
 def test_the_release_whose_chunks_are_triton_alone_has_its_tanh(monkeypatch, version, tanh):
     """With the tanh of torch the gradients of 1.15.0 under a softcap were 1.35 of what the gate allows: a false alarm."""
-    monkeypatch.setattr(trl.importlib.metadata, "version", lambda name: version)
-    monkeypatch.setattr(plain, "there", lambda module: version != "1.14.1")
+    monkeypatch.setattr(trl, "since", lambda wanted: Version(version) >= Version(wanted))
     case = loss_family("policy").case(1, "fp32", {"softcap": 42.5})
+    assert trl.chunks_are_triton() is (tanh == "sigmoid")
     assert softcap(CaseOracle.of(loss_family("policy"), case, "cpu").inputs) == tanh

@@ -9,7 +9,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from parity.running import cpu_limit
+
 SECONDS = 300.0
+"""CPU seconds of a script: a busy machine makes none of them wrong."""
 FAULT = 70
 """Stands for the 1 with which Python ends on an exception: a script that crashes shows nothing."""
 
@@ -32,10 +35,10 @@ def ran(text: str, seconds: float = SECONDS, first: Path | None = None) -> Ran:
         file.write_text(text, encoding="utf-8")
         command = [sys.executable, file.name]
         try:
-            done = subprocess.run(
-                command, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds, check=False
+            done = cpu_limit.run(
+                command, cpu=seconds, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
-        except subprocess.TimeoutExpired:
-            return Ran(124, "", f"no end in {seconds:.0f} s")
+        except cpu_limit.LimitExceeded as error:
+            return Ran(124, "", str(error))
     failed = done.returncode == 1 and "Traceback (most recent call last)" in done.stderr
     return Ran(FAULT if failed else done.returncode, done.stdout, done.stderr)
