@@ -1,6 +1,7 @@
 """Replacements, in the Triton language, for libdevice functions that Triton's interpreter lacks; and a faster reduction."""
 
 import functools
+import inspect
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,31 @@ def truncates_bfloat16() -> bool:
     y = torch.empty(256, dtype=torch.bfloat16)
     _to_bfloat16[(1,)](x, y, 256)
     return not torch.equal(y, x.bfloat16())
+
+
+@functools.cache
+def patching_by_name() -> None:
+    """Have the interpreter look once for the functions that it exchanges in Triton's modules, not at every call of a kernel.
+
+    It goes through all members of five modules and classes for it, milliseconds each time. Their names do not change, and
+    which of them are exchanged already is still asked.
+    """
+    from triton.runtime import interpreter
+
+    original, core = getattr(interpreter, "_patch_builtin", None), tl.core
+    if original is None:
+        return
+    found = [tl, core, core.tensor, tl.math, *filter(None, [getattr(core, "tensor_descriptor_base", None)])]
+    known = {id(one): [name for name, member in inspect.getmembers(one) if core.is_builtin(member)] for one in found}
+
+    def patch(one: Any, *rest: Any) -> None:
+        if id(one) not in known:
+            original(one, *rest)
+        for name in known.get(id(one), ()):
+            if core.is_builtin(member := getattr(one, name)):
+                interpreter._patch_attr(one, name, member, *rest)
+
+    interpreter._patch_builtin = patch
 
 
 @functools.cache

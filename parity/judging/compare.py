@@ -69,9 +69,10 @@ INTERPRETER_BLOCKS = 400
 
 def interpreter_limit(family: Family, case: Case, settings: Any) -> str | None:
     """Why Triton's interpreter cannot judge a kernel on this case: probed, or too many blocks for its pace."""
-    from parity.implementations.interpreter import truncates_bfloat16
+    from parity.implementations import interpreter
 
-    if case.dtype == "bf16" and truncates_bfloat16():
+    interpreter.patching_by_name()
+    if case.dtype == "bf16" and interpreter.truncates_bfloat16():
         return "Triton's interpreter truncates to bfloat16 where hardware rounds"
     rows, length = family.sizes(settings)
     blocks = rows * (1 + length // 512)

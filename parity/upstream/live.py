@@ -193,7 +193,8 @@ def _same(a: Any, b: Any) -> bool:
 def looked_up_once() -> Iterator[None]:
     """Within it a package is looked for, and its metadata parsed, once a process: accelerate asks for a dozen a trainer."""
     original = importlib.metadata.metadata, importlib.util.find_spec
-    importlib.metadata.metadata, importlib.util.find_spec = _metadata, _find_spec
+    if original == (_metadata.__wrapped__, _find_spec.__wrapped__):  # and nobody else has put another in its place
+        importlib.metadata.metadata, importlib.util.find_spec = _metadata, _find_spec
     try:
         yield
     finally:

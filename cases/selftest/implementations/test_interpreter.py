@@ -3,9 +3,10 @@
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import ReduceOps
 
-from parity.implementations.interpreter import reducing_at_once
+from parity.implementations.interpreter import patching_by_name, reducing_at_once
 
 
 @triton.jit
@@ -44,3 +45,21 @@ def test_an_and_of_a_whole_block_is_that_of_its_entries_one_by_one(monkeypatch):
     reducing_at_once.__wrapped__(every)
     assert [_found(x, limit) for limit in limits] == one_by_one
     assert called == [1, 1, 1, 1]
+
+
+def test_the_same_functions_of_triton_are_exchanged_and_put_back(monkeypatch):
+    def exchanged():
+        scopes = [
+            interpreter._patch_lang(_all_below.fn),
+            interpreter._patch_lang(_all_below.fn),
+        ]  # a kernel in a kernel
+        found = [[(one, name) for one, name, _ in scope._changes] for scope in scopes]
+        for scope in reversed(scopes):
+            scope.restore()
+        return found, [vars(tl)[name] for name in ("arange", "load", "exp")], vars(tl.tensor)["__add__"]
+
+    monkeypatch.setattr(interpreter, "_patch_builtin", interpreter._patch_builtin)  # put back afterwards
+    by_members = exchanged()
+    patching_by_name.__wrapped__()
+    assert interpreter._patch_builtin.__module__ == "parity.implementations.interpreter"
+    assert exchanged() == by_members and len(by_members[0][0]) > 100 > len(by_members[0][1])
