@@ -16,8 +16,10 @@ from pathlib import Path
 from parity.errors import UsageError
 from parity.process import stopping
 from parity.results.header import Header
+from parity.results.report.findings import Finding
 from parity.results.report.rows import read
 from parity.results.report.summary import summarise
+from parity.results.report.wording import count
 from parity.results.row import Row
 from parity.results.step import CommandOutcome
 from parity.results.turns import NOT_RUN, TRIES, WRONG, Turn, Turns
@@ -78,12 +80,20 @@ def in_turn(done: CommandOutcome, turns: Turns, since: datetime.datetime) -> Com
 
 
 def of_run(done: CommandOutcome, header: Header, rows: Sequence[Row]) -> CommandOutcome:
-    """A run that was not whole, by its rows."""
-    reached = summarise(header, rows).incomplete
-    code = done.exit_code
+    """A run that was not whole, by its rows; killed before its report, it shows what it had found."""
+    summary = summarise(header, rows)
+    reached, code, tail = summary.incomplete, done.exit_code, done.tail
     if reached and code in (None, outcome.TERMINATED):
         code = outcome.NEW if any(row.new for row in rows) else outcome.AGREE if any(r.judged for r in rows) else None
-    return dataclasses.replace(done, exit_code=code, reached=reached)
+    if reached and done.exit_code is None:
+        new = [f"new      {_line(one)}" for one in summary.findings]
+        tail = "\n".join([*tail.splitlines()[-1:], *new])
+    return dataclasses.replace(done, exit_code=code, reached=reached, tail=tail)
+
+
+def _line(one: Finding) -> str:
+    what = f"{one.verdict} in {', '.join(one.roots)}" if one.roots else one.verdict
+    return f"{one.implementation}: {what}; {count(one.cases, 'case')}; {one.lead.replay}"
 
 
 def run(name: str, words: Sequence[str], log: Path, limit: float, module: str = "") -> CommandOutcome:

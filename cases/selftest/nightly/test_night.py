@@ -24,7 +24,9 @@ from parity.errors import UsageError
 from parity.nightly import night, proof, steps
 from parity.process import Terminated
 from parity.results import memory, notify, trend
+from parity.results.header import About, Header
 from parity.results.report.rows import read
+from parity.results.row import Row
 from parity.running import findings, provenance, supervisor
 
 PLAYED = Path(supervisor.__file__).parents[2] / "fixtures" / "played_worker.py"
@@ -165,6 +167,36 @@ time.sleep(60)
     monkeypatch.setattr(steps, "COMMAND", (sys.executable, "-c", program))
     done = steps.part("unsloth", ["run"], tmp_path, 1.5)
     assert (tmp_path / "unsloth" / "results.ndjson").exists() and done.exit_code is None and not done.whole
+
+
+def test_a_run_that_was_killed_before_its_report_shows_what_it_had_found(tmp_path, monkeypatch):
+    """The page of an upgrade check said that something was wrong, and then 24 lines of progress."""
+    where = {
+        "family": "policy",
+        "case": "policy-1",
+        "dtype": "fp32",
+        "device": "cpu",
+        "replay": "parity replay policy-1",
+    }
+    wrong = {"quantity": "loss", "verdict": "disagree", "cls": "logic", "gate": "scalar", "headroom": 9.0}
+    row = Row(implementation="lib.loss", gates={"scalar": 9.0}, settings={"B": 1}, run="r", **where, **wrong)
+    head = Header(run="r", header=About(profile="pr", plan={"policy drawn 0": 9}, ends=True))
+    kept = "".join(json.dumps(one.to_json()) + "\n" for one in (head, row))
+    program = f"""
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--reports") + 1])
+folder.mkdir(parents=True)
+(folder / "results.ndjson").write_text({kept!r})
+for number in range(30): print(number, "s: of 99 cases", flush=True)
+time.sleep(60)
+"""
+    monkeypatch.setattr(steps, "COMMAND", (sys.executable, "-c", program))
+    done = steps.part("unsloth", ["run"], tmp_path, 3.0)
+    assert done.exit_code == 1 and done.reached
+    assert done.tail.splitlines() == [
+        "29 s: of 99 cases",
+        "new      lib.loss: disagree in loss; 1 case; parity replay policy-1",
+    ]
 
 
 def test_a_step_of_another_module(tmp_path):
