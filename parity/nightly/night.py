@@ -47,6 +47,8 @@ BISECTED = ("trl", "liger-kernel", "transformers", "cut-cross-entropy", "unsloth
 """Packages between whose releases `parity bisect` can search."""
 SEARCHED = (0, 1)
 """Exit codes of a search that came to its end."""
+SEARCH = 0.25
+"""Of a night after a version moved, what its long run leaves for a search at the least."""
 BISECTS, BISECT_SHARE = 2, 0.5
 """Packages that are searched on the first red night, and the share of what time is left for that."""
 
@@ -100,6 +102,9 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
         say(line)
     usual = {name: share for name, _, share in night.others}
     shares = budget.parts(past, usual | {RUN: max(0.3, 1.0 - sum(usual.values()))})
+    green, here = next((one for one in reversed(past) if one.green), None), versions()
+    if green is not None and any(green.versions.get(name, "") != here.get(name, "") for name in BISECTED):
+        shares[RUN] = min(shares[RUN], 1.0 - SEARCH)
     record.write(night.reports, RUN)
     result = _long_run(night, record, past, shares.pop(RUN), going_on, say, progress)
     result.reasons += damaged
@@ -200,7 +205,7 @@ def _long_run(
         reports=night.reports,
         confirm=True,
         ray=night.ray,
-        max_time=0.0 if record.run else share * left if night.others else left,
+        max_time=0.0 if record.run else share * left,
         resume=path if going_on else None,
     )
     alive = record.beating(night.reports, RUN)

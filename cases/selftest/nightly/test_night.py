@@ -256,7 +256,8 @@ def played(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", str(PLAYED)])
     monkeypatch.setattr(night, "proof", lambda *_: [proof.Proof("policy", "cpu", "kl-sign", True, 9, True)])
     monkeypatch.setattr(steps, "run", step)
-    monkeypatch.setattr(provenance, "versions", lambda: dict(told))
+    for module in (provenance, night):
+        monkeypatch.setattr(module, "versions", lambda: dict(told))
     monkeypatch.setattr(findings, "_cases", lambda found: [(0, 40, {}) for _ in found])
 
     def one(**options):
@@ -531,6 +532,18 @@ def test_a_search_that_was_cut_is_begun_again_and_one_back_in_time_asks_the_othe
         asked.clear()
         run()
         assert (asked[0][:2] == ["bisect", "trl"]) is bool(why), why
+
+
+def test_after_a_version_moved_the_long_run_leaves_time_for_a_search(played, tmp_path, monkeypatch):
+    """A night without other commands gave it all, and its search ended before it began."""
+    run, versions = played
+    given, execute = [], night.running.execute
+    monkeypatch.setattr(night.running, "execute", lambda o, *more: given.append(o.max_time) or execute(o, *more))
+    run(others=(), max_time=1000.0)
+    run(others=(), max_time=1000.0)
+    versions["trl"] = "2.0"
+    run(others=(), max_time=1000.0)
+    assert given[0] > 900 and given[1] > 900 and 500 < given[2] <= 750
 
 
 def test_a_search_is_for_a_librarys_finding_before_a_users_own(played, tmp_path):
