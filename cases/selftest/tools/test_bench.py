@@ -16,7 +16,7 @@ from parity.registry import load, loss_family
 from parity.results.report import accuracy
 from parity.results.row import Row
 from parity.rounding.oracle import exact
-from parity.tools.bench import losses, measure, rate, report, step
+from parity.tools.bench import losses, measure, rate, report, same, step
 
 MB = 1 << 20
 
@@ -285,3 +285,30 @@ def test_another_revision_is_checked_out_beside_this_one():
         assert name == "HEAD" and (root / "parity").is_dir() and root != rate.ROOT
     listed = subprocess.run(["git", "-C", rate.ROOT, "worktree", "list"], capture_output=True, text=True, check=True)
     assert not root.exists() and str(root) not in listed.stdout
+
+
+def _row(case="a", **fields):
+    given = {"quantity": "loss", "headroom": 0.5, "gates": {"max": 0.5}} | fields
+    return Row(
+        case=case, family="policy", implementation="x", dtype="fp32", device="cpu", **{"verdict": "agree"} | given
+    )
+
+
+def test_two_runs_say_the_same_but_for_what_is_a_run_s_own():
+    before = [_row("a"), _row("b"), _row("b", headroom=0.2)]
+    after = [_row("b", run="2", headroom=0.5 * (1 + 1e-7)), _row("b", headroom=0.2), _row("a", replay="elsewhere")]
+    assert not list(same.differences(before, after))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ([_row(verdict="disagree")], "a x loss: verdict 'agree', 'disagree'"),
+        ([_row(gates={"max": 0.500002})], "a x loss: gates {'max': 0.5}, {'max': 0.500002}"),
+        ([_row(headroom=None)], "a x loss: headroom 0.5, None"),
+        ([_row(), _row("c")], "c x loss: only after"),
+        ([], "a x loss: only before"),
+    ],
+)
+def test_what_two_runs_do_not_agree_on_is_said(changed, said):
+    assert list(same.differences([_row()], changed)) == [said]
