@@ -70,8 +70,13 @@ def _saved(kind: str) -> dict[str, Any]:
     return {"modules_to_save": ["lm_head"]} if kind == "saved-head" else {}
 
 
-PR = [(t, {"adapter": "existing"} if t in ("dpo-trainer", "rloo-trainer") else {}) for t in REFERRED]
-"""Every trainer that has a reference, once."""
+FUSED = ("grpo-trainer", "dpo-trainer", "kto-trainer")
+"""Trainers whose Liger path is handed the heads of policy and reference."""
+PR: list[CellOf] = [
+    *((t, {"adapter": "existing"} if t in ("dpo-trainer", "rloo-trainer") else {}) for t in REFERRED),
+    *((t, {"adapter": "saved-head"}) for t in FUSED),
+]
+"""Every trainer that has a reference, once; where heads are handed over, with one that is trained."""
 
 
 @by_profile(pr=PR)
