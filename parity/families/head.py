@@ -22,8 +22,10 @@ SETTINGS = {
     "H": Setting(4, "hidden size, at least 1"),
     "peak": Setting(1.0, "standard deviation of the raw logits"),
     "level": Setting(0.0, "added to every logit: the first hidden entry is 1, its column of the head this much larger"),
-    "padded_vocabulary": Setting(
-        False, "the last third of the head's rows are 0, as where a vocabulary is padded", (False, True)
+    "padded_rows": Setting(
+        "none",
+        "the last third of the head's rows, as of a padded vocabulary: 0, or each the first",
+        ("none", "zero", "equal"),
     ),
     "targets": Setting("random", "selected token ids", ("random", "likely", "edge")),
     "temperature": Setting(1.0, "τ, divides the logits last"),
@@ -75,9 +77,9 @@ def build(case: Case, s: SimpleNamespace) -> dict[str, torch.Tensor | None]:
     if s.level:
         hidden[..., 0] = 1.0
         weight[:, 0] += s.level
-    if s.padded_vocabulary:
+    if s.padded_rows != "none":
         for rows in (weight,) if bias is None else (weight, bias):
-            rows[s.V - s.V // 3 :] = 0.0
+            rows[s.V - s.V // 3 :] = 0.0 if s.padded_rows == "zero" else rows[0].clone()
     ids = _targets(case, s, hidden, weight, bias)
     if s.bias == "banned":
         assert bias is not None
@@ -220,7 +222,7 @@ def draw_head(
         "H": draw(st.sampled_from([1, 2, 7] if small else [4, 7, 16]) if large else st.one_of(st.integers(1, 16), odd)),
         "peak": draw(st.sampled_from((1.0, 0.05, 4.0, 12.0, 50.0))),
         "level": draw(st.sampled_from([0.0] * 14 + [-150.0, 150.0])),
-        "padded_vocabulary": draw(st.sampled_from([False] * 9 + [True])),
+        "padded_rows": draw(st.sampled_from(["none"] * 16 + ["zero", "equal"])),
         "targets": draw(st.sampled_from(["random", "random", "likely", "edge"])),
         "temperature": draw(temperatures(st)),
         "softcap": draw(
@@ -247,8 +249,6 @@ def draw_head(
     if out["bias"] == "none" and out["grad"] == "bias":
         out["grad"] = "weight"
     if out["softcap"] is not None and draw(st.integers(0, 3)):  # it holds every logit at its bound
-        out["level"] = 0.0
-    if out["H"] == 1:  # the level's hidden entry would be the only one, and all tokens the same
         out["level"] = 0.0
     return out
 

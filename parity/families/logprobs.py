@@ -54,7 +54,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
             out["grad"] = "weight"
     out["cotangent"] = draw(st.sampled_from(["random"] * 5 + ["ones", "zero", "scaled", "sparse"]))
     if dtype != "fp32" and draw(st.integers(0, 15)) == 15:
-        plain = ["temperature", "softcap", "logit_scale", "bias", "level", "padded_vocabulary"]
+        plain = ["temperature", "softcap", "logit_scale", "bias", "level", "padded_rows"]
         plain += draw(st.sampled_from([PLAIN] * 3 + [()]))
         out |= {n: SETTINGS[n].default for n in plain}
         out |= {"B": 1, "T": min(out["T"], 4), "V": 2 * RARE_BLOCK, "H": min(out["H"], 16), "targets": "likely"}

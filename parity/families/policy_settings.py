@@ -72,7 +72,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
             "entropy_quantile entropy_coef advantages mode chunk_size"
         ).split()
     ),
-    ("level", "padded_vocabulary"),
+    ("level", "padded_rows"),
     ("layout", "layouts", "ids_dtype", "mask_dtype"),
     ("epsilon", "epsilon_high", "delta"),
     ("beta", "use_bias_correction_kl", "ref"),
@@ -84,7 +84,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 release refuses, or computes wrongly, elsewhere then hides no failure of theirs."""
 
 
-SELDOM = (("context",), ("level", "padded_vocabulary"))
+SELDOM = (("context",), ("level", "padded_rows"))
 """Groups that few cases move: chosen more often where one does."""
 
 

@@ -20,7 +20,7 @@ FLOOR = 0.03
 EXCLUDED = {
     "logprobs": {
         ("level", "rare"): "a rare block is one of a plain head",
-        ("padded_vocabulary", "rare"): "a rare block is one of a plain head",
+        ("padded_rows", "rare"): "a rare block is one of a plain head",
         ("bias", "rare"): "a rare block is one of a plain head",
         ("logit_scale", "rare"): "a rare block is one of a plain head",
         ("rare", "softcap"): "a rare block is one of a plain head",

@@ -25,7 +25,7 @@ from parity.running.plan import Options, Shard, planned
 from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, second_pass, selected
 
 KERNELS = "fixtures/kernels.py"
-FIRST = ["logprobs-a3d28913ce", "logprobs-eda25d3b88", "logprobs-1ba7cdc2a0"]
+FIRST = ["logprobs-a3d28913ce", "logprobs-eda25d3b88", "logprobs-acee84a99a"]
 PROFILE = Profile(shrink_seconds=60.0, findings=2)
 
 
