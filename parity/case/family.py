@@ -78,8 +78,6 @@ class Family:
         outputs: output quantities in order; an implementation may leave out those in `optional`.
         scalars: the outputs judged by the scalar gate.
         exact: the outputs that must match to the last bit of float32 (counts, clip fractions).
-        cancels: scalar -> size of the terms that cancel in it; their roundings are alike for like tokens, so that no mean of
-            many tokens is better than one rounding of that size.
         zeros: inputs -> quantity -> boolean mask of rows that the loss mask makes exactly zero.
         features: case -> the facts that coverage counts and that ledger scopes can name, besides settings.
         variants: name -> an oracle with another definition, such as an older release's, tried where something disagrees.
@@ -125,7 +123,6 @@ class Family:
     optional: frozenset[str] = frozenset()
     scalars: frozenset[str] = frozenset()
     exact: frozenset[str] = frozenset()
-    cancels: Mapping[str, float] = dataclasses.field(default_factory=dict)
     zeros: Callable[[Inputs], dict[str, torch.Tensor]] = lambda inputs: {}
     features: Callable[[Case], dict[str, Any]] = lambda case: {}
     variants: Mapping[str, Oracle] = dataclasses.field(default_factory=dict)

@@ -30,7 +30,7 @@ from parity.families import divergence_inputs as inputs_of
 from parity.families import head, stored
 from parity.families.logprobs import IGNORE_INDEX
 from parity.families.probes import DIVERGENCE
-from parity.rounding.monte_carlo import of_teacher
+from parity.rounding.marks import of_teacher
 
 LARGEST_LOG_MASS = -1e-7
 """Ceiling of log Σ exp before the tail is taken, so that the tail stays a probability (TRL's `_add_tail_bucket`)."""

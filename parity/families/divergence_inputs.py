@@ -16,7 +16,7 @@ from parity.case.stored import sizes
 from parity.errors import UsageError
 from parity.families import head, stored
 from parity.families.logprobs import IGNORE_INDEX
-from parity.rounding.monte_carlo import exact_mark
+from parity.rounding.marks import exact_mark
 
 SETTINGS = head.SETTINGS | {
     "beta": Setting(0.5, "0 forward KL(q‖p), 1 reverse KL(p‖q), between JSD; the teacher's weight in the mixture"),

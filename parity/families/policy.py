@@ -65,8 +65,6 @@ def _losses(x: Inputs, mark: Mark, measure: Any) -> dict[str, torch.Tensor]:
         l = l + s.beta * kl
     l = l.expand(lp.shape)
     loss, terms = aggregate(s, l, mask, float(x.num_items_in_batch))
-    if kl is not None:  # of every token a 1 cancels in k3
-        terms = terms.abs() + s.beta * aggregate(s, torch.ones_like(l), mask, float(x.num_items_in_batch))[1]
     if s.entropy_coef != 0.0:
         accumulation = s.accumulation if s.mode == "train" else 1
         share = keep / keep.sum((-2, -1), keepdim=True).clamp(min=1) / accumulation
@@ -367,7 +365,6 @@ FAMILY: Family = Family(
     optional=frozenset({"kl", "entropy", "clip_ratio", "clip_low", "clip_high"}),
     scalars=frozenset({"loss", "kl", "entropy", "clip_ratio", "clip_low", "clip_high"}),
     exact=frozenset({"clip_ratio", "clip_low", "clip_high"}),
-    cancels={"kl": 1.0},  # exp(log r) - log r - 1
     zeros=zeros,
     features=features,
     variants={"capped KL": capped_kl},

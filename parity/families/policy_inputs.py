@@ -21,7 +21,7 @@ from parity.errors import UsageError
 from parity.families import head
 from parity.families.policy_settings import MASKS
 from parity.recipe import UNIT_ROUNDOFF
-from parity.rounding.monte_carlo import exact_mark
+from parity.rounding.marks import exact_mark
 
 
 def build(case: Case, s: SimpleNamespace) -> Inputs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -12,15 +14,45 @@ BLOCK = 1 << 15
 """Entries: three buffers of 256 KiB, which the second-level cache of a core holds."""
 
 
-def perturbed(x: Tensor, noise: Tensor, u: float, eta: float) -> Tensor:
-    """x + (u·|x| + η)·noise."""
-    if x.numel() <= BLOCK or x.device.type != "cpu" or not x.is_contiguous():
-        return torch.addcmul(x, x.abs().mul_(u).add_(eta), noise)
-    out, size = torch.empty_like(x), x.new_empty(BLOCK)
-    for a, n, o in zip(*(t.view(-1).split(BLOCK) for t in (x, noise, out)), strict=True):
-        scale = torch.abs(a, out=size[: a.numel()]).mul_(u).add_(eta)
-        torch.addcmul(a, scale, n, out=o)
+FINE = 2.0**-36
+"""Values that differ by a smaller share are the same to `shaken`: a float64 sum in another order is."""
+_RMS = 0.735**-1
+"""Makes the root mean square of `shaken`'s ξ that of uniform noise in ±1."""
+
+
+def shaken(x: Tensor, size: Tensor, stretch: Tensor) -> Tensor:
+    """x + size·ξ with size ≥ 0; ξ in ±1.4, of the mean square of uniform noise in ±1, a function of x, size and stretch.
+
+    ξ is what rounding (x + size)·stretch to 36 bits would leave, as a share of the most that it can leave.
+    """
+    if x.numel() <= BLOCK or x.device.type != "cpu":
+        return _shaken(x, size.expand_as(x), stretch)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    rows, sizes, given, factors = (
+        x.reshape(len(x), -1),
+        size.expand_as(x).reshape(len(x), -1),
+        out.view(len(x), -1),
+        stretch.reshape(-1, 1),
+    )
+    for block in _blocks(rows):
+        given[block] = _shaken(rows[block], sizes[block], factors[block[0]])
     return out
+
+
+def _shaken(x: Tensor, size: Tensor, stretch: Tensor) -> Tensor:
+    key = torch.addcmul(size, x, stretch - 0.75).mul_(stretch)
+    left = key * (2.0**53 * FINE + 1)
+    left = left.sub_(left - key).neg_().add_(key)
+    key.masked_fill_(key == 0, 1.0)
+    return torch.addcmul(x, left.div_(key), size, value=_RMS / FINE)
+
+
+def _blocks(rows: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Slices of a matrix of about `BLOCK` entries."""
+    step = max(1, BLOCK // rows.shape[1])
+    for i in range(0, len(rows), step):
+        for j in range(0, rows.shape[1], BLOCK):
+            yield slice(i, i + step), slice(j, j + BLOCK)
 
 
 def on_grid(x: Tensor, dtype: str, stretch: Tensor) -> Tensor:
@@ -29,18 +61,16 @@ def on_grid(x: Tensor, dtype: str, stretch: Tensor) -> Tensor:
         return _on_grid(x * stretch, dtype).div_(stretch)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, given, factors = x.reshape(len(x), -1), out.view(len(x), -1), stretch.reshape(-1, 1)
-    width = rows.shape[1]
-    step = max(1, BLOCK // width)
-    for i in range(0, len(x), step):
-        for j in range(0, width, BLOCK):
-            block, factor = (slice(i, i + step), slice(j, j + BLOCK)), factors[i : i + step]
-            torch.div(_on_grid(rows[block] * factor, dtype), factor, out=given[block])
+    for block in _blocks(rows):
+        torch.div(_on_grid(rows[block] * factors[block[0]], dtype), factors[block[0]], out=given[block])
     return out
 
 
 def _on_grid(scaled: Tensor, dtype: str) -> Tensor:
     carry = scaled * (UNIT_ROUNDOFF[dtype] * 2.0**53 + 1)  # Veltkamp's splitting: the leading bits
     carry.sub_(carry - scaled)
+    if dtype == "fp32":  # its smallest numbers are 0 on some devices: an error of that size is added where it matters
+        return carry
     subnormal = scaled.abs() < torch.finfo(DTYPES[dtype]).smallest_normal
     if not bool(subnormal.any()):
         return carry

@@ -8,18 +8,17 @@ writes the definition and nothing else.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity.case.family import Mark
 from parity.recipe import LARGEST, NARROW, UNIT_ROUNDOFF, Recipe
-from parity.rounding.blocks import on_grid, perturbed
+from parity.rounding.blocks import on_grid
+from parity.rounding.long_sums import MANY, exponentials, terms
 from parity.rounding.noise import Noise
 from parity.rounding.products import SPLIT_FROM, cut, split
 
@@ -39,22 +38,18 @@ _EXACT = frozenset(
 
 MANY_PARTS = 16
 """Terms of a sum from which on its partial sums may be many times their size."""
-LANES = 16
-"""In which a vector unit adds."""
-MANY = 1024
-"""Terms of a sum from which on equal ones are counted."""
 
 
 class MonteCarlo(TorchDispatchMode):
-    """Perturb every rounded operation of a float64 computation, forward and backward, as a `Recipe` would round it.
+    """Round every operation of a float64 computation, forward and backward, as a `Recipe` would.
 
-    Matrix products over K terms get max(2, √K/2)·u·(|A|·|B|)·ξ (in tf32 their operands are cut to its grid, stretched at
-    random), sums 2·u·Σ|x|·ξ, a log-softmax or log-sum-exp its row's u·(2|logsumexp| + 1 + √V/4)·ξ, any other rounded
-    operation x·(1 + u·ξ) + η·ξ
-    with η the smallest normal of float32; results that no rounding touches are left unchanged. ξ is uniform in ±1 per
-    element. An exponential beyond the range of the elementwise dtype is infinite. In float16 and bfloat16 the result is
-    rounded to their bits instead, on a grid stretched at random; with `own_grid` the first replica's is not stretched, for
-    what is systematic about the numbers that a dtype has (a float32 head, rounded, may be the teacher's).
+    A result is rounded to the bits of its dtype on a grid that is stretched at random, once an operation and replica; with
+    `own_grid` the first replica's is not stretched, for what is systematic about the numbers that a dtype has (a float32
+    head, rounded, may be the teacher's). Before that a matrix product over K terms is summed in float32 and gets
+    max(2, √K/2)·u·(|A|·|B|)·ξ (in tf32 its operands are cut to that grid, stretched too), a sum 2·u·Σ|x|·ξ, a log-softmax or
+    log-sum-exp its row's u·(2|logsumexp| + 1 + √V/4)·ξ. A value decides its ξ in ±1 (`Noise.shaken`), so that equal tokens
+    are off alike, as they are in real code; so does a constant, τ or the softcap. Results that no rounding touches are left
+    unchanged. An exponential beyond the range of the elementwise dtype is infinite.
     """
 
     def __init__(self, recipe: Recipe, dtype: str, seed: int, own_grid: bool = False):
@@ -78,12 +73,12 @@ class MonteCarlo(TorchDispatchMode):
         self.largest_exp = LARGEST[elementwise]
 
     def __enter__(self) -> MonteCarlo:
-        _RUNNING.append(self)
+        RUNNING.append(self)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        _RUNNING.pop()
+        RUNNING.pop()
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,7 +99,7 @@ class MonteCarlo(TorchDispatchMode):
                 if len(dims) == 1 and args[0].shape[dims[0]] >= MANY_PARTS:
                     pieces = args[0].chunk(min(self.recipe.partials, args[0].shape[dims[0]]), dims[0])
                     out = out + self.lost(func(piece, *args[1:], **kwargs) for piece in pieces)
-            return self.rounded(out + self.scattered(scale, out))
+            return self.rounded(self.scattered(out, scale))
         if name == "_log_softmax":
             return self.rounded(self.log_softmax(out, args[0], args[1]), self.softmax)
         if name == "_log_softmax_backward_data":
@@ -113,23 +108,22 @@ class MonteCarlo(TorchDispatchMode):
             )  # p·Σg with a p below the smallest normal
             scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum) + flushed
             if args[0].shape[args[2]] >= MANY:
-                scale = scale + args[1].exp() * self._summed(args[0].abs(), args[2])
-            return self.rounded(out + self.scattered(scale, out), self.softmax)
+                scale = scale + args[1].exp() * terms(args[0].abs(), args[2], self.u_sum)
+            return self.rounded(self.scattered(out, scale), self.softmax)
         if name == "logsumexp":  # the sum of exponentials rounds relatively, so its logarithm by an absolute amount
             walk = 1 + (args[0].numel() / max(out.numel(), 1)) ** 0.5 / 4
-            out = out + self.scattered(self.u_sum * (2 * out.abs() + walk), out)
+            out = self.scattered(out, self.u_sum * (2 * out.abs() + walk))
             if self.u > NARROW:
                 keep = bool(args[2]) if len(args) > 2 else kwargs.get("keepdim", False)
                 out = out + self.off(out - args[0].amax(args[1], keepdim=keep), self.elementwise)
             return self.rounded(out)
         if name == "tanh" and self.recipe.tanh == "sigmoid":
-            return self.rounded(out + 2 * self.u * self.noise.like(out))
-        if name == "tanh" and self.u <= NARROW:
-            # close to 1 all of them take the same step, and what 1 - tanh² loses by it has one sign
-            return self._grid(out, self.elementwise)
+            return self.rounded(self.noise.shaken(out, torch.full_like(out, 2 * self.u)))
         if name == "exp":  # finite in float64, but not in the recipe's dtype: the ratio of a token that is far off
             beyond = not (out.numel() and out.amax().item() <= self.largest_exp)
             return self.rounded(torch.where(out > self.largest_exp, torch.inf, out) if beyond else out)
+        if name in ("mul", "div") and self.elementwise == "fp32" and _is_rounded(args[1]):
+            out = out * (1 + self.u * self.noise.constant(args[1], out))
         return self.rounded(out)
 
     def log_softmax(self, out: torch.Tensor, z: torch.Tensor, dim: int) -> torch.Tensor:
@@ -137,13 +131,13 @@ class MonteCarlo(TorchDispatchMode):
         top = out.amax(dim, keepdim=True)
         lse = (z.amax(dim, keepdim=True) - top).nan_to_num_(0.0, 0.0, 0.0).abs_() * self._shifted(out)
         top = top.nan_to_num_(0.0, 0.0, 0.0)
-        scale = self.u_sum * (2 * lse + self._walk(out, dim))
+        scale = self.u_sum * (2 * lse + exponentials(out, dim, self.u_sum))
         on_the_way = self.recipe.log_sum or self.softmax
         if UNIT_ROUNDOFF[on_the_way] > NARROW:
             out = out - self.off(-top, on_the_way)
         else:
             scale = scale + UNIT_ROUNDOFF[on_the_way] * (1 + top.abs())
-        return out + self.scattered(scale, out)
+        return out + (self.scattered(top, scale) - top)
 
     def off(self, log_sum: torch.Tensor, dtype: str) -> torch.Tensor:
         """By how much log Σ exp(z - max) is off: torch's CPU kernels round the sum and its logarithm to a narrow dtype.
@@ -153,35 +147,6 @@ class MonteCarlo(TorchDispatchMode):
         stored = self._grid(self._grid(log_sum.exp(), dtype).log(), dtype)
         return torch.where(torch.isfinite(stored) & (log_sum > 0), stored - log_sum, 0.0)
 
-    def _walk(self, out: torch.Tensor, dim: int) -> torch.Tensor | float:
-        """What summing exp(out) along `dim` in a few lanes costs, in u: √V/4, a random walk, and m/64 for m equal terms.
-
-        Equal terms (logits that a softcap saturates, rows of the head that pad it) round the same way at every addition: a
-        lane of n of them is off by up to n·u/4, by n·u if it holds larger terms already, and a vector unit has sixteen or
-        so. It matters from a thousand terms on, and so does `_small_terms`.
-        """
-        walk = float(out.shape[dim] ** 0.5 / 4)
-        if out.shape[dim] < MANY:
-            return walk
-        small = bool((out < math.log(self.u_sum / LANES)).any())
-        lost = self._small_terms(out.exp(), 1.0, dim) if small else 0.0
-        top = out >= out.amax(dim, keepdim=True) - 2.0**-12
-        beside = (out.diff(dim=dim) == 0) & ~top.narrow(dim, 1, out.shape[dim] - 1)
-        equal = top.sum(dim, keepdim=True) / 4 + beside.sum(dim, keepdim=True)
-        return walk + lost / self.u_sum + equal / LANES
-
-    def _summed(self, sizes: torch.Tensor, dim: int) -> torch.Tensor:
-        """What summing terms of these sizes along `dim` in a few lanes costs: u·√V/4 of all but the largest,
-        and `_small_terms`.
-        """
-        total = sizes.sum(dim, keepdim=True)
-        walk = self.u_sum * sizes.shape[dim] ** 0.5 / 4 * (total - sizes.amax(dim, keepdim=True))
-        return walk + self._small_terms(sizes, total, dim)
-
-    def _small_terms(self, sizes: torch.Tensor, total: torch.Tensor | float, dim: int) -> torch.Tensor:
-        """A quarter of the terms that may be lost: below half a unit of their lane's total, which grows from 0."""
-        return torch.where(sizes < total * (self.u_sum / LANES), sizes, 0.0).sum(dim, keepdim=True) / 4
-
     def _shifted(self, out: torch.Tensor) -> torch.Tensor:
         """√2 in half of the replicas and 0 in the others, (R, 1, …): two correct algorithms for a log-softmax.
 
@@ -189,22 +154,22 @@ class MonteCarlo(TorchDispatchMode):
         first and has no such error. Where a later step is far from linear (a tail 1 - Σp of 1e-7) the smaller error is
         not the milder one.
         """
-        return (self.noise.like(out.new_empty(out.shape[:1] + (1,) * (out.dim() - 1))) > 0) * 2**0.5
+        return (self.noise.each(out) > 0) * 2**0.5
 
-    def scattered(self, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """scale·ξ, of the shape of `scale`, nothing where the scale is not finite: what to add to `out`."""
-        scale = scale if _finite(scale) else scale.nan_to_num(0.0, 0.0, 0.0)
-        return scale * self.noise.like(scale)
+    def scattered(self, out: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """out + scale·ξ, as it is where either is not finite: what is equal in both is off alike in a replica."""
+        shaken = self.noise.shaken(out, scale)
+        if _finite(shaken):
+            return shaken
+        finite = torch.isfinite(out) & torch.isfinite(scale)
+        inside = (x.expand_as(out).masked_fill(~finite, 0.0) for x in (out, scale))
+        return torch.where(finite, self.noise.shaken(*inside), out)
 
     def rounded(self, out: torch.Tensor, dtype: str | None = None) -> torch.Tensor:
-        """A result as rounded to `dtype` (none: the recipe's for elementwise operations): x·(1 + u·ξ) + η·ξ, or on its grid."""
+        """A result as rounded to `dtype` (none: the recipe's for elementwise operations) on its grid, and off by η·ξ."""
         dtype = self.elementwise if dtype is None else dtype
-        u = UNIT_ROUNDOFF[dtype]
         given = out if _finite(out) else out.clamp(-_HUGE, _HUGE)
-        if u > NARROW:
-            noisy = self._grid(given, dtype).add_(self.noise.like(out), alpha=self.eta)
-        else:
-            noisy = perturbed(given, self.noise.like(out), u, self.eta)
+        noisy = self._grid(given, dtype).add_(self.noise.like(out), alpha=self.eta)
         if given is not out:
             noisy += out - given  # nothing, but for infinities
         if self.largest is not None and noisy.numel() and not noisy.abs().amax().item() <= self.largest:
@@ -224,8 +189,9 @@ class MonteCarlo(TorchDispatchMode):
 
     def _stretch(self, x: torch.Tensor) -> torch.Tensor:
         """A factor in 1 to 2, one a replica: (R, 1, …)."""
-        stretch = 1.5 + 0.5 * self.noise.like(x.new_empty(x.shape[:1] + (1,) * (x.dim() - 1)))
-        if self.own_grid and stretch.dim() > 0:
+        stretch = self.noise.stretch(x)
+        if self.own_grid and x.dim() > 0:
+            stretch = stretch.clone()
             stretch[0] = 1.0
         return stretch
 
@@ -236,15 +202,17 @@ class MonteCarlo(TorchDispatchMode):
         walk = max(2.0, a.shape[-1] ** 0.5 / 2)
         precision = self.recipe.matmul_backward if self.backward else self.recipe.matmul
         if precision != "ieee":
-            out = matmul(*(cut(x, precision, self._stretch(x)) for x in (a, b)))
+            a, b = (cut(x, precision, self._stretch(x)) for x in (a, b))
+            out = matmul(a, b)
         if self.recipe.reduction != "fp32" and a.shape[-1] >= SPLIT_FROM:
             u = UNIT_ROUNDOFF[self.recipe.reduction]
             for part in split(a, b, self.noise.choice((2, 4, 8, 16))):
                 out = out + part.mul_(u).mul_(self.noise.like(part))
-        size = matmul(a.abs(), b.abs())
+        real, size = self._in_float32(a, b)
+        out = torch.where(torch.isfinite(real), real, out)
         bounded = self.backward and self.range_partial() < torch.inf
         beyond = size > self.range_partial() if bounded else None
-        out = torch.addcmul(out, size.mul_(walk * self.u_sum), self.noise.like(out))
+        out = self.scattered(out, size.mul_(walk * self.u_sum))
         if beyond is not None:
             out = torch.where(beyond, torch.copysign(torch.full_like(out, torch.inf), out), out)
         if a.shape[-1] == 1 and not self.backward and self.recipe.logits in ("fp16", "bf16"):
@@ -255,10 +223,19 @@ class MonteCarlo(TorchDispatchMode):
         if partial and self.recipe.partial_terms:
             out = self._added(a, b)
         elif partial:
-            out = out + matmul(a * a, b * b).sqrt_().mul_(partial).mul_(self.noise.like(out))
+            out = self.scattered(out, matmul(a * a, b * b).sqrt_().mul_(partial))
             if a.shape[-1] >= MANY_PARTS:
                 out = out + self.lost(split(a, b, min(self.recipe.partials, a.shape[-1])))
         return out
+
+    def _in_float32(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """a·b and |a|·|b| as float32 sums them here, the operands on a grid stretched at random: equal terms drift alike."""
+        matmul = torch.bmm if a.dim() == 3 else torch.mm
+        by_a = self.noise.stretch(a)
+        by_b = self.noise.stretch(b) if b.dim() == 3 else 1.0
+        left, right = (a * by_a).float(), (b * by_b).float()
+        by = by_a * by_b
+        return matmul(left, right).double() / by, matmul(left.abs(), right.abs()).double() / by
 
     def lost(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
         """By how much a sum is off when its parts are added one by one to a total in the dtype of `accumulate`.
@@ -319,7 +296,8 @@ class MonteCarlo(TorchDispatchMode):
         """x + δ with δ = 2·u·size·ξ, a rounding that the gradient of x does not see, or sees as δ times `along`'s."""
         self.quiet = True
         try:
-            error = 2 * UNIT_ROUNDOFF[dtype] * size() * self.noise.like(x)
+            value = x.detach()
+            error = self.scattered(value, 2 * UNIT_ROUNDOFF[dtype] * size().detach()) - value
             if along is None or not x.requires_grad:
                 return x + error
             direction = along()
@@ -355,6 +333,11 @@ def _rounds_nothing(func: Any) -> bool:
     return name in _EXACT or name[-1] == "_"
 
 
+def _is_rounded(factor: Any) -> bool:
+    """Whether float32, or a division by way of the inverse, rounds a Python number: one that is no power of two."""
+    return isinstance(factor, float) and abs(math.frexp(factor)[0]) != 0.5
+
+
 def _finite(x: torch.Tensor) -> bool:
     """Whether every entry certainly is finite: in one pass, and wrong only about a sum that overflows."""
     return math.isfinite(x.sum().item())
@@ -363,28 +346,8 @@ def _finite(x: torch.Tensor) -> bool:
 _HUGE = 2.0**900
 """Stands for an infinity while finite entries beside it are rounded: beyond the range of every dtype but float64."""
 
-_RUNNING: list[MonteCarlo] = []
+RUNNING: list[MonteCarlo] = []
 """The Monte Carlo modes that are entered, the innermost last."""
-
-
-@contextlib.contextmanager
-def of_teacher(part: Literal["softmax", "elementwise"]) -> Iterator[None]:
-    """What an oracle computes of a teacher alone, without gradient: rounded as the recipe's `teacher_<part>` says.
-
-    "softmax" is the way from its logits to its log-probs, "elementwise" what is computed of its log-probs. An exact run
-    rounds nothing.
-    """
-    mode = _RUNNING[-1] if _RUNNING else None
-    dtype = None if mode is None else getattr(mode.recipe, f"teacher_{part}")
-    if mode is None or dtype is None:
-        yield
-        return
-    before = mode.elementwise, mode.softmax
-    mode.take(dtype, dtype)
-    try:
-        yield
-    finally:
-        mode.take(*before)
 
 
 class _Stored(torch.autograd.Function):
@@ -400,55 +363,3 @@ class _Stored(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return ctx.mode.store(grad, ctx.dtype, 1 / ctx.factor), None, None, None, None
-
-
-def exact_mark(
-    name: str,
-    x: torch.Tensor,
-    size: Callable[[], torch.Tensor] | None = None,
-    along: Callable[[], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """The mark of an exact run: nothing is stored narrower than float64."""
-    return x
-
-
-def recipe_mark(mode: MonteCarlo) -> Mark:
-    """The marks at which an oracle tells where a recipe may store a narrower dtype.
-
-    An oracle calls `mark("parameter", x)` on hidden states and weight before use, `mark("bias", b)` on a bias,
-    `mark("states", x)` on what a model stores in its own dtype whatever the implementation, `mark("use", w)` on a parameter
-    at each of several uses, whose gradients autograd stores in its dtype and adds, `mark("operand", h)` where several
-    products take the same tensor and each stores its gradient as it stores its logits', `mark("logits", z)` on logits
-    as a matrix product leaves them and `mark("biased", z)` on their sum with a bias, `mark("teacher", z)` on a teacher's
-    in both places, `mark("selected", logps, size)` on the selected
-    log-probs, with `size()` the root of the sum of squares of the products that make the selected logit, and
-    `mark("entropy", h, size, along)` on an entropy, with `size()` the terms of logsumexp(z) - E[z], as which it may be
-    computed, and `along()` a function of the logits along whose gradient the rounding of E[z] enters the entropy's
-    gradient; `mark("divergence", zero, size, along)` makes of 0 such a rounding of the student's divergence.
-    """
-    recipe = mode.recipe
-    table = {
-        "parameter": (recipe.inputs, recipe.dinputs or recipe.inputs),
-        "states": (mode.dtype, mode.dtype),
-        "use": (None, mode.dtype),
-        "operand": (None, recipe.dlogits),
-        "bias": (recipe.bias or recipe.inputs, recipe.bias or recipe.inputs),
-        "logits": (recipe.logits, recipe.dlogits),
-        "biased": (recipe.bias or recipe.logits, recipe.bias or recipe.dlogits),
-        "teacher": (recipe.teacher or recipe.logits, recipe.dlogits),
-    }
-
-    def mark(
-        name: str,
-        x: torch.Tensor,
-        size: Callable[[], torch.Tensor] | None = None,
-        along: Callable[[], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        if name in ("entropy", "divergence"):
-            return x if size is None else mode.spread(x, size, "fp32", along)
-        if name == "selected":
-            return x if recipe.selected == "fp32" or size is None else mode.spread(x, size, recipe.selected)
-        forward, backward = table[name]
-        return mode.stored(x, forward, backward, recipe.folded if name in ("logits", "biased") else 1.0)
-
-    return mark

@@ -10,7 +10,8 @@ import torch
 from parity.case.family import Family, Mark
 from parity.case.inputs import Inputs
 from parity.recipe import Recipe
-from parity.rounding.monte_carlo import MonteCarlo, exact_mark, recipe_mark
+from parity.rounding.marks import exact_mark, recipe_mark
+from parity.rounding.monte_carlo import MonteCarlo
 from parity.timings import within
 
 STACK_LIMIT = 1 << 22

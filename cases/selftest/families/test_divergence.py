@@ -12,7 +12,7 @@ from parity.implementations.implementation import Implementation
 from parity.judging.assess import confirmed
 from parity.judging.execute import execute
 from parity.registry import family, oracle_of
-from parity.rounding.monte_carlo import exact_mark
+from parity.rounding.marks import exact_mark
 from parity.rounding.oracle import exact, to_double
 from parity.selftest.controls.divergence import ROADS
 from parity.selftest.false_alarms import drawn

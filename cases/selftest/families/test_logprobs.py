@@ -11,7 +11,7 @@ from parity.errors import UsageError
 from parity.families import head
 from parity.families.logprobs import RARE, RARE_BLOCK
 from parity.registry import family
-from parity.rounding.monte_carlo import exact_mark
+from parity.rounding.marks import exact_mark
 from parity.rounding.oracle import exact, to_double
 from parity.selftest.controls.written_out import Values
 

@@ -9,7 +9,7 @@ import torch
 
 from parity.families.policy_settings import LOSS_TYPES
 from parity.registry import family
-from parity.rounding.monte_carlo import exact_mark
+from parity.rounding.marks import exact_mark
 from parity.rounding.oracle import exact, to_double
 from parity.selftest.controls.written_out import Policy, Values
 

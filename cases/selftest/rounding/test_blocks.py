@@ -22,10 +22,10 @@ def values(shape):
 def test_blocks_have_the_bits_of_the_whole(shape, turned, monkeypatch):
     x = values(shape).transpose(0, -1) if turned else values(shape)
     stretch = 1 + torch.rand(x.shape[:1] + (1,) * (x.dim() - 1), dtype=torch.float64)
-    noise = torch.rand(x.shape, dtype=torch.float64)
 
     def all_of_them():
-        return [blocks.on_grid(x, d, stretch) for d in ("fp16", "bf16")] + [blocks.perturbed(x, noise, 2.0**-24, 1e-38)]
+        grids = [blocks.on_grid(x, d, stretch) for d in ("fp16", "bf16", "fp32")]
+        return [*grids, blocks.shaken(x, x.abs() * 2.0**-24, stretch)]
 
     whole = all_of_them()
     monkeypatch.setattr(blocks, "BLOCK", 64)

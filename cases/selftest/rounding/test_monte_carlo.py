@@ -15,7 +15,8 @@ from parity.judging.gates import Unit, judge
 from parity.judging.settle import LAST_WORD
 from parity.recipe import Recipe
 from parity.registry import family, load, oracle_of
-from parity.rounding.monte_carlo import MonteCarlo, of_teacher, recipe_mark
+from parity.rounding.marks import of_teacher, recipe_mark
+from parity.rounding.monte_carlo import MonteCarlo
 from parity.rounding.oracle import exact, replicas
 from parity.selftest.controls import control
 
@@ -410,6 +411,65 @@ def test_equal_terms_of_a_sum_round_the_same_way():
         spread = torch.stack([under_seed(k, lambda v: torch.log_softmax(v, -1), z) - exact for k in range(8)])
         found.append(float(real / spread.abs().amax((1, 2)).square().mean().sqrt()))
     assert 0.05 < max(found) < 2
+
+
+OPERATIONS = {
+    "product": lambda x: x @ torch.linspace(-1, 2, 48, dtype=torch.float64).view(6, 8).repeat(len(x), 1, 1),
+    "elementwise": lambda x: (x * x).exp(),
+    "sum": lambda x: x.sum(-1),
+    "log-softmax": lambda x: torch.log_softmax(x, -1),
+    "log-sum-exp": lambda x: torch.logsumexp(x, -1),
+}
+
+
+@pytest.mark.parametrize("operation", list(OPERATIONS.values()), ids=list(OPERATIONS))
+def test_what_is_equal_rounds_alike_in_float32_too(operation):
+    """Fifty equal tokens are off alike in half of the replicas, differently in each; tokens apart are off independently."""
+    token = torch.tensor([0.3, -0.7, 1.1, 0.2, -0.1, 0.5], dtype=torch.float64)
+    rows = token.repeat(24, 50, 1)
+    alike = (under(Recipe(), "fp32", operation, rows) - operation(rows))[:12]
+    assert float((alike - alike[:, :1]).abs().max()) < 1e-12
+    assert len(alike.view(12, -1)[:, 0].unique()) == 12
+    apart = rows * (1 + 1e-3 * torch.arange(50)[:, None])
+    spread = under(Recipe(), "fp32", operation, apart) - operation(apart)
+    assert float(spread.mean(1).abs().mean() / spread.abs().mean()) < 0.5
+
+
+def test_equal_rows_of_a_head_need_not_round_alike():
+    """Two chunks of a vocabulary are two products: equal rows tie in one of them, and in half of the replicas."""
+    operands = torch.ones(24, 1, 7, dtype=torch.float64) / 3, torch.ones(24, 7, 40, dtype=torch.float64) / 7
+    logits = under(Recipe(elementwise="fp64"), "fp32", torch.bmm, *operands)
+    ties = (logits.amax((1, 2)) - logits.amin((1, 2))) < 1e-12
+    assert ties.tolist() == [True] * 12 + [False] * 12
+
+
+def test_a_constant_is_rounded_once_in_a_replica():
+    """1/0.7 is off by the same share at every token and in the backward pass; 1/2 has all its bits."""
+    x = (1 + torch.rand(24, 4000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    for constant, rounds in ((0.7, True), (2.0, False)):
+        mode = MonteCarlo(Recipe(), "fp32", 1)
+        with mode:
+            y = x / constant
+            (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        shares = (y.detach() * constant / x.detach() - 1).mean(1)
+        assert (float(shares.abs().mean()) > 2.0**-27) == rounds
+        if rounds:
+            beside = (g * constant - 1).mean(1)  # one rounding of a common value is on top
+            assert float((beside - shares).abs().max()) < 1.1 * 2.0**-24 < 4 * float(shares.abs().max())
+
+
+def test_a_product_drifts_as_float32_does():
+    """Two thousand equal terms: each addition to a total rounds the same way, and √K/2 units are too few."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(8):
+        a = torch.rand(1, 4, 1, generator=generator).float().expand(1, 4, 2000)
+        b = torch.rand(1, 1, 3, generator=generator).float().expand(1, 2000, 3)
+        exact, real = a.double() @ b.double(), (a @ b).double()
+        with MonteCarlo(Recipe(), "fp32", 1):
+            replica = a.double().repeat(24, 1, 1) @ b.double().repeat(24, 1, 1)
+        found.append(float((real - exact).abs().max() / (replica - exact).abs().max()))
+    assert max(found) < 2.0
 
 
 def test_what_is_lost_in_a_sum_of_blocks_adds_no_rounding():

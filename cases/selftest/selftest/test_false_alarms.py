@@ -66,8 +66,16 @@ ADAPTER = {"B": 4, "T": 7, "V": 233, "accumulation": 2, "advantages": "equal", "
 SATURATED = {"B": 1, "H": 2, "T": 1030, "V": 40, "beta": 0.75, "gap": "near", "grad": "weight", "layout": "transposed",
              "level": 150.0, "peak": 50.0, "softcap": 9.0, "targets": "edge", "teacher_H": 64, "teacher_bias": "banned",
              "teacher_logit_scale": 0.3, "teacher_peak": 12.0, "teacher_softcap": 30.0}  # fmt: skip
-PADDED_ROWS = {"B": 1, "H": 2, "T": 2, "V": 16385, "entropy": "gradient", "padded_vocabulary": True, "peak": 4.0,
+PADDED_ROWS = {"B": 1, "H": 2, "T": 2, "V": 16385, "entropy": "gradient", "padded_rows": "zero", "peak": 4.0,
                "temperature": 0.9}  # fmt: skip
+COARSE_TEMPERATURE = {"B": 3, "H": 2, "T": 400, "V": 40, "accumulation": 5, "advantages": "negative", "beta": 0.04,
+                      "entropy_quantile": True, "epsilon": 0.05, "epsilon_high": 2.0, "grad": "weight", "head": "tied",
+                      "importance_sampling_level": "sequence", "lengths": [165, 153, 91], "logit_scale": 0.3,
+                      "loss_type": "cispo", "max_completion_length": 512, "mode": "eval", "peak": 12.0,
+                      "off_policy_mask_threshold": 0.1, "ratio": "sequence", "ratio_range": "wide",
+                      "steps_per_generation": 10, "temperature": 0.004159, "use_bias_correction_kl": True}  # fmt: skip
+EQUAL_TOKENS = {"B": 2, "T": 300, "V": 33, "H": 1, "level": 150.0, "peak": 4.0, "temperature": 0.9}
+EQUAL_ROWS = {"B": 1, "T": 2, "V": 5461, "ids_dtype": "int32", "padded_rows": "equal", "peak": 0.05}
 
 
 @pytest.mark.parametrize(
@@ -83,6 +91,9 @@ PADDED_ROWS = {"B": 1, "H": 2, "T": 2, "V": 16385, "entropy": "gradient", "padde
         Case("logprobs", 8657, "bf16", SMALL_TERMS),
         Case("divergence", 1512, "fp32", SATURATED),
         Case("logprobs", 999308, "fp32", PADDED_ROWS),
+        Case("policy", 59720, "fp32", COARSE_TEMPERATURE),
+        Case("divergence", 21, "fp32", EQUAL_TOKENS),
+        Case("logprobs", 65895, "fp32", EQUAL_ROWS),
     ],
     ids=[
         "one use of a tied head overflows",
@@ -95,6 +106,9 @@ PADDED_ROWS = {"B": 1, "H": 2, "T": 2, "V": 16385, "entropy": "gradient", "padde
         "a sum loses a hundred thousand small terms",
         "a softcap at its bound rounds alike",
         "five thousand equal terms below the largest",
+        "one rounding of a temperature for 409 tokens",
+        "every token the same",
+        "1,820 equal rows of the head",
     ],
 )
 def test_cases_that_alarmed(case):

@@ -22,7 +22,7 @@ from parity.case.case import Case, hashes
 from parity.case.inputs import Inputs, Setting, defaults
 from parity.errors import Unsupported
 from parity.families import policy
-from parity.rounding.monte_carlo import exact_mark
+from parity.rounding.marks import exact_mark
 from parity.trainers.check import Cell, CheckResult, check, holds, reported
 from parity.trainers.checks.twins import SETTINGS, plain_twin
 from parity.trainers.definitions import twin_losses, windows

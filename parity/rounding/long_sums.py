@@ -1,0 +1,42 @@
+"""What summing many terms in a few lanes costs, in float32: a random walk, terms that round alike, terms that are lost."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+LANES = 16
+"""In which a vector unit adds."""
+MANY = 1024
+"""Terms of a sum from which on equal ones are counted."""
+
+
+def exponentials(logs: torch.Tensor, dim: int, u: float) -> torch.Tensor | float:
+    """The cost of Σ exp(logs) = 1 along `dim`, in u: √V/4, a random walk, and m/64 for m equal terms.
+
+    Equal terms (logits that a softcap saturates, rows of the head that pad it) round the same way at every addition: a
+    lane of n of them is off by up to n·u/4, by n·u if it holds larger terms already, and a vector unit has sixteen or
+    so. It matters from a thousand terms on, and so do the terms that are `_lost`.
+    """
+    walk = float(logs.shape[dim] ** 0.5 / 4)
+    if logs.shape[dim] < MANY:
+        return walk
+    small = bool((logs < math.log(u / LANES)).any())
+    lost = _lost(logs.exp(), 1.0, dim, u) if small else 0.0
+    top = logs >= logs.amax(dim, keepdim=True) - 2.0**-12
+    beside = (logs.diff(dim=dim) == 0) & ~top.narrow(dim, 1, logs.shape[dim] - 1)
+    equal = top.sum(dim, keepdim=True) / 4 + beside.sum(dim, keepdim=True)
+    return walk + lost / u + equal / LANES
+
+
+def terms(sizes: torch.Tensor, dim: int, u: float) -> torch.Tensor:
+    """The cost of a sum of terms of these sizes along `dim`: u·√V/4 of all but the largest, and the terms that are `_lost`."""
+    total = sizes.sum(dim, keepdim=True)
+    walk = u * sizes.shape[dim] ** 0.5 / 4 * (total - sizes.amax(dim, keepdim=True))
+    return walk + _lost(sizes, total, dim, u)
+
+
+def _lost(sizes: torch.Tensor, total: torch.Tensor | float, dim: int, u: float) -> torch.Tensor:
+    """A quarter of the terms that may be lost: below half a unit of their lane's total, which grows from 0."""
+    return torch.where(sizes < total * (u / LANES), sizes, 0.0).sum(dim, keepdim=True) / 4
