@@ -92,7 +92,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         return draw(st.sampled_from(values))
 
     out = head.draw_head(draw, st, dtype, large=draw(st.integers(0, 39)) == 39, profile=profile, contexts=contexts)
-    out["cotangent"] = pick("ones", "ones", "ones", "random", "random", "zero", "scaled")
+    out["cotangent"] = pick("ones", "ones", "ones", "random", "fine", "zero", "scaled", "small")
     out |= {
         "beta": pick(0.5, 0.0, 1.0, 0.0, 1.0, 0.1, 0.75, 0.9),
         "teacher": pick("head", "head", "logits"),

@@ -37,7 +37,11 @@ SETTINGS = {
     "layout": layouts.HIDDEN,
     "layouts": layouts.OTHERS,
     "grad": Setting("hidden weight bias", "which tensors require a gradient"),
-    "cotangent": Setting("random", "upstream gradient", ("random", "ones", "zero", "scaled", "sparse")),
+    "cotangent": Setting(
+        "random",
+        "upstream gradient; 'random' ones are bf16 numbers, 'fine' float32 ones, 'small' ones 2⁻²² of these",
+        ("random", "fine", "ones", "zero", "scaled", "small", "sparse"),
+    ),
     "context": Setting(
         "plain", "how the implementation is called", ("plain", "tf32", "autocast", "checkpoint", "compile")
     ),
@@ -113,10 +117,13 @@ def leaves(s: SimpleNamespace) -> tuple[str, ...]:
 
 
 def cotangent(case: Case, kind: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """An upstream gradient of `shape`, float64 with values that bf16 holds; "ones" has stride 0, as `.sum()` returns."""
+    """An upstream gradient of `shape`, float64 with values that float32 holds; "ones" has stride 0, as `.sum()` returns."""
     if kind == "ones":
         return torch.ones((), dtype=torch.float64).expand(shape)
-    g = normal(case.seed, f"cotangent/{name}", shape).to(torch.bfloat16).double()
+    g = normal(case.seed, f"cotangent/{name}", shape)
+    if kind in ("fine", "small"):
+        return g.float().double() * (2.0**-22 if kind == "small" else 1.0)
+    g = g.to(torch.bfloat16).double()
     if kind == "zero":
         return torch.zeros_like(g)
     if kind == "scaled":  # as a loss scaler does; log-probs in fp16 could not carry 65,536

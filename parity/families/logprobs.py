@@ -52,7 +52,9 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         out |= {n: SETTINGS[n].default for n in ("softcap", "logit_scale", "bias", "ignored")}
         if out["grad"] == "bias":
             out["grad"] = "weight"
-    out["cotangent"] = draw(st.sampled_from(["random"] * 5 + ["ones", "zero", "scaled", "sparse"]))
+    out["cotangent"] = draw(
+        st.sampled_from(["random"] * 3 + ["fine"] * 2 + ["ones", "zero", "scaled", "small", "sparse"])
+    )
     if dtype != "fp32" and draw(st.integers(0, 15)) == 15:
         plain = ["temperature", "softcap", "logit_scale", "bias", "level", "padded_rows"]
         plain += draw(st.sampled_from([PLAIN] * 3 + [()]))

@@ -88,7 +88,10 @@ def _masks(case: Case, s: SimpleNamespace) -> dict[str, torch.Tensor | None]:
 
 
 def _advantages(case: Case, s: SimpleNamespace) -> torch.Tensor:
-    a = normal(case.seed, "advantages", (s.B, s.T) if s.advantages == "token" else (s.B,)).to(torch.bfloat16).float()
+    a = normal(case.seed, "advantages", (s.B, s.T) if s.advantages == "token" else (s.B,))
+    if s.advantages == "fine":
+        return a.float()
+    a = a.to(torch.bfloat16).float()
     if s.advantages in ("positive", "negative"):
         return a.abs() * (1 if s.advantages == "positive" else -1)
     if s.advantages == "zero":

@@ -39,7 +39,9 @@ SETTINGS = head.SETTINGS | {
     "entropy_quantile": Setting(False, "keep only the tokens of highest entropy", (False, True)),
     "entropy_coef": Setting(0.0, "weight of the entropy bonus"),
     "advantages": Setting(
-        "mixed", "signs and shape", ("mixed", "positive", "negative", "zero", "equal", "token", "repeated")
+        "mixed",
+        "signs and shape; 'fine' ones have all bits of float32, others are bf16 numbers",
+        ("mixed", "fine", "positive", "negative", "zero", "equal", "token", "repeated"),
     ),
     "accumulation": Setting(1, "micro-batches in an optimizer step"),
     "steps_per_generation": Setting(1, "micro-batches in a generation batch"),
@@ -97,7 +99,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     out = head.draw_head(draw, st, dtype, large=draw(st.integers(0, 39)) == 39, profile=profile, contexts=contexts)
     if out["context"] == "checkpoint" and draw(st.booleans()):  # few losses of whole trainers can be called so
         out["context"] = "plain"
-    out["cotangent"] = pick("ones", "ones", "ones", "random", "random", "zero", "scaled")
+    out["cotangent"] = pick("ones", "ones", "ones", "random", "fine", "zero", "scaled", "small")
     rows, width = out["B"], out["T"]
     lengths = draw(st.one_of(st.none(), st.lists(st.integers(0, width), min_size=rows, max_size=rows)))
     out |= {
@@ -119,7 +121,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         "sampler": pick("none", "given", "nan", "old"),
         "entropy_quantile": pick(False, False, False, True),
         "entropy_coef": pick(0.0, 0.0, 0.0, 0.01, 0.3),
-        "advantages": pick("mixed", "mixed", "positive", "negative", "zero", "equal", "token", "repeated"),
+        "advantages": pick("fine", "mixed", "positive", "negative", "zero", "equal", "token", "repeated"),
         "accumulation": pick(1, 1, 2, 5),
         "other_tokens": draw(st.sampled_from([0, 0, 7, 100])),
         "max_completion_length": pick(16, width, 512),

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -44,6 +44,7 @@ class CaseOracle:
     _cut: dict[str, Quantities] = dataclasses.field(default_factory=dict)
     _narrowed: dict[frozenset[str], CaseOracle] = dataclasses.field(default_factory=dict)
     _variants: dict[str, CaseOracle] = dataclasses.field(default_factory=dict)
+    _heard: dict[frozenset[tuple[str, torch.dtype]], CaseOracle] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def on_cpu(self) -> Inputs:
@@ -76,6 +77,21 @@ class CaseOracle:
             self._narrowed[absent] = CaseOracle(self.family, inputs, {})
             self._narrowed[absent].exact = exact(self.family, self._narrowed[absent].home)
         return self._narrowed[absent]
+
+    def heard(self, outputs: Mapping[str, torch.Tensor | None]) -> CaseOracle:
+        """This case with the upstream gradients that reach outputs of these dtypes: autograd gives a 16-bit loss a 16-bit one."""
+        found = {n: (g, outputs.get(n)) for n, g in self.inputs.cotangents.items()}
+        narrow = {
+            n: v.dtype for n, (g, v) in found.items() if v is not None and not torch.equal(g, g.to(v.dtype).to(g))
+        }
+        if not narrow:
+            return self
+        key = frozenset(narrow.items())
+        if key not in self._heard:
+            kept = {n: g.to(narrow.get(n, g.dtype)).to(g) for n, g in self.inputs.cotangents.items()}
+            self._heard[key] = CaseOracle(self.family, dataclasses.replace(self.inputs, cotangents=kept), {})
+            self._heard[key].exact = exact(self.family, self._heard[key].home)
+        return self._heard[key]
 
     @functools.cached_property
     def beside(self) -> Inputs:
@@ -204,6 +220,7 @@ def judge_all(
 ) -> dict[str, Judgement]:
     """Every quantity the implementation should return (or `only` some), judged; and each that it should not. `finer`: see
     `CaseOracle`."""
+    oracle = oracle.heard(outcome.quantities)
     wanted = expected(oracle, implementation, recipe)
     gradients = only is None or any(name.startswith("grad_") for name in only)
     judged = {}

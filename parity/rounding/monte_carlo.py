@@ -216,9 +216,9 @@ class MonteCarlo(TorchDispatchMode):
         if beyond is not None:
             out = torch.where(beyond, torch.copysign(torch.full_like(out, torch.inf), out), out)
         if a.shape[-1] == 1 and not self.backward and self.recipe.logits in ("fp16", "bf16"):
-            # products of two short mantissas, summed with nothing, round alike along a row: h = 2 - 2⁻⁷ always rounds up
-            row = self.noise.like(out[..., :1])
-            out = out + out * row * UNIT_ROUNDOFF[self.recipe.logits]
+            # two short mantissas, summed with nothing: along a row, or a column, h = 2 - 2⁻⁷ rounds every product up
+            row, column = self.noise.like(out[..., :1]), self.noise.like(out[..., :1, :])
+            out = out + out * (row + column) * UNIT_ROUNDOFF[self.recipe.logits]
         partial = self.u_partial() if self.backward else 0.0
         if partial and self.recipe.partial_terms:
             out = self._added(a, b)
@@ -241,8 +241,14 @@ class MonteCarlo(TorchDispatchMode):
         """By how much a sum is off when its parts are added one by one to a total in the dtype of `accumulate`.
 
         Of n parts of one sign the last ones meet a total n times their size: no random walk of the parts' own roundings.
+        Half of the replicas begin with the last part, as autograd does.
         """
-        total, exact = self._totals(parts)
+        parts = list(parts)
+        turned = len(parts[0]) // 2 if parts[0].dim() else 0
+        total, exact = self._totals(
+            torch.cat([last[:turned], first[turned:]]) if turned else first
+            for first, last in zip(parts, reversed(parts), strict=True)
+        )
         return (total - exact).nan_to_num_(0.0, 0.0, 0.0)
 
     def _totals(self, parts: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

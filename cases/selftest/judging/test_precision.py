@@ -86,3 +86,18 @@ def test_what_autocast_does_change_keeps_its_own_recipe():
         return {"logps": torch.log_softmax(z, -1).gather(-1, x.ids.long().unsqueeze(-1)).squeeze(-1)}
 
     assert all(j.agrees for j in judged("logprobs", call, "fp32", Recipe(), context="autocast").values())
+
+
+def test_a_16_bit_output_gets_a_16_bit_upstream_gradient():
+    """autograd rounds it on the way in, which is no error of the library: the oracle is asked with what arrived."""
+    case = family_of("logprobs").case(3, "bf16", SHAPE | {"B": 1, "T": 1, "V": 5, "H": 2000, "cotangent": "fine"})
+    oracle = oracle_of(case)
+    narrow = Implementation(
+        "narrow", "logprobs", "candidate", lambda x: {"logps": logps(x).bfloat16()}, Recipe(output="bf16")
+    )
+    outcome = execute(narrow, oracle.inputs)
+    arrived = oracle.heard(outcome.quantities)
+    assert torch.equal(arrived.inputs.cotangents["logps"], oracle.inputs.cotangents["logps"].bfloat16().double())
+    assert arrived is oracle.heard(outcome.quantities) is not oracle
+    assert oracle.heard({"logps": outcome.quantities["logps"].float()}) is oracle
+    assert all(j.agrees for j in confirmed(oracle, narrow, outcome).values())

@@ -75,6 +75,10 @@ COARSE_TEMPERATURE = {"B": 3, "H": 2, "T": 400, "V": 40, "accumulation": 5, "adv
                       "off_policy_mask_threshold": 0.1, "ratio": "sequence", "ratio_range": "wide",
                       "steps_per_generation": 10, "temperature": 0.004159, "use_bias_correction_kl": True}  # fmt: skip
 EQUAL_TOKENS = {"B": 2, "T": 300, "V": 33, "H": 1, "level": 150.0, "peak": 4.0, "temperature": 0.9}
+ONE_WEIGHT = {"H": 1, "T": 300, "V": 40, "peak": 12.0, "targets": "likely", "temperature": 0.9808}
+LAST_PART_FIRST = {"H": 2, "T": 300, "V": 40, "advantages": "repeated", "beta": 0.5, "bias": "random", "lengths": [199, 134],
+                   "loss_type": "sapo", "old": "absent", "other_tokens": 100, "peak": 0.05, "ratio": "sequence",
+                   "ratio_range": "zeros", "ref": "apart", "sampler": "old", "targets": "edge"}  # fmt: skip
 EQUAL_ROWS = {"B": 1, "T": 2, "V": 5461, "ids_dtype": "int32", "padded_rows": "equal", "peak": 0.05}
 
 
@@ -94,6 +98,8 @@ EQUAL_ROWS = {"B": 1, "T": 2, "V": 5461, "ids_dtype": "int32", "padded_rows": "e
         Case("policy", 59720, "fp32", COARSE_TEMPERATURE),
         Case("divergence", 21, "fp32", EQUAL_TOKENS),
         Case("logprobs", 65895, "fp32", EQUAL_ROWS),
+        Case("logprobs", 530, "bf16", ONE_WEIGHT),
+        Case("policy", 2316, "bf16", LAST_PART_FIRST),
     ],
     ids=[
         "one use of a tied head overflows",
@@ -109,6 +115,8 @@ EQUAL_ROWS = {"B": 1, "T": 2, "V": 5461, "ids_dtype": "int32", "padded_rows": "e
         "one rounding of a temperature for 409 tokens",
         "every token the same",
         "1,820 equal rows of the head",
+        "one weight rounds all its products alike",
+        "300 partial gradients, the last one first",
     ],
 )
 def test_cases_that_alarmed(case):

@@ -19,7 +19,7 @@ from parity.implementations.implementation import Adapter, Outputs
 from parity.selftest.controls.divergence import by_log_mixture
 from parity.selftest.mutants import Edited
 from parity.selftest.mutants.conduct import MISCONDUCT, misread
-from parity.selftest.mutants.steps import with_gradient
+from parity.selftest.mutants.steps import through, with_gradient
 
 Pair = tuple[Tensor, Tensor]
 
@@ -287,6 +287,16 @@ def _row_means(x: Inputs, per_token: Tensor) -> Tensor:
     return (each.sum(1) / kept.sum(1).clamp(min=1)).sum() / kept.any(1).sum().clamp(min=1)
 
 
+_wrong(
+    "upstream-in-bf16",
+    "upstream gradient rounded to bfloat16",
+    loss=lambda x, v: through(v, lambda g: g.bfloat16().to(g)),
+)
+_wrong(
+    "upstream-in-fp16",
+    "upstream gradient rounded to float16",
+    loss=lambda x, v: through(v, lambda g: g.clamp(-65504, 65504).half().to(g)),
+)
 _wrong("labels-inverted", "only positions with label -100 scored", rows=lambda x: ~_rows(x))
 _wrong(
     "labels-ignored",

@@ -127,12 +127,22 @@ def _stride_ignored(g: torch.Tensor) -> torch.Tensor:
     return torch.cat([g.flatten()[:1], g.new_zeros(g.numel() - 1)]).view(g.shape)
 
 
+def _rounded(g: torch.Tensor) -> torch.Tensor:
+    return g.bfloat16().to(g)
+
+
+def _flushed(g: torch.Tensor) -> torch.Tensor:
+    return g.clamp(-65504, 65504).half().to(g)
+
+
 _fused("upstream-ignored", "upstream gradient ignored: backward assumes 1", upstream=lambda a, b: (a.ne(0).to(a), b))
 _fused(
     "upstream-scale-lost",
     "the scale of the upstream gradient lost",
     upstream=lambda a, b: (a / a.abs().amax().clamp(min=1e-30), b),
 )
+_fused("upstream-in-bf16", "upstream gradients rounded to bfloat16", upstream=lambda a, b: (_rounded(a), _rounded(b)))
+_fused("upstream-in-fp16", "upstream gradients rounded to float16", upstream=lambda a, b: (_flushed(a), _flushed(b)))
 _fused("upstream-mixed", "upstream gradient of the entropy taken for the log-probs'", upstream=lambda a, b: (a + b, b))
 _wrong(
     "stride-zero-misread",

@@ -104,6 +104,21 @@ _wrong(
     loss=lambda c: through(right.loss(c), torch.sign),
 )
 _wrong(
+    "upstream-in-bf16",
+    "upstream gradient rounded to bfloat16",
+    loss=lambda c: through(right.loss(c), lambda g: g.bfloat16().to(g)),
+)
+_wrong(
+    "upstream-in-fp16",
+    "upstream gradient rounded to float16",
+    loss=lambda c: through(right.loss(c), lambda g: g.clamp(-65504, 65504).half().to(g)),
+)
+_wrong(
+    "advantages-in-bf16",
+    "advantages rounded to bfloat16",
+    advantages=lambda c: right.advantages(c).bfloat16().float(),
+)
+_wrong(
     "states-in-bf16", "hidden states rounded to bfloat16", Steps(states=lambda x: Steps().states(x).bfloat16().float())
 )
 
