@@ -195,20 +195,23 @@ class MonteCarlo(TorchDispatchMode):
             stretch[0] = 1.0
         return stretch
 
-    def product(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """`out` = a·b, (…, M, N), as the recipe multiplies, before the result is rounded; a subclass may multiply otherwise."""
+    def product(
+        self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beside: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`out` = a·b + `beside`, (…, M, N), as the recipe multiplies, before the result is rounded."""
         matmul = torch.bmm if a.dim() == 3 else torch.mm
         # products of few rows are summed one after another: the random walk of Higham and Mary (2019), √K·u, halved
         walk = max(2.0, a.shape[-1] ** 0.5 / 2)
         precision = self.recipe.matmul_backward if self.backward else self.recipe.matmul
         if precision != "ieee":
             a, b = (cut(x, precision, self._stretch(x)) for x in (a, b))
-            out = matmul(a, b)
+            out = matmul(a, b) if beside is None else matmul(a, b) + beside
         if self.recipe.reduction != "fp32" and a.shape[-1] >= SPLIT_FROM:
             u = UNIT_ROUNDOFF[self.recipe.reduction]
             for part in split(a, b, self.noise.choice((2, 4, 8, 16))):
                 out = out + part.mul_(u).mul_(self.noise.like(part))
         real, size = self._in_float32(a, b)
+        real = real if beside is None else real + beside
         out = torch.where(torch.isfinite(real), real, out)
         bounded = self.backward and self.range_partial() < torch.inf
         beyond = size > self.range_partial() if bounded else None

@@ -47,7 +47,7 @@ class BackboneRounding(StepRounding):
             return out
         if func is aten.embedding_dense_backward.default:
             terms = func(args[0].square(), *args[1:]).sqrt_()
-            return self.rounded(out + self.scattered(terms.mul_(2.0**-8), out))
+            return self.rounded(self.scattered(out, terms.mul_(2.0**-8)))
         return self.rounded(out) if func in INSIDE else out
 
 

@@ -69,28 +69,25 @@ class StepRounding(MonteCarlo):
             return func(*args, **(kwargs or {}))
         if func is aten.addmm.default:
             out = func(*args, **(kwargs or {}))
-            return self.rounded(self.product(out, args[1], args[2]))
+            return self.rounded(self.product(out, args[1], args[2], args[0]))
         if func is aten._softmax_backward_data.default:
             out = func(*args, **(kwargs or {}))
             terms = args[1] * (args[0].abs() + (args[0] * args[1]).abs().sum(args[2], keepdim=True))
-            return out + self.scattered(terms.mul_(2 * self.u), out)
+            return self.scattered(out, terms.mul_(2 * self.u))
         if func is aten.embedding_dense_backward.default:
             out = func(*args, **(kwargs or {}))
-            return out + self.scattered(func(args[0].abs(), *args[1:]).mul_(2 * self.u), out)
+            return self.scattered(out, func(args[0].abs(), *args[1:]).mul_(2 * self.u))
         if func in (aten.silu_backward.default, aten.gelu_backward.default):
             out = func(*args, **(kwargs or {}))
-            return out + self.scattered(args[0].abs().mul(2 * self.u), out)
+            return self.scattered(out, args[0].abs().mul(2 * self.u))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class AutocastRounding(StepRounding):
     """`StepRounding` under autocast to bfloat16: matrix products read and write it, everything else is float32."""
 
-    def product(self, out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        matmul = torch.bmm if a.dim() == 3 else torch.mm
-        bias = out - matmul(a, b)
-        rounded = matmul(self.store(a, "bf16"), self.store(b, "bf16")) + bias
-        return self.store(super().product(rounded, a, b), "bf16")
+    def product(self, out: Tensor, a: Tensor, b: Tensor, beside: Tensor | None = None) -> Tensor:
+        return self.store(super().product(out, self.store(a, "bf16"), self.store(b, "bf16"), beside), "bf16")
 
 
 def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
