@@ -206,13 +206,13 @@ class MonteCarlo(TorchDispatchMode):
         if precision != "ieee":
             a, b = (cut(x, precision, self._stretch(x)) for x in (a, b))
             out = matmul(a, b) if beside is None else matmul(a, b) + beside
+        real, size = self._in_float32(a, b)
+        real = real if beside is None else real + beside
+        out = torch.where(torch.isfinite(real), real, out)
         if self.recipe.reduction != "fp32" and a.shape[-1] >= SPLIT_FROM:
             u = UNIT_ROUNDOFF[self.recipe.reduction]
             for part in split(a, b, self.noise.choice((2, 4, 8, 16))):
                 out = out + part.mul_(u).mul_(self.noise.like(part))
-        real, size = self._in_float32(a, b)
-        real = real if beside is None else real + beside
-        out = torch.where(torch.isfinite(real), real, out)
         bounded = self.backward and self.range_partial() < torch.inf
         beyond = size > self.range_partial() if bounded else None
         out = self.scattered(out, size.mul_(walk * self.u_sum))
