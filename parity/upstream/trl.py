@@ -207,6 +207,7 @@ def _without_logs() -> Iterator[None]:
     loggers = [logging.root, *(logging.getLogger(name) for name in ("transformers", "trl", "accelerate"))]
     handlers = [logging.lastResort, *(handler for one in loggers for handler in one.handlers)]
     levels = [(one, one.level) for one in handlers if one is not None]
+    before = [(one, one.level) for one in loggers]
     for one, level in levels:
         one.level = max(level, logging.ERROR)
     try:
@@ -214,6 +215,9 @@ def _without_logs() -> Iterator[None]:
     finally:
         for one, level in levels:
             one.level = level
+        for logger, level in before:
+            if logger.level != level:  # a trainer sets that of transformers to what is in effect
+                logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -104,6 +104,16 @@ def _logging() -> tuple[Any, ...]:
     return logging.root.manager.disable, logging.getLoggerClass(), *loggers
 
 
+def _logging_changes(before: tuple[Any, ...], now: tuple[Any, ...]) -> list[str]:
+    """Which logger, and what of it."""
+    parts = ("level", "disabled", "propagate", "handlers")
+    out = ["logging.disable or its class of loggers changed"] if before[:2] != now[:2] else []
+    for (logger, *was), (_, *found) in zip(before[2:], now[2:], strict=True):
+        changed = [part for part, a, b in zip(parts, was, found, strict=True) if a != b]
+        out += [f"logger {logger.name}: {', '.join(changed)} changed"] if changed else []
+    return out
+
+
 def _put_logging(value: tuple[Any, ...]) -> None:
     disable, kind, *loggers = value
     logging.disable(disable)
@@ -129,7 +139,7 @@ WATCHES: tuple[Watch, ...] = (
         lambda: (tuple(warnings.filters), warnings.showwarning, warnings.formatwarning),
         _put_filters,
     ),
-    Watch("logging", _logging, _put_logging),
+    Watch("logging", _logging, _put_logging, _logging_changes),
     Watch("interpreter settings", _interpreter, _put_interpreter),
     Watch("sys.path", lambda: tuple(sys.path), _put_path),
     Watch("finders of modules", _finders, _put_finders),

@@ -66,13 +66,16 @@ def test_quietness_is_taken_back(monkeypatch, capsys, before):
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     if before is not None:
         monkeypatch.setenv("TQDM_DISABLE", before)
-    bars, level = hugging_face.is_progress_bar_enabled(), logging.getLogger("trl").level
+    bars = hugging_face.is_progress_bar_enabled()
+    levels = [logging.getLogger(name).level for name in ("transformers", "trl")]
     with warnings.catch_warnings(record=True) as heard, trl.quiet():
         print("from TRL")
+        logging.getLogger("transformers").setLevel(logging.CRITICAL)  # as a trainer's own log level does
         warnings.warn("from TRL", stacklevel=1)
         assert not hugging_face.is_progress_bar_enabled()
     assert capsys.readouterr().out == "" and not heard
-    assert (hugging_face.is_progress_bar_enabled(), logging.getLogger("trl").level) == (bars, level)
+    assert hugging_face.is_progress_bar_enabled() == bars
+    assert [logging.getLogger(name).level for name in ("transformers", "trl")] == levels
     assert os.environ.get("TQDM_DISABLE") == before
 
 
