@@ -107,10 +107,10 @@ def _logging() -> tuple[Any, ...]:
 def _logging_changes(before: tuple[Any, ...], now: tuple[Any, ...]) -> list[str]:
     """Which logger, and what of it."""
     parts = ("level", "disabled", "propagate", "handlers")
-    out = ["logging.disable or its class of loggers changed"] if before[:2] != now[:2] else []
+    out = ["logging changed"] if before[:2] != now[:2] else []
     for (logger, *was), (_, *found) in zip(before[2:], now[2:], strict=True):
         changed = [part for part, a, b in zip(parts, was, found, strict=True) if a != b]
-        out += [f"logger {logger.name}: {', '.join(changed)} changed"] if changed else []
+        out += [f"logging changed: {logger.name} ({', '.join(changed)})"] if changed else []
     return out
 
 

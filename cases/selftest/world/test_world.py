@@ -27,7 +27,7 @@ from parity.judging.execute import execute
 from parity.recipe import UNIT_ROUNDOFF
 from parity.registry import family, from_file, run_case
 from parity.selftest.controls import control
-from parity.world import bindings, snapshot
+from parity.world import bindings, interpreter, snapshot
 from parity.world.state import WATCHES, differing
 
 LOGPROBS = family("logprobs")
@@ -293,3 +293,10 @@ def test_code_that_torch_compile_drops_is_no_change(monkeypatch):
         pytest.skip(f"torch {torch.__version__} keeps compiled code elsewhere")
     assert not set(compiled) & set(vars(module))
     assert not list(bindings.changes(before))
+
+
+def test_a_changed_logger_is_named(monkeypatch):
+    watch = next(w for w in interpreter.WATCHES if w.name == "logging")
+    before = watch.get()
+    monkeypatch.setattr(logging.getLogger("trl"), "propagate", not logging.getLogger("trl").propagate)
+    assert watch.differences(before, watch.get()) == ["logging changed: trl (propagate)"]
