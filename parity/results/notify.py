@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from parity.results.memory import Run, Seen
 from parity.results.report.markdown import code, escape
-from parity.results.report.wording import CODES, count, others, ratio
+from parity.results.report.wording import CODES, blamed, count, others, ratio
 from parity.results.step import CommandOutcome
-from parity.results.trend import Change
+from parity.results.trend import Change, since
 
 SHOWN = 20
 """Findings, headrooms and missing comparisons written out; the rest is counted."""
@@ -27,17 +26,10 @@ def title(change: Change) -> str:
         why = CODES.get(run.exit_code, f"exit code {run.exit_code}")
         why = "it did not come to its end" if not run.ended else wrong[0] if wrong else why
         return f"parity: red ({run.started:%Y-%m-%d}): {why}"
-    since = min(change.lives[k].first.started for k in fresh)
+    first = min((change.lives[k].first for k in fresh), key=lambda one: one.started)
     who = sorted({change.lives[k].now.implementation for k in fresh if change.lives[k].now})  # type: ignore[union-attr]
     also = f" and {len(who) - 1} more" if len(who) > 1 else ""
-    return f"parity: {count(len(fresh), 'new finding')} in {who[0]}{also}, {_since(since, run)}"
-
-
-def _since(first: datetime.datetime, run: Run) -> str:
-    days = (run.started.date() - first.date()).days
-    return {0: "since tonight", 1: f"since yesterday, {first:%Y-%m-%d}"}.get(
-        days, f"since {first:%Y-%m-%d}, {days} days"
-    )
+    return f"parity: {count(len(fresh), 'new finding')} in {who[0]}{also}, {since(first, run)}"
 
 
 def body(change: Change, page: str = "") -> str:
@@ -97,12 +89,12 @@ def _findings(heading: str, change: Change, keys: Iterable[str]) -> list[str]:
 
 
 def _finding(f: Seen, first: Run, times: int, of: int) -> list[str]:
-    blame = {"both": "the candidate and the reference are wrong", None: "nobody is blamed"}
-    who = blame.get(f.blame, f"the {f.blame} is wrong")
     what = f"{f.cls} in {f.quantities}" if f.cls else f.verdict
     size = "no finite size" if f.headroom is None else f"headroom {ratio(f.headroom)}"
     seen = f"seen in {times} of {count(of, 'run')}, first {first.started:%Y-%m-%d}"
-    lines = [f"- **{code(f.implementation)}**: {escape(what)}; {who}; {size}; {count(f.cases, 'case')}; {seen}"]
+    lines = [
+        f"- **{code(f.implementation)}**: {escape(what)}; {blamed(f.blame)}; {size}; {count(f.cases, 'case')}; {seen}"
+    ]
     lines += [f"  {escape(f.message)}"] if f.message else []
     return [*lines, f"  {code(f.replay)}"]
 

@@ -123,6 +123,17 @@ def life(key: str, past: Sequence[Run]) -> Life:
     return Life(key, seen[0], seen[-1], len(seen), len(could), having.get(past[-1].id))
 
 
+def since(first: Run, run: Run, now: str = "since tonight") -> str:
+    """Since when, said in `run`, what the run `first` saw first; `now` where that is the same run."""
+    if first.id == run.id:
+        return now
+    days = (run.started.date() - first.started.date()).days
+    if not days:
+        return f"since {first.started:%H:%M} today"
+    day = f"{first.started:%Y-%m-%d}"
+    return f"since yesterday, {day}" if days == 1 else f"since {day}, {days} days"
+
+
 def moved(before: Run, now: Run) -> dict[str, tuple[str, str]]:
     """Package -> its versions in both runs, where they differ; "-" where it was not installed."""
     names = sorted({*before.versions, *now.versions})

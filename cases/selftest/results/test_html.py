@@ -103,6 +103,31 @@ def test_since_when_what_is_gone_and_what_grew(tmp_path):
     in_order(text, "Headroom that grew", "liger.f", "0.50", "0.90", "Trend", "last 4 kept runs", "polyline", "0.90")
 
 
+def test_the_first_screen_says_what_is_wrong_whose_fault_it_is_and_since_when(tmp_path):
+    old = [*GOOD, *rename_typed(BAD, implementation="lib.old")]
+    rows = [*old, *rename_typed(BAD, implementation="lib.new", blame="reference")]
+    night(tmp_path, 0, GOOD)
+    night(tmp_path, 1, old, 1)
+    last = night(tmp_path, 2, rows, 1)
+    about = Header(run="run2", header=About(profile="nightly", device="cpu", started=last.started.isoformat()))
+    text = report.render(typed(about, rows), report.Extras(code=1, past=memory.runs(tmp_path)))
+    said = [
+        " ".join(re.sub("<.*?>", " ", line).split()) for line in re.findall("<li>(.*?)</li>", text.split("<nav>")[0])
+    ]
+    what = "logic in loss · the"
+    assert sorted(said) == [
+        f"lib.new {what} reference is wrong · new in this run",
+        f"lib.old {what} candidate is wrong · since yesterday, 2026-11-02",
+    ]
+    found = Links(text)
+    assert {"#new-1", "#new-2"} < set(found.targets) and {"new-1", "new-2"} < set(found.ids)
+
+    last = night(tmp_path, 3, now := rename_typed(GOOD * 2, implementation="lib.new"), 0)
+    about = Header(run="run3", header=About(profile="nightly", device="cpu", started=last.started.isoformat()))
+    text = report.render(typed(about, now), report.Extras(past=memory.runs(tmp_path)))
+    assert '<p>1 finding <a href="#fixed">fixed</a> since the run before.</p>' in text.split("<nav>")[0]
+
+
 def rename_typed(rows, **fields):
     return [convert(r.to_json() | fields, Row) for r in rows]
 

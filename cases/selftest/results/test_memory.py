@@ -202,6 +202,9 @@ def test_the_title_says_who_and_since_when(tmp_path):
     assert notify.title(green) == "parity: green (2026-11-01)"
     red = trend.change(night(tmp_path, 1, [*GOOD, *BAD], 1), memory.runs(tmp_path)[:1])
     assert notify.title(red) == "parity: 1 new finding in liger.f, since tonight"
+    for day, said in ((1.5, "01:17 today"), (2, "yesterday, 2026-11-02"), (4, "2026-11-02, 3 days")):
+        again = trend.change(night(tmp_path, day, [*GOOD, *BAD], 1), memory.runs(tmp_path)[:2])
+        assert notify.title(again) == f"parity: 1 new finding in liger.f, since {said}"
     blind = trend.change(night(tmp_path, 2, GOOD, 3), memory.runs(tmp_path)[:1])
     assert notify.title(blind) == "parity: red (2026-11-03): nothing, or not enough, was compared"
 

@@ -16,6 +16,8 @@ from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Line, Summary, Tally
 from parity.results.row import Row
 
+BRIEF = 8
+"""New findings named at the top of the page, with blame and since when; the rest is counted."""
 STEEPEST = 100
 """Lines of the trend; nightly judges thousands of quantities."""
 FOLDER = Path(__file__).with_name("page")
@@ -111,6 +113,8 @@ def render(summary: Summary, extras: Extras = Extras()) -> str:
         growth=[_growth(g) for g in change.growth[:STEEPEST]] if change else [],
         trend=lines,
         seen=lambda finding: _seen(finding, change),
+        since=lambda finding: _since(finding, change),
+        brief=BRIEF,
         day=lambda run: f"{run.started:%Y-%m-%d}",
         scripts=extras.scripts,
         entries=len({f.known for f in summary.known}),
@@ -155,11 +159,20 @@ def _sections(
 
 
 def _seen(finding: Finding, change: trend.Change | None) -> str:
-    """Since when, where runs were kept."""
-    life = change.lives.get(memory.key(finding)) if change and change.before else None
+    """How often and since when, where runs were kept."""
+    life = _life(finding, change)
     if life is None:
         return ""
     return f"in {life.times:,} of {wording.count(life.of, 'run')}, first {life.first.started:%Y-%m-%d}"
+
+
+def _since(finding: Finding, change: trend.Change | None) -> str:
+    life = _life(finding, change)
+    return trend.since(life.first, change.run, "new in this run") if change and life else ""
+
+
+def _life(finding: Finding, change: trend.Change | None) -> trend.Life | None:
+    return change.lives.get(memory.key(finding)) if change and change.before else None
 
 
 def _fixed(change: trend.Change) -> list[tuple[str, ...]]:

@@ -207,6 +207,12 @@ def cls(row: Row) -> str:
     return str(row.cls or row.verdict)
 
 
+def blamed(blame: str | None) -> str:
+    """Whose fault it is, in a few words."""
+    several = {"both": "the candidate and the reference are wrong", None: "nobody is blamed"}
+    return several.get(blame, f"the {blame} is wrong")
+
+
 def spread(finding: Finding) -> str:
     """In how many cases and dtypes a finding shows, its worst headroom, and what it costs of the gradient."""
     parts = [count(finding.cases, "case"), " ".join(finding.dtypes)]
