@@ -15,7 +15,7 @@ POOL_MINIMUM = 30
 POOL_SIGMAS = 8.0
 POOL_FLOOR = {"fp32": 2.0**-21, "fp16": 2.0**-12, "bf16": 2.0**-10}
 """Systematic slope that rounding itself may leave (a constant's rounding), by the dtype of the case, on the CPU: on the
-pinned stack no implementation that agrees comes nearer to its limit than 0.18 (docs/judging.md)."""
+pinned stack no implementation that agrees comes nearer to its limit than 0.16 (docs/judging.md)."""
 UNMEASURED = 4.0
 """The floors' multiple on a device where they were not measured yet: tensor cores truncate where a CPU rounds."""
 
