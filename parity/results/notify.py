@@ -29,7 +29,9 @@ def title(change: Change) -> str:
     first = min((change.lives[k].first for k in fresh), key=lambda one: one.started)
     who = sorted({change.lives[k].now.implementation for k in fresh if change.lives[k].now})  # type: ignore[union-attr]
     also = f" and {len(who) - 1} more" if len(who) > 1 else ""
-    return f"parity: {count(len(fresh), 'new finding')} in {who[0]}{also}, {since(first, run)}"
+    tonight = sum(change.lives[k].first.id == run.id for k in fresh)
+    added = f", {tonight} of them since tonight" if 0 < tonight < len(fresh) else ""
+    return f"parity: {count(len(fresh), 'new finding')} in {who[0]}{also}, {since(first, run)}{added}"
 
 
 def body(change: Change, page: str = "") -> str:

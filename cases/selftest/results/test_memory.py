@@ -205,6 +205,10 @@ def test_the_title_says_who_and_since_when(tmp_path):
     for day, said in ((1.5, "01:17 today"), (2, "yesterday, 2026-11-02"), (4, "2026-11-02, 3 days")):
         again = trend.change(night(tmp_path, day, [*GOOD, *BAD], 1), memory.runs(tmp_path)[:2])
         assert notify.title(again) == f"parity: 1 new finding in liger.f, since {said}"
+    more = [*GOOD, *BAD, row("trl.g", headroom=9.0, verdict="disagree")]
+    worse = trend.change(night(tmp_path, 2, more, 1), memory.runs(tmp_path)[:2])
+    title = "parity: 2 new findings in liger.f and 1 more, since yesterday, 2026-11-02, 1 of them since tonight"
+    assert notify.title(worse) == title
     blind = trend.change(night(tmp_path, 2, GOOD, 3), memory.runs(tmp_path)[:1])
     assert notify.title(blind) == "parity: red (2026-11-03): nothing, or not enough, was compared"
 
