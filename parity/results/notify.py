@@ -8,7 +8,7 @@ from parity.results.memory import Run, Seen
 from parity.results.report.markdown import code, escape
 from parity.results.report.wording import CODES, blamed, count, others, ratio
 from parity.results.step import CommandOutcome
-from parity.results.trend import Change, since
+from parity.results.trend import STILL_FAILS, Change, since
 
 SHOWN = 20
 """Findings, headrooms and missing comparisons written out; the rest is counted."""
@@ -48,7 +48,9 @@ def body(change: Change, page: str = "") -> str:
     out += _findings("Still there", change, change.still)
     if change.fixed:
         out += ["### Gone since the run before", ""]
-        out += [f"- {code(k)}, first seen {change.lives[k].first.started:%Y-%m-%d}" for k in change.fixed[:SHOWN]]
+        for k in change.fixed[:SHOWN]:
+            still = f" ({STILL_FAILS})" if k in change.failing else ""
+            out.append(f"- {code(k)}, first seen {change.lives[k].first.started:%Y-%m-%d}{still}")
         out += _more(change.fixed)
     if change.missing:
         out += ["### Compared less than usual", ""]

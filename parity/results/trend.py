@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from parity.results.memory import Run, Seen
 from parity.results.row import STOPPED
 
+STILL_FAILS = "not seen; its implementation still fails"
+"""What is said of a finding in `Change.failing`."""
 NIGHTS = 7
 """Earlier runs of the same profile and device that a figure is compared with."""
 SHARE = 0.8
@@ -83,6 +85,13 @@ class Change:
     missing: tuple[Missing, ...]
     moved: Mapping[str, tuple[str, str]]
     green: Run | None
+
+    @property
+    def failing(self) -> tuple[str, ...]:
+        """Keys of `fixed` whose implementation has another new finding in the family: the cases may only not have been drawn."""
+        then = {f.key: f for f in self.before.findings} if self.before else {}
+        fails = {(f.implementation, f.family) for f in self.run.findings if f.known is None}
+        return tuple(k for k in self.fixed if (then[k].implementation, then[k].family) in fails)
 
 
 def change(run: Run, earlier: Iterable[Run]) -> Change:

@@ -11,7 +11,7 @@ from cases.selftest.results.test_brief import shown
 from cases.selftest.results.test_memory import BAD, GOOD, night, row
 from cases.selftest.results.test_report import BASE, FINDING, GRADIENT, HEADER, KNOWN, LOSS, in_order, rename, summarise
 from parity.cli import page
-from parity.results import memory
+from parity.results import memory, notify
 from parity.results.header import About, Header
 from parity.results.report import html as report
 from parity.results.report.summary import summarise as typed
@@ -126,6 +126,17 @@ def test_the_first_screen_says_what_is_wrong_whose_fault_it_is_and_since_when(tm
     about = Header(run="run3", header=About(profile="nightly", device="cpu", started=last.started.isoformat()))
     text = report.render(typed(about, now), report.Extras(past=memory.runs(tmp_path)))
     assert '<p>1 finding <a href="#fixed">fixed</a> since the run before.</p>' in text.split("<nav>")[0]
+
+
+def test_a_finding_not_drawn_again_is_not_called_fixed_while_its_implementation_fails(tmp_path):
+    side = row(quantity="grad_weight", headroom=1.3, verdict="disagree", case="policy-2")
+    night(tmp_path, 0, [*GOOD, *BAD, side], 1)
+    last = night(tmp_path, 1, now := [*GOOD, *BAD], 1)
+    about = Header(run="run1", header=About(profile="nightly", device="cpu", started=last.started.isoformat()))
+    extras = report.Extras(code=1, past=memory.runs(tmp_path))
+    text, still = report.render(typed(about, now), extras), "not seen; its implementation still fails"
+    assert "fixed</a>" not in text.split("<nav>")[0] and still in text
+    assert still in notify.body(extras.change(typed(about, now)))
 
 
 def rename_typed(rows, **fields):

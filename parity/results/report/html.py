@@ -179,7 +179,7 @@ def _fixed(change: trend.Change) -> list[tuple[str, ...]]:
     then = {f.key: f for f in change.before.findings} if change.before else {}
     return [
         (
-            f.key,
+            f"{f.key} ({trend.STILL_FAILS})" if f.key in change.failing else f.key,
             f.cls or f.verdict,
             f.blame or "not decided",
             "∞" if f.headroom is None else wording.ratio(f.headroom),
