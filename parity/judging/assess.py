@@ -79,11 +79,12 @@ class CaseOracle:
         return self._narrowed[absent]
 
     def heard(self, outputs: Mapping[str, torch.Tensor | None]) -> CaseOracle:
-        """This case with the upstream gradients that reach outputs of these dtypes: autograd gives a 16-bit loss a 16-bit one."""
-        found = {n: (g, outputs.get(n)) for n, g in self.inputs.cotangents.items()}
-        narrow = {
-            n: v.dtype for n, (g, v) in found.items() if v is not None and not torch.equal(g, g.to(v.dtype).to(g))
-        }
+        """This case with the upstream gradients that reach outputs of these dtypes: autograd gives a 16-bit loss a 16-bit one.
+
+        One beyond the range of the dtype stays as it is: what an infinite one makes of a gradient is no gradient.
+        """
+        narrow = {n: v.dtype for n in self.inputs.cotangents if (v := outputs.get(n)) is not None}
+        narrow = {n: dtype for n, dtype in narrow.items() if _rounds(self.inputs.cotangents[n], dtype)}
         if not narrow:
             return self
         key = frozenset(narrow.items())
@@ -186,6 +187,12 @@ class CaseOracle:
         }
         inputs = dataclasses.replace(self.inputs, case=case, tensors=tensors, settings=settings)
         return CaseOracle(self.family, inputs, self.exact)
+
+
+def _rounds(g: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether `dtype` rounds a finite tensor, and to finite numbers."""
+    there = g.to(dtype).to(g)
+    return not torch.equal(g, there) and bool(torch.isfinite(there).all())
 
 
 @within("phase", "inputs")

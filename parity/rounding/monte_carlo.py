@@ -161,7 +161,7 @@ class MonteCarlo(TorchDispatchMode):
         shaken = self.noise.shaken(out, scale)
         if _finite(shaken):
             return shaken
-        finite = torch.isfinite(out) & torch.isfinite(scale)
+        finite = (out.abs() <= _HUGE) & (scale <= _HUGE)
         inside = (x.expand_as(out).masked_fill(~finite, 0.0) for x in (out, scale))
         return torch.where(finite, self.noise.shaken(*inside), out)
 
@@ -234,8 +234,8 @@ class MonteCarlo(TorchDispatchMode):
     def _in_float32(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """a·b and |a|·|b| as float32 sums them here, the operands on a grid stretched at random: equal terms drift alike."""
         matmul = torch.bmm if a.dim() == 3 else torch.mm
-        by_a = self.noise.stretch(a)
-        by_b = self.noise.stretch(b) if b.dim() == 3 else 1.0
+        by_a = self.noise.stretch(a) / 2  # below 1: what float32 holds stays finite
+        by_b = self.noise.stretch(b) / 2 if b.dim() == 3 else 1.0
         left, right = (a * by_a).float(), (b * by_b).float()
         by = by_a * by_b
         return matmul(left, right).double() / by, matmul(left.abs(), right.abs()).double() / by
@@ -247,7 +247,8 @@ class MonteCarlo(TorchDispatchMode):
         Half of the replicas begin with the last part, as autograd does.
         """
         parts = list(parts)
-        turned = len(parts[0]) // 2 if parts[0].dim() else 0
+        rows = len(parts[0]) if parts[0].dim() else 0
+        turned = rows // 2 if rows > 1 else rows * self.noise.choice((0, 1))
         total, exact = self._totals(
             torch.cat([last[:turned], first[turned:]]) if turned else first
             for first, last in zip(parts, reversed(parts), strict=True)
@@ -307,6 +308,7 @@ class MonteCarlo(TorchDispatchMode):
         try:
             value = x.detach()
             error = self.scattered(value, 2 * UNIT_ROUNDOFF[dtype] * size().detach()) - value
+            error = error if _finite(error) else error.nan_to_num(0.0, 0.0, 0.0)
             if along is None or not x.requires_grad:
                 return x + error
             direction = along()

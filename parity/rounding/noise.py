@@ -70,7 +70,9 @@ class Noise:
         return torch.cat([first, torch.addcmul(others, size[alike:], self.like(others))]) if alike < len(x) else first
 
     def _one_each(self, x: torch.Tensor, pool: torch.Tensor, where: random.Random) -> torch.Tensor:
-        start = int(where.random() * (self.SIZE - (x.shape[0] if x.dim() else 1)))
+        if x.dim() and x.shape[0] > self.SIZE // 2:
+            pool = pool.repeat(1 + x.shape[0] // (self.SIZE // 2))
+        start = int(where.random() * (self.SIZE // 2))
         return pool[start : start + x.shape[0]].view(-1, *(1,) * (x.dim() - 1)) if x.dim() else pool[start]
 
     def _on(self, device: torch.device, stretches: bool = False) -> torch.Tensor:

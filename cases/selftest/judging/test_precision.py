@@ -101,3 +101,10 @@ def test_a_16_bit_output_gets_a_16_bit_upstream_gradient():
     assert arrived is oracle.heard(outcome.quantities) is not oracle
     assert oracle.heard({"logps": outcome.quantities["logps"].float()}) is oracle
     assert all(j.agrees for j in confirmed(oracle, narrow, outcome).values())
+
+
+def test_an_upstream_gradient_beyond_the_range_of_a_loss_stays_as_it_is():
+    """65,536 in float16 would be infinite, and the gradients of the oracle no numbers that anything could be held to."""
+    oracle = oracle_of(family_of("policy").case(5, "fp16", {"B": 2, "cotangent": "scaled"}))
+    assert float(oracle.inputs.cotangents["loss"].abs()) > 65504
+    assert oracle.heard({"loss": torch.zeros((), dtype=torch.float16)}) is oracle

@@ -507,3 +507,22 @@ def test_a_wrong_output_is_settled_without_gradients():
     judged = confirmed(oracle, honest, dataclasses.replace(outcome, quantities=spoilt))
     assert [name for name, j in judged.items() if not j.agrees] == ["logps"]
     assert {key[1:] for key in oracle._replicas} == {(12, False, True), (60, False, False), (480, False, False)}
+
+
+def test_what_is_infinite_stays_so_beside_noise():
+    """A banned token that is selected, and the mask of a float64 model."""
+    lowest = torch.finfo(torch.float64).min
+    x = torch.tensor([[-torch.inf, lowest, 1.0]] * 4, dtype=torch.float64)
+    mode = MonteCarlo(Recipe(), "bf16", 1)
+    spread, scattered = mode.spread(x, lambda: torch.ones_like(x), "bf16"), mode.scattered(x, x.new_full((1,), 1e-3))
+    for found in (spread, scattered):
+        assert torch.equal(found[:, :2], x[:, :2]) and bool((found[:, 2] != 1).all())
+
+
+def test_a_stack_of_one_replica_begins_with_the_last_part_as_often_as_not():
+    parts = [torch.full((1, 1), v, dtype=torch.float64) for v in [1.0, *[2.0**-10] * 63]]
+    found = {
+        round(float(MonteCarlo(Recipe(accumulate="bf16", partials=64), "bf16", seed).lost(parts)), 3)
+        for seed in range(8)
+    }
+    assert min(found) < -0.04 and max(found) > -0.04, found

@@ -1,5 +1,6 @@
 """The steps that twins are judged against: definitions on paper, float64 throughout, and what the gates then see."""
 
+import itertools
 import math
 
 import pytest
@@ -212,13 +213,13 @@ def test_norms_of_a_model_in_bfloat16_round_in_float32():
     """Without the casts that open a region its norms would round in bfloat16 too, and the unit be that of another model."""
     norm = models.model("llama", torch.bfloat16).double().model.norm
     x = torch.randn(64, norm.weight.shape[0], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    exact, errors = norm(x), {}
-    for name in ("regions", "none"):
-        mode = BackboneRounding(IEEE_FP32, "fp32", 3)
+    exact, errors = norm(x), {"regions": 0.0, "none": 0.0}
+    for name, seed in itertools.product(errors, range(24)):
+        mode = BackboneRounding(IEEE_FP32, "fp32", seed)
         with Wide(mode) if name == "regions" else Double(), mode:
             found = norm(x)
-        errors[name] = float((found - exact).detach().norm())
-    assert errors["none"] > 1.3 * errors["regions"]
+        errors[name] += float((found - exact).detach().norm())
+    assert errors["none"] > 1.15 * errors["regions"]  # the same if no region opens
 
 
 def test_a_replica_that_is_not_finite_is_an_error():

@@ -69,7 +69,8 @@ class StepRounding(MonteCarlo):
             return func(*args, **(kwargs or {}))
         if func is aten.addmm.default:
             out = func(*args, **(kwargs or {}))
-            return self.rounded(self.product(out, args[1], args[2], args[0]))
+            alpha, beta = ((kwargs or {}).get(name, 1) for name in ("alpha", "beta"))
+            return self.rounded(self.product(out, args[1] * alpha, args[2], args[0] * beta))
         if func is aten._softmax_backward_data.default:
             out = func(*args, **(kwargs or {}))
             terms = args[1] * (args[0].abs() + (args[0] * args[1]).abs().sum(args[2], keepdim=True))
