@@ -145,6 +145,7 @@ def features(case: Case) -> dict[str, Any]:
     """Facts for coverage and ledger scopes besides the settings themselves."""
     s = FAMILY.full_settings(case)
     capped = s.softcap is not None  # a cap makes what is infinite finite again, a ban too
+    banned = s.bias == "banned" and not capped
     overflow = case.dtype == "fp16" and (min(head.largest(s), s.softcap / s.temperature) if capped else head.largest(s))
     return {
         "one token": s.B * s.T == 1,
@@ -153,7 +154,8 @@ def features(case: Case) -> dict[str, Any]:
         "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
         "V off block": s.V % 256 != 0,
         "fp16 overflow": case.dtype == "fp16" and head.largest(s) > 65504,
-        "a logit of -inf": (s.bias == "banned" and not capped) or overflow > 65504,
+        "a ban": banned,
+        "a log-prob of -inf": banned or 2 * overflow > 65504,  # from the largest to the smallest
         "logit_std": max(s.peak, 4.0 if s.rare is not None else 0.0) * s.logit_scale / s.temperature,
         "tokens": s.B * s.T,
     }

@@ -178,10 +178,12 @@ def test_a_nan_of_the_entropy_is_one_entry():
     both = [e for e in SHIPPED.entries if e.id in ("trl-entropy-minus-inf", "trl-entropy-fp16-overflow")]
     failed = row(implementation="trl.selective_log_softmax", quantity="entropy", gate="structure", dtype="fp16")
     seen = []
-    for bias, softcap, temperature in itertools.product(("none", "banned"), (None, 30.0), (1.0, 0.0029)):
+    for bias, softcap, temperature in itertools.product(
+        ("none", "banned"), (None, 30.0, 50.0), (1.0, 0.0029, 0.001428)
+    ):
         settings = {"bias": bias, "softcap": softcap, "temperature": temperature, "peak": 50.0, "entropy": "value"}
         known = facts(family("logprobs").case(1, "fp16", settings | {"H": 2}))
         covering = [e.id for e in both if e.covers(failed, known)]
-        assert len(covering) == known["a logit of -inf"], (settings, covering)
+        assert len(covering) == known["a log-prob of -inf"], (settings, covering)
         seen += covering
     assert set(seen) == {e.id for e in both}
