@@ -79,4 +79,5 @@ def test_a_gradient_scaled_by_one_percent(monkeypatch):
         return tuple(1.01 * g if torch.is_tensor(g) else g for g in backward(ctx, *slopes))
 
     monkeypatch.setattr(utils._ChunkedLogProbFunction, "backward", staticmethod(scaled))
-    assert disagreeing(outcome(dtype="bf16")) == {"head: grad_hidden", "head: grad_weight"}
+    found = disagreeing(outcome(dtype="bf16"))  # that of the whole model is near its limit
+    assert found - {"gradient"} == {"head: grad_hidden", "head: grad_weight"}
