@@ -206,7 +206,7 @@ def features(case: Case) -> dict[str, Any]:
         "both exclude": dense and student and teacher,
         "anything excluded": dense and (student or teacher),
         "fp16 sum": case.dtype == "fp16" and 5 * _nats(s) * s.B * s.T > 65504,
-        "fp16 overflow": case.dtype == "fp16" and head.largest(s) > 65504,
+        "fp16 overflow": head.overflows(case, s),
         "logit_std": s.peak * s.logit_scale / s.temperature,
         "tokens": s.B * s.T,
     }

@@ -12,6 +12,7 @@ from parity.case.case import DTYPES, Case, integers, normal, uniform
 from parity.case.family import Mark
 from parity.case.inputs import Inputs, Setting
 from parity.errors import UsageError
+from parity.recipe import LARGEST
 
 PEAKS = (0.05, 1.0, 4.0, 12.0, 50.0)
 
@@ -272,6 +273,11 @@ def temperatures(st: Any) -> Any:
 def largest(s: SimpleNamespace) -> float:
     """About the largest logit, before its softcap: of few products of normal numbers the tail is long."""
     return float(((5 + 12 / s.H**0.5) * s.peak + abs(s.level)) * s.logit_scale / s.temperature)
+
+
+def overflows(case: Case, s: SimpleNamespace) -> bool:
+    """Whether float16 may not hold the largest logit, before its softcap."""
+    return case.dtype == "fp16" and largest(s) > LARGEST["fp16"]
 
 
 def grid(s: SimpleNamespace) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from parity.case.layouts import arranged, like
 from parity.errors import UsageError
 from parity.families import head, stored
 from parity.families.probes import LOGPROBS
+from parity.recipe import LARGEST
 
 IGNORE_INDEX = -100
 
@@ -153,9 +154,9 @@ def features(case: Case) -> dict[str, Any]:
         "V beyond a chunk": s.V > 4096,
         "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
         "V off block": s.V % 256 != 0,
-        "fp16 overflow": case.dtype == "fp16" and head.largest(s) > 65504,
+        "fp16 overflow": head.overflows(case, s),
         "a ban": banned,
-        "a log-prob of -inf": banned or 2 * overflow > 65504,  # from the largest to the smallest
+        "a log-prob of -inf": banned or 2 * overflow > LARGEST["fp16"],  # from the largest to the smallest
         "logit_std": max(s.peak, 4.0 if s.rare is not None else 0.0) * s.logit_scale / s.temperature,
         "tokens": s.B * s.T,
     }

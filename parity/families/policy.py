@@ -242,7 +242,7 @@ def features(case: Case) -> dict[str, Any]:
         "V beyond a chunk": s.V > 4096,
         "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
         "one position": s.T == 1,
-        "fp16 overflow": case.dtype == "fp16" and head.largest(s) > 65504,
+        "fp16 overflow": head.overflows(case, s),
         "logit_std": s.peak * s.logit_scale / s.temperature,
         "tokens": s.B * s.T,
         "delta active": s.delta is not None,

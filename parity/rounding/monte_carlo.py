@@ -68,7 +68,6 @@ class MonteCarlo(TorchDispatchMode):
         """Round elementwise operations to `elementwise` and a log-softmax to `softmax` from here on."""
         self.elementwise, self.softmax = elementwise, softmax
         self.u = UNIT_ROUNDOFF[elementwise]
-        self.u_softmax = UNIT_ROUNDOFF[softmax]
         self.largest = LARGEST[elementwise] if elementwise == "fp16" else None
         self.largest_exp = LARGEST[elementwise]
 
