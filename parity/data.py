@@ -1,7 +1,5 @@
 """Where the frozen cases and the ledger are: in the checkout, or in the installed wheel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent

@@ -1,7 +1,5 @@
 """JSON and TOML that others wrote, read into typed structures; whatever is wrong with it is one line of `UsageError`."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """The pytest plugin: process settings before torch is imported, and the profile that `pytest cases` draws with."""
 
-from __future__ import annotations
-
 import pytest
 
 from parity.process import prepare

@@ -1,7 +1,5 @@
 """Settings of a process in which losses run: environment variables, threads, float32 precision, its parent."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

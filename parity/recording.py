@@ -4,8 +4,6 @@ A recording is two files: `NAME.safetensors` with the tensors, and `NAME.json` b
 and holds the SHA-256 of the first. Rows are padded at the right; `lengths` say where a row ends.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Loss families, trainers and implementations by name. The one module that knows all three."""
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import functools

@@ -1,7 +1,5 @@
 """CPU seconds of this process by stage of a comparison, by phase and by implementation: where the time of a run goes."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """The commands of `parity` and their options. What each does is in the module that it calls; exit codes: `parity.cli.group`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

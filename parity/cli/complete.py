@@ -1,7 +1,5 @@
 """Values that the shell completes: names of the registry and of the ledger, behind commas too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

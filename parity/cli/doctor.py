@@ -1,7 +1,5 @@
 """`parity doctor`: what is installed, what can run here, what is missing and how to get it. Downloads nothing."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """How every command ends: exit codes, one-line errors that the user can fix, and a parent process where foreign code runs."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

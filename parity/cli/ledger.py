@@ -1,7 +1,5 @@
 """`parity ledger add` and `accept`: entries written from what a run found."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 from typing import Any

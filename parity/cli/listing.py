@@ -1,7 +1,5 @@
 """`parity list`: implementations, settings, checks, profiles and trainers without a check, from the registry."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

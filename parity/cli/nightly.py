@@ -1,7 +1,5 @@
 """The commands of the gate: `parity nightly`, `notify`, `history-of`."""
 
-from __future__ import annotations
-
 import datetime
 import re
 import sys

@@ -1,7 +1,5 @@
 """What a page shows beside the rows: scripts of findings, kept runs, and what other commands left among the reports."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What a run writes and prints at its end."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

@@ -5,8 +5,6 @@ folds them into the hidden states, as people do; under a softcap that is another
 the cap), and so unsupported here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

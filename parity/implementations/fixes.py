@@ -1,7 +1,5 @@
 """Our own corrected implementations, judged like any other and with no ledger entry of their own."""
 
-from __future__ import annotations
-
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import cce, plain

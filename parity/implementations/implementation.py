@@ -5,8 +5,6 @@ Adding one is writing a function that takes `Inputs` and returns its outputs by 
 shapes; it never repairs what it wraps. Gradients are taken by the harness, from the leaves in `Inputs`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

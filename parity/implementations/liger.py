@@ -1,7 +1,5 @@
 """Liger's log-probs: chunked selective log-prob, fused linear cross entropy, cross entropy. Its GRPO losses: liger_grpo.py."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

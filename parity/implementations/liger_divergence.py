@@ -1,7 +1,5 @@
 """Liger's distillation losses: the chunked fused linear JSD in torch, and the Triton JSD and KL kernels."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Liger's GRPO losses as bare kernels: the chunked fused linear loss and the Triton loss on logits."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

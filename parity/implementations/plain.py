@@ -1,7 +1,5 @@
 """Logits in plain torch, for losses that take logits instead of hidden states and head."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import torch

@@ -1,7 +1,5 @@
 """TRL's log-probs: the plain functions, the chunked torch path, and its Triton kernels. Its trainers: trl_trainer.py."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """TRL's distillation losses: the plain divergence, the chunked kernel and its wiring, and the sparse server paths."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -4,8 +4,6 @@ The backbone returns stored hidden states, a leaf, at the positions that predict
 Linear, tied or biased as the case says. transformers is imported on first use.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -4,8 +4,6 @@ Works for TRL 0.17 to 1.16. What a version does not have is unsupported when the
 the trainer rather than from its inputs (tools, num_iterations, the vLLM switch) is set as a training run would have it.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -5,8 +5,6 @@ is (L)GPL: an optional extra, never a requirement. Its compiled regions run eage
 for its environment): each shape would compile for seconds.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from types import SimpleNamespace

@@ -6,8 +6,6 @@ case that moves anything it has no parameter for is unsupported. It may carry at
 through the checks of that trainer, see `parity.trainers.user_trainer`.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The first row of a results file: what the run was, and where."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """What `--json` prints: one object of these structures and nothing else on standard output; `parity schema --json` lists them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """New entries of a ledger, written from what a run found: as narrow as the finding, its case frozen beside the ledger."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import json

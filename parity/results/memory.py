@@ -4,8 +4,6 @@ A run is kept as sums: what was compared by implementation, family, device, dtyp
 findings. Rows and cases stay in results.ndjson and in `reports/findings/`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime

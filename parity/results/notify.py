@@ -1,7 +1,5 @@
 """The text of the one issue that a nightly gate keeps: what broke, since when, whose fault it is, how to see it again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from parity.results.memory import Run, Seen

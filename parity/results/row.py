@@ -1,7 +1,5 @@
 """The typed row of a results file, its verdicts and their sets: what judging writes, and every report and search reads."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, Literal, get_args
 

@@ -1,7 +1,5 @@
 """docs/results.md: the format of a results file, written from the structures that read and write it."""
 
-from __future__ import annotations
-
 import inspect
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints

@@ -1,7 +1,5 @@
 """A command of a night besides the long run, and what came of it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 CUT = "its time was over"

@@ -1,7 +1,5 @@
 """What changed since earlier runs: findings that are new or gone, headroom that grows, comparisons that are missing."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import math

@@ -1,7 +1,5 @@
 """What a finding means to somebody who trains: the `[finding.user]` table of a ledger entry."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import msgspec

@@ -5,8 +5,6 @@ only what comes from outside is given: the sampler's log-probs, the tool mask, a
 of its forward pass. What comes out is compared with the definition in float64 of the same float32 numbers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """`parity rollouts`: record what an engine samples, list what was recorded, judge it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults of an engine or of its connection to a trainer, put in on purpose: what `judge` must fault."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

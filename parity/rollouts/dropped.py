@@ -4,8 +4,6 @@ TRL multiplies the policy term of each token by the ratio; its Liger path of 0.2
 truncated and the trainer scores the whole vocabulary, each ratio is the kept mass, and that of a sequence is their product.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

@@ -7,8 +7,6 @@ an engine twice the trainer's error in each. Five gates, all of which must hold;
 the identity E_s[π/s] = 1 it is 1 for every trainer, right or wrong.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """TRL's GRPOTrainer with a real vLLM: three steps, each step's rollouts judged against the parameters that sampled them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -8,8 +8,6 @@ vLLM's engine lives in the process and cannot be started twice in it.
     engine CONFIG=VALUE …   a recording of tiny-gemma2 whose engine reads other config values, judged
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

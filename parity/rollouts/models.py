@@ -1,7 +1,5 @@
 """The tiny models that recordings are made of: those of the trainer checks with heads of 32, the least that vLLM takes."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Two pictures of a judged recording as SVG, drawn without a library: sampler against trainer, and the log-ratios."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """`parity rollouts record`: sample with an engine, score with the trainer's model, write recordings."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A judged recording in words, and as a page with its two pictures."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable
 from pathlib import Path

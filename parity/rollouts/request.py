@@ -1,7 +1,5 @@
 """What an engine is asked for and what it answers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The trainer's log-probs of recorded tokens, under the two definitions of the support and with its own noise."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path

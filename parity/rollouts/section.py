@@ -1,7 +1,5 @@
 """The section of a run's page on the recordings that its cases took their ratios from."""
 
-from __future__ import annotations
-
 import base64
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """A server that speaks the OpenAI completions protocol with log-probs: `vllm serve`, SGLang, and others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the log-ratios of an engine look like: d = trainer's log-prob minus the sampler's, of each sampled token."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

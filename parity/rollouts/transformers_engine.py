@@ -1,7 +1,5 @@
 """transformers' own `generate` as an engine: what a trainer without vLLM samples with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """vLLM in this process."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 from collections.abc import Callable

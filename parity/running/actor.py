@@ -1,7 +1,5 @@
 """A worker on a node of a Ray cluster, with the watcher that a run on one machine has; and the header of a run on that node."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Call a function in a child process. Its result counts only if the child reported it; the code there may end the process."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Which implementations a run has, without loading a user's code in the main process."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

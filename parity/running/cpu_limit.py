@@ -1,7 +1,5 @@
 """Limit the CPU time of a process, so that a busy machine ends none, and end a process that hangs."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """Which shard a free worker gets next: the longest, or where the time is limited, of the family that has had the least of it."""
 
-from __future__ import annotations
-
 import collections
 import time
 from collections.abc import Callable, Mapping, Sequence

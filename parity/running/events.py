@@ -1,7 +1,5 @@
 """What a worker tells its supervisor: one strict JSON object a line, told apart by the key "event"."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, TypeAlias
 

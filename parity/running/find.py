@@ -1,7 +1,5 @@
 """Find a case by name: a file, a ledger entry, or the id of a case that is frozen, listed or in the last results."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

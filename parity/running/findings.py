@@ -1,7 +1,5 @@
 """New findings of a run: looked at again in a fresh process where the seed is, and minimised, as far as there is time."""
 
-from __future__ import annotations
-
 import collections
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The GPUs of a box: whether torch and Triton can use them, why not, and which one each worker sees."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import importlib.metadata

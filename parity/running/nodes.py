@@ -1,8 +1,6 @@
 """A run on the nodes of a Ray cluster: workers are actors, shards are calls of them; what a lost node had not told is run
 elsewhere."""
 
-from __future__ import annotations
-
 import collections
 import os
 import time

@@ -1,7 +1,5 @@
 """What a run comes to: its exit code, and why it is not 0."""
 
-from __future__ import annotations
-
 import collections
 import datetime
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """What a run does, cut into shards: what a shard's rows are depends on the shard and the seed, not on who runs it when."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import math

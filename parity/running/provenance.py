@@ -1,7 +1,5 @@
 """Where a run ran: versions, device, precision, revision."""
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Go on with a run that was stopped or killed, or join the files of several machines: held to the same everything."""
 
-from __future__ import annotations
-
 import dataclasses
 import secrets
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A whole run: deal the shards, watch the workers, write rows, decide the exit code."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -6,8 +6,6 @@ prints how many disagree and the worst headroom by (family, quantity, gate, dtyp
 shared by the implementations, so that twenty thousand implementation-cases take minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import bisect
 import collections

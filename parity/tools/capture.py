@@ -1,7 +1,5 @@
 """`parity.capture`: the batch of a real training step as a case, to replay, minimise and judge."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

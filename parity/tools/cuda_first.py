@@ -3,8 +3,6 @@
 Each step is worth something alone and ends within ten minutes; one that fails or hangs stops none that follows.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import datetime

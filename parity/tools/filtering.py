@@ -6,8 +6,6 @@ Its default `filter_eps="high"` leaves out a block of BLOCK tokens and BLOCK voc
 logit, where max |∂(-log p)/∂z| < eps/32 of the dtype (cce_backward.py, utils.py, 25.1.1). No GPU is needed for that.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Iterable, Iterator

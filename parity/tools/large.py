@@ -4,8 +4,6 @@
 `parity.judging.assess.ON_DEVICE` is to be.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import time

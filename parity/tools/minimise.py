@@ -1,7 +1,5 @@
 """The smallest part of a stored batch that still disagrees: sequences, positions, vocabulary and hidden columns left out."""
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 from collections.abc import Callable, Mapping, Sequence

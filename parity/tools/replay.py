@@ -1,7 +1,5 @@
 """`parity replay`: run one case again. 0 agrees, 1 disagrees (known or not), 125 could not be judged."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`parity upstream`: each entry of the ledger as a folder that a person can send: script, text, patch."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import json

@@ -4,8 +4,6 @@ A check is one function under the decorator `parity.trainers.check.check`, in a 
 `MODULES` names. TRL, transformers and PEFT are imported inside functions, so that this module loads without them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from collections.abc import Collection, Iterable, Mapping

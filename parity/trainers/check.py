@@ -6,8 +6,6 @@ replays, bisects and enters the ledger as any other case. It is run on several p
 loss, or with parity.fixes applied. Each path is an implementation in rows, "grpo-trainer.released", and a key of `PATHS`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """A case of a trainer check as result rows. An exception is a verdict; a disagreement runs twice."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """A user's own trainer, a subclass of one of TRL's: driven instead of the TRL class by every check of that trainer."""
 
-from __future__ import annotations
-
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.trainers.catalogue import not_an_adapter

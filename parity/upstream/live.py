@@ -6,8 +6,6 @@ trainer, over a copy of that with the new model and arguments in the place of th
 derives from a config or a model is carried over. What is shared is looked at before each use: changed, it is built anew.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

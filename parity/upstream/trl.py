@@ -3,8 +3,6 @@
 What a release does not have is found out here: callers say what they want, and get it or an `Unsupported` that says why not.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses

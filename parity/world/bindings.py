@@ -1,7 +1,5 @@
 """What names mean: the functions of torch, of the libraries under test and of the harness, where a call may rebind them."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """What a process has of Python: hooks, modules, logging, warnings."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import logging

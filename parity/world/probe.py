@@ -1,7 +1,5 @@
 """Whether arithmetic still is what it was: for whatever the lists of this package do not name."""
 
-from __future__ import annotations
-
 import torch
 
 _X = torch.linspace(-1.5, 2.0, 16, dtype=torch.float64).view(4, 4)

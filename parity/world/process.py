@@ -1,7 +1,5 @@
 """What a process has of the operating system: environment, signals, limits, streams, threads, children."""
 
-from __future__ import annotations
-
 import _signal
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """The world of a call: taken before it, compared and put back after it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import faulthandler

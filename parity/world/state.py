@@ -1,7 +1,5 @@
 """What a process has that all parties share, besides the bindings of modules: in parts that read it and put it back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

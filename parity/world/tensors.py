@@ -1,7 +1,5 @@
 """What a process has of torch and numpy: modes, random states, switches, hooks."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

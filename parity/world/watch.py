@@ -1,7 +1,5 @@
 """One thing of a process that all parties share, which a call must leave alone."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

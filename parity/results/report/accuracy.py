@@ -5,8 +5,6 @@
 The error of a quantity is ‖value - oracle‖ ÷ ‖oracle‖, whatever the recipe: headroom would allow a coarse recipe more.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

@@ -1,7 +1,5 @@
 """The terminal summary: one screen that opens with what is new and ends with the verdict and the next command."""
 
-from __future__ import annotations
-
 import collections
 import textwrap
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """What a run exercised: the share of every dimension, pairs that never met, reasons for what did not run."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json

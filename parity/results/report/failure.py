@@ -1,7 +1,5 @@
 """The failure text of one implementation on one case: who is wrong, where, by how much, and the line that shows it."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

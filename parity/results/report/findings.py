@@ -1,7 +1,5 @@
 """Group failing rows into findings: one for each implementation and set of wrong quantities."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import re

@@ -4,8 +4,6 @@ Not one per drawn case: those have new names in every run, and a CI viewer's his
 live on names that stay. A test case "runs" carries what never came to a judgement.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

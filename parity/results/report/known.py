@@ -1,7 +1,5 @@
 """`parity findings`: the ledger as one page for somebody who trains, ranked by what a recipe of today meets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from parity.results.ledger import Entry, Ledger

@@ -1,7 +1,5 @@
 """A Markdown summary, short enough for a comment on a pull request (GitHub refuses 65,536 characters)."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Iterable, Sequence

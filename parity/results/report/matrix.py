@@ -1,7 +1,5 @@
 """Tables over a whole run: headroom by implementation, loss and dtype; KL at step 1; errors beside the reference's."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

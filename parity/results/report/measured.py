@@ -1,7 +1,5 @@
 """Pages of docs/measured: a heading with the command that writes the page, and numbers rounded for people."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import shlex

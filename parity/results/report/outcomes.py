@@ -1,7 +1,5 @@
 """Implementation-cases: all rows of one case through one implementation, with one verdict for the whole."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable

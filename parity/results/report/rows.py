@@ -1,7 +1,5 @@
 """The results file: one strict JSON object a line, written during the run, so that a killed run keeps its rows."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

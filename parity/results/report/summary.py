@@ -1,7 +1,5 @@
 """The counts of a run, made once for all report formats."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Everything of a run on a terminal (`-v`): 80 columns and up, complete without colour. The one screen of it: `brief`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console

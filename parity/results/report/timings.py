@@ -3,8 +3,6 @@
 `python -m parity.results.report.timings reports/results.ndjson > docs/measured/timings.md` prints the page.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses

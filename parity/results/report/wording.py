@@ -1,7 +1,5 @@
 """The words that every renderer shares, so that terminal, Markdown, JUnit and HTML say the same thing."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

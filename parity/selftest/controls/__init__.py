@@ -5,8 +5,6 @@ the sensitivity tests, which make wrong implementations by small edits of these,
 and stay out of the registry of a run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Controls of family `divergence`: correct losses with other algorithms, each with its true recipe."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Controls of family `logprobs`: correct log-probs and entropies with other algorithms, each with its true recipe."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

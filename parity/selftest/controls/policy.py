@@ -4,8 +4,6 @@ Each step is a function of what the steps before it found. `REORDERED` exchanges
 mutant exchanges one for one that is wrong.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

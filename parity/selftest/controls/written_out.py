@@ -1,7 +1,5 @@
 """The definitions written out token by token in 50 digits (mpmath), from the papers; nothing here calls an oracle."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mpmath as mp

@@ -4,8 +4,6 @@ Each is an `Implementation` with the recipe of the correct one that it edits, so
 away. `python -m parity.selftest.false_alarms --wrong` measures in what share of single cases each is caught.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

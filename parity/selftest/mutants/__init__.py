@@ -5,8 +5,6 @@ the generator or of a gate. The correct implementations that they are edits of, 
 `parity.selftest.controls`, run on the same cases as controls: none may be killed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """`parity mutants`: run the mutants and print which are caught."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

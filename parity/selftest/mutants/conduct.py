@@ -1,7 +1,5 @@
 """Mutants with right results and wrong side effects: changed inputs, environment, random state, patched functions."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

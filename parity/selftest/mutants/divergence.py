@@ -1,7 +1,5 @@
 """Mutants of family `divergence`: one step of a correct distillation loss exchanged for a wrong one."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every small wrong edit of a module's functions, one at a time, on its syntax tree."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import gc

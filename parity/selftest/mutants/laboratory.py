@@ -1,7 +1,5 @@
 """Where mutants by machine are made: whose code is edited, which implementation runs an edit, and the edit in force."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Mutants of family `logprobs`: one step of a correct head exchanged for a wrong one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ runs beside the original in float64 on `DOUBLES` other cases: where no result mo
 every case of the profile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Mutants by machine as a page: what became of them by operator and by file, and every survivor with the reason."""
 
-from __future__ import annotations
-
 import collections
 import statistics
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """The kill matrix: every mutant on drawn cases until it is caught, and the controls beside it."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import itertools

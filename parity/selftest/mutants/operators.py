@@ -1,7 +1,5 @@
 """Mutation operators: what may wrongly stand in place of an expression or a statement."""
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Mutants of family `policy`: one step of a correct loss exchanged for a wrong one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Mutants of family `policy` in the terms of the loss: clipping, sequence level, KL, detach, entropy."""
 
-from __future__ import annotations
-
 import torch
 
 from parity.selftest.controls import policy as right

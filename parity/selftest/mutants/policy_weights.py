@@ -1,7 +1,5 @@
 """Mutants of family `policy` in how tokens are weighed: normalisers, masks, the sampler's ratio, special batches."""
 
-from __future__ import annotations
-
 import torch
 
 from parity.selftest.controls import policy as right

@@ -1,7 +1,5 @@
 """The kill matrix as a table for the terminal and for the docs, and as rows in a file."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json

@@ -5,8 +5,6 @@ Each goes through the released way of its trainer's checks, cell by cell, until 
 has right.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """`python -m parity.selftest.sensitivity`: measure the detection limits, print the tables, draw the picture."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

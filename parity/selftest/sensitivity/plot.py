@@ -1,7 +1,5 @@
 """Limits as a picture: share of cases in which an error of a given size is caught, as SVG, drawn without a library."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Iterable, Sequence

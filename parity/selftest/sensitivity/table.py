@@ -1,7 +1,5 @@
 """Limits as a table: what one case and what a run catches with 99 % probability, beside fixed tolerances."""
 
-from __future__ import annotations
-
 import collections
 import math
 from collections.abc import Iterable, Sequence

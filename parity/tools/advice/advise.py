@@ -1,7 +1,5 @@
 """Settings → findings of the ledger that they meet on the installed stack → fix."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """Runs as files and objects tell them. A file is parsed, never executed: YAML by the safe loader, a script by `ast`."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

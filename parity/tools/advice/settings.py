@@ -1,7 +1,5 @@
 """What a training run is known to be: its trainers, arguments, models, and what a script imports and names."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Values that the installed config class of a run's trainer does not take: of another type, or no known choice."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """One call of an implementation, with its warnings and the line that raised an error."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

@@ -1,7 +1,5 @@
 """`parity audit`: ask every implementation about every setting, print the tables, write rows and Markdown."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path

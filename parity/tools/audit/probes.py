@@ -1,7 +1,5 @@
 """A probe of an audit on inputs of its own: the same case with the setting and without it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`parity audit --release`: the same audit in environments of several releases, side by side."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

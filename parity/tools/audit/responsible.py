@@ -1,7 +1,5 @@
 """Where to repair a setting that is not honoured: in the kernel, in the trainer that calls it, or in both."""
 
-from __future__ import annotations
-
 from parity.tools.audit.verdicts import Answer
 
 TRAINER, KERNEL, BOTH = "trainer: does not pass it", "kernel", "both: kernel lacks it, trainer does not pass it"

@@ -1,7 +1,5 @@
 """Where an installed release reads a setting: file and line, found in the syntax tree of the code that runs."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Is a setting honoured by an implementation, or ignored, wrong, refused, crashed, absent, or not run?"""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

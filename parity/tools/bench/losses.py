@@ -1,7 +1,5 @@
 """One forward and backward of a registered implementation on inputs of a given size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 

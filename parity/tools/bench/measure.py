@@ -1,7 +1,5 @@
 """Peak memory of a block, and what counts as running out of it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ A comparison is one implementation on one case, forward and backward, held again
 with all its processes, imports and the frozen cases included; what g++ compiles, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@
 but the run that it is of: numbers by more than 1e-6 of their size.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import math

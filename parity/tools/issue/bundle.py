@@ -6,8 +6,6 @@ function takes from other packages is imported. Nothing is written down twice: t
 oracle say.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import copy

@@ -1,7 +1,5 @@
 """An entry of the ledger that has a script by hand, as it is sent: title, reason, numbers, script, patch, versions."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from parity.errors import UsageError

@@ -1,7 +1,5 @@
 """What the settings of one case decide in a function, decided: branches that are not taken go, numbers stand in their place."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Mapping
 from typing import Any

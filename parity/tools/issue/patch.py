@@ -1,7 +1,5 @@
 """What would mend a finding, where that is known: edits of released files (`patches.toml` beside a ledger)."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import importlib.util

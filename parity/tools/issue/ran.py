@@ -1,7 +1,5 @@
 """A script of an issue in a fresh process that does not see this package."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """File and line of the code that a finding is about, in the installed release."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from pathlib import Path

@@ -5,8 +5,6 @@ The script prints every quantity of the library beside the definition in float64
 with 0 once it is right.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """A case's tensors as lines of a stand-alone script: literals where they are small, else `parity.case.case`'s index hash."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import textwrap

@@ -1,7 +1,5 @@
 """The Markdown report of a finding: what goes wrong in the user's terms, why, the numbers, a script, code and versions."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import re

@@ -1,7 +1,5 @@
 """Scripts written by hand beside a ledger (`scripts/ID.py`), made whole: what they import from `setup_NAME.py` is put in."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Training a LoRA: the policy is base and adapter; the reference is the base, or the adapter before training."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 The trainer generates for real; the reward functions return a table by position, so that the definition is known.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ A server returns log-probs of few tokens; TRL pads ragged completions with -inf 
 trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the first step (reverse KL, beta 1).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """GKD with a teacher in the same process, on the same ragged completions: the control of the teacher-server checks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

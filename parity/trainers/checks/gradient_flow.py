@@ -5,8 +5,6 @@ frozen embeddings: "None of the inputs have requires_grad=True", a warning that 
 wanders and the learning rate has no effect.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The trainers of the installed TRL, read from its files, and for each the checks that cover it or why none does."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

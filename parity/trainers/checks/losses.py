@@ -1,7 +1,5 @@
 """Every loss of the preference trainers, KTO's with its KL and weights, and DFT: one batch by its definition."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

@@ -1,7 +1,5 @@
 """Metrics that a trainer logs for one batch, compared with what their names and TRL's documentation say."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace

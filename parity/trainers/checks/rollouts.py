@@ -5,8 +5,6 @@ stored completions every gradient is judged. Live, where each run generates for 
 split into its causes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

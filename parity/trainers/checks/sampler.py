@@ -1,7 +1,5 @@
 """A sampler whose log-probs differ from the trainer's: GRPO's importance ratio, and the loss with it."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ replicas round as it does (`narrow`). And the head alone: what the trainer made 
 passed on, against family `logprobs` on those very numbers, which needs no unit for the backbone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -5,8 +5,6 @@ by g = 6·rms of that token's log-prob over Monte Carlo replicas of the model (t
 the log-ratio d of a token, exp(d) - d - 1 ≤ D²/2·exp(D) for its KL, plus 4u for evaluating that near 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Sequences longer than `max_length`: which tokens are kept, and the loss and gradients of these."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

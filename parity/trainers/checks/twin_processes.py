@@ -1,7 +1,5 @@
 """Two processes against one: ranks with unequal token counts, gradients reduced by DDP, FSDP2 or ZeRO-3."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

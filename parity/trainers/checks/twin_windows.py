@@ -1,7 +1,5 @@
 """Beyond one full window: evaluation, the incomplete last window, a second step, a resumed run."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import shutil

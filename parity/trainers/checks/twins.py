@@ -5,8 +5,6 @@ where the padding stands, whether activations are checkpointed. What is judged i
 eight sequences of unequal lengths that go in through a dataset and come out of the trainer's own batching.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Everything that such a model stores is rounded to bfloat16; its norms, its softm
 float32 by explicit casts. The casts are what tells the two apart, forward; backward each marks its region again.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Where two runs of a trainer first differ: the first module whose output in the first micro-batch is not the same."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

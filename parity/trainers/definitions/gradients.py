@@ -1,7 +1,5 @@
 """The gradients of a trainer's step compared with the definition's: one judged quantity that names the worst parameter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 

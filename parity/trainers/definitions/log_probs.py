@@ -1,7 +1,5 @@
 """The log-probs of a model's tokens by its own forward in float64, and what rounding does to them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

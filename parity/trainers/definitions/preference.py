@@ -3,8 +3,6 @@
 Δ_w and Δ_l are log π - log π_ref of the chosen and the rejected completion, summed over its tokens; d = Δ_w - Δ_l.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace

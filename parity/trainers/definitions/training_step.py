@@ -4,8 +4,6 @@ A trainer's gradients are compared with it. Where transformers' code casts to fl
 angles), `Double` keeps float64.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

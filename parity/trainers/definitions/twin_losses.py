@@ -1,7 +1,5 @@
 """The loss that a twin of any trainer must give, chosen by the trainer and the settings of the twin."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

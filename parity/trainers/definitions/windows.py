@@ -3,8 +3,6 @@
 Those of the papers; each is a mean over the window, however a trainer cuts it into micro-batches.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace

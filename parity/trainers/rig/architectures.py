@@ -1,7 +1,5 @@
 """The architectures of the tiny models: transformers' own classes at a few hundred bytes a layer, and what changes logits."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The sequences within the micro-batches that a trainer's own batching made, whatever their layout."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ layer adds a vector carried beside the hidden states. Plain forward and the wrap
 stock function the vector does not arrive.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

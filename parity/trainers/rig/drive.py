@@ -1,7 +1,5 @@
 """Real trainers of the installed TRL over tiny models: configured, built and run for one recorded step."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping

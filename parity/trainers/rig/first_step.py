@@ -1,7 +1,5 @@
 """The first step of a real trainer, watched: what it scored and what it logged."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ until logits pass the softcap. TRL loads a reference model from the policy's pat
 loaded from there.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Quantised LM heads of tiny models (bitsandbytes, torch.ao), and what their forward computes."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

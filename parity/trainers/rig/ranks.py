@@ -4,8 +4,6 @@ The ranks talk through gloo on loopback, as torchrun would have started them. Ea
 its optimizer, after the reduction, and the sequences that it was given.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

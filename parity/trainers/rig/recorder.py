@@ -1,7 +1,5 @@
 """Record the training steps of a real trainer: what its batching passed to the loss, and the gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Nothing is judged: no definition says which tokens a seed gives. Tokens move whe
 generation, or the number of random numbers that it draws do.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ Eight sequences of unequal lengths (of pairs: chosen and rejected of each). The 
 that a reference model, read from disk, is not equal to it and log-ratios are not zero.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence

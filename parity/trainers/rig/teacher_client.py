@@ -5,8 +5,6 @@ completions go in through a dataset and come out of the trainer's own batching; 
 itself, the stored ones are returned in place of the student's generation.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

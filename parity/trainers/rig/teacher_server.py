@@ -6,8 +6,6 @@ trainer: every completion position carries the k likeliest tokens and the token 
 the server has nothing for is absent or NaN, and the client turns it into -inf.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import http.server

@@ -1,7 +1,5 @@
 """Run a real trainer on one stored window, with one variation that must not change its gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools

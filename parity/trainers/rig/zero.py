@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO-3 and ZeRO-2 under a real trainer, on the CPU over gloo: configs, and the gradients its engine steps with."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

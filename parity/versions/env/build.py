@@ -4,8 +4,6 @@ It is built beside its place and renamed into it, under a lock that dies with th
 or ran out of disk leaves nothing that could be taken for an environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import fcntl

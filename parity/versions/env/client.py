@@ -5,8 +5,6 @@ a machine set up for pip would behave differently (index, local wheel folder, ce
 uv's own variables already say something.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

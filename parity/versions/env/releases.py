@@ -4,8 +4,6 @@
 time of its wheels (PEP 751): asking for `PKG`, then for `PKG<that`, and so on, lists them. 0.06 s a release.
 """
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from dataclasses import dataclass

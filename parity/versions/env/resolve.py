@@ -5,8 +5,6 @@ does what the metadata does not: nothing newer than the asked wheel's own date p
 what was asked for, the running torch with the packages that it pins exactly, triton, and the harness's test tools.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """What a user writes after `--with`: `PKG==VER`, a released version, or `PKG @ PATH`, a source checkout."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterable

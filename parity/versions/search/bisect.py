@@ -4,8 +4,6 @@
 where the ends differ in it, by headroom where they do not.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ All records are searched in step: of the releases that any search needs next, th
 for all of those in one process. Every answer is on disk before the next one is sought.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What is measured in each version: one case through one implementation, and the result for bisect and history."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Every measurement is on disk before the next one starts, so a search that was ki
 search is deterministic and is simply run again over what is known.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
