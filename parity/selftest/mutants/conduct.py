@@ -248,6 +248,11 @@ def misread(*names: str) -> dict[str, tuple[str, Wrong]]:
     return found | {"offsets-ignored": ("storage offsets ignored", reader(names, lambda t: 0))}
 
 
+def around(call: Adapter, *names: str) -> dict[str, tuple[str, Adapter]]:
+    """Mutants that wrap a correct implementation: misconduct, and tensors `names` misread."""
+    return {name: (mistake, wrong(call)) for name, (mistake, wrong) in (MISCONDUCT | misread(*names)).items()}
+
+
 def misread_upstream(call: Adapter) -> Adapter:
     """Upstream gradients are taken for contiguous."""
 

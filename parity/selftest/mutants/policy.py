@@ -1,58 +1,24 @@
-"""Mutants of family `policy`: one step of a correct loss exchanged for a wrong one."""
-
-from collections.abc import Callable
+"""Mutants of family `policy`: one step of a correct loss exchanged for a wrong one; most stand in `losses.toml`."""
 
 import torch
-from torch.nn.functional import linear
 
 from parity.case.inputs import Inputs
 from parity.selftest.controls import policy as right
 from parity.selftest.controls.logprobs import Steps, capped, cooled, scaled
-from parity.selftest.controls.policy import Step, Work, loss_of
-from parity.selftest.mutants import Edited, policy_terms, policy_weights
-from parity.selftest.mutants.conduct import MISCONDUCT, misread
-from parity.selftest.mutants.steps import Mutants, recorder, through, with_gradient
+from parity.selftest.controls.policy import METRICS, ORDER, Work, loss_of
+from parity.selftest.mutants import Edited
+from parity.selftest.mutants.conduct import around
+from parity.selftest.mutants.steps import (
+    Edit,
+    Wrong,
+    defaults,
+    exchanged,
+    scaled_gradients,
+)
 
 READ = (
     "ids mask advantages old_logps ref_logps sampling_logps importance_sampling_ratio previous_ids lora_a lora_b"
 ).split()
-MUTANTS: Mutants = {
-    name: (mistake, wrong(loss_of())) for name, (mistake, wrong) in (MISCONDUCT | misread(*READ)).items()
-}
-MUTANTS |= policy_weights.MUTANTS | policy_terms.MUTANTS
-"""Name -> the mistake in one line, and the adapter that makes it."""
-
-CORRECT = {"steps": loss_of(metrics=right.METRICS)}
-"""What the mutants are edits of: a control."""
-
-_wrong = recorder(MUTANTS)
-
-
-def _factor(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda g: g * (1 + size)
-
-
-def _louder(size: float) -> Step:
-    def step(c: Work) -> torch.Tensor:
-        return right.loss(c) + size * right.loss(c).detach()
-
-    return step
-
-
-def _louder_logps(size: float) -> Steps:
-    return Steps(logps=lambda x, v: v * (1 + size))
-
-
-for _label, _size in (("1e-2", 1e-2), ("1e-3", 1e-3)):
-    _times = _factor(_size)
-    _wrong(f"loss-scaled-{_label}", f"loss × (1 + {_label}), gradients right", loss=_louder(_size))
-    _wrong(f"logps-scaled-{_label}", f"log-probs × (1 + {_label})", _louder_logps(_size))
-    for _names in ("hidden", "weight", "bias", "lora_a lora_b"):
-        _wrong(
-            f"grad-{_names.replace(' ', '-')}-scaled-{_label}",
-            f"gradient of {_names} × (1 + {_label})",
-            Steps(read=with_gradient(_times, *_names.split())),
-        )
 
 
 def _straight(x: Inputs, z: torch.Tensor) -> torch.Tensor:
@@ -66,63 +32,93 @@ def _without_embedding_gradient(x: Inputs) -> torch.Tensor:
     return (x.hidden + x.weight.detach()[x.previous_ids]).float()
 
 
-def _without_adapter(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
-    return linear(hidden, x.weight.float(), None if x.bias is None else x.bias.float()).float()
+def _divided(c: Work, divisor: torch.Tensor, *loss_types: str) -> torch.Tensor:
+    """The divisor of some loss types exchanged."""
+    return divisor if c.s.loss_type in loss_types else right.divisor(c)
 
 
-_wrong("temperature-forgotten", "temperature forgotten", Steps(finish=lambda x, z: capped(x, scaled(x, z))))
-_wrong(
-    "temperature-before-softcap",
-    "temperature applied before the softcap",
-    Steps(finish=lambda x, z: capped(x, cooled(x, scaled(x, z)))),
-)
-_wrong("softcap-forgotten", "softcap forgotten", Steps(finish=lambda x, z: cooled(x, scaled(x, z))))
-_wrong("softcap-gradient-forgotten", "gradient of the softcap forgotten", Steps(finish=_straight))
-_wrong("scale-forgotten", "logit scale forgotten", Steps(finish=lambda x, z: cooled(x, capped(x, z))))
-_wrong("bias-forgotten", "bias forgotten", Steps(read=lambda x: x.replace(bias=None)))
-_wrong("adapter-ignored", "LoRA adapter on the head ignored", Steps(product=_without_adapter))
-_wrong(
-    "adapter-gradient-missing",
-    "silent None gradient of the LoRA adapter",
-    Steps(read=with_gradient(lambda g: None, "lora_a", "lora_b")),
-)
-_wrong("tied-gradient-dropped", "second gradient of a tied head dropped", Steps(states=_without_embedding_gradient))
-_wrong("tied-embedding-ignored", "embedding of the tied head ignored", Steps(states=lambda x: x.hidden.float()))
-_wrong(
-    "weight-gradient-missing", "silent None gradient of the head", Steps(read=with_gradient(lambda g: None, "weight"))
-)
-_wrong(
-    "upstream-ignored",
-    "upstream gradient ignored: backward assumes 1",
-    loss=lambda c: through(right.loss(c), torch.ones_like),
-)
-_wrong(
-    "upstream-scale-lost",
-    "scale of the upstream gradient lost: its sign kept",
-    loss=lambda c: through(right.loss(c), torch.sign),
-)
-_wrong(
-    "upstream-in-bf16",
-    "upstream gradient rounded to bfloat16",
-    loss=lambda c: through(right.loss(c), lambda g: g.bfloat16().to(g)),
-)
-_wrong(
-    "upstream-in-fp16",
-    "upstream gradient rounded to float16",
-    loss=lambda c: through(right.loss(c), lambda g: g.clamp(-65504, 65504).half().to(g)),
-)
-_wrong(
-    "advantages-in-bf16",
-    "advantages rounded to bfloat16",
-    advantages=lambda c: right.advantages(c).bfloat16().float(),
-)
-_wrong(
-    "states-in-bf16", "hidden states rounded to bfloat16", Steps(states=lambda x: Steps().states(x).bfloat16().float())
-)
+WINDOWED = ("dapo", "cispo", "vespo")
+
+
+def _twice(c: Work) -> torch.Tensor:
+    means = (c.token * c.mask).sum(1, keepdim=True) / c.lengths
+    return (means * c.mask).sum() / c.mask.sum().clamp(min=1.0) / c.steps
+
+
+def _rho(c: Work, change: Edit) -> torch.Tensor:
+    rho = right.ratio(c)
+    changed = change(rho)
+    assert changed is not None
+    return rho if c.x.importance_sampling_ratio is None else changed
+
+
+def _after_kl(c: Work) -> torch.Tensor:
+    without = (c.on_policy * c.keep * c.surrogate).expand(c.logps.shape)
+    return (without if c.s.beta == 0.0 else without + c.s.beta * c.kl) * c.ratio
+
+
+def _sapo(c: Work, positive: float, negative: float) -> torch.Tensor:
+    tau = torch.where(c.advantages > 0, positive, negative)
+    return -(tau * (c.weight - 1)).sigmoid() * 4 / tau * c.advantages
+
+
+def _total(c: Work) -> torch.Tensor:
+    total = (c.log_ratio.detach().clamp(-20, 20) * c.mask).sum(1, keepdim=True)
+    rho = c.x.importance_sampling_ratio
+    return total if rho is None else total + rho.clamp(min=1e-8).log().clamp(max=20).sum(1, keepdim=True)
+
+
+def _attached(c: Work) -> torch.Tensor:
+    """`log_w` with the gradient of its log-ratios."""
+    total = right.log_w(c)
+    return total + ((c.log_ratio - c.log_ratio.detach()) * c.mask).sum(1, keepdim=True)
+
+
+def _over(c: Work) -> Work:
+    """With ratios larger by one or two spacings of float32."""
+    return Work(**vars(c) | {"weight": c.weight.detach() * (1 + 2**-22)})
+
+
+def _threshold(c: Work) -> torch.Tensor:
+    """The entropy that the entropy mask asks for; that of no token without tokens."""
+    entropies = c.entropy.detach()[c.mask.bool()]
+    quantile = 1 - float(c.x.top_entropy_quantile)
+    return torch.quantile(entropies, quantile) if len(entropies) else c.entropy.new_tensor(torch.inf)
+
+
+def _on_policy(c: Work, by_token: bool = False, hair: float = 0.0) -> torch.Tensor:
+    """The off-policy mask, of tokens, or for drifts below its threshold by a hair."""
+    if c.s.off_policy_mask_threshold is None:
+        return right.on_policy(c)
+    sampled = c.x.old_logps if c.x.sampling_logps is None else c.x.sampling_logps
+    gap = torch.zeros_like(c.mask) if sampled is None else torch.nan_to_num(sampled - c.logps.detach(), nan=0.0)
+    drift = gap if by_token else (gap * c.mask).sum(1, keepdim=True) / c.lengths
+    return ((c.advantages >= 0) | (drift <= c.s.off_policy_mask_threshold - hair)).float()
+
+
+def _nan_drift(c: Work) -> torch.Tensor:
+    if c.s.off_policy_mask_threshold is None or c.x.sampling_logps is None:
+        return right.on_policy(c)
+    drift = ((c.x.sampling_logps - c.logps.detach()) * c.mask).sum(1, keepdim=True) / c.lengths
+    return ((c.advantages >= 0) | (drift <= c.s.off_policy_mask_threshold)).float()
+
+
+def _mutants() -> Wrong:
+    found = around(loss_of(), *READ)
+    for name, mistake, read in scaled_gradients("hidden", "weight", "bias", "lora_a lora_b"):
+        found[name] = (mistake, loss_of(Steps(read=read).head))
+    head, metrics = defaults(Steps), {"kl_metric": "kl", "entropy_metric": "entropy", "clip_ratio": "clip_ratio"}
+    controls = head | ORDER | {step: METRICS[name] for step, name in metrics.items()}
+    for name, mistake, steps in exchanged("policy", controls, globals()):
+        of_head = {step: steps.pop(step) for step in [*steps] if step in head}
+        told = {metrics[step]: steps.pop(step) for step in [*steps] if step in metrics}
+        found[name] = (mistake, loss_of(Steps(**of_head).head, told, **steps))
+    return found
+
 
 EDITED = Edited(
-    CORRECT,
-    MUTANTS,
+    {"steps": loss_of(metrics=METRICS)},
+    _mutants(),
     ("plain", "autocast"),
     {"kl": "kl-metric", "entropy": "entropy-metric", "clip_ratio": "clip-metric"},
 )

@@ -1,18 +1,24 @@
-"""What a mutant exchanges in the steps of a correct head (`controls.logprobs.Steps`): gradients, blocks, sums."""
+"""What mutants are made of: the table `losses.toml`, and edits of gradients, blocks and sums of a correct head."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import inspect
+import math
+import operator
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from parity.case.inputs import Inputs
 from parity.implementations.implementation import Adapter
-from parity.selftest.controls.logprobs import Pair, Steps, targets
-from parity.selftest.controls.policy import Step, loss_of
+from parity.selftest.controls import logprobs
+from parity.selftest.controls.logprobs import Pair, targets
 
 Edit = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -115,16 +121,44 @@ def summed(dtype: torch.dtype) -> Callable[[Inputs, torch.Tensor], torch.Tensor]
     return step
 
 
-Mutants = dict[str, tuple[str, Adapter]]
+Wrong = dict[str, tuple[str, Adapter]]
 """Name -> the mistake in one line, and the adapter that makes it."""
 
 
-def recorder(into: Mutants) -> Callable[..., None]:
-    """`wrong(name, mistake, head, metrics, **edits)`, which enters a mutant into a table."""
+def exchanged(
+    family: str, controls: Mapping[str, Callable[..., Any]], names: dict[str, Any]
+) -> Iterator[tuple[str, str, dict[str, Callable[..., Any]]]]:
+    """Name, mistake and exchanged steps of the family's mutants in `losses.toml`.
 
-    def wrong(
-        name: str, mistake: str, head: Steps | None = None, metrics: dict[str, Step] | None = None, **edits: Step
-    ) -> None:
-        into[name] = (mistake, loss_of(None if head is None else head.head, metrics, **edits))
+    `controls`: the right steps, whose parameters the expressions there have; `names`: what they may name beside the
+    functions of this module and of the head's control.
+    """
+    known = vars(logprobs) | globals() | {"math": math, "pad": pad} | names
+    table = tomllib.loads(Path(__file__).with_name("losses.toml").read_text(encoding="utf-8"))
+    for name, row in table[family].items():
+        mistake = row.pop("mistake")
+        heads = {step: ", ".join(inspect.signature(controls[step]).parameters) for step in row}
+        yield name, mistake, {step: eval(f"lambda {heads[step]}: {text}", known) for step, text in row.items()}
 
-    return wrong
+
+def scaled_gradients(*leaves: str) -> Iterator[tuple[str, str, Callable[[Inputs], Inputs]]]:
+    """Name, mistake and changed inputs of mutants whose gradient of some leaves is too large by 1 % or 0.1 %."""
+    for label in ("1e-2", "1e-3"):
+        for names in leaves:
+            edit = with_gradient(functools.partial(operator.mul, 1 + float(label)), *names.split())
+            yield f"grad-{names.replace(' ', '-')}-scaled-{label}", f"gradient of {names} × (1 + {label})", edit
+
+
+def rounded(g: torch.Tensor) -> torch.Tensor:
+    """g in bfloat16, and back."""
+    return g.bfloat16().to(g)
+
+
+def flushed(g: torch.Tensor) -> torch.Tensor:
+    """g in float16, and back."""
+    return g.clamp(-65504, 65504).half().to(g)
+
+
+def defaults(*kinds: Any) -> dict[str, Callable[..., Any]]:
+    """The steps of a control, by name."""
+    return {name: getattr(kind, name) for kind in kinds for name in kind.__dataclass_fields__}
