@@ -3,7 +3,7 @@
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import cce, plain
-from parity.implementations.implementation import Outputs, implementation, require
+from parity.implementations.implementation import EVERY_CONTEXT, Outputs, implementation, require
 from parity.recipe import Recipe
 
 
@@ -15,10 +15,9 @@ def _chunked(x: Inputs) -> Recipe:
 @implementation(
     "fixes.selective_log_probs",
     family="logprobs",
-    role="candidate",
     recipe=_chunked,
     outputs=frozenset({"entropy"}),
-    contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    contexts=EVERY_CONTEXT,
     sources=("parity.fixes.selective_log_probs",),
 )
 def selective_log_probs(x: Inputs) -> Outputs:
@@ -29,10 +28,9 @@ def selective_log_probs(x: Inputs) -> Outputs:
 @implementation(
     "fixes.selective_log_probs.kept",
     family="logprobs",
-    role="candidate",
     recipe=_chunked,
     outputs=frozenset({"entropy"}),
-    contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    contexts=EVERY_CONTEXT,
     every=4,
     sources=("parity.fixes.selective_log_probs",),
 )
@@ -83,10 +81,9 @@ METRICS = {
 @implementation(
     "fixes.FusedLinearGRPOLoss",
     family="policy",
-    role="candidate",
     recipe=_chunked,
     outputs=frozenset(METRICS),
-    contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    contexts=EVERY_CONTEXT,
     sources=("parity.fixes.grpo.FusedLinearGRPOLoss.forward",),
 )
 def fused_linear_grpo_loss(x: Inputs) -> Outputs:

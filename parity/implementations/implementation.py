@@ -144,8 +144,13 @@ def origin(distribution: str) -> str | None:
 REGISTRY: dict[str, Implementation] = {}
 
 
+EVERY_CONTEXT = frozenset({"plain", "autocast", "checkpoint", "compile"})
+KERNEL: dict[str, Any] = {"contexts": frozenset({"plain", "checkpoint"}), "interpreted": True, "every": 8}
+"""Fields of a Triton kernel."""
+
+
 def implementation(id: str, **fields: Any) -> Callable[[Adapter], Adapter]:
-    """Register an adapter function as `Implementation(id, …)`; see its attributes.
+    """Register an adapter function as `Implementation(id, …)`, a candidate unless told otherwise; see its attributes.
 
     Raises:
         UsageError: when another function already has this id.
@@ -155,7 +160,7 @@ def implementation(id: str, **fields: Any) -> Callable[[Adapter], Adapter]:
         known = REGISTRY.get(id)
         if known is not None and known.call.__module__ != call.__module__:
             raise UsageError(f"implementation {id!r} is registered by {known.call.__module__} and {call.__module__}")
-        REGISTRY[id] = Implementation(id=id, call=call, **fields)
+        REGISTRY[id] = Implementation(id=id, call=call, **{"role": "candidate"} | fields)
         return call
 
     return register

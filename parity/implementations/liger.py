@@ -1,5 +1,6 @@
 """Liger's log-probs: chunked selective log-prob, fused linear cross entropy, cross entropy. Its GRPO losses: liger_grpo.py."""
 
+import functools
 import math
 from typing import Any
 
@@ -8,8 +9,20 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, accepted, by_token, implementation, require, taking
+from parity.implementations.implementation import (
+    EVERY_CONTEXT,
+    KERNEL,
+    Outputs,
+    accepted,
+    by_token,
+    implementation,
+    require,
+    taking,
+)
 from parity.recipe import Recipe
+
+offer = functools.partial(implementation, family="logprobs", library="liger-kernel")
+"""The decorator of this file."""
 
 
 def chunked(x: Inputs, **more: Any) -> Recipe:
@@ -54,13 +67,10 @@ def _folded(x: Inputs) -> torch.Tensor:
     return x.hidden if factor == 1.0 else x.hidden * factor
 
 
-@implementation(
+@offer(
     "liger.chunked_selective_logprob",
-    family="logprobs",
-    role="candidate",
-    library="liger-kernel",
     recipe=chunked,
-    contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    contexts=EVERY_CONTEXT,
     sources=("liger_kernel.chunked_loss.fused_linear_ppo._ChunkedSelectiveLogProbFunction",),
 )
 def chunked_selective_logprob(x: Inputs) -> Outputs:
@@ -78,16 +88,11 @@ def chunked_selective_logprob(x: Inputs) -> Outputs:
     return {"logps": by_token(logps, x)}
 
 
-@implementation(
+@offer(
     "liger.fused_linear_cross_entropy",
-    family="logprobs",
-    role="candidate",
-    library="liger-kernel",
     recipe=_fused,
-    contexts=frozenset({"plain", "checkpoint"}),
-    interpreted=True,
-    every=8,
     sources=("liger_kernel.ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction",),
+    **KERNEL,
 )
 def fused_linear_cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerFusedLinearCrossEntropyLoss(reduction="none")`."""
@@ -100,16 +105,11 @@ def fused_linear_cross_entropy(x: Inputs) -> Outputs:
     return {"logps": by_token(-nll, x)}
 
 
-@implementation(
+@offer(
     "liger.cross_entropy",
-    family="logprobs",
-    role="candidate",
-    library="liger-kernel",
     recipe=_kernel,
-    contexts=frozenset({"plain", "checkpoint"}),
-    interpreted=True,
-    every=8,
     sources=("liger_kernel.ops.cross_entropy.LigerCrossEntropyFunction",),
+    **KERNEL,
 )
 def cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerCrossEntropyLoss(reduction="none")` on materialised logits; the temperature divides them."""

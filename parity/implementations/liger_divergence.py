@@ -1,6 +1,7 @@
 """Liger's distillation losses: the chunked fused linear JSD in torch, and the Triton JSD and KL kernels."""
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -8,9 +9,12 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, accepted, implementation, require, taking
+from parity.implementations.implementation import KERNEL, Outputs, accepted, implementation, require, taking
 from parity.implementations.trl_divergence import heads, teacher_logits
 from parity.recipe import Recipe
+
+offer = functools.partial(implementation, family="divergence", library="liger-kernel")
+"""The decorator of this file."""
 
 
 def _bare(x: Inputs) -> None:
@@ -42,11 +46,8 @@ def _chunks(x: Inputs) -> Recipe:
     )
 
 
-@implementation(
+@offer(
     "liger.LigerFusedLinearJSDLoss",
-    family="divergence",
-    role="candidate",
-    library="liger-kernel",
     recipe=_chunks,
     contexts=frozenset({"plain", "autocast", "checkpoint"}),
     sources=("liger_kernel.chunked_loss.jsd_loss.LigerFusedLinearJSDLoss",),
@@ -83,16 +84,11 @@ def _tiles(x: Inputs) -> Recipe:
     return Recipe(logits="input", dlogits="input", accumulate="input", partials=partials, upstream=upstream)
 
 
-@implementation(
+@offer(
     "liger.fused_linear_jsd",
-    family="divergence",
-    role="candidate",
-    library="liger-kernel",
     recipe=_tiles,
-    contexts=frozenset({"plain", "checkpoint"}),
-    interpreted=True,
-    every=8,
     sources=("liger_kernel.ops.fused_linear_jsd.LigerFusedLinearJSDFunction", "liger_kernel.ops.jsd._jsd_kernel"),
+    **KERNEL,
 )
 def fused_linear_jsd(x: Inputs) -> Outputs:
     """`LigerFusedLinearJSD`, chunks of logits and the Triton JSD kernel."""
@@ -131,16 +127,11 @@ def _kernel(x: Inputs) -> Recipe:
     )
 
 
-@implementation(
+@offer(
     "liger.jsd",
-    family="divergence",
-    role="candidate",
-    library="liger-kernel",
     recipe=_kernel,
-    contexts=frozenset({"plain", "checkpoint"}),
-    interpreted=True,
-    every=8,
     sources=("liger_kernel.ops.jsd.LigerJSDFunction", "liger_kernel.ops.jsd._jsd_kernel"),
+    **KERNEL,
 )
 def jsd(x: Inputs) -> Outputs:
     """`LigerJSD` on log-probs of materialised logits."""
@@ -152,17 +143,7 @@ def jsd(x: Inputs) -> Outputs:
     return {"loss": loss(student, teacher, _labels(x))}
 
 
-@implementation(
-    "liger.kl_div",
-    family="divergence",
-    role="candidate",
-    library="liger-kernel",
-    recipe=_kernel,
-    contexts=frozenset({"plain", "checkpoint"}),
-    interpreted=True,
-    every=8,
-    sources=("liger_kernel.ops.kl_div.LigerKLDivLossFunction",),
-)
+@offer("liger.kl_div", recipe=_kernel, sources=("liger_kernel.ops.kl_div.LigerKLDivLossFunction",), **KERNEL)
 def kl_div(x: Inputs) -> Outputs:
     """`LigerKLDIVLoss(reduction="batchmean", log_target=True)` on the label positions' log-probs."""
     import liger_kernel.transformers.kl_div as module
@@ -182,16 +163,11 @@ def _narrow_teacher(x: Inputs) -> Recipe:
     return dataclasses.replace(_tiles(x), teacher_softmax="input")
 
 
-@implementation(
+@offer(
     "liger.fused_linear_kl_div",
-    family="divergence",
-    role="candidate",
-    library="liger-kernel",
     recipe=_narrow_teacher,
-    contexts=frozenset({"plain", "checkpoint"}),
-    interpreted=True,
-    every=8,
     sources=("liger_kernel.ops.fused_linear_kl_div.LigerFusedLinearKLDivFunction",),
+    **KERNEL,
 )
 def fused_linear_kl_div(x: Inputs) -> Outputs:
     """`LigerFusedLinearKLDivLoss` against the teacher's probabilities in float32."""

@@ -2,15 +2,28 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, accepted, by_token, implementation, require, taking
+from parity.implementations.implementation import (
+    EVERY_CONTEXT,
+    KERNEL,
+    Outputs,
+    accepted,
+    by_token,
+    implementation,
+    require,
+    taking,
+)
 from parity.recipe import Recipe
 from parity.upstream import trl
+
+offer = functools.partial(implementation, family="logprobs", library="trl", outputs=frozenset({"entropy"}))
+"""The decorator of this file."""
 
 DEFAULT_CHUNK = 32768
 
@@ -52,14 +65,11 @@ def _unignored(x: Inputs) -> None:
     require(x.settings.ignored == "none", "no ignore_index: the caller masks")
 
 
-@implementation(
+@offer(
     "trl.selective_log_softmax",
-    family="logprobs",
     role="reference",
-    library="trl",
     recipe=_stored,
-    outputs=frozenset({"entropy"}),
-    contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    contexts=EVERY_CONTEXT,
     sources=("trl.trainer.utils.selective_log_softmax", "trl.trainer.utils.entropy_from_logits"),
 )
 def selective_log_softmax(x: Inputs) -> Outputs:
@@ -76,14 +86,10 @@ def selective_log_softmax(x: Inputs) -> Outputs:
     return out
 
 
-@implementation(
+@offer(
     "trl.selective_log_softmax_and_entropy",
-    family="logprobs",
-    role="candidate",
-    library="trl",
     recipe=_stored,
-    outputs=frozenset({"entropy"}),
-    contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    contexts=EVERY_CONTEXT,
     sources=("trl.trainer.utils.selective_log_softmax_and_entropy",),
 )
 def selective_log_softmax_and_entropy(x: Inputs) -> Outputs:
@@ -98,17 +104,11 @@ def selective_log_softmax_and_entropy(x: Inputs) -> Outputs:
     return {"logps": logps} | ({"entropy": entropy} if x.settings.entropy != "none" else {})
 
 
-@implementation(
+@offer(
     "trl.logprob_entropy_kernel",
-    family="logprobs",
-    role="candidate",
-    library="trl",
     recipe=_kernel,
-    outputs=frozenset({"entropy"}),
-    contexts=frozenset({"plain", "checkpoint"}),
-    interpreted=True,
-    every=8,
     sources=("trl.kernels.logprob_entropy.selective_log_softmax_and_entropy",),
+    **KERNEL,
 )
 def logprob_entropy_kernel(x: Inputs) -> Outputs:
     """TRL's fused log-prob and entropy Triton kernel, called directly."""
@@ -150,14 +150,10 @@ def _chunked(x: Inputs) -> Outputs:
     return {"logps": by_token(out[0], x)} | ({"entropy": by_token(out[1], x)} if outputs else {})
 
 
-@implementation(
+@offer(
     "trl.ChunkedLogProbFunction",
-    family="logprobs",
-    role="candidate",
-    library="trl",
     recipe=_tiles,
-    outputs=frozenset({"entropy"}),
-    contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    contexts=EVERY_CONTEXT,
     interpreted=trl.chunks_are_triton(),
     sources=("trl.kernels.chunked_logprob.ChunkedLogProbFunction",),
 )
@@ -183,18 +179,12 @@ def _kernel_tiles(x: Inputs) -> Recipe:
     return dataclasses.replace(_tiles(x), tanh="sigmoid")
 
 
-@implementation(
+@offer(
     "trl.chunked_logprob_kernel",
-    family="logprobs",
-    role="candidate",
-    library="trl",
     recipe=_kernel_tiles,
-    outputs=frozenset({"entropy"}),
-    contexts=frozenset({"plain", "checkpoint"}),
     around=_forced,
-    interpreted=True,
-    every=8,
     sources=("trl.kernels.chunked_logprob._forward_kernel", "trl.kernels.chunked_logprob._backward_kernel"),
+    **KERNEL,
 )
 def chunked_kernel(x: Inputs) -> Outputs:
     """The Triton kernels of `ChunkedLogProbFunction`, also where the device would take its torch path."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,12 +13,21 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, accepted, implementation, require, taking
+from parity.implementations.implementation import (
+    EVERY_CONTEXT,
+    KERNEL,
+    Outputs,
+    accepted,
+    implementation,
+    require,
+    taking,
+)
 from parity.implementations.trl import softcap
 from parity.recipe import Recipe
 from parity.upstream import trl
 
-CONTEXTS = frozenset({"plain", "autocast", "checkpoint", "compile"})
+offer = functools.partial(implementation, family="divergence", library="trl")
+"""The decorator of this file."""
 
 
 def teacher_logits(x: Inputs) -> torch.Tensor:
@@ -61,13 +71,11 @@ def _generalized_jsd(function: Any, x: Inputs) -> Outputs:
     return {"loss": function(plain.logits(x), teacher, labels=x.ids, beta=s.beta, temperature=s.temperature, **options)}
 
 
-@implementation(
+@offer(
     "trl.generalized_jsd_loss",
-    family="divergence",
     role="reference",
-    library="trl",
     recipe=materialised,
-    contexts=CONTEXTS,
+    contexts=EVERY_CONTEXT,
     sources=("trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss",),
 )
 def generalized_jsd_loss(x: Inputs) -> Outputs:
@@ -80,13 +88,10 @@ def generalized_jsd_loss(x: Inputs) -> Outputs:
     return _generalized_jsd(accepted(module, "GKDTrainer").generalized_jsd_loss, x)
 
 
-@implementation(
+@offer(
     "trl.gold_jsd_loss",
-    family="divergence",
-    role="candidate",
-    library="trl",
     recipe=materialised,
-    contexts=CONTEXTS,
+    contexts=EVERY_CONTEXT,
     every=4,
     sources=("trl.experimental.gold.gold_trainer.GOLDTrainer.generalized_jsd_loss",),
 )
@@ -183,13 +188,10 @@ def _wired(x: Inputs) -> Outputs:
     return {"loss": loss}
 
 
-@implementation(
+@offer(
     "trl.ChunkedDivergenceFunction",
-    family="divergence",
-    role="candidate",
-    library="trl",
     recipe=_tiles,
-    contexts=CONTEXTS,
+    contexts=EVERY_CONTEXT,
     interpreted=trl.chunks_are_triton(),
     sources=("trl.kernels.chunked_divergence.ChunkedDivergenceFunction",),
 )
@@ -198,13 +200,10 @@ def chunked_divergence(x: Inputs) -> Outputs:
     return _chunked(x)
 
 
-@implementation(
+@offer(
     "trl.distillation_loss",
-    family="divergence",
-    role="candidate",
-    library="trl",
     recipe=_walked,
-    contexts=CONTEXTS,
+    contexts=EVERY_CONTEXT,
     interpreted=trl.chunks_are_triton(),
     sources=("trl.trainer.distillation_trainer._chunked_divergence_loss",),
 )
@@ -233,17 +232,12 @@ def _kernel_tiles(x: Inputs) -> Recipe:
     return dataclasses.replace(_tiles(x), tanh="sigmoid")
 
 
-@implementation(
+@offer(
     "trl.distillation_loss_kernel",
-    family="divergence",
-    role="candidate",
-    library="trl",
     recipe=_kernel_tiles,
-    contexts=frozenset({"plain", "checkpoint"}),
     around=_forced,
-    interpreted=True,
-    every=8,
     sources=("trl.kernels.chunked_divergence._stats_kernel", "trl.kernels.chunked_divergence._backward_kernel"),
+    **KERNEL,
 )
 def distillation_loss_kernel(x: Inputs) -> Outputs:
     """The Triton kernels of `_chunked_divergence_loss`, also where the device would take its torch path."""
@@ -290,13 +284,10 @@ def _sparse(x: Inputs) -> Recipe:
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output="any")
 
 
-@implementation(
+@offer(
     "trl.server_forward_kl",
-    family="divergence",
-    role="candidate",
-    library="trl",
     recipe=_sparse,
-    contexts=CONTEXTS,
+    contexts=EVERY_CONTEXT,
     sources=(f"{SERVER}._compute_server_forward_kl_loss",),
 )
 def server_forward_kl(x: Inputs) -> Outputs:
@@ -309,13 +300,10 @@ def server_forward_kl(x: Inputs) -> Outputs:
     return {"loss": trainer._compute_server_forward_kl_loss(holder, result, _student_logps(x), x.ids)}
 
 
-@implementation(
+@offer(
     "trl.server_sparse_top_1",
-    family="divergence",
-    role="candidate",
-    library="trl",
     recipe=_sparse,
-    contexts=CONTEXTS,
+    contexts=EVERY_CONTEXT,
     sources=(f"{SERVER}._compute_server_sparse_top_1_divergence_loss",),
 )
 def server_sparse_top_1(x: Inputs) -> Outputs:
@@ -333,13 +321,10 @@ def server_sparse_top_1(x: Inputs) -> Outputs:
     return {"loss": function(holder, result, _student_logps(x), tokens, x.ids)}
 
 
-@implementation(
+@offer(
     "trl.self_distillation",
-    family="divergence",
-    role="candidate",
-    library="trl",
     recipe=materialised,
-    contexts=CONTEXTS,
+    contexts=EVERY_CONTEXT,
     every=4,
     sources=("trl.experimental.sdft.loss_utils.compute_divergence", "trl.experimental.sdft.loss_utils.add_tail_bucket"),
 )

@@ -253,7 +253,6 @@ def _has_liger_path() -> bool:
 @implementation(
     "trl.GRPOTrainer.liger",
     family="policy",
-    role="candidate",
     library="trl",
     recipe=_liger_recipe,
     outputs=frozenset({"kl", "clip_ratio"}),
