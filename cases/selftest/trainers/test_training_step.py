@@ -11,7 +11,8 @@ from parity.recipe import IEEE_FP32
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.bf16_model import BackboneRounding, Wide
 from parity.trainers.definitions.gradients import forward_order, gradients
-from parity.trainers.definitions.training_step import AutocastRounding, Double, ExactStep, StepRounding, logits
+from parity.trainers.definitions.step_rounding import AutocastRounding, Double, StepRounding
+from parity.trainers.definitions.training_step import ExactStep, logits
 from parity.trainers.rig import models, stored_window
 
 WINDOW = stored_window.sequences(stored_window.rows())

@@ -21,7 +21,8 @@ from parity.judging.settle import CERTAIN, settle
 from parity.recipe import IEEE_FP32
 from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, judged, shared
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import Double, ExactStep, StepRounding
+from parity.trainers.definitions.step_rounding import Double, StepRounding
+from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import drive, models, quantised_heads
 from parity.upstream import trl
 

@@ -25,7 +25,8 @@ from parity.trainers.check import Cell, CheckResult, check, holds, reported
 from parity.trainers.checks.twins import SETTINGS, plain_twin
 from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import Double, ExactStep
+from parity.trainers.definitions.step_rounding import Double
+from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import batches, drive, recorder, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Sequences
 

@@ -17,7 +17,8 @@ from parity.case.inputs import Setting, defaults
 from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, judged
 from parity.trainers.definitions import first_divergence, twin_losses
 from parity.trainers.definitions.gradients import finite, gradients
-from parity.trainers.definitions.training_step import AutocastRounding, ExactStep, StepRounding
+from parity.trainers.definitions.step_rounding import AutocastRounding, StepRounding
+from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import drive, stored_window, twin_runs
 
 TRAINERS = tuple(twin_runs.CLASSES)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parity.recipe import LARGEST, Recipe
-from parity.trainers.definitions.training_step import Double, StepRounding
+from parity.trainers.definitions.step_rounding import Double, StepRounding
 
 aten = torch.ops.aten
 
@@ -23,6 +23,8 @@ class BackboneRounding(StepRounding):
 
     Products and sums accumulate in float32. The gradient of an embedding is accumulated in bfloat16.
     """
+
+    vectorised = False
 
     def __init__(self, recipe: Recipe, dtype: str, seed: int):
         super().__init__(recipe, "bf16", seed)

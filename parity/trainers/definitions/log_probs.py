@@ -9,7 +9,7 @@ from parity.judging.gates import ROW
 from parity.judging.settle import REPLICAS
 from parity.recipe import IEEE_FP32, UNIT_ROUNDOFF
 from parity.trainers.check import Cell
-from parity.trainers.definitions.training_step import Double, StepRounding
+from parity.trainers.definitions.step_rounding import Double, StepRounding
 from parity.trainers.rig import checkpointing, drive, models
 
 U = UNIT_ROUNDOFF["fp32"]

@@ -4,89 +4,27 @@ A trainer's gradients are compared with it. Where transformers' code casts to fl
 angles), `Double` keeps float64.
 """
 
-import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
 
 from parity.errors import OracleError
 from parity.judging.gates import Judgement, Unit, judge
 from parity.judging.settle import CERTAIN, settle
 from parity.recipe import IEEE_FP32
-from parity.rounding.monte_carlo import MonteCarlo
-
-aten = torch.ops.aten
+from parity.trainers.definitions.replicated import Replicas, Results
+from parity.trainers.definitions.step_rounding import StepRounding
 
 FARTHEST = 0.05
 """Share of the norm of all gradients by which a replica in float32 may differ from them."""
+LOSS = "loss"
 
-Gradients = dict[str, Tensor]
 Loss = Callable[[Any], Tensor]
 """Model -> loss of one optimizer window, 0-dim, differentiable."""
-
-
-class Double(TorchFunctionMode):
-    """Within it a cast to float32 of a model's code goes to float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
-            return args[0].double()
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
-        return func(*(torch.float64 if a is torch.float32 else a for a in args), **kwargs)
-
-
-@contextlib.contextmanager
-def outside() -> Iterator[None]:
-    """Without the modes in force: what is built once must not remember in which of them it was asked for first."""
-    with contextlib.ExitStack() as stack:
-        for _ in range(torch._C._len_torch_function_stack()):
-            stack.enter_context(_pop_mode_temporarily())
-        stack.enter_context(_disable_current_modes())
-        yield
-
-
-class StepRounding(MonteCarlo):
-    """`MonteCarlo` with the operations that a whole model has besides those of a loss.
-
-    A softmax's backward rounds y·(g - Σ g·y) as its terms, an affine product as a product, the gradient of an embedding
-    as a sum over the positions of a token, and the derivative of an activation as the sum of terms that it is: u of what
-    is added, not of the result, which may be smaller by cancellation.
-    """
-
-    def casts(self) -> Double:
-        """What makes the model's casts to float32 casts to float64, for the time of a replica."""
-        return Double()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.quiet:
-            return func(*args, **(kwargs or {}))
-        if func is aten.addmm.default:
-            out = func(*args, **(kwargs or {}))
-            alpha, beta = ((kwargs or {}).get(name, 1) for name in ("alpha", "beta"))
-            return self.rounded(self.product(out, args[1] * alpha, args[2], args[0] * beta))
-        if func is aten._softmax_backward_data.default:
-            out = func(*args, **(kwargs or {}))
-            terms = args[1] * (args[0].abs() + (args[0] * args[1]).abs().sum(args[2], keepdim=True))
-            return self.scattered(out, terms.mul_(2 * self.u))
-        if func is aten.embedding_dense_backward.default:
-            out = func(*args, **(kwargs or {}))
-            return self.scattered(out, func(args[0].abs(), *args[1:]).mul_(2 * self.u))
-        if func in (aten.silu_backward.default, aten.gelu_backward.default):
-            out = func(*args, **(kwargs or {}))
-            return self.scattered(out, args[0].abs().mul(2 * self.u))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class AutocastRounding(StepRounding):
-    """`StepRounding` under autocast to bfloat16: matrix products read and write it, everything else is float32."""
-
-    def product(self, out: Tensor, a: Tensor, b: Tensor, beside: Tensor | None = None) -> Tensor:
-        return self.store(super().product(out, self.store(a, "bf16"), self.store(b, "bf16"), beside), "bf16")
 
 
 def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -96,6 +34,11 @@ def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences])
     found = model(input_ids=rows, attention_mask=mask, use_cache=False).logits
     return [found[i, : len(ids)] for i, ids in enumerate(sequences)]
+
+
+def in_float32(rounding: type[StepRounding]) -> Callable[[int], StepRounding]:
+    """Seed -> the arithmetic of a step in float32, as plain float32 code has it."""
+    return functools.partial(rounding, IEEE_FP32, "fp32")
 
 
 def _total(gradients: Mapping[str, Tensor]) -> float:
@@ -114,50 +57,35 @@ class ExactStep:
     """
 
     def __init__(self, model: Any, loss: Loss, rounding: type[StepRounding] = StepRounding):
-        self._model, self._loss, self._rounding = model, loss, rounding
-        self.loss, self.exact = self._run(None)
-        self._replicas: list[Gradients] = []
-        self._losses: list[Tensor] = []
+        self._rounding = rounding
+        self._replicas = Replicas(model, lambda model: {LOSS: loss(model)}, in_float32(rounding), differentiated=LOSS)
+        self.exact = self._replicas.exact()
+        self.loss = self.exact.pop(LOSS)
 
-    def _run(self, mode: StepRounding | None) -> tuple[Tensor, Gradients]:
-        named = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
-        with Double() if mode is None else mode.casts():
-            if mode is None:
-                loss = self._loss(self._model)
-                found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-            else:
-                with mode:
-                    loss = self._loss(self._model)
-                    mode.backward = True
-                    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        grads = (torch.zeros_like(p) if g is None else g for p, g in zip(named.values(), found, strict=True))
-        return loss.detach(), dict(zip(named, grads, strict=True))
-
-    def replicas(self, count: int) -> None:
-        """Makes sure that there are `count` replicas.
+    def replicas(self, count: int) -> Results:
+        """`count` replicas of the loss (`LOSS`) and of each gradient, (count, …).
 
         Raises:
             OracleError: for one that is not finite, naming the parameter: entries where a replica overflows are not
                 judged, and a step of nothing else would pass whatever it is given; in float32 for one whose gradients are
                 `FARTHEST` from the exact ones: that is another step, not its rounding.
         """
-        while len(self._replicas) < count:
-            loss, grads = self._run(self._rounding(IEEE_FP32, "fp32", 7919 * (1 + len(self._replicas))))
-            lost = [n for n, g in grads.items() if bool((self.exact[n].isfinite() & ~g.isfinite()).any())]
-            if lost:
-                raise OracleError(f"the replica's gradient of {lost[0]} is not finite where the exact one is")
-            if self._rounding is StepRounding:
-                apart = float(_total({n: g - self.exact[n] for n, g in grads.items()}) / _total(self.exact))
-                if apart > FARTHEST:
-                    raise OracleError(
-                        f"a replica's gradients are {apart:.2g} from the exact ones: no rounding does that"
-                    )
-            self._losses.append(loss)
-            self._replicas.append(grads)
+        if count <= self._replicas.made:
+            return self._replicas.first(count)
+        grads = self._replicas.first(count)
+        lost = [n for n, e in self.exact.items() if bool((e.isfinite() & ~grads[n].isfinite()).any())]
+        if lost:
+            raise OracleError(f"the replica's gradient of {lost[0]} is not finite where the exact one is")
+        if self._rounding is StepRounding:
+            squares = sum((grads[n] - e).square().flatten(1).sum(1) for n, e in self.exact.items())
+            apart = float(torch.as_tensor(squares).max().sqrt()) / _total(self.exact)
+            if apart > FARTHEST:
+                raise OracleError(f"a replica's gradients are {apart:.2g} from the exact ones: no rounding does that")
+        return grads
 
     def unit(self, name: str, count: int) -> Unit:
         """What the gradient of a parameter is measured with."""
-        return Unit(self.exact[name], torch.stack([r[name] for r in self._replicas[:count]]))
+        return Unit(self.exact[name], self.replicas(count)[name])
 
     def judge(self, found: Mapping[str, Tensor | None]) -> dict[str, Judgement]:
         """The gates on every parameter's gradient, settled together."""
@@ -165,7 +93,6 @@ class ExactStep:
         return dict(judgements)
 
     def _all(self, found: Mapping[str, Tensor | None], count: int) -> dict[str, Judgement]:
-        self.replicas(count)
         return {name: self._judge(name, found.get(name), count) for name in self.exact}
 
     def _judge(self, name: str, value: Tensor | None, count: int) -> Judgement:
@@ -177,16 +104,14 @@ class ExactStep:
         """The scalar gate on the loss of the window."""
 
         def judge_with(count: int) -> dict[str, Judgement]:
-            self.replicas(count)
-            return {"loss": judge_scalar(value, self.loss, self._losses[:count])}
+            return {LOSS: judge_scalar(value, self.loss, self.replicas(count)[LOSS])}
 
-        return settle(judge_with, certain=CERTAIN)["loss"]
+        return settle(judge_with, certain=CERTAIN)[LOSS]
 
 
-def judge_scalar(value: float, exact: Tensor, replicas: Sequence[Tensor]) -> Judgement:
+def judge_scalar(value: float, exact: Tensor, replicas: Tensor) -> Judgement:
     """The scalar gate on a number that a trainer returns in float32."""
-    unit = Unit(exact, torch.stack(list(replicas)), scalar=True)
-    return judge(torch.tensor(value, dtype=torch.float32), unit, torch.float32)
+    return judge(torch.tensor(value, dtype=torch.float32), Unit(exact, replicas, scalar=True), torch.float32)
 
 
 class Scalars:
@@ -199,21 +124,13 @@ class Scalars:
     """
 
     def __init__(self, model: Any, define: Callable[[Any], Mapping[str, Tensor]]):
-        self._model, self._define = model, define
-        self.exact = self._run(None)
-        self._replicas: list[Mapping[str, Tensor]] = []
-
-    def _run(self, mode: StepRounding | None) -> Mapping[str, Tensor]:
-        casts = Double() if mode is None else mode.casts()
-        with torch.no_grad(), casts, mode or contextlib.nullcontext():
-            return self._define(self._model)
+        self._replicas = Replicas(model, define, in_float32(StepRounding))
+        self.exact = self._replicas.exact()
 
     def judge(self, name: str, value: float) -> Judgement:
         """The scalar gate on one of them."""
 
         def judge_with(count: int) -> dict[str, Judgement]:
-            while len(self._replicas) < count:
-                self._replicas.append(self._run(StepRounding(IEEE_FP32, "fp32", 7919 * (1 + len(self._replicas)))))
-            return {name: judge_scalar(value, self.exact[name], [r[name] for r in self._replicas[:count]])}
+            return {name: judge_scalar(value, self.exact[name], self._replicas.first(count)[name])}
 
         return settle(judge_with, certain=CERTAIN)[name]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from parity.case.case import Case
 from parity.case.inputs import Inputs, defaults
@@ -135,8 +135,8 @@ def grpo(
     if tools is not None:
         mask, tokens = tensors["mask"], tensors["ids"]
         assert mask is not None and tokens is not None
-        mask = torch.where(tools(tokens) != 0, mask, torch.zeros_like(mask))  # a replica rounds a product's 0 too
-        tensors |= {"mask": mask, "num_items_in_batch": mask.sum()}
+        kept = mask.bool() & (tools(tokens) != 0)
+        tensors |= {"mask": kept.double(), "num_items_in_batch": torch.tensor(float(kept.sum()))}
     if ratio is not None:
         assert tensors["mask"] is not None
         with torch.no_grad():
@@ -164,7 +164,7 @@ def policy_tensors(window: Sequences, model: Any, earned: Tensor | None = None) 
     hidden = backbone(input_ids=tokens, attention_mask=attention, use_cache=False).last_hidden_state
     pieces = [hidden[i, start - 1 : len(t) - 1] for i, (t, start) in enumerate(window)]
     counts = [len(t) - start for t, start in window]
-    mask = padded([torch.ones(n, dtype=torch.float64) for n in counts])
+    mask = padded([torch.ones(n, dtype=torch.int64) for n in counts]).double()
     head = model.get_output_embeddings()
     none = (
         "old_logps",
@@ -175,14 +175,14 @@ def policy_tensors(window: Sequences, model: Any, earned: Tensor | None = None) 
         "tool_mask",
     )
     return {
-        "hidden": torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True),
+        "hidden": padded(pieces),
         "weight": head.weight,
         "bias": head.bias,
-        "ids": torch.nn.utils.rnn.pad_sequence([torch.tensor(t[start:]) for t, start in window], batch_first=True),
+        "ids": padded([torch.tensor(t[start:]) for t, start in window]),
         "mask": mask,
         "completion_mask": mask,
         "advantages": advantages(window, earned),
-        "num_items_in_batch": mask.sum(),
+        "num_items_in_batch": torch.tensor(float(sum(counts))),
         **dict.fromkeys(none),
         "lora_a": None,
         "lora_b": None,
@@ -190,8 +190,9 @@ def policy_tensors(window: Sequences, model: Any, earned: Tensor | None = None) 
 
 
 def padded(pieces: list[Tensor]) -> Tensor:
-    """Rows of unequal lengths as one tensor, zeros on the right."""
-    return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
+    """Pieces of unequal lengths as the rows of one tensor, zeros at their ends."""
+    width = max(len(x) for x in pieces)
+    return torch.stack([pad(x, (*(0, 0) * (x.dim() - 1), 0, width - len(x))) for x in pieces])
 
 
 def distillation(window: Sequences, teacher: Any, beta: float, model: Any) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from parity.case.case import hashes, normal
 from parity.errors import Unsupported
-from parity.trainers.definitions.training_step import outside
+from parity.trainers.definitions.step_rounding import outside
 from parity.trainers.rig.architectures import ARCHITECTURES, BOS, EOS, LOGITS, PAD, VOCABULARY
 from parity.upstream import trl
 

@@ -1,0 +1,165 @@
+"""Many replicas of a model's step at once: its definition under `torch.vmap`, with weights that have a replica dimension.
+
+A tiny model's step is a thousand small operations, and twelve replicas of it one after the other cost twelve times as much
+as one with tensors twelve times as large.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from parity.trainers.definitions.step_rounding import Double, StepRounding
+
+Results = dict[str, Tensor]
+
+
+class Apart(TorchFunctionMode):
+    """Within `torch.vmap`, gives each of `count` replicas its own result where an operation meets constants alone.
+
+    vmap computes such a result (of a frozen reference, of advantages) once for all of them: every replica would then have
+    the same rounding error there, and their spread would not show it.
+    """
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.every = torch.ones(count, dtype=torch.bool)
+        """What vmap goes over besides the weights: where it is true, a constant is taken, which is everywhere."""
+        self.each: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.each is None or not _plain(out):
+            return out
+        made = out.untyped_storage().data_ptr()
+        if all(x.untyped_storage().data_ptr() == made for x in _operands(args)):  # none, or a view of the only one
+            return out
+        return func(*(self._given(a) for a in args), **kwargs)
+
+    def _given(self, x: Any) -> Any:
+        if _plain(x):
+            return torch.where(self.each, x, x)
+        return type(x)(self._given(y) for y in x) if type(x) in (list, tuple) else x
+
+
+def _plain(x: Any) -> bool:
+    """Whether it is a tensor of floating-point numbers that all replicas share."""
+    return isinstance(x, Tensor) and x.is_floating_point() and not torch._C._functorch.is_batchedtensor(x)
+
+
+def _operands(args: Any) -> Iterator[Tensor]:
+    for x in args:
+        if _plain(x):
+            yield x
+        elif type(x) in (list, tuple):
+            yield from _operands(x)
+
+
+class Replicas:
+    """What a definition says of a model, in float64 and in as many replicas as were asked for.
+
+    `define`: model -> name -> 0-dim tensor; the gradients of the one named `differentiated`, by parameter, are among the
+    results. `rounding` makes the arithmetic of a stack of replicas from a seed.
+
+    Attributes:
+        made: how many replicas there are.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        define: Callable[[Any], Mapping[str, Tensor]],
+        rounding: Callable[[int], StepRounding],
+        differentiated: str | None = None,
+    ):
+        self._defined, self._rounding, self._differentiated = _Defined(model, define), rounding, differentiated
+        self._at_once = True
+        self._results: Results = {}
+        self.made = 0
+
+    def _recorded(self) -> torch.set_grad_enabled:
+        return torch.set_grad_enabled(self._differentiated is not None)
+
+    def exact(self) -> Results:
+        """Without rounding."""
+        with Double(), self._recorded():
+            return self._with_gradients(self._defined(), self._defined.leaves())
+
+    def first(self, count: int) -> Results:
+        """The first `count` replicas of each result, (count, …)."""
+        if self.made < count:
+            stacks = [*([self._results] if self.made else []), *self._more(count - self.made)]
+            self._results = {name: torch.cat([stack[name] for stack in stacks]) for name in stacks[0]}
+            self.made = count
+        return {name: stack[:count] for name, stack in self._results.items()}
+
+    def _more(self, count: int) -> list[Results]:
+        seeds = [7919 * (1 + self.made + i) for i in range(count)]
+        mode = self._rounding(seeds[0])
+        if mode.vectorised and self._at_once:
+            try:
+                return [self._together(count, mode)]
+            except RuntimeError:  # what is wrong with the definition itself shows again below
+                self._at_once = False
+        return [self._alone(self._rounding(seed)) for seed in seeds]
+
+    def _alone(self, mode: StepRounding) -> Results:
+        with self._recorded(), mode.casts(), mode:
+            values = self._defined()
+            mode.backward = True
+            results = self._with_gradients(values, self._defined.leaves())
+        return {name: x.unsqueeze(0) for name, x in results.items()}
+
+    def _together(self, count: int, mode: StepRounding) -> Results:
+        """One run of `torch.vmap`.
+
+        Raises:
+            RuntimeError: where the path through the model depends on its values (a router that sends tokens to experts), or
+                an operation has no batched form: such a model takes one replica at a time.
+        """
+        apart, state, leaves = Apart(count), {}, {}
+        for name, x in (*self._defined.named_parameters(), *self._defined.named_buffers()):
+            if x.is_floating_point():
+                state[name] = copies = x.detach().expand(count, *x.shape)
+                if x.requires_grad and self._differentiated:
+                    leaves[name] = state[name] = copies.clone().requires_grad_()
+
+        def one(state: dict[str, Tensor], each: Tensor) -> Mapping[str, Tensor]:
+            apart.each = each
+            try:
+                return dict(torch.func.functional_call(self._defined, state, ()))
+            finally:
+                apart.each = None
+
+        with self._recorded(), apart, mode.casts(), mode:
+            values = torch.vmap(one, randomness="different")(state, apart.every)
+            mode.backward = True
+            return self._with_gradients(values, leaves)
+
+    def _with_gradients(self, values: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> Results:
+        out = {name: x.detach() for name, x in values.items()}
+        if self._differentiated:
+            total = values[self._differentiated].sum()
+            found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+            for (name, p), g in zip(leaves.items(), found, strict=True):
+                out[name.removeprefix(_Defined.PREFIX)] = torch.zeros_like(p) if g is None else g
+        return out
+
+
+class _Defined(torch.nn.Module):
+    """A definition of a model as the forward pass of a module that holds the model."""
+
+    PREFIX = "model."
+
+    def __init__(self, model: Any, define: Callable[[Any], Mapping[str, Tensor]]):
+        super().__init__()
+        self.model, self._define = model, define
+
+    def forward(self) -> Mapping[str, Tensor]:
+        return self._define(self.model)
+
+    def leaves(self) -> dict[str, Tensor]:
+        return {n: p for n, p in self.named_parameters() if p.requires_grad}
