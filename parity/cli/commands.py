@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from parity.cli import nightly
-from parity.cli.complete import cases, devices, dtypes, families, implementations, profiles, trainers, values
+from parity.cli import nightly, options
 from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
 from parity.cli.ledger import ledger_command
 from parity.cli.progress import Shown
@@ -24,73 +23,38 @@ def main() -> None:
     """Compare LLM post-training losses with their definition: who is wrong, in which quantity, by how much."""
 
 
-def _split(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
-    """Values that stand behind one another or are parted by commas."""
-    return tuple(word for value in values for word in value.split(",") if word)
-
-
-_JSON = click.option("--json", "as_json", is_flag=True, help="print JSON (docs/measured/json.md)")
-_WITH = click.option(
-    "--with", "specs", multiple=True, metavar="PKG==VER", help="run with this version, in an environment of its own"
-)
-_IMPLEMENTATIONS = click.option(
-    "--implementation",
-    "implementations",
-    multiple=True,
-    callback=_split,
-    metavar="ID|FILE.py:NAME",
-    help="only this one, those of a pattern (liger.*), or your own function or trainer; repeat or part by commas",
-    shell_complete=values(implementations),
-)
-"""An option that `run` and `audit` share."""
-
-
 @main.command("run")
 @click.option(
     "--profile",
     default="pr",
     show_default=True,
     help="how many cases: quick, pr, nightly or soak",
-    shell_complete=values(profiles),
+    shell_complete=options.values(options.profiles),
 )
-@click.option(
+@options.several(
     "--family",
     "families",
-    multiple=True,
-    callback=_split,
+    "only this family (see parity list), or your own",
+    options.families,
+    parted=True,
     metavar="NAME|FILE.py:NAME",
-    help="only this family (see parity list), or your own",
-    shell_complete=values(families),
 )
-@_IMPLEMENTATIONS
-@click.option(
-    "--dtype", "dtypes", multiple=True, callback=_split, help="fp32, fp16 or bf16", shell_complete=values(dtypes)
-)
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda", shell_complete=values(devices))
+@options.IMPLEMENTATIONS
+@options.several("--dtype", "dtypes", "fp32, fp16 or bf16", options.dtypes, parted=True)
+@options.DEVICE
 @click.option("--seed", type=int, default=None, help="default: fixed in quick and pr, a new one in nightly and soak")
-@_WITH
+@options.WITH
 @click.option("--require", multiple=True, metavar="ID[:cpu|cuda]", help="exit code 3 unless this was compared")
-@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another list of known findings")
-@click.option(
-    "--results",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="file for the rows; default: results.ndjson among the reports",
-)
-@nightly.REPORTS
-@click.option(
-    "--workers", type=click.IntRange(1), default=None, help="number of processes; default: a core each, RAM permitting"
-)
-@nightly.RAY
+@options.LEDGER
+@options.path("--results", "file for the rows; default: results.ndjson among the reports")
+@options.REPORTS
+@options.count("--workers", "number of processes; default: a core each, RAM permitting")
+@options.RAY
 @click.option(
     "--share", default="", metavar="I/N", help="this machine's shards of N machines'; parity merge joins them"
 )
-@click.option(
-    "--resume",
-    type=click.Path(path_type=Path),
-    default=None,
-    metavar="RESULTS",
-    help="go on with the run that wrote this file: no row is lost, none is there twice",
+@options.path(
+    "--resume", "go on with the run that wrote this file: no row is lost, none is there twice", metavar="RESULTS"
 )
 @click.option(
     "--max-time", default=None, metavar="TIME", help="end in order after 2h, 90m or the like, and report what was done"
@@ -132,17 +96,17 @@ def _inside(specs: tuple[str, ...]) -> int:
 
 
 @main.command("list")
+@options.several("--family", "families", "only this family", options.families, parted=True)
 @click.option(
-    "--family", "families", multiple=True, callback=_split, help="only this family", shell_complete=values(families)
+    "--settings", metavar="FAMILY", help="its settings instead", shell_complete=options.values(options.families)
 )
-@click.option("--settings", metavar="FAMILY", help="its settings instead", shell_complete=values(families))
-@click.option("--checks", metavar="TRAINER", help="its checks instead", shell_complete=values(trainers))
+@click.option("--checks", metavar="TRAINER", help="its checks instead", shell_complete=options.values(options.trainers))
 @click.option("--profiles", is_flag=True, help="the profiles instead, with the cases that each draws")
 @click.option("--uncovered", is_flag=True, help="the trainers of the installed TRL without a check instead")
 @click.option("--sweep", is_flag=True, help="what became of each implementation in other releases instead")
 @click.option("--release", "releases", multiple=True, metavar="PKG==VER", help="with --sweep: only this one")
 @turns_option
-@_JSON
+@options.JSON
 def list_command(
     families: tuple[str, ...],
     as_json: bool,
@@ -179,7 +143,7 @@ def list_command(
 
 
 @main.command("doctor")
-@_JSON
+@options.JSON
 def doctor_command(as_json: bool) -> None:
     """What is installed, what can run here, and what is missing."""
     from parity.cli.doctor import diagnose, diagnosis
@@ -194,14 +158,12 @@ def doctor_command(as_json: bool) -> None:
 
 
 @main.command("audit")
-@click.option(
-    "--family", "families", multiple=True, help="only this family (see parity list)", shell_complete=values(families)
-)
-@_IMPLEMENTATIONS
+@options.several("--family", "families", "only this family (see parity list)", options.families)
+@options.IMPLEMENTATIONS
 @click.option("--setting", "settings", multiple=True, help="only this setting")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda", shell_complete=values(devices))
-@click.option("--cases", type=click.IntRange(1), default=2, show_default=True, help="cases for each setting")
-@_WITH
+@options.DEVICE
+@options.count("--cases", "cases for each setting", 2)
+@options.WITH
 @click.option(
     "--release",
     "releases",
@@ -209,8 +171,8 @@ def doctor_command(as_json: bool) -> None:
     metavar="PKG==VER[,…]",
     help="this release as one column of a table; repeat it",
 )
-@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another list of known findings")
-@nightly.REPORTS
+@options.LEDGER
+@options.REPORTS
 def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: Any) -> None:
     """Is every setting honoured? For each: honoured, ignored, wrong, refused or absent, and where to repair it."""
     if specs and releases:
@@ -228,18 +190,12 @@ def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: 
 
 
 @main.command("replay")
-@click.argument("case", shell_complete=values(cases))
-@_IMPLEMENTATIONS
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda", shell_complete=values(devices))
-@_WITH
+@click.argument("case", shell_complete=options.values(options.cases))
+@options.IMPLEMENTATIONS
+@options.DEVICE
+@options.WITH
 @click.option("--issue", is_flag=True, help="print a bug report with a stand-alone script, for upstream")
-@click.option(
-    "--minimise",
-    type=click.Path(path_type=Path),
-    default=None,
-    metavar="FILE",
-    help="of captured tensors: write the smallest part that still disagrees",
-)
+@options.path("--minimise", "of captured tensors: write the smallest part that still disagrees", metavar="FILE")
 def replay_command(
     case: str,
     implementations: tuple[str, ...],
@@ -257,7 +213,7 @@ def replay_command(
 
 
 @main.command("findings")
-@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
+@options.path("--ledger", "another ledger of known findings")
 def findings_command(ledger: Path | None) -> None:
     """The known findings as one page for somebody who trains, most severe first."""
     from parity import data
@@ -270,11 +226,11 @@ def findings_command(ledger: Path | None) -> None:
 @main.command("upstream")
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option("--all", "every", is_flag=True, help="every entry of the ledger")
-@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
-@click.option("--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True)
-@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="processes")
+@options.path("--ledger", "another ledger of known findings")
+@options.path("--reports", default="reports")
+@options.count("--workers", "processes", 2)
 @turns_option
-@_WITH
+@options.WITH
 def upstream_command(
     ids: tuple[str, ...],
     every: bool,
@@ -308,12 +264,7 @@ def upstream_command(
 
 @main.command("report")
 @click.argument("results", type=click.Path(path_type=Path), default=Path("reports/results.ndjson"))
-@click.option(
-    "--reports",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="folder for reports; default: that of the results file",
-)
+@options.path("--reports", "folder for reports; default: that of the results file")
 @detail
 def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
     """Print the results file of a run again, and write HTML, Markdown and JUnit."""
@@ -337,13 +288,7 @@ def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
 
 @main.command("merge")
 @click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RESULTS...")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("reports/results.ndjson"),
-    show_default=True,
-    help="the joined file; the reports are written beside it",
-)
+@options.path("--out", "the joined file; the reports are written beside it", "reports/results.ndjson")
 def merge_command(results: tuple[Path, ...], out: Path) -> None:
     """Join the results of machines that have shared a run (parity run --share), and report; exit code as of the run.
 
@@ -377,18 +322,10 @@ def case_command(path: str) -> None:
 
 
 @main.command("mutants")
-@click.option(
-    "--seeds",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="how many streams of cases; 10 for the full table",
-)
-@click.option("--family", "families", multiple=True, help="only this family", shell_complete=values(families))
-@click.option(
-    "--cases", type=click.IntRange(1), default=None, help="cases of each stream; default: as many as profile pr"
-)
-@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="processes")
+@options.count("--seeds", "how many streams of cases; 10 for the full table", 1)
+@options.several("--family", "families", "only this family", options.families)
+@options.count("--cases", "cases of each stream; default: as many as profile pr")
+@options.count("--workers", "processes", 2)
 @click.option("--markdown", is_flag=True, help="print the table as a Markdown page")
 @click.option(
     "--machine",
@@ -397,9 +334,7 @@ def case_command(path: str) -> None:
     type=click.Choice(["controls", "fixes", "trl"]),
     help="instead, small edits of this correct code by machine; continues what reports/ has of them",
 )
-@click.option(
-    "--sample", type=click.IntRange(1), default=200, show_default=True, help="--machine: random edits of each"
-)
+@options.count("--sample", "--machine: random edits of each", 200)
 @click.option("--seed", type=int, default=0, show_default=True, help="--machine: of the sample and of its cases")
 @turns_option
 @device_option("cpu")

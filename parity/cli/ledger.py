@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from parity import data
+from parity.cli import options
 from parity.cli.nightly import duration
 from parity.errors import UsageError
 from parity.results.header import Header
@@ -14,9 +15,7 @@ from parity.results.header import Header
 _RESULTS = click.option(
     "--run", "results", type=click.Path(path_type=Path), default=Path("reports/results.ndjson"), show_default=True
 )
-_LEDGER = click.option(
-    "--ledger", type=click.Path(path_type=Path), default=None, help="default: the one of this checkout"
-)
+_LEDGER = options.path("--ledger", "default: the one of this checkout")
 
 
 @click.group("ledger")

@@ -10,19 +10,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from parity.cli.complete import families, implementations, values
+from parity.cli import options
 from parity.cli.progress import Shown
 from parity.cli.show import report
 from parity.errors import UsageError
 from parity.versions.commands.cli import device_option
-
-REPORTS = click.option(
-    "--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="folder for reports"
-)
-
-RAY = click.option(
-    "--ray", default=None, metavar="HOST:PORT|auto|local", help="on the nodes of this Ray cluster (docs/scale.md)"
-)
 
 
 def _warn(line: str) -> None:
@@ -45,18 +37,13 @@ def duration(text: str) -> datetime.timedelta:
 @click.command("nightly")
 @click.option("--max-time", default="6h", show_default=True, help="for everything: 6h, 90m, 1h30m")
 @click.option("--profile", default="nightly", show_default=True, help="of the long run")
-@click.option("--family", "families", multiple=True, help="only this family", shell_complete=values(families))
-@click.option(
-    "--implementation",
-    "implementations",
-    multiple=True,
-    metavar="ID|FILE.py:NAME",
-    help="only this one",
-    shell_complete=values(implementations),
+@options.several("--family", "families", "only this family", options.families)
+@options.several(
+    "--implementation", "implementations", "only this one", options.implementations, metavar="ID|FILE.py:NAME"
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
 @click.option("--seed", type=int, default=None, help="default: a fresh one, printed")
-@click.option("--ledger", type=click.Path(path_type=Path), default=None, help="another ledger of known findings")
+@options.path("--ledger", "another ledger of known findings")
 @click.option(
     "--skip", multiple=True, metavar="NAME", help="leave out history, mutants, upstream, sweep, unsloth or rollouts"
 )
@@ -64,8 +51,8 @@ def duration(text: str) -> datetime.timedelta:
     "--with", "specs", multiple=True, metavar="PKG==VER", help="judge this release too, in an environment of its own"
 )
 @click.option("--resume", is_flag=True, help="go on with the night that was killed")
-@RAY
-@REPORTS
+@options.RAY
+@options.REPORTS
 def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...], **options: Any) -> None:
     """The nightly gate: proof that a planted mistake is caught, a long run with fresh cases, history, mutants, one page."""
     from parity.nightly.night import Night, run
@@ -95,8 +82,8 @@ def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...]
 @click.option("--stale", default="36h", show_default=True, metavar="TIME", help="a last run older than this is red too")
 @click.option("--profile", default="nightly", show_default=True, help="only runs of this profile count")
 @click.option("--page", default="", metavar="LINK", help="where the report can be seen")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="file for the text of the issue")
-@REPORTS
+@options.path("--out", "file for the text of the issue")
+@options.REPORTS
 def notify_command(stale: str, profile: str, page: str, out: Path | None, reports: Path) -> None:
     """The text of the one issue that a gate keeps open while it is red. Prints the title.
 
@@ -130,7 +117,7 @@ def notify_command(stale: str, profile: str, page: str, out: Path | None, report
 
 @click.command("history-of")
 @click.argument("what", metavar="IMPLEMENTATION|FINDING")
-@REPORTS
+@options.REPORTS
 def history_of_command(what: str, reports: Path) -> None:
     """Kept runs of an implementation, a ledger entry or a finding: when it was seen, how often, with which versions."""
     from parity.results import memory
@@ -167,12 +154,10 @@ def history_of_command(what: str, reports: Path) -> None:
 
 @click.command("upgrade-check")
 @click.argument("spec", metavar="PKG==VER|PKG==NEXT")
-@click.option(
-    "--config", type=click.Path(path_type=Path), default=None, help="YAML or JSON of TRL's arguments: judged first"
-)
+@options.path("--config", "YAML or JSON of TRL's arguments: judged first")
 @click.option("--max-time", default="1h", show_default=True, help="for each of run, compare and audit")
 @device_option("auto")
-@REPORTS
+@options.REPORTS
 def upgrade_check_command(spec: str, config: Path | None, max_time: str, device: str, reports: Path) -> None:
     """May we upgrade? Run, compare and audit of the other release, on one page.
 

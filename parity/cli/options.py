@@ -1,0 +1,113 @@
+"""The options that commands share, and the values that the shell completes: names of the registry and of the ledger."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+Option = Callable[[Any], Any]
+
+
+def values(names: Callable[[], Iterable[str]]) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
+    """`shell_complete` of an option or argument: the names that continue the last word behind a comma."""
+
+    def complete(ctx: click.Context, parameter: click.Parameter, word: str) -> list[Any]:
+        before, comma, last = word.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names() if name.startswith(last)]
+
+    return complete
+
+
+def path(name: str, help: str | None = None, default: str | None = None, **fields: Any) -> Option:
+    """An option that takes a file or a folder; its default is shown if it has one."""
+    start = None if default is None else Path(default)
+    kind, shown = click.Path(path_type=Path), default is not None
+    return click.option(name, type=kind, default=start, show_default=shown, help=help, **fields)
+
+
+def count(name: str, help: str, default: int | None = None) -> Option:
+    """An option that takes a number from 1 on; its default is shown if it has one."""
+    return click.option(name, type=click.IntRange(1), default=default, show_default=default is not None, help=help)
+
+
+def several(
+    name: str, into: str, help: str, known: Callable[[], Iterable[str]], parted: bool = False, **fields: Any
+) -> Option:
+    """An option that may be repeated, its values `known` to the shell; `parted`: by commas too."""
+    callback = _split if parted else None
+    return click.option(name, into, multiple=True, callback=callback, help=help, shell_complete=values(known), **fields)
+
+
+def _split(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Values that stand behind one another or are parted by commas."""
+    return tuple(word for value in values for word in value.split(",") if word)
+
+
+def families() -> list[str]:
+    """Loss families and trainers."""
+    from parity.registry import loss_families
+    from parity.trainers.check import TRAINERS
+
+    return [*loss_families(), *TRAINERS]
+
+
+def trainers() -> list[str]:
+    """Trainers."""
+    from parity.trainers.check import TRAINERS
+
+    return list(TRAINERS)
+
+
+def implementations() -> list[str]:
+    """Ids of implementations."""
+    from parity.registry import load
+
+    return sorted(load())
+
+
+def profiles() -> list[str]:
+    """Profiles."""
+    from parity.case.profiles import PROFILES
+
+    return list(PROFILES)
+
+
+def dtypes() -> list[str]:
+    """Dtypes."""
+    return ["fp32", "fp16", "bf16"]
+
+
+def devices() -> list[str]:
+    """Devices."""
+    return ["auto", "cpu", "cuda"]
+
+
+def cases() -> list[str]:
+    """What `replay` takes by name: ledger entries and frozen cases."""
+    from parity import data
+    from parity.results.ledger import Ledger
+
+    return sorted({e.id for e in Ledger.load(data.ledger_file()).entries} | {p.stem for p in data.frozen_cases()})
+
+
+DEVICE = click.option(
+    "--device", default="auto", show_default=True, help="auto, cpu or cuda", shell_complete=values(devices)
+)
+IMPLEMENTATIONS = several(
+    "--implementation",
+    "implementations",
+    "only this one, those of a pattern (liger.*), or your own function or trainer; repeat or part by commas",
+    implementations,
+    parted=True,
+    metavar="ID|FILE.py:NAME",
+)
+LEDGER = path("--ledger", "another list of known findings")
+REPORTS = path("--reports", "folder for reports", "reports")
+WITH = click.option(
+    "--with", "specs", multiple=True, metavar="PKG==VER", help="run with this version, in an environment of its own"
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="print JSON (docs/measured/json.md)")
+RAY = click.option(
+    "--ray", default=None, metavar="HOST:PORT|auto|local", help="on the nodes of this Ray cluster (docs/scale.md)"
+)
