@@ -15,7 +15,7 @@ from parity.results.report.findings import Finding
 from parity.results.report.html import Cell, Extras, Part
 from parity.results.report.summary import Summary
 from parity.results.row import Row
-from parity.rollouts import section
+from parity.rollouts import report
 
 NIGHT = ("verdict", "minutes", "command", "printed last")
 SCRIPTS = 10
@@ -35,7 +35,7 @@ def extras(
         path = folder / name
         if path.exists():
             found += _read(path, title, lambda path=path, read=read: list(read(path)))  # type: ignore[misc]
-    found += _read(data.rollouts_dir(), "Rollouts", lambda: section.parts(rows))
+    found += _read(data.rollouts_dir(), "Rollouts", lambda: report.parts(rows))
     found += spent(header)
     damaged: list[str] = []
     past = memory.runs(folder / "history", damaged.append)

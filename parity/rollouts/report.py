@@ -1,23 +1,159 @@
-"""A judged recording in words, and as a page with its two pictures."""
+"""A judged recording in words, as a page with its two pictures (SVG, drawn without a library), and in a run's page."""
 
+import base64
 import html
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from parity import recording
 from parity.recording import Recording
-from parity.rollouts import plot
+from parity.results.report.html import Part
+from parity.results.row import Row
 from parity.rollouts.judge import DEFINITIONS, Verdict
-from parity.rollouts.statistics import NEAR, QUANTILES
+from parity.rollouts.statistics import NEAR, QUANTILES, statistics
+
+SHOWN = 400
+
+
+def parts(rows: Iterable[Row]) -> list[Part]:
+    """Scatter of sampler against trainer, and the log-ratios, of each dtype; a line for each recording. None without one."""
+    drawn = {row.case: row.settings.get("recording") for row in rows if row.settings}
+    cases = Counter(name for name in drawn.values() if name in recording.shipped())
+    taken = [recording.named(str(name)) for name in sorted(cases, key=str)]
+    if not taken:
+        return []
+    note = (
+        f"{sum(cases.values()):,} cases took their log-ratios from recordings of a real engine. Here trainer and sampler score "
+        "the same tokens of the distribution that was sampled from; `parity rollouts judge` holds them against the "
+        "trainer's own noise. What an engine computes on a CPU says nothing of its GPU kernels."
+    )
+    rows_of = [[*_line(one)[:1], str(cases[one.name]), *_line(one)[1:]] for one in taken]
+    headings = [
+        "recording",
+        "cases",
+        "engine",
+        "tokens",
+        "rms of log-ratio, nats",
+        f"ratios outside {NEAR}",
+        "mean ratio",
+    ]
+    return [Part("rollouts", "Rollouts", note, _pictures(taken), f"{len(taken)} recordings", headings, rows_of)]
+
+
+def log_ratios(one: Recording) -> Tensor:
+    """log π - log K - log π_sampler (B, T), K the kept mass: both of the distribution that was sampled from; -inf cut."""
+    assert one.trainer_logps is not None
+    d = one.trainer_logps.double() - one.sampler_logps.double()
+    return d if one.kept_mass is None else torch.where(one.kept_mass > 0, d - one.kept_mass.double().log(), -torch.inf)
+
+
+def _line(one: Recording) -> list[str]:
+    s = statistics(log_ratios(one), one.mask, one.sampler_logps.double())
+    engine = f"{one.facts['engine']} on {one.facts.get('device', 'an unknown device')}"
+    return [one.name, engine, f"{s.tokens:,}", f"{s.rms:.2g}", f"{100 * s.outside:.2f} %", f"{s.mean_ratio:.4f}"]
+
+
+def _pictures(taken: list[Recording]) -> list[str]:
+    out = []
+    for dtype in sorted({str(one.facts["dtype"]) for one in taken}):
+        same_dtype = [one for one in taken if one.facts["dtype"] == dtype]
+        d = torch.cat([log_ratios(one)[one.mask] for one in same_dtype])
+        sampler = torch.cat([one.sampler_logps.double()[one.mask] for one in same_dtype])
+        some = slice(None, None, max(1, len(d) // SHOWN))
+        out.append(scatter(sampler[some], (sampler + d)[some], f"log-probs, {dtype}"))
+        out.append(distribution(d, d.new_empty(0), f"log-ratio, {dtype}"))
+    return [base64.b64encode(picture.encode()).decode() for picture in out]
+
+
+SIDE, LEFT, TOP = 320, 64, 40
+POINTS, BINS = 1500, 60
+
+
+def scatter(sampler: Tensor, trainer: Tensor, title: str) -> str:
+    """Log-probs (n,) of the same tokens, the sampler's to the right and the trainer's upwards; equal ones lie on the line."""
+    keep = sampler.isfinite() & trainer.isfinite()
+    x, y = sampler[keep][:POINTS].tolist(), trainer[keep][:POINTS].tolist()
+    low = min([*x, *y, -1.0])
+    out = _frame(title, "sampler's log-prob, nats", "trainer's log-prob")
+    out += _ticks([low * k / 4 for k in range(5)], low, 0.0)
+    out.append(f'<path d="M{LEFT} {TOP + SIDE}L{LEFT + SIDE} {TOP}" stroke="#d1d5db"/>')
+    out += [
+        f'<circle cx="{LEFT + SIDE * (1 - a / low):.1f}" cy="{TOP + SIDE * b / low:.1f}" r="1.6" fill="#0b62a4" '
+        'fill-opacity="0.45"/>'
+        for a, b in zip(x, y, strict=True)
+    ]
+    return "".join([*out, "</svg>"])
+
+
+def distribution(d: Tensor, self_noise: Tensor, title: str) -> str:
+    """Share of tokens by d = trainer - sampler (n,) as bars, and by the trainer's difference to itself (m,) as a line."""
+    values, noise = d[d.isfinite()], self_noise[self_noise.isfinite()]
+    reach = max(
+        float(values.abs().quantile(0.999)) if len(values) else 0.0, float(noise.abs().max()) if len(noise) else 0.0
+    )
+    reach = reach or 1.0
+    bars, line = _shares(values, reach), _shares(noise, reach)
+    top = max([*bars, *line, 1e-9])
+    out = _frame(title, "trainer's minus sampler's log-prob, nats", "share of tokens")
+    out += _ticks([reach * k / 2 for k in range(-2, 3)], -reach, reach, across_only=True)
+    wide = SIDE / BINS
+    out += [
+        f'<rect x="{LEFT + k * wide:.1f}" y="{TOP + SIDE * (1 - share / top):.1f}" width="{wide:.1f}" '
+        f'height="{SIDE * share / top:.1f}" fill="#0b62a4" fill-opacity="0.6"/>'
+        for k, share in enumerate(bars)
+    ]
+    path = "L".join(f"{LEFT + (k + 0.5) * wide:.1f} {TOP + SIDE * (1 - s / top):.1f}" for k, s in enumerate(line))
+    out.append(f'<path d="M{path}" fill="none" stroke="#c2410c" stroke-width="1.6" stroke-dasharray="5 3"/>')
+    out.append(
+        f'<text x="{LEFT + SIDE - 4}" y="{TOP + 14}" text-anchor="end">bars: to the sampler; dashed: to itself</text>'
+    )
+    return "".join([*out, "</svg>"])
+
+
+def _shares(values: Tensor, reach: float) -> list[float]:
+    counts = torch.histc(values.clamp(-reach, reach).float(), BINS, -reach, reach)
+    return (counts / max(len(values), 1)).tolist()
+
+
+def _frame(title: str, across: str, upwards: str) -> list[str]:
+    wide, tall = LEFT + SIDE + 16, TOP + SIDE + 44
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" width="{wide}" height="{tall}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="{wide}" height="{tall}" fill="white"/>',
+        f'<text x="{LEFT}" y="20" font-size="13">{title}</text>',
+        f'<rect x="{LEFT}" y="{TOP}" width="{SIDE}" height="{SIDE}" fill="none" stroke="#9ca3af"/>',
+        f'<text x="{LEFT + SIDE / 2}" y="{tall - 6}" text-anchor="middle">{across}</text>',
+        f'<text x="12" y="{TOP + SIDE / 2}" transform="rotate(-90 12 {TOP + SIDE / 2})" text-anchor="middle">{upwards}</text>',
+    ]
+
+
+def _ticks(values: Sequence[float], low: float, high: float, across_only: bool = False) -> list[str]:
+    out = []
+    for value in values:
+        share = (value - low) / (high - low)
+        label = f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:.2g}"
+        label = "0" if math.isclose(value, 0.0, abs_tol=1e-15) else label
+        out.append(f'<text x="{LEFT + SIDE * share:.1f}" y="{TOP + SIDE + 16}" text-anchor="middle">{label}</text>')
+        if not across_only:
+            out.append(f'<text x="{LEFT - 6}" y="{TOP + SIDE * (1 - share) + 4:.1f}" text-anchor="end">{label}</text>')
+    return out
+
 
 CPU_ONLY = "An engine that computed on a CPU says nothing of its GPU kernels."
 
 
-def text(recording: Recording, verdict: Verdict) -> str:
+def text(one: Recording, verdict: Verdict) -> str:
     """The judgement, gate by gate, and the statistics; a line each."""
     s = verdict.found
     worst = max(verdict.gates, key=lambda name: verdict.gates[name])
     lines = [
-        recording.line(),
+        one.line(),
         f"  {'agrees' if verdict.agrees else 'DISAGREES'} as log-probs {DEFINITIONS[verdict.definition]}",
         "  share of what is allowed: " + ", ".join(f"{n} {h:.2f}" for n, h in verdict.gates.items()),
     ]
@@ -46,13 +182,13 @@ def write(judged: Iterable[tuple[Recording, Verdict]], path: Path) -> None:
         "<style>body{font-family:sans-serif;margin:2em}pre{white-space:pre-wrap}</style>",
         f"<h1>Rollouts against the trainer</h1><p>{CPU_ONLY}</p>",
     ]
-    for recording, verdict in judged:
-        mask, sampler = recording.mask, recording.sampler_logps.double()
+    for one, verdict in judged:
+        mask, sampler = one.mask, one.sampler_logps.double()
         trainer = (sampler + verdict.d)[mask]
         parts += [
-            f"<h2>{html.escape(recording.name)}</h2><pre>{html.escape(text(recording, verdict))}</pre>",
-            plot.scatter(sampler[mask], trainer, html.escape(recording.name)),
-            plot.distribution(verdict.d[mask], verdict.noise[mask], "log-ratio"),
+            f"<h2>{html.escape(one.name)}</h2><pre>{html.escape(text(one, verdict))}</pre>",
+            scatter(sampler[mask], trainer, html.escape(one.name)),
+            distribution(verdict.d[mask], verdict.noise[mask], "log-ratio"),
         ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(parts) + "\n")

