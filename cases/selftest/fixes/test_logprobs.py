@@ -1,26 +1,15 @@
 """`selective_log_probs` against the definition in float64, written out here."""
 
-import importlib
 import math
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
-from parity.fixes import chunked, selective_log_probs
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from parity.fixes import selective_log_probs
 
 TINY = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
-LOW = (torch.float16, torch.bfloat16)
 
 
 def definition(hidden, weight, ids, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, ignore_index=-100):
@@ -110,12 +99,6 @@ def test_agrees_with_the_definition(dtype, name, bias):
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 5), (2, 3, 4)])
 def test_every_shape(vocab, shape):
     compare(*draw(shape, 5, vocab, torch.float32), {"temperature": 0.7, "softcap": 5.0})
-
-
-@pytest.mark.parametrize("chunks", [(1, 1), (1, 100), (7, 3), (131, 21), (1000, 1000)])
-def test_every_chunk_size(chunks):
-    arguments = draw((3, 7), 20, 131, torch.float64)
-    compare(*arguments, SETTINGS["all"], chunk_size=chunks[0], token_chunk_size=chunks[1], tolerance=1e-13)
 
 
 @pytest.mark.parametrize("head_dtype", TINY, ids=str)
@@ -230,33 +213,6 @@ def test_every_subset_of_gradients(wanted):
             assert some.grad is None
 
 
-class Sizes(TorchDispatchMode):
-    """The largest tensor that any operation returns, by number of elements."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        views = ("aten::t", "aten::view", "aten::transpose", "aten::_unsafe_view", "aten::detach", "aten::alias")
-        if isinstance(out, torch.Tensor) and func.name() not in views:
-            self.largest = max(self.largest, out.numel())
-        return out
-
-
-def test_neither_logits_nor_a_frozen_heads_gradient_exist():
-    hidden, weight, _, ids = draw((300,), 40, 5000, torch.float32, bias=False)
-    hidden.requires_grad_()
-    for trainable, most in ((False, 300 * 1024), (True, 300 * 1024)):
-        with Sizes() as sizes:
-            logps, entropy = selective_log_probs(hidden, weight.requires_grad_(trainable), ids, entropy=True)
-            (logps.sum() + entropy.sum()).backward()
-        assert sizes.largest <= most
-    with Sizes() as sizes:
-        logps = selective_log_probs(hidden, weight.requires_grad_(False), ids, chunk_size=100, token_chunk_size=50)
-        logps.sum().backward()
-    assert sizes.largest <= max(hidden.numel(), 256 * 40) < weight.numel()
-
-
 @pytest.mark.parametrize("cotangent", ["expanded", "zero", "huge", "strided"])
 def test_cotangents(cotangent):
     hidden, weight, bias, ids = draw((4, 6), 6, 30, torch.float32)
@@ -336,35 +292,6 @@ def test_autocast_rounds_the_operands_only():
         assert (g.double() - w).norm() < 1e-5 * w.norm()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_inside_checkpointing(reentrant):
-    hidden, weight, bias, ids = draw((4, 3), 6, 50, torch.float32)
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-
-    def function(h, w, b):
-        return selective_log_probs(h * 1.0, w, ids, bias=b)
-
-    torch.autograd.backward(checkpoint(function, *leaves, use_reentrant=reentrant).sum())
-    plain = torch.autograd.grad(function(*leaves).sum(), leaves)
-    for leaf, g in zip(leaves, plain, strict=True):
-        assert torch.equal(leaf.grad, g)
-
-
-def test_inside_compile():
-    hidden, weight, bias, ids = draw((4, 3), 6, 50, torch.float32)
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-
-    def function(h, w, b):
-        return (selective_log_probs(h * 2.0, w, ids, bias=b) * 3.0).sum()
-
-    compiled = torch.compile(function, backend="eager")
-    assert torch.equal(compiled(*leaves), function(*leaves))
-    for g, w in zip(
-        torch.autograd.grad(compiled(*leaves), leaves), torch.autograd.grad(function(*leaves), leaves), strict=True
-    ):
-        assert torch.equal(g, w)
-
-
 def test_importing_is_light():
     """Triton reads TRITON_INTERPRET when it is imported, so importing the fixes must not do that behind one's back."""
     heavy = "{'triton', 'transformers', 'trl', 'liger_kernel', 'cut_cross_entropy', 'peft'}"
@@ -385,20 +312,6 @@ def test_leaves_everything_as_it_was():
     assert all(torch.equal(a, b) for a, b in zip((*leaves, ids), before, strict=True))
     for leaf, g in zip(leaves, grads, strict=True):
         assert torch.equal(leaf.grad, 2 * g)
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_narrow_dlogits_neither_bias_nor_underflow(dtype, monkeypatch):
-    """What CUDA does with 16-bit operands, on the CPU: a large vocabulary and a tiny cotangent."""
-    monkeypatch.setattr(chunked, "_rounds_dlogits", lambda settings, device: True)
-    hidden, weight, bias, ids = draw((16,), 8, 3000, dtype, spread=0.1)
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    cotangents = [torch.full((16,), 1e-10), torch.full((16,), 1e-10)]
-    got = gradients(selective_log_probs(hidden, weight, ids, bias=bias, entropy=True), cotangents, leaves)
-    want = gradients(definition(wide[0], wide[1], ids, wide[2]), cotangents, wide)
-    for g, w in zip(got, want, strict=True):
-        assert (g.double() - w).norm() <= 2 * TINY[dtype] * w.norm() + 2.0**-25 * math.sqrt(w.numel())
 
 
 @pytest.mark.parametrize(
@@ -438,147 +351,3 @@ def test_bad_input_is_named(change, message):
     arguments = {"hidden": torch.zeros(2, 3), "weight": torch.zeros(5, 3), "ids": torch.tensor([0, 1])} | change
     with pytest.raises(ValueError, match=message):
         selective_log_probs(**arguments)
-
-
-def interpreted_tanh(a):
-    return 2 * tl.sigmoid(2 * a) - 1
-
-
-def interpreted_log1p(a):
-    return tl.log(1 + a)
-
-
-@pytest.fixture
-def interpreted_cce(monkeypatch):
-    """cut-cross-entropy in Triton's interpreter, with the two libdevice calls it cannot make spelled out."""
-    if triton is None or os.environ.get("TRITON_INTERPRET") != "1" or torch.cuda.is_available():
-        pytest.skip("needs TRITON_INTERPRET=1, set before triton is imported")
-    tl_utils = pytest.importorskip("cut_cross_entropy.tl_utils")
-    monkeypatch.setattr(tl_utils, "tl_tanh", triton.jit(interpreted_tanh))
-    monkeypatch.setattr(tl_utils, "tl_log1p", triton.jit(interpreted_log1p))
-    # The package compiles this one-liner; eager it is the same and does not take half a minute.
-    indexed_dot = importlib.import_module("cut_cross_entropy.indexed_dot")
-    monkeypatch.setattr(indexed_dot, "softcapping", lambda x, cap: torch.tanh(x / cap) * cap)
-
-
-CCE = {"plain": {}, "exact": {"temperature": 0.5, "softcap": 2.0}, "rounded": SETTINGS["all"]}
-
-
-@pytest.mark.parametrize(("name", "vocab"), [("plain", 1), ("plain", 131), ("exact", 256), ("rounded", 256)])
-def test_cce_honours_temperature_with_softcap(interpreted_cce, name, vocab):
-    hidden, weight, _, ids = draw((2, 4), 32, vocab, torch.float16, bias=False, spread=1.0)
-    ids[0, 1] = -100
-    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    got = selective_log_probs(hidden, weight, ids, backend="cce", **CCE[name])
-    want, _ = definition(wide[0], wide[1], ids, **CCE[name])
-    assert got.dtype == torch.float32
-    assert (got[ids == -100] == 0).all()
-    assert (got.double() - want).abs().max() < 5e-3
-    cotangent = torch.tensor([1.0, -2.0]).reshape(2, 1).expand(2, 4)
-    for g, w in zip(gradients([got], [cotangent], leaves), gradients([want], [cotangent], wide), strict=True):
-        assert (g.double() - w).norm() <= 5e-3 * w.norm() + 1e-6
-
-
-def test_cce_filters_only_when_asked(interpreted_cce):
-    """Without a filter the gradient of every token is there; with one as coarse as 0.5, tiles of rare tokens have none."""
-    hidden, weight, _, ids = draw((1, 2), 32, 600, torch.float16, bias=False, spread=1.0)
-    ids[:] = 3
-    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-    rows = {}
-    with torch.compiler.set_stance("force_eager"):  # the filter compiles a small sort, for most of a minute
-        for eps in (None, 0.5):
-            logps = selective_log_probs(hidden, weight, ids, backend="cce", filter_eps=eps)
-            rows[eps] = (torch.autograd.grad(logps.sum(), leaves)[1] == 0).all(1).sum().item()
-    assert rows[None] == 0
-    assert rows[0.5] > 300
-
-
-def test_cce_refuses_a_cap_it_would_get_wrong():
-    hidden, weight, _, ids = draw((2, 4), 32, 131, torch.float16, bias=False)
-    with pytest.raises(ValueError, match="a vocabulary of 131, not a multiple of 256"):
-        selective_log_probs(hidden, weight, ids, backend="cce", softcap=2.0)
-
-
-def test_cce_refuses_to_overflow():
-    hidden, weight, _, ids = draw((2, 4), 32, 131, torch.float16, bias=False)
-    with pytest.raises(ValueError, match="overflows torch"):
-        selective_log_probs(hidden * 1000, weight, ids, backend="cce", temperature=0.001)
-
-
-def test_cce_needs_triton(monkeypatch):
-    if torch.cuda.is_available():
-        pytest.skip("Triton runs here")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    hidden, weight, _, ids = draw((2, 4), 32, 131, torch.float16, bias=False)
-    with pytest.raises(ValueError, match="on cpu: Triton does not run"):
-        selective_log_probs(hidden, weight, ids, backend="cce")
-
-
-def test_a_second_derivative_is_refused_and_not_0():
-    """create_graph=True gives the gradient; differentiating that raises, though the cotangent requires no gradient."""
-    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(7, 4)
-    logps, entropies = selective_log_probs(hidden, weight, torch.tensor([0, 5, 6]), entropy=True)
-    (once,) = torch.autograd.grad(logps.sum() + entropies.sum(), hidden, retain_graph=True)
-    (gradient,) = torch.autograd.grad(logps.sum() + entropies.sum(), hidden, create_graph=True)
-    assert torch.equal(once, gradient)
-    with pytest.raises(RuntimeError, match="not differentiable twice"):
-        (hidden.square().sum() + gradient.square().sum()).backward()
-
-
-def test_a_graph_break_inside_compile_and_refused_where_there_must_be_none():
-    hidden, weight, ids = torch.randn(3, 4), torch.randn(7, 4), torch.tensor([0, 5, 6])
-
-    def step(h):
-        return selective_log_probs(h * 2, weight, ids) * 3
-
-    torch.testing.assert_close(torch.compile(step, backend="eager")(hidden), step(hidden))
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(step, backend="eager", fullgraph=True)(hidden)
-
-
-def kept_run(budget, dtype, softcap, frozen, monkeypatch, entropy=True, **more):
-    """Values, gradients of three backward passes of one graph, and how many products of tiles there were."""
-    hidden, weight, bias, ids = draw((3, 50), 8, 300, dtype)
-    ids[1, :7] = -100
-    bias[:128] = -torch.inf  # with chunk_size=128 a tile in which nothing is finite
-    ids[ids.ge(0) & ids.lt(128)] = 128
-    leaves = [x.requires_grad_() for x in ((hidden,) if frozen else (hidden, weight, bias))]
-    made, product = [], chunked._raw_tile
-    monkeypatch.setattr(chunked, "_raw_tile", lambda *a: made.append(1) or product(*a))
-    kwargs = dict(bias=bias, softcap=softcap, temperature=0.7, entropy=entropy, memory_budget=budget, **more)
-    out = selective_log_probs(hidden, weight, ids, **kwargs)
-    out = out if entropy else (out,)
-    cotangents = [torch.ones_like(out[0]), 0.1 * torch.ones_like(out[0])][: len(out)]
-    passes = [torch.autograd.grad(out, leaves, cotangents, retain_graph=again) for again in (True, True, False)]
-    monkeypatch.undo()
-    assert all(torch.equal(x, y) for one in passes[1:] for x, y in zip(passes[0], one, strict=True))
-    return [*out, *passes[0]], len(made)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("softcap", "frozen"), [(None, False), (3.0, False), (None, True)])
-def test_logits_that_fit_the_budget_are_not_computed_again(monkeypatch, dtype, softcap, frozen):
-    for more, tiles in (({}, 1), ({"chunk_size": 128}, 3)):
-        none, all_made = kept_run(None, dtype, softcap, frozen, monkeypatch, **more)
-        kept, once = kept_run(2**40, dtype, softcap, frozen, monkeypatch, **more)
-        assert (all_made, once) == (4 * tiles, tiles)  # forward and three backward passes
-        assert all(torch.equal(a, b) for a, b in zip(none, kept, strict=True))
-    none, _ = kept_run(None, dtype, softcap, frozen, monkeypatch, entropy=False, chunk_size=128)
-    kept, once = kept_run(2**40, dtype, softcap, frozen, monkeypatch, entropy=False, chunk_size=128)
-    assert once == 3 and all(torch.isfinite(x).all() for x in kept)
-    for a, b in zip(none, kept, strict=True):  # exponentials are kept: the same roundings in another order
-        assert (a.double() - b.double()).norm() <= 2 * torch.finfo(dtype).eps * a.double().norm()
-
-
-def test_a_budget_shrinks_tiles_first_and_keeps_what_fits(monkeypatch):
-    exact, _ = kept_run(None, torch.float64, None, False, monkeypatch)
-    counts = []
-    for budget in (1, 1_200_000, 2**40):
-        found, made = kept_run(budget, torch.float64, None, False, monkeypatch)
-        counts.append(made)
-        assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(exact, found, strict=True))
-    assert counts[0] == 4 * 6 > counts[1] > counts[2] == 1  # 2 x 3 tiles of 128 x 128, all computed four times
-    with pytest.raises(ValueError, match="memory_budget"):
-        selective_log_probs(torch.ones(1, 2), torch.ones(3, 2), torch.zeros(1, dtype=torch.long), memory_budget=0)
