@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import functools
+import importlib.metadata
 import json
 import logging
 import os
@@ -25,6 +27,15 @@ def packaged(file: str) -> str | None:
     parts = Path(file).parts
     at = next((i for i, part in enumerate(parts) if part in PACKAGES), None)
     return None if at is None else "/".join(parts[at + 1 :])
+
+
+@functools.cache
+def installed(distribution: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def interpreter(target: str) -> list[str]:

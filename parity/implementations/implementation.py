@@ -7,7 +7,6 @@ shapes; it never repairs what it wraps. Gradients are taken by the harness, from
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -20,7 +19,7 @@ import torch
 
 from parity.case.inputs import Inputs
 from parity.errors import Unsupported, UsageError
-from parity.process import packaged
+from parity.process import installed, packaged
 from parity.recipe import IEEE_FP32, Recipe
 from parity.rounding import products
 
@@ -109,22 +108,14 @@ class Implementation:
 
     def version(self) -> str | None:
         """Installed version of its library, or None."""
-        return _installed(self.library) if self.library else None
+        return installed(self.library) if self.library else None
 
     def missing(self) -> str | None:
         """Why it cannot run here, with the remedy; None where it can."""
         if self.library and self.version() is None:
             return f"{self.library} is not installed: pip install {self.library}"
-        if self.interpreted and _installed("triton") is None:
+        if self.interpreted and installed("triton") is None:
             return "triton is not installed: pip install triton (Linux only)"
-        return None
-
-
-@functools.cache
-def _installed(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
         return None
 
 

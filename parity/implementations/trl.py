@@ -1,9 +1,7 @@
 """TRL's log-probs: the plain functions, the chunked torch path, and its Triton kernels. Its trainers: trl_trainer.py."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 from parity.case.inputs import Inputs
@@ -26,8 +24,6 @@ offer = functools.partial(implementation, family="logprobs", library="trl", outp
 """The decorator of this file."""
 
 DEFAULT_CHUNK = 32768
-
-
 CHUNKED = "trl.kernels.chunked_logprob"
 
 
@@ -162,19 +158,6 @@ def chunked(x: Inputs) -> Outputs:
     return _chunked(x)
 
 
-@contextlib.contextmanager
-def _forced() -> Iterator[None]:
-    """Forward and backward take the Triton path, whatever the device."""
-    import trl.kernels.chunked_logprob as module
-
-    original = module._use_triton
-    module._use_triton = lambda device: True
-    try:
-        yield
-    finally:
-        module._use_triton = original
-
-
 def _kernel_tiles(x: Inputs) -> Recipe:
     return dataclasses.replace(_tiles(x), tanh="sigmoid")
 
@@ -182,7 +165,7 @@ def _kernel_tiles(x: Inputs) -> Recipe:
 @offer(
     "trl.chunked_logprob_kernel",
     recipe=_kernel_tiles,
-    around=_forced,
+    around=functools.partial(trl.triton_taken, CHUNKED),
     sources=("trl.kernels.chunked_logprob._forward_kernel", "trl.kernels.chunked_logprob._backward_kernel"),
     **KERNEL,
 )

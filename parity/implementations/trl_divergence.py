@@ -1,10 +1,8 @@
 """TRL's distillation losses: the plain divergence, the chunked kernel and its wiring, and the sparse server paths."""
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -212,22 +210,6 @@ def distillation_loss(x: Inputs) -> Outputs:
     return _wired(x)
 
 
-@contextlib.contextmanager
-def _forced() -> Iterator[None]:
-    """The Triton path, whatever the device; the trainer's wiring then projects the label positions alone."""
-    import trl.kernels.chunked_divergence as kernels
-    import trl.trainer.distillation_trainer as trainer
-
-    originals = [(module, module._use_triton) for module in (kernels, trainer)]
-    for module, _ in originals:
-        module._use_triton = lambda device: True
-    try:
-        yield
-    finally:
-        for module, original in originals:
-            module._use_triton = original
-
-
 def _kernel_tiles(x: Inputs) -> Recipe:
     return dataclasses.replace(_tiles(x), tanh="sigmoid")
 
@@ -235,7 +217,7 @@ def _kernel_tiles(x: Inputs) -> Recipe:
 @offer(
     "trl.distillation_loss_kernel",
     recipe=_kernel_tiles,
-    around=_forced,
+    around=functools.partial(trl.triton_taken, "trl.kernels.chunked_divergence", "trl.trainer.distillation_trainer"),
     sources=("trl.kernels.chunked_divergence._stats_kernel", "trl.kernels.chunked_divergence._backward_kernel"),
     **KERNEL,
 )

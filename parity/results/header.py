@@ -3,13 +3,9 @@
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType, field
+from msgspec import UNSET, UnsetType, field
 
-from parity.results.row import SCHEMA
-
-
-def _of(text: str) -> Meta:
-    return Meta(description=text)
+from parity.results.row import SCHEMA, Written, told
 
 
 class Asked(msgspec.Struct, kw_only=True):
@@ -22,31 +18,33 @@ class Asked(msgspec.Struct, kw_only=True):
     require: list[str] = field(default_factory=list)
     ledger: str | None = None
     share: str = ""
-    files: Annotated[dict[str, str], _of("digests of the user's files and of the ledger")] = field(default_factory=dict)
+    files: Annotated[dict[str, str], told("digests of the user's files and of the ledger")] = field(
+        default_factory=dict
+    )
 
 
 class About(msgspec.Struct, kw_only=True, rename={"source_hash": "cut-cross-entropy source"}):
     """What a run must record about where it ran."""
 
-    versions: Annotated[dict[str, str], _of("of the harness and of the libraries")] = field(default_factory=dict)
-    source_hash: Annotated[str | None, _of("digest of its files")] = None
-    device: Annotated[str | None, _of("cpu or cuda")] = None
-    device_name: Annotated[str | None, _of("of the GPU or the processor")] = None
-    driver: Annotated[str | None, _of("CUDA version of torch")] = None
-    float32_matmul_precision: Annotated[str | None, _of("as set in torch")] = None
-    products: Annotated[dict[str, Any] | None, _of("how tf32 and 16-bit products and sums were found to round")] = None
-    triton: Annotated[str | None, _of("compiled or interpreted")] = None
-    profile: Annotated[str | None, _of("size of the run")] = None
-    seed: Annotated[int | None, _of("of the drawn cases")] = None
-    git: Annotated[str | None, _of('revision of the harness; "+" where it has changes')] = None
-    rollouts: Annotated[list[str] | None, _of("recordings")] = None
-    started: Annotated[str | None, _of("ISO 8601, UTC")] = None
-    command: Annotated[str | None, _of("command line")] = None
-    asked: Annotated[Asked | UnsetType, _of("options")] = UNSET
-    plan: Annotated[dict[str, int] | UnsetType, _of("shard -> cases")] = UNSET
-    ends: Annotated[bool | UnsetType, _of("true: the last row is a record of the end")] = UNSET
-    dimensions: Annotated[dict[str, dict[str, Any]] | UnsetType, _of("family -> setting -> its default")] = UNSET
-    seconds: Annotated[float | UnsetType, _of("how long the run took; known to its own report only")] = UNSET
+    versions: Annotated[dict[str, str], told("of the harness and of the libraries")] = field(default_factory=dict)
+    source_hash: Annotated[str | None, told("digest of its files")] = None
+    device: Annotated[str | None, told("cpu or cuda")] = None
+    device_name: Annotated[str | None, told("of the GPU or the processor")] = None
+    driver: Annotated[str | None, told("CUDA version of torch")] = None
+    float32_matmul_precision: Annotated[str | None, told("as set in torch")] = None
+    products: Annotated[dict[str, Any] | None, told("how tf32 and 16-bit products and sums were found to round")] = None
+    triton: Annotated[str | None, told("compiled or interpreted")] = None
+    profile: Annotated[str | None, told("size of the run")] = None
+    seed: Annotated[int | None, told("of the drawn cases")] = None
+    git: Annotated[str | None, told('revision of the harness; "+" where it has changes')] = None
+    rollouts: Annotated[list[str] | None, told("recordings")] = None
+    started: Annotated[str | None, told("ISO 8601, UTC")] = None
+    command: Annotated[str | None, told("command line")] = None
+    asked: Annotated[Asked | UnsetType, told("options")] = UNSET
+    plan: Annotated[dict[str, int] | UnsetType, told("shard -> cases")] = UNSET
+    ends: Annotated[bool | UnsetType, told("true: the last row is a record of the end")] = UNSET
+    dimensions: Annotated[dict[str, dict[str, Any]] | UnsetType, told("family -> setting -> its default")] = UNSET
+    seconds: Annotated[float | UnsetType, told("how long the run took; known to its own report only")] = UNSET
 
     @property
     def shards(self) -> dict[str, int]:
@@ -60,63 +58,50 @@ class About(msgspec.Struct, kw_only=True, rename={"source_hash": "cut-cross-entr
 class End(msgspec.Struct, kw_only=True):
     """How a run ended."""
 
-    cases: Annotated[int, _of("run")]
-    of: Annotated[int, _of("planned")]
-    complete: Annotated[bool, _of("whether the run did all that it had planned")]
-    exit_code: Annotated[int, _of("of the command")]
+    cases: Annotated[int, told("run")]
+    of: Annotated[int, told("planned")]
+    complete: Annotated[bool, told("whether the run did all that it had planned")]
+    exit_code: Annotated[int, told("of the command")]
 
 
 class Part(msgspec.Struct, kw_only=True):
     """A shard that is done."""
 
-    name: Annotated[str, _of("of the shard")]
-    cases: Annotated[int, _of("run")]
-    seconds: Annotated[float, _of("CPU time")] = 0.0
-    spent: Annotated[dict[str, dict[str, float]], _of("CPU time by stage, phase and implementation")] = field(
+    name: Annotated[str, told("of the shard")]
+    cases: Annotated[int, told("run")]
+    seconds: Annotated[float, told("CPU time")] = 0.0
+    spent: Annotated[dict[str, dict[str, float]], told("CPU time by stage, phase and implementation")] = field(
         default_factory=dict
     )
-    checked: Annotated[dict[str, bool | None], _of("ledger entry -> whether it is stale")] = field(default_factory=dict)
-    shown: Annotated[list[tuple[str, str | None]] | None, _of("of a finding: what a fresh process shows")] = None
+    checked: Annotated[dict[str, bool | None], told("ledger entry -> whether it is stale")] = field(
+        default_factory=dict
+    )
+    shown: Annotated[list[tuple[str, str | None]] | None, told("of a finding: what a fresh process shows")] = None
 
 
-class Parted(msgspec.Struct, kw_only=True):
+class Parted(Written, kw_only=True):
     """The row behind those of a shard."""
 
     part: Part
-    schema: Annotated[int, _of("version of the file")] = SCHEMA
-    run: Annotated[str, _of("id of the run")] = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """The row as a JSON object."""
-        data: dict[str, Any] = msgspec.to_builtins(self)
-        return data
+    schema: Annotated[int, told("version of the file")] = SCHEMA
+    run: Annotated[str, told("id of the run")] = ""
 
 
-class Last(msgspec.Struct, kw_only=True):
+class Last(Written, kw_only=True):
     """The last row."""
 
-    end: Annotated[End, _of("how the run ended")]
-    schema: Annotated[int, _of("version of the file")] = SCHEMA
-    run: Annotated[str, _of("id of the run")] = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """The row as a JSON object."""
-        data: dict[str, Any] = msgspec.to_builtins(self)
-        return data
+    end: Annotated[End, told("how the run ended")]
+    schema: Annotated[int, told("version of the file")] = SCHEMA
+    run: Annotated[str, told("id of the run")] = ""
 
 
-class Header(msgspec.Struct, kw_only=True):
+class Header(Written, kw_only=True):
     """The first row. Reading a file adds `end`, of its last row, `interrupted`, where that is missing or cut, and `parts`, the
     shards that are done."""
 
-    schema: Annotated[int, _of("version of the file")] = SCHEMA
-    run: Annotated[str, _of("id of the run")] = ""
+    schema: Annotated[int, told("version of the file")] = SCHEMA
+    run: Annotated[str, told("id of the run")] = ""
     header: About
     end: End | UnsetType = UNSET
     interrupted: bool | UnsetType = UNSET
     parts: list[Part] | UnsetType = UNSET
-
-    def to_json(self) -> dict[str, Any]:
-        """The row as a JSON object."""
-        data: dict[str, Any] = msgspec.to_builtins(self)
-        return data

@@ -5,177 +5,172 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
 
 from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Line, Summary
-from parity.results.row import finite
-
-
-def _of(text: str) -> Meta:
-    return Meta(description=text)
+from parity.results.row import finite, told
 
 
 class FindingOut(msgspec.Struct, kw_only=True, rename={"cls": "class"}):
     """Cases in which an implementation fails in the same quantities."""
 
-    implementation: Annotated[str, _of("its id")]
-    family: Annotated[str, _of("family of losses, or the trainer")]
-    verdict: Annotated[str, _of("disagree, nondeterministic, crashed, timed-out or out-of-memory")]
-    cls: Annotated[str | None, _of("logic or precision")]
-    blame: Annotated[str | None, _of("candidate, reference, both, harness; null: not decided")]
-    quantities: Annotated[list[str], _of("in which it starts")]
-    gate: Annotated[str | None, _of("the tightest gate of the case shown")]
-    headroom: Annotated[float | None, _of("the worst of all cases; null: without a finite size")]
-    cases: Annotated[int, _of("in how many")]
-    dtypes: Annotated[list[str], _of("in which")]
-    known: Annotated[str | None, _of("its ledger entry; null: new")]
-    case: Annotated[str, _of("the smallest case")]
-    message: Annotated[str, _of("what differs")]
-    replay: Annotated[str, _of("the command that shows it again")]
+    implementation: Annotated[str, told("its id")]
+    family: Annotated[str, told("family of losses, or the trainer")]
+    verdict: Annotated[str, told("disagree, nondeterministic, crashed, timed-out or out-of-memory")]
+    cls: Annotated[str | None, told("logic or precision")]
+    blame: Annotated[str | None, told("candidate, reference, both, harness; null: not decided")]
+    quantities: Annotated[list[str], told("in which it starts")]
+    gate: Annotated[str | None, told("the tightest gate of the case shown")]
+    headroom: Annotated[float | None, told("the worst of all cases; null: without a finite size")]
+    cases: Annotated[int, told("in how many")]
+    dtypes: Annotated[list[str], told("in which")]
+    known: Annotated[str | None, told("its ledger entry; null: new")]
+    case: Annotated[str, told("the smallest case")]
+    message: Annotated[str, told("what differs")]
+    replay: Annotated[str, told("the command that shows it again")]
 
 
 class CellOut(msgspec.Struct, kw_only=True):
     """An implementation in a dtype on a device."""
 
-    implementation: Annotated[str, _of("its id")]
-    family: Annotated[str, _of("its family")]
-    dtype: Annotated[str, _of("of the parameters under test")]
-    device: Annotated[str, _of("cpu or cuda")]
-    compared: Annotated[int, _of("implementation-cases")]
-    verdict: Annotated[str, _of("over all of them")]
-    headroom: Annotated[float | None, _of("the worst, known findings left out where anything else was judged")]
-    at: Annotated[str | None, _of("its quantity")]
-    known: Annotated[list[str], _of("ledger entries of what it fails")]
-    reason: Annotated[str, _of("the commonest reason for what was not compared")]
+    implementation: Annotated[str, told("its id")]
+    family: Annotated[str, told("its family")]
+    dtype: Annotated[str, told("of the parameters under test")]
+    device: Annotated[str, told("cpu or cuda")]
+    compared: Annotated[int, told("implementation-cases")]
+    verdict: Annotated[str, told("over all of them")]
+    headroom: Annotated[float | None, told("the worst, known findings left out where anything else was judged")]
+    at: Annotated[str | None, told("its quantity")]
+    known: Annotated[list[str], told("ledger entries of what it fails")]
+    reason: Annotated[str, told("the commonest reason for what was not compared")]
 
 
 class RunOut(msgspec.Struct, kw_only=True):
     """`parity run --json`, `parity report --json`."""
 
-    run: Annotated[str, _of("id of the run")]
-    exit_code: Annotated[int, _of("of the command")]
-    reasons: Annotated[list[str], _of("why it is not 0")]
-    incomplete: Annotated[str, _of("how far a run came that did not finish; empty for one that did")]
-    compared: Annotated[dict[str, int], _of("device -> implementation-cases")]
-    new: Annotated[list[FindingOut], _of("findings that no ledger entry covers")]
-    known: Annotated[list[FindingOut], _of("findings that the ledger has")]
-    matrix: Annotated[list[CellOut], _of("every implementation, dtype and device")]
+    run: Annotated[str, told("id of the run")]
+    exit_code: Annotated[int, told("of the command")]
+    reasons: Annotated[list[str], told("why it is not 0")]
+    incomplete: Annotated[str, told("how far a run came that did not finish; empty for one that did")]
+    compared: Annotated[dict[str, int], told("device -> implementation-cases")]
+    new: Annotated[list[FindingOut], told("findings that no ledger entry covers")]
+    known: Annotated[list[FindingOut], told("findings that the ledger has")]
+    matrix: Annotated[list[CellOut], told("every implementation, dtype and device")]
 
 
 class ImplementationOut(msgspec.Struct, kw_only=True):
     """`parity list --json` prints a list of these."""
 
-    id: Annotated[str, _of("its id")]
-    family: Annotated[str, _of("its family")]
-    role: Annotated[str, _of("reference or candidate")]
-    library: Annotated[str | None, _of("the package")]
-    version: Annotated[str | None, _of("as installed")]
-    missing: Annotated[str | None, _of("why it cannot run here; null: it can")]
-    opt_in: Annotated[bool, _of("runs only where it is named")]
-    interpreted: Annotated[bool, _of("a Triton kernel: without CUDA in Triton's interpreter")]
-    contexts: Annotated[list[str], _of("plain, autocast, compile, checkpoint")]
+    id: Annotated[str, told("its id")]
+    family: Annotated[str, told("its family")]
+    role: Annotated[str, told("reference or candidate")]
+    library: Annotated[str | None, told("the package")]
+    version: Annotated[str | None, told("as installed")]
+    missing: Annotated[str | None, told("why it cannot run here; null: it can")]
+    opt_in: Annotated[bool, told("runs only where it is named")]
+    interpreted: Annotated[bool, told("a Triton kernel: without CUDA in Triton's interpreter")]
+    contexts: Annotated[list[str], told("plain, autocast, compile, checkpoint")]
 
 
 class SettingOut(msgspec.Struct, kw_only=True):
     """`parity list --settings FAMILY --json` prints a list of these."""
 
-    name: Annotated[str, _of("its name")]
-    default: Annotated[Any, _of("its default")]
-    values: Annotated[list[Any] | None, _of("those it may take; null: see its meaning")]
-    meaning: Annotated[str, _of("what it is")]
+    name: Annotated[str, told("its name")]
+    default: Annotated[Any, told("its default")]
+    values: Annotated[list[Any] | None, told("those it may take; null: see its meaning")]
+    meaning: Annotated[str, told("what it is")]
 
 
 class CheckOut(msgspec.Struct, kw_only=True):
     """`parity list --checks TRAINER --json` prints a list of these."""
 
-    name: Annotated[str, _of("its name")]
-    run_as: Annotated[list[str], _of("released, fused, fixed")]
-    cases: Annotated[dict[str, int], _of("profile -> how many")]
-    settings: Annotated[list[str], _of("its settings")]
-    meaning: Annotated[str, _of("what it checks")]
+    name: Annotated[str, told("its name")]
+    run_as: Annotated[list[str], told("released, fused, fixed")]
+    cases: Annotated[dict[str, int], told("profile -> how many")]
+    settings: Annotated[list[str], told("its settings")]
+    meaning: Annotated[str, told("what it checks")]
 
 
 class ProfileOut(msgspec.Struct, kw_only=True):
     """`parity list --profiles --json` prints a list of these."""
 
-    name: Annotated[str, _of("its name")]
-    fixed_seed: Annotated[bool, _of("the same cases every time")]
-    cases: Annotated[dict[str, int], _of("loss family -> cases drawn")]
+    name: Annotated[str, told("its name")]
+    fixed_seed: Annotated[bool, told("the same cases every time")]
+    cases: Annotated[dict[str, int], told("loss family -> cases drawn")]
 
 
 class UncoveredOut(msgspec.Struct, kw_only=True):
     """`parity list --uncovered --json` prints a list of these: trainers of the installed TRL."""
 
-    trainer: Annotated[str, _of("class in TRL")]
-    why: Annotated[str, _of("why it has no check")]
+    trainer: Annotated[str, told("class in TRL")]
+    why: Annotated[str, told("why it has no check")]
 
 
 class DoctorOut(msgspec.Struct, kw_only=True):
     """`parity doctor --json`."""
 
-    versions: Annotated[dict[str, str], _of("installed packages")]
-    device: Annotated[str, _of("cpu or cuda")]
-    device_text: Annotated[str, _of("what it is")]
-    problems: Annotated[list[str], _of("why a GPU that is there cannot be used, or what runs wrong on it")]
-    compiler: Annotated[str | None, _of("the C++ compiler; null: torch.compile paths crash")]
-    ready: Annotated[list[str], _of("implementations that can run")]
-    interpreted: Annotated[list[str], _of("those of them that run in Triton's interpreter here")]
-    blocked: Annotated[dict[str, list[str]], _of("reason -> implementations that cannot run")]
-    rollouts: Annotated[list[str], _of("recordings")]
-    engine: Annotated[str | None, _of("the installed vLLM")]
-    tools: Annotated[dict[str, bool], _of("uv, git: whether it is there")]
+    versions: Annotated[dict[str, str], told("installed packages")]
+    device: Annotated[str, told("cpu or cuda")]
+    device_text: Annotated[str, told("what it is")]
+    problems: Annotated[list[str], told("why a GPU that is there cannot be used, or what runs wrong on it")]
+    compiler: Annotated[str | None, told("the C++ compiler; null: torch.compile paths crash")]
+    ready: Annotated[list[str], told("implementations that can run")]
+    interpreted: Annotated[list[str], told("those of them that run in Triton's interpreter here")]
+    blocked: Annotated[dict[str, list[str]], told("reason -> implementations that cannot run")]
+    rollouts: Annotated[list[str], told("recordings")]
+    engine: Annotated[str | None, told("the installed vLLM")]
+    tools: Annotated[dict[str, bool], told("uv, git: whether it is there")]
 
 
 class EnvironmentOut(msgspec.Struct, kw_only=True):
     """`parity env list --json` prints a list of these."""
 
-    name: Annotated[str, _of("its name")]
-    bytes: Annotated[int, _of("that removing it frees")]
-    before: Annotated[str | None, _of("date: nothing newer is in it")]
-    versions: Annotated[dict[str, str], _of("its packages")]
-    broken: Annotated[dict[str, str], _of("package -> why it does not import")]
+    name: Annotated[str, told("its name")]
+    bytes: Annotated[int, told("that removing it frees")]
+    before: Annotated[str | None, told("date: nothing newer is in it")]
+    versions: Annotated[dict[str, str], told("its packages")]
+    broken: Annotated[dict[str, str], told("package -> why it does not import")]
 
 
 class MovedOut(msgspec.Struct, kw_only=True):
     """A quantity that differs between two releases."""
 
-    case: Annotated[str, _of("name of the frozen case")]
-    implementation: Annotated[str, _of("its id")]
-    quantity: Annotated[str | None, _of("null: a side did not judge")]
-    mark: Annotated[str, _of("+ worse, - better, ~ otherwise moved")]
-    nearer: Annotated[str, _of("before or after: nearer to the definition; empty: cannot be said")]
-    before: Annotated[str | None, _of("verdict")]
-    after: Annotated[str | None, _of("verdict")]
-    headroom_before: Annotated[float | None, _of("null: none, or without a finite size")]
-    headroom_after: Annotated[float | None, _of("the same")]
+    case: Annotated[str, told("name of the frozen case")]
+    implementation: Annotated[str, told("its id")]
+    quantity: Annotated[str | None, told("null: a side did not judge")]
+    mark: Annotated[str, told("+ worse, - better, ~ otherwise moved")]
+    nearer: Annotated[str, told("before or after: nearer to the definition; empty: cannot be said")]
+    before: Annotated[str | None, told("verdict")]
+    after: Annotated[str | None, told("verdict")]
+    headroom_before: Annotated[float | None, told("null: none, or without a finite size")]
+    headroom_after: Annotated[float | None, told("the same")]
 
 
 class CompareOut(msgspec.Struct, kw_only=True):
     """`parity compare --json`."""
 
-    before: Annotated[dict[str, str], _of("versions of the first environment")]
-    after: Annotated[dict[str, str], _of("versions of the second")]
-    cases: Annotated[int, _of("frozen cases")]
-    judged: Annotated[list[int], _of("quantities judged in each")]
-    moved: Annotated[list[MovedOut], _of("what differs")]
-    notes: Annotated[list[str], _of("sampled tokens, settings that came, went or changed their default")]
-    exit_code: Annotated[int, _of("of the command")]
+    before: Annotated[dict[str, str], told("versions of the first environment")]
+    after: Annotated[dict[str, str], told("versions of the second")]
+    cases: Annotated[int, told("frozen cases")]
+    judged: Annotated[list[int], told("quantities judged in each")]
+    moved: Annotated[list[MovedOut], told("what differs")]
+    notes: Annotated[list[str], told("sampled tokens, settings that came, went or changed their default")]
+    exit_code: Annotated[int, told("of the command")]
 
 
 class BisectOut(msgspec.Struct, kw_only=True):
     """`parity bisect --json`."""
 
-    outcome: Annotated[str, _of("found, alike, swapped, unjudged or unstable")]
-    low: Annotated[str, _of("the last release that answers like the older end")]
-    high: Annotated[str, _of("the first that answers like the newer one")]
-    between: Annotated[list[str], _of("releases that could not be judged")]
-    by: Annotated[str, _of("what decided: verdict or headroom")]
-    moved: Annotated[dict[str, list[str]], _of("package -> its versions in the two")]
-    cause: Annotated[list[str], _of("packages of which each alone shows the change")]
-    measured: Annotated[list[dict[str, Any]], _of("release, verdict and headroom of every measurement, in order")]
-    exit_code: Annotated[int, _of("of the command")]
+    outcome: Annotated[str, told("found, alike, swapped, unjudged or unstable")]
+    low: Annotated[str, told("the last release that answers like the older end")]
+    high: Annotated[str, told("the first that answers like the newer one")]
+    between: Annotated[list[str], told("releases that could not be judged")]
+    by: Annotated[str, told("what decided: verdict or headroom")]
+    moved: Annotated[dict[str, list[str]], told("package -> its versions in the two")]
+    cause: Annotated[list[str], told("packages of which each alone shows the change")]
+    measured: Annotated[list[dict[str, Any]], told("release, verdict and headroom of every measurement, in order")]
+    exit_code: Annotated[int, told("of the command")]
 
 
 EVERY = (

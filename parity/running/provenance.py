@@ -12,6 +12,7 @@ from pathlib import Path
 import parity
 from parity import recording
 from parity.errors import UsageError
+from parity.process import installed
 from parity.results.header import About, Header
 
 PACKAGES = (
@@ -25,12 +26,7 @@ def versions() -> dict[str, str]:
     from parity import __version__
 
     out = {"parity": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            out[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return out
+    return out | {name: version for name in PACKAGES if (version := installed(name))}
 
 
 def source_hash(module: str) -> str | None:

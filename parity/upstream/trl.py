@@ -57,6 +57,16 @@ def chunks_are_triton() -> bool:
     return since("1.15") and not since("1.16")
 
 
+@contextlib.contextmanager
+def triton_taken(*modules: str) -> Iterator[None]:
+    """Forward and backward of TRL's chunked functions take the Triton path, whatever the device."""
+    with contextlib.ExitStack() as stack:
+        for module in map(importlib.import_module, modules):
+            stack.callback(setattr, module, "_use_triton", module._use_triton)
+            module._use_triton = lambda device: True  # type: ignore[attr-defined]
+        yield
+
+
 @functools.cache
 def class_named(name: str) -> type:
     """A class of the installed TRL, in `trl` or wherever in `trl.experimental` it lives.

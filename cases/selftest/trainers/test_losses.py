@@ -143,7 +143,7 @@ def test_a_loss_of_another_trainer_is_not_run():
 def test_cells_of_nightly_name_every_loss_of_every_trainer():
     seen = {(t, c["loss"]) for t, c in losses.cells("nightly", 0)}
     assert seen == {(t, name) for t, names in losses.OWN.items() for name in names}
-    assert all(fam in twin_runs.CLASSES for fam in losses.OWN)
+    assert all(fam in twin_runs.TWINS for fam in losses.OWN)
     with pytest.raises(Unsupported):
         next(
             losses.losses(

@@ -30,7 +30,7 @@ def verdicts(found):
     return {quantity: row.verdict for quantity, row in found.items()}
 
 
-@pytest.mark.parametrize("trainer", list(twin_runs.CLASSES))
+@pytest.mark.parametrize("trainer", twin_runs.TWINS)
 def test_a_window_cut_into_eight(trainer):
     found = outcome(trainer, split=SPLIT.get(trainer, "1x8"))
     assert set(verdicts(found).values()) == {"agree"}

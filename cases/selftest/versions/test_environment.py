@@ -49,12 +49,12 @@ def left_over(cache):
 
 def test_it_holds_the_version_and_partners_of_its_era(made):
     assert made.versions["trl"] == "0.27.2"
-    assert made.versions["torch"] == resolve._installed("torch"), "the build that runs here"
+    assert made.versions["torch"] == resolve.installed("torch"), "the build that runs here"
     assert made.versions["transformers"].startswith("5.") and made.versions["liger-kernel"] == "0.7.0"
     assert made.before == "2026-02-17T18:07:04+00:00"
     assert made.imports == {"liger-kernel": None}
     for tool in ("hypothesis", "pytest"):
-        assert made.versions[tool] == resolve._installed(tool)
+        assert made.versions[tool] == resolve.installed(tool)
 
 
 def test_the_harness_runs_in_it_and_trl_comes_from_it(made):
@@ -218,13 +218,13 @@ def test_where_no_index_has_this_torch_the_running_one_is_shown(cache, monkeypat
     monkeypatch.setenv("UV_FIND_LINKS", "")
     monkeypatch.setattr(resolve, "_surroundings", lambda: ["without the wheel folder"])
     monkeypatch.setattr(build, "PROBES", {"torch": "import torch; torch.ones(2).sum()"})
-    if "+" not in resolve._installed("torch"):
-        pytest.skip(f"torch {resolve._installed('torch')} is a build that the index has")
+    if "+" not in resolve.installed("torch"):
+        pytest.skip(f"torch {resolve.installed('torch')} is a build that the index has")
     shown = Environment.of([ASKED])
     assert shown.torch == "linked" and shown.imports == {"torch": None}
-    assert shown.versions["torch"] == resolve._installed("torch")
+    assert shown.versions["torch"] == resolve.installed("torch")
     assert (build.site_packages(shown.root) / "torch").is_symlink()
-    assert resolve._installed("mypy") is None or "mypy" not in shown.versions, "torch only, not what lies beside it"
+    assert resolve.installed("mypy") is None or "mypy" not in shown.versions, "torch only, not what lies beside it"
 
 
 def test_releases_come_with_their_dates_in_order(cache):

@@ -13,6 +13,7 @@ import torch
 from parity.case.inputs import Inputs
 from parity.implementations.implementation import Implementation, Outputs
 from parity.selftest.controls import control
+from parity.selftest.mutants.steps import through
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,19 +23,6 @@ class Wrong:
     implementation: Implementation
     base: Implementation
     dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")
-
-
-class _Scaled(torch.autograd.Function):
-    """Identity whose gradient is too large by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0] * ctx.factor, None
 
 
 def _edited(
@@ -53,7 +41,7 @@ def _scaled_values(x: Inputs, call: Callable[[Inputs], Outputs]) -> Outputs:
 
 def _scaled_gradients(x: Inputs, call: Callable[[Inputs], Outputs]) -> Outputs:
     names = [n for n in ("hidden", "weight", "bias") if n in x.leaves]
-    return call(x.replace(**{n: _Scaled.apply(x.tensors[n], 1.01) for n in names}))
+    return call(x.replace(**{n: through(x.tensors[n], lambda g: g * 1.01) for n in names}))
 
 
 def _shifted_target(x: Inputs, call: Callable[[Inputs], Outputs]) -> Outputs:

@@ -1,7 +1,6 @@
 """Settings → findings of the ledger that they meet on the installed stack → fix."""
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 import re
@@ -11,6 +10,7 @@ from typing import Any, NoReturn
 
 from parity import data
 from parity.errors import Unsupported, UsageError
+from parity.process import installed
 from parity.results.ledger import Entry, Ledger
 from parity.results.report.known import releases
 from parity.results.user import SEVERITIES
@@ -115,8 +115,8 @@ class Advice:
         trainer = (
             next(iter(self.run.trainers), "no trainer of TRL") if self.run.certain else " or ".join(self.run.trainers)
         )
-        installed = ", ".join(f"{name} {version}" for name, version in _installed())
-        yield f"{self.run.name}: {trainer}; {installed}"
+        found = ", ".join(f"{name} {version}" for name in LIBRARIES if (version := installed(name)))
+        yield f"{self.run.name}: {trainer}; {found}"
         if not self.findings:
             yield "nothing of the known findings applies"
         yield from map(str, self.findings)
@@ -176,11 +176,3 @@ def _meets(run: Run, table: dict[str, Any]) -> bool | Unknown:
     if any(answer is False for answer in answers):
         return False
     return next((a for a in answers if isinstance(a, Unknown)), True)
-
-
-def _installed() -> Iterator[tuple[str, str]]:
-    for name in LIBRARIES:
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue

@@ -1,13 +1,13 @@
 """What a training run is known to be: its trainers, arguments, models, and what a script imports and names."""
 
 import dataclasses
-import importlib.metadata
 from collections.abc import Iterable
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from parity.errors import Unsupported
+from parity.process import installed
 from parity.upstream import trl
 
 LIBRARIES = ("trl", "transformers", "liger-kernel", "cut-cross-entropy", "unsloth-zoo", "bitsandbytes", "torch")
@@ -66,10 +66,8 @@ def holds(run: Run, name: str, wanted: Any) -> bool | Unknown:
         given = run.imports if name == "imports" else run.uses
         return any(word == word_given or word_given.startswith(f"{word}.") for word in wanted for word_given in given)
     if name in LIBRARIES:
-        try:
-            return importlib.metadata.version(name) in SpecifierSet(wanted, prereleases=True)
-        except importlib.metadata.PackageNotFoundError:
-            return False
+        version = installed(name)
+        return version is not None and version in SpecifierSet(wanted, prereleases=True)
     if name == "liger":
         values = [run.value("use_liger_kernel"), run.value("use_liger_loss")]
         unknown = next((v for v in values if isinstance(v, Unknown)), None)

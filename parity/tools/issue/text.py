@@ -11,6 +11,7 @@ import torch
 
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
+from parity.process import installed
 from parity.registry import family
 from parity.results.ledger import Entry
 from parity.results.row import Row
@@ -156,10 +157,6 @@ def _paths(implementation: Implementation, entry: Entry | None) -> str:
 def versions(names: Iterable[str], where: str = "CPU") -> str:
     """The installed releases of some distributions or modules, and the device."""
     known = importlib.metadata.packages_distributions()
-    found = []
-    for name in dict.fromkeys(known.get(n, [n])[0] for n in names if n and n not in sys.stdlib_module_names):
-        try:
-            found.append(f"- {name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"- {name} not installed")
+    wanted = dict.fromkeys(known.get(n, [n])[0] for n in names if n and n not in sys.stdlib_module_names)
+    found = [f"- {name} {installed(name) or 'not installed'}" for name in wanted]
     return "\n".join(["## Versions", "", f"- python {platform.python_version()}", *found, f"- device: {where}"])

@@ -28,8 +28,7 @@ SETTINGS = {
     "checkpointing": Setting(drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT)),
     "precomputed": Setting(False, "precompute_ref_log_probs, DPO and KTO", (False, True)),
 }
-TRAINERS = tuple(twin_runs.CLASSES)
-REFERRED = tuple(t for t in TRAINERS if t not in ("sft-trainer", "distillation-trainer"))
+REFERRED = tuple(t for t in twin_runs.TWINS if t not in ("sft-trainer", "distillation-trainer"))
 """Trainers that have a reference."""
 TRAINED = 2
 """Seed of the adapter at the step that is judged; `stored_window.HANDED_OVER` of one at construction."""
@@ -80,7 +79,7 @@ PR: list[CellOf] = [
 @by_profile(pr=PR)
 def cells(seed: int) -> Iterator[CellOf]:
     """Every trainer with every kind, and with checkpointing."""
-    for trainer in TRAINERS:
+    for trainer in twin_runs.TWINS:
         for kind in KINDS if trainer in REFERRED else ("new", "saved-head"):
             yield trainer, {"adapter": kind}
             if trainer in ("dpo-trainer", "kto-trainer"):
@@ -90,7 +89,7 @@ def cells(seed: int) -> Iterator[CellOf]:
             yield trainer, {"checkpointing": checkpointing}
 
 
-@check("adapters", TRAINERS, SETTINGS, cells, paths=("released", "fused", "fixed"))
+@check("adapters", twin_runs.TWINS, SETTINGS, cells, paths=("released", "fused", "fixed"))
 def adapters(cell: Cell) -> Iterator[CheckResult]:
     """One batch with a LoRA: loss and every gradient of the adapter, by the reference that its kind implies."""
     trainer, s = cell.case.family, cell.settings

@@ -19,7 +19,7 @@ from parity.fixes import patches
 from parity.trainers.check import Cell, CheckResult, check, holds, within
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import ExactStep
-from parity.trainers.rig import models, recorder, teacher_client
+from parity.trainers.rig import models, recorder, stored_window, teacher_client
 from parity.trainers.rig.teacher_server import Teacher, scorer, serving
 
 BETAS, SPLITS = (0.0, 0.5, 1.0), ("1x2", "2x1")
@@ -177,7 +177,7 @@ def _at_padding(batches: list[dict[str, Any]], seen: list[Tensor]) -> CheckResul
 def sentinel(cell: Cell) -> Iterator[CheckResult]:
     """A log-prob that the teacher does not have where the loss needs it: the trainer must refuse, not train on it."""
     whole = scorer(_teacher_model())
-    gone = {tuple(teacher_client.ids(row["prompt"])) for row in teacher_client.rows()[:1]}
+    gone = {tuple(stored_window.ids(row["prompt"])) for row in teacher_client.rows()[:1]}
 
     def partial(tokens: list[int]) -> Tensor:
         out = whole(tokens)

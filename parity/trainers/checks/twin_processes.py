@@ -37,16 +37,16 @@ def cells(seed: int) -> Iterator[CellOf]:
     """Every trainer, sharded and not, and with a rank that has no token where its batching can deal so."""
     for sharding in ("none", "fsdp2"):
         for tokens in ("unequal", "none"):
-            yield from ((t, {"sharding": sharding, "tokens": tokens}) for t in twin_runs.CLASSES)
-    yield from ((t, {"sharding": "fsdp2", "model": "qwen2"}) for t in twin_runs.CLASSES)
+            yield from ((t, {"sharding": sharding, "tokens": tokens}) for t in twin_runs.TWINS)
+    yield from ((t, {"sharding": "fsdp2", "model": "qwen2"}) for t in twin_runs.TWINS)
     yield "sft-trainer", {"sharding": "configured"}
-    yield from ((t, {"sharding": "zero3"}) for t in twin_runs.CLASSES)
+    yield from ((t, {"sharding": "zero3"}) for t in twin_runs.TWINS)
     yield "sft-trainer", {"sharding": "zero3", "model": "qwen2"}
 
 
 @check(
     "processes",
-    tuple(twin_runs.CLASSES),
+    twin_runs.TWINS,
     {
         "ranks": Setting(2, "processes, joined by gloo", (2,)),
         "sharding": Setting("none", "; ".join(f"{k}: {v}" for k, v in SHARDINGS.items()), tuple(SHARDINGS)),
@@ -127,7 +127,7 @@ def _step(trainer: str, tokens: str, model: str, part: Sequence[Row]) -> ExactSt
 @functools.cache
 def _launched(count: int, sharding: str, tokens: str, model: str) -> dict[str, list[Rank]]:
     """Every trainer in one launch: importing them takes longer than training."""
-    trainers, bare = tuple(twin_runs.CLASSES), {}
+    trainers, bare = twin_runs.TWINS, {}
     if sharding == "configured":
         trainers = ("sft-trainer",)
     if tokens == "none":

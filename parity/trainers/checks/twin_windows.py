@@ -13,7 +13,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, judged, within
+from parity.trainers.check import TRAINERS, Cell, CellOf, CheckResult, by_profile, check, holds, judged, within
 from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import gradients
@@ -24,12 +24,11 @@ from parity.upstream import trl
 
 OF_STORED = ("evaluation", "incomplete", "uneven", "second", "resumed")
 KINDS = (*OF_STORED, "synced", "truncated", "adaptive", "generation")
-TRAINERS = tuple(twin_runs.CLASSES)
 SYNCED = ("dpo-trainer", "kto-trainer", "grpo-trainer", "rloo-trainer")
 """Trainers with sync_ref_model."""
 MIXED = 0.6
 """ref_model_mixup_alpha of the runs."""
-STORED = tuple(t for t in TRAINERS if t not in twin_runs.SAMPLED)
+STORED = tuple(t for t in twin_runs.TWINS if t not in twin_runs.SAMPLED)
 RATE = 0.05
 """Learning rate of the runs whose second step must differ from the first."""
 
@@ -40,7 +39,7 @@ PR: tuple[CellOf, ...] = (("sft-trainer", {"kind": "uneven"}), ("grpo-trainer", 
 @by_profile(pr=PR, covered=lambda cell: True)
 def cells(seed: int) -> Iterator[CellOf]:
     """Every kind, those that a trainer has; evaluation for all."""
-    for trainer in TRAINERS:
+    for trainer in twin_runs.TWINS:
         for kind in OF_STORED if trainer in STORED else ("evaluation",):
             yield trainer, {"kind": kind}
     for trainer in SYNCED:
@@ -56,7 +55,7 @@ def cells(seed: int) -> Iterator[CellOf]:
 
 @check(
     "windows",
-    TRAINERS,
+    twin_runs.TWINS,
     {"kind": Setting("evaluation", "what is looked at", KINDS), "loss": SETTINGS["loss"]},
     cells,
     paths=("released", "fixed"),
@@ -148,7 +147,7 @@ def _synced(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult
     s = SimpleNamespace(**{**vars(s), "beta": 0.04})
     if trainer not in SYNCED:
         raise Unsupported(f"{trainer} has no sync_ref_model")
-    drive.needs(twin_runs.CLASSES[trainer], "sync_ref_model")
+    drive.needs(TRAINERS[trainer], "sync_ref_model")
     run = _two_steps(trainer, s, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=MIXED)
     steps = twin_runs.train(run, path)
     first, moved = models.model(s.model, torch.float64), models.model(s.model, torch.float64)
@@ -182,7 +181,7 @@ def _adaptive(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResu
 
     Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it.
     """
-    drive.needs(twin_runs.CLASSES[trainer], "use_adaptive_entropy")
+    drive.needs(TRAINERS[trainer], "use_adaptive_entropy")
     adaptive: dict[str, Any] = {"use_adaptive_entropy": True, "entropy_target": 100.0}
     adaptive |= {"entropy_coef": 0.1, "entropy_coef_delta": 0.05}
     s = SimpleNamespace(**{**vars(s), "split": "4x1"})

@@ -21,7 +21,6 @@ from parity.trainers.definitions.step_rounding import AutocastRounding, StepRoun
 from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import drive, stored_window, twin_runs
 
-TRAINERS = tuple(twin_runs.CLASSES)
 SPLITS = ("8x1", "4x2", "2x4", "1x8")
 LOSSES = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
@@ -61,7 +60,7 @@ def _short(*trainers: str) -> list[CellOf]:
     return [(t, {**ACCUMULATED.get(t, ({},))[0], "split": SPLIT.get(t, "1x8")}) for t in trainers]
 
 
-PR = [*_short(*TRAINERS), ("grpo-trainer", {"loss": "dapo", "split": "2x4"}), ("grpo-trainer", {"tools": True})]
+PR = [*_short(*twin_runs.TWINS), ("grpo-trainer", {"loss": "dapo", "split": "2x4"}), ("grpo-trainer", {"tools": True})]
 
 
 def _in_pr(cell: CellOf) -> bool:
@@ -72,7 +71,7 @@ def _in_pr(cell: CellOf) -> bool:
 @by_profile(quick=_short("sft-trainer", "grpo-trainer"), pr=PR, covered=_in_pr)
 def cells(seed: int) -> Iterator[CellOf]:
     """Every value of every setting by itself, per trainer, and GRPO's losses at 2x4."""
-    for trainer in TRAINERS:
+    for trainer in twin_runs.TWINS:
         for settings in ACCUMULATED.get(trainer, ({},)):
             yield from ((trainer, {**settings, "split": split}) for split in SPLITS)
         for name, setting in SETTINGS.items():
@@ -85,7 +84,7 @@ def cells(seed: int) -> Iterator[CellOf]:
             yield from ((trainer, {name: v, "split": split}) for v in values if name != "split")
 
 
-@check("twins", TRAINERS, SETTINGS, cells, paths=("released", "fused", "fixed"))
+@check("twins", twin_runs.TWINS, SETTINGS, cells, paths=("released", "fused", "fixed"))
 def twins(cell: Cell) -> Iterator[CheckResult]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s, trainer = cell.settings, cell.case.family

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parity.errors import Unsupported
 from parity.trainers.definitions import training_step
-from parity.trainers.rig import drive, models, recorder
+from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.teacher_server import Teacher
 from parity.upstream import trl
 
@@ -56,12 +56,6 @@ def rows(prompts: str = "ragged") -> list[dict[str, str]]:
     ]
 
 
-def ids(text: str) -> list[int]:
-    """Token ids of words."""
-    found: list[int] = models.tokenizer()(text, add_special_tokens=False)["input_ids"]
-    return found
-
-
 def dataset(messages: bool, prompts: str = "ragged") -> Any:
     """The samples as a dataset: conversations whose last turn is the completion, or prompts alone."""
     from datasets import Dataset
@@ -96,7 +90,7 @@ def trainer(teacher: Teacher, architecture: str, split: str, **settings: Any) ->
             processing_class=models.tokenizer(),
         )
     if samples:
-        stored = {tuple(ids(row["prompt"])): ids(row["completion"]) for row in rows()}
+        stored = {tuple(stored_window.ids(row["prompt"])): stored_window.ids(row["completion"]) for row in rows()}
         made._generate_single_turn = lambda prompt_ids, *_: [list(stored[tuple(p)]) for p in prompt_ids]
     return made
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import Unsupported
-from parity.trainers.check import CheckResult, holds
+from parity.trainers.check import TRAINERS, CheckResult, holds
 from parity.trainers.rig import batches, drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Row, Sequences
 from parity.upstream import trl
@@ -24,15 +24,11 @@ BETA = {
     "distillation-trainer": 0.5,
     "gkd-trainer": 0.5,
 }
-CLASSES = {
-    "sft-trainer": "SFTTrainer",
-    "dpo-trainer": "DPOTrainer",
-    "kto-trainer": "KTOTrainer",
-    "grpo-trainer": "GRPOTrainer",
-    "rloo-trainer": "RLOOTrainer",
-    "distillation-trainer": "DistillationTrainer",
-    "online-dpo-trainer": "OnlineDPOTrainer",
-}
+TWINS: tuple[str, ...] = (
+    *("sft-trainer", "dpo-trainer", "kto-trainer", "grpo-trainer", "rloo-trainer"),
+    *("distillation-trainer", "online-dpo-trainer"),
+)
+"""Families of the trainers that have twins."""
 PACKED = 48
 """Tokens of a row of packed sequences: the window fills two, no sequence is cut."""
 PAIRED = ("dpo-trainer", "online-dpo-trainer")
@@ -72,7 +68,7 @@ def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
     from datasets import Dataset
 
     prompts = [r.prompt for r in chosen]
-    if trainer == "distillation-trainer" and not hasattr(drive.trl_class(CLASSES[trainer]), "_generate_single_turn"):
+    if trainer == "distillation-trainer" and not hasattr(drive.trl_class(TRAINERS[trainer]), "_generate_single_turn"):
         return Dataset.from_dict({"messages": [[{"role": "user", "content": p}] for p in prompts]})
     if trainer in PROMPTED:
         grouped = trainer in ("grpo-trainer", "rloo-trainer")
@@ -136,7 +132,7 @@ def build(
     Raises:
         Unsupported: when the installed version lacks the trainer or what the twin needs of its config.
     """
-    name = CLASSES[trainer]
+    name = TRAINERS[trainer]
     chosen = rows(trainer) if part is None else part
     config = drive.config(name)
     switches = {} if path == "released" else _fused(config, required=path == "fused")

@@ -21,6 +21,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from parity.process import installed
 from parity.versions.env.client import UvFailed, cache_root, uv
 from parity.versions.env.releases import release
 from parity.versions.env.spec import Spec, checkout
@@ -212,13 +213,13 @@ def _date(spec: Spec) -> datetime | None:
 def _running_torch() -> tuple[list[str], tuple[str, ...]]:
     """Requirements that bring the running build of torch, and what is to be linked instead of installed."""
     version = importlib.metadata.version("torch")
-    triton = _installed("triton")
+    triton = installed("triton")
     pinned = [f"torch=={version}", f"triton=={triton}" if triton else "triton"]
     try:
         uv(["pip", "compile", "--no-deps", "--only-binary", ":all:", "--python", sys.executable, "-"], stdin=pinned[0])
         return pinned, ()
     except UvFailed:
-        linked = tuple(name for name in ("torch", *sorted(_torch_pins())) if _installed(name))
+        linked = tuple(name for name in ("torch", *sorted(_torch_pins())) if installed(name))
         others = [
             f"{requirement.name}{requirement.specifier}"
             for requirement in _requirements("torch")
@@ -247,12 +248,12 @@ def _torch_needs() -> list[str]:
 
 @functools.cache
 def _tools() -> tuple[str, ...]:
-    pending, found = [name for name in TOOLS if _installed(name)], dict[str, str]()
+    pending, found = [name for name in TOOLS if installed(name)], dict[str, str]()
     while pending:
         name = pending.pop()
-        if name in found or name in HARNESS or not _installed(name):
+        if name in found or name in HARNESS or not installed(name):
             continue
-        found[name] = str(_installed(name))
+        found[name] = str(installed(name))
         pending += [canonicalize_name(requirement.name) for requirement in _requirements(name)]
     return tuple(f"{name}=={version}" for name, version in sorted(found.items()))
 
@@ -265,17 +266,10 @@ def _requirements(name: str, *, every_extra: bool = False) -> list[Requirement]:
     return [one for one in declared if one.marker is None or every_extra or one.marker.evaluate({"extra": ""})]
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _surroundings() -> list[object]:
     """What besides the request decides the resolution; a change of any of it is a new lock."""
     rules = [GRACE.days, PARTNERS, LEADERS, UNDECLARED, HARNESS, sorted(RECIPES)]
-    return [sys.version_info[:2], platform.machine(), _installed("torch"), _installed("triton"), _tools(), rules]
+    return [sys.version_info[:2], platform.machine(), installed("torch"), installed("triton"), _tools(), rules]
 
 
 def _digest(content: object) -> str:
