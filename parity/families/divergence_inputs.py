@@ -91,7 +91,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     def pick(*values: Any) -> Any:
         return draw(st.sampled_from(values))
 
-    out = head.draw_head(draw, st, dtype, large=draw(st.integers(0, 39)) == 39, profile=profile, contexts=contexts)
+    out = head.draw_head(draw, st, dtype, profile=profile, contexts=contexts)
     out["cotangent"] = pick("ones", "ones", "ones", "random", "fine", "zero", "scaled", "small")
     out |= {
         "beta": pick(0.5, 0.0, 1.0, 0.0, 1.0, 0.1, 0.75, 0.9),
