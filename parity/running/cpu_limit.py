@@ -5,12 +5,14 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 BACKSTOP = 6.0
-"""Wall-clock limit ÷ CPU limit: what a process waits for burns no CPU, and one of six on a core is not yet hanging."""
+"""Wall-clock limit ÷ CPU limit: what a process waits for burns no CPU. Where the kernel does not say how long a process waited
+for a core, one of six on a core is not yet hanging."""
 INTERVAL = 0.5
 """Seconds between two looks at a running process."""
 
@@ -24,11 +26,11 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` of a text command, ended with all its children at `cpu` seconds of CPU time of them together.
 
-    Or at `clock` seconds on the clock, by default BACKSTOP times as many. CPU time is user and system time of the process,
-    its living descendants and those that were waited for; a descendant whose parent ended before it is not seen. `popen`
-    goes to subprocess.Popen. Raises LimitExceeded.
+    Or at `clock` seconds on the clock, by default BACKSTOP times as many, in which it did not wait for a core. CPU time is
+    user and system time of the process, its living descendants and those that were waited for; a descendant whose parent
+    ended before it is not seen. `popen` goes to subprocess.Popen. Raises LimitExceeded.
     """
-    start, spent, latest = time.monotonic(), 0.0, BACKSTOP * cpu if clock is None else clock
+    start, spent, waited, latest = time.monotonic(), 0.0, 0.0, BACKSTOP * cpu if clock is None else clock
     with contextlib.ExitStack() as stack:
         if stdin is not None:  # a file: a second `communicate` does not go on with an input that the first began
             file = stack.enter_context(tempfile.TemporaryFile("w+"))
@@ -42,8 +44,8 @@ def run(
                     out, err = process.communicate(timeout=INTERVAL)
                     return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
                 except subprocess.TimeoutExpired:
-                    spent = max(spent, cpu_time(process.pid))
-                passed = time.monotonic() - start
+                    spent, waited = max(spent, cpu_time(process.pid)), max(waited, starved(process.pid))
+                passed = time.monotonic() - start - waited
                 if spent > cpu:
                     raise LimitExceeded(f"used {spent:.1f} s of CPU time, its limit is {cpu:g} s")
                 if passed > latest:
@@ -70,6 +72,15 @@ def cpu_time(pid: int) -> float:
         except psutil.NoSuchProcess:  # its parent has waited for it meanwhile, and answers for it at the next look
             continue
         total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def starved(pid: int) -> float:
+    """Seconds that the main threads of a process and its living descendants were ready and had no core; 0 where unknown."""
+    total = 0.0
+    for one in _tree(pid):
+        with contextlib.suppress(OSError, IndexError):  # it has ended; no Linux, or one without these counts
+            total += int(Path(f"/proc/{one.pid}/schedstat").read_text().split()[1]) * 1e-9
     return total
 
 

@@ -46,7 +46,8 @@ THRICE = 3
 class Worker:
     """A worker process with the shard it has.
 
-    `last`: when it said something last; `computed`: its CPU time when it had been silent since, None before that.
+    `last`: when it said something last; `computed`: its CPU time and how long it had waited for a core when it had been
+    silent since, None before that.
     `kept`: rows of the implementation that runs, passed on when it is done, so that none is there twice when it runs
     again in a fresh process; `done`: (case, implementation) pairs passed on since the case `at` began. `retried`: pairs
     that had a second chance, with what a lost CUDA context said; `retired`: the pair after which the process asked for a
@@ -60,7 +61,7 @@ class Worker:
     started: Started | None = None
     at: int = 0
     last: float = 0.0
-    computed: float | None = None
+    computed: tuple[float, float] | None = None
     restarts: int = 0
     errors: Path | None = None
     finished: bool = False
@@ -80,9 +81,10 @@ def run(plans: Sequence[dict[str, Any]], deck: Deck, timeout: float, first_timeo
     """Deal the shards to a process for every plan and yield their events and, for one that is given up, `Lost`.
 
     An implementation that is silent for `timeout` seconds of CPU time (the first of a process: `first_timeout`, it
-    imports), or on the clock for SLEEPING times as many asleep or `cpu_limit.BACKSTOP` times as many in any case, is
-    killed: its row is timed-out. A process that ends before it is done is given one more chance, for it may have been
-    ended from outside; the second time its row is crashed, and a CUDA context that was lost once only is crashed too.
+    imports), or on the clock for SLEEPING times as many asleep or `cpu_limit.BACKSTOP` times as many in any case, those in
+    which it waited for a core left out, is killed: its row is timed-out. A process that ends before it is done is given
+    one more chance, for it may have been ended from outside; the second time its row is crashed, and a CUDA context that
+    was lost once only is crashed too.
     Then a new process goes on behind the case, without that implementation on it. A finding that ends its process is not
     looked at again.
     """
@@ -129,11 +131,12 @@ def _silent(worker: Worker, limit: float) -> tuple[str, bool]:
     if worker.shard is None or worker.process is None:
         return "", False
     if worker.computed is None:
-        worker.computed = cpu_limit.cpu_time(worker.process.pid)
+        worker.computed = cpu_limit.cpu_time(worker.process.pid), cpu_limit.starved(worker.process.pid)
     waited = time.monotonic() - worker.last
     if waited <= limit:
         return "", False
-    spent = cpu_limit.cpu_time(worker.process.pid) - worker.computed
+    spent = cpu_limit.cpu_time(worker.process.pid) - worker.computed[0]
+    waited -= max(0.0, cpu_limit.starved(worker.process.pid) - worker.computed[1])  # for a core
     asleep = waited > SLEEPING * limit and spent < ASLEEP * waited
     over = asleep or spent > limit or waited > cpu_limit.BACKSTOP * limit
     return (f"no answer for {waited:.0f} s, {spent:.0f} s of them CPU time" if over else ""), asleep

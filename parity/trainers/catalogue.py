@@ -28,6 +28,7 @@ MODULES = (
     "adapters",
     "sampler",
     "truncation",
+    "experts",
     "twin_windows",
     "rollouts",
     "twin_processes",

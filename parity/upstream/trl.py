@@ -142,7 +142,7 @@ def configured(config: type, device: str, wanted: Mapping[str, Any], needed: tup
             raise Unsupported(f"{config.__name__} has no {name} in the installed version")
     given = {**QUIET, "output_dir": output_dir(), "use_cpu": device == "cpu", "max_prompt_length": None, **wanted}
     # None asks for the model's own coefficient where that is the default; elsewhere the default is a number
-    given["router_aux_loss_coef"] = None if known.get("router_aux_loss_coef", 0) is None else 0.0
+    given.setdefault("router_aux_loss_coef", None if known.get("router_aux_loss_coef", 0) is None else 0.0)
     return config(**{name: value for name, value in given.items() if name in known})
 
 

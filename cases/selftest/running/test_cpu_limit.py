@@ -46,6 +46,27 @@ def test_one_that_spins_is_ended_by_its_cpu_time():
         python(SPIN, cpu=1.0)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="the kernel does not count it")
+def test_what_waits_for_a_core_is_told_from_what_sleeps():
+    """Two that share one core want it all the time; together they wait as long as either computes."""
+    core = min(os.sched_getaffinity(0))
+    program = f"import os, time\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\n"
+    programs = [program + SPIN, program + SPIN, program + "time.sleep(60)"]
+    running = [subprocess.Popen([sys.executable, "-S", "-c", p], stdout=subprocess.PIPE) for p in programs]
+    try:
+        for process in running:
+            process.stdout.readline()
+        until = time.monotonic() + 20
+        while time.monotonic() < until and cpu_limit.starved(running[0].pid) < 0.3:
+            time.sleep(0.1)
+        assert cpu_limit.starved(running[0].pid) >= 0.3
+        assert cpu_limit.starved(running[2].pid) < 0.3
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
 def test_one_that_sleeps_is_ended_by_the_clock():
     with pytest.raises(cpu_limit.LimitExceeded, match=r"^no answer in \d+ s, having used 0.\d s of CPU time$"):
         python("import time; time.sleep(60)", cpu=2 / cpu_limit.BACKSTOP)

@@ -94,6 +94,7 @@ def test_one_that_computes_now_and_then_has_its_time_on_the_clock(monkeypatch):
     monkeypatch.setattr(cpu_limit, "BACKSTOP", 3.0)
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: clock))
     monkeypatch.setattr(cpu_limit, "cpu_time", lambda pid: clock / 10)
+    monkeypatch.setattr(cpu_limit, "starved", lambda pid: 0.0)
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
         clock = 0.0
         worker = supervisor.Worker({}, SHARD, process, last=0.0)
@@ -105,11 +106,15 @@ def test_one_that_computes_now_and_then_has_its_time_on_the_clock(monkeypatch):
 
 
 def test_waiting_for_a_core_is_no_hang(monkeypatch):
-    """One of ten on a core, silent for 600 s."""
+    """One of ten on a core, silent for 600 s; at a low priority, of 600 s in which it got 6."""
     spent = iter([0.0, 60.0])
     monkeypatch.setattr(cpu_limit, "cpu_time", lambda pid: next(spent))
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
         worker = supervisor.Worker({}, SHARD, process, last=time.monotonic() - 600)
+        assert supervisor._silent(worker, 180.0) == ("", False)
+        spent, waited = iter([0.0, 6.0]), iter([10.0, 500.0])
+        monkeypatch.setattr(cpu_limit, "starved", lambda pid: next(waited))
+        worker.computed = None
         assert supervisor._silent(worker, 180.0) == ("", False)
 
 

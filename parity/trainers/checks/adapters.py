@@ -1,6 +1,7 @@
 """Training a LoRA: the policy is base and adapter; the reference is the base, or the adapter before training."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, shared
 from parity.trainers.checks.twins import plain_twin
-from parity.trainers.definitions import twin_losses
+from parity.trainers.definitions import preference, twin_losses
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import drive, models, stored_window, twin_runs
@@ -27,6 +28,7 @@ SETTINGS = {
     "model": Setting("llama", "tiny model", ("llama", "qwen3")),
     "checkpointing": Setting(drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT)),
     "precomputed": Setting(False, "precompute_ref_log_probs, DPO and KTO", (False, True)),
+    "kl": Setting(False, "KTO with its own loss, which estimates a KL to the reference", (False, True)),
 }
 REFERRED = tuple(t for t in twin_runs.TWINS if t not in ("sft-trainer", "distillation-trainer"))
 """Trainers that have a reference."""
@@ -72,6 +74,7 @@ FUSED = ("grpo-trainer", "dpo-trainer", "kto-trainer")
 PR: list[CellOf] = [
     *((t, {"adapter": "existing"} if t in ("dpo-trainer", "rloo-trainer") else {}) for t in REFERRED),
     *((t, {"adapter": "saved-head"}) for t in FUSED),
+    ("kto-trainer", {"kl": True}),
 ]
 """Every trainer that has a reference, once; where heads are handed over, with one that is trained."""
 
@@ -84,6 +87,8 @@ def cells(seed: int) -> Iterator[CellOf]:
             yield trainer, {"adapter": kind}
             if trainer in ("dpo-trainer", "kto-trainer"):
                 yield trainer, {"adapter": kind, "precomputed": True}
+            if trainer == "kto-trainer":
+                yield trainer, {"adapter": kind, "kl": True}
         yield trainer, {"model": "qwen3"}
         for checkpointing in (drive.REENTRANT, drive.NON_REENTRANT):
             yield trainer, {"checkpointing": checkpointing}
@@ -98,9 +103,21 @@ def adapters(cell: Cell) -> Iterator[CheckResult]:
     adapter = Adapter(s.adapter)
     twin = plain_twin(model=s.model, split="8x1", beta=0.04, checkpointing=s.checkpointing)
     more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
+    more |= {"loss_type": "kto"} if s.kl else {}
     drive.needs(cell.trainer, *more)
     steps = twin_runs.train(twin_runs.build(trainer, twin, cell.path, adapter=adapter, **more), cell.path)
     yield twin_runs.all_there(trainer, steps)
     by = SimpleNamespace(**vars(twin) | {"model": adapter.reference(s.model)})
-    step = shared(cell, "step", lambda: ExactStep(adapter.policy(s.model), twin_losses.definition(trainer, by)))
+    loss = _with_kl(trainer, by.model) if s.kl else twin_losses.definition(trainer, by)
+    step = shared(cell, "step", lambda: ExactStep(adapter.policy(s.model), loss))
     yield from first_step(step, steps)
+
+
+def _with_kl(trainer: str, reference: str) -> twin_losses.Definition:
+    if trainer != "kto-trainer":
+        raise Unsupported(f"{trainer} estimates no KL")
+    chosen = twin_runs.rows(trainer)
+    window = twin_runs.sequences(trainer, chosen)
+    weights = SimpleNamespace(desirable=1.0, undesirable=1.0, beta=twin_runs.BETA[trainer])
+    labels = [r.label for r in chosen]
+    return functools.partial(preference.kto, window, preference.mismatched(window), labels, reference, weights)

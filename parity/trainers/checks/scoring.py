@@ -99,7 +99,7 @@ class Batch:
     """
 
     def __init__(self) -> None:
-        self.sequences: Sequences = stored_window.sequences(stored_window.rows(), eos=False)
+        self.sequences: Sequences = stored_window.sequences(stored_window.rows(), generated=True)
         left = max(start for _, start in self.sequences)
         right = max(len(ids) - start for ids, start in self.sequences)
         shape = (len(self.sequences), left + right)

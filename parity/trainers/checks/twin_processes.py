@@ -96,7 +96,7 @@ def _rows(trainer: str, count: int, tokens: str) -> tuple[Row, ...]:
     """The window, the rows that the sampler deals to the second rank not counted where it is to have no token."""
     rows = twin_runs.rows(trainer)
     bare = _dealt(trainer, count) if tokens == "none" else ()
-    return tuple(dataclasses.replace(row, counted=i not in bare) for i, row in enumerate(rows))
+    return tuple(stored_window.without(rows, bare))
 
 
 def _dealt(trainer: str, count: int) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """Beyond one full window: evaluation, the incomplete last window, a second step, a resumed run."""
 
-import dataclasses
 import functools
 import shutil
 import tempfile
@@ -107,7 +106,7 @@ def _step(trainer: str, model: str, rows: tuple[Row, ...]) -> ExactStep:
 def found_rows(trainer: str, part: Sequence[Row], micro_batches: list[dict[str, Any]]) -> list[Row]:
     """The rows whose completion is among the sequences of these micro-batches."""
     seen = [tokens for tokens, _ in batches.sequences_of(micro_batches)]
-    sequences = stored_window.sequences(part, eos=trainer not in twin_runs.SAMPLED)
+    sequences = twin_runs.sequences(trainer, part)
     return [row for row, (tokens, _) in zip(part, sequences, strict=True) if tokens in seen]
 
 
@@ -166,7 +165,7 @@ def _truncated(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckRes
     """mask_truncated_completions: three of eight completions have no <eos>, earn their rewards, and are not trained on."""
     if trainer not in ("grpo-trainer", "rloo-trainer"):
         raise Unsupported("the trainer generates no completions that could be truncated")
-    part = [dataclasses.replace(r, counted=i not in (1, 4, 5)) for i, r in enumerate(twin_runs.rows(trainer))]
+    part = stored_window.without(twin_runs.rows(trainer), (1, 4, 5))
     steps = twin_runs.train(twin_runs.build(trainer, s, part=part), path)
     earned = stored_window.rewards(twin_runs.sequences(trainer, twin_runs.rows(trainer)))
     step = ExactStep(
@@ -226,7 +225,7 @@ def _generation(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckRe
         raise Unsupported("the config of the installed version has no steps_per_generation")
     steps = twin_runs.train(run, path)
     old = stored_window.policy(s.model, torch.float64)
-    whole = stored_window.sequences(twin_runs.rows(trainer), eos=False)
+    whole = twin_runs.sequences(trainer, twin_runs.rows(trainer))
     generation = windows.Generation(whole, old, steps=2)
     for number, parameters in enumerate(steps.parameters):
         rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(number))

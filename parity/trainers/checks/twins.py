@@ -34,6 +34,7 @@ SETTINGS = {
         "side of the tokenizer, to a multiple of 16, none, or several sequences packed into a row (SFT)",
         ("left", "right", "extra", "none", "packed"),
     ),
+    "pad": Setting("<pad>", "the tokenizer's padding token; TRL takes <eos> where there is none", ("<pad>", "<eos>")),
     "checkpointing": Setting(drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT)),
     "tools": Setting(False, "some completion tokens are a tool's, GRPO only", (False, True)),
     "precision": Setting("fp32", "float32, or autocast to bfloat16", ("fp32", "autocast")),
@@ -99,7 +100,7 @@ def twins(cell: Cell) -> Iterator[CheckResult]:
         yield _saved(cell, steps.activations)
 
 
-PLAIN = ("padding", "checkpointing", "precision")
+PLAIN = ("padding", "pad", "checkpointing", "precision")
 """What the run that a twin is compared with has at its default; it is cut into the same micro-batches."""
 
 

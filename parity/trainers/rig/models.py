@@ -132,8 +132,8 @@ def _final_norm(model: Any) -> Any:
 
 
 @functools.cache
-def tokenizer() -> Any:
-    """Words w3 … w55 besides <pad>, <eos> and <bos>, split at spaces, with a chat template."""
+def tokenizer(pad: str = "<pad>") -> Any:
+    """Words w3 … w55 besides <pad>, <eos> and <bos>, split at spaces, with a chat template; `pad` fills rows up."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -144,7 +144,7 @@ def tokenizer() -> Any:
     inner.pre_tokenizer = Whitespace()
     out = PreTrainedTokenizerFast(
         tokenizer_object=inner,
-        pad_token="<pad>",
+        pad_token=pad,
         eos_token="<eos>",
         bos_token="<bos>",
         model_input_names=["input_ids", "attention_mask"],

@@ -152,10 +152,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _trained(plan: Plan, trainer: str) -> Rank:
-    from parity.trainers.rig import recorder, twin_runs
+    from parity.trainers.rig import recorder, stored_window, twin_runs
 
     bare = plan.bare.get(trainer, ())
-    part = [dataclasses.replace(row, counted=i not in bare) for i, row in enumerate(twin_runs.rows(trainer))]
+    part = stored_window.without(twin_runs.rows(trainer), bare)
     stepped: list[tuple[int, dict[str, Tensor]]] = []
     try:
         with zero.recorded() if plan.sharding == "zero3" else contextlib.nullcontext(stepped) as stepped:

@@ -6,7 +6,7 @@ that a reference model, read from disk, is not equal to it and log-ratios are no
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -31,13 +31,17 @@ Sequences = list[tuple[list[int], int]]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A sample as words: a prompt, a completion, and another completion of the same prompt; `counted`: in the loss."""
+    """A sample as words: a prompt, a completion, and another completion of the same prompt.
+
+    `counted`: in the loss; `ended`: with <eos>, where a model generates the completion (a dataset's always end so).
+    """
 
     prompt: str
     completion: str
     other: str
     label: bool
     counted: bool = True
+    ended: bool = True
 
 
 def rows(prompts: int = 8) -> list[Row]:
@@ -47,8 +51,15 @@ def rows(prompts: int = 8) -> list[Row]:
         group = i * prompts // len(LENGTHS)
         prompt = models.words(11, f"prompt {group}", PROMPT_LENGTHS[group]) + " "
         completion, alternative = models.words(11, f"completion {i}", length), models.words(11, f"other {i}", other)
-        out.append(Row(prompt, completion, alternative, label=i % 3 != 0))
+        out.append(Row(prompt, completion, alternative, label=i % 3 != 0, ended=i % 2 == 0))
     return out
+
+
+def without(chosen: Sequence[Row], bare: Collection[int]) -> list[Row]:
+    """The rows; where some of them, by number, are not to be counted, they are the ones without an end: truncated."""
+    if not bare:
+        return list(chosen)
+    return [dataclasses.replace(r, counted=i not in bare, ended=i not in bare) for i, r in enumerate(chosen)]
 
 
 def ids(text: str) -> list[int]:
@@ -57,14 +68,17 @@ def ids(text: str) -> list[int]:
     return found
 
 
-def sequences(chosen: Sequence[Row], name: str = "completion", eos: bool = True) -> Sequences:
-    """Prompt and completion of each row as token ids; `eos`: the completion ends as a dataset's does.
+def sequences(chosen: Sequence[Row], name: str = "completion", generated: bool = False) -> Sequences:
+    """Prompt and completion of each row as token ids; `generated`: by a model, which ends some of them.
 
     Of a row that is not counted every token stands before the completion: none is scored.
     """
     out = []
     for row in chosen:
-        prompt, completion = ids(row.prompt), ids(getattr(row, name)) + ([models.EOS] if eos else [])
+        prompt, completion = (
+            ids(row.prompt),
+            ids(getattr(row, name)) + ([models.EOS] if row.ended or not generated else []),
+        )
         out.append((prompt + completion, len(prompt) + (0 if row.counted else len(completion))))
     return out
 

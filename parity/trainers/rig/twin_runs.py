@@ -54,13 +54,8 @@ def expected(trainer: str, part: Sequence[Row] | None = None) -> Sequences:
 
 
 def sequences(trainer: str, chosen: Sequence[Row]) -> Sequences:
-    """The rows as the trainer has them: a dataset's completion ends, a stored one where another counts as truncated."""
-    return stored_window.sequences(chosen, eos=trainer not in SAMPLED or truncating(trainer, chosen))
-
-
-def truncating(trainer: str, chosen: Sequence[Row]) -> bool:
-    """Whether some completions are cut off, and left out of the loss for that."""
-    return trainer in SAMPLED and not all(r.counted for r in chosen)
+    """The rows as the trainer has them."""
+    return stored_window.sequences(chosen, generated=trainer in SAMPLED)
 
 
 def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
@@ -148,7 +143,7 @@ def build(
     if trainer == "distillation-trainer":
         given["teacher_model"] = models.model("qwen2")
     args = drive.arguments(config, "cpu", {**options(trainer, s), **switches, **masked, **more}, (*needed(s), *masked))
-    tokenizer = models.tokenizer()
+    given["processing_class"] = tokenizer = models.tokenizer(s.pad)
     side, tokenizer.padding_side = tokenizer.padding_side, "right" if s.padding == "right" else "left"
     try:
         out = drive.build(name, policy, args, **given)
@@ -159,7 +154,7 @@ def build(
     if s.padding == "none" and not getattr(out, "padding_free", True):
         raise Unsupported("padding_free=True: the installed version falls back to padding")
     if trainer in SAMPLED:
-        _hand_out(out, trainer, chosen)
+        _hand_out(out, chosen)
     if trainer == "online-dpo-trainer":
         _generate_stored(out, chosen)
     if s.tools:
@@ -206,15 +201,14 @@ def train(trainer: Any, path: str, **options: Any) -> recorder.Steps:
         return recorder.train(trainer, **options)
 
 
-def _hand_out(trainer: Any, name: str, chosen: Sequence[Row]) -> None:
+def _hand_out(trainer: Any, chosen: Sequence[Row]) -> None:
     """Stored completions in place of generation; everything behind it is the trainer's own."""
     original = getattr(trainer, "_generate_single_turn", None)
     if original is None and not hasattr(trainer, "_generate_with_model"):
         raise Unsupported("the installed version does not generate in a method of its own")
     stored: dict[tuple[int, ...], list[list[int]]] = {}
-    end = [models.EOS] if truncating(name, chosen) else []
     for row in chosen:
-        completion = stored_window.ids(row.completion) + (end if row.counted else [])
+        completion = stored_window.ids(row.completion) + ([models.EOS] if row.ended else [])
         stored.setdefault(tuple(stored_window.ids(row.prompt)), []).append(completion)
 
     if original is None:
