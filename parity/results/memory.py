@@ -258,9 +258,10 @@ def _fill(base: sqlite3.Connection, table: str, rows: Iterable[Iterable[object]]
 
 
 def _judged(summary: Summary) -> Iterator[list[object]]:
-    for t in summary.tallies:
-        where = [t.implementation, t.family, t.device, t.dtype, t.quantity]
-        yield [*where, t.judged, _finite(headroom(t.worst)), t.worst.case, bool(t.worst.known)]
+    for line in summary.lines:
+        where = [line.implementation, line.family, line.device, line.dtype]
+        for t in line.tallies:
+            yield [*where, t.quantity, t.judged, _finite(headroom(t.worst)), t.worst.case, bool(t.worst.known)]
 
 
 def _seen(f: Finding) -> list[object]:

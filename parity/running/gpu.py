@@ -18,6 +18,8 @@ from parity.process import environment, interpreter, packaged
 
 OWN, STDLIB = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
 DEVICE_FILES = "/dev/nvidia[0-9]*"
+SECONDS = 300.0
+"""On the clock: longer than that no kernel takes to be compiled and run."""
 START_APART = 2.0
 """Seconds between the starts of two workers on CUDA: each imports for seconds and makes a context of its own."""
 WHERE = signal.SIGUSR2
@@ -47,12 +49,12 @@ def unusable() -> str | None:
     )
 
 
-def no_triton(seconds: float = 300.0) -> str | None:
+def no_triton() -> str | None:
     """Why Triton cannot compile here: one kernel is compiled and run in a process of its own; None where it can."""
     from parity.running import one_kernel
 
     try:
-        _printed([sys.executable, "-P", one_kernel.__file__], seconds)
+        _printed([sys.executable, "-P", one_kernel.__file__])
     except TimeoutError as error:
         return f"Triton compiles no kernel here: {error}"
     except ChildProcessError as error:
@@ -63,7 +65,7 @@ def no_triton(seconds: float = 300.0) -> str | None:
     return None
 
 
-def _printed(command: Sequence[str], seconds: float) -> str:
+def _printed(command: Sequence[str]) -> str:
     """What a process that may use Triton's compiler prints.
 
     Raises:
@@ -71,16 +73,16 @@ def _printed(command: Sequence[str], seconds: float) -> str:
         ChildProcessError: another exit code than 0; the last line of its stderr.
     """
     try:
-        done = subprocess.run(command, env=child("cuda", 1), capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(command, env=child("cuda", 1), capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f"no answer in {seconds:.0f} s") from None
+        raise TimeoutError(f"no answer in {SECONDS:.0f} s") from None
     if done.returncode:
         said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), None)
         raise ChildProcessError(said.strip()[:200] if said else f"exit code {done.returncode}")
     return done.stdout
 
 
-def unsafe_lock(seconds: float = 300.0) -> str | None:
+def unsafe_lock() -> str | None:
     """Whether cut-cross-entropy's kernels, as Triton compiles them, release a lock too early; None where they do not.
 
     With cut-cross-entropy 25.1.1 they do under Triton 3.2 to 3.8, and not under 3.9.
@@ -89,7 +91,7 @@ def unsafe_lock(seconds: float = 300.0) -> str | None:
         if importlib.util.find_spec(name) is None:
             return None
     try:
-        if released_in_time(_printed(interpreter("parity.upstream.cce_lock:main"), seconds)):
+        if released_in_time(_printed(interpreter("parity.upstream.cce_lock:main"))):
             return None
     except (TimeoutError, ChildProcessError) as error:
         return f"cut-cross-entropy's locks were not looked at: {error}"

@@ -82,13 +82,11 @@ class CheckResult:
         return all(h <= 1.0 for h in self.gates.values())
 
 
-def within(
-    quantity: str, value: float, exact: float, allowed: float, message: str = "", gate: str = "bound"
-) -> CheckResult:
+def within(quantity: str, value: float, exact: float, allowed: float, message: str = "") -> CheckResult:
     """|value - exact| ≤ allowed, `allowed` a derived bound; a NaN disagrees."""
     error = abs(value - exact)
     headroom = 0.0 if error == 0.0 else error / allowed if allowed > 0.0 else math.inf
-    return CheckResult(quantity, {gate: headroom}, value, exact, message, max_abs=error)
+    return CheckResult(quantity, {"bound": headroom}, value, exact, message, max_abs=error)
 
 
 def holds(
@@ -103,9 +101,9 @@ def holds(
     return CheckResult(quantity, {gate: 0.0 if condition else math.inf}, value, exact, "" if condition else message)
 
 
-def reported(quantity: str, value: float, message: str = "", exact: float | None = None) -> CheckResult:
+def reported(quantity: str, value: float, message: str = "") -> CheckResult:
     """A number that is shown and not judged, its message with it."""
-    return CheckResult(quantity, {REPORTED: 0.0}, value, exact, message)
+    return CheckResult(quantity, {REPORTED: 0.0}, value, message=message)
 
 
 def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "") -> CheckResult:

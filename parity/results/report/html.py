@@ -13,7 +13,7 @@ from parity.results import memory, trend
 from parity.results.report import wording
 from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
-from parity.results.report.summary import Line, Summary, Tally
+from parity.results.report.summary import Summary
 from parity.results.row import Row
 
 BRIEF = 8
@@ -122,10 +122,6 @@ def render(summary: Summary, extras: Extras = Extras()) -> str:
         families=list(dict.fromkeys(line.family for line in summary.lines)),
         errors=summary.errors,
         sections=_sections(summary, extras, change, lines),
-        tallies={
-            (line.implementation, line.family, line.dtype, line.device): _tallies(summary, line)
-            for line in summary.lines
-        },
         w=wording,
         headroom=headroom,
         bar=bar,
@@ -200,11 +196,6 @@ def _growth(g: trend.Growth) -> tuple[str, ...]:
 def bar(value: float) -> int:
     """Width of a headroom bar in percent of the gate; what fails fills it."""
     return round(100 * min(max(value, 0.0), 1.0))
-
-
-def _tallies(summary: Summary, line: Line) -> list[Tally]:
-    key = line.implementation, line.family, line.dtype, line.device
-    return [t for t in summary.tallies if (t.implementation, t.family, t.dtype, t.device) == key]
 
 
 def _gates(rows: list[Row]) -> list[str]:

@@ -38,9 +38,8 @@ def render(summary: Summary) -> bytes:
         for line in summary.lines:
             if line.family == family:
                 _runs(suite, line, summary)
-                for tally in summary.tallies:
-                    if _of(line) == _of(tally):
-                        _quantity(suite, tally, summary)
+                for tally in line.tallies:
+                    _quantity(suite, line, tally, summary)
         _totals(suite)
     if summary.incomplete:  # else a viewer shows what there is as green
         suite = ET.SubElement(root, "testsuite", name="parity.run")
@@ -53,11 +52,7 @@ def render(summary: Summary) -> bytes:
     return xml + b"\n"
 
 
-def _of(entry: Line | Tally) -> tuple[str, str, str, str]:
-    return entry.implementation, entry.family, entry.dtype, entry.device
-
-
-def _testcase(suite: ET.Element, entry: Line | Tally, name: str) -> ET.Element:
+def _testcase(suite: ET.Element, entry: Line, name: str) -> ET.Element:
     # Viewers split a class name at its dots into a tree: family, library, function.
     classname = _legal(f"{entry.family}.{entry.implementation}")
     return ET.SubElement(
@@ -79,12 +74,12 @@ def _runs(suite: ET.Element, line: Line, summary: Summary) -> None:
     _text(case, "system-out", " · ".join(wording.counts(c)) + left_out)
 
 
-def _quantity(suite: ET.Element, tally: Tally, summary: Summary) -> None:
-    case = _testcase(suite, tally, tally.quantity)
+def _quantity(suite: ET.Element, line: Line, tally: Tally, summary: Summary) -> None:
+    case = _testcase(suite, line, tally.quantity)
     if tally.verdict == "known":
         _skipped(case, "known: " + ", ".join(tally.known))
     elif tally.verdict != "agree":
-        _failed(case, "failure", _findings(summary.findings, tally, tally.quantity))
+        _failed(case, "failure", _findings(summary.findings, line, tally.quantity))
     message = (
         f"worst headroom {wording.ratio(headroom(tally.worst))} at {wording.at(tally.worst)} in {tally.judged} cases"
     )
@@ -92,7 +87,7 @@ def _quantity(suite: ET.Element, tally: Tally, summary: Summary) -> None:
     _text(case, "system-out", message + known)
 
 
-def _findings(found: Iterable[Finding], entry: Line | Tally, quantity: str | None) -> list[Finding]:
+def _findings(found: Iterable[Finding], entry: Line, quantity: str | None) -> list[Finding]:
     cell = entry.dtype, entry.device, quantity
     return [
         f for f in found if f.implementation == entry.implementation and f.family == entry.family and cell in f.cells

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from parity.results.header import About, End, Header
 from parity.results.report.coverage import Coverage, Openings, Reason, coverage, openings, reasons
@@ -37,6 +37,18 @@ class Counts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tally:
+    """One quantity of a line: in how many cases it was judged, its worst row, and the verdict over all of them."""
+
+    quantity: str
+    judged: int
+    failing: int
+    worst: Row
+    known: tuple[str, ...]
+    verdict: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Line:
     """One implementation x family x dtype x device.
 
@@ -53,6 +65,7 @@ class Line:
         verdict: disagree, crashed, timed-out, out-of-memory, nondeterministic, known, agree, or the commoner of refused
             and unsupported where nothing was compared.
         reason: the commonest reason for what was not compared, or "".
+        tallies: the same, by quantity.
     """
 
     implementation: str
@@ -65,22 +78,7 @@ class Line:
     known: tuple[str, ...]
     verdict: str
     reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Tally:
-    """One quantity of a line: in how many cases it was judged, its worst row, and the verdict over all of them."""
-
-    implementation: str
-    family: str
-    dtype: str
-    device: str
-    quantity: str
-    judged: int
-    failing: int
-    worst: Row
-    known: tuple[str, ...]
-    verdict: str
+    tallies: tuple[Tally, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +93,6 @@ class Summary:
         counts: of all implementation-cases.
         compared: device -> implementation-cases compared there.
         lines: the table, by family, implementation and dtype.
-        tallies: the same, by quantity.
         findings: new ones.
         known: findings that the ledger has.
         coverage: of each family.
@@ -117,7 +114,6 @@ class Summary:
     counts: Counts
     compared: Mapping[str, int]
     lines: tuple[Line, ...]
-    tallies: tuple[Tally, ...]
     findings: tuple[Finding, ...]
     known: tuple[Finding, ...]
     coverage: tuple[Coverage, ...]
@@ -171,7 +167,6 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         counts=_counts(cases),
         compared=collections.Counter(c.device for c in cases if c.outcome == "compared"),
         lines=tuple(_lines(everything)),
-        tallies=tuple(_tallies(everything)),
         findings=tuple(f for f in found if f.known is None),
         known=tuple(f for f in found if f.known is not None),
         coverage=tuple(coverage(f, [c for c in cases if c.family == f], dimensions.get(f, {})) for f in families),
@@ -261,33 +256,17 @@ def _lines(everything: Iterable[ImplementationCase]) -> list[Line]:
                 known=_known(failing),
                 verdict=verdict,
                 reason=max(counted, key=lambda r: r.count).message if counted else "",
+                tallies=tuple(_tallies(judged)),
             )
         )
     return out
 
 
-def _tallies(everything: Iterable[ImplementationCase]) -> list[Tally]:
-    groups: dict[tuple[tuple[str, str, int, str, str], str], list[Row]] = {}
-    for case in everything:
-        for row in case.judged:
-            groups.setdefault((_where(case), row.subject), []).append(row)
-    out = []
-    for _, rows in sorted(groups.items(), key=lambda item: item[0][0]):
-        failing = [r for r in rows if r.failing]
-        worst = _worst(rows)
+def _tallies(judged: Iterable[Row]) -> Iterator[Tally]:
+    by_quantity: dict[str, list[Row]] = collections.defaultdict(list)
+    for row in judged:
+        by_quantity[row.subject].append(row)
+    for quantity, rows in by_quantity.items():
+        failing, worst = [r for r in rows if r.failing], _worst(rows)
         assert worst is not None
-        out.append(
-            Tally(
-                implementation=worst.implementation,
-                family=worst.family,
-                dtype=worst.dtype,
-                device=worst.device,
-                quantity=worst.subject,
-                judged=len(rows),
-                failing=len(failing),
-                worst=worst,
-                known=_known(failing),
-                verdict=_verdict(failing),
-            )
-        )
-    return out
+        yield Tally(quantity, len(rows), len(failing), worst, _known(failing), _verdict(failing))

@@ -26,19 +26,16 @@ WORDS = {"logps": "log-probs", "clip_ratio": "clip ratio", "kl": "KL", "softcap"
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 
-def issue_text(
-    case: Case, implementation: Implementation, rows: Sequence[Row], entry: Entry | None = None, code: str | None = None
-) -> str:
+def issue_text(case: Case, implementation: Implementation, rows: Sequence[Row], entry: Entry | None = None) -> str:
     """What one pastes upstream, in Markdown.
 
     Args:
         rows: of this case and implementation, as `parity.registry.run_case` yields them.
         entry: the ledger's entry, whose reason comes first and whose function is named.
-        code: the script; None: `script_of`.
     """
     its_rows = [r for r in rows if r.implementation == implementation.id]
     failing = [r for r in its_rows if r.verdict not in ("agree", "unsupported")]
-    code = script_of(case, implementation, its_rows, entry) if code is None else code
+    code = script_of(case, implementation, its_rows, entry)
     where = "CPU, kernels in Triton's interpreter" if implementation.interpreted else "CPU"
     if its_rows and its_rows[0].device != "cpu" and torch.cuda.is_available():
         where = torch.cuda.get_device_name()

@@ -26,11 +26,7 @@ BETAS, SPLITS = (0.0, 0.5, 1.0), ("1x2", "2x1")
 ARCHITECTURE = "llama"
 
 
-def beta_setting(default: float) -> Setting:
-    """The setting `beta` with the default of a check."""
-    return Setting(default, "teacher's weight in the divergence: 0 forward KL, 1 reverse KL", BETAS)
-
-
+BETA = Setting(1.0, "teacher's weight in the divergence: 0 forward KL, 1 reverse KL", BETAS)
 SPLIT = Setting("2x1", "batch x accumulation", SPLITS)
 
 
@@ -61,7 +57,7 @@ def _teacher_model() -> Any:
     "teacher-server",
     ("server-distillation-trainer",),
     {
-        "beta": beta_setting(1.0),
+        "beta": BETA,
         "split": SPLIT,
         "temperature": Setting(1.0, "of student and teacher", (1.0, 0.7)),
         "top_k": Setting(1, "tokens that the teacher returns; above 1 only at beta 0", (1, 4)),
@@ -169,7 +165,7 @@ def _at_padding(batches: list[dict[str, Any]], seen: list[Tensor]) -> CheckResul
 @check(
     "sentinel",
     ("server-distillation-trainer",),
-    {"beta": beta_setting(1.0)},
+    {"beta": BETA},
     lambda profile, seed: [("server-distillation-trainer", {"beta": b}) for b in (0.5, 1.0)],
     paths=("released",),
     drives=False,
@@ -197,7 +193,7 @@ def sentinel(cell: Cell) -> Iterator[CheckResult]:
 @check(
     "divergence-parts",
     ("server-distillation-trainer",),
-    {"beta": beta_setting(1.0), "peak": Setting(1.0, "spread of the logits", (1.0, 50.0))},
+    {"beta": BETA, "peak": Setting(1.0, "spread of the logits", (1.0, 50.0))},
     lambda profile, seed: [("server-distillation-trainer", {"beta": b, "peak": p}) for b in BETAS for p in (1.0, 50.0)],
     paths=("released",),
     drives=False,

@@ -10,7 +10,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.families.divergence import divergence
 from parity.trainers.check import Cell, CheckResult, check
-from parity.trainers.checks.distillation import ARCHITECTURE, SPLIT, beta_setting, cells
+from parity.trainers.checks.distillation import ARCHITECTURE, BETA, SPLIT, cells
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import drive, models, recorder, teacher_client
@@ -21,7 +21,7 @@ from parity.upstream import trl
     "ragged-control",
     ("gkd-trainer",),
     {
-        "beta": beta_setting(1.0),
+        "beta": BETA,
         "split": SPLIT,
         "prompts": Setting("equal", "lengths of the prompts", ("equal", "ragged")),
     },
