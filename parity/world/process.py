@@ -58,14 +58,11 @@ def _put_timers(value: tuple[bool, ...]) -> None:
             signal.setitimer(timer, 0)
 
 
-def _limits() -> tuple[tuple[int, int], ...]:
-    return tuple(resource.getrlimit(r) for r in (resource.RLIMIT_NOFILE, resource.RLIMIT_DATA, resource.RLIMIT_CPU))
+LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_DATA, resource.RLIMIT_CPU)
 
 
 def _put_limits(value: tuple[tuple[int, int], ...]) -> None:
-    for which, (soft, hard) in zip(
-        (resource.RLIMIT_NOFILE, resource.RLIMIT_DATA, resource.RLIMIT_CPU), value, strict=True
-    ):
+    for which, (soft, hard) in zip(LIMITS, value, strict=True):
         resource.setrlimit(which, (soft, hard))
 
 
@@ -122,10 +119,6 @@ def _put_streams(value: tuple[Any, ...]) -> None:
     sys.stdin, sys.stdout, sys.stderr = streams
 
 
-def _put_locale(value: str) -> None:
-    locale.setlocale(locale.LC_ALL, value)
-
-
 def _descriptors() -> frozenset[str]:
     try:
         return frozenset(os.listdir("/proc/self/fd"))
@@ -161,15 +154,11 @@ def _more(what: str) -> Callable[[Any, Any], list[str]]:
     return named
 
 
-def _threads() -> frozenset[int]:
-    return frozenset(t.ident or 0 for t in threading.enumerate())
-
-
 WATCHES: tuple[Watch, ...] = (
     Watch("environment variables", _variables, _put_environment, _environment),
     Watch("working folder", os.getcwd, os.chdir),
     Watch("umask", _umask, os.umask),
-    Watch("locale", lambda: locale.setlocale(locale.LC_ALL), _put_locale),
+    Watch("locale", lambda: locale.setlocale(locale.LC_ALL), lambda value: locale.setlocale(locale.LC_ALL, value)),
     Watch("signal handlers", _signals, _put_signals),
     Watch("timers", _timers, _put_timers),
     Watch(
@@ -177,10 +166,10 @@ WATCHES: tuple[Watch, ...] = (
         lambda: frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         lambda mask: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
     ),
-    Watch("resource limits", _limits, _put_limits),
+    Watch("resource limits", lambda: tuple(map(resource.getrlimit, LIMITS)), _put_limits),
     Watch("standard streams", _streams, _put_streams),
     Watch("scheduling", _scheduling, _put_scheduling),
-    Watch("threads", _threads, None, _more("thread"), kept=False),
+    Watch("threads", lambda: {t.ident for t in threading.enumerate()}, None, _more("thread"), kept=False),
     Watch("file descriptors", _descriptors, None, _more("file descriptor"), kept=False),
     Watch("child processes", _children, None, _more("process"), kept=False),
 )

@@ -9,11 +9,53 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from parity.timings import within
-from parity.world import bindings
-from parity.world.probe import arithmetic
-from parity.world.state import WATCHES, differing
+from parity.world import bindings, interpreter, process, tensors
 from parity.world.watch import Watch
+
+_X = torch.linspace(-1.5, 2.0, 16, dtype=torch.float64).view(4, 4)
+_IDS = torch.arange(4).unsqueeze(-1)
+
+
+def arithmetic() -> bytes:
+    """The bits of a small float64 computation of every operation that the definitions are made of, and of a gradient.
+
+    It tells whether arithmetic still is what it was, for whatever the lists of this package do not name.
+    """
+    x = _X.detach().requires_grad_()
+    z = torch.tanh(x @ x.T)
+    total = torch.log_softmax(z, -1).gather(-1, _IDS).exp().mean() + torch.logsumexp(z, -1).sum()
+    (gradient,) = torch.autograd.grad(total, x)
+    z, total = z.detach(), total.detach()
+    p, picked = torch.softmax(z, -1), z.gather(-1, _IDS).squeeze(-1)
+    rest = (
+        torch.sigmoid(picked) + torch.nn.functional.softplus(picked) + torch.min(picked, torch.clamp(picked, 0.8, 1.2))
+    )
+    mixed = (
+        torch.where(picked > 1, picked, rest).mean()
+        + torch.log1p(p).sum()
+        + torch.bmm(p[None], z[None]).abs().sqrt().sum()
+    )
+    narrow = z.to(torch.bfloat16).float() + z.to(torch.float16).float()
+    product = torch.nn.functional.linear(narrow, narrow).double()
+    return torch.cat([total.view(1), mixed.view(1), gradient.flatten(), product.flatten()]).numpy().tobytes()
+
+
+WATCHES: tuple[Watch, ...] = (tensors.MODES, *process.WATCHES, *interpreter.WATCHES, *tensors.WATCHES)
+"""In the order in which they are put back."""
+
+
+def differing(before: dict[str, Any]) -> Iterator[tuple[Watch, Any]]:
+    """Each entry that is not as it was, with what it is now."""
+    for watch in WATCHES:
+        now = watch.get()
+        was = before[watch.name]
+        same = now is was or now == was  # a dictionary compares all of itself with itself
+        if not same and watch.differences(was, now):
+            yield watch, now
+
 
 _kept: dict[str, tuple[list[bindings.Change], list[tuple[Watch, Any]]]] = {}
 _belongs: dict[str, str] = {}
@@ -32,7 +74,7 @@ LEFT = 10
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Everything of `state.WATCHES` and `bindings`, as it was in process `pid`; without `names` within `together`."""
+    """Everything of `WATCHES` and `bindings`, as it was in process `pid`; without `names` within `together`."""
 
     states: dict[str, Any]
     names: bindings.Names | None

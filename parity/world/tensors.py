@@ -40,10 +40,6 @@ def _put_numpy(value: Any) -> None:
     np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))  # noqa: NPY002
 
 
-def _torch_rng() -> bytes:
-    return torch.get_rng_state().numpy().tobytes()
-
-
 def _put_torch_rng(value: bytes) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(value), dtype=torch.uint8))
 
@@ -65,10 +61,6 @@ def _put_autocast(value: tuple[Any, ...]) -> None:
     for device, enabled, dtype in value:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def matmul_precision() -> str:
@@ -156,10 +148,6 @@ def _put_hooks(value: tuple[dict[int, Any], ...]) -> None:
         table.update(hooks)
 
 
-def _printing() -> tuple[dict[str, Any], dict[str, Any]]:
-    return dict(vars(torch._tensor_str.PRINT_OPTS)), dict(np.get_printoptions())
-
-
 def _put_printing(value: tuple[dict[str, Any], dict[str, Any]]) -> None:
     vars(torch._tensor_str.PRINT_OPTS).update(value[0])
     np.set_printoptions(**value[1])
@@ -175,14 +163,18 @@ def _put_saved_hooks(value: Any) -> None:
 
 
 WATCHES: tuple[Watch, ...] = (
-    Watch("print options", _printing, _put_printing),
+    Watch(
+        "print options",
+        lambda: (dict(vars(torch._tensor_str.PRINT_OPTS)), dict(np.get_printoptions())),
+        _put_printing,
+    ),
     Watch("numpy RNG", _numpy_state, _put_numpy, kept=False),
     Watch(
         "numpy error handling",
         lambda: (np.geterr(), np.geterrcall()),
         lambda how: (np.seterr(**how[0]), np.seterrcall(how[1])),
     ),
-    Watch("torch RNG", _torch_rng, _put_torch_rng, kept=False),
+    Watch("torch RNG", lambda: torch.get_rng_state().numpy().tobytes(), _put_torch_rng, kept=False),
     Watch("CUDA RNG", _cuda_rng, _put_cuda_rng, kept=False),
     Watch("inference mode", torch.is_inference_mode_enabled, None, kept=False),
     Watch("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
@@ -205,7 +197,9 @@ WATCHES: tuple[Watch, ...] = (
     ),
     Watch("float32_matmul_precision", matmul_precision, torch.set_float32_matmul_precision),
     Watch(
-        "deterministic algorithms", _deterministic, lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1])
+        "deterministic algorithms",
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1]),
     ),
     Watch("switches", _switches, _put_switches, _named_switches),
     Watch("autocast", _autocast, _put_autocast),

@@ -28,7 +28,7 @@ from parity.recipe import UNIT_ROUNDOFF
 from parity.registry import family, from_file, run_case
 from parity.selftest.controls import control
 from parity.world import bindings, interpreter, snapshot
-from parity.world.state import WATCHES, differing
+from parity.world.snapshot import WATCHES, differing
 
 LOGPROBS = family("logprobs")
 PLAIN = control("honest.logprobs.plain")
