@@ -14,7 +14,7 @@ import torch
 
 from parity.case.inputs import Inputs
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, implementation, require, taking
+from parity.implementations.implementation import EVERY_CONTEXT, Outputs, implementation, require, taking
 from parity.recipe import Recipe
 
 SOURCES = (
@@ -99,7 +99,7 @@ KERNEL: dict[str, Any] = {
     "role": "candidate",
     "library": "cut-cross-entropy",
     "recipe": _kernel,
-    "contexts": frozenset({"plain", "autocast", "checkpoint", "compile"}),
+    "contexts": EVERY_CONTEXT,
     "around": _interpretable,
     "interpreted": True,
     "every": 12,

@@ -4,6 +4,7 @@ from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import cce, plain
 from parity.implementations.implementation import EVERY_CONTEXT, Outputs, implementation, require
+from parity.implementations.trl_trainer import METRICS
 from parity.recipe import Recipe
 
 
@@ -69,13 +70,12 @@ def _log_probs(x: Inputs, backend: str, memory_budget: int | None = None) -> Out
     return {"logps": found[0], "entropy": found[1]} if isinstance(found, tuple) else {"logps": found}
 
 
-METRICS = {
-    "kl": ("kl",),
-    "entropy": ("entropy",),
-    "clip_ratio": ("clip_ratio/region_mean", "cispo_clip_ratio"),
-    "clip_low": ("clip_ratio/low_mean",),
-    "clip_high": ("clip_ratio/high_mean",),
-}
+SAME = (
+    "loss_type max_completion_length importance_sampling_level sapo_temperature_pos sapo_temperature_neg temperature delta "
+    "use_bias_correction_kl vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg softcap logit_scale "
+    "off_policy_mask_threshold entropy_coef steps_per_generation"
+).split()
+"""Settings that are arguments of `FusedLinearGRPOLoss` under their own name."""
 
 
 @implementation(
@@ -99,25 +99,9 @@ def fused_linear_grpo_loss(x: Inputs) -> Outputs:
         chunk_size=None if s.chunk_size == 1 else s.chunk_size,  # 1 is Liger's default; None, what suits, is ours
         epsilon_low=s.epsilon,
         epsilon_high=s.epsilon if s.epsilon_high is None else s.epsilon_high,
-        loss_type=s.loss_type,
-        max_completion_length=s.max_completion_length,
-        importance_sampling_level=s.importance_sampling_level,
-        sapo_temperature_pos=s.sapo_temperature_pos,
-        sapo_temperature_neg=s.sapo_temperature_neg,
-        temperature=s.temperature,
-        delta=s.delta,
-        use_bias_correction_kl=s.use_bias_correction_kl,
-        vespo_k_pos=s.vespo_k_pos,
-        vespo_lambda_pos=s.vespo_lambda_pos,
-        vespo_k_neg=s.vespo_k_neg,
-        vespo_lambda_neg=s.vespo_lambda_neg,
-        softcap=s.softcap,
-        logit_scale=s.logit_scale,
-        off_policy_mask_threshold=s.off_policy_mask_threshold,
         top_entropy_quantile=1.0 if x.top_entropy_quantile is None else float(x.top_entropy_quantile),
-        entropy_coef=s.entropy_coef,
         current_gradient_accumulation_steps=s.accumulation,
-        steps_per_generation=s.steps_per_generation,
+        **{name: getattr(s, name) for name in SAME},
     )
     loss.train(s.mode == "train")
     out, metrics = loss(
@@ -133,9 +117,5 @@ def fused_linear_grpo_loss(x: Inputs) -> Outputs:
         num_items_in_batch=x.num_items_in_batch,
         sampling_per_token_logps=x.sampling_logps,
     )
-    found = {"loss": out}
-    for name, keys in METRICS.items():
-        value = next((metrics[k] for k in keys if k in metrics), None)
-        if value is not None:
-            found[name] = value.detach().float()
-    return found
+    told = {name: next((metrics[k] for k in keys if k in metrics), None) for name, keys in METRICS.items()}
+    return {"loss": out} | {name: value.detach().float() for name, value in told.items() if value is not None}

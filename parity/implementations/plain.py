@@ -52,12 +52,6 @@ def there(module: str) -> bool:
     return (not parent or there(parent)) and importlib.util.find_spec(module) is not None
 
 
-def reshapes(x: Inputs, temperature: bool = False) -> bool:
-    """Whether `logits` scales or caps them in their own dtype, or a caller divides them by a temperature."""
-    s = x.settings
-    return s.logit_scale != 1.0 or s.softcap is not None or (temperature and s.temperature != 1.0)
-
-
 def head_dtype(x: Inputs) -> str:
     """The dtype in which the head leaves logits, as a recipe names it."""
     return "fp32" if x.weight.dtype == torch.float32 else "input"

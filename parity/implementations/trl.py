@@ -45,7 +45,7 @@ def _stored(x: Inputs) -> Recipe:
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output=dtype)
 
 
-def _tiles(x: Inputs) -> Recipe:
+def tiles(x: Inputs) -> Recipe:
     """A tile of logits and of their gradient in the dtype of the hidden states, to which the head is cast."""
     inputs = None if x.weight.dtype == x.hidden.dtype else "input"
     return Recipe(logits="input", dlogits="input", inputs=inputs, tanh=softcap(x))
@@ -148,7 +148,7 @@ def _chunked(x: Inputs) -> Outputs:
 
 @offer(
     "trl.ChunkedLogProbFunction",
-    recipe=_tiles,
+    recipe=tiles,
     contexts=EVERY_CONTEXT,
     interpreted=trl.chunks_are_triton(),
     sources=("trl.kernels.chunked_logprob.ChunkedLogProbFunction",),
@@ -159,7 +159,7 @@ def chunked(x: Inputs) -> Outputs:
 
 
 def _kernel_tiles(x: Inputs) -> Recipe:
-    return dataclasses.replace(_tiles(x), tanh="sigmoid")
+    return dataclasses.replace(tiles(x), tanh="sigmoid")
 
 
 @offer(

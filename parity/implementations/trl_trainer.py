@@ -13,7 +13,7 @@ from parity.case.inputs import Inputs
 from parity.families.policy import WINDOW_NORMALISED
 from parity.implementations import plain
 from parity.implementations.implementation import Implementation, Outputs, implementation, require
-from parity.implementations.trl import softcap
+from parity.implementations.trl import tiles
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.recipe import Recipe
 from parity.upstream import live, trl
@@ -203,17 +203,11 @@ def _install_adapter(x: Inputs, out: Any) -> None:
         linear.weight = tensor
 
 
-def _tiles(x: Inputs) -> Recipe:
-    """Tiles of logits and their gradient in the dtype of the hidden states."""
-    inputs = None if x.weight.dtype == x.hidden.dtype else "input"
-    return Recipe(logits="input", dlogits="input", inputs=inputs, tanh=softcap(x))
-
-
 def _recipe(x: Inputs) -> Recipe:
     """TRL since 1.15 takes the chunked head for everyone; before, logits and log-softmax have the dtype of the head, under
     autocast as its function has them."""
     if trl.since("1.15"):
-        return _tiles(x)
+        return tiles(x)
     if x.settings.context == "autocast":
         return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=plain.autocast_softmax(x))
     dtype = plain.head_dtype(x)
@@ -222,7 +216,7 @@ def _recipe(x: Inputs) -> Recipe:
 
 def _liger_recipe(x: Inputs) -> Recipe:
     """Liger's chunks, head gradients summed in its dtype; in 1.14 the flag selects TRL's chunked log-probs."""
-    return _tiles(x) if trl.since("1.14") else Recipe(logits="input", accumulate="input", partials=8)
+    return tiles(x) if trl.since("1.14") else Recipe(logits="input", accumulate="input", partials=8)
 
 
 LIGER = ("liger_grpo_loss", "liger_loss")
