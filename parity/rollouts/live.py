@@ -112,12 +112,8 @@ def built(folder: Path, steps: int = STEPS, **more: Any) -> Any:
     ]
     policy = models.loaded(folder, torch.float32)
     return drive.build(
-        "GRPOTrainer", policy, args, train_dataset=datasets.Dataset.from_list(rows), reward_funcs=_reward
+        "GRPOTrainer", policy, args, train_dataset=datasets.Dataset.from_list(rows), reward_funcs=drive.reward_by_place
     )
-
-
-def _reward(completions: Any, **kwargs: Any) -> list[float]:
-    return [float(hashes(3, f"{i} {c}", (1,))[0] >> 40) / 2**24 for i, c in enumerate(completions)]
 
 
 @contextlib.contextmanager

@@ -38,16 +38,6 @@ def cells(trainer: str, profile: str, seed: int) -> Iterable[tuple[str, Mapping[
                 yield trainer, {"beta": beta, "split": split}
 
 
-@contextlib.contextmanager
-def _padding_masked(path: str) -> Iterator[None]:
-    """With the padding masked, on the path "fixed"."""
-    if path == "fixed":
-        with patches.mask_teacher_padding():
-            yield
-    else:
-        yield
-
-
 @functools.cache
 def _teacher_model() -> Any:
     return models.model("qwen2").eval()
@@ -67,7 +57,8 @@ def _teacher_model() -> Any:
 def teacher_server(cell: Cell) -> Iterator[CheckResult]:
     """Distillation from a real HTTP teacher on ragged completions: finite, by the definition, exactly 0 at padding."""
     s = cell.settings
-    with serving(scorer(_teacher_model())) as teacher, _padding_masked(cell.path):
+    fix = patches.mask_teacher_padding if cell.path == "fixed" else contextlib.nullcontext
+    with serving(scorer(_teacher_model())) as teacher, fix():
         trainer = teacher_client.trainer(
             teacher, ARCHITECTURE, s.split, beta=s.beta, temperature=s.temperature, loss_top_k=s.top_k
         )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.case.case import Case, hashes
+from parity.case.case import Case
 from parity.case.inputs import Inputs, Setting, defaults
 from parity.errors import Unsupported
 from parity.families import policy
@@ -231,7 +231,9 @@ def _live(cell: Cell, s: SimpleNamespace, source: str, count: int) -> Live:
     wanted |= {"max_steps": count, "learning_rate": rate(cell.settings.sampling), "num_iterations": ITERATIONS}
     args = drive.arguments(drive.config(cell.trainer), cell.device, wanted, ("num_iterations",))
     data = twin_runs.dataset(name, twin_runs.rows(name))
-    run = drive.build(cell.trainer, stored_window.policy(s.model), args, train_dataset=data, reward_funcs=_reward)
+    run = drive.build(
+        cell.trainer, stored_window.policy(s.model), args, train_dataset=data, reward_funcs=drive.reward_by_place
+    )
     install(run, source)
     scored: list[Tensor] = []
     drive.spied(run, "_get_per_token_logps_and_entropies", functools.partial(_keep, scored))
@@ -256,11 +258,6 @@ def _furthest(batch: Mapping[str, Any], logps: Tensor) -> float:
     if old is not None:
         ratios.append(float((logps - old)[scored].max()))
     return max(ratios)
-
-
-def _reward(completions: Any, **kwargs: Any) -> list[float]:
-    """By completion and place: the greedy completions of a group are one and the same, and would all have advantage 0."""
-    return [float(hashes(3, f"{i} {c}", (1,))[0] >> 40) / 2**24 for i, c in enumerate(completions)]
 
 
 def first_difference(found: list[Sequences], plain: list[Sequences]) -> str | None:

@@ -142,6 +142,11 @@ def reward(completions: Any, **kwargs: Any) -> list[float]:
     return [float(hashes(3, str(c), (1,))[0] >> 40) / 2**24 for c in completions]
 
 
+def reward_by_place(completions: Any, **kwargs: Any) -> list[float]:
+    """By completion and place: the greedy completions of a group are one and the same, and would all have advantage 0."""
+    return reward([f"{i} {c}" for i, c in enumerate(completions)])
+
+
 PREFERENCES = {"DPOTrainer", "CPOTrainer", "ORPOTrainer"}
 REWARDED = {"GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer", "GMPOTrainer"}
 
