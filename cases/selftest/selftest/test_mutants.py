@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import importlib
+import tomllib
+from pathlib import Path
+
 import pytest
 
-from parity.selftest.mutants import FAMILIES, controls, mutants, table
+from parity.selftest.mutants import FAMILIES, controls, mutants, steps, table
 from parity.selftest.mutants.matrix import Fate, stream_fates
 
 CASES = {"logprobs": 45, "policy": 115, "divergence": 45}
@@ -39,6 +45,42 @@ def test_mutants_are_at_least_sixty_and_told_apart() -> None:
     assert len(found) >= 60
     assert len({m.implementation.id for m in found}) == len(found)
     assert all(m.mistake for m in found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_name_in_the_table_is_known(family: str) -> None:
+    """A mutant that only raises NameError would count as caught."""
+    module = importlib.import_module(f"parity.selftest.mutants.{family}")
+    known = {*vars(builtins), *vars(steps.logprobs), *vars(steps), *vars(module)}
+    used, bound = set[str](), set[str]()
+    for row in tomllib.loads(Path(steps.__file__).with_name("losses.toml").read_text())[family].values():
+        for text in (text for step, text in row.items() if step != "mistake"):
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Name):
+                    (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+                if isinstance(node, ast.arg):
+                    bound.add(node.arg)
+    parameters = {
+        "x",
+        "c",
+        "z",
+        "hidden",
+        "logps",
+        "entropy",
+        "value",
+        "index",
+        "lp",
+        "lq",
+        "beta",
+        "per_token",
+        "loss",
+    }
+    assert used - bound - parameters - known == set()
+    helpers = {n for n, f in vars(module).items() if n[0] == "_" and getattr(f, "__module__", "") == module.__name__}
+    named = used | {
+        node.id for node in ast.walk(ast.parse(Path(module.__file__).read_text())) if isinstance(node, ast.Name)
+    }
+    assert helpers - named == set(), "nothing uses them"
 
 
 def test_lines_count_streams_and_name_the_commonest_gate() -> None:
