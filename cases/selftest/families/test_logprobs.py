@@ -7,13 +7,13 @@ import mpmath as mp
 import pytest
 import torch
 
+from cases.selftest.families.written_out import Values
 from parity.errors import UsageError
 from parity.families import head
 from parity.families.logprobs import RARE, RARE_BLOCK
 from parity.registry import family
 from parity.rounding.marks import exact_mark
 from parity.rounding.oracle import exact, to_double
-from parity.selftest.controls.written_out import Values
 
 FAMILY = family("logprobs")
 CHOICES = {

@@ -7,11 +7,11 @@ import mpmath as mp
 import pytest
 import torch
 
+from cases.selftest.families.written_out import Policy, Values
 from parity.families.policy_settings import LOSS_TYPES
 from parity.registry import family
 from parity.rounding.marks import exact_mark
 from parity.rounding.oracle import exact, to_double
-from parity.selftest.controls.written_out import Policy, Values
 
 FAMILY = family("policy")
 E = float(mp.e)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from cases.selftest.rollouts.controls import CONTROLS
 from parity import data, recording
 from parity.case.case import DTYPES, normal
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.rollouts import models, report
-from parity.rollouts.controls import CONTROLS
 from parity.rollouts.judge import FULL, judge
 from parity.rollouts.scoring import Scores, Trainer, kept_mass, score
 from parity.rollouts.statistics import statistics
