@@ -136,7 +136,7 @@ REGISTRY: dict[str, Implementation] = {}
 
 
 EVERY_CONTEXT = frozenset({"plain", "autocast", "checkpoint", "compile"})
-KERNEL: dict[str, Any] = {"contexts": frozenset({"plain", "checkpoint"}), "interpreted": True, "every": 8}
+KERNEL: dict[str, Any] = {"contexts": frozenset({"plain", "checkpoint"}), "interpreted": True, "every": 4}
 """Fields of a Triton kernel."""
 
 

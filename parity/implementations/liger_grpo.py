@@ -150,7 +150,7 @@ def fused_compiled(x: Inputs) -> Outputs:
     recipe=_kernel,
     outputs=frozenset({"kl", "clip_ratio"}),
     interpreted=True,
-    every=8,
+    every=4,
     sources=("liger_kernel.ops.grpo_loss.GrpoLossFunction",),
 )
 def triton_grpo_loss(x: Inputs) -> Outputs:

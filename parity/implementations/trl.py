@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 from parity.case.inputs import Inputs
@@ -73,12 +74,14 @@ def selective_log_softmax(x: Inputs) -> Outputs:
     from trl.trainer import utils
 
     _unignored(x)
-    z = plain.logits(x)
-    if x.settings.temperature != 1.0:
-        z = z / x.settings.temperature
-    out = {"logps": accepted(utils, "selective_log_softmax")(z, x.ids.long())}
+    function, z, temperature = accepted(utils, "selective_log_softmax"), plain.logits(x), x.settings.temperature
+    scaled = z / temperature if temperature != 1.0 else z
+    if "temperature" in inspect.signature(function).parameters:
+        out = {"logps": function(z, x.ids.long(), temperature=temperature)}
+    else:
+        out = {"logps": function(scaled, x.ids.long())}
     if x.settings.entropy != "none":
-        out["entropy"] = accepted(utils, "entropy_from_logits")(z)
+        out["entropy"] = accepted(utils, "entropy_from_logits")(scaled)
     return out
 
 

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from parity import world
 from parity.case.case import Case
 from parity.case.drawing import batch, batches, cases
+from parity.case.family import Family
 from parity.case.profiles import Profile
 from parity.implementations.implementation import Implementation
 from parity.registry import facts, loss_family, run_case
@@ -283,15 +284,26 @@ def second_pass(case: Case, device: str, long: bool = False) -> Iterator[Case]:
 
 
 def selected(implementation: Implementation, case: Case, cost: int, device: str) -> bool:
-    """Whether a drawn case is among those that a costly implementation gets: by the case's id, the same on every run."""
+    """Whether a drawn case is among those that a costly implementation gets: by the case's id, the same on every run.
+
+    Of the cases near the defaults it gets twice as many: kernels have few parameters, and refuse most of the others.
+    """
     if implementation.seeks & case.settings.keys():
         return True
+    known = loss_family(case.family)
     every = implementation.every * cost if implementation.every > 1 else 1
+    every = -(-every // 2) if near(known, case) else every
     if implementation.interpreted:
-        known = loss_family(case.family)
         rows, length = known.sizes(known.full_settings(case))
         every = every + every * rows * (1 + length // 256) // 16 if device == "cpu" else 1  # every block costs
     return zlib.crc32(f"{implementation.id}/{case.id}".encode()) % every == 0
+
+
+def near(family: Family, case: Case) -> bool:
+    """Whether a case moves no more than a quarter of the settings that decide what is computed (those of `Family.probes`)."""
+    names = {p.setting for p in family.probes if not p.stays}
+    s = vars(family.full_settings(case))
+    return sum(s[name] != family.settings[name].default for name in names) <= len(names) // 4
 
 
 def repeated(implementation: Implementation, case: Case, one_in: int) -> bool:

@@ -72,11 +72,13 @@ def _saved(kind: str) -> dict[str, Any]:
 FUSED = ("grpo-trainer", "dpo-trainer", "kto-trainer")
 """Trainers whose Liger path is handed the heads of policy and reference."""
 PR: list[CellOf] = [
-    *((t, {"adapter": "existing"} if t in ("dpo-trainer", "rloo-trainer") else {}) for t in REFERRED),
+    *((t, {}) for t in REFERRED),
+    *((t, {"adapter": "existing"} | ({"precomputed": True} if t == "dpo-trainer" else {})) for t in REFERRED),
     *((t, {"adapter": "saved-head"}) for t in FUSED),
     ("kto-trainer", {"kl": True}),
 ]
-"""Every trainer that has a reference, once; where heads are handed over, with one that is trained."""
+"""Every trainer that has a reference, with a new adapter and one trained further; where heads are handed over, with one that
+is trained."""
 
 
 @by_profile(pr=PR)

@@ -43,8 +43,12 @@ SETTINGS = {
 }
 
 
-PR: tuple[CellOf, ...] = (("grpo-trainer", {"trained": "frozen-embeddings"}), ("online-dpo-trainer", {}))
-"""The two that failed."""
+PR: tuple[CellOf, ...] = (
+    ("grpo-trainer", {"trained": "frozen-embeddings"}),
+    ("online-dpo-trainer", {}),
+    *((trainer, {}) for trainer in ("cpo-trainer", "orpo-trainer", "gmpo-trainer")),
+)
+"""The two that failed, and the trainers that have no other check."""
 
 
 @by_profile(pr=PR)

@@ -134,7 +134,7 @@ def losses(cell: Cell) -> Iterator[CheckResult]:
         raise Unsupported(f"{cell.trainer} of the installed version has no {', '.join(missing)}")
     options = _options(trainer, s)
     if trainer == "dpo-trainer" and "f_divergence_type" in known:
-        options["f_divergence_type"] = _offered(cell.trainer, "f_divergence_type", s.divergence)
+        options["f_divergence_type"] = offered(cell.trainer, "f_divergence_type", s.divergence)
     run = twin_runs.build(trainer, plain_twin(model=s.model, split="8x1"), twin_runs.unfixed(cell.path), **options)
     steps = twin_runs.train(run, cell.path)
     if not s.whole:  # else its sequences count from their first token on
@@ -148,7 +148,7 @@ def losses(cell: Cell) -> Iterator[CheckResult]:
     yield from first_step(step, steps)
 
 
-def _offered(trainer: str, name: str, value: str) -> Any:
+def offered(trainer: str, name: str, value: str) -> Any:
     """`value` as the field `name` of the trainer's config has it: of its enum where its default is of one (trl <= 0.27).
 
     Raises:

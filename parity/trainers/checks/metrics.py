@@ -11,6 +11,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, judged, shared
+from parity.trainers.checks.losses import offered
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, training_step, windows
 from parity.trainers.rig import drive, stored_window, twin_runs
@@ -20,6 +21,9 @@ MODELS = ("llama", "qwen2", "gemma2")
 SETTINGS = {
     "model": Setting("llama", "tiny model; KTO's estimate of the KL is 0 for qwen2", MODELS),
     "beta": Setting(0.3, "beta of the config", (0.3, 0.04)),
+    "divergence": Setting(
+        "reverse_kl", "f_divergence_type, DPO: rewards are log-ratios all the same", ("reverse_kl", "js_divergence")
+    ),
 }
 PR: tuple[tuple[str, Mapping[str, Any]], ...] = (("online-dpo-trainer", {}), ("grpo-trainer", {"beta": 0.04}))
 LOGGED = {"logging_strategy": "steps", "logging_steps": 1}
@@ -145,6 +149,7 @@ def cells(seed: int) -> Iterator[CellOf]:
         for model in MODELS:
             yield trainer, {"model": model}
         yield trainer, {"beta": 0.04}
+    yield "dpo-trainer", {"divergence": "js_divergence"}
 
 
 @check("metrics", TRAINERS, SETTINGS, cells, paths=("released", "fused", "fixed"))
@@ -154,6 +159,9 @@ def metrics(cell: Cell) -> Iterator[CheckResult]:
     more = {**LOGGED, "beta": s.beta, **({"loss_type": "kto"} if trainer == "kto-trainer" else {})}
     if trainer == "sft-trainer":
         del more["beta"]
+    if s.divergence != SETTINGS["divergence"].default:
+        drive.needs(cell.trainer, "f_divergence_type")
+        more["f_divergence_type"] = offered(cell.trainer, "f_divergence_type", s.divergence)
     run = twin_runs.build(
         trainer, plain_twin(model=s.model, split="8x1", beta=s.beta), twin_runs.unfixed(cell.path), **more
     )

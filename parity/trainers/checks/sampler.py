@@ -39,6 +39,7 @@ FIELDS = {"mode": "vllm_importance_sampling_mode", "low": "vllm_importance_sampl
 PR: tuple[CellOf, ...] = (
     ("grpo-trainer", {"mode": "token_truncate"}),
     ("grpo-trainer", {"tools": True, "split": "2x4"}),
+    ("grpo-trainer", {"tools": True}),
 )
 
 
