@@ -133,6 +133,27 @@ def test_sizes_at_which_kernels_change_their_path(drawn: Drawn) -> None:
     assert any(s.V > 16384 for s, _ in of)
 
 
+def test_what_changes_logits_meets_sizes_beyond_a_chunk_and_a_tile(drawn: Drawn) -> None:
+    """A vocabulary beyond 4,096, and more than 128 tokens, each beside every setting of the logits and every kind of bias."""
+    of = [(case, family(drawn.name).full_settings(case)) for case in drawn.cases]
+    wanted = {
+        "level",
+        "padded_rows",
+        "temperature",
+        "softcap",
+        "logit_scale",
+        "head_dtype",
+        "random",
+        "banned",
+        "H > 16",
+    }
+    beyond = {"vocabulary": lambda s: s.V > 4096, "tokens": lambda s: s.B * s.T > 128}
+    for name, large in beyond.items():
+        here = [(case, s) for case, s in of if large(s)]
+        met = {k for case, _ in here for k in case.settings} | {s.bias for _, s in here}
+        assert wanted - met - ({"H > 16"} if any(s.H > 16 for _, s in here) else set()) == set(), name
+
+
 def test_every_fact_is_drawn_both_ways(drawn: Drawn) -> None:
     features = [family(drawn.name).features(case) for case in drawn.cases]
     assert not features[0].keys() & family(drawn.name).settings.keys()  # a ledger scope names either

@@ -25,7 +25,7 @@ from parity.running.plan import Options, Shard, planned
 from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, second_pass, selected
 
 KERNELS = "fixtures/kernels.py"
-FIRST = ["logprobs-a3d28913ce", "logprobs-c97a350f2e", "logprobs-d70fda60cd"]
+FIRST = ["logprobs-a3d28913ce", "logprobs-19b1040bec", "logprobs-39f9af24f4"]
 PROFILE = Profile(shrink_seconds=60.0, findings=2)
 
 
