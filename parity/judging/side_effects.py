@@ -181,7 +181,14 @@ def accumulation(implementation: Implementation, inputs: Inputs) -> list[str]:
         x = fresh(inputs)
         with surroundings(implementation, x):
             outputs = forward(implementation, x)
-            backward(x, outputs, retain_graph=True)
+            try:
+                backward(x, outputs, retain_graph=True)
+            except RuntimeError as error:
+                if "donated buffers" not in str(error):
+                    raise
+                x = fresh(inputs)  # torch.compile frees what a backward pass has read, and says so: a graph for each
+                backward(x, forward(implementation, x))
+                outputs = forward(implementation, x)
             first = {n: None if x.tensors[n].grad is None else x.tensors[n].grad.clone() for n in x.leaves}  # type: ignore[union-attr]
             backward(x, outputs)
         for name, grad in first.items():

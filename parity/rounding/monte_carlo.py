@@ -40,16 +40,22 @@ MANY_PARTS = 16
 """Terms of a sum from which on its partial sums may be many times their size."""
 
 
+def _walk(terms: torch.Tensor, sums: torch.Tensor) -> float:
+    """What a sum of n terms is off by, in u·Σ|x|: max(2, √n/2). Few rows, and a loss of token after token, are summed one term
+    after another: the random walk of Higham and Mary (2019), √n·u, halved."""
+    return float(max(2.0, (terms.numel() / max(sums.numel(), 1)) ** 0.5 / 2))
+
+
 class MonteCarlo(TorchDispatchMode):
     """Round every operation of a float64 computation, forward and backward, as a `Recipe` would.
 
     A result is rounded to the bits of its dtype on a grid that is stretched at random, once an operation and replica; with
     `own_grid` the first replica's is not stretched, for what is systematic about the numbers that a dtype has (a float32
     head, rounded, may be the teacher's). Before that a matrix product over K terms is summed in float32 and gets
-    max(2, √K/2)·u·(|A|·|B|)·ξ (in tf32 its operands are cut to that grid, stretched too), a sum 2·u·Σ|x|·ξ, a log-softmax or
-    log-sum-exp its row's u·(2|logsumexp| + 1 + √V/4)·ξ. A value decides its ξ in ±1 (`Noise.shaken`), so that equal tokens
-    are off alike, as they are in real code; so does a constant, τ or the softcap. Results that no rounding touches are left
-    unchanged. An exponential beyond the range of the elementwise dtype is infinite.
+    max(2, √K/2)·u·(|A|·|B|)·ξ (in tf32 its operands are cut to that grid, stretched too), a sum of n terms
+    max(2, √n/2)·u·Σ|x|·ξ, a log-softmax or log-sum-exp its row's u·(2|logsumexp| + 1 + √V/4)·ξ. A value decides its ξ in
+    ±1 (`Noise.shaken`), so that equal tokens are off alike, as they are in real code; so does a constant, τ or the softcap.
+    Results that no rounding touches are left unchanged. An exponential beyond the range of the elementwise dtype is infinite.
     """
 
     def __init__(self, recipe: Recipe, dtype: str, seed: int, own_grid: bool = False):
@@ -89,10 +95,10 @@ class MonteCarlo(TorchDispatchMode):
         if func in _MATMULS:
             return self.product(out, args[0], args[1])
         if func in _SUMS:
-            scale = func(args[0].abs(), *args[1:], **kwargs).mul_(2 * self.u_sum)
+            scale = func(args[0].abs(), *args[1:], **kwargs).mul_(_walk(args[0], out) * self.u_sum)
             partial = self.u_partial() if self.backward else 0.0
             if partial:  # a bias gradient is summed across chunks as the head's is
-                out = torch.where(scale > 2 * self.u_sum * self.range_partial(), torch.inf, out)
+                out = torch.where(scale > _walk(args[0], out) * self.u_sum * self.range_partial(), torch.inf, out)
                 scale = scale + func(args[0].square(), *args[1:], **kwargs).sqrt_().mul_(partial)
                 dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
                 if len(dims) == 1 and args[0].shape[dims[0]] >= MANY_PARTS:
@@ -199,8 +205,7 @@ class MonteCarlo(TorchDispatchMode):
     ) -> torch.Tensor:
         """`out` = a·b + `beside`, (…, M, N), as the recipe multiplies, before the result is rounded."""
         matmul = torch.bmm if a.dim() == 3 else torch.mm
-        # products of few rows are summed one after another: the random walk of Higham and Mary (2019), √K·u, halved
-        walk = max(2.0, a.shape[-1] ** 0.5 / 2)
+        walk = _walk(a, a[..., 0])
         precision = self.recipe.matmul_backward if self.backward else self.recipe.matmul
         if precision != "ieee":
             a, b = (cut(x, precision, self._stretch(x)) for x in (a, b))

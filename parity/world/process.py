@@ -3,13 +3,14 @@
 import _signal
 import contextlib
 import fcntl
+import inspect
 import locale
 import os
 import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,20 @@ def _put_streams(value: tuple[Any, ...]) -> None:
         if getattr(streams[number], "closed", False) and not closed:  # what was written to it is lost from here on
             streams[number] = open(os.devnull, "r+")  # noqa: SIM115 as long as the process
     sys.stdin, sys.stdout, sys.stderr = streams
+
+
+def helpers(idents: Collection[int | None]) -> bool:
+    """Whether these threads are all daemons in the code of an installed package: the monitor of a progress bar, a compiler's.
+
+    A user's own thread may go on to change what others are judged by.
+    """
+    threads = [t for t in threading.enumerate() if t.ident in idents]
+    return all(t.daemon and _installed(getattr(t, "_target", None) or type(t).run) for t in threads)
+
+
+def _installed(function: Callable[..., Any]) -> bool:
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return code is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(code.co_filename).parts)
 
 
 def _descriptors() -> frozenset[str]:

@@ -154,6 +154,25 @@ def test_a_second_backward(function, says):
     assert any(says in leak for leak in found), found
 
 
+class Donated(torch.autograd.Function):
+    """As torch.compile's backward: what it has read is freed, and a graph that is to be kept is refused in so many words."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            raise RuntimeError("This backward function was compiled with non-empty donated buffers")
+        return g
+
+
+def test_a_compiled_function_keeps_no_graph():
+    implementation = wrong(lambda x: PLAIN.call(x.replace(hidden=Donated.apply(x.hidden))))
+    assert side_effects.accumulation(implementation, inputs()) == []
+
+
 class Skewed(torch.autograd.Function):
     """A backward that is not linear in what comes from above."""
 

@@ -330,6 +330,19 @@ def test_products_summed_one_after_another_stay_within_the_gate():
     assert max(worst) < 3.0
 
 
+def test_a_loss_added_token_by_token_stays_within_the_gate():
+    """As kernels do that take one token after another: the error of terms of one sign grows with √n, torch's own sum has none."""
+    terms = torch.rand(16384, generator=torch.Generator().manual_seed(0))
+    total = torch.zeros(())
+    for term in terms:
+        total = total + term
+    exact = terms.double().sum()
+    stack = torch.stack([under_seed(s, torch.sum, terms.double()) for s in range(12)])
+    assert abs(float(total) / float(exact) - 1) > 8 * 2.0**-24
+    assert judge(total, Unit(exact, stack, scalar=True), torch.float32).agrees
+    assert not judge(exact * (1 + 1e-4), Unit(exact, stack, scalar=True), torch.float32).agrees
+
+
 def under_seed(seed, function, *tensors):
     """As `under`, in float32 with a seed."""
     with MonteCarlo(Recipe(), "fp32", seed):

@@ -27,7 +27,7 @@ from parity.judging.execute import execute
 from parity.recipe import UNIT_ROUNDOFF
 from parity.registry import family, from_file, run_case
 from parity.selftest.controls import control
-from parity.world import bindings, interpreter, snapshot
+from parity.world import bindings, interpreter, process, snapshot
 from parity.world.snapshot import WATCHES, differing
 
 LOGPROBS = family("logprobs")
@@ -300,3 +300,19 @@ def test_a_changed_logger_is_named(monkeypatch):
     before = watch.get()
     monkeypatch.setattr(logging.getLogger("trl"), "propagate", not logging.getLogger("trl").propagate)
     assert watch.differences(before, watch.get()) == ["logging changed: trl (propagate)"]
+
+
+def test_a_thread_of_a_library_ends_no_process():
+    """torch.compile starts the monitor of a progress bar, in a user's function too; the user's own thread is another matter."""
+    tqdm = pytest.importorskip("tqdm")
+    halt = threading.Event()
+    monitor = tqdm._monitor.TMonitor(tqdm.tqdm, 60)
+    own = threading.Thread(target=halt.wait, daemon=True)
+    own.start()
+    try:
+        assert process.helpers({monitor.ident})
+        assert not process.helpers({own.ident})
+        assert not process.helpers({monitor.ident, own.ident})
+    finally:
+        halt.set()
+        monitor.exit()
