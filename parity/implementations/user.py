@@ -51,6 +51,9 @@ def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
     Every operation of plain torch that follows an autocast product rounds to bf16, the log-softmax too on the CPU.
     """
     declared = getattr(function, "recipe", DEFAULT_RECIPE)
+    if not (isinstance(declared, Recipe) or callable(declared)):
+        label = getattr(function, "__name__", "the function")
+        raise UsageError(f"{label}.recipe is {declared!r}, expected a Recipe, such as Recipe(logits='bf16')")
 
     def recipe(x: Inputs) -> Recipe:
         found: Recipe = declared(x) if callable(declared) else declared
@@ -130,7 +133,11 @@ def family_of(signature: inspect.Signature, id: str, families: Iterable[Family])
     fits = [f for f in known if set(f.required) <= set(map(canonical, names))]
     if not fits:
         wanted = "; ".join(f"{f.name}: {', '.join(f.required)}" for f in known)
-        raise UsageError(f"implementation {id!r}: its parameters {', '.join(sorted(names))} fit no family ({wanted})")
+        found = f"its parameters {', '.join(sorted(names))} fit no family" if names else "its parameters have no names"
+        raise UsageError(
+            f"implementation {id!r}: {found} ({wanted}). A function of logits can be wrapped: "
+            "def logps(hidden, weight, ids): return yours(hidden @ weight.T, ids)"
+        )
     return max(fits, key=lambda f: len(f.required))
 
 

@@ -172,9 +172,12 @@ def check(options: Options) -> None:
     for dtype in options.dtypes:
         if dtype not in DTYPES:
             raise UsageError(f"dtype {dtype!r} is unknown, choose from {', '.join(DTYPES)}")
-    described(options.implementations, options.families)
+    chosen = described(options.implementations, options.families)
     for name in named(options.families):
         family(name)
+    for one in chosen if options.families else ():
+        if one.from_user and one.family not in named(options.families):
+            raise UsageError(f"{one.id} is of family {one.family}, and --family names {', '.join(options.families)}")
     for item in options.require:
         described((demanded(item)[0],), options.families)
     resolve_device(options.device)

@@ -55,7 +55,8 @@ def replay(
         failure.render_rest(its_rows, console)
         if unknown := [name for row in its_rows for name in row.unjudged]:
             failure.say(console, wording.unjudged(implementation.id, unknown), "yellow")
-    return exit_code([r for r in rows if r.implementation in wanted])
+    own = {i.id for i in chosen if i.is_function or i.user_class} or wanted  # a reference beside it answers for itself
+    return exit_code([r for r in rows if r.implementation in own])
 
 
 def exit_code(rows: Sequence[Row]) -> int:

@@ -1,9 +1,11 @@
 """A user's own function: what it declares, what it returns and what it raises is the user's, and said so."""
 
 import dataclasses
+import io
 
 import pytest
 import torch
+from rich.console import Console
 
 from parity.errors import UsageError
 from parity.implementations import user
@@ -12,7 +14,8 @@ from parity.judging.execute import execute
 from parity.registry import NAMES, family, from_file, loss_family, oracle_of, run_case, select
 from parity.results.row import Row
 from parity.running.outcome import judge_run
-from parity.running.plan import Options
+from parity.running.plan import Options, check
+from parity.tools.replay import NO_JUDGEMENT, replay
 
 FAMILY = family("logprobs")
 
@@ -273,3 +276,34 @@ def test_a_name_that_is_not_there(tmp_path):
         from_file(f"{file}:wrong")
     with pytest.raises(UsageError, match="'TABLE' in .* is not callable"):
         from_file(f"{file}:TABLE")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("def f(logits, labels): pass", "labels, logits fit no family.*can be wrapped"),
+        ("import torch; f = torch.nn.Linear(2, 2)", "parameters have no names"),
+        ("def f(hidden, weight, ids): pass\nf.recipe = 'bf16'", "f.recipe is 'bf16', expected a Recipe"),
+    ],
+)
+def test_what_cannot_be_called_says_what_to_do(tmp_path, body, says):
+    (tmp_path / "mine.py").write_text(body)
+    with pytest.raises(UsageError, match=says):
+        select([f"{tmp_path}/mine.py:f"])
+
+
+def test_a_function_of_another_family_than_asked_for_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(hidden, weight, ids): pass")
+    with pytest.raises(UsageError, match="f is of family logprobs, and --family names policy"):
+        check(Options(implementations=(f"{tmp_path}/mine.py:f",), families=("policy",)))
+
+
+def test_replay_of_a_function_that_refuses_is_no_agreement(tmp_path):
+    """The reference beside it agrees: that says nothing about the function."""
+    (tmp_path / "mine.py").write_text("def f(hidden, weight, ids): raise ValueError('no')")
+    assert (
+        replay(
+            "cases/regressions/all-ignored.json", [f"{tmp_path}/mine.py:f"], "cpu", False, Console(file=io.StringIO())
+        )
+        == NO_JUDGEMENT
+    )
