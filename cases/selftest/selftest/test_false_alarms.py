@@ -79,6 +79,9 @@ ONE_WEIGHT = {"H": 1, "T": 300, "V": 40, "peak": 12.0, "targets": "likely", "tem
 LAST_PART_FIRST = {"H": 2, "T": 300, "V": 40, "advantages": "repeated", "beta": 0.5, "bias": "random", "lengths": [199, 134],
                    "loss_type": "sapo", "old": "absent", "other_tokens": 100, "peak": 0.05, "ratio": "sequence",
                    "ratio_range": "zeros", "ref": "apart", "sampler": "old", "targets": "edge"}  # fmt: skip
+ONE_KERNEL = {"B": 1, "H": 16, "T": 2, "V": 4097, "bias": "banned", "chunk_size": 64, "context": "checkpoint",
+              "cotangent": "fine", "layouts": "mixed", "logit_scale": 0.0625, "padded_rows": "equal", "peak": 12.0,
+              "softcap": 1.0}  # fmt: skip
 EQUAL_ROWS = {"B": 1, "T": 2, "V": 5461, "ids_dtype": "int32", "padded_rows": "equal", "peak": 0.05}
 
 
@@ -98,6 +101,7 @@ EQUAL_ROWS = {"B": 1, "T": 2, "V": 5461, "ids_dtype": "int32", "padded_rows": "e
         Case("policy", 59720, "fp32", COARSE_TEMPERATURE),
         Case("divergence", 21, "fp32", EQUAL_TOKENS),
         Case("logprobs", 65895, "fp32", EQUAL_ROWS),
+        Case("logprobs", 2574, "fp32", ONE_KERNEL),
         Case("logprobs", 530, "bf16", ONE_WEIGHT),
         Case("policy", 2316, "bf16", LAST_PART_FIRST),
     ],
@@ -115,6 +119,7 @@ EQUAL_ROWS = {"B": 1, "T": 2, "V": 5461, "ids_dtype": "int32", "padded_rows": "e
         "one rounding of a temperature for 409 tokens",
         "every token the same",
         "1,820 equal rows of the head",
+        "one kernel adds equal terms in turn, another in lanes",
         "one weight rounds all its products alike",
         "300 partial gradients, the last one first",
     ],
