@@ -19,7 +19,7 @@ def test_no_honest_implementation_disagrees(name):
     assert found.alarms == []
     assert found.total > 0.8 * len(cases) * len(CONTROLS[name])
     assert len({dtype for _, dtype in found.judged}) == 3
-    assert max(spread.worst for spread in found.spreads.values()) < 2.0, "even before confirmation"
+    assert len(found.first) <= found.total / 100, "even before confirmation"  # one in a thousand in a soak
     assert "| row |" in table(found)
 
 
