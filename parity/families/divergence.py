@@ -30,6 +30,7 @@ from parity.families import divergence_inputs as inputs_of
 from parity.families import head, stored
 from parity.families.logprobs import IGNORE_INDEX
 from parity.families.probes import DIVERGENCE
+from parity.recipe import LARGEST
 from parity.rounding.marks import of_teacher
 
 LARGEST_LOG_MASS = -1e-7
@@ -238,13 +239,17 @@ def _double_items(x: Inputs) -> Inputs | None:
 
 
 def _garbage(x: Inputs) -> Inputs | None:
-    """Other hidden states of student and teacher wherever the label is -100."""
+    """Other hidden states of student and teacher wherever the label is -100; none whose logits float16 would not hold."""
     ignored = (x.ids == IGNORE_INDEX).unsqueeze(-1)
     if not ignored.any():
         return None
     names = ("hidden", "teacher_hidden", "teacher_logits")
     given = {n: t for n in names if (t := x.tensors.get(n)) is not None}
-    return x.replace(**{n: layouts.like(torch.where(ignored, t.roll(1, -1) + 0.5, t), t) for n, t in given.items()})
+    out = x.replace(**{n: layouts.like(torch.where(ignored, t.roll(1, -1) + 0.5, t), t) for n, t in given.items()})
+    reach = (
+        float((out.hidden.double() @ x.weight.double().T).abs().max()) * x.settings.logit_scale / x.settings.temperature
+    )
+    return None if x.case.dtype == "fp16" and reach > LARGEST["fp16"] / 2 else out
 
 
 def _build(case: Case) -> Inputs:
