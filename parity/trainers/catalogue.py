@@ -103,7 +103,7 @@ class TrainerFamily:
             UsageError: naming the checks that this trainer has.
         """
         checks = self.checks
-        if case.settings.get("check") not in checks:
+        if case.settings.get("check") not in list(checks):  # a list compares what cannot be hashed
             raise UsageError(
                 f"case {case.id}: check={case.settings.get('check')!r} is unknown to {self.name}, "
                 f"choose from {', '.join(checks) or 'none'}"
