@@ -95,10 +95,11 @@ class MonteCarlo(TorchDispatchMode):
         if func in _MATMULS:
             return self.product(out, args[0], args[1])
         if func in _SUMS:
-            scale = func(args[0].abs(), *args[1:], **kwargs).mul_(_walk(args[0], out) * self.u_sum)
+            unit = _walk(args[0], out) * self.u_sum
+            scale = func(args[0].abs(), *args[1:], **kwargs).mul_(unit)
             partial = self.u_partial() if self.backward else 0.0
             if partial:  # a bias gradient is summed across chunks as the head's is
-                out = torch.where(scale > _walk(args[0], out) * self.u_sum * self.range_partial(), torch.inf, out)
+                out = torch.where(scale > unit * self.range_partial(), torch.inf, out)
                 scale = scale + func(args[0].square(), *args[1:], **kwargs).sqrt_().mul_(partial)
                 dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
                 if len(dims) == 1 and args[0].shape[dims[0]] >= MANY_PARTS:
@@ -243,9 +244,8 @@ class MonteCarlo(TorchDispatchMode):
         left, right = (a * by_a).float(), (b * by_b).float()
         by = by_a * by_b
         size = matmul(left.abs(), right.abs()).double() / by
-        if (
-            a.dim() == 3 and a.shape[-1] >= MANY
-        ):  # one kernel adds in turn and another in lanes: equal terms drift fourfold
+        if a.dim() == 3 and a.shape[-1] >= MANY:
+            # one kernel adds in turn and another in lanes: equal terms drift four times as far
             half = (len(left) + 1) // 2
             batched = torch.bmm(left[:half].contiguous(), right[:half].contiguous())
             alone = [torch.mm(*pair).unsqueeze(0) for pair in zip(left[half:], right[half:], strict=True)]

@@ -290,6 +290,8 @@ def selected(implementation: Implementation, case: Case, cost: int, device: str)
     """
     if implementation.seeks & case.settings.keys():
         return True
+    if implementation.every == 1 and not implementation.interpreted:
+        return True
     known = loss_family(case.family)
     every = implementation.every * cost if implementation.every > 1 else 1
     every = -(-every // 2) if near(known, case) else every

@@ -55,8 +55,10 @@ def replay(
         failure.render_rest(its_rows, console)
         if unknown := [name for row in its_rows for name in row.unjudged]:
             failure.say(console, wording.unjudged(implementation.id, unknown), "yellow")
-    own = {i.id for i in chosen if i.is_function or i.user_class} or wanted  # a reference beside it answers for itself
-    return exit_code([r for r in rows if r.implementation in own])
+    if ids and all(".py:" in name for name in ids):
+        # `select` adds the references of a user's own, which answer for themselves
+        wanted = {i.id for i in chosen if i.role != "reference"}
+    return exit_code([r for r in rows if r.implementation in wanted])
 
 
 def exit_code(rows: Sequence[Row]) -> int:

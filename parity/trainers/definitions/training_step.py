@@ -18,6 +18,7 @@ from parity.judging.settle import CERTAIN, settle
 from parity.recipe import IEEE_FP32
 from parity.trainers.definitions.replicated import Replicas, Results
 from parity.trainers.definitions.step_rounding import StepRounding
+from parity.trainers.rig.architectures import PAD
 
 FARTHEST = 0.05
 """Share of the norm of all gradients by which a replica in float32 may differ from them."""
@@ -27,12 +28,18 @@ Loss = Callable[[Any], Tensor]
 """Model -> loss of one optimizer window, 0-dim, differentiable."""
 
 
+def rows(sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask`, (N, T), of sequences padded on the right."""
+    width = max(len(ids) for ids in sequences)
+    return {
+        "input_ids": torch.tensor([[*ids, *[PAD] * (width - len(ids))] for ids in sequences]),
+        "attention_mask": torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences]),
+    }
+
+
 def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """Logits (T_i, V) of each sequence, one call: padded on the right, where a causal model cannot see it."""
-    width = max(len(ids) for ids in sequences)
-    rows = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in sequences])
-    mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences])
-    found = model(input_ids=rows, attention_mask=mask, use_cache=False).logits
+    found = model(**rows(sequences), use_cache=False).logits
     return [found[i, : len(ids)] for i, ids in enumerate(sequences)]
 
 

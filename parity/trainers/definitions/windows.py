@@ -18,7 +18,7 @@ from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
 from parity.rounding.marks import exact_mark
 from parity.trainers.definitions import training_step
-from parity.trainers.rig import models, stored_window
+from parity.trainers.rig import stored_window
 from parity.trainers.rig.stored_window import Reference, Sequences
 
 CLIP = 0.2
@@ -157,11 +157,8 @@ def head_settings(model: Any) -> dict[str, Any]:
 
 def policy_tensors(window: Sequences, model: Any, earned: Tensor | None = None) -> dict[str, Tensor | None]:
     """A window as the inputs of family `policy`: hidden states and head of the model, advantages of the stored rewards."""
-    width = max(len(t) for t, _ in window)
-    tokens = torch.tensor([t + [models.PAD] * (width - len(t)) for t, _ in window])
-    attention = torch.tensor([[1] * len(t) + [0] * (width - len(t)) for t, _ in window])
     backbone = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
-    hidden = backbone(input_ids=tokens, attention_mask=attention, use_cache=False).last_hidden_state
+    hidden = backbone(**training_step.rows([t for t, _ in window]), use_cache=False).last_hidden_state
     pieces = [hidden[i, start - 1 : len(t) - 1] for i, (t, start) in enumerate(window)]
     counts = [len(t) - start for t, start in window]
     mask = padded([torch.ones(n, dtype=torch.int64) for n in counts]).double()
