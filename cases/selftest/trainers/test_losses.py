@@ -123,6 +123,8 @@ def test_every_loss_type_of_the_installed_trainers_has_a_definition():
     named = set(re.findall(r'loss_type == "(\w+)"', source))
     assert named == set(DPO)
     assert {name for mixed in preference.MIXED.values() for name in mixed} <= named
+    source = inspect.getsource(drive.trl_class("CPOTrainer").cpo_loss)
+    assert {*re.findall(r'loss_type == "(\w+)"', source), "alphapo"} == set(preference.CPO)
 
 
 @pytest.mark.parametrize(("trainer", "settings"), losses.PR)
@@ -143,7 +145,7 @@ def test_a_loss_of_another_trainer_is_not_run():
 def test_cells_of_nightly_name_every_loss_of_every_trainer():
     seen = {(t, c["loss"]) for t, c in losses.cells("nightly", 0)}
     assert seen == {(t, name) for t, names in losses.OWN.items() for name in names}
-    assert all(fam in twin_runs.TWINS for fam in losses.OWN)
+    assert all(fam in (*twin_runs.TWINS, *twin_runs.BEGUN) for fam in losses.OWN)
     with pytest.raises(Unsupported):
         next(
             losses.losses(

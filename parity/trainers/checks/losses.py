@@ -25,6 +25,8 @@ OWN = {
     "kto-trainer": ("kto", "apo_zero_unpaired"),
     "sft-trainer": ("nll", "dft"),
     "online-dpo-trainer": ("sigmoid", "ipo"),
+    "cpo-trainer": preference.CPO,
+    "orpo-trainer": ("orpo",),
 }
 """Trainer -> its loss types."""
 
@@ -43,6 +45,9 @@ SETTINGS = {
     "ld_alpha": Setting(1.0, "ld_alpha: weight of the tokens behind the shorter one's length", (1.0, 0.4)),
     "weighting": Setting(False, "use_weighting", (False, True)),
     "tau": Setting(0.05, "discopop_tau", (0.05, 0.5)),
+    "nll": Setting(1.0, "cpo_alpha: weight of the chosen completions' negative log-likelihood", (1.0, 0.4, 0.0)),
+    "gamma": Setting(0.5, "simpo_gamma: margin of SimPO", (0.5, 1.2)),
+    "power": Setting(0.0, "alpha of CPO: exponent of AlphaPO's rewards", (0.0, 0.3)),
     "desirable": Setting(1.0, "desirable_weight", (1.0, 0.7)),
     "undesirable": Setting(1.0, "undesirable_weight", (1.0, 1.3)),
     "whole": Setting(False, "SFT: completion_only_loss=False, prompts are trained on", (False, True)),
@@ -59,6 +64,9 @@ NEEDED = {
     "ld_alpha": "ld_alpha",
     "weighting": "use_weighting",
     "tau": "discopop_tau",
+    "nll": "cpo_alpha",
+    "gamma": "simpo_gamma",
+    "power": "alpha",
     "desirable": "desirable_weight",
     "undesirable": "undesirable_weight",
     "precomputed": "precompute_ref_log_probs",
@@ -77,6 +85,8 @@ PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("sft-trainer", {"loss": "dft"}),
     ("dpo-trainer", {"loss": "ipo", "divergence": "forward_kl"}),
     ("dpo-trainer", {"weighting": True}),
+    ("cpo-trainer", {"loss": "simpo", "nll": 0.4, "gamma": 1.2, "power": 0.3}),
+    ("orpo-trainer", {"loss": "orpo"}),
 )
 
 
@@ -97,6 +107,16 @@ def _moved(trainer: str, loss: str) -> Iterator[dict[str, Any]]:
         yield {"precomputed": True}
     if trainer == "sft-trainer":
         yield {"whole": True}
+    if trainer == "orpo-trainer":
+        yield {"beta": 0.05, "model": "qwen2"}
+    if trainer == "cpo-trainer":
+        yield {"nll": 0.0, "beta": 0.05, "model": "qwen2"}
+        if loss in ("sigmoid", "simpo"):
+            yield {"nll": 0.4, "smoothing": 0.1}
+        if loss in ("ipo", "simpo", "alphapo"):  # the others' sums are so large that their power drowns the margin
+            yield {"power": 0.3}
+        if loss in ("simpo", "alphapo"):
+            yield {"gamma": 1.2}
     if trainer != "dpo-trainer":
         return
     if loss in ("sigmoid", "ipo"):
@@ -176,6 +196,8 @@ def _options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
         out |= {"label_smoothing": s.smoothing, "discopop_tau": s.tau}
         out |= {"f_alpha_divergence_coef": s.alpha, "use_weighting": s.weighting}
         out |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}
+    if trainer == "cpo-trainer":
+        out |= {"label_smoothing": s.smoothing, "cpo_alpha": s.nll, "simpo_gamma": s.gamma, "alpha": s.power}
     if trainer == "sft-trainer" and s.whole:
         out |= {"completion_only_loss": False}
     if trainer in ("dpo-trainer", "kto-trainer"):
@@ -194,7 +216,11 @@ def _definition(trainer: str, s: SimpleNamespace) -> Callable[[Any], Tensor]:
     if s.whole:
         window = [(tokens, 1) for tokens, _ in window]
     if trainer == "dpo-trainer":
-        return functools.partial(preference.dpo, (window, stored_window.sequences(chosen, "other")), s.model, s)
+        return functools.partial(preference.dpo, twin_runs.pair(trainer, chosen), s.model, s)
+    if trainer == "cpo-trainer":
+        return functools.partial(preference.cpo, twin_runs.pair(trainer, chosen), s)
+    if trainer == "orpo-trainer":
+        return functools.partial(preference.orpo, twin_runs.pair(trainer, chosen), s.beta)
     if s.loss == "kto":
         others = preference.mismatched(window)
         return functools.partial(preference.kto, window, others, [r.label for r in chosen], s.model, s)

@@ -132,7 +132,7 @@ def _defined(trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
     rows = twin_runs.rows(trainer)
     window = twin_runs.sequences(trainer, rows)
     if trainer == "dpo-trainer":
-        return functools.partial(_dpo, (window, stored_window.sequences(rows, "other")), s)
+        return functools.partial(_dpo, twin_runs.pair(trainer, rows), s)
     if trainer == "online-dpo-trainer":
         return functools.partial(_online, stored_window.preferred(rows), s)
     if trainer == "kto-trainer":

@@ -154,6 +154,46 @@ def _alignment(model: Any, window: Sequences) -> Tensor:
     return torch.stack(out)
 
 
+CPO = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
+"""Loss types of CPOTrainer."""
+
+
+def cpo(window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> Tensor:
+    """mean of f(r_w - r_l) plus nll·(-Σ log p / N) over the N tokens of the chosen completions (arXiv 2401.08417, 3).
+
+    r is log π of a completion, per token for ipo and simpo; (1 - exp(-a·r))/a with AlphaPO's exponent a (arXiv
+    2501.03884). f as DPO's; simpo: sigmoid of β(r_w - r_l) - γ (arXiv 2405.14734); alphapo: simpo with nll = 0.
+    """
+    tokens = [windows.completion_logps(model, w) for w in window]
+    averaged = s.loss in ("ipo", "simpo", "alphapo")
+    r = [torch.stack([t.mean() if averaged else t.sum() for t in side]) for side in tokens]
+    if s.power:
+        r = [(1 - torch.exp(-s.power * x)) / s.power for x in r]
+    z = s.beta * (r[0] - r[1]) - (s.gamma if s.loss in ("simpo", "alphapo") else 0.0)
+    if s.loss == "hinge":
+        preferred = _positive(1 - z)
+    elif s.loss == "ipo":
+        preferred = (r[0] - r[1] - 1 / (2 * s.beta)) ** 2
+    else:
+        preferred = -(1 - s.smoothing) * logsigmoid(z) - s.smoothing * logsigmoid(-z)
+    weight = 0.0 if s.loss == "alphapo" else s.nll
+    return preferred.mean() - weight * torch.cat(list(tokens[0])).mean()
+
+
+def orpo(window: tuple[Sequences, Sequences], beta: float, model: Any) -> Tensor:
+    """-Σ log p / N over the N tokens of chosen prompts and completions, less β·mean of log σ(log odds_w - log odds_l).
+
+    odds = p/(1 - p), log p the mean over a completion's tokens (arXiv 2403.07691, equations 3 to 7; its authors' code
+    takes the likelihood of the prompt too).
+    """
+    odds = []
+    for side in window:
+        logps = torch.stack([t.mean() for t in windows.completion_logps(model, side)])
+        odds.append(logps - torch.log(-torch.expm1(logps)))
+    whole = torch.cat(windows.completion_logps(model, [(tokens, 1) for tokens, _ in window[0]]))
+    return -whole.mean() - beta * logsigmoid(odds[0] - odds[1]).mean()
+
+
 def kto(
     window: Sequences, others: Sequences, labels: Sequence[bool], reference: Reference, s: SimpleNamespace, model: Any
 ) -> Tensor:

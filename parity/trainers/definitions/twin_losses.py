@@ -34,8 +34,7 @@ def definition(
     if trainer == "sft-trainer":
         return functools.partial(windows.sft, window)
     if trainer == "dpo-trainer":
-        pair = (window, stored_window.sequences(chosen, "other"))
-        return functools.partial(windows.dpo, pair, base, beta)
+        return functools.partial(windows.dpo, twin_runs.pair(trainer, chosen), base, beta)
     if trainer == "online-dpo-trainer":
         pair = stored_window.preferred(chosen)
         return functools.partial(windows.dpo, pair, base, beta)

@@ -25,6 +25,10 @@ def _of_batch(batch: Mapping[str, Any]) -> Sequences:
         present = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         loss = torch.cat([torch.zeros_like(batch["prompt_mask"]), batch["completion_mask"]], 1)
         return [_one(*row) for row in zip(tokens, present, loss, strict=True)]
+    if "chosen_labels" in batch:  # CPO, ORPO: completions stand behind their prompts
+        names = ("input_ids", "attention_mask", "labels")
+        sides = [[batch[f"{side}_{name}"] for name in names] for side in ("chosen", "rejected")]
+        return [_one(t, m, (n != -100).long()) for side in sides for t, m, n in zip(*side, strict=True)]
     if "chosen_input_ids" in batch:  # DPO up to 0.28
         return [pair for side in ("chosen", "rejected") for pair in _beside_the_prompt(batch, side)]
     if "input_ids" not in batch:

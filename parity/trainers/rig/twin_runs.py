@@ -23,6 +23,8 @@ BETA = {
     "online-dpo-trainer": 0.3,
     "distillation-trainer": 0.5,
     "gkd-trainer": 0.5,
+    "cpo-trainer": 0.3,
+    "orpo-trainer": 0.3,
 }
 TWINS: tuple[str, ...] = (
     *("sft-trainer", "dpo-trainer", "kto-trainer", "grpo-trainer", "rloo-trainer"),
@@ -31,7 +33,9 @@ TWINS: tuple[str, ...] = (
 """Families of the trainers that have twins."""
 PACKED = 48
 """Tokens of a row of packed sequences: the window fills two, no sequence is cut."""
-PAIRED = ("dpo-trainer", "online-dpo-trainer")
+BEGUN = ("cpo-trainer", "orpo-trainer")
+"""Trainers that put <bos> before each prompt."""
+PAIRED = ("dpo-trainer", "online-dpo-trainer", *BEGUN)
 SAMPLED = ("grpo-trainer", "rloo-trainer", "distillation-trainer")
 """Trainers that generate in a method of their own: the stored completions are returned instead, as they are."""
 PROMPTED = (*SAMPLED, "online-dpo-trainer")
@@ -50,12 +54,22 @@ def expected(trainer: str, part: Sequence[Row] | None = None) -> Sequences:
     if trainer in SAMPLED:  # a truncated completion is taken out of the attention too
         prompts = [stored_window.ids(r.prompt) for r in chosen]
         scored = [s if r.counted else (p, len(p)) for s, r, p in zip(scored, chosen, prompts, strict=True)]
-    return scored + stored_window.sequences(chosen, "other") if trainer in PAIRED else scored
+    return scored + _of(trainer, chosen, "other") if trainer in PAIRED else scored
 
 
 def sequences(trainer: str, chosen: Sequence[Row]) -> Sequences:
     """The rows as the trainer has them."""
-    return stored_window.sequences(chosen, generated=trainer in SAMPLED)
+    return _of(trainer, chosen, "completion")
+
+
+def pair(trainer: str, chosen: Sequence[Row]) -> tuple[Sequences, Sequences]:
+    """The chosen and the rejected sequences of the rows, for a trainer whose dataset has both."""
+    return sequences(trainer, chosen), _of(trainer, chosen, "other")
+
+
+def _of(trainer: str, chosen: Sequence[Row], name: str) -> Sequences:
+    found = stored_window.sequences(chosen, name, generated=trainer in SAMPLED)
+    return [([models.BOS, *tokens], start + 1) for tokens, start in found] if trainer in BEGUN else found
 
 
 def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
@@ -73,7 +87,7 @@ def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
         masks = [[0] * start + [1] * (len(tokens) - start) for tokens, start in scored]
         return Dataset.from_dict({"input_ids": [tokens for tokens, _ in scored], "completion_mask": masks})
     columns: dict[str, list[Any]] = {"prompt": prompts, "completion": [r.completion for r in chosen]}
-    if trainer == "dpo-trainer":
+    if trainer in ("dpo-trainer", *BEGUN):
         columns = {"prompt": prompts, "chosen": columns["completion"], "rejected": [r.other for r in chosen]}
     if trainer == "kto-trainer":
         columns["label"] = [r.label for r in chosen]
@@ -97,7 +111,7 @@ def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     if trainer == "distillation-trainer":  # up to 1.9 prompts are repeated, and the divergence is of one token
         out |= {"num_generations": 1, "loss_top_k": 0}
     out |= {"loss_type": "apo_zero_unpaired"} if trainer == "kto-trainer" else {}
-    out |= {"max_completion_length": None} if trainer in ("dpo-trainer", "kto-trainer") else {}  # up to 0.28
+    out |= {"max_completion_length": None} if trainer in ("dpo-trainer", "kto-trainer", *BEGUN) else {}  # up to 0.28
     out |= {"pad_to_multiple_of": 16} if s.padding == "extra" else {}
     out |= {"padding_free": True} if s.padding == "none" else {}
     out |= {"packing": True, "max_length": PACKED} if s.padding == "packed" else {}
