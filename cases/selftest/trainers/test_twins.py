@@ -30,7 +30,7 @@ def verdicts(found):
     return {quantity: row.verdict for quantity, row in found.items()}
 
 
-@pytest.mark.parametrize("trainer", twin_runs.TWINS)
+@pytest.mark.parametrize("trainer", twin_runs.JUDGED)
 def test_a_window_cut_into_eight(trainer):
     found = outcome(trainer, split=SPLIT.get(trainer, "1x8"))
     assert set(verdicts(found).values()) == {"agree"}
@@ -307,3 +307,20 @@ def test_the_entropy_bonus_follows_the_entropy(monkeypatch):
     monkeypatch.setattr(twin_runs, "build", lambda *a, **k: build(*a, **{**k, "entropy_target": 0.01}))
     found = verdicts(outcome("grpo-trainer", "windows", kind="adaptive"))
     assert set(found.values()) == {"disagree"}, "above the target it shrinks and is not applied"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "settings", "mutant"),
+    [
+        ("rloo-trainer", {"kind": "clipped"}, "bounds"),
+        ("gmpo-trainer", {"kind": "clipped"}, "clip-side"),
+        ("grpo-trainer", {"kind": "misaligned", "loss": "dapo"}, "short-window"),
+        ("grpo-trainer", {"kind": "misaligned"}, "ratio-remainder"),
+        ("grpo-trainer", {"kind": "satisfied"}, "target"),
+    ],
+)
+def test_what_no_full_window_on_its_own_policy_shows(trainer, settings, mutant):
+    assert set(verdicts(outcome(trainer, "windows", **settings)).values()) == {"agree"}
+    with drive.using(mutated(trainer, next(e for e in EDITS[trainer] if e.name == mutant))):
+        found = verdicts(outcome(trainer, "windows", **settings))
+    assert {"loss", "gradient of window 2", "gradient of step 2"} & {q for q, v in found.items() if v == "disagree"}

@@ -15,30 +15,35 @@ from parity.errors import Unsupported
 from parity.trainers.check import TRAINERS, Cell, CellOf, CheckResult, by_profile, check, holds, judged, within
 from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses, windows
-from parity.trainers.definitions.gradients import gradients
+from parity.trainers.definitions.gradients import first_step, gradients
 from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import batches, drive, models, recorder, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Row
 from parity.upstream import trl
 
 OF_STORED = ("evaluation", "incomplete", "uneven", "second", "resumed")
-KINDS = (*OF_STORED, "synced", "truncated", "adaptive", "generation")
+KINDS = (*OF_STORED, "synced", "truncated", "adaptive", "satisfied", "generation", "clipped", "misaligned")
 SYNCED = ("dpo-trainer", "kto-trainer", "grpo-trainer", "rloo-trainer")
 """Trainers with sync_ref_model."""
 MIXED = 0.6
 """ref_model_mixup_alpha of the runs."""
 STORED = tuple(t for t in twin_runs.TWINS if t not in twin_runs.SAMPLED)
+CLIP = (0.2, 0.28)
+"""ε and ε_high of the runs whose ratios are beyond them."""
 RATE = 0.05
 """Learning rate of the runs whose second step must differ from the first."""
 
 
-PR: tuple[CellOf, ...] = (("sft-trainer", {"kind": "uneven"}), ("grpo-trainer", {"kind": "generation", "loss": "dapo"}))
+PR: tuple[CellOf, ...] = (
+    ("sft-trainer", {"kind": "uneven"}),
+    *(("grpo-trainer", {"kind": kind, "loss": "dapo"}) for kind in ("generation", "misaligned")),
+)
 
 
 @by_profile(pr=PR, covered=lambda cell: True)
 def cells(seed: int) -> Iterator[CellOf]:
     """Every kind, those that a trainer has; evaluation for all."""
-    for trainer in twin_runs.TWINS:
+    for trainer in twin_runs.JUDGED:
         for kind in OF_STORED if trainer in STORED else ("evaluation",):
             yield trainer, {"kind": kind}
     for trainer in SYNCED:
@@ -47,14 +52,19 @@ def cells(seed: int) -> Iterator[CellOf]:
         yield "grpo-trainer", {"kind": "truncated", "loss": loss}
     yield "rloo-trainer", {"kind": "truncated"}
     yield "grpo-trainer", {"kind": "adaptive"}
+    yield "grpo-trainer", {"kind": "satisfied"}
     for loss in LOSSES:
         yield "grpo-trainer", {"kind": "generation", "loss": loss}
-    yield "rloo-trainer", {"kind": "generation"}
+        yield "grpo-trainer", {"kind": "misaligned", "loss": loss}
+    yield "grpo-trainer", {"kind": "clipped", "loss": "dapo"}
+    for trainer in ("rloo-trainer", "gmpo-trainer"):
+        for kind in ("generation", "clipped", "misaligned"):
+            yield trainer, {"kind": kind}
 
 
 @check(
     "windows",
-    twin_runs.TWINS,
+    twin_runs.JUDGED,
     {"kind": Setting("evaluation", "what is looked at", KINDS), "loss": SETTINGS["loss"]},
     cells,
     paths=("released", "fixed"),
@@ -99,7 +109,7 @@ def _epoch(
 
 @functools.lru_cache(maxsize=4)
 def _step(trainer: str, model: str, rows: tuple[Row, ...]) -> ExactStep:
-    s = SimpleNamespace(model=model, beta=SETTINGS["beta"].default)
+    s = SimpleNamespace(model=model, beta=SETTINGS["beta"].default, tools=False)
     return ExactStep(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, s, rows))
 
 
@@ -175,24 +185,79 @@ def _truncated(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckRes
     yield gradients(step, steps.gradients[0])
 
 
-def _adaptive(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+def _adaptive(
+    trainer: str, path: str, s: SimpleNamespace, target: float = 100.0, applied: float = 0.15, left: float = 0.2
+) -> Iterator[CheckResult]:
     """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): below the target the bonus grows by a step and is applied.
 
     Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it.
     """
     drive.needs(TRAINERS[trainer], "use_adaptive_entropy")
-    adaptive: dict[str, Any] = {"use_adaptive_entropy": True, "entropy_target": 100.0}
+    adaptive: dict[str, Any] = {"use_adaptive_entropy": True, "entropy_target": target}
     adaptive |= {"entropy_coef": 0.1, "entropy_coef_delta": 0.05}
     s = SimpleNamespace(**{**vars(s), "split": "4x1"})
     run = twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, **adaptive)
     steps = twin_runs.train(run, path)
     rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(1))
     model = stored_window.policy_at(s.model, steps.parameters[1])
-    settings = {"loss_type": s.loss, "beta": 0.0, "max_completion_length": drive.COMPLETION, "entropy_coef": 0.15}
+    settings = {"loss_type": s.loss, "beta": 0.0, "max_completion_length": drive.COMPLETION, "entropy_coef": applied}
     window = twin_runs.sequences(trainer, rows)
     step = ExactStep(model, functools.partial(windows.grpo, window, s.model, settings, None, None))
-    yield within("coefficient", float(run.entropy_coef), 0.2, 1e-12, "0.1 and twice 0.05")
+    yield within("coefficient", float(run.entropy_coef), left, 1e-12, "0.1, twice moved by 0.05")
     yield gradients(step, steps.gradients[1], "gradient of step 2")
+
+
+def _satisfied(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+    """Above its target the coefficient shrinks, and is not applied."""
+    yield from _adaptive(trainer, path, s, target=0.0, applied=0.0, left=0.0)
+
+
+def _clipped(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+    """One step with the log-probs of an older policy: ratios within and beyond both bounds; their logged shares."""
+    drive.needs(TRAINERS[trainer], "epsilon", "epsilon_high")
+    low, high = CLIP
+    logging: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+    run = twin_runs.build(trainer, s, epsilon=low, epsilon_high=high, **logging)
+    window = twin_runs.sequences(trainer, twin_runs.rows(trainer))
+    older = stored_window.policy(s.model, torch.float64, stored_window.OLDER)
+    generation = windows.Generation(window, older, steps=1)
+    with torch.no_grad():
+        old = windows.completion_logps(generation.old, window)
+    twin_runs.hand_old(run, {tuple(t): lp for (t, _), lp in zip(window, old, strict=True)})
+    steps = twin_runs.train(run, path)
+    yield twin_runs.all_there(trainer, steps)
+    model = stored_window.policy(s.model, torch.float64)
+    share = dict(zip(("low", "high"), windows.beyond(trainer, window, generation, CLIP, model).tolist(), strict=True))
+    yield holds("beyond", all(0 < x < 0.5 for x in share.values()), f"{share}: the cell tests nothing", gate="exact")
+    yield from first_step(ExactStep(model, twin_losses.definition(trainer, s, generation=generation, clip=CLIP)), steps)
+    share["region"] = sum(share.values())
+    logged = drive.logged(run)
+    for side, exact in share.items():
+        name = f"clip_ratio/{side}_mean"
+        if name in logged:
+            yield within(name, float(logged[name]), exact, 2.0**-22, "the share of what is beyond the bound")
+
+
+def _misaligned(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+    """Generations of two micro-batches, windows of three, and a last one of the fourth: from before the first step.
+
+    Its ratios are to the policy that generated it, its tokens are estimated as half of the generation's.
+    """
+    s = SimpleNamespace(**{**vars(s), "split": "2x3"})
+    more: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 1, "learning_rate": RATE, "steps_per_generation": 2}
+    run = twin_runs.build(trainer, s, **more)
+    if getattr(run.args, "steps_per_generation", None) != 2:
+        raise Unsupported("the config of the installed version has no steps_per_generation")
+    steps = twin_runs.train(run, path)
+    every = twin_runs.rows(trainer)
+    sizes = [len(found_rows(trainer, every, steps.window(i))) for i in range(len(steps.gradients))]
+    yield holds("windows", sizes == [6, 2], f"windows of {sizes} sequences instead of [6, 2]", gate="exact")
+    whole = twin_runs.sequences(trainer, found_rows(trainer, every, steps.batches[2:]))
+    generation = windows.Generation(whole, stored_window.policy_at(s.model, steps.parameters[0]), steps=2)
+    rows = found_rows(trainer, every, steps.window(1))
+    model = stored_window.policy_at(s.model, steps.parameters[1])
+    step = ExactStep(model, twin_losses.definition(trainer, s, rows, generation))
+    yield gradients(step, steps.gradients[1], "gradient of window 2")
 
 
 def _mix(reference: Any, policy: Mapping[str, Any]) -> None:
@@ -237,7 +302,8 @@ def _generation(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckRe
 RUNS = dict(
     zip(
         KINDS,
-        (_evaluation, _incomplete, _uneven, _second, _resumed, _synced, _truncated, _adaptive, _generation),
+        (_evaluation, _incomplete, _uneven, _second, _resumed, _synced, _truncated, _adaptive)
+        + (_satisfied, _generation, _clipped, _misaligned),
         strict=True,
     )
 )

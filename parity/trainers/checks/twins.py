@@ -27,7 +27,7 @@ LOSSES = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 SETTINGS = {
     "model": Setting("llama", "tiny model", ("llama", "qwen2", "gemma2", "cohere", "qwen3_moe")),
     "loss": Setting("grpo", "loss type of GRPO; bnpo is left out: a mean over the micro-batch by definition", LOSSES),
-    "beta": Setting(0.0, "weight of the KL in GRPO and RLOO", (0.0, 0.04)),
+    "beta": Setting(0.0, "weight of the KL in GRPO, RLOO and GMPO", (0.0, 0.04)),
     "split": Setting("8x1", "batch x accumulation", SPLITS),
     "padding": Setting(
         "left",
@@ -36,7 +36,7 @@ SETTINGS = {
     ),
     "pad": Setting("<pad>", "the tokenizer's padding token; TRL takes <eos> where there is none", ("<pad>", "<eos>")),
     "checkpointing": Setting(drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT)),
-    "tools": Setting(False, "some completion tokens are a tool's, GRPO only", (False, True)),
+    "tools": Setting(False, "some completion tokens are a tool's, GRPO and GMPO", (False, True)),
     "precision": Setting("fp32", "float32, or autocast to bfloat16", ("fp32", "autocast")),
 }
 
@@ -49,9 +49,12 @@ def plain_twin(**given: Any) -> SimpleNamespace:
 ACCUMULATED: dict[str, tuple[Mapping[str, Any], ...]] = {
     "grpo-trainer": ({"loss": "dapo", "beta": 0.04}, {"loss": "grpo"}),
     "rloo-trainer": ({"beta": 0.04}, {}),
+    "gmpo-trainer": ({"beta": 0.04},),
 }
 
 
+HAVE = {"loss": ("grpo-trainer",), "tools": ("grpo-trainer", "gmpo-trainer"), "beta": twin_runs.GROUPED}
+"""Setting -> the trainers that have it, where not all do."""
 SPLIT = {"online-dpo-trainer": "8x1"}
 """Where the other settings are looked at in one micro-batch: what accumulation does wrong would hide what they do."""
 
@@ -61,7 +64,7 @@ def _short(*trainers: str) -> list[CellOf]:
     return [(t, {**ACCUMULATED.get(t, ({},))[0], "split": SPLIT.get(t, "1x8")}) for t in trainers]
 
 
-PR = [*_short(*twin_runs.TWINS), ("grpo-trainer", {"loss": "dapo", "split": "2x4"}), ("grpo-trainer", {"tools": True})]
+PR = [*_short(*twin_runs.JUDGED), ("grpo-trainer", {"loss": "dapo", "split": "2x4"}), ("grpo-trainer", {"tools": True})]
 
 
 def _in_pr(cell: CellOf) -> bool:
@@ -72,20 +75,18 @@ def _in_pr(cell: CellOf) -> bool:
 @by_profile(quick=_short("sft-trainer", "grpo-trainer"), pr=PR, covered=_in_pr)
 def cells(seed: int) -> Iterator[CellOf]:
     """Every value of every setting by itself, per trainer, and GRPO's losses at 2x4."""
-    for trainer in twin_runs.TWINS:
+    for trainer in twin_runs.JUDGED:
         for settings in ACCUMULATED.get(trainer, ({},)):
             yield from ((trainer, {**settings, "split": split}) for split in SPLITS)
         for name, setting in SETTINGS.items():
-            if name in ("loss", "tools") and trainer != "grpo-trainer":
-                continue
-            if name == "beta" and trainer not in ("grpo-trainer", "rloo-trainer"):
+            if trainer not in HAVE.get(name, twin_runs.JUDGED):
                 continue
             split = SPLIT.get(trainer, "2x4")
             values = [v for v in setting.choices or () if v != "packed" or trainer == "sft-trainer"]
             yield from ((trainer, {name: v, "split": split}) for v in values if name != "split")
 
 
-@check("twins", twin_runs.TWINS, SETTINGS, cells, paths=("released", "fused", "fixed"))
+@check("twins", twin_runs.JUDGED, SETTINGS, cells, paths=("released", "fused", "fixed"))
 def twins(cell: Cell) -> Iterator[CheckResult]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s, trainer = cell.settings, cell.case.family

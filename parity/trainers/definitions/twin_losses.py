@@ -22,15 +22,19 @@ def definition(
     generation: windows.Generation | None = None,
     reference: Reference | None = None,
     earned: Tensor | None = None,
+    clip: tuple[float, float] | None = None,
 ) -> Definition:
     """The loss of the window, or of a part of its rows, by its definition: a function of the float64 model.
 
-    `reference`: where it is not the saved model of `s`; `earned`: rewards, where they are not those of the part.
+    `reference`: where it is not the saved model of `s`; `earned`: rewards, where they are not those of the part;
+    `clip`: ε and ε_high away from their defaults.
     """
     chosen = twin_runs.rows(trainer) if part is None else part
     window = twin_runs.sequences(trainer, chosen)
     beta = twin_runs.BETA.get(trainer, s.beta)
     base = s.model if reference is None else reference
+    bounds = {"clip": clip} if clip else {}
+    tools = twin_runs.external if s.tools else None
     if trainer == "sft-trainer":
         return functools.partial(windows.sft, window)
     if trainer == "dpo-trainer":
@@ -41,10 +45,12 @@ def definition(
     if trainer == "kto-trainer":
         return functools.partial(preference.apo_zero_unpaired, window, [r.label for r in chosen], base, beta)
     if trainer == "rloo-trainer":
-        return functools.partial(windows.rloo, window, base, beta, generation, earned=earned)
+        return functools.partial(windows.rloo, window, base, beta, generation, earned=earned, **bounds)
+    if trainer == "gmpo-trainer":
+        return functools.partial(windows.gmpo, window, base, beta, tools, generation, **bounds)
     if trainer == "grpo-trainer":
         settings = {"loss_type": s.loss, "beta": beta, "max_completion_length": drive.COMPLETION}
-        tools = twin_runs.external if s.tools else None
+        settings |= dict(zip(("epsilon", "epsilon_high"), clip, strict=True)) if clip else {}
         return functools.partial(windows.grpo, window, base, settings, tools, generation, earned=earned)
     teacher = models.model("qwen2", torch.float64).eval().requires_grad_(False)
     return functools.partial(windows.distillation, window, teacher, beta)

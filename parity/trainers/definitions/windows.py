@@ -78,6 +78,7 @@ def rloo(
     generation: Generation | None,
     model: Any,
     earned: Tensor | None = None,
+    clip: tuple[float, float] = (CLIP, CLIP),
 ) -> Tensor:
     """-mean of min(ρA, clip(ρ)A), ρ = π/π_old, A the reward minus the mean of the group's others (arXiv 2402.14740).
 
@@ -97,7 +98,52 @@ def rloo(
     if generation is not None:
         advantages = generation.of(window, advantages)
     ratio = (logps - old).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip[0], 1 + clip[1]) * advantages).mean()
+
+
+def gmpo(
+    window: Sequences,
+    reference: Reference,
+    beta: float,
+    tools: Callable[[Tensor], Tensor] | None,
+    generation: Generation | None,
+    model: Any,
+    clip: tuple[float, float] = (0.4, 0.4),
+) -> Tensor:
+    """-mean of A·exp(mean over the tokens of d), d = log π/π_old, at most ε_high for A > 0, at least -ε for the others.
+
+    arXiv 2507.20673, equation 4; plus β times GRPO's KL, its mean over each completion. One all of whose tokens are a
+    tool's has ratio 1.
+    """
+    whole = window if generation is None else generation.whole
+    a = advantages(whole) if generation is None else generation.of(window, advantages(whole))
+    tokens = completion_logps(model, window)
+    with torch.no_grad():
+        old = [t.detach() for t in tokens] if generation is None else completion_logps(generation.old, window)
+        base = completion_logps(stored_window.reference(reference), window) if beta else old
+    terms = []
+    for t, o, ref, sign, (ids, start) in zip(tokens, old, base, a.tolist(), window, strict=True):
+        kept = torch.ones_like(t) if tools is None else tools(torch.tensor(ids[start:])).to(t)
+        count = kept.sum().clamp(min=1.0)
+        d = (t - o).clamp(max=clip[1]) if sign > 0 else (t - o).clamp(min=-clip[0])
+        kl = torch.expm1(ref - t) - (ref - t)
+        terms.append(-sign * ((d * kept).sum() / count).exp() + beta * (kl * kept).sum() / count)
+    return torch.stack(terms).mean()
+
+
+def beyond(trainer: str, window: Sequences, generation: Generation, clip: tuple[float, float], model: Any) -> Tensor:
+    """Share of the tokens (RLOO: sequences) with ρ < 1 - ε and A < 0, and with ρ > 1 + ε_high and A > 0; (2,).
+
+    GMPO's bounds are those of log ρ.
+    """
+    a = generation.of(window, advantages(generation.whole))
+    with torch.no_grad():
+        new, old = (completion_logps(m, window) for m in (model, generation.old))
+    d = [n - o for n, o in zip(new, old, strict=True)]
+    d = [x.sum(0, keepdim=True) for x in d] if trainer == "rloo-trainer" else d
+    signs = torch.cat([s.expand(len(x)) for s, x in zip(a, d, strict=True)])
+    size = torch.cat(d) if trainer == "gmpo-trainer" else torch.cat(d).expm1()
+    return torch.stack([(size < -clip[0]) & (signs < 0), (size > clip[1]) & (signs > 0)]).double().mean(1)
 
 
 def advantages(window: Sequences, earned: Tensor | None = None) -> Tensor:

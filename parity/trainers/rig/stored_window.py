@@ -21,7 +21,8 @@ PROMPT_LENGTHS = (2, 6, 3, 5, 2, 4, 7, 3)
 LENGTHS = (7, 1, 4, 8, 2, 6, 3, 5)
 """Tokens of each completion: no two alike, so that a mean of means is not the mean."""
 OTHER_LENGTHS = (3, 6, 2, 2, 8, 1, 5, 4)
-NUDGE = 0.05
+NUDGE, MOVED, OLDER = 0.05, 5, 6
+"""By how much the policy's parameters are moved, its seed, and that of one that takes the place of an older policy."""
 ADAPTED, HANDED_OVER, ADAPTER_SIZE = "+adapter", 3, 0.1
 """Suffix of an architecture with the adapter that a trainer is handed, seed of that adapter, size of its weights."""
 GENERATIONS = 2
@@ -83,12 +84,12 @@ def sequences(chosen: Sequence[Row], name: str = "completion", generated: bool =
     return out
 
 
-def policy(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
+def policy(architecture: str, dtype: torch.dtype = torch.float32, seed: int = MOVED) -> Any:
     """The model of the twins: the saved one, each parameter moved by a share of itself, the same bits in every dtype."""
     out = models.model(architecture, dtype).train()
     with torch.no_grad():
         for name, parameter in out.named_parameters():
-            share = 1 + NUDGE * normal(5, name, parameter.shape)
+            share = 1 + NUDGE * normal(seed, name, parameter.shape)
             parameter.copy_((parameter.float() * share.float()).to(parameter.dtype))
     return out
 

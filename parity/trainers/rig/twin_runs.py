@@ -31,12 +31,16 @@ TWINS: tuple[str, ...] = (
     *("distillation-trainer", "online-dpo-trainer"),
 )
 """Families of the trainers that have twins."""
+JUDGED = (*TWINS, "gmpo-trainer")
+"""With one that has a loss of its own in GRPO's trainer, whose adapters and processes it shares."""
+GROUPED = ("grpo-trainer", "rloo-trainer", "gmpo-trainer")
+"""Trainers whose advantages are relative to a group of completions of one prompt."""
 PACKED = 48
 """Tokens of a row of packed sequences: the window fills two, no sequence is cut."""
 BEGUN = ("cpo-trainer", "orpo-trainer")
 """Trainers that put <bos> before each prompt."""
 PAIRED = ("dpo-trainer", "online-dpo-trainer", *BEGUN)
-SAMPLED = ("grpo-trainer", "rloo-trainer", "distillation-trainer")
+SAMPLED = (*GROUPED, "distillation-trainer")
 """Trainers that generate in a method of their own: the stored completions are returned instead, as they are."""
 PROMPTED = (*SAMPLED, "online-dpo-trainer")
 """Trainers whose dataset has prompts alone. Online DPO calls the model's `generate`, whose completions end with <eos>."""
@@ -44,7 +48,7 @@ PROMPTED = (*SAMPLED, "online-dpo-trainer")
 
 def rows(trainer: str) -> list[Row]:
     """The window of a trainer: groups of one prompt where advantages are relative to a group."""
-    return stored_window.rows(4 if trainer in ("grpo-trainer", "rloo-trainer") else 8)
+    return stored_window.rows(4 if trainer in GROUPED else 8)
 
 
 def expected(trainer: str, part: Sequence[Row] | None = None) -> Sequences:
@@ -80,8 +84,7 @@ def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
     if trainer == "distillation-trainer" and not hasattr(drive.trl_class(TRAINERS[trainer]), "_generate_single_turn"):
         return Dataset.from_dict({"messages": [[{"role": "user", "content": p}] for p in prompts]})
     if trainer in PROMPTED:
-        grouped = trainer in ("grpo-trainer", "rloo-trainer")
-        return Dataset.from_dict({"prompt": list(dict.fromkeys(prompts)) if grouped else prompts})
+        return Dataset.from_dict({"prompt": list(dict.fromkeys(prompts)) if trainer in GROUPED else prompts})
     if not all(r.counted for r in chosen):
         scored = stored_window.sequences(chosen)
         masks = [[0] * start + [1] * (len(tokens) - start) for tokens, start in scored]
@@ -304,6 +307,22 @@ def _with_tools(trainer: Any) -> None:
 
     if not trl.mentions("tool_mask"):
         raise Unsupported("the installed version reads no tool_mask")
+    trainer._generate_and_score_completions = scored
+
+
+def hand_old(trainer: Any, logps: Mapping[tuple[int, ...], Tensor]) -> None:
+    """Log-probs of an older policy, those of each sequence's completion, in place of the policy's own at generation."""
+    score = trainer._generate_and_score_completions
+
+    def scored(inputs: Any) -> Any:
+        out = score(inputs)
+        old = [logps[tuple(tokens)] for tokens, _ in batches.sequences_of([out])]
+        if "old_logps" in out:  # RLOO
+            out["old_logps"] = torch.stack([lp.sum() for lp in old]).float()
+        else:
+            out["old_per_token_logps"] = torch.nn.utils.rnn.pad_sequence(old, batch_first=True).float()
+        return out
+
     trainer._generate_and_score_completions = scored
 
 
