@@ -15,6 +15,8 @@ NIGHTS = 7
 """Earlier runs of the same profile and device that a figure is compared with."""
 SHARE = 0.8
 """Comparisons may fall to this share of the median of those runs."""
+RARE = 0.01
+"""Chance that a run names an implementation whose comparisons fell by chance, over all that it looks at together."""
 GROWTH, WORTH_SHOWING = 1.5, 0.3
 """Headroom that grew by this factor is shown even where it passes, once it uses this share of a gate."""
 
@@ -47,7 +49,7 @@ class Growth:
 
 @dataclasses.dataclass(frozen=True)
 class Missing:
-    """Comparisons that fell below `SHARE` of what is usual, with no new crash or hang that says why."""
+    """Comparisons that fell below `SHARE` of what is usual, further than chance does, with no new crash or hang that says why."""
 
     implementation: str
     family: str
@@ -110,7 +112,7 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
         still=tuple(k for k in fresh if k in then),
         fixed=tuple(k for k, f in then.items() if k not in now and _compared(run, f)),
         growth=tuple(_growth(run, ended[-NIGHTS:])),
-        missing=tuple(_missing(run, ended[-NIGHTS:])),
+        missing=tuple(_missing(run, ended[-NIGHTS:], green)),
         moved=moved(green, run) if green else {},
         green=green,
     )
@@ -179,29 +181,38 @@ def _growth(run: Run, past: Sequence[Run]) -> Iterable[Growth]:
     return sorted(out, key=lambda g: -(g.now or 1e300) / max(g.before, 1e-300))
 
 
-def _missing(run: Run, past: Sequence[Run]) -> Iterable[Missing]:
-    """Cases beside those of other nights. Where one of them had too little time for all, the share of the family's cases."""
+def _missing(run: Run, past: Sequence[Run], green: Run | None) -> Iterable[Missing]:
+    """Cases beside those of other nights, where they fell below `SHARE` of the median and chance does not explain it.
+
+    Where one of them had too little time for all, the share of the family's cases counts, and chance is reckoned from `SHARE`
+    of it on: which shards a night came to moves the share itself. What the last green night compared is named at 0, if
+    tonight did all that it had planned.
+    """
     stopped = {f.implementation for f in run.findings if f.known is None and f.verdict in STOPPED}
     keys = sorted({k for r in past for k in r.compared if k[0] not in stopped})
-    counted = [r for r in past if r.whole] if run.whole else []
+    whole = [r for r in past if r.whole] if run.whole else []
     for k in keys:
-        cases = run.compared.get(k, 0)
-        if counted:
-            usual = statistics.median(r.compared.get(k, 0) for r in counted)
-            least = SHARE * usual
-        else:
-            usual = _usual(k, run, past)
-            least = SHARE * usual - 3 * math.sqrt(SHARE * usual)  # which cases it came to is chance
-        if cases < least:
+        cases, now = run.compared.get(k, 0), 1 if whole else _cases(run, k)
+        nights = [(r.compared.get(k, 0), 1 if whole else of) for r in whole or past if (of := _cases(r, k)) or whole]
+        if not now:  # the family had none tonight
+            now, nights = 1, [(n, 1) for n, _ in nights]
+        usual = statistics.median(n / of * now for n, of in nights) if nights else 0.0
+        gone = not cases and run.whole and green is not None and green.compared.get(k, 0) > 0
+        before, size = sum(n for n, _ in nights), sum(of for _, of in nights) / (now if whole else SHARE * now)
+        if gone or (cases < SHARE * usual and _chance(cases, before, size) < RARE / len(keys)):
             yield Missing(*k, cases=cases, usual=usual)
 
 
-def _usual(key: tuple[str, str, str], run: Run, past: Sequence[Run]) -> float:
-    """How many of tonight's cases of a family would go through an implementation as in other nights; where the family had none
-    tonight, how many did."""
-    nights = [(r.compared.get(key, 0), of) for r in past if (of := _cases(r, key))]
-    now = _cases(run, key)
-    return statistics.median(n / of * now if now else n for n, of in nights) if nights else 0.0
+def _chance(cases: int, before: int, size: float) -> float:
+    """P(X <= cases) where nothing changed: how many of a fresh draw suit an implementation is at most as uncertain as a Poisson
+    count, and of a sum of such counts the share of one is binomial: X ~ Binomial(cases + before, 1/(1 + size)), where `before`
+    were counted in `size` times the draws."""
+    n, p = cases + before, 1 / (1 + size)
+    logs = (
+        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * math.log(p) + (n - k) * math.log1p(-p)
+        for k in range(cases + 1)
+    )
+    return sum(math.exp(one) for one in logs)
 
 
 def _cases(run: Run, key: tuple[str, str, str]) -> int:

@@ -2,7 +2,10 @@
 
 import datetime
 import sqlite3
+from dataclasses import replace as replace_run
+from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -140,14 +143,57 @@ def test_comparisons_that_a_new_crash_explains_are_not_missing(tmp_path):
         assert bool(found.missing) is (known is not None)
 
 
-@pytest.mark.parametrize("cases, missing", [(8, False), (7, True), (0, True)])
-def test_fewer_comparisons_than_usual_are_named(tmp_path, cases, missing):
-    for day in range(3):
-        night(tmp_path, day, GOOD)
-    rows = [*GOOD[:cases], row(implementation="trl.g")]
-    found = trend.change(night(tmp_path, 3, rows), memory.runs(tmp_path)[:3]).missing
-    assert bool(found) is missing
-    assert not found or (found[0].implementation, found[0].cases, found[0].usual) == ("liger.f", cases, 10)
+def compared(number, cases, implementation="liger.f", whole=True, **others):
+    """A kept run with so many comparisons of an implementation, and of others."""
+    counts = {(i, "policy", "cpu"): n for i, n in ({implementation: cases} | others).items()}
+    at = START + datetime.timedelta(days=number)
+    told = {"profile": "nightly", "device": "cpu", "seed": number, "revision": "abc", "versions": {}, "exit_code": 0}
+    told |= {"ended": True, "seconds": 1.0, "page": "", "judged": (), "findings": (), "path": Path("-"), "whole": whole}
+    return memory.Run(id=f"run{number}", started=at, compared=counts, **told)
+
+
+def named(tonight, *nights, **others):
+    """Whether the last of some nights is said to have compared too little."""
+    past = [compared(day, n) for day, n in enumerate(nights)]
+    return bool(trend.change(compared(len(past), tonight, **others), past).missing)
+
+
+@pytest.mark.parametrize(
+    "cases, nights, missing",
+    [
+        (799, (1000,) * 7, True),
+        (801, (1000,) * 7, False),  # beyond chance, but 80 % is allowed
+        (35, (52, 44, 41), False),  # a night that was seen: below 80 %, by chance
+        (15, (52, 44, 41), True),
+        (33, (52,), False),  # one night before says little about what is usual
+        (7, (10,) * 3, False),
+        (0, (10,) * 3, True),
+        (1, (2,) * 7, False),
+        (0, (1,), True),  # the last green night compared it
+    ],
+)
+def test_fewer_comparisons_than_usual_are_named_where_chance_does_not_explain_them(cases, nights, missing):
+    assert named(cases, *nights) is missing
+
+
+def test_what_was_never_compared_on_a_green_night_may_be_0_by_chance():
+    for count, missing in ((2, False), (10, True)):
+        past = [replace_run(compared(day, count), exit_code=1) for day in range(3)]
+        assert bool(trend.change(compared(3, 0), past).missing) is missing
+
+
+def test_the_more_implementations_the_rarer_must_a_fall_be():
+    many = {f"trl.{n}": 1000 for n in range(300)}
+    past = [compared(day, 44, **many) for day in range(7)]
+    fallen = trend.change(compared(7, 22), [compared(day, 44) for day in range(7)])
+    assert fallen.missing and not trend.change(compared(7, 22, **many), past).missing
+
+
+@pytest.mark.parametrize("usual, before", [(5, 1), (44, 1), (44, 7), (400, 3)])
+def test_of_fresh_draws_alone_no_more_nights_are_red_than_is_said(usual, before):
+    drawn = np.random.default_rng(7).poisson(usual, (1000, before + 1)).tolist()
+    seen = sum(named(last, *nights) for *nights, last in drawn if last)
+    assert seen <= trend.RARE * 1000 + 3 * (trend.RARE * 1000) ** 0.5
 
 
 def counted(tmp_path, day, seen, asked, planned=900):
@@ -164,7 +210,8 @@ def counted(tmp_path, day, seen, asked, planned=900):
 
 
 @pytest.mark.parametrize(
-    "seen, asked, missing", [(100, 100, False), (40, 50, False), (20, 60, True), (0, 60, True), (0, 0, True)]
+    "seen, asked, missing",
+    [(100, 100, False), (40, 50, False), (34, 60, False), (20, 60, True), (0, 60, True), (0, 0, True)],
 )
 def test_of_nights_whose_time_was_over_the_share_of_the_cases_counts(tmp_path, seen, asked, missing):
     for day in range(3):
@@ -172,6 +219,11 @@ def test_of_nights_whose_time_was_over_the_share_of_the_cases_counts(tmp_path, s
     last = counted(tmp_path, 3, seen, asked)
     assert last.green and not last.whole
     assert bool(trend.change(last, memory.runs(tmp_path)[:3]).missing) is missing
+
+
+def test_what_is_seldom_compared_may_be_0_in_a_night_whose_time_was_over(tmp_path):
+    past = [counted(tmp_path, day, 2, 200, planned=200) for day in range(3)]
+    assert past[-1].green and not trend.change(counted(tmp_path, 3, 0, 60), past).missing
 
 
 def test_a_run_that_was_stopped_is_not_green(tmp_path):
