@@ -34,6 +34,7 @@ MODULES = (
     "twin_processes",
     "distillation",
     "distillation_control",
+    "asynchronous",
     "installed",
 )
 
