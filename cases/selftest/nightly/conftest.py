@@ -1,0 +1,39 @@
+"""A night of logprobs in a second."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from parity.nightly import night, proof, steps
+from parity.results import notify
+from parity.running import findings, provenance, supervisor
+
+PLAYED = Path(supervisor.__file__).parents[2] / "fixtures" / "played_worker.py"
+
+
+@pytest.fixture
+def played(tmp_path, monkeypatch):
+    """A night of logprobs in a second: its workers pretend, its other commands are written down; versions are the test's."""
+    told = {"trl": "1.0", "liger-kernel": "0.8"}
+    asked = []
+
+    def step(name, words, log, limit, module):
+        asked.append(words)
+        return steps.CommandOutcome(name, "parity " + " ".join(words), 0, 1.0, "what it found")
+
+    monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", str(PLAYED)])
+    monkeypatch.setattr(night, "proof", lambda *_: [proof.Proof("policy", "cpu", "kl-sign", True, 9, True)])
+    monkeypatch.setattr(steps, "run", step)
+    for module in (provenance, night):
+        monkeypatch.setattr(module, "versions", lambda: dict(told))
+    monkeypatch.setattr(findings, "_cases", lambda found: [(0, 40, {}) for _ in found])
+
+    def one(**options):
+        given = {"profile": "quick", "families": ("logprobs",), "implementations": ("fixes",), "reports": tmp_path}
+        given["others"] = (("history", ("history",), 0.2), ("mutants", ("mutants",), 0.1))
+        asked.clear()
+        code, changed = night.run(night.Night(**given | options), lambda line: None, lambda *_: None)
+        return code, notify.title(changed) if changed else "", list(asked)
+
+    return one, told
