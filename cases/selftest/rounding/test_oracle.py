@@ -1,0 +1,95 @@
+"""Replicas of a case: what implementations share, what is rounded anew, and the last word of the judge."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from parity.case.case import Case
+from parity.judging.assess import confirmed, judge_all
+from parity.judging.execute import execute
+from parity.judging.gates import Unit, judge
+from parity.judging.settle import LAST_WORD
+from parity.recipe import Recipe
+from parity.registry import family, load, oracle_of
+from parity.rounding.oracle import replicas
+from parity.selftest.controls import control
+
+FAMILY = family("logprobs")
+
+
+SETTINGS = {"B": 3, "T": 5, "V": 61, "H": 16, "entropy": "gradient", "bias": "random"}
+
+
+def test_more_precise_than_its_recipe():
+    """A gradient of 1.5e-14 that float16 would flush, and float32 leaves with an error of 4e-13: honest either way."""
+    path = Path(__file__).parents[2] / "regressions" / "divergence-bias-beside-flushed-logits.json"
+    oracle = oracle_of(Case.load(path))
+    recipe = Recipe(dlogits="input", inputs="input")  # as if the bias were summed from what is stored in float16
+    implementation = dataclasses.replace(load()["trl.ChunkedDivergenceFunction"], recipe=recipe)
+    outcome = execute(implementation, oracle.inputs)
+    resolved = implementation.recipe_for(oracle.inputs)
+    assert not judge_all(oracle, implementation, outcome, resolved, LAST_WORD)["grad_bias"].agrees
+    assert all(j.agrees for j in confirmed(oracle, implementation, outcome).values())
+    wrong = {name: v + 1e-3 if name == "grad_bias" else v for name, v in outcome.quantities.items()}
+    judged = confirmed(oracle, implementation, dataclasses.replace(outcome, quantities=wrong))
+    assert not judged["grad_bias"].agrees
+
+
+@pytest.mark.parametrize("grad", ["bias", "hidden", "weight", "weight bias"])
+def test_every_replica_rounds_a_frozen_tensor_anew(grad):
+    """A frozen head that all replicas shared would be rounded once for all of them."""
+    spreads = []
+    for leaves in (grad, "hidden weight bias"):
+        inputs = FAMILY.build(FAMILY.case(1, "fp32", SETTINGS | {"grad": leaves, "context": "autocast", "peak": 4.0}))
+        recipe = control("honest.logprobs.plain").recipe_for(inputs)
+        recipe = dataclasses.replace(recipe, logits="fp32", dlogits="fp32")
+        logps = replicas(FAMILY, inputs, recipe, 12, 0)["logps"]
+        assert logps.shape == (12, 3, 5)
+        spreads.append(float(logps.std(0).mean()))
+    assert spreads[0] == pytest.approx(spreads[1], rel=0.3)
+
+
+def test_replicas_repeat_themselves():
+    inputs = FAMILY.build(FAMILY.case(1, "bf16", SETTINGS))
+    a, b = (replicas(FAMILY, inputs, Recipe(logits="bf16"), 12, 5) for _ in range(2))
+    c = replicas(FAMILY, inputs, Recipe(logits="bf16"), 12, 6)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["logps"], c["logps"])
+
+
+def test_implementations_share_what_does_not_depend_on_them():
+    known = oracle_of(FAMILY.case(1, "bf16", SETTINGS))
+    narrow = Recipe(logits="bf16", output="bf16")
+    assert known.replicas(narrow, 2) is known.replicas(dataclasses.replace(narrow, output="fp32"), 2)
+    assert known.replicas(narrow, 2) is not known.replicas(Recipe(output="bf16"), 2)
+    assert known.in_float32 is known.in_float32
+
+
+@pytest.mark.parametrize("finer", [False, True])
+def test_replicas_of_outputs_alone_take_no_gradient_and_have_the_same_bits(finer):
+    case, narrow = FAMILY.case(1, "bf16", SETTINGS), Recipe(logits="bf16")
+    alone, whole = (
+        oracle_of(case).replicas(narrow, 3, finer, gradients=False),
+        oracle_of(case).replicas(narrow, 3, finer),
+    )
+    assert not any(name.startswith("grad_") for name in alone) and "grad_hidden" in whole
+    assert all(torch.equal(value, whole[name]) for name, value in alone.items())
+
+
+def test_a_wrong_output_is_settled_without_gradients():
+    oracle, honest = oracle_of(FAMILY.case(1, "fp32", SETTINGS)), control("honest.logprobs.plain")
+    outcome = execute(honest, oracle.inputs)
+    spoilt = dict(outcome.quantities) | {"logps": outcome.quantities["logps"] * 1.1}
+    judged = confirmed(oracle, honest, dataclasses.replace(outcome, quantities=spoilt))
+    assert [name for name, j in judged.items() if not j.agrees] == ["logps"]
+    assert {key[1:] for key in oracle._replicas} == {(12, False, True), (60, False, False), (480, False, False)}
+
+
+def test_what_overflows_in_a_replica_is_skipped_and_counted():
+    truth = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    spread = torch.tensor([[1.0, 2.0], [1.0, torch.inf]], dtype=torch.float64)
+    found = judge(torch.tensor([1.0, torch.inf]), Unit(truth, spread, entrywise=True), torch.float32)
+    assert found.agrees
+    assert found.undecided == 1

@@ -1,0 +1,113 @@
+"""Sums and products in a replica drift, lose small terms and overflow as real ones do."""
+
+import pytest
+import torch
+
+from parity.judging.gates import Unit, judge
+from parity.recipe import Recipe
+from parity.rounding.monte_carlo import MonteCarlo
+
+
+def under_seed(seed, function, *tensors):
+    """As `under`, in float32 with a seed."""
+    with MonteCarlo(Recipe(), "fp32", seed):
+        return function(*tensors)
+
+
+def test_a_log_sum_exp_near_zero_rounds_absolutely():
+    """log(Σ exp) of a mass near 1: float32 rounds the sum, whatever little remains of its logarithm."""
+    x = torch.tensor([[0.5, 0.4998]], dtype=torch.float64).log()
+    real = (torch.logsumexp(x.float(), -1).double() - torch.logsumexp(x.float().double(), -1)).abs()
+    spread = torch.stack([(under_seed(k, lambda v: torch.logsumexp(v, -1), x) - x.logsumexp(-1)) for k in range(24)])
+    assert 2.0**-25 < float(spread.abs().max()) < 8 * 2.0**-24
+    assert float(real) <= float(spread.abs().max())
+
+
+def test_partial_sums_beyond_the_range_of_their_dtype_are_undecided():
+    """60,000 + 60,000 - 60,000 fits float16, and overflows on the way."""
+    terms, ones = torch.tensor([[6e4, 6e4, -6e4]], dtype=torch.float64), torch.ones(3, 1, dtype=torch.float64)
+    for accumulate, expected in (("fp16", torch.inf), ("bf16", 6e4), ("fp32", 6e4)):
+        mode = MonteCarlo(Recipe(accumulate=accumulate, partials=3), "fp16", 0)
+        mode.backward = True
+        with mode:
+            product, total = terms @ ones, terms.sum(-1)
+        assert float(product) == pytest.approx(expected, rel=0.05), accumulate
+        assert float(total) == pytest.approx(expected, rel=0.05), accumulate
+
+
+def test_products_summed_one_after_another_stay_within_the_gate():
+    """One row times a long column: real sgemv adds its terms in order, and the error grows with √K."""
+    generator = torch.Generator().manual_seed(0)
+    worst = []
+    for k in (4095, 32769):
+        a = torch.rand(1, k, generator=generator) / k
+        a[0, 5] -= 1
+        w = torch.randn(k, 7, generator=generator)
+        truth = a.double() @ w.double()
+        spread = (
+            torch.stack([under_seed(s, torch.mm, a.double(), w.double()) - truth for s in range(40)])
+            .square()
+            .sum((1, 2))
+            .mean()
+            .sqrt()
+        )
+        worst.append(float(((a @ w).double() - truth).norm() / spread))
+    assert max(worst) < 3.0
+
+
+def test_a_loss_added_token_by_token_stays_within_the_gate():
+    """As kernels do that take one token after another: the error of terms of one sign grows with √n, torch's own sum has none."""
+    terms = torch.rand(16384, generator=torch.Generator().manual_seed(0))
+    total = torch.zeros(())
+    for term in terms:
+        total = total + term
+    exact = terms.double().sum()
+    stack = torch.stack([under_seed(s, torch.sum, terms.double()) for s in range(12)])
+    assert abs(float(total) / float(exact) - 1) > 8 * 2.0**-24
+    assert judge(total, Unit(exact, stack, scalar=True), torch.float32).agrees
+    assert not judge(exact * (1 + 1e-4), Unit(exact, stack, scalar=True), torch.float32).agrees
+
+
+def test_equal_terms_of_a_sum_round_the_same_way():
+    """A saturated softcap: a hundred thousand logits of ±1, whose exponentials float32 sums with a drift, not a walk."""
+    found = []
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        z = torch.where(torch.rand(1, 131073, generator=generator) > 0.5, 1.0, -1.0).double()
+        exact = torch.log_softmax(z, -1)
+        real = (torch.log_softmax(z.float(), -1).double() - exact).abs().max()
+        spread = torch.stack([under_seed(k, lambda v: torch.log_softmax(v, -1), z) - exact for k in range(8)])
+        found.append(float(real / spread.abs().amax((1, 2)).square().mean().sqrt()))
+    assert 0.05 < max(found) < 2
+
+
+def test_a_product_drifts_as_float32_does():
+    """Two thousand equal terms: each addition to a total rounds the same way, and √K/2 units are too few."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(8):
+        a = torch.rand(1, 4, 1, generator=generator).float().expand(1, 4, 2000)
+        b = torch.rand(1, 1, 3, generator=generator).float().expand(1, 2000, 3)
+        exact, real = a.double() @ b.double(), (a @ b).double()
+        with MonteCarlo(Recipe(), "fp32", 1):
+            replica = a.double().repeat(24, 1, 1) @ b.double().repeat(24, 1, 1)
+        found.append(float((real - exact).abs().max() / (replica - exact).abs().max()))
+    assert max(found) < 2.0
+
+
+def test_what_is_lost_in_a_sum_of_blocks_adds_no_rounding():
+    """One large part among 255 far below half a unit of it: it and its first sum are rounded, however many follow."""
+    mode = MonteCarlo(Recipe(accumulate="bf16", partials=256, partial_terms=1), "bf16", 1)
+    parts = torch.full((16, 1, 256), 2.0**-14)
+    parts[..., 0] = 1.0
+    total = mode._added(parts.double(), torch.ones(16, 256, 1, dtype=torch.float64))
+    assert float((total - 1).abs().amax()) <= 2 * 2.0**-8 + 255 * 2.0**-14
+
+
+def test_a_stack_of_one_replica_begins_with_the_last_part_as_often_as_not():
+    parts = [torch.full((1, 1), v, dtype=torch.float64) for v in [1.0, *[2.0**-10] * 63]]
+    found = {
+        round(float(MonteCarlo(Recipe(accumulate="bf16", partials=64), "bf16", seed).lost(parts)), 3)
+        for seed in range(8)
+    }
+    assert min(found) < -0.04 and max(found) > -0.04, found

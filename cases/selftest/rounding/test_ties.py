@@ -1,0 +1,103 @@
+"""What is equal rounds equally in a replica, unless real code may compute it apart."""
+
+import math
+
+import pytest
+import torch
+
+from cases.selftest.rounding.arithmetic import under
+from parity.recipe import Recipe
+from parity.rounding.marks import recipe_mark
+from parity.rounding.monte_carlo import MonteCarlo
+
+
+def test_equal_values_round_equally_in_a_narrow_dtype():
+    """Logits that a softcap saturates tie in bf16; a replica in which they never tie knows nothing of it."""
+    x = torch.full((2, 50), 3.0, dtype=torch.float64) * (1 + 1e-9 * torch.arange(50))
+    mode = MonteCarlo(Recipe(), "bf16", 3)
+    with mode:
+        stored = mode.store(x, "bf16")
+    assert int(stored.unique(dim=1).shape[1]) < 50
+    assert float((stored - stored[:, :1]).abs().max()) < 1e-6
+    product = under(Recipe(elementwise="bf16"), "bf16", lambda v: v * 1.1, x)
+    assert float((product - product[:, :1]).abs().max()) < 1e-6
+
+
+def test_equal_subnormals_round_equally():
+    """3.6 quanta of float16 become 4 wherever they stand: the error of their sum is not a random walk."""
+    x = torch.full((1, 1000), 3.6 * 2.0**-24, dtype=torch.float64)
+    for recipe in (Recipe(elementwise="fp16"), Recipe(logits="fp16")):
+        errors = []
+        for seed in range(12):
+            mode = MonteCarlo(recipe, "fp16", seed)
+            with mode:
+                stored = x * 1.0 if recipe.elementwise == "fp16" else recipe_mark(mode)("logits", x)
+            assert float(stored.max() - stored.min()) < 1e-37
+            errors.append(abs(float(stored.mean() - x.mean())) / 2.0**-24)
+        assert 0.1 < max(errors) <= 0.5
+
+
+def test_equal_rows_have_equal_log_probs_in_a_narrow_dtype():
+    """-log 7 for every token of every flat row: what adding log β to it rounds by is common to all, not dithered."""
+    z = torch.zeros(3, 50, 7, dtype=torch.float64)
+    found = under(Recipe(softmax="bf16"), "bf16", lambda v: torch.log_softmax(v, -1), z)
+    assert float((found.amax((1, 2)) - found.amin((1, 2))).max()) < 1e-6
+    assert float((found + math.log(7)).abs().max()) > 1e-4
+
+
+def test_the_first_replica_rounds_on_the_own_grid_of_the_dtype():
+    """A float32 head cast to bf16 may be the teacher's, and then every gradient is 0: no random grid shows that."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 30, generator=generator, dtype=torch.float64)
+    mode = MonteCarlo(Recipe(), "bf16", 1, own_grid=True)
+    with mode:
+        stored = mode.store(x, "bf16")
+    own = [torch.equal(stored[r], x[r].bfloat16().double()) for r in range(4)]
+    assert own == [True, False, False, False]
+    with mode:
+        assert mode.store(x[0, 0], "bf16").dim() == 0
+
+
+OPERATIONS = {
+    "product": lambda x: x @ torch.linspace(-1, 2, 48, dtype=torch.float64).view(6, 8).repeat(len(x), 1, 1),
+    "elementwise": lambda x: (x * x).exp(),
+    "sum": lambda x: x.sum(-1),
+    "log-softmax": lambda x: torch.log_softmax(x, -1),
+    "log-sum-exp": lambda x: torch.logsumexp(x, -1),
+}
+
+
+@pytest.mark.parametrize("operation", list(OPERATIONS.values()), ids=list(OPERATIONS))
+def test_what_is_equal_rounds_alike_in_float32_too(operation):
+    """Fifty equal tokens are off alike in half of the replicas, differently in each; tokens apart are off independently."""
+    token = torch.tensor([0.3, -0.7, 1.1, 0.2, -0.1, 0.5], dtype=torch.float64)
+    rows = token.repeat(24, 50, 1)
+    alike = (under(Recipe(), "fp32", operation, rows) - operation(rows))[:12]
+    assert float((alike - alike[:, :1]).abs().max()) < 1e-12
+    assert len(alike.view(12, -1)[:, 0].unique()) == 12
+    apart = rows * (1 + 1e-3 * torch.arange(50)[:, None])
+    spread = under(Recipe(), "fp32", operation, apart) - operation(apart)
+    assert float(spread.mean(1).abs().mean() / spread.abs().mean()) < 0.5
+
+
+def test_equal_rows_of_a_head_need_not_round_alike():
+    """Two chunks of a vocabulary are two products: equal rows tie in one of them, and in half of the replicas."""
+    operands = torch.ones(24, 1, 7, dtype=torch.float64) / 3, torch.ones(24, 7, 40, dtype=torch.float64) / 7
+    logits = under(Recipe(elementwise="fp64"), "fp32", torch.bmm, *operands)
+    ties = (logits.amax((1, 2)) - logits.amin((1, 2))) < 1e-12
+    assert ties.tolist() == [True] * 12 + [False] * 12
+
+
+def test_a_constant_is_rounded_once_in_a_replica():
+    """1/0.7 is off by the same share at every token and in the backward pass; 1/2 has all its bits."""
+    x = (1 + torch.rand(24, 4000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    for constant, rounds in ((0.7, True), (2.0, False)):
+        mode = MonteCarlo(Recipe(), "fp32", 1)
+        with mode:
+            y = x / constant
+            (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        shares = (y.detach() * constant / x.detach() - 1).mean(1)
+        assert (float(shares.abs().mean()) > 2.0**-27) == rounds
+        if rounds:
+            beside = (g * constant - 1).mean(1)  # one rounding of a common value is on top
+            assert float((beside - shares).abs().max()) < 1.1 * 2.0**-24 < 4 * float(shares.abs().max())
