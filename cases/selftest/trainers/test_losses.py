@@ -10,6 +10,7 @@ import torch
 
 from parity.errors import Unsupported
 from parity.registry import family, run_case, select
+from parity.selftest.mutants.trainers import EDITS, mutated
 from parity.trainers import check
 from parity.trainers.checks import losses
 from parity.trainers.definitions import preference, windows
@@ -132,6 +133,23 @@ def test_a_real_trainer_follows_it(trainer, settings):
     case = family(trainer).case(0, "fp32", {"check": "losses", **settings})
     rows = list(run_case(case, [i for i in select(()) if i.id == f"{trainer}.released"]))
     assert {r.verdict for r in rows} == {"agree"} and {r.quantity for r in rows} >= {"loss", "gradient"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "settings", "mutant"),
+    [
+        ("cpo-trainer", {"loss": "simpo", "nll": 0.4}, "nll"),
+        ("orpo-trainer", {"loss": "orpo"}, "odds"),
+        ("sft-trainer", {"loss": "nll", "smoothing": 0.1}, "unshifted"),
+        ("online-dpo-trainer", {"penalty": 2.0}, "no-penalty"),
+    ],
+)
+def test_a_mistake_in_it_is_seen(trainer, settings, mutant):
+    case = family(trainer).case(0, "fp32", {"check": "losses", **settings})
+    chosen = [i for i in select(()) if i.id == f"{trainer}.released"]
+    assert {r.verdict for r in run_case(case, chosen)} == {"agree"}
+    with drive.using(mutated(trainer, next(e for e in EDITS[trainer] if e.name == mutant))):
+        assert {r.quantity for r in run_case(case, chosen) if r.verdict == "disagree"} >= {"loss"}
 
 
 def test_a_loss_of_another_trainer_is_not_run():

@@ -317,6 +317,7 @@ def test_the_entropy_bonus_follows_the_entropy(monkeypatch):
         ("grpo-trainer", {"kind": "misaligned", "loss": "dapo"}, "short-window"),
         ("grpo-trainer", {"kind": "misaligned"}, "ratio-remainder"),
         ("grpo-trainer", {"kind": "satisfied"}, "target"),
+        ("grpo-trainer", {"kind": "ends"}, "one-end"),
     ],
 )
 def test_what_no_full_window_on_its_own_policy_shows(trainer, settings, mutant):

@@ -35,7 +35,8 @@ LOSSES = tuple(dict.fromkeys(name for names in OWN.values() for name in names))
 SETTINGS = {
     "loss": Setting("sigmoid", "loss_type of the trainer's config", LOSSES),
     "beta": Setting(0.3, "beta of the config", (0.3, 0.05)),
-    "smoothing": Setting(0.0, "label_smoothing", (0.0, 0.1)),
+    "smoothing": Setting(0.0, "label_smoothing; SFT's label_smoothing_factor", (0.0, 0.1)),
+    "penalty": Setting(0.0, "missing_eos_penalty: completions are cut off after six tokens", (0.0, 2.0)),
     "divergence": Setting(
         "reverse_kl",
         "f_divergence_type",
@@ -59,6 +60,7 @@ SETTINGS = {
 
 NEEDED = {
     "smoothing": "label_smoothing",
+    "penalty": "missing_eos_penalty",
     "divergence": "f_divergence_type",
     "alpha": "f_alpha_divergence_coef",
     "ld_alpha": "ld_alpha",
@@ -107,6 +109,10 @@ def _moved(trainer: str, loss: str) -> Iterator[dict[str, Any]]:
         yield {"precomputed": True}
     if trainer == "sft-trainer":
         yield {"whole": True}
+    if loss == "nll":
+        yield {"smoothing": 0.1}
+    if trainer == "online-dpo-trainer":
+        yield {"penalty": 2.0}
     if trainer == "orpo-trainer":
         yield {"beta": 0.05, "model": "qwen2"}
     if trainer == "cpo-trainer":
@@ -145,7 +151,8 @@ def losses(cell: Cell) -> Iterator[CheckResult]:
     if s.loss not in OWN[trainer]:
         raise Unsupported(f"{trainer} has no loss type {s.loss}: {', '.join(OWN[trainer])}")
     known = trl.fields(drive.config(cell.trainer))
-    missing = [f for name, f in NEEDED.items() if getattr(s, name) != SETTINGS[name].default and f not in known]
+    needed = NEEDED | ({"smoothing": "label_smoothing_factor"} if trainer == "sft-trainer" else {})
+    missing = [f for name, f in needed.items() if getattr(s, name) != SETTINGS[name].default and f not in known]
     if s.loss != OWN[trainer][0] and "loss_type" not in known:  # a field that a config lacks is left out of it
         missing.append("loss_type")
     if s.loss in preference.MIXED and "loss_weights" not in known:
@@ -155,10 +162,11 @@ def losses(cell: Cell) -> Iterator[CheckResult]:
     options = _options(trainer, s)
     if trainer == "dpo-trainer" and "f_divergence_type" in known:
         options["f_divergence_type"] = offered(cell.trainer, "f_divergence_type", s.divergence)
-    run = twin_runs.build(trainer, plain_twin(model=s.model, split="8x1"), twin_runs.unfixed(cell.path), **options)
+    part, twin = _rows(trainer, s), plain_twin(model=s.model, split="8x1")
+    run = twin_runs.build(trainer, twin, twin_runs.unfixed(cell.path), part, **options)
     steps = twin_runs.train(run, cell.path)
     if not s.whole:  # else its sequences count from their first token on
-        yield twin_runs.all_there(trainer, steps)
+        yield twin_runs.all_there(trainer, steps, part)
     exact = functools.partial(stored_window.policy, s.model, torch.float64)
     step = shared(cell, "step", lambda: ExactStep(exact(), _definition(trainer, s)))
     if s.loss == "kto":
@@ -200,6 +208,10 @@ def _options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
         out |= {"label_smoothing": s.smoothing, "cpo_alpha": s.nll, "simpo_gamma": s.gamma, "alpha": s.power}
     if trainer == "sft-trainer" and s.whole:
         out |= {"completion_only_loss": False}
+    if trainer == "sft-trainer":
+        out |= {"label_smoothing_factor": s.smoothing}
+    if s.penalty:
+        out |= {"missing_eos_penalty": s.penalty}
     if trainer in ("dpo-trainer", "kto-trainer"):
         out |= {"precompute_ref_log_probs": s.precomputed}
     if trainer == "kto-trainer":
@@ -207,12 +219,18 @@ def _options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     return out
 
 
+def _rows(trainer: str, s: SimpleNamespace) -> list[stored_window.Row]:
+    """The rows; with a penalty on a missing end the longest completions lose theirs."""
+    limit = 6 if s.penalty else None
+    return [dataclasses.replace(r, limit=limit) for r in twin_runs.rows(trainer)]
+
+
 def _window(trainer: str) -> stored_window.Sequences:
     return twin_runs.sequences(trainer, twin_runs.rows(trainer))
 
 
 def _definition(trainer: str, s: SimpleNamespace) -> Callable[[Any], Tensor]:
-    chosen, window = twin_runs.rows(trainer), _window(trainer)
+    chosen, window = _rows(trainer, s), _window(trainer)
     if s.whole:
         window = [(tokens, 1) for tokens, _ in window]
     if trainer == "dpo-trainer":
@@ -230,7 +248,9 @@ def _definition(trainer: str, s: SimpleNamespace) -> Callable[[Any], Tensor]:
     if s.loss == "dft":
         return functools.partial(preference.dft, window)
     if s.loss == "ipo":
-        return functools.partial(preference.online_ipo, stored_window.preferred(chosen), s.model, s.beta)
+        return functools.partial(preference.online_ipo, stored_window.preferred(chosen, s.penalty), s.model, s.beta)
     if trainer == "online-dpo-trainer":
-        return functools.partial(windows.dpo, stored_window.preferred(chosen), s.model, s.beta)
+        return functools.partial(windows.dpo, stored_window.preferred(chosen, s.penalty), s.model, s.beta)
+    if s.smoothing:
+        return functools.partial(preference.smoothed, window, s.smoothing)
     return functools.partial(windows.sft, window)

@@ -1,5 +1,6 @@
 """Beyond one full window: evaluation, the incomplete last window, a second step, a resumed run."""
 
+import dataclasses
 import functools
 import shutil
 import tempfile
@@ -22,12 +23,14 @@ from parity.trainers.rig.stored_window import Row
 from parity.upstream import trl
 
 OF_STORED = ("evaluation", "incomplete", "uneven", "second", "resumed")
-KINDS = (*OF_STORED, "synced", "truncated", "adaptive", "satisfied", "generation", "clipped", "misaligned")
+KINDS = (*OF_STORED, "synced", "truncated", "ends", "adaptive", "satisfied", "generation", "clipped", "misaligned")
 SYNCED = ("dpo-trainer", "kto-trainer", "grpo-trainer", "rloo-trainer")
 """Trainers with sync_ref_model."""
 MIXED = 0.6
 """ref_model_mixup_alpha of the runs."""
 STORED = tuple(t for t in twin_runs.TWINS if t not in twin_runs.SAMPLED)
+END = models.VOCABULARY - 1
+"""Another token that ends a completion, in none of them."""
 CLIP = (0.2, 0.28)
 """ε and ε_high of the runs whose ratios are beyond them."""
 RATE = 0.05
@@ -51,6 +54,8 @@ def cells(seed: int) -> Iterator[CellOf]:
     for loss in LOSSES:
         yield "grpo-trainer", {"kind": "truncated", "loss": loss}
     yield "rloo-trainer", {"kind": "truncated"}
+    for trainer in ("grpo-trainer", "rloo-trainer"):
+        yield trainer, {"kind": "ends"}
     yield "grpo-trainer", {"kind": "adaptive"}
     yield "grpo-trainer", {"kind": "satisfied"}
     for loss in LOSSES:
@@ -171,13 +176,22 @@ def _synced(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult
     yield from _second_gradient(trainer, s, steps, 1, first.eval().requires_grad_(False))
 
 
-def _truncated(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+def _ends(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
+    """The same, two of the others ended by the second of the two tokens that the model's generation config lists."""
+    yield from _truncated(trainer, path, s, second=(0, 6))
+
+
+def _truncated(trainer: str, path: str, s: SimpleNamespace, second: Sequence[int] = ()) -> Iterator[CheckResult]:
     """mask_truncated_completions: three of eight completions have no <eos>, earn their rewards, and are not trained on."""
     if trainer not in ("grpo-trainer", "rloo-trainer"):
         raise Unsupported("the trainer generates no completions that could be truncated")
-    part = stored_window.without(twin_runs.rows(trainer), (1, 4, 5))
-    steps = twin_runs.train(twin_runs.build(trainer, s, part=part), path)
-    earned = stored_window.rewards(twin_runs.sequences(trainer, twin_runs.rows(trainer)))
+    every = [dataclasses.replace(r, end=END) if i in second else r for i, r in enumerate(twin_runs.rows(trainer))]
+    part = stored_window.without(every, (1, 4, 5))
+    run = twin_runs.build(trainer, s, part=part, ends=(models.EOS, END) if second else ())
+    if second and not hasattr(run, "eos_token_ids"):
+        raise Unsupported(f"{TRAINERS[trainer]} of the installed version knows the tokenizer's <eos> alone")
+    steps = twin_runs.train(run, path)
+    earned = stored_window.rewards(twin_runs.sequences(trainer, every))
     step = ExactStep(
         stored_window.policy(s.model, torch.float64), twin_losses.definition(trainer, s, part, earned=earned)
     )
@@ -302,7 +316,7 @@ def _generation(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckRe
 RUNS = dict(
     zip(
         KINDS,
-        (_evaluation, _incomplete, _uneven, _second, _resumed, _synced, _truncated, _adaptive)
+        (_evaluation, _incomplete, _uneven, _second, _resumed, _synced, _truncated, _ends, _adaptive)
         + (_satisfied, _generation, _clipped, _misaligned),
         strict=True,
     )

@@ -36,7 +36,8 @@ SETTINGS = {
     ),
     "pad": Setting("<pad>", "the tokenizer's padding token; TRL takes <eos> where there is none", ("<pad>", "<eos>")),
     "checkpointing": Setting(drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT)),
-    "tools": Setting(False, "some completion tokens are a tool's, GRPO and GMPO", (False, True)),
+    "tools": Setting(False, "some completion tokens are a tool's: GRPO, GMPO, distillation", (False, True)),
+    "teacher": Setting("qwen2", "distillation's; cohere scales its logits", ("qwen2", "cohere")),
     "precision": Setting("fp32", "float32, or autocast to bfloat16", ("fp32", "autocast")),
 }
 
@@ -53,7 +54,12 @@ ACCUMULATED: dict[str, tuple[Mapping[str, Any], ...]] = {
 }
 
 
-HAVE = {"loss": ("grpo-trainer",), "tools": ("grpo-trainer", "gmpo-trainer"), "beta": twin_runs.GROUPED}
+HAVE = {
+    "loss": ("grpo-trainer",),
+    "tools": ("grpo-trainer", "gmpo-trainer", "distillation-trainer"),
+    "teacher": ("distillation-trainer",),
+    "beta": twin_runs.GROUPED,
+}
 """Setting -> the trainers that have it, where not all do."""
 SPLIT = {"online-dpo-trainer": "8x1"}
 """Where the other settings are looked at in one micro-batch: what accumulation does wrong would hide what they do."""
@@ -127,11 +133,13 @@ def _saved(cell: Cell, checkpointed: int) -> CheckResult:
 
 def by_definition(trainer: str, s: SimpleNamespace) -> ExactStep:
     """The step of the definition, shared by all twins of one loss."""
-    return _by_definition(trainer, s.model, s.loss, s.beta, s.tools, s.precision)
+    return _by_definition(trainer, s.model, s.loss, s.beta, s.tools, s.teacher, s.precision)
 
 
 @functools.lru_cache(maxsize=4)
-def _by_definition(trainer: str, model: str, loss: str, beta: float, tools: bool, precision: str) -> ExactStep:
-    s = SimpleNamespace(model=model, loss=loss, beta=beta, tools=tools)
+def _by_definition(
+    trainer: str, model: str, loss: str, beta: float, tools: bool, teacher: str, precision: str
+) -> ExactStep:
+    s = SimpleNamespace(model=model, loss=loss, beta=beta, tools=tools, teacher=teacher)
     rounding = AutocastRounding if precision == "autocast" else StepRounding
     return ExactStep(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, s), rounding)

@@ -243,6 +243,16 @@ def dft(window: Sequences, model: Any) -> Tensor:
     return -(logps.exp().detach() * logps).sum() / logps.numel()
 
 
+def smoothed(window: Sequences, smoothing: float, model: Any) -> Tensor:
+    """mean over the completion tokens of -(1 - ε) log p(token) - ε·mean over the vocabulary of log p (arXiv 1512.00567)."""
+    terms = []
+    for z, (tokens, start) in zip(training_step.logits(model, [t for t, _ in window]), window, strict=True):
+        table = torch.log_softmax(z[start - 1 : -1], -1)
+        actual = table.gather(-1, torch.tensor(tokens[start:]).unsqueeze(-1))[:, 0]
+        terms.append((1 - smoothing) * actual + smoothing * table.mean(-1))
+    return -torch.cat(terms).mean()
+
+
 def online_ipo(window: tuple[Sequences, Sequences], reference: Reference, beta: float, model: Any) -> Tensor:
     """mean of (d - 1/(2β))², d of whole completions (arXiv 2310.12036)."""
     chosen, rejected = (windows.log_ratios(model, reference, w) for w in window)

@@ -52,5 +52,5 @@ def definition(
         settings = {"loss_type": s.loss, "beta": beta, "max_completion_length": drive.COMPLETION}
         settings |= dict(zip(("epsilon", "epsilon_high"), clip, strict=True)) if clip else {}
         return functools.partial(windows.grpo, window, base, settings, tools, generation, earned=earned)
-    teacher = models.model("qwen2", torch.float64).eval().requires_grad_(False)
-    return functools.partial(windows.distillation, window, teacher, beta)
+    teacher = models.model(s.teacher, torch.float64).eval().requires_grad_(False)
+    return functools.partial(windows.distillation, window, teacher, beta, tools)

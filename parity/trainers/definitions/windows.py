@@ -238,14 +238,17 @@ def padded(pieces: list[Tensor]) -> Tensor:
     return torch.stack([pad(x, (*(0, 0) * (x.dim() - 1), 0, width - len(x))) for x in pieces])
 
 
-def distillation(window: Sequences, teacher: Any, beta: float, model: Any) -> Tensor:
-    """Mean over the completion tokens of the window of the generalised JSD to the teacher."""
+def distillation(
+    window: Sequences, teacher: Any, beta: float, tools: Callable[[Tensor], Tensor] | None, model: Any
+) -> Tensor:
+    """Mean over the completion tokens of the window of the generalised JSD to the teacher; a tool's are left out."""
     tokens = [t for t, _ in window]
     with torch.no_grad():
         q = training_step.logits(teacher, tokens)
     terms = []
-    for z, w, (_, start) in zip(training_step.logits(model, tokens), q, window, strict=True):
+    for z, w, (ids, start) in zip(training_step.logits(model, tokens), q, window, strict=True):
         lp, lq = (torch.log_softmax(x[start - 1 : -1], -1) for x in (z, w))
         gone = torch.zeros_like(lp, dtype=torch.bool)
-        terms.append(divergence(lp, lq, gone, gone, beta).sum(-1))
+        found = divergence(lp, lq, gone, gone, beta).sum(-1)
+        terms.append(found if tools is None else found[tools(torch.tensor(ids[start:])).bool()])
     return torch.cat(terms).mean()

@@ -34,7 +34,8 @@ Sequences = list[tuple[list[int], int]]
 class Row:
     """A sample as words: a prompt, a completion, and another completion of the same prompt.
 
-    `counted`: in the loss; `ended`: with <eos>, where a model generates the completion (a dataset's always end so).
+    `counted`: in the loss; `ended`: with `end`, where a model generates the completion (a dataset's always end so);
+    `limit`: tokens after which generation is cut off.
     """
 
     prompt: str
@@ -43,6 +44,8 @@ class Row:
     label: bool
     counted: bool = True
     ended: bool = True
+    end: int = models.EOS
+    limit: int | None = None
 
 
 def rows(prompts: int = 8) -> list[Row]:
@@ -78,7 +81,7 @@ def sequences(chosen: Sequence[Row], name: str = "completion", generated: bool =
     for row in chosen:
         prompt, completion = (
             ids(row.prompt),
-            ids(getattr(row, name)) + ([models.EOS] if row.ended or not generated else []),
+            (ids(getattr(row, name)) + ([row.end] if row.ended or not generated else []))[: row.limit],
         )
         out.append((prompt + completion, len(prompt) + (0 if row.counted else len(completion))))
     return out
@@ -149,10 +152,17 @@ def rewards(window: Sequences) -> Tensor:
     return torch.tensor(reward(completions=texts), dtype=torch.float64).view(-1, GENERATIONS)
 
 
-def preferred(chosen: Sequence[Row]) -> tuple[Sequences, Sequences]:
-    """Of each row the completion with the higher reward, and the other one: what online DPO calls chosen and rejected."""
+def preferred(chosen: Sequence[Row], penalty: float = 0.0) -> tuple[Sequences, Sequences]:
+    """Of each row the completion with the higher reward, and the other one: what online DPO calls chosen and rejected.
+
+    `penalty`: what a completion without an end loses.
+    """
     first, second = (sequences(chosen, name) for name in ("completion", "other"))
-    scores = [reward(completions=[r.completion for r in chosen]), reward(completions=[r.other for r in chosen])]
+    texts = [[" ".join(getattr(r, name).split()[: r.limit]) for r in chosen] for name in ("completion", "other")]
+    scores = [
+        [x - penalty * (t[-1] != models.EOS) for x, (t, _) in zip(reward(completions=text), side, strict=True)]
+        for text, side in zip(texts, (first, second), strict=True)
+    ]
     keep = [a >= b for a, b in zip(*scores, strict=True)]
     better = [a if k else b for a, b, k in zip(first, second, keep, strict=True)]
     worse = [b if k else a for a, b, k in zip(first, second, keep, strict=True)]

@@ -133,11 +133,12 @@ def build(
     path: str = "released",
     part: Sequence[Row] | None = None,
     adapter: Any = None,
+    ends: Sequence[int] = (),
     **more: Any,
 ) -> Any:
     """The trainer over the window or a part of it, on a path of `check.PATHS`; `more` goes to its config.
 
-    With an `adapters.Adapter` it trains that one instead of the whole model.
+    With an `adapters.Adapter` it trains that one instead of the whole model; `ends`: the tokens that end a completion.
 
     "fused" and "fixed" take the version's fused path; "fixed" goes without where there is none.
 
@@ -153,12 +154,14 @@ def build(
     given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
     # Before a config that would have every model loaded in shards.
     policy = stored_window.policy(s.model) if adapter is None else adapter.model(s.model)
+    if ends:
+        policy.generation_config.eos_token_id = list(ends)
     if adapter is not None:
         given["peft_config"] = adapter.config()
     elif trainer in ("dpo-trainer", "kto-trainer", "online-dpo-trainer"):
         given["ref_model"] = models.model(s.model)
     if trainer == "distillation-trainer":
-        given["teacher_model"] = models.model("qwen2")
+        given["teacher_model"] = models.model(s.teacher)
     args = drive.arguments(config, "cpu", {**options(trainer, s), **switches, **masked, **more}, (*needed(s), *masked))
     given["processing_class"] = tokenizer = models.tokenizer(s.pad)
     side, tokenizer.padding_side = tokenizer.padding_side, "right" if s.padding == "right" else "left"
@@ -174,7 +177,9 @@ def build(
         _hand_out(out, chosen)
     if trainer == "online-dpo-trainer":
         _generate_stored(out, chosen)
-    if s.tools:
+    if s.tools and trainer == "distillation-trainer":
+        _generate_tools(out)
+    elif s.tools:
         _with_tools(out)
     return out
 
@@ -225,7 +230,7 @@ def _hand_out(trainer: Any, chosen: Sequence[Row]) -> None:
         raise Unsupported("the installed version does not generate in a method of its own")
     stored: dict[tuple[int, ...], list[list[int]]] = {}
     for row in chosen:
-        completion = stored_window.ids(row.completion) + ([models.EOS] if row.ended else [])
+        completion = stored_window.ids(row.completion) + ([row.end] if row.ended else [])
         stored.setdefault(tuple(stored_window.ids(row.prompt)), []).append(completion)
 
     if original is None:
@@ -274,7 +279,9 @@ def handed_names(generate: Any) -> list[str]:
 def _generate_stored(trainer: Any, chosen: Sequence[Row]) -> None:
     """The stored pairs in place of `model.generate`: the first of a prompt, then the other; tokenising, masks are theirs."""
     stored = {
-        tuple(stored_window.ids(r.prompt)): (stored_window.ids(r.completion), stored_window.ids(r.other))
+        tuple(stored_window.ids(r.prompt)): [
+            [*stored_window.ids(text), models.EOS][: r.limit] for text in (r.completion, r.other)
+        ]
         for r in chosen
     }
 
@@ -282,7 +289,7 @@ def _generate_stored(trainer: Any, chosen: Sequence[Row]) -> None:
         count = len(input_ids) // stored_window.GENERATIONS
         completions = []
         for i, (tokens, seen) in enumerate(zip(input_ids, attention_mask, strict=True)):
-            completions.append(torch.tensor([*stored[tuple(tokens[seen.bool()].tolist())][i // count], models.EOS]))
+            completions.append(torch.tensor(stored[tuple(tokens[seen.bool()].tolist())][i // count]))
         new = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True, padding_value=models.PAD)
         return torch.cat([input_ids, new.to(input_ids)], 1)
 
@@ -310,6 +317,21 @@ def _with_tools(trainer: Any) -> None:
     trainer._generate_and_score_completions = scored
 
 
+def _generate_tools(trainer: Any) -> None:
+    """A tool mask beside the completions that the trainer's own generation hands on."""
+    original: Any = getattr(trainer, "_generate", None)
+    names = handed_names(original) if original else []
+    if "tool_mask" not in names:
+        raise Unsupported("the installed version generates no tool_mask")
+
+    def generate(*args: Any, **options: Any) -> Any:
+        out = dict(zip(names, original(*args, **options), strict=True))
+        out["tool_mask"] = [external(torch.tensor(ids)).tolist() for ids in out["completion_ids"]]
+        return tuple(out.values())
+
+    trainer._generate = generate
+
+
 def hand_old(trainer: Any, logps: Mapping[tuple[int, ...], Tensor]) -> None:
     """Log-probs of an older policy, those of each sequence's completion, in place of the policy's own at generation."""
     score = trainer._generate_and_score_completions
@@ -326,9 +348,9 @@ def hand_old(trainer: Any, logps: Mapping[tuple[int, ...], Tensor]) -> None:
     trainer._generate_and_score_completions = scored
 
 
-def all_there(trainer: str, steps: recorder.Steps) -> CheckResult:
+def all_there(trainer: str, steps: recorder.Steps, part: Sequence[Row] | None = None) -> CheckResult:
     """Every sequence of the window, each once, prompt and completion as they were given."""
-    wanted, got = sorted(expected(trainer)), sorted(batches.sequences_of(steps.batches))
+    wanted, got = sorted(expected(trainer, part)), sorted(batches.sequences_of(steps.batches))
     missing = [w for w in wanted if w not in got]
     message = (
         f"{len(got)} of {len(wanted)} sequences; missing {missing[:1]}, got {[g for g in got if g not in wanted][:1]}"
