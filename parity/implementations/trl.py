@@ -47,9 +47,12 @@ def _stored(x: Inputs) -> Recipe:
 
 
 def tiles(x: Inputs) -> Recipe:
-    """A tile of logits and of their gradient in the dtype of the hidden states, to which the head is cast."""
-    inputs = None if x.weight.dtype == x.hidden.dtype else "input"
-    return Recipe(logits="input", dlogits="input", inputs=inputs, tanh=softcap(x))
+    """A tile of logits and of their gradient in the dtype of the hidden states, to which the head is cast.
+
+    The gradients of head and bias are summed in float32 and take their dtypes from there.
+    """
+    cast: dict[str, Any] = {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
+    return Recipe(logits="input", dlogits="input", tanh=softcap(x), **cast)
 
 
 def _kernel(x: Inputs) -> Recipe:

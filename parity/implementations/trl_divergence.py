@@ -109,10 +109,10 @@ def heads(x: Inputs) -> None:
 def _tiles(x: Inputs) -> Recipe:
     """float32 tiles of logits, their gradient stored in the dtype of the hidden states, to which the weight is cast.
 
-    The bias stays as it is, and its gradient is summed from the float32 tile.
+    The gradients of head and bias are summed in float32 and take their dtypes from there; the bias stays as it is.
     """
-    inputs = None if x.weight.dtype == x.hidden.dtype else "input"
-    return Recipe(dlogits="input", inputs=inputs, bias="fp32", tanh=softcap(x, "trl.kernels.chunked_divergence"))
+    cast: dict[str, Any] = {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
+    return Recipe(dlogits="input", bias="fp32", tanh=softcap(x, "trl.kernels.chunked_divergence"), **cast)
 
 
 def _chunked(x: Inputs) -> Outputs:
@@ -150,7 +150,13 @@ def _walked(x: Inputs) -> Recipe:
         return _tiles(x)
     chunks = math.ceil(x.settings.B * x.settings.T / (x.settings.chunk_size or CHUNK))
     return dataclasses.replace(
-        _tiles(x), logits="input", teacher="input", accumulate="input", partials=max(1, chunks), tanh="ieee"
+        _tiles(x),
+        logits="input",
+        teacher="input",
+        dinputs=None,
+        accumulate="input",
+        partials=max(1, chunks),
+        tanh="ieee",
     )
 
 

@@ -42,7 +42,7 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
         "states": (mode.dtype, mode.dtype),
         "use": (None, mode.dtype),
         "operand": (None, recipe.dlogits),
-        "bias": (recipe.bias or recipe.inputs, recipe.bias or recipe.inputs),
+        "bias": (recipe.bias or recipe.inputs, recipe.bias or recipe.dinputs or recipe.inputs),
         "logits": (recipe.logits, recipe.dlogits),
         "biased": (recipe.bias or recipe.logits, recipe.bias or recipe.dlogits),
         "teacher": (recipe.teacher or recipe.logits, recipe.dlogits),
