@@ -232,6 +232,7 @@ METRIC_NAMES = frozenset(METRICS) - (frozenset() if trl.since("0.20") else {"ent
     recipe=_recipe,
     outputs=METRIC_NAMES,
     contexts=frozenset({"plain", "autocast"}),
+    interpreted=trl.chunks_are_triton(),
     sources=("trl.trainer.grpo_trainer.GRPOTrainer._compute_loss",),
 )
 def grpo_trainer(x: Inputs) -> Outputs:
@@ -276,6 +277,7 @@ def of_subclass(kind: type, id: str) -> Implementation:
         library="trl",
         outputs=METRIC_NAMES,
         contexts=frozenset({"plain", "autocast"}),
+        interpreted=trl.chunks_are_triton(),
         extends="trl.GRPOTrainer",
         sources=(f"{kind.__module__}.{kind.__qualname__}",),
     )

@@ -72,7 +72,7 @@ def interpreter_limit(family: Family, case: Case, settings: Any) -> str | None:
     from parity.implementations import interpreter
 
     interpreter.patching_by_name()
-    if case.dtype == "bf16" and interpreter.truncates_bfloat16():
+    if (case.dtype == "bf16" or context_of(settings) == "autocast") and interpreter.truncates_bfloat16():
         return "Triton's interpreter truncates to bfloat16 where hardware rounds"
     rows, length = family.sizes(settings)
     blocks = rows * (1 + length // 512)
