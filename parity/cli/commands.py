@@ -103,6 +103,9 @@ def _inside(specs: tuple[str, ...]) -> int:
 @click.option("--checks", metavar="TRAINER", help="its checks instead", shell_complete=options.values(options.trainers))
 @click.option("--profiles", is_flag=True, help="the profiles instead, with the cases that each draws")
 @click.option("--uncovered", is_flag=True, help="the trainers of the installed TRL without a check instead")
+@click.option(
+    "--coverage", metavar="RESULTS", help="what a results file judged, by setting, config field and logged key"
+)
 @click.option("--sweep", is_flag=True, help="what became of each implementation in other releases instead")
 @click.option("--release", "releases", multiple=True, metavar="PKG==VER", help="with --sweep: only this one")
 @turns_option
@@ -127,7 +130,9 @@ def list_command(
 
     chosen = [(name, value) for name, value in sections.items() if value]
     if len(chosen) + bool(families) > 1:
-        raise UsageError("list: one of --family, --settings, --checks, --profiles and --uncovered at a time")
+        raise UsageError(
+            "list: one of --family, --settings, --checks, --profiles, --uncovered and --coverage at a time"
+        )
     if chosen:
         (name, value) = chosen[0]
         found: list[Any] = listing.SECTIONS[name](*([] if value is True else [value]))
@@ -137,7 +142,10 @@ def list_command(
         click.echo(text(found))
     elif chosen:
         title = name if value is True else f"{name} of {value}"
-        listing.show_rows(title, found, console())
+        if name == "coverage":
+            listing.show_coverage(found, console())
+        else:
+            listing.show_rows(title, found, console())
     else:
         listing.show_implementations(found, console())
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from parity.errors import UsageError
 from parity.registry import family, load, loss_families, meant, resolved
-from parity.results.json_output import CheckOut, ImplementationOut, ProfileOut, SettingOut, UncoveredOut
+from parity.results.json_output import CheckOut, CoveredOut, ImplementationOut, ProfileOut, SettingOut, UncoveredOut
 from parity.trainers import catalogue
 
 
@@ -92,6 +92,27 @@ def uncovered() -> list[UncoveredOut]:
     return [UncoveredOut(trainer=name, why=why) for name, why in reasons if name not in installed.covered()]
 
 
+def coverage(results: Any) -> list[CoveredOut]:
+    """What a run judged and what it never did, from its results file."""
+    from parity.tools.covered import of_file
+
+    return of_file(results)
+
+
+def show_coverage(found: Sequence[CoveredOut], console: Console) -> None:
+    """A table, in red what was never judged without an excuse; then the counts in one line."""
+    from parity.tools.covered import EXCUSED
+
+    table = _table("coverage", ("of", "kind", "name", "judged", "declined", "why"))
+    for one in found:
+        missing = not one.judged and one.why not in EXCUSED.values()
+        values = (one.of, one.kind, one.name, f"{one.judged:,}", f"{one.declined:,}", one.why)
+        table.add_row(*(Text(v) for v in values), style="red" if missing else "dim" if not one.judged else "")
+    console.print(table)
+    never = sum(not one.judged for one in found)
+    console.print(f"{len(found):,} judged or to be judged, {never:,} never", markup=False)
+
+
 def show_implementations(found: Sequence[ImplementationOut], console: Console) -> None:
     """A table for all families: id, role, and the library's version or why it cannot run."""
     wide = max((len(i.id) for i in found), default=0)
@@ -156,5 +177,6 @@ SECTIONS: dict[str, Callable[..., list[Any]]] = {
     "checks": checks,
     "profiles": profiles,
     "uncovered": uncovered,
+    "coverage": coverage,
 }
 """Option of `parity list` -> what it shows instead of the implementations."""

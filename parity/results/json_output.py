@@ -107,6 +107,17 @@ class UncoveredOut(msgspec.Struct, kw_only=True):
     why: Annotated[str, told("why it has no check")]
 
 
+class CoveredOut(msgspec.Struct, kw_only=True):
+    """`parity list --coverage RESULTS --json` prints a list of these, what was never judged first."""
+
+    of: Annotated[str, told("implementation, or family of a trainer")]
+    kind: Annotated[str, told("setting; config: a field of the trainer's config; logged: a key that it logs")]
+    name: Annotated[str, told("its name")]
+    judged: Annotated[int, told("cases compared with it away from its default; of a logged key, that judged it")]
+    declined: Annotated[int, told("cases with it that were not compared")]
+    why: Annotated[str, told("why never")] = ""
+
+
 class DoctorOut(msgspec.Struct, kw_only=True):
     """`parity doctor --json`."""
 
@@ -174,7 +185,18 @@ class BisectOut(msgspec.Struct, kw_only=True):
 
 
 EVERY = (
-    *(RunOut, FindingOut, CellOut, ImplementationOut, SettingOut, CheckOut, ProfileOut, UncoveredOut, DoctorOut),
+    *(
+        RunOut,
+        FindingOut,
+        CellOut,
+        ImplementationOut,
+        SettingOut,
+        CheckOut,
+        ProfileOut,
+        UncoveredOut,
+        CoveredOut,
+        DoctorOut,
+    ),
     *(EnvironmentOut, CompareOut, MovedOut, BisectOut),
 )
 

@@ -51,14 +51,16 @@ def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[
     if missing:
         yield replace(base, message=missing)
         return
-    outcome, results = attempt(found, cell, implementation)
+    with drive.noting() as noted:
+        outcome, results = attempt(found, cell, implementation)
+    features = noted.features()
     if outcome.verdict != "ran":
-        yield stopped_row(cell, implementation, outcome)
+        yield replace(stopped_row(cell, implementation, outcome), features=features)
         return
     failing = [r.quantity for r in results if not r.agrees]
     unsteady = flaky(failing, lambda: {r.quantity: r.agrees for r in attempt(found, cell, implementation)[1]})
-    for result in results:
-        yield _row(base, result, result.quantity in unsteady)
+    for number, result in enumerate(results):  # once a cell is enough: results files are long
+        yield _row(base if number else replace(base, features=features), result, result.quantity in unsteady)
 
 
 def _base(cell: Cell, implementation: Implementation) -> Row:

@@ -1,6 +1,7 @@
 """Real trainers of the installed TRL over tiny models: configured, built and run for one recorded step."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -29,6 +30,32 @@ def using(user_class: type) -> Iterator[None]:
         yield
     finally:
         _USER_CLASS.reset(token)
+
+
+@dataclasses.dataclass
+class Noted:
+    """What a check moved and saw: fields of configs away from their default, and the trainers that it built."""
+
+    config: set[str] = dataclasses.field(default_factory=set)
+    trainers: list[Any] = dataclasses.field(default_factory=list)
+
+    def features(self) -> dict[str, list[str]]:
+        """`config`, and `logged`: the keys that the trainers logged; for the features of a row."""
+        logged = {key for t in self.trainers for entry in t.state.log_history for key in entry}
+        return {"config": sorted(self.config), "logged": sorted(logged)}
+
+
+_NOTED: ContextVar[Noted | None] = ContextVar("_NOTED", default=None)
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[Noted]:
+    """Within it configs and trainers are noted."""
+    token = _NOTED.set(Noted())
+    try:
+        yield _NOTED.get() or Noted()
+    finally:
+        _NOTED.reset(token)
 
 
 def trl_class(name: str) -> type:
@@ -89,7 +116,11 @@ def arguments(config: type, device: str, wanted: Mapping[str, Any], needed: tupl
     Raises:
         Unsupported: for a field in `needed` that the version has not.
     """
-    return trl.configured(config, device, {**BASE, **wanted}, needed)
+    out, noted = trl.configured(config, device, {**BASE, **wanted}, needed), _NOTED.get()
+    if noted is not None:
+        known = trl.fields(config)
+        noted.config |= {n for n, v in {**BASE, **wanted}.items() if n in known and v != known[n]}
+    return out
 
 
 def checkpointing(kind: str) -> dict[str, Any]:
@@ -164,7 +195,10 @@ def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: 
     if peft_config is not None:
         given["peft_config"] = peft_config
     with trl.quiet(), trl.environment_kept():
-        return kind(**given)
+        out = kind(**given)
+    if (noted := _NOTED.get()) is not None:
+        noted.trainers.append(out)
+    return out
 
 
 @contextlib.contextmanager
