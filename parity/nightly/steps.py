@@ -80,14 +80,16 @@ def in_turn(done: CommandOutcome, turns: Turns, since: datetime.datetime) -> Com
 
 
 def of_run(done: CommandOutcome, header: Header, rows: Sequence[Row]) -> CommandOutcome:
-    """A run that was not whole, by its rows; killed before its report, it shows what it had found."""
+    """A run by its rows: each new finding in a line, and what one that was not whole, or killed before its report, had found."""
     summary = summarise(header, rows)
     reached, code, tail = summary.incomplete, done.exit_code, done.tail
     if reached and code in (None, outcome.TERMINATED):
         code = outcome.NEW if any(row.new for row in rows) else outcome.AGREE if any(r.judged for r in rows) else None
+    new = [f"new      {_line(one)}" for one in summary.findings]
     if reached and done.exit_code is None:
-        new = [f"new      {_line(one)}" for one in summary.findings]
         tail = "\n".join([*tail.splitlines()[-1:], *new])
+    else:  # the end of its report may lack some
+        tail = "\n".join([*new, *tail.splitlines()])
     return dataclasses.replace(done, exit_code=code, reached=reached, tail=tail)
 
 

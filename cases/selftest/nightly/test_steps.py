@@ -118,8 +118,10 @@ time.sleep(60)
     assert (tmp_path / "unsloth" / "results.ndjson").exists() and done.exit_code is None and not done.whole
 
 
-def test_a_run_that_was_killed_before_its_report_shows_what_it_had_found(tmp_path, monkeypatch):
-    """The page of an upgrade check said that something was wrong, and then 24 lines of progress."""
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_run_shows_all_that_it_found_killed_before_its_report_or_not(tmp_path, monkeypatch, killed):
+    """The page of an upgrade check said that something was wrong, and then 24 lines of progress; another one lacked the first two
+    of five findings, which its report had more than 24 lines before its end."""
     where = {
         "family": "policy",
         "case": "policy-1",
@@ -137,15 +139,16 @@ folder = pathlib.Path(sys.argv[sys.argv.index("--reports") + 1])
 folder.mkdir(parents=True)
 (folder / "results.ndjson").write_text({kept!r})
 for number in range(30): print(number, "s: of 99 cases", flush=True)
-time.sleep(60)
+time.sleep(60) if {killed} else sys.exit(1)
 """
     monkeypatch.setattr(steps, "COMMAND", (sys.executable, "-c", program))
-    done = steps.part("unsloth", ["run"], tmp_path, 3.0)
+    done = steps.part("unsloth", ["run"], tmp_path, 3.0 if killed else 60.0)
     assert done.exit_code == 1 and done.reached
-    assert done.tail.splitlines() == [
-        "29 s: of 99 cases",
-        "new      lib.loss: disagree in loss; 1 case; parity replay policy-1",
-    ]
+    found = "new      lib.loss: disagree in loss; 1 case; parity replay policy-1"
+    if killed:
+        assert done.tail.splitlines() == ["29 s: of 99 cases", found]
+    else:
+        assert done.tail.splitlines() == [found, *(f"{number} s: of 99 cases" for number in range(6, 30))]
 
 
 def test_a_step_of_another_module(tmp_path):
