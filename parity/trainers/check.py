@@ -181,7 +181,8 @@ def by_profile(
 def covering(cells: Iterable[CellOf], listed: Sequence[CellOf] = ()) -> Iterator[CellOf]:
     """A part of the cells with which, beside the listed ones, each trainer has every value of every setting; greedy.
 
-    Of cells with as many new values, the one with the most new pairs of values away from default.
+    Of cells with as many new values, the one with the most new pairs of values away from default. Then, for each value that
+    these have only beside more settings than some cell needs, the smallest such cell: a path may refuse what stands beside it.
     """
     by_trainer: dict[str, list[Mapping[str, Any]]] = {}
     for trainer, settings in cells:
@@ -201,7 +202,13 @@ def covering(cells: Iterable[CellOf], listed: Sequence[CellOf] = ()) -> Iterator
         while left:
             best = max(every, key=lambda s: (len(values(s) & left), len(pairs(s) - met)))
             yield trainer, best
+            have.append(best)
             left, met = left - values(best), met | pairs(best)
+        for value in sorted({(n, repr(v)) for settings in every for n, v in settings.items()}):
+            smallest = min((s for s in every if value in values(s)), key=len)
+            if all(len(s) > len(smallest) for s in have if value in values(s)):
+                yield trainer, smallest
+                have.append(smallest)
 
 
 @dataclasses.dataclass(frozen=True)

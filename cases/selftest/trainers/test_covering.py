@@ -23,6 +23,27 @@ def test_a_part_of_the_cells_has_every_value_of_each_trainer():
     assert [s for t, s in covering(cells, part[:-1]) if t == "b"] == [part[-1][1]]  # listed ones count
 
 
+def test_a_value_stands_beside_no_more_than_it_needs():
+    """A path that refuses `weighting` still meets `ld_alpha`; `smoothing` of exo_pair stands only beside its loss."""
+    cells = [
+        ("a", {"weighting": True, "ld_alpha": 0.4}),
+        ("a", {"ld_alpha": 0.4}),
+        ("a", {"weighting": True}),
+        ("a", {"loss": "exo_pair", "smoothing": 0.1}),
+        ("a", {"loss": "exo_pair", "smoothing": 0.1, "weighting": True}),
+    ]
+    part = [settings for _, settings in covering(cells)]
+    for name, smallest in (("weighting", 1), ("ld_alpha", 1), ("smoothing", 2)):
+        assert min(len(s) for s in part if name in s) == smallest
+    listed = [("a", {"ld_alpha": 0.4, "weighting": True})]
+    assert ("a", {"ld_alpha": 0.4}) in list(covering(cells, listed))
+
+
+def test_ld_alpha_is_met_where_liger_refuses_every_other_setting_beside_it():
+    listed = [c.settings for c in catalogue.cases("dpo-trainer", "pr", 3) if "ld_alpha" in c.settings]
+    assert {"check": "losses", "ld_alpha": 0.4} in listed
+
+
 def _values(name, check, profile):
     cases = catalogue.cases(name, profile, 3)
     return {kv for c in cases if c.settings["check"] == check for kv in c.settings.items()}

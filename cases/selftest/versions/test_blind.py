@@ -28,6 +28,18 @@ def test_a_case_may_show_a_record_only_if_it_moves_what_the_record_needs(records
         assert not blind.fits(record, family.case(0, "fp32", settings), "pr", "cpu")
 
 
+def test_cases_like_the_frozen_one_are_asked_first(records):
+    """Liger's NaN of a banned token needs V > 4,096: a small vocabulary fails for another reason, on the good side too."""
+    family, record = loss_family("policy"), records["liger-grpo-minus-inf"]
+    small, far, near = (
+        family.case(0, "fp32", {"bias": "banned", "H": 2, **more})
+        for more in ({"V": 5}, {"V": 4300, "loss_type": "luspo", "beta": 0.04}, {"V": 4100})
+    )
+    assert blind.nearest(record, [small, far, near]) == [near, small, far]
+    half = family.case(0, "fp16", {"bias": "banned", "H": 2, "V": 4100})
+    assert blind.nearest(record, [half, near]) == [near, half]
+
+
 def test_found_is_what_fails_on_the_bad_side_and_answers_as_recorded_on_the_good_one(records, monkeypatch):
     asked = [records["luspo-kl"], records["tool-mask"], records["softcap"], records["delta"]]
     family = loss_family("policy")

@@ -95,9 +95,11 @@ PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
 @by_profile(pr=PR, covered=lambda cell: True)
 def cells(seed: int) -> Iterator[CellOf]:
     """Every loss of every trainer, and with each of the settings that it honours."""
+    plain: dict[str, Any]
     for trainer, names in OWN.items():
         for loss in names:
-            plain = {"loss": loss, **({"smoothing": 0.1} if loss == "exo_pair" else {})}  # ε = 0 is log 0
+            plain = {} if loss == SETTINGS["loss"].default else {"loss": loss}
+            plain |= {"smoothing": 0.1} if loss == "exo_pair" else {}  # ε = 0 is log 0
             yield trainer, plain
             yield from ((trainer, {**plain, **more}) for more in _moved(trainer, loss))
 

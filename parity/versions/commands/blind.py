@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from packaging.version import Version
 
@@ -42,8 +43,8 @@ _LINE = "parity-blind "
 @dataclasses.dataclass(frozen=True)
 class RecordSeen:
     """What the cases of a profile showed of a record: how many there are, how many move what it says and are dealt to its
-    implementation, how many of those failed (at most the sum of `BATCHES`), the number of the first that finds it, and why
-    none does."""
+    implementation, how many of those failed (at most the sum of `BATCHES`), the number of the first asked that finds it
+    (`nearest` first), and why none does."""
 
     record: Record
     cases: int
@@ -64,7 +65,7 @@ def recall(
     drawn = {f: list(of_profile(f, profile)) for f in sorted({r.check.case.family for r in asked})}
     by_id, out = {r.id: r for r in asked}, {}
     for (bad, good), here in sorted(pairs.items(), key=lambda pair: -len(pair[1])):
-        could = {r.id: [c for c in drawn[r.check.case.family] if fits(r, c, profile, device)] for r in here}
+        could = {r.id: nearest(r, (c for c in drawn[r.check.case.family] if fits(r, c, profile, device))) for r in here}
         for id, (hits, found, why) in _apart(here, could, bad, good, device).items():
             every = drawn[by_id[id].check.case.family]
             first = every.index(found) + 1 if found else None
@@ -126,6 +127,28 @@ def fits(record: Record, case: Case, profile: str, device: str) -> bool:
         return False
     given = [(case.settings.get(name), frozen.settings.get(name)) for name in record.moves]
     return all(ours is not None and (ours == theirs or not isinstance(theirs, str)) for ours, theirs in given)
+
+
+def nearest(record: Record, found: Iterable[Case]) -> list[Case]:
+    """The cases, those first that are most like the frozen one: `BATCHES` is spent where what the record says can show.
+
+    A case is away from it by one for another dtype, for a setting that only one of them has and for another value without a
+    size, and by |log₂(ours/theirs)|, at most one, for a number of another size. It decides in which order cases are asked.
+    """
+    frozen = record.check.case
+
+    def away(case: Case) -> float:
+        both = [(case.settings.get(n), frozen.settings.get(n)) for n in case.settings.keys() | frozen.settings.keys()]
+        return (case.dtype != frozen.dtype) + sum(_apart_by(ours, theirs) for ours, theirs in both)
+
+    return sorted(found, key=away)
+
+
+def _apart_by(ours: object, theirs: object) -> float:
+    if ours == theirs:
+        return 0.0
+    sizes = [float(x) for x in (ours, theirs) if isinstance(x, int | float) and not isinstance(x, bool) and x > 0]
+    return min(1.0, abs(math.log2(sizes[0] / sizes[1]))) if len(sizes) == 2 else 1.0
 
 
 def side_by_side(record: Record) -> tuple[tuple[str, ...], tuple[str, ...]]:
