@@ -111,21 +111,41 @@ def _sft(window: Sequences, s: SimpleNamespace, model: Any) -> Values:
 
 
 def _sampled(trainer: str, window: Sequences, s: SimpleNamespace, model: Any) -> Values:
-    """GRPO's and RLOO's: entropy and KL are means over the completion tokens.
+    """GRPO's, GMPO's and RLOO's: entropy and KL are means over the completion tokens.
 
-    KL of GRPO: r - 1 - log r with r = π_ref/π, as in its loss (arXiv 2402.03300, equation 4); of RLOO: log π - log π_ref.
+    KL of the first two: r - 1 - log r with r = π_ref/π, as in their losses; of RLOO: log π - log π_ref.
     """
     batch = Batch(window, s.model, model)
     d = batch.ref_tokens - batch.tokens
     return {
-        "kl": (torch.expm1(d) - d).mean() if trainer == "grpo-trainer" else -d.mean(),
+        "kl": (torch.expm1(d) - d).mean() if trainer != "rloo-trainer" else -d.mean(),
         "entropy": batch.entropy,
         "reward": _scores(window).mean(),
         "completions/mean_length": batch.lengths.mean(),
     }
 
 
-TRAINERS = ("dpo-trainer", "kto-trainer", "sft-trainer", "online-dpo-trainer", "grpo-trainer", "rloo-trainer")
+def _without_reference(trainer: str, window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> Values:
+    """CPO's and ORPO's: rewards are β log π of a completion, of ORPO its mean over the tokens."""
+    averaged = trainer == "orpo-trainer"
+    tokens = [windows.completion_logps(model, side) for side in window]
+    chosen, rejected = (torch.stack([t.mean() if averaged else t.sum() for t in side]) for side in tokens)
+    out = {"logps/chosen": chosen.mean(), "logps/rejected": rejected.mean()}
+    out |= {f"rewards/{side}": s.beta * out[f"logps/{side}"] for side in ("chosen", "rejected")}
+    out |= {"rewards/margins": out["rewards/chosen"] - out["rewards/rejected"]}
+    out |= {"rewards/accuracies": (chosen > rejected).double().mean()}
+    if not averaged:
+        return out | {"nll_loss": -torch.cat(tokens[0]).mean()}
+    odds = preference.log_odds(tokens[0]) - preference.log_odds(tokens[1])
+    whole = windows.completion_logps(model, [(t, 1) for t, _ in window[0]])
+    out |= {"log_odds_chosen": odds.mean(), "log_odds_ratio": torch.nn.functional.logsigmoid(odds).mean()}
+    return out | {"nll_loss": -torch.cat(whole).mean()}
+
+
+TRAINERS = (
+    *("dpo-trainer", "kto-trainer", "sft-trainer", "online-dpo-trainer"),
+    *(*twin_runs.GROUPED, *twin_runs.BEGUN),
+)
 
 
 def _defined(trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
@@ -133,6 +153,8 @@ def _defined(trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
     window = twin_runs.sequences(trainer, rows)
     if trainer == "dpo-trainer":
         return functools.partial(_dpo, twin_runs.pair(trainer, rows), s)
+    if trainer in twin_runs.BEGUN:
+        return functools.partial(_without_reference, trainer, twin_runs.pair(trainer, rows), s)
     if trainer == "online-dpo-trainer":
         return functools.partial(_online, stored_window.preferred(rows), s)
     if trainer == "kto-trainer":

@@ -180,16 +180,19 @@ def cpo(window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> 
     return preferred.mean() - weight * torch.cat(list(tokens[0])).mean()
 
 
+def log_odds(tokens: Sequence[Tensor]) -> Tensor:
+    """log p - log(1 - p) of each completion, log p the mean of its tokens' log-probs, (N,)."""
+    logps = torch.stack([t.mean() for t in tokens])
+    return logps - torch.log(-torch.expm1(logps))
+
+
 def orpo(window: tuple[Sequences, Sequences], beta: float, model: Any) -> Tensor:
     """-Σ log p / N over the N tokens of chosen prompts and completions, less β·mean of log σ(log odds_w - log odds_l).
 
     odds = p/(1 - p), log p the mean over a completion's tokens (arXiv 2403.07691, equations 3 to 7; its authors' code
     takes the likelihood of the prompt too).
     """
-    odds = []
-    for side in window:
-        logps = torch.stack([t.mean() for t in windows.completion_logps(model, side)])
-        odds.append(logps - torch.log(-torch.expm1(logps)))
+    odds = [log_odds(windows.completion_logps(model, side)) for side in window]
     whole = torch.cat(windows.completion_logps(model, [(tokens, 1) for tokens, _ in window[0]]))
     return -whole.mean() - beta * logsigmoid(odds[0] - odds[1]).mean()
 
