@@ -95,7 +95,7 @@ def of_run(done: CommandOutcome, header: Header, rows: Sequence[Row]) -> Command
 
 def _line(one: Finding) -> str:
     what = f"{one.verdict} in {', '.join(one.roots)}" if one.roots else one.verdict
-    return f"{one.implementation}: {what}; {count(one.cases, 'case')}; {one.lead.replay}"
+    return "; ".join(filter(None, [f"{one.implementation}: {what}", count(one.cases, "case"), one.lead.replay]))
 
 
 def run(name: str, words: Sequence[str], log: Path, limit: float, module: str = "") -> CommandOutcome:
