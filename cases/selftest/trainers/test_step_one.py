@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from packaging.version import Version
 
 pytest.importorskip("trl")
 
@@ -120,3 +121,15 @@ def test_the_bound_of_online_dpo_leaves_out_padded_prompts():
     off = dataclasses.replace(step, log={**step.log, "objective/kl": 1e-3}, loss=math.log(2.0) + 1e-4)
     found = {r.quantity: r for r in step_one._online(asked, off, truth)}
     assert not found["kl"].agrees and not found["loss"].agrees
+
+
+@pytest.mark.parametrize(
+    ("loss_types", "released", "exact"),
+    [(True, "1.16.0", 0.0), (False, "0.16.1", -0.5), (False, "0.15.2", 0.0)],
+)
+def test_the_loss_at_ratio_one_is_of_the_mean_that_the_release_takes(monkeypatch, loss_types, released, exact):
+    """Advantages of 1 and -1 on completions of 3 tokens and 1: 0 over sequences, 0.5 over tokens, which TRL 0.16 takes."""
+    monkeypatch.setattr(step_one.trl, "since", lambda version: Version(released) >= Version(version))
+    completion = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0]])
+    step = first_step.FirstStep(completion, completion, completion, advantages=torch.tensor([1.0, -1.0]))
+    assert step_one.loss_at_ratio_one(step, loss_types)[0] == exact

@@ -20,6 +20,7 @@ from parity.trainers.definitions import log_probs
 from parity.trainers.definitions.log_probs import Truth, U
 from parity.trainers.rig import drive, models
 from parity.trainers.rig.first_step import FirstStep, run
+from parity.upstream import trl
 
 SETTINGS = {
     "model": Setting("llama", "tiny model", tuple(models.ARCHITECTURES)),
@@ -121,10 +122,20 @@ def _grpo(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     yield within("kl", kl, 0.0, bound, f"KL {kl:.4g} at step 1, at most {bound:.2g} is rounding")
     if step.policy is not None and step.reference is not None:  # a fused loss hands out no log-probs
         yield _recomputed(kl, step, lambda d: torch.expm1(d) - d)
-    size = float(step.advantages.abs().mean())
-    exact = -float(step.advantages.double().mean())
-    allowed = cell.settings.beta * bound + (drive.COMPLETION + 8) * U * size
+    exact, terms = loss_at_ratio_one(step, "loss_type" in trl.fields(drive.config(cell.trainer)))
+    allowed = cell.settings.beta * bound + (terms + 8) * U * float(step.advantages.abs().mean())
     yield within("loss", step.loss, exact, allowed, f"loss {step.loss:.5g} at ratio 1 and KL 0, expected {exact:.5g}")
+
+
+def loss_at_ratio_one(step: FirstStep, has_loss_types: bool) -> tuple[float, int]:
+    """-mean of the advantages, and how many terms a sum of it has: over sequences (grpo), -Σ A_i/B, or over tokens (bnpo),
+    -Σ A_i·|o_i|/Σ |o_i|, where the release has no loss types and averages over tokens: TRL 0.16."""
+    assert step.advantages is not None
+    advantages = step.advantages.double()
+    if has_loss_types or not trl.since("0.16.0"):
+        return -float(advantages.mean()), drive.COMPLETION
+    lengths = step.completion.sum(1).double().to(advantages.device)
+    return -float((advantages * lengths).sum() / lengths.sum()), int(lengths.sum())
 
 
 def _recomputed(kl: float, step: FirstStep, of: Any) -> CheckResult:
