@@ -89,7 +89,8 @@ def test_batches_go_on_behind_the_last_case_that_failed_until_one_agrees_on_the_
         asked.append((expected, numbers))
         # every odd case fails on the bad side; of these only the fifth agrees on the good one
         found = [n for n in numbers if (n % 2 if expected == "disagree" else n == agrees)][:count]
-        return {one.id: ([drawn[n] for n in found], {"agree": len(numbers) - len(found)})}, ""
+        other = "agree" if expected == "disagree" else "unsupported"
+        return {one.id: ([drawn[n] for n in found], {other: len(numbers) - len(found)})}, ""
 
     monkeypatch.setattr(blind, "_look", look)
     agrees = 9
@@ -99,7 +100,7 @@ def test_batches_go_on_behind_the_last_case_that_failed_until_one_agrees_on_the_
     agrees = -1
     (seen,) = blind.recall([record], "pr", lambda line: None)
     assert (seen.first, seen.failed) == (None, 10)
-    assert seen.why.startswith("those that fail do so on the good release too")
+    assert seen.why.startswith("10 fail, on the good release 10 unsupported (")  # why is what the good side said
 
 
 def test_moves_names_settings_of_the_frozen_case(records):

@@ -85,7 +85,7 @@ def _apart(
     and why there is none. What is found is not asked again; cases are run on until `BATCHES` are used up."""
     out: dict[str, tuple[int, Case | None, str]] = {}
     left, failed = dict(could), dict.fromkeys(could, 0)
-    seen: dict[str, Counter[str]] = {r.id: Counter() for r in records}
+    seen, then = ({r.id: Counter[str]() for r in records} for _ in range(2))  # what else each side answers
     out |= {r.id: (0, None, "no case has what it needs") for r in records if not could[r.id]}
     for batch in BATCHES:
         open_ = [r for r in records if r.id not in out]
@@ -97,15 +97,20 @@ def _apart(
             shown, others = wrong.get(r.id, ([], {}))
             seen[r.id] += Counter(others)
             failed[r.id] += len(shown)
+            then[r.id] += Counter(right[r.id][1] if r.id in right else {})
             if r.id in right and right[r.id][0]:
                 out[r.id] = failed[r.id], right[r.id][0][0], ""
             elif r.id not in out and (why or len(shown) < batch or batch == BATCHES[-1]):
-                told = ", ".join(f"{count} {verdict}" for verdict, count in seen[r.id].most_common(5))
-                none = "those that fail do so on the good release too" if failed[r.id] else "none fails"
+                none = f"{failed[r.id]} fail, on the good release {_told(then[r.id])}" if failed[r.id] else "none fails"
+                told = _told(seen[r.id])
                 out[r.id] = failed[r.id], None, why or (f"{none} ({told})" if told else none)
             elif r.id not in out:
                 left[r.id] = left[r.id][left[r.id].index(shown[-1]) + 1 :]
     return out
+
+
+def _told(answers: Counter[str]) -> str:
+    return ", ".join(f"{count} {verdict}" for verdict, count in answers.most_common(5))
 
 
 def of_profile(family: str, profile: str) -> Iterator[Case]:
