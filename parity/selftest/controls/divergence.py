@@ -1,8 +1,12 @@
-"""Controls of family `divergence`: correct losses with other algorithms, each with its true recipe."""
+"""Controls of family `divergence`: correct losses with other algorithms, each with its true recipe, cut into steps.
+
+A mutant exchanges one step for one that is wrong.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -19,48 +23,58 @@ BLOCK = 5
 Pair = tuple[torch.Tensor, torch.Tensor]
 Width = Literal["wide", "stored", "narrow"]
 Measure = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+Model = SimpleNamespace
+"""A head (hidden, weight, bias) and what its logits go through: scale, softcap, temperature."""
 
 
-def _finished(z: torch.Tensor, scale: float, softcap: float | None, temperature: float) -> torch.Tensor:
-    z = z * scale
-    return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
-
-
-def _logits(x: Inputs, width: Width) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Student's and teacher's z, (B·T, V): in float32, or stored in the dtype of the head, at first or throughout."""
+def student(x: Inputs) -> Model:
     s = x.settings
+    head = SimpleNamespace(hidden=x.hidden, weight=x.weight, bias=x.bias)
+    return Model(head=head, scale=s.logit_scale, softcap=s.softcap, temperature=s.temperature)
 
-    def project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if width == "wide":
-            return linear(hidden.float(), weight.float(), None if bias is None else bias.float()).float()
-        z = linear(hidden.to(weight.dtype), weight, bias)
-        return z if width == "narrow" else z.float()
 
-    student = _finished(project(x.hidden.flatten(0, 1), x.weight, x.bias), s.logit_scale, s.softcap, s.temperature)
-    if s.sparse != "none":
-        return student, None
-    if x.teacher_logits is not None:
-        teacher = x.teacher_logits.flatten(0, 1)[:, : s.V]
-        return student, (teacher if width == "narrow" else teacher.float()) / s.temperature
+def teacher(x: Inputs) -> Model:
+    """Without the rows that pad its head."""
+    s = x.settings
     bias = None if x.teacher_bias is None else x.teacher_bias[: s.V]
-    raw = project(x.teacher_hidden.flatten(0, 1), x.teacher_weight[: s.V], bias)
-    return student, _finished(raw, s.teacher_logit_scale, s.teacher_softcap, s.temperature)
+    weight = None if x.teacher_weight is None else x.teacher_weight[: s.V]
+    head = SimpleNamespace(hidden=x.teacher_hidden, weight=weight, bias=bias)
+    return Model(head=head, scale=s.teacher_logit_scale, softcap=s.teacher_softcap, temperature=s.temperature)
 
 
-def _log_probs(x: Inputs, width: Width) -> Pair:
-    """Log-probs of the label positions, over the vocabulary or the completed support."""
-    student, teacher = _logits(x, width)
-    rows = x.ids.flatten() != IGNORE_INDEX
-    lp = torch.log_softmax(student, -1)[rows]
-    if teacher is not None:
-        return lp, torch.log_softmax(teacher, -1)[rows]
-    lq, ids = x.support_logps.flatten(0, 1)[rows], x.support_ids.flatten(0, 1)[rows]
-    lp = lp.gather(-1, ids).masked_fill(lq == -torch.inf, -torch.inf)
+def logits(m: Model, width: Width) -> torch.Tensor:
+    """softcap(scale·(h Wᵀ + b))/τ, (B·T, V): in float32, or stored in the dtype of the head, at first or throughout."""
+    hidden, weight, bias = m.head.hidden.flatten(0, 1), m.head.weight, m.head.bias
+    if width == "wide":
+        z = linear(hidden.float(), weight.float(), None if bias is None else bias.float()).float()
+    else:
+        z = linear(hidden.to(weight.dtype), weight, bias)
+    z = (z if width == "narrow" else z.float()) * m.scale
+    return (z if m.softcap is None else m.softcap * torch.tanh(z / m.softcap)) / m.temperature
+
+
+def rows(x: Inputs) -> torch.Tensor:
+    """The label positions, (B·T,)."""
+    return x.ids.flatten() != IGNORE_INDEX
+
+
+def supported(x: Inputs, lp: torch.Tensor) -> Pair:
+    """Log-probs of the tokens that a sparse teacher names, -inf where it names fewer."""
+    lq, ids = x.support_logps.flatten(0, 1)[rows(x)], x.support_ids.flatten(0, 1)[rows(x)]
+    return lp.gather(-1, ids).masked_fill(lq == -torch.inf, -torch.inf), lq
+
+
+def completed(x: Inputs, lp: torch.Tensor, lq: torch.Tensor) -> Pair:
+    """Both completed by a tail bucket, or renormalised."""
     mass = [torch.logsumexp(logps, -1, keepdim=True) for logps in (lp, lq)]
     if not x.settings.tail:
         return lp - mass[0], lq - mass[1]
-    tails = [torch.log(-torch.expm1(m.clamp(max=LARGEST_LOG_MASS))) for m in mass]
-    return torch.cat([lp, tails[0]], -1), torch.cat([lq, tails[1]], -1)
+    return torch.cat([lp, tail(mass[0])], -1), torch.cat([lq, tail(mass[1])], -1)
+
+
+def tail(mass: torch.Tensor) -> torch.Tensor:
+    """log(1 - e^mass)."""
+    return torch.log(-torch.expm1(mass.clamp(max=LARGEST_LOG_MASS)))
 
 
 def _weighted(lp: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -91,24 +105,54 @@ def by_blocks(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Tensor:
     return total
 
 
-@dataclasses.dataclass(frozen=True)
-class Road:
-    """An algorithm from inputs to the loss, and the recipe it computes in.
+def count(x: Inputs) -> torch.Tensor:
+    """num_items_in_batch, or the number of label positions."""
+    return rows(x).sum().clamp(min=1) if x.num_items_in_batch is None else x.num_items_in_batch
 
-    Attributes:
-        width: float32 throughout, from the stored logits on, or nowhere: the dtype of each head down to its terms.
-        measure: the divergence of each token.
-        weighted_last: whether the sum over the tokens is divided, or every token.
+
+def divided(x: Inputs, per_token: torch.Tensor) -> torch.Tensor:
+    """Sum over the label positions ÷ `count`."""
+    return per_token.sum() / count(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps in order: inputs, both models, log-probs of the label positions, support, measure, normaliser, loss.
+
+    `width`: float32 throughout, from the stored logits on, or nowhere: the dtype of each head down to its terms.
     """
 
-    width: Width
-    measure: Measure
-    weighted_last: bool
+    width: Width = "wide"
+    read: Callable[[Inputs], Inputs] = lambda x: x
+    student: Callable[[Inputs], Model] = student
+    teacher: Callable[[Inputs], Model] = teacher
+    rows: Callable[[Inputs], torch.Tensor] = rows
+    log_softmax: Callable[[torch.Tensor], torch.Tensor] = lambda z: torch.log_softmax(z, -1)
+    supported: Callable[[Inputs, torch.Tensor], Pair] = supported
+    completed: Callable[[Inputs, torch.Tensor, torch.Tensor], Pair] = completed
+    measure: Measure = by_log_mixture
+    divided: Callable[[Inputs, torch.Tensor], torch.Tensor] = divided
+    loss: Callable[[Inputs, torch.Tensor], torch.Tensor] = lambda x, loss: loss
 
     def __call__(self, x: Inputs) -> Outputs:
-        per_token = self.measure(*_log_probs(x, self.width), x.settings.beta).float()
-        count = (x.ids != IGNORE_INDEX).sum().clamp(min=1) if x.num_items_in_batch is None else x.num_items_in_batch
-        return {"loss": per_token.sum() / count if self.weighted_last else (per_token / count).sum()}
+        """As an adapter of family `divergence`."""
+        x = self.read(x)
+        per_token = self.measure(*self._pair(x), x.settings.beta).float()
+        return {"loss": self.loss(x, self.divided(x, per_token))}
+
+    def _pair(self, x: Inputs) -> Pair:
+        """Student's and teacher's log-probs of the label positions, over the vocabulary or the completed support."""
+        lp = self.log_softmax(logits(self.student(x), self.width))[self.rows(x)]
+        if x.settings.sparse != "none":
+            return self.completed(x, *self.supported(x, lp))
+        return lp, self.log_softmax(self._teacher_logits(x))[self.rows(x), : x.settings.V]
+
+    def _teacher_logits(self, x: Inputs) -> torch.Tensor:
+        model = self.teacher(x)
+        if x.teacher_logits is None:
+            return logits(model, self.width)
+        z = x.teacher_logits.flatten(0, 1)[:, : x.settings.V]
+        return (z if self.width == "narrow" else z.float()) / model.temperature
 
     def recipe(self, x: Inputs) -> Recipe:
         """float32; logits stored in the dtype of their head; or everything in it, the teacher's in its own."""
@@ -124,8 +168,8 @@ class Road:
 
 
 ROADS = {
-    "ieee": Road("wide", by_log_mixture, True),
-    "stored": Road("stored", by_log_mixture, False),
-    "blocks": Road("stored", by_blocks, True),
-    "narrow": Road("narrow", by_log_mixture, False),
+    "ieee": Steps(),
+    "stored": Steps("stored", divided=lambda x, per_token: (per_token / count(x)).sum()),
+    "blocks": Steps("stored", measure=by_blocks),
+    "narrow": Steps("narrow", divided=lambda x, per_token: (per_token / count(x)).sum()),
 }

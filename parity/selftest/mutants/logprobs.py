@@ -8,15 +8,7 @@ from parity.selftest.controls import logprobs as right
 from parity.selftest.controls.logprobs import Pair, Steps, capped, cooled, scaled, targets
 from parity.selftest.mutants import Edited
 from parity.selftest.mutants.conduct import around, misread_upstream
-from parity.selftest.mutants.steps import (
-    BLOCK,
-    Fused,
-    Wrong,
-    defaults,
-    exchanged,
-    scaled_gradients,
-    summed,
-)
+from parity.selftest.mutants.steps import BLOCK, Fused, Wrong, defaults, exchanged, scaled_gradients, summed
 
 
 def _straight(x: Inputs, z: torch.Tensor) -> torch.Tensor:
