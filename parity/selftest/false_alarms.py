@@ -169,8 +169,8 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 def table(found: Soak) -> str:
     """The distribution as a Markdown table: share of judgements below each edge, and the worst."""
-    head = "| family | quantity | gate | dtype | judged | " + " | ".join(f"≤ {e:g}" for e in EDGES) + " | worst |"
-    lines = [head, "|" + "---|" * (6 + len(EDGES))]
+    heads = ["family", "quantity", "gate", "dtype", "judged", *(f"≤ {e:g}" for e in EDGES), "worst"]
+    rows = []
     for key, spread in sorted(found.spreads.items()):
         if key[2] == "structure" or not any(spread.counts):
             continue
@@ -179,8 +179,8 @@ def table(found: Soak) -> str:
         for count in spread.counts[:-1]:
             seen += count
             shares.append(measured.share(seen, total))
-        lines.append(f"| {' | '.join(key)} | {total} | {' | '.join(shares)} | {measured.headroom(spread.worst)} |")
-    return "\n".join(lines)
+        rows.append([*key, str(total), *shares, measured.headroom(spread.worst)])
+    return "\n".join(measured.table(heads, rows))
 
 
 def _print_sensitivity(count: int, seed: int) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from parity.results.report import measured
 from parity.results.row import Row
 from parity.running import gpu
 from parity.running.provenance import header
@@ -89,12 +90,12 @@ def quantiles(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         if row.device == "cuda" and row.gate and row.headroom is not None:
             found[(row.implementation, row.gate)].append(row.headroom)
-    out = ["| implementation | gate | rows | median | 99 % | worst |", "|---|---|---|---|---|---|"]
+    out = []
     for (name, gate), values in sorted(found.items()):
         values.sort()
         half, most = values[len(values) // 2], values[min(len(values) - 1, len(values) * 99 // 100)]
-        out.append(f"| {name} | {gate} | {len(values)} | {half:.2g} | {most:.2g} | {values[-1]:.2g} |")
-    return out
+        out.append([name, gate, str(len(values)), *(f"{v:.2g}" for v in (half, most, values[-1]))])
+    return measured.table(["implementation", "gate", "rows", "median", "99 %", "worst"], out)
 
 
 def page(about: dict[str, object], done: Sequence[Done], rows: Sequence[Row]) -> str:
@@ -102,8 +103,8 @@ def page(about: dict[str, object], done: Sequence[Done], rows: Sequence[Row]) ->
     on_gpu = {(r.implementation, r.case) for r in rows if r.device == "cuda" and r.judged}
     on_cpu = {(r.implementation, r.case) for r in rows if r.device == "cpu" and r.judged}
     new = collections.Counter((r.implementation, r.quantity, r.cls, r.message[:100]) for r in rows if r.new)
-    lines = [f"# First hour on {about['device_name']}", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in about.items() if name != "dimensions"]
+    facts = ([name, str(value)] for name, value in about.items() if name != "dimensions")
+    lines = [f"# First hour on {about['device_name']}", "", *measured.table(["", ""], facts)]
     lines += ["", f"Compared on CUDA: {len(on_gpu)} implementation-cases; on the CPU: {len(on_cpu)}.", "", "## New", ""]
     lines += [f"- {count} × {' · '.join(map(str, what))}" for what, count in new.most_common(40)] or ["Nothing."]
     lines += ["", "## Headroom", "", *quantiles(rows), "", "## Steps", ""]

@@ -18,6 +18,7 @@ from parity.case.inputs import Inputs
 from parity.implementations.cce import BLOCK
 from parity.implementations.implementation import Implementation
 from parity.registry import load, loss_family
+from parity.results.report import measured
 from parity.running.provenance import resolve_device
 from parity.running.shard import VOCABULARIES
 
@@ -134,14 +135,12 @@ def page(found: list[DroppedShare], command: str) -> str:
     lines += [f'Computed from the filter\'s definition (cut-cross-entropy 25.1.1, `filter_eps="high"`), {ran}.', ""]
     lines += [f"{BLOCK} tokens, hidden size 64, targets drawn from the model. Shares are ‖dropped‖ ÷ ‖all‖.", ""]
     lines += ["![Share by standard deviation of the logits](filtering.svg)", ""]
-    lines += [
-        "| dtype | V | std of the logits | hidden states | head | head, as run |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+    heads = ["dtype", ">V", ">std of the logits", ">hidden states", ">head", ">head, as run"]
+    rows = []
     for one in found:
         last = "" if one.ran is None else f"{one.ran:.2%}"
-        lines.append(f"| {one.dtype} | {one.size:,} | {one.peak:g} | {one.hidden:.2%} | {one.head:.2%} | {last} |")
-    return "\n".join(lines) + "\n"
+        rows.append([one.dtype, f"{one.size:,}", f"{one.peak:g}", f"{one.hidden:.2%}", f"{one.head:.2%}", last])
+    return "\n".join([*lines, *measured.table(heads, rows)]) + "\n"
 
 
 def main() -> int:

@@ -66,23 +66,20 @@ def headrooms(rows: Iterable[Row], ours: Sequence[str] = OURS, at_least: int = 1
     Peers by family; those judged on fewer than `at_least` quantities are left out. A coarse recipe allows more.
     """
     found: dict[tuple[bool, str, str, str], list[float]] = defaultdict(list)
-    measured = list(decided(rows))
-    families = {row.family for row in measured if row.implementation in ours}
-    for row in measured:
+    judged = list(decided(rows))
+    families = {row.family for row in judged if row.implementation in ours}
+    for row in judged:
         if row.family in families:
             value = math.inf if row.headroom is None else float(row.headroom)
             name = row.implementation
             found[name not in ours, name, row.dtype, kind_of(row)].append(value)
-    lines = ["| implementation | dtype | of | quantities | median headroom | worst |", "|---|---|---|---:|---:|---:|"]
+    lines = []
     for (_, name, dtype, kind), values in sorted(found.items()):
         if len(values) >= at_least:
-            middle, worst = _headroom(statistics.median(values)), _headroom(max(values))
-            lines.append(f"| {name} | {dtype} | {kind} | {len(values):,} | {middle} | {worst} |")
-    return "\n".join(lines)
-
-
-def _headroom(value: float) -> str:
-    return measured.headroom(value)
+            sizes = map(measured.headroom, (statistics.median(values), max(values)))
+            lines.append([name, dtype, kind, f"{len(values):,}", *sizes])
+    heads = ["implementation", "dtype", "of", ">quantities", ">median headroom", ">worst"]
+    return "\n".join(measured.table(heads, lines))
 
 
 def decided(rows: Iterable[Row]) -> Iterable[Row]:
@@ -107,21 +104,12 @@ def error(row: Row) -> float:
 
 def table(found: Sequence[Comparison]) -> str:
     """Markdown, one line a comparison."""
-    lines = [
-        "| ours | peer | dtype | of | pairs | median: ours, peer | worst: ours, peer | ours no farther |",
-        "|---|---|---|---|---:|---:|---:|---:|",
-    ]
+    lines = []
     for c in sorted(found, key=lambda c: (c.ours, c.dtype, c.kind, c.peer)):
-        pairs = [f"{_short(f(0))}, {_short(f(1))}" for f in (c.median, c.worst)]
-        lines.append(
-            f"| {c.ours} | {c.peer} | {c.dtype} | {c.kind} | {len(c.pairs):,} | {pairs[0]} | {pairs[1]} "
-            f"| {c.no_farther:.0%} |"
-        )
-    return "\n".join(lines)
-
-
-def _short(value: float) -> str:
-    return measured.short(value)
+        sizes = [f"{measured.short(f(0))}, {measured.short(f(1))}" for f in (c.median, c.worst)]
+        lines.append([c.ours, c.peer, c.dtype, c.kind, f"{len(c.pairs):,}", *sizes, f"{c.no_farther:.0%}"])
+    heads = ["ours", "peer", "dtype", "of", ">pairs", ">median: ours, peer", ">worst: ours, peer", ">ours no farther"]
+    return "\n".join(measured.table(heads, lines))
 
 
 def main() -> None:

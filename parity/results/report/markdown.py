@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from parity.results.report import wording
+from parity.results.report import measured, wording
 from parity.results.report.failure import text_of
 from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
@@ -80,8 +80,7 @@ def code(text: str) -> str:
 
 
 def _table(lines: Sequence[Line]) -> list[str]:
-    out = ["| family | implementation | dtype | compared | unsupported | worst headroom | at | verdict |"]
-    out.append("|---|---|---|---:|---:|---:|---|---|")
+    rows = []
     device = {line.device for line in lines}
     for line in lines:
         where = f"{line.dtype} ({line.device})" if len(device) > 1 else line.dtype
@@ -96,8 +95,9 @@ def _table(lines: Sequence[Line]) -> list[str]:
             escape(wording.at(line.worst)),
             escape(verdict if line.counts.compared or not line.reason else f"{verdict}: {line.reason}"),
         ]
-        out.append(f"| {' | '.join(cells)} |")
-    return [*out, ""]
+        rows.append(cells)
+    heads = ["family", "implementation", "dtype", ">compared", ">unsupported", ">worst headroom", "at", "verdict"]
+    return [*measured.table(heads, rows), ""]
 
 
 def _finding(mark: str, finding: Finding, full: bool) -> list[str]:

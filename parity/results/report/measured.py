@@ -4,6 +4,7 @@ import datetime
 import math
 import shlex
 import sys
+from collections.abc import Iterable, Sequence
 
 LARGEST = 1000.0
 """A headroom above this says no more than that the value is wrong."""
@@ -16,6 +17,14 @@ def head(title: str, program: str, page: str = "") -> str:
     """
     command = shlex.join([*shlex.split(program), *sys.argv[1:]]) + (f" > docs/measured/{page}" if page else "")
     return f"# {title}\n\nWritten by `{command}` on {datetime.date.today()}.\n"
+
+
+def table(heads: Sequence[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """The lines of a Markdown table; the numbers of a column whose heading begins with ">" stand at its right."""
+    rule = "".join("---:|" if head.startswith(">") else "---|" for head in heads)
+    shown = ([head.removeprefix(">") for head in heads], *rows)
+    lines = [f"| {' | '.join(row)} |" for row in shown]
+    return [lines[0], f"|{rule}", *lines[1:]]
 
 
 def short(value: float) -> str:

@@ -92,18 +92,16 @@ def page(header: Header, rows: Sequence[Row]) -> str:
     kinds = list(by_kind(parts, rows))
     about = header.header
     total = [("all", sum(n for _, n, _ in kinds), sum(s for _, _, s in kinds))]
-    table = [
-        f"| {what} | {count:,} | {seconds:,.0f} | {measured.short(count / seconds)} |"
+    cells = (
+        [what, f"{count:,}", f"{seconds:,.0f}", measured.short(count / seconds)]
         for what, count, seconds in (*kinds, *(total if kinds else []))
-    ]
+    )
     return "\n".join(
         [
             f"CPU time of the workers of `{about.command}`, revision {about.git}, profile {about.profile}, "
             f"{about.device_name}, {(about.started or '')[:10]}.",
             "",
-            "| | comparisons | CPU seconds | a CPU second |",
-            "|---|---:|---:|---:|",
-            *table,
+            *measured.table(["", ">comparisons", ">CPU seconds", ">a CPU second"], cells),
             "",
             "```",
             *lines(parts)[1:],

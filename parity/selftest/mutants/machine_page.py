@@ -35,8 +35,7 @@ def _table(name: str, found: Iterable[Mutated], key: Callable[[Mutated], str]) -
     groups: dict[str, list[Mutated]] = collections.defaultdict(list)
     for mutated in found:
         groups[key(mutated)].append(mutated)
-    rows = [(name, *HEADINGS), ("---",) * (1 + len(HEADINGS))]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows + [_row(n, groups[n]) for n in sorted(groups)])
+    return "\n".join(measured.table((name, *HEADINGS), (_row(n, groups[n]) for n in sorted(groups))))
 
 
 def _row(name: str, of: Sequence[Mutated]) -> tuple[str, ...]:
@@ -51,9 +50,10 @@ def _row(name: str, of: Sequence[Mutated]) -> tuple[str, ...]:
 
 
 def _survivors(found: Iterable[Mutated]) -> str:
-    rows = ["| survivor | implementation | cases | largest change in float64 | why |", "|---|---|---|---|---|"]
+    rows = []
     for m in (m for m in found if m.fate == "survived"):
         name = f"{m.edit.module.rpartition('.')[2]}.{m.edit.function}: {m.edit.before} → {m.edit.after}"
         cells = (name, m.implementation, str(m.cases), measured.short(m.moved), REASONS.get(name, "not known"))
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows) if len(rows) > 2 else ""
+        rows.append([cell.replace("|", "\\|") for cell in cells])
+    heads = ("survivor", "implementation", "cases", "largest change in float64", "why")
+    return "\n".join(measured.table(heads, rows)) if rows else ""

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from parity.results.report import measured
 from parity.selftest.mutants.matrix import Fate
 
 HEADINGS = ("family", "mutant", "mistake", "killed by", "quantity", "dtype", "cases: median", "max", "killed")
@@ -37,20 +38,9 @@ class Line:
 
     def cells(self) -> tuple[str, ...]:
         """As under `HEADINGS`."""
-        verdict = f"{self.killed}/{self.streams}" + (
-            "" if self.right else " survives" if self.mistake else " false alarm"
-        )
-        cases = (f"{self.median:g}", str(self.most))
-        return (
-            self.family,
-            self.name,
-            self.mistake or "control",
-            self.gate,
-            self.quantity,
-            self.dtype,
-            *cases,
-            verdict,
-        )
+        wrong = "" if self.right else " survives" if self.mistake else " false alarm"
+        what = self.family, self.name, self.mistake or "control", self.gate, self.quantity, self.dtype
+        return *what, f"{self.median:g}", str(self.most), f"{self.killed}/{self.streams}{wrong}"
 
 
 def lines(fates: Iterable[Fate]) -> list[Line]:
@@ -106,10 +96,7 @@ def summary(found: Sequence[Line]) -> str:
 
 def markdown(found: Sequence[Line]) -> str:
     """The table for the docs."""
-    rows = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    return "\n".join(
-        rows + ["| " + " | ".join(cell.replace("|", "\\|") for cell in line.cells()) + " |" for line in found]
-    )
+    return "\n".join(measured.table(HEADINGS, ([c.replace("|", "\\|") for c in line.cells()] for line in found)))
 
 
 def write(fates: Iterable[Fate], path: Path) -> None:

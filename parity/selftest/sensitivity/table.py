@@ -77,18 +77,13 @@ HEADINGS = ("family", "error on", "dtype", "cases", "half of the cases", "99 % o
 
 def markdown(found: Iterable[DetectionLimit], drawn: int) -> str:
     """The limits of the gates, a row for each group."""
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
+    rows = []
     for (family, target, dtype, logits), group in groups(found).items():
         values = limits(group, GATES)
-        cells = (
-            *(family, target, dtype if dtype == "fp32" else f"{dtype}, {logits}", str(len(group))),
-            amount(quantile(values, 0.5)),
-            amount(quantile(values, CERTAIN)) + _unreached(values),
-            amount(by_a_run(group, drawn)),
-            _pooled(group, drawn),
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        cells = [family, target, dtype if dtype == "fp32" else f"{dtype}, {logits}", str(len(group))]
+        cells += [amount(quantile(values, 0.5)), amount(quantile(values, CERTAIN)) + _unreached(values)]
+        rows.append([*cells, amount(by_a_run(group, drawn)), _pooled(group, drawn)])
+    return "\n".join(measured.table(HEADINGS, rows))
 
 
 def _pooled(group: Sequence[DetectionLimit], drawn: int) -> str:
@@ -106,7 +101,7 @@ def _unreached(values: Sequence[float]) -> str:
 
 def tolerances(found: Iterable[DetectionLimit]) -> str:
     """The same cases by every judge: correct values faulted; of the other cases the median limit, and caught at 1 %."""
-    lines = ["| family | error on | dtype | " + " | ".join(JUDGES) + " |", "|" + "---|" * (3 + len(JUDGES))]
+    rows = []
     for (family, target, dtype, logits), group in groups(found).items():
         cells = [family, target, dtype if dtype == "fp32" else f"{dtype}, {logits}"]
         for label in JUDGES:
@@ -114,5 +109,5 @@ def tolerances(found: Iterable[DetectionLimit]) -> str:
             shown = f"{amount(quantile(values, 0.5))} · {share(values, 0.01)}" if values else "nothing left"
             faulted = "" if label == GATES else f"{100 * alarms(group, label):.0f} % · "  # such cases are not measured
             cells.append(faulted + shown)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return "\n".join(measured.table(["family", "error on", "dtype", *JUDGES], rows))

@@ -124,13 +124,9 @@ def markdown(tables: Mapping[str, Cells], releases: Sequence[str]) -> str:
     """The same as Markdown."""
     out: list[str] = []
     for implementation, settings in tables.items():
-        heads = [escape(r).replace(", ", "<br>") for r in releases]
-        out += [f"## {code(implementation)}", "", "| setting | " + " | ".join(heads) + " |"]
-        out.append("|" + "---|" * (1 + len(releases)))
-        for label, by in settings.items():
-            cells = (_bold(by.get(r)) for r in releases)
-            out.append(f"| {escape(label)} | " + " | ".join(cells) + " |")
-        out.append("")
+        heads = ["setting", *(escape(r).replace(", ", "<br>") for r in releases)]
+        rows = ([escape(label), *(_bold(by.get(r)) for r in releases)] for label, by in settings.items())
+        out += [f"## {code(implementation)}", "", *measured.table(heads, rows), ""]
     return "\n".join(out)
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parity.results.report import measured
 from parity.results.report.markdown import code, escape
 from parity.tools.audit.source_lines import NOT_READ
 from parity.tools.audit.verdicts import ANSWERS, Answer
@@ -161,9 +162,7 @@ def markdown(answers: Sequence[Answer], mends: Mapping[int, str], versions: str)
         parts = Parts.of(found)
         out += [f"## {family}: {code(implementation)}", ""]
         if parts.shown:
-            out += ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-            out += ["| " + " | ".join(map(escape, line.cells())) + " |" for line in parts.shown]
-            out.append("")
+            out += [*measured.table(HEADINGS, (map(escape, line.cells()) for line in parts.shown)), ""]
         for remark in parts.remarks():
             out += [escape(remark[0].upper() + remark[1:]) + ".", ""]
     return "\n".join(out)

@@ -69,21 +69,9 @@ def cells(records: Iterable[dict[str, Any]]) -> list[Cell]:
         timed = {} if info["why"] else {r["extra_info"]["turn"]: r["stats"]["mean"] for r in rounds}
         by_phase = [r["extra_info"].get("seconds", {}) for r in rounds]
         phases = {p: statistics.median(s[p] for s in by_phase) for p in by_phase[0]}
-        found.append(
-            Cell(
-                table,
-                size,
-                dtype,
-                name,
-                timed,
-                info.get("peak"),
-                info.get("peaks", {}),
-                phases,
-                info["why"],
-                info.get("device", "cpu"),
-                info.get("errors", {}),
-            )
-        )
+        peak, peaks = info.get("peak"), info.get("peaks", {})
+        where, errors = info.get("device", "cpu"), info.get("errors", {})
+        found.append(Cell(table, size, dtype, name, timed, peak, peaks, phases, info["why"], where, errors))
     return found
 
 
@@ -96,11 +84,10 @@ def tables(found: Sequence[Cell]) -> str:
         out += [f"**{table}, {size}, {dtype}**", ""]
         phases = list(next((c.phases for c in group if c.phases), ()))
         errors = list(ours.errors)
-        head = ["", "time ÷ ours", "seconds", "peak ÷ ours", "peak MB", *(f"error of the {e}" for e in errors)]
-        head += [f"{p}: s, MB" for p in phases]
-        out += [_row(head), _row(["---", *["---:"] * (len(head) - 1)])]
-        out += [_row(_cells(cell, ours, phases, errors)) for cell in sorted(group, key=lambda c: c.name != ours.name)]
-        out.append("")
+        head = ["", ">time ÷ ours", ">seconds", ">peak ÷ ours", ">peak MB", *(f">error of the {e}" for e in errors)]
+        head += [f">{p}: s, MB" for p in phases]
+        rows = (_cells(cell, ours, phases, errors) for cell in sorted(group, key=lambda c: c.name != ours.name))
+        out += [*measured.table(head, rows), ""]
     return "\n".join(out)
 
 
@@ -114,13 +101,13 @@ def decisions(found: Sequence[Cell]) -> str:
     """
     head = ["", "fastest peer: our time ÷ its", "leanest peer: our peak ÷ its", "as accurate, and below ours"]
     head.append("a Triton path of our own")
-    out = [_row(head), _row(["---"] * len(head))]
+    out = []
     for table, size, dtype in dict.fromkeys((c.table, c.size, c.dtype) for c in found if c.table != "step"):
         group = [c for c in found if (c.table, c.size, c.dtype) == (table, size, dtype) and not c.why]
         ours = next((c for c in group if c.name == OURS[table]), None)
         where = f"{table}, {size}, {dtype}"
         if ours is None:
-            out.append(_row([where, "ours was not measured", "", "", ""]))
+            out.append([where, "ours was not measured", "", "", ""])
             continue
         own = [c for c in group if c.name.startswith("fixes.")]
         peers = [(c, r) for c in group if c not in own and c.name not in INEXACT and (r := c.ratio(ours))]
@@ -128,18 +115,11 @@ def decisions(found: Sequence[Cell]) -> str:
         fast = min(peers, key=lambda peer: peer[1][0], default=None)
         lean = min((c for c, _ in peers if c.peak), key=lambda c: c.peak or 0, default=None)
         kernels = [(c, r) for c, r in peers if c.name in TRITON and c.device == "cuda"]
-        out.append(
-            _row(
-                [
-                    where,
-                    "no peer" if fast is None else f"{fast[0].name}: {1 / fast[1][0]:.2f}",
-                    "no peer" if lean is None else f"{lean.name}: {(ours.peak or 0) / (lean.peak or 1):.2f}",
-                    ", ".join(below) or ("none" if ours.errors else "no reference"),
-                    _pays(min(kernels, key=lambda peer: peer[1][0], default=None)),
-                ]
-            )
-        )
-    return "\n".join([*out, ""])
+        row = [where, "no peer" if fast is None else f"{fast[0].name}: {1 / fast[1][0]:.2f}"]
+        row.append("no peer" if lean is None else f"{lean.name}: {(ours.peak or 0) / (lean.peak or 1):.2f}")
+        row.append(", ".join(below) or ("none" if ours.errors else "no reference"))
+        out.append([*row, _pays(min(kernels, key=lambda peer: peer[1][0], default=None))])
+    return "\n".join([*measured.table(head, out), ""])
 
 
 def _pays(kernel: tuple[Cell, tuple[float, float, float]] | None) -> str:
@@ -159,10 +139,6 @@ def _cells(cell: Cell, ours: Cell, phases: Sequence[str], errors: Sequence[str])
     out += [f"{cell.peak / ours.peak:.2f}" if ours.peak else "", f"{cell.peak / 1e6:,.0f}"]
     out += [f"{cell.errors[e]:.1e}" if e in cell.errors else "" for e in errors]
     return out + [f"{cell.phases[p]:.2f}, {cell.peaks.get(p, 0) / 1e6:,.0f}" for p in phases]
-
-
-def _row(texts: Iterable[str]) -> str:
-    return f"| {' | '.join(texts)} |"
 
 
 COLOURS = ("#1b6ca8", "#c0392b", "#27864e", "#8e44ad", "#b9770e", "#555555", "#0e7c7b", "#a04000")

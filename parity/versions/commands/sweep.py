@@ -208,17 +208,11 @@ def markdown(found: Mapping[str, Mapping[str, Mapping[str, SweptCell]]], unusabl
     lines = ["✓ judged, – absent, R refused by the library, · no case for it on a CPU, **U** unknown to the adapter."]
     for library, implementations in found.items():
         versions = sorted({v for cells in implementations.values() for v in cells}, key=Version)
-        lines += [
-            "",
-            f"## {library}",
-            "",
-            f"| implementation | {' | '.join(versions)} |",
-            "|---" * (len(versions) + 1) + "|",
-        ]
-        for name, cells in implementations.items():
-            marks = (MARKS[cells[v].state] if v in cells else "" for v in versions)
-            lines.append(f"| {code(name)} | {' | '.join(marks)} |")
-        lines.append("")
+        marks = (
+            [code(name), *(MARKS[cells[v].state] if v in cells else "" for v in versions)]
+            for name, cells in implementations.items()
+        )
+        lines += ["", f"## {library}", "", *measured.table(["implementation", *versions], marks), ""]
         for name, cells in implementations.items():
             reasons: dict[tuple[str, str], list[str]] = {}
             for version, one in cells.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from parity.results.report import measured
 from parity.versions.commands.history import MISSED, RECALLED, UNUSABLE, Record, distinct
 from parity.versions.commands.probe import CPU_LIMIT, look
 from parity.versions.env.client import EnvironmentUnusable, cache_folder
@@ -215,14 +216,15 @@ def _told(one: Boundary) -> str:
 
 def table(found: Sequence[Boundary]) -> str:
     """Markdown: a line a change."""
-    lines = ["| record | searched | releases measured | last before | first after | recorded between | as recorded |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    rows = []
     for one in found:
         asked = one.ends
         cells = [one.record.id, f"{one.record.package} {asked.older}..{asked.newer}, {asked.find}", str(one.measured)]
         cells += [one.low, one.high] if one.outcome == "found" else [one.outcome, ""]
         cells += [f"{asked.last_before} and {asked.first_after}", "yes" if one.as_recorded else "NO"]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
+    heads = ["record", "searched", "releases measured", "last before", "first after", "recorded between", "as recorded"]
+    lines = measured.table(heads, rows)
     return "\n".join([*lines, "", f"{sum(one.as_recorded for one in found)} of {len(found)} boundaries as recorded"])
 
 
