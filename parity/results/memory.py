@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import math
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from parity.errors import UsageError
 from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Summary
+from parity.results.row import finite
 from parity.results.step import CommandOutcome
 
 SCHEMA = 1
@@ -137,21 +137,9 @@ def remember(
     started = str(header.started or datetime.datetime.now(datetime.UTC).isoformat())
     stamp = started[:19].replace(":", "").replace("-", "")
     path = folder / f"{stamp}-{summary.run}.sqlite"
-    whole = [
-        SCHEMA,
-        summary.run,
-        started,
-        header.profile,
-        header.device,
-        header.seed,
-        header.git,
-        json.dumps(header.versions),
-        exit_code,
-        ended and summary.ended,
-        0.0 if header.seconds is msgspec.UNSET else header.seconds,
-        page,
-        not summary.incomplete,
-    ]
+    seconds = 0.0 if header.seconds is msgspec.UNSET else header.seconds
+    whole = [SCHEMA, summary.run, started, header.profile, header.device, header.seed, header.git]
+    whole += [json.dumps(header.versions), exit_code, ended and summary.ended, seconds, page, not summary.incomplete]
     compared: dict[tuple[str, str, str], int] = {}
     for line in summary.lines:
         where = (line.implementation, line.family, line.device)
@@ -215,26 +203,8 @@ def read(path: Path) -> Run:
             parsed = {str(k): str(v) for k, v in json.loads(versions).items()}
     except (sqlite3.Error, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}: not a run that parity kept: {error}") from None
-    return Run(
-        id,
-        when,
-        profile,
-        device,
-        seed,
-        revision or "",
-        parsed,
-        code,
-        bool(ended),
-        seconds,
-        page,
-        compared,
-        judged,
-        found,
-        path,
-        whole,
-        reasons,
-        steps,
-    )
+    kept = compared, judged, found, path, whole, reasons, steps
+    return Run(id, when, profile, device, seed, revision or "", parsed, code, bool(ended), seconds, page, *kept)
 
 
 def _reasons(base: sqlite3.Connection) -> tuple[str, ...]:
@@ -261,15 +231,11 @@ def _judged(summary: Summary) -> Iterator[list[object]]:
     for line in summary.lines:
         where = [line.implementation, line.family, line.device, line.dtype]
         for t in line.tallies:
-            yield [*where, t.quantity, t.judged, _finite(headroom(t.worst)), t.worst.case, bool(t.worst.known)]
+            yield [*where, t.quantity, t.judged, finite(headroom(t.worst)), t.worst.case, bool(t.worst.known)]
 
 
 def _seen(f: Finding) -> list[object]:
     cls = "logic" if "logic" in f.classes else next(iter(f.classes), None)
-    size = _finite(headroom(f.worst))
+    size = finite(headroom(f.worst))
     where = [key(f), f.implementation, f.family, f.verdict, cls, f.lead.blame, ", ".join(f.roots), f.known]
     return [*where, f.cases, size, f.lead.message, f.lead.replay]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -47,3 +47,9 @@ def test_the_head_says_what_to_type(monkeypatch):
     monkeypatch.setattr("sys.argv", ["/somewhere/parity", "mutants", "--family", "a b"])
     head = measured.head("Mutants", "parity", "mutants.md")
     assert head.startswith("# Mutants\n\nWritten by `parity mutants --family 'a b' > docs/measured/mutants.md` on 20")
+
+
+def test_a_table_has_its_numbers_at_the_right():
+    assert measured.table(["what", ">cases"], [["a", "1"], ["b", "20"]]) == [
+        *("| what | cases |", "|---|---:|", "| a | 1 |", "| b | 20 |")
+    ]

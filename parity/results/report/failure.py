@@ -133,7 +133,7 @@ def _head(lead: Row) -> list[tuple[str, str]]:
 
 
 def _gates(rows: Sequence[Row], width: int) -> Table:
-    gates = list(dict.fromkeys(g for r in rows for g in r.gates))
+    gates = wording.gates(rows)
     written = [[r.subject, r.verdict, *(_gate(r, g).plain for g in gates)] for r in rows]
     table = columns("headroom of every gate")
     if sum(_widest(["quantity", "verdict", *gates], written)) + 2 * (len(gates) + 2) > width:

@@ -14,7 +14,6 @@ from parity.results.report import wording
 from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Summary
-from parity.results.row import Row
 
 BRIEF = 8
 """New findings named at the top of the page, with blame and since when; the rest is counted."""
@@ -126,7 +125,7 @@ def render(summary: Summary, extras: Extras = Extras()) -> str:
         headroom=headroom,
         bar=bar,
         judged=lambda finding: [r for r in finding.rows if r.judged],
-        gates=_gates,
+        gates=wording.gates,
         gate=lambda value: math.inf if value is None else value,
     )
     return environment.get_template("page.html.j2").render()
@@ -196,7 +195,3 @@ def _growth(g: trend.Growth) -> tuple[str, ...]:
 def bar(value: float) -> int:
     """Width of a headroom bar in percent of the gate; what fails fills it."""
     return round(100 * min(max(value, 0.0), 1.0))
-
-
-def _gates(rows: list[Row]) -> list[str]:
-    return list(dict.fromkeys(g for r in rows for g in r.gates))

@@ -134,10 +134,9 @@ def step_one(cases: Iterable[ImplementationCase]) -> list[StepOne]:
             continue
         verdict = "agree" if not case.failing else "known" if all(r.known for r in case.failing) else "disagree"
         label = ", ".join(f"{k}={v}" for k, v in settings.items() if k not in ("check", "B", "T", "V", "H"))
-        values = [rows[q].value if q in rows else None for q in ("kl", "log_ratio")]
-        out.append(
-            StepOne(case.implementation, label, values[0], values[1], max(headroom(r) for r in rows.values()), verdict)
-        )
+        kl, log_ratio = (rows[q].value if q in rows else None for q in ("kl", "log_ratio"))
+        size = max(map(headroom, rows.values()))
+        out.append(StepOne(case.implementation, label, kl, log_ratio, size, verdict))
     return out
 
 
@@ -160,9 +159,7 @@ def errors(cases: Iterable[ImplementationCase], order: Sequence[str]) -> list[tu
                 of[row.dtype].append((error(row), error(reference)))
     out = []
     for family, lines in sorted(pairs.items()):
-        dtypes = sorted(
-            {d for by in lines.values() for d in by}, key=lambda d: (order.index(d) if d in order else 9, d)
-        )
+        dtypes = _sorted({d for by in lines.values() for d in by}, order)
         cells = [(name, kind, [_errors(by.get(d, ())) for d in dtypes]) for (name, kind), by in sorted(lines.items())]
         out.append((family, dtypes, cells))
     return out

@@ -263,6 +263,11 @@ def who(reason: Reason) -> str:
     return ", ".join(names) if len(names) <= 3 else f"{len(names)} implementations"
 
 
+def gates(rows: Sequence[Row]) -> list[str]:
+    """The gates that judged some of these rows, in their order."""
+    return list(dict.fromkeys(gate for row in rows for gate in row.gates))
+
+
 def hints(rows: Sequence[Row], lead: Row) -> list[str]:
     """The messages of everything that fails, the lead's first, each under the quantity it is about."""
     failing = [lead, *(r for r in rows if r is not lead and r.failing)]

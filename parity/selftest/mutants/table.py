@@ -56,18 +56,10 @@ def lines(fates: Iterable[Fate]) -> list[Line]:
 def _line(fates: Sequence[Fate]) -> Line:
     dead = [fate for fate in fates if fate.killed]
     cases = [fate.cases for fate in dead or fates]
-    return Line(
-        fates[0].family,
-        fates[0].name,
-        fates[0].mistake,
-        _common(fate.gate for fate in dead),
-        _common(fate.quantity.removeprefix("relation: ") for fate in dead),
-        _common(fate.dtype for fate in dead),
-        statistics.median(cases),
-        max(cases),
-        len(dead),
-        len(fates),
-    )
+    first, quantities = fates[0], [fate.quantity.removeprefix("relation: ") for fate in dead]
+    told = _common(fate.gate for fate in dead), _common(quantities), _common(fate.dtype for fate in dead)
+    median, most = statistics.median(cases), max(cases)
+    return Line(first.family, first.name, first.mistake, *told, median, most, len(dead), len(fates))
 
 
 def _common(values: Iterable[str]) -> str:
