@@ -71,6 +71,10 @@ class Inputs:
         """The same inputs with some tensors exchanged."""
         return dataclasses.replace(self, tensors={**self.tensors, **tensors})
 
+    def to(self, device: str) -> Inputs:
+        """The same inputs with their tensors on a device; upstream gradients stay where they are."""
+        return self.replace(**{name: None if t is None else t.to(device) for name, t in self.tensors.items()})
+
     @property
     def dtype(self) -> torch.dtype:
         """The torch dtype of the case."""

@@ -83,8 +83,7 @@ def shares(
         for size in sizes:
             for peak in peaks:
                 settings = {"B": 1, "T": tokens, "V": size, "H": 64, "peak": peak, "targets": "likely"}
-                x = fam.build(fam.case(1, dtype, settings))
-                x = x.replace(**{n: None if t is None else t.to(device) for n, t in x.tensors.items()})
+                x = fam.build(fam.case(1, dtype, settings)).to(device)
                 found = as_run(x, [load()[f"cce.{name}"] for name in ("default", "unfiltered")]) if ran else None
                 yield DroppedShare(dtype, size, peak, *by_definition(x), found)
 

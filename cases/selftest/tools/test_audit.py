@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from parity.case.inputs import Inputs
+from parity.case.probe import Probe
 from parity.cli.commands import main
 from parity.implementations.implementation import Implementation, Outputs
 from parity.implementations.user import from_function
@@ -23,8 +24,7 @@ from parity.selftest.controls import control
 from parity.selftest.mutants import mutants, originals
 from parity.tools.audit import releases, responsible, source_lines, table
 from parity.tools.audit.command import NEW, NOTHING, exit_code
-from parity.tools.audit.pairs import Stands
-from parity.tools.audit.probes import Probe, pair
+from parity.tools.audit.pairs import Stands, pair
 from parity.tools.audit.verdicts import Answer, answer
 
 HONEST = {name: originals(name)[0].implementation for name in ("policy", "logprobs")}

@@ -4,18 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
 
+from parity.case.case import Case
 from parity.case.inputs import Inputs
+from parity.case.probe import Probe
 from parity.judging.assess import CaseOracle
 from parity.registry import loss_family
 from parity.rounding.oracle import exact
-from parity.tools.audit.probes import Pair, Probe, pair
 
 MOVES = 0.05
 """Least relative change of a quantity of the definition: a hundred times the rounding of float16, twelve of bfloat16."""
 TRIES = 16
 """Pairs drawn until enough of them move."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The inputs of one case with the setting and without it; everything else is the same to the last bit."""
+
+    case: Case
+    moved: Inputs
+    still: Inputs
+
+
+def pair(name: str, probe: Probe, base: Mapping[str, Any], dtype: str, number: int) -> Pair:
+    """The `number`-th pair of a probe; log-probs that derive from the oracle are those of the moved side on both."""
+    fam = loss_family(name)
+    wanted = fam.example(number) | dict(base) | dict(probe.among)
+    moving = {} if probe.data else {probe.setting: probe.value}
+    case = fam.case(1000 + number, dtype, wanted | moving)
+    moved = fam.build(case)
+    if probe.leaves:
+        moved = dataclasses.replace(moved, leaves=probe.leaves)
+    defaults = {n: fam.settings[n].default for n in (probe.setting, *probe.back)}
+    settings = SimpleNamespace(**vars(moved.settings) | defaults)
+    still = dataclasses.replace(moved, settings=settings).replace(**probe.off(moved))
+    kept = {n: g for n, g in still.cotangents.items() if n not in probe.outputs}
+    return Pair(case, moved, dataclasses.replace(still, cotangents=kept))
 
 
 @dataclasses.dataclass
@@ -30,7 +58,7 @@ class Stand:
     def of(cls, made: Pair, device: str) -> Stand:
         """Run the definition on both sides, on the CPU."""
         fam = loss_family(made.case.family)
-        sides = [CaseOracle(fam, _on(x, device), exact(fam, x)) for x in (made.moved, made.still)]
+        sides = [CaseOracle(fam, x.to(device), exact(fam, x)) for x in (made.moved, made.still)]
         return cls(made, *sides)
 
     def shift(self) -> float:
@@ -56,7 +84,3 @@ class Stands:
                 self._made[key] = Stand.of(made, self.device)
             if (self._made[key].shift() >= MOVES) != self.probe.stays:
                 yield self._made[key]
-
-
-def _on(inputs: Inputs, device: str) -> Inputs:
-    return inputs.replace(**{k: None if v is None else v.to(device) for k, v in inputs.tensors.items()})

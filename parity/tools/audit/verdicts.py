@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from parity.case.case import Case
+from parity.case.probe import Probe
 from parity.implementations.implementation import Implementation
 from parity.judging.assess import CaseOracle, expected, judge_all
 from parity.judging.compare import skip_reason
@@ -19,7 +20,6 @@ from parity.rounding.oracle import Quantities
 from parity.tools.audit import source_lines
 from parity.tools.audit.call import entry_points, run
 from parity.tools.audit.pairs import Stand, Stands
-from parity.tools.audit.probes import Probe
 
 ANSWERS = ("honoured", "ignored", "wrong", "refused", "crashed", "absent", "not run")
 """Moves alike; does not move; moves otherwise; a clear error; an unclear one; no such parameter; nothing to judge."""

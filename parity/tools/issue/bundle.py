@@ -12,7 +12,7 @@ import copy
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from parity.case.inputs import Inputs, Setting
@@ -306,6 +306,3 @@ def _bound(tree: ast.AST) -> set[str]:
         ):
             out |= {(a.asname or a.name).partition(".")[0] for a in node.names}
     return out
-
-
-Adapter = Callable[[Inputs], Any]
