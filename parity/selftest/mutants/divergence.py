@@ -10,8 +10,18 @@ from torch import Tensor
 
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
-from parity.selftest.controls import divergence as right
-from parity.selftest.controls.divergence import Pair, Steps, by_log_mixture, completed, count, divided, rows, tail
+from parity.selftest.controls.divergence import (
+    Pair,
+    Steps,
+    by_log_mixture,
+    completed,
+    count,
+    divided,
+    rows,
+    student,
+    tail,
+    teacher,
+)
 from parity.selftest.mutants import Edited
 from parity.selftest.mutants.conduct import around
 from parity.selftest.mutants.steps import Wrong, defaults, exchanged, scaled_gradients
@@ -56,7 +66,7 @@ def _weight_detached(p: Tensor, q: Tensor, b: float) -> Tensor:
 
 
 def _padded_teacher(x: Inputs) -> SimpleNamespace:
-    out = right.teacher(x)
+    out = teacher(x)
     out.head.weight, out.head.bias = x.teacher_weight, x.teacher_bias
     return out
 
@@ -94,7 +104,7 @@ def _mutants() -> Wrong:
     found = around(Steps(), "ids", "teacher_hidden", "teacher_weight", "support_ids", "support_logps")
     for name, mistake, read in scaled_gradients("hidden", "weight", "bias"):
         found[name] = (mistake, Steps(read=read))
-    for who, model in (("student", right.student), ("teacher", right.teacher)):
+    for who, model in (("student", student), ("teacher", teacher)):
         of = f"of the {who} forgotten"
         for name, mistake, step in (
             ("temperature", f"temperature {of}", _with(model, temperature=1.0)),
@@ -103,7 +113,7 @@ def _mutants() -> Wrong:
             ("bias", f"bias of the {who}'s head forgotten", _without_bias(model)),
         ):
             found[f"{name}-forgotten-{who}"] = (mistake, Steps(**{who: step}))  # type: ignore[arg-type]
-    for name, mistake, steps in exchanged("divergence", defaults(Steps), vars(right) | globals()):
+    for name, mistake, steps in exchanged("divergence", defaults(Steps), globals()):
         found[name] = (mistake, Steps(**steps))  # type: ignore[arg-type]
     return found
 
