@@ -7,14 +7,13 @@ from typing import Any
 
 import click
 
-from parity.cli import nightly, options
+from parity.cli import nightly, options, versions
 from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
 from parity.cli.ledger import ledger_command
 from parity.cli.progress import Shown
 from parity.cli.show import Detail, detail, report
 from parity.errors import UsageError
 from parity.rollouts.commands import rollouts
-from parity.versions.commands.cli import COMMANDS, device_option, turns_option
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -108,7 +107,7 @@ def _inside(specs: tuple[str, ...]) -> int:
 )
 @click.option("--sweep", is_flag=True, help="what became of each implementation in other releases instead")
 @click.option("--release", "releases", multiple=True, metavar="PKG==VER", help="with --sweep: only this one")
-@turns_option
+@options.TURNS
 @options.JSON
 def list_command(
     families: tuple[str, ...],
@@ -237,7 +236,7 @@ def findings_command(ledger: Path | None) -> None:
 @options.path("--ledger", "another ledger of known findings")
 @options.path("--reports", default="reports")
 @options.count("--workers", "processes", 2)
-@turns_option
+@options.TURNS
 @options.WITH
 def upstream_command(
     ids: tuple[str, ...],
@@ -344,8 +343,8 @@ def case_command(path: str) -> None:
 )
 @options.count("--sample", "--machine: random edits of each", 200)
 @click.option("--seed", type=int, default=0, show_default=True, help="--machine: of the sample and of its cases")
-@turns_option
-@device_option("cpu")
+@options.TURNS
+@options.device("cpu")
 def mutants_command(sources: tuple[str, ...], sample: int, seed: int, **options: Any) -> None:
     """Test the harness with wrong implementations: exit code 0 if all are caught and no correct one is."""
     from parity.selftest.mutants.command import run, run_machine
@@ -353,7 +352,7 @@ def mutants_command(sources: tuple[str, ...], sample: int, seed: int, **options:
     sys.exit(run_machine(sources, seed, sample, options["markdown"]) if sources else run(console(), **options))
 
 
-for _command in (*COMMANDS, *nightly.COMMANDS, ledger_command):
+for _command in (*versions.COMMANDS, *nightly.COMMANDS, ledger_command):
     main.add_command(_command)
 main.add_command(rollouts)
 

@@ -14,7 +14,6 @@ from parity.cli import options
 from parity.cli.progress import Shown
 from parity.cli.show import report
 from parity.errors import UsageError
-from parity.versions.commands.cli import device_option
 
 
 def _warn(line: str) -> None:
@@ -156,7 +155,7 @@ def history_of_command(what: str, reports: Path) -> None:
 @click.argument("spec", metavar="PKG==VER|PKG==NEXT")
 @options.path("--config", "YAML or JSON of TRL's arguments: judged first")
 @click.option("--max-time", default="1h", show_default=True, help="for each of run, compare and audit")
-@device_option("auto")
+@options.device("auto")
 @options.REPORTS
 def upgrade_check_command(spec: str, config: Path | None, max_time: str, device: str, reports: Path) -> None:
     """May we upgrade? Run, compare and audit of the other release, on one page.

@@ -19,16 +19,23 @@ def values(names: Callable[[], Iterable[str]]) -> Callable[[click.Context, click
     return complete
 
 
+PATH = click.Path(path_type=Path)
+
+
 def path(name: str, help: str | None = None, default: str | None = None, **fields: Any) -> Option:
     """An option that takes a file or a folder; its default is shown if it has one."""
     start = None if default is None else Path(default)
-    kind, shown = click.Path(path_type=Path), default is not None
-    return click.option(name, type=kind, default=start, show_default=shown, help=help, **fields)
+    return click.option(name, type=PATH, default=start, show_default=default is not None, help=help, **fields)
 
 
 def count(name: str, help: str, default: int | None = None) -> Option:
     """An option that takes a number from 1 on; its default is shown if it has one."""
     return click.option(name, type=click.IntRange(1), default=default, show_default=default is not None, help=help)
+
+
+def choice(name: str, help: str, *names: str) -> Option:
+    """An option that takes one of some words, by default the first."""
+    return click.option(name, type=click.Choice(names), default=names[0], show_default=True, help=help)
 
 
 def several(
@@ -111,3 +118,21 @@ JSON = click.option("--json", "as_json", is_flag=True, help="print JSON (docs/me
 RAY = click.option(
     "--ray", default=None, metavar="HOST:PORT|auto|local", help="on the nodes of this Ray cluster (docs/scale.md)"
 )
+TURNS = path(
+    "--turns",
+    "begin with what was looked at longest ago; the file remembers, also of a run that is stopped",
+    metavar="FILE",
+)
+
+
+def device(default: str) -> Option:
+    """`--device`, "cpu" or "cuda" once it is read."""
+    said = "auto, cpu or cuda; environments keep this machine's build of torch"
+    return click.option("--device", default=default, callback=_there, show_default=True, help=said)
+
+
+def _there(ctx: click.Context, option: click.Parameter, value: str) -> str:
+    """ "cpu" or "cuda", which must be usable."""
+    from parity.running.provenance import resolve_device
+
+    return resolve_device(value)

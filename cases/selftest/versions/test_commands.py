@@ -11,9 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from parity import data
+from parity.cli import versions
 from parity.cli.commands import main
 from parity.results.row import Row
-from parity.versions.commands import cli, matrix_page
+from parity.versions.commands import matrix_page
 from parity.versions.env import build, environment, resolve
 
 
@@ -99,7 +100,7 @@ def test_a_disk_that_fills_up_is_one_line(cache, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device", "state.json")
 
-    monkeypatch.setattr(cli, "_check", full)
+    monkeypatch.setattr(versions, "_check", full)
     done = parity("bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0")
     assert (done.exit_code, done.output) == (3, "parity: state.json: No space left on device\n")
 

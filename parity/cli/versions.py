@@ -14,11 +14,11 @@ from typing import Any
 import click
 from packaging.utils import canonicalize_name
 
+from parity.cli import options
 from parity.results.json_output import text
 from parity.versions.env.client import EnvironmentUnusable, cache_folder
 
 FOUND, NOT_FOUND, USAGE, UNUSABLE = 0, 1, 2, 3
-_JSON = click.option("--json", "as_json", is_flag=True, help="print JSON (docs/measured/json.md)")
 
 
 def _usable(command: Callable[..., int]) -> Callable[..., None]:
@@ -43,35 +43,13 @@ def _progress(line: str) -> None:
     click.echo(line, err=True)
 
 
-def _there(ctx: click.Context, option: click.Parameter, value: str) -> str:
-    """ "cpu" or "cuda", which must be usable."""
-    from parity.running.provenance import resolve_device
-
-    return resolve_device(value)
-
-
-def device_option(default: str) -> Callable[..., Any]:
-    """`--device`, "cpu" or "cuda" once it is read."""
-    said = "auto, cpu or cuda; environments keep this machine's build of torch"
-    return click.option("--device", default=default, callback=_there, show_default=True, help=said)
-
-
-turns_option = click.option(
-    "--turns",
-    type=click.Path(path_type=Path),
-    default=None,
-    metavar="FILE",
-    help="begin with what was looked at longest ago; the file remembers, also of a run that is stopped",
-)
-
-
 @click.command("history")
 @click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; repeat it for several")
 @click.option("--bisect", "search", is_flag=True, help="find the exact release of each change instead")
 @click.option("--blind", is_flag=True, help="which records plain draws find instead, the frozen cases forgotten")
 @click.option("--profile", type=click.Choice(["quick", "pr", "nightly"]), default="pr", help="of --blind")
-@turns_option
-@device_option("cpu")
+@options.TURNS
+@options.device("cpu")
 @_usable
 def history_command(
     ids: tuple[str, ...], search: bool, blind: bool, profile: str, turns: Path | None, device: str
@@ -106,22 +84,12 @@ def history_command(
 @click.option("--check", "record", metavar="RECORD", help="a record of `parity history`")
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="the implementation to follow")
 @click.option("--quantity", "quantities", multiple=True, metavar="NAME", help="follow only this quantity of --case")
-@click.option(
-    "--find", type=click.Choice(["broken", "fixed"]), default="broken", show_default=True, help="what to find"
-)
-@click.option(
-    "--failure",
-    type=click.Choice(["disagree", "crashed", "timed-out", "out-of-memory"]),
-    default="disagree",
-    show_default=True,
-    help="of --case: what counts as wrong",
-)
+@options.choice("--find", "what to find", "broken", "fixed")
+@options.choice("--failure", "of --case: what counts as wrong", "disagree", "crashed", "timed-out", "out-of-memory")
 @click.option("--hold", multiple=True, metavar="PKG==VER", help="keep another package at this version")
-@click.option(
-    "--reports", type=click.Path(path_type=Path), default=Path("reports"), help="folder where a case is by its id"
-)
-@device_option("cpu")
-@_JSON
+@click.option("--reports", type=options.PATH, default=Path("reports"), help="folder where a case is by its id")
+@options.device("cpu")
+@options.JSON
 @_usable
 def bisect_command(
     package: str,
@@ -229,8 +197,8 @@ def _shown(path: Path) -> str:
 @click.argument("after", metavar="SPEC")
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
 @click.option("--all-defaults", is_flag=True, help="give every setting the release's own default")
-@device_option("cpu")
-@_JSON
+@options.device("cpu")
+@options.JSON
 @_usable
 def compare_command(
     before: str, after: str, implementations: tuple[str, ...], all_defaults: bool, device: str, as_json: bool
@@ -250,11 +218,9 @@ def compare_command(
     "--family", "name", default="policy", show_default=True, metavar="NAME|FILE.py:NAME", help="a loss family"
 )
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
-@click.option(
-    "--workers", type=click.IntRange(1), default=2, show_default=True, help="releases that run at the same time"
-)
-@click.option("--html", type=click.Path(path_type=Path), default=Path("reports/matrix.html"), show_default=True)
-@device_option("cpu")
+@options.count("--workers", "releases that run at the same time", 2)
+@options.path("--html", default="reports/matrix.html")
+@options.device("cpu")
 @_usable
 def matrix_command(
     package: str, releases: str, name: str, implementations: tuple[str, ...], workers: int, html: Path, device: str
@@ -281,7 +247,7 @@ def env_command() -> None:
 
 
 @env_command.command("list")
-@_JSON
+@options.JSON
 @_usable
 def env_list(as_json: bool) -> int:
     """Name, size, date, and packages that do not import."""
