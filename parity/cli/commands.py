@@ -7,13 +7,12 @@ from typing import Any
 
 import click
 
-from parity.cli import nightly, options, versions
+from parity.cli import nightly, options, rollouts, versions
 from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
 from parity.cli.ledger import ledger_command
 from parity.cli.progress import Shown
 from parity.cli.show import Detail, detail, report
 from parity.errors import UsageError
-from parity.rollouts.commands import rollouts
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -270,7 +269,7 @@ def upstream_command(
 
 
 @main.command("report")
-@click.argument("results", type=click.Path(path_type=Path), default=Path("reports/results.ndjson"))
+@click.argument("results", type=options.PATH, default=Path("reports/results.ndjson"))
 @options.path("--reports", "folder for reports; default: that of the results file")
 @detail
 def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
@@ -294,7 +293,7 @@ def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
 
 
 @main.command("merge")
-@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RESULTS...")
+@click.argument("results", nargs=-1, required=True, type=options.PATH, metavar="RESULTS...")
 @options.path("--out", "the joined file; the reports are written beside it", "reports/results.ndjson")
 def merge_command(results: tuple[Path, ...], out: Path) -> None:
     """Join the results of machines that have shared a run (parity run --share), and report; exit code as of the run.
@@ -352,9 +351,8 @@ def mutants_command(sources: tuple[str, ...], sample: int, seed: int, **options:
     sys.exit(run_machine(sources, seed, sample, options["markdown"]) if sources else run(console(), **options))
 
 
-for _command in (*versions.COMMANDS, *nightly.COMMANDS, ledger_command):
+for _command in (*versions.COMMANDS, *nightly.COMMANDS, ledger_command, rollouts.rollouts):
     main.add_command(_command)
-main.add_command(rollouts)
 
 
 if __name__ == "__main__":

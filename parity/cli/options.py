@@ -28,12 +28,12 @@ def path(name: str, help: str | None = None, default: str | None = None, **field
     return click.option(name, type=PATH, default=start, show_default=default is not None, help=help, **fields)
 
 
-def count(name: str, help: str, default: int | None = None) -> Option:
+def count(name: str, help: str | None, default: int | None = None) -> Option:
     """An option that takes a number from 1 on; its default is shown if it has one."""
     return click.option(name, type=click.IntRange(1), default=default, show_default=default is not None, help=help)
 
 
-def choice(name: str, help: str, *names: str) -> Option:
+def choice(name: str, help: str | None, *names: str) -> Option:
     """An option that takes one of some words, by default the first."""
     return click.option(name, type=click.Choice(names), default=names[0], show_default=True, help=help)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from parity.cli import options
 from parity.data import rollouts_dir
 
 
@@ -18,30 +19,30 @@ def rollouts() -> None:
 @rollouts.command("record")
 @click.option("--model", required=True, metavar="DIR|tiny-NAME", help="folder; or tiny-llama, tiny-qwen2, tiny-gemma2")
 @click.option("--engine", required=True, metavar="vllm|transformers|URL", help="URL: an OpenAI completions server")
-@click.option("--dtype", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp32", show_default=True)
+@options.choice("--dtype", None, "fp32", "fp16", "bf16")
 @click.option("--temperature", "temperatures", type=float, multiple=True, default=(1.0,), show_default=True)
 @click.option("--top-p", "top_ps", type=float, multiple=True, default=(1.0,), show_default=True)
 @click.option("--top-k", type=int, default=0, show_default=True, help="0: the whole vocabulary")
-@click.option("--prompts", type=click.Path(path_type=Path), default=None, help="a text or a JSON list of ids a line")
-@click.option("--rows", type=click.IntRange(1), default=64, show_default=True, help="completions")
-@click.option("--max-tokens", type=click.IntRange(1), default=32, show_default=True)
+@options.path("--prompts", "a text or a JSON list of ids a line")
+@options.count("--rows", "completions", 64)
+@options.count("--max-tokens", None, 32)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--name", default=None, help="of the files; default: the model's")
 @click.option("--score/--no-score", "scored", default=True, help="store the trainer's log-probs too")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("reports/rollouts"), show_default=True)
-def record_command(**options: Any) -> None:
+@options.path("--out", default="reports/rollouts")
+def record_command(**given: Any) -> None:
     """Sample prompts with an engine and store ids and log-probs, a recording for each temperature and top-p."""
     from parity import recording
     from parity.process import prepare
     from parity.rollouts.record import RecordingOptions, record
 
     prepare("cpu", 1)
-    for path in record(RecordingOptions(**options)):
+    for path in record(RecordingOptions(**given)):
         click.echo(f"{path}: {recording.load(path).line().partition(': ')[2]}")
 
 
 @rollouts.command("list")
-@click.argument("folder", type=click.Path(path_type=Path), required=False)
+@click.argument("folder", type=options.PATH, required=False)
 def list_command(folder: Path | None) -> None:
     """The recordings in FOLDER (default: those that are shipped), each with where it comes from."""
     from parity import recording
@@ -53,16 +54,10 @@ def list_command(folder: Path | None) -> None:
 @rollouts.command("judge")
 @click.argument("paths", nargs=-1, metavar="[RECORDING…]")
 @click.option("--model", default=None, metavar="DIR|tiny-NAME", help="the trainer's; default: that of the recording")
-@click.option("--adapter", type=click.Path(path_type=Path), default=None, help="a PEFT adapter on the trainer's model")
-@click.option(
-    "--support",
-    type=click.Choice(["truncated", "full"]),
-    default="truncated",
-    show_default=True,
-    help="of the trainer's log-probs; full is what TRL computes",
-)
-@click.option("--reports", type=click.Path(path_type=Path), default=Path("reports"), show_default=True)
-def judge_command(paths: tuple[str, ...], reports: Path, **options: Any) -> None:
+@options.path("--adapter", "a PEFT adapter on the trainer's model")
+@options.choice("--support", "of the trainer's log-probs; full is what TRL computes", "truncated", "full")
+@options.path("--reports", default="reports")
+def judge_command(paths: tuple[str, ...], reports: Path, **given: Any) -> None:
     """An engine's log-probs against the trainer's, in units of the trainer's own noise; without RECORDING the shipped ones.
 
     Exit code 1 where one disagrees.
@@ -77,7 +72,7 @@ def judge_command(paths: tuple[str, ...], reports: Path, **options: Any) -> None
     found = []
     for path in paths or [str(rollouts_dir() / name) for name in recording.shipped()]:
         one = recording.load(path)
-        found.append((one, judged(one, **options)))
+        found.append((one, judged(one, **given)))
         click.echo(report.text(*found[-1]))
     report.write(found, reports / "rollouts.html")
     click.echo(f"{report.CPU_ONLY} Pictures in {reports / 'rollouts.html'}.")
