@@ -115,6 +115,7 @@ def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
         out |= {"num_generations": 1, "loss_top_k": 0}
     out |= {"loss_type": "apo_zero_unpaired"} if trainer == "kto-trainer" else {}
     out |= {"max_completion_length": None} if trainer in ("dpo-trainer", "kto-trainer", *BEGUN) else {}  # up to 0.28
+    out |= {"max_length": 256} if trainer in BEGUN else {}  # older releases cut prompts at 128 and want more than that
     out |= {"pad_to_multiple_of": 16} if s.padding == "extra" else {}
     out |= {"padding_free": True} if s.padding == "none" else {}
     out |= {"packing": True, "max_length": PACKED} if s.padding == "packed" else {}
