@@ -24,11 +24,14 @@ from parity.implementations.implementation import Implementation
 from parity.registry import facts, loss_family, run_case
 from parity.results.ledger import Ledger, stale
 from parity.results.row import Row
+from parity.running.accepting import Accepting, refused
 from parity.running.events import At, Checked, Confirmed, Event, Judged, Started
 from parity.running.plan import Shard, Sought, signature_of
 from parity.timings import within
 from parity.trainers import catalogue
 
+MOVED = 4
+"""One in so many of the drawn cases that an implementation refuses is moved to where it does not; of a costly one each."""
 STREAMS = 4
 """Streams of drawn cases that a worker keeps, so that it draws each case once."""
 
@@ -48,6 +51,7 @@ class Session:
     deadline: float | None = None
     frozen: Sequence[tuple[str, Case, Mapping[str, Any]]] = ()
     streams: dict[tuple[str, int], Stream] = dataclasses.field(default_factory=dict)
+    accepting: dict[str, Accepting] = dataclasses.field(default_factory=dict)
 
     def run(self, shard: Shard) -> int:
         """How many of its cases the shard came to before the time of the run was over; frozen ones are run in any case."""
@@ -115,8 +119,35 @@ class Session:
         for one in (case, *second_pass(case, self.device, not self.profile.derandomised)):
             chosen = [i for i in self._of(one) if selected(i, one, self.profile.cost, self.device)]
             thorough = functools.partial(repeated, case=one, one_in=self.profile.thorough)
+            rows = []
             for row in self._run(one, chosen, shard, thorough):
+                rows.append(row)
                 self.emit(Judged(row))
+            self._moved(one, refused(rows), shard)
+
+    def _moved(self, case: Case, names: Set[str], shard: Shard) -> None:
+        """The case again for those that refused it, moved to where they do not, beside their family's references."""
+        moved: dict[str, tuple[Case, list[Implementation]]] = {}
+        for i in self._of(case):
+            if i.id in names and zlib.crc32(f"moved/{i.id}/{case.id}".encode()) % (MOVED if i.every == 1 else 1) == 0:
+                near = self._accepting(i, shard).moved(case)
+                if near is not None:
+                    moved.setdefault(near.id, (near, []))[1].append(i)
+        for near, chosen in moved.values():
+            references = [i for i in self._of(case) if i.role == "reference" and i not in chosen]
+            for row in self._run(near, [*references, *chosen], shard, thorough=False):
+                self.emit(Judged(row))
+
+    def _accepting(self, implementation: Implementation, shard: Shard) -> Accepting:
+        def announce(case: Case) -> bool:
+            if (case.id, implementation.id) in shard.skip:  # it took a process down here
+                return False
+            self.emit(Started(case.id, implementation.id, case.to_json()))
+            return True
+
+        known = self.accepting.setdefault(implementation.id, Accepting(implementation, self.device))
+        known.announce = announce
+        return known
 
     @within("stage", "minimising")
     def finding(self, shard: Shard) -> None:
