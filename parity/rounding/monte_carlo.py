@@ -98,8 +98,9 @@ class MonteCarlo(TorchDispatchMode):
             unit = _walk(args[0], out) * self.u_sum
             scale = func(args[0].abs(), *args[1:], **kwargs).mul_(unit)
             partial = self.u_partial() if self.backward else 0.0
-            if partial:  # a bias gradient is summed across chunks as the head's is
+            if self.backward:  # a bias gradient is held as the head's is
                 out = torch.where(scale > unit * self.range_partial(), torch.inf, out)
+            if partial:  # and summed across chunks
                 scale = scale + func(args[0].square(), *args[1:], **kwargs).sqrt_().mul_(partial)
                 dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
                 if len(dims) == 1 and args[0].shape[dims[0]] >= MANY_PARTS:

@@ -16,3 +16,16 @@ def test_a_float32_gradient_of_a_head_that_is_cast_does_not_lose_what_float16_ca
     ]
     assert {r.quantity for r in rows} >= {"grad_weight", "grad_bias"}
     assert not [(r.quantity, r.gate, r.headroom) for r in rows if r.verdict == "disagree"]
+
+
+OVERFLOW = {"B": 1, "T": 2, "V": 72, "H": 6, "targets": "edge", "bias": "random", "layout": "offset", "cotangent": "fine",
+            "lengths": [2], "mask_dtype": "bool", "loss_type": "dapo", "importance_sampling_level": "sequence",
+            "epsilon_high": 0.5, "beta": 0.5, "use_bias_correction_kl": True, "old": "extreme", "ratio": "sequence",
+            "sampler": "given", "advantages": "negative", "other_tokens": 7, "max_completion_length": 2}  # fmt: skip
+
+
+def test_one_chunk_holds_a_bias_gradient_that_overflows_before_the_upstream_gradient_makes_it_fit():
+    liger = select(["liger.FusedLinearGRPOLoss"])
+    rows = {r.quantity: r for r in run_case(Case("policy", 186595, "fp16", OVERFLOW), liger)}
+    assert rows["grad_bias"].verdict == "agree" and rows["grad_bias"].undecided > 0
+    assert rows["grad_weight"].verdict == "agree"
