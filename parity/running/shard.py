@@ -24,14 +24,12 @@ from parity.implementations.implementation import Implementation
 from parity.registry import facts, loss_family, run_case
 from parity.results.ledger import Ledger, stale
 from parity.results.row import Row
-from parity.running.accepting import Accepting, refused
+from parity.running.accepting import Accepting, dealt, refused
 from parity.running.events import At, Checked, Confirmed, Event, Judged, Started
 from parity.running.plan import Shard, Sought, signature_of
 from parity.timings import within
 from parity.trainers import catalogue
 
-MOVED = 4
-"""One in so many of the drawn cases that an implementation refuses is moved to where it does not; of a costly one each."""
 STREAMS = 4
 """Streams of drawn cases that a worker keeps, so that it draws each case once."""
 
@@ -129,7 +127,7 @@ class Session:
         """The case again for those that refused it, moved to where they do not, beside their family's references."""
         moved: dict[str, tuple[Case, list[Implementation]]] = {}
         for i in self._of(case):
-            if i.id in names and zlib.crc32(f"moved/{i.id}/{case.id}".encode()) % (MOVED if i.every == 1 else 1) == 0:
+            if i.id in names and dealt(i, case):
                 near = self._accepting(i, shard).moved(case)
                 if near is not None:
                     moved.setdefault(near.id, (near, []))[1].append(i)

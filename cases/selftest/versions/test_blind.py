@@ -1,9 +1,11 @@
 """Recall without the frozen cases: which releases are compared, which cases may show a record, what counts as found."""
 
+import io
 import subprocess
 
 import pytest
 
+from parity.case.case import Case
 from parity.registry import loss_family
 from parity.versions.commands import blind, history
 
@@ -54,8 +56,11 @@ def test_found_is_what_fails_on_the_bad_side_and_answers_as_recorded_on_the_good
         return cases[1:] if expected == "agree" and len(cases) == 2 else cases
 
     def ran(made, module, stdin, limit, device):
-        _, plan = blind.json.loads(stdin)
-        lines = [[id, answering(id, expected, cases)[:count], {}] for id, _, _, expected, count, cases in plan]
+        _, move, plan = blind.json.loads(stdin)
+        lines = []
+        for id, _, _, expected, count, moves, cases in plan:
+            assert moves == list(records[id].moves) and move == (expected == "disagree")
+            lines.append([id, [(c, c) for c in answering(id, expected, cases)[:count]], {}])
         return subprocess.CompletedProcess([], 0, "".join(f"{blind._LINE}{blind.json.dumps(x)}\n" for x in lines))
 
     monkeypatch.setattr(blind, "ran", ran)
@@ -81,7 +86,7 @@ def test_batches_go_on_behind_the_last_case_that_failed_until_one_agrees_on_the_
     monkeypatch.setattr(blind, "of_profile", lambda family, profile: iter(drawn))
     asked = []
 
-    def look(specs, plan, device):
+    def look(specs, plan, device, move=True):
         if not plan:
             return {}, ""
         ((one, cases, expected, count),) = plan
@@ -90,7 +95,7 @@ def test_batches_go_on_behind_the_last_case_that_failed_until_one_agrees_on_the_
         # every odd case fails on the bad side; of these only the fifth agrees on the good one
         found = [n for n in numbers if (n % 2 if expected == "disagree" else n == agrees)][:count]
         other = "agree" if expected == "disagree" else "unsupported"
-        return {one.id: ([drawn[n] for n in found], {other: len(numbers) - len(found)})}, ""
+        return {one.id: ([(drawn[n], drawn[n]) for n in found], {other: len(numbers) - len(found)})}, ""
 
     monkeypatch.setattr(blind, "_look", look)
     agrees = 9
@@ -109,3 +114,32 @@ def test_moves_names_settings_of_the_frozen_case(records):
     moved = [(r, tuple(str(r.check.case.settings[name]) for name in r.moves)) for r in shared]
     told = {(blind.side_by_side(r), r.check.implementation, r.check.quantities, r.moves, v) for r, v in moved}
     assert len(told) == len(shared)  # two records of one change are told apart
+
+
+def test_a_case_that_the_implementation_refuses_is_asked_as_a_run_moves_it(monkeypatch, capsys):
+    """Liger's fused KL takes beta 0 alone: of a case with a softcap the ban and the width stay."""
+    settings = {
+        "B": 1,
+        "T": 2,
+        "V": 5,
+        "H": 3,
+        "softcap": 5.0,
+        "layouts": "transposed",
+        "cotangent": "random",
+        "beta": 0.0,
+    }
+    name = "liger.fused_linear_kl_div"
+    case = next(
+        c for seed in range(40) if blind.dealt(blind.load()[name], c := Case("divergence", seed, "fp32", settings))
+    )
+    for move, moves, expected in ((True, ["layouts"], 1), (True, ["softcap"], 0), (False, ["layouts"], 0)):
+        plan = [["transposed", name, ["grad_weight"], "disagree", 1, moves, [case.to_json()]]]
+        monkeypatch.setattr("sys.stdin", io.StringIO(blind.json.dumps(["cpu", move, plan])))
+        assert blind.main() == 0
+        ((_, found, others),) = [
+            blind.json.loads(x[13:]) for x in capsys.readouterr().out.splitlines() if x[:13] == blind._LINE
+        ]
+        assert len(found) == expected and bool(others) != bool(expected)
+        for asked, ran in found:
+            assert Case.from_json(asked) == case
+            assert ran["settings"] == {k: v for k, v in settings.items() if k != "softcap"}

@@ -20,10 +20,12 @@ from packaging.version import Version
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, streams
+from parity.implementations.implementation import Implementation
 from parity.process import prepare
 from parity.registry import load, loss_family, run_case, select
 from parity.results.report import measured
 from parity.results.row import Row
+from parity.running.accepting import Accepting, dealt, refused
 from parity.running.plan import DTYPES
 from parity.running.run import FIXED_SEED
 from parity.running.shard import selected
@@ -84,6 +86,7 @@ def _apart(
     """Record -> how many of its cases failed on the bad release, the first that answers as recorded on the good one too,
     and why there is none. What is found is not asked again; cases are run on until `BATCHES` are used up."""
     out: dict[str, tuple[int, Case | None, str]] = {}
+    drawn: dict[str, dict[str, Case]] = {r.id: {} for r in records}
     left, failed = dict(could), dict.fromkeys(could, 0)
     seen, then = ({r.id: Counter[str]() for r in records} for _ in range(2))  # what else each side answers
     out |= {r.id: (0, None, "no case has what it needs") for r in records if not could[r.id]}
@@ -92,20 +95,22 @@ def _apart(
         wrong, why = _look(bad, [(r, left[r.id], r.expect, batch) for r in open_], device)
         out |= {r.id: (failed[r.id], None, why) for r in open_ if why}
         hits = [r for r in open_ if r.id in wrong and wrong[r.id][0]]
-        right, why = _look(good, [(r, wrong[r.id][0], r.then, 1) for r in hits], device)
+        for r in hits:
+            drawn[r.id] |= {ran.id: asked for asked, ran in wrong[r.id][0]}
+        right, why = _look(good, [(r, [ran for _, ran in wrong[r.id][0]], r.then, 1) for r in hits], device, move=False)
         for r in open_:
             shown, others = wrong.get(r.id, ([], {}))
             seen[r.id] += Counter(others)
             failed[r.id] += len(shown)
             then[r.id] += Counter(right[r.id][1] if r.id in right else {})
             if r.id in right and right[r.id][0]:
-                out[r.id] = failed[r.id], right[r.id][0][0], ""
+                out[r.id] = failed[r.id], drawn[r.id][right[r.id][0][0][1].id], ""
             elif r.id not in out and (why or len(shown) < batch or batch == BATCHES[-1]):
                 none = f"{failed[r.id]} fail, on the good release {_told(then[r.id])}" if failed[r.id] else "none fails"
                 told = _told(seen[r.id])
                 out[r.id] = failed[r.id], None, why or (f"{none} ({told})" if told else none)
             elif r.id not in out:
-                left[r.id] = left[r.id][left[r.id].index(shown[-1]) + 1 :]
+                left[r.id] = left[r.id][left[r.id].index(shown[-1][0]) + 1 :]
     return out
 
 
@@ -174,24 +179,28 @@ def side_by_side(record: Record) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _look(
-    specs: tuple[str, ...], asked: Sequence[tuple[Record, Sequence[Case], str, int]], device: str
-) -> tuple[dict[str, tuple[list[Case], dict[str, int]]], str]:
-    """Record -> the first cases, as many as asked for, that answer as expected in one environment, and how many of those
-    before them answer what else; why the environment is unusable."""
+    specs: tuple[str, ...], asked: Sequence[tuple[Record, Sequence[Case], str, int]], device: str, move: bool = True
+) -> tuple[dict[str, tuple[list[tuple[Case, Case]], dict[str, int]]], str]:
+    """Record -> the first cases, as many as asked for, that answer as expected in one environment, each beside itself or,
+    with `move`, beside what a run moves it to where the implementation refuses it; how many of those before them answer what
+    else; why the environment is unusable."""
     plan = [
-        [r.id, r.check.implementation, r.check.quantities, expected, count, [c.to_json() for c in found]]
+        [r.id, r.check.implementation, r.check.quantities, expected, count, list(r.moves), [c.to_json() for c in found]]
         for r, found, expected, count in asked
     ]
     if not plan:
         return {}, ""
     try:
         done = ran(
-            Environment.of(specs), "parity.versions.commands.blind", json.dumps([device, plan]), CPU_LIMIT, device
+            Environment.of(specs), "parity.versions.commands.blind", json.dumps([device, move, plan]), CPU_LIMIT, device
         )
     except EnvironmentUnusable as error:
         return {}, str(error)
     lines = [json.loads(x.removeprefix(_LINE)) for x in done.stdout.splitlines() if x.startswith(_LINE)]
-    return {id: ([Case.from_json(c) for c in found], others) for id, found, others in lines}, ""
+    return {
+        id: ([(Case.from_json(asked), Case.from_json(ran)) for asked, ran in found], others)
+        for id, found, others in lines
+    }, ""
 
 
 def table(seen: Sequence[RecordSeen], profile: str) -> str:
@@ -209,20 +218,25 @@ def table(seen: Sequence[RecordSeen], profile: str) -> str:
 
 def main() -> int:
     """Looks at the cases of its plan, those of a record until enough answer as expected; prints these."""
-    device, plan = json.load(sys.stdin)
+    device, move, plan = json.load(sys.stdin)
     prepare(device, threads=1)
     rows: dict[tuple[str, str], list[Row]] = {}
-    for id, implementation, quantities, expected, count, found in plan:
+    accepting: dict[str, Accepting] = {}
+    for id, implementation, quantities, expected, count, moves, found in plan:
         chosen = select([implementation])
-        shown: list[Mapping[str, object]] = []
+        shown: list[tuple[Mapping[str, object], Mapping[str, object]]] = []
         others: Counter[str] = Counter()
-        for case in map(Case.from_json, found):
-            key = implementation, case.id  # two records may ask for it
-            if key not in rows:
-                rows[key] = list(run_case(case, chosen, device, thorough=False))
+        for asked in map(Case.from_json, found):
+            case = asked
+            for case in (asked, *(_moved(asked, chosen[0], device, moves, accepting) if move else ())):
+                key = implementation, case.id  # two records may ask for it
+                if key not in rows:
+                    rows[key] = list(run_case(case, chosen, device, thorough=False))
+                if not refused(rows[key]):
+                    break
             answer = CaseCheck("", case, implementation, tuple(quantities)).answer(rows[key])
             if answer.verdict == expected:
-                shown.append(case.to_json())
+                shown.append((asked.to_json(), case.to_json()))
             else:
                 others[f"{answer.verdict}: {answer.message}" if answer.message else answer.verdict] += 1
             if len(shown) == count:
@@ -230,6 +244,19 @@ def main() -> int:
         sys.stdout.write(f"\n{_LINE}{json.dumps([id, shown, others])}\n")
         sys.stdout.flush()
     return 0
+
+
+def _moved(
+    case: Case, implementation: Implementation, device: str, moves: Sequence[str], known: dict[str, Accepting]
+) -> Iterator[Case]:
+    """What a run moves the case to if the implementation refuses it, where that still moves what the record says."""
+    if catalogue.is_trainer(case.family) or not dealt(implementation, case):
+        return
+    accepting = known.setdefault(implementation.id, Accepting(implementation, device))
+    accepting.announce = lambda case: True
+    moved = accepting.moved(case)
+    if moved is not None and all(moved.settings.get(name) == case.settings.get(name) for name in moves):
+        yield moved
 
 
 if __name__ == "__main__":
