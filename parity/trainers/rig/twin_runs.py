@@ -244,7 +244,7 @@ def _hand_out(trainer: Any, chosen: Sequence[Row]) -> None:
         prompt_ids = [stored_window.ids(p) if isinstance(p, str) else list(p) for p in prompts]
         left = {k: list(v) for k, v in stored.items()}
         completion_ids = [left[tuple(p)].pop(0) for p in prompt_ids]
-        known = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "extra_fields": {}}
+        known = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "extra_fields": {}, "forward_kwargs": {}}
         out = tuple(known.get(n) for n in names)
         return out if len(out) > 1 else out[0]
 
