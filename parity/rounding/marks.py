@@ -59,6 +59,7 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
         if name == "selected":
             return x if recipe.selected == "fp32" or size is None else mode.spread(x, size, recipe.selected)
         forward, backward = table[name]
+        x = mode.held(x) if name == "bias" else x
         return mode.stored(x, forward, backward, recipe.folded if name in ("logits", "biased") else 1.0)
 
     return mark

@@ -98,9 +98,8 @@ class MonteCarlo(TorchDispatchMode):
             unit = _walk(args[0], out) * self.u_sum
             scale = func(args[0].abs(), *args[1:], **kwargs).mul_(unit)
             partial = self.u_partial() if self.backward else 0.0
-            if self.backward:  # a bias gradient is held as the head's is
+            if partial:  # a bias gradient is summed across chunks as the head's is
                 out = torch.where(scale > unit * self.range_partial(), torch.inf, out)
-            if partial:  # and summed across chunks
                 scale = scale + func(args[0].square(), *args[1:], **kwargs).sqrt_().mul_(partial)
                 dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
                 if len(dims) == 1 and args[0].shape[dims[0]] >= MANY_PARTS:
@@ -309,6 +308,10 @@ class MonteCarlo(TorchDispatchMode):
             return x
         return _Stored.apply(x, self, forward, backward, factor)
 
+    def held(self, x: torch.Tensor) -> torch.Tensor:
+        """x, whose gradient overflows where `accumulate` cannot hold it before the upstream gradient comes to it."""
+        return _Held.apply(x, self) if self.range_partial() < torch.inf else x
+
     def spread(
         self,
         x: torch.Tensor,
@@ -372,6 +375,19 @@ _HUGE = 2.0**900
 
 RUNNING: list[MonteCarlo] = []
 """The Monte Carlo modes that are entered, the innermost last."""
+
+
+class _Held(torch.autograd.Function):
+    """Identity whose gradient overflows where a partial gradient would: the sum that makes a bias gradient may have one term."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mode: MonteCarlo) -> torch.Tensor:
+        ctx.mode = mode
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return torch.where(grad.abs() > ctx.mode.range_partial(), torch.inf, grad), None
 
 
 class _Stored(torch.autograd.Function):

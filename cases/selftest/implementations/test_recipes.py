@@ -1,5 +1,7 @@
 """Recipes say where an implementation stores something narrow, and no more: what is stored wide is not expected narrow."""
 
+import pytest
+
 from parity.case.case import Case
 from parity.registry import run_case, select
 
@@ -24,8 +26,12 @@ OVERFLOW = {"B": 1, "T": 2, "V": 72, "H": 6, "targets": "edge", "bias": "random"
             "sampler": "given", "advantages": "negative", "other_tokens": 7, "max_completion_length": 2}  # fmt: skip
 
 
-def test_one_chunk_holds_a_bias_gradient_that_overflows_before_the_upstream_gradient_makes_it_fit():
+ONE_TOKEN = {"B": 1, "T": 1, "V": 9, "H": 1, "peak": 4.0, "bias": "random", "old": "extreme", "advantages": "fine"}
+
+
+@pytest.mark.parametrize(("seed", "settings"), [(186595, OVERFLOW), (186595, ONE_TOKEN)])
+def test_one_chunk_holds_a_bias_gradient_that_overflows_before_the_upstream_gradient_makes_it_fit(seed, settings):
     liger = select(["liger.FusedLinearGRPOLoss"])
-    rows = {r.quantity: r for r in run_case(Case("policy", 186595, "fp16", OVERFLOW), liger)}
+    rows = {r.quantity: r for r in run_case(Case("policy", seed, "fp16", settings), liger)}
     assert rows["grad_bias"].verdict == "agree" and rows["grad_bias"].undecided > 0
     assert rows["grad_weight"].verdict == "agree"
