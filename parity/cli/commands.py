@@ -18,7 +18,10 @@ from parity.errors import UsageError
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="llm-parity", prog_name="parity")
 def main() -> None:
-    """Compare LLM post-training losses with their definition: who is wrong, in which quantity, by how much."""
+    """Compare LLM post-training losses with their definition.
+
+    Says who is wrong, in which quantity, and by how much.
+    """
 
 
 @main.command("run")
@@ -26,13 +29,13 @@ def main() -> None:
     "--profile",
     default="pr",
     show_default=True,
-    help="how many cases: quick, pr, nightly or soak",
+    help="how much to do: quick, pr, nightly or soak",
     shell_complete=options.values(options.profiles),
 )
 @options.several(
     "--family",
     "families",
-    "only this family (see parity list), or your own",
+    "only this loss or trainer (names: parity list), or your own",
     options.families,
     parted=True,
     metavar="NAME|FILE.py:NAME",
@@ -40,30 +43,25 @@ def main() -> None:
 @options.IMPLEMENTATIONS
 @options.several("--dtype", "dtypes", "fp32, fp16 or bf16", options.dtypes, parted=True)
 @options.DEVICE
-@click.option("--seed", type=int, default=None, help="default: fixed in quick and pr, a new one in nightly and soak")
+@click.option("--seed", type=int, default=None, help="of the drawn cases; default: fixed in quick and pr, else new")
 @options.WITH
 @click.option("--require", multiple=True, metavar="ID[:cpu|cuda]", help="exit code 3 unless this was compared")
 @options.LEDGER
-@options.path("--results", "file for the rows; default: results.ndjson among the reports")
+@options.path("--results", "file for the results; default: results.ndjson in --reports")
 @options.REPORTS
-@options.count("--workers", "number of processes; default: a core each, RAM permitting")
+@options.count("--workers", "processes; default: one for each core, if memory allows")
 @options.RAY
-@click.option(
-    "--share", default="", metavar="I/N", help="this machine's shards of N machines'; parity merge joins them"
-)
-@options.path(
-    "--resume", "go on with the run that wrote this file: no row is lost, none is there twice", metavar="RESULTS"
-)
-@click.option(
-    "--max-time", default=None, metavar="TIME", help="end in order after 2h, 90m or the like, and report what was done"
-)
+@click.option("--share", default="", metavar="I/N", help="do part I of N; parity merge joins the results of all parts")
+@options.path("--resume", "continue the run that wrote this file", metavar="RESULTS")
+@click.option("--max-time", metavar="TIME", help="stop after 2h, 90m or the like, and report what was done")
 @detail
 def run_command(specs: tuple[str, ...], max_time: str | None, detail: Detail, **options: Any) -> None:
-    """Draw cases, run every implementation on them, compare with the definition, and report."""
+    """Run every implementation on many cases, judge, and report.
+
+    Exit code: 0 nothing new, 1 a new finding, 3 nothing was compared, 4 a known finding no longer happens.
+    """
     if specs and options["ray"]:
-        raise UsageError(
-            "--ray and --with cannot be used together: environments of other releases are made on this machine"
-        )
+        raise UsageError("--ray and --with cannot be used together: other releases are installed on this machine only")
     if specs:
         sys.exit(_inside(specs))
     from parity.running.run import Options, execute
@@ -96,16 +94,16 @@ def _inside(specs: tuple[str, ...]) -> int:
 @main.command("list")
 @options.several("--family", "families", "only this family", options.families, parted=True)
 @click.option(
-    "--settings", metavar="FAMILY", help="its settings instead", shell_complete=options.values(options.families)
+    "--settings", metavar="FAMILY", help="the settings of this family", shell_complete=options.values(options.families)
 )
-@click.option("--checks", metavar="TRAINER", help="its checks instead", shell_complete=options.values(options.trainers))
-@click.option("--profiles", is_flag=True, help="the profiles instead, with the cases that each draws")
-@click.option("--uncovered", is_flag=True, help="the trainers of the installed TRL without a check instead")
 @click.option(
-    "--coverage", metavar="RESULTS", help="what a results file judged, by setting, config field and logged key"
+    "--checks", metavar="TRAINER", help="the checks of this trainer", shell_complete=options.values(options.trainers)
 )
-@click.option("--sweep", is_flag=True, help="what became of each implementation in other releases instead")
-@click.option("--release", "releases", multiple=True, metavar="PKG==VER", help="with --sweep: only this one")
+@click.option("--profiles", is_flag=True, help="the profiles, with how many cases each draws")
+@click.option("--uncovered", is_flag=True, help="the trainers of the installed TRL that have no check")
+@click.option("--coverage", metavar="RESULTS", help="settings, config fields and metrics that a results file judged")
+@click.option("--sweep", is_flag=True, help="in which other releases each implementation works")
+@click.option("--release", "releases", multiple=True, metavar="PKG==VER", help="with --sweep: only this release")
 @options.TURNS
 @options.JSON
 def list_command(
@@ -116,9 +114,12 @@ def list_command(
     turns: Path | None,
     **sections: Any,
 ) -> None:
-    """Implementations with their version or why they cannot run; or settings, checks, profiles."""
+    """Show implementations; or settings, checks, profiles.
+
+    Each implementation is shown with its version, or with the reason why it cannot run here.
+    """
     if (releases or turns) and not sweep:
-        raise UsageError("list: --release and --turns are of --sweep")
+        raise UsageError("list: --release and --turns need --sweep")
     if sweep:
         from parity.versions.commands.sweep import command
 
@@ -128,9 +129,7 @@ def list_command(
 
     chosen = [(name, value) for name, value in sections.items() if value]
     if len(chosen) + bool(families) > 1:
-        raise UsageError(
-            "list: one of --family, --settings, --checks, --profiles, --uncovered and --coverage at a time"
-        )
+        raise UsageError("list: use one of --family, --settings, --checks, --profiles, --uncovered, --coverage")
     if chosen:
         (name, value) = chosen[0]
         found: list[Any] = listing.SECTIONS[name](*([] if value is True else [value]))
@@ -151,7 +150,7 @@ def list_command(
 @main.command("doctor")
 @options.JSON
 def doctor_command(as_json: bool) -> None:
-    """What is installed, what can run here, and what is missing."""
+    """Show what is installed, can run, or is missing."""
     from parity.cli.doctor import diagnose, diagnosis
     from parity.results.json_output import text
 
@@ -175,12 +174,15 @@ def doctor_command(as_json: bool) -> None:
     "releases",
     multiple=True,
     metavar="PKG==VER[,…]",
-    help="this release as one column of a table; repeat it",
+    help="audit this release in a column of its own; may be repeated",
 )
 @options.LEDGER
 @options.REPORTS
 def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: Any) -> None:
-    """Is every setting honoured? For each: honoured, ignored, wrong, refused or absent, and where to repair it."""
+    """Ask each implementation whether it obeys each setting.
+
+    The answer is honoured, ignored, wrong, refused or absent, and says where to repair it.
+    """
     if specs and releases:
         raise UsageError("--with and --release cannot be used together: name every package of a release in --release")
     if specs:
@@ -201,7 +203,7 @@ def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: 
 @options.DEVICE
 @options.WITH
 @click.option("--issue", is_flag=True, help="print a bug report with a stand-alone script, for upstream")
-@options.path("--minimise", "of captured tensors: write the smallest part that still disagrees", metavar="FILE")
+@options.path("--minimise", "write the smallest part of a captured batch that still disagrees", metavar="FILE")
 def replay_command(
     case: str,
     implementations: tuple[str, ...],
@@ -210,7 +212,10 @@ def replay_command(
     issue: bool,
     minimise: Path | None,
 ) -> None:
-    """Run a case again: a case file, a ledger entry, or the id of a case. Exit code 0 agrees, 1 disagrees, 125 not judged."""
+    """Run one case again and show every number.
+
+    CASE is a case file, a ledger entry, or the id of a case. Exit code: 0 agrees, 1 disagrees, 125 not judged.
+    """
     if specs:
         sys.exit(_inside(specs))
     from parity.tools.replay import replay
@@ -221,7 +226,7 @@ def replay_command(
 @main.command("findings")
 @options.path("--ledger", "another ledger of known findings")
 def findings_command(ledger: Path | None) -> None:
-    """The known findings as one page for somebody who trains, most severe first."""
+    """Print the known findings, most severe first."""
     from parity import data
     from parity.results.ledger import Ledger
     from parity.results.report.known import page
@@ -246,10 +251,11 @@ def upstream_command(
     turns: Path | None,
     specs: tuple[str, ...],
 ) -> None:
-    """Write reports/upstream/ID/ for entries of the ledger: a script that needs the library alone, text, and patch.
+    """Write bug reports for known findings, and test them.
 
-    Each script is run in a fresh process, and again with the patch. Exit 0 when every one shows its defect and is silent
-    without it, 1 when one is wrong.
+    ID is an entry of the ledger. Each gets reports/upstream/ID/ with a text, a script that needs only the library, and a
+    patch. Each script is run, and run again with the patch. Exit code: 0 if every script shows its defect and the patch
+    removes it, else 1.
     """
     if specs:
         sys.exit(_inside(specs))
@@ -270,10 +276,10 @@ def upstream_command(
 
 @main.command("report")
 @click.argument("results", type=options.PATH, default=Path("reports/results.ndjson"))
-@options.path("--reports", "folder for reports; default: that of the results file")
+@options.path("--reports", "folder for reports; default: where the results file is")
 @detail
 def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
-    """Print the results file of a run again, and write HTML, Markdown and JUnit."""
+    """Report a results file again (text, HTML, JUnit)."""
     from parity.results import memory
     from parity.results.header import End
     from parity.results.report.rows import read
@@ -294,11 +300,12 @@ def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
 
 @main.command("merge")
 @click.argument("results", nargs=-1, required=True, type=options.PATH, metavar="RESULTS...")
-@options.path("--out", "the joined file; the reports are written beside it", "reports/results.ndjson")
+@options.path("--out", "the joined file; reports are written next to it", "reports/results.ndjson")
 def merge_command(results: tuple[Path, ...], out: Path) -> None:
-    """Join the results of machines that have shared a run (parity run --share), and report; exit code as of the run.
+    """Join the results of a shared run, and report.
 
-    Shards that none has done are missing, exit code 3: parity run --resume OUT runs them.
+    RESULTS come from parity run --share. Exit code as of parity run; 3 if a part is missing (parity run --resume OUT
+    runs it).
     """
     from parity.running.run import merge
 
@@ -328,9 +335,9 @@ def case_command(path: str) -> None:
 
 
 @main.command("mutants")
-@options.count("--seeds", "how many streams of cases; 10 for the full table", 1)
+@options.count("--seeds", "how many random seeds; 10 for the full table", 1)
 @options.several("--family", "families", "only this family", options.families)
-@options.count("--cases", "cases of each stream; default: as many as profile pr")
+@options.count("--cases", "cases for each seed; default: as many as profile pr")
 @options.count("--workers", "processes", 2)
 @click.option("--markdown", is_flag=True, help="print the table as a Markdown page")
 @click.option(
@@ -338,14 +345,17 @@ def case_command(path: str) -> None:
     "sources",
     multiple=True,
     type=click.Choice(["controls", "fixes", "trl"]),
-    help="instead, small edits of this correct code by machine; continues what reports/ has of them",
+    help="edit this correct code automatically instead; continues what reports/ has",
 )
-@options.count("--sample", "--machine: random edits of each", 200)
-@click.option("--seed", type=int, default=0, show_default=True, help="--machine: of the sample and of its cases")
+@options.count("--sample", "with --machine: random edits of each", 200)
+@click.option("--seed", type=int, default=0, show_default=True, help="with --machine: of edits and cases")
 @options.TURNS
 @options.device("cpu")
 def mutants_command(sources: tuple[str, ...], sample: int, seed: int, **options: Any) -> None:
-    """Test the harness with wrong implementations: exit code 0 if all are caught and no correct one is."""
+    """Test the harness itself with wrong implementations.
+
+    Exit code: 0 if every wrong one is caught and no correct one is, else 1.
+    """
     from parity.selftest.mutants.command import run, run_machine
 
     sys.exit(run_machine(sources, seed, sample, options["markdown"]) if sources else run(console(), **options))

@@ -15,47 +15,52 @@ from parity.results.header import Header
 _RESULTS = click.option(
     "--run", "results", type=click.Path(path_type=Path), default=Path("reports/results.ndjson"), show_default=True
 )
-_LEDGER = options.path("--ledger", "default: the one of this checkout")
+_LEDGER = options.path("--ledger", "default: cases/ledger.toml")
 
 
 @click.group("ledger")
 def ledger_command() -> None:
-    """Known findings: write an entry, or accept those of a run as a baseline."""
+    """Add findings to the list of known ones."""
 
 
 @ledger_command.command("add")
 @click.argument("case", metavar="CASE")
-@click.option("--implementation", default=None, metavar="ID", help="whose, where several fail on the case")
+@click.option("--implementation", default=None, metavar="ID", help="which one, if several fail on CASE")
 @click.option("--reason", required=True, help="what is wrong, in one or two sentences")
-@click.option("--link", required=True, help="where it is discussed: an issue, or file and function of a release")
-@click.option("--expires", default="", metavar="TIME", help="look at it again after 720h, for example")
+@click.option("--link", required=True, help="an issue, or file and function of a release")
+@click.option("--expires", default="", metavar="TIME", help="ask to look at it again after this time, such as 720h")
 @_RESULTS
 @_LEDGER
 def add_command(
     case: str, implementation: str | None, reason: str, link: str, expires: str, results: Path, ledger: Path
 ) -> None:
-    """Enter what fails anew on CASE in the last run, no wider than it is."""
+    """Add the new finding that the last run has on CASE."""
     _, found = _found(results)
     chosen = [f for f in found if f.lead.case == case and implementation in (None, f.implementation)]
     if not chosen:
         known = ", ".join(f"{f.lead.case} ({f.implementation})" for f in found)
         raise UsageError(
-            f"case {case!r}: no new finding of {results} has it, choose from {known or 'none: it has none'}"
+            f"case {case!r}: {results} has no new finding on it, choose from {known or 'none: it has no new findings'}"
         )
     for id in _write(chosen, results, ledger, reason, link, expires):
         click.echo(f"entered {id}")
 
 
 @ledger_command.command("accept")
-@click.option("--expires", default="720h", show_default=True, metavar="TIME", help="each entry turns red after so long")
+@click.option(
+    "--expires", default="720h", show_default=True, metavar="TIME", help="each entry must be looked at after this time"
+)
 @_RESULTS
 @_LEDGER
 def accept_command(expires: str, results: Path, ledger: Path) -> None:
-    """Take all new findings of a run as the baseline of your own stack, each marked as unexplained, until it expires."""
+    """Add all new findings of a run as a baseline.
+
+    Each is marked as unexplained, and turns a run red when it expires.
+    """
     header, found = _found(results)
     if header.interrupted is True:
         raise UsageError(
-            f"{results}: its run did not finish, a baseline would lack the rest: parity run --resume {results}"
+            f"{results}: the run did not finish, so findings may be missing: first parity run --resume {results}"
         )
     if not found:
         click.echo(f"{results}: no new findings, nothing to accept")

@@ -35,25 +35,32 @@ def duration(text: str) -> datetime.timedelta:
 
 @click.command("nightly")
 @click.option("--max-time", default="6h", show_default=True, help="for everything: 6h, 90m, 1h30m")
-@click.option("--profile", default="nightly", show_default=True, help="of the long run")
+@click.option("--profile", default="nightly", show_default=True, help="how much the long run does")
 @options.several("--family", "families", "only this family", options.families)
 @options.several(
     "--implementation", "implementations", "only this one", options.implementations, metavar="ID|FILE.py:NAME"
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
-@click.option("--seed", type=int, default=None, help="default: a fresh one, printed")
+@click.option("--seed", type=int, default=None, help="default: a new one, which is printed")
 @options.path("--ledger", "another ledger of known findings")
 @click.option(
     "--skip", multiple=True, metavar="NAME", help="leave out history, mutants, upstream, sweep, unsloth or rollouts"
 )
 @click.option(
-    "--with", "specs", multiple=True, metavar="PKG==VER", help="judge this release too, in an environment of its own"
+    "--with",
+    "specs",
+    multiple=True,
+    metavar="PKG==VER",
+    help="judge this release too, installed in a separate environment",
 )
-@click.option("--resume", is_flag=True, help="go on with the night that was killed")
+@click.option("--resume", is_flag=True, help="continue a night that was killed")
 @options.RAY
 @options.REPORTS
 def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...], **options: Any) -> None:
-    """The nightly gate: proof that a planted mistake is caught, a long run with fresh cases, history, mutants, one page."""
+    """Run everything for some hours, and write one page.
+
+    First a planted mistake must be caught. Then a long run with new cases, then history, mutants and more.
+    """
     from parity.nightly.night import Night, run
     from parity.results.notify import title
 
@@ -78,15 +85,18 @@ def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...]
 
 
 @click.command("notify")
-@click.option("--stale", default="36h", show_default=True, metavar="TIME", help="a last run older than this is red too")
+@click.option(
+    "--stale", default="36h", show_default=True, metavar="TIME", help="red if the last run is older than this"
+)
 @click.option("--profile", default="nightly", show_default=True, help="only runs of this profile count")
-@click.option("--page", default="", metavar="LINK", help="where the report can be seen")
+@click.option("--page", default="", metavar="LINK", help="address of the report, for the text")
 @options.path("--out", "file for the text of the issue")
 @options.REPORTS
 def notify_command(stale: str, profile: str, page: str, out: Path | None, reports: Path) -> None:
-    """The text of the one issue that a gate keeps open while it is red. Prints the title.
+    """Write the text of an issue about the last night.
 
-    Exit code 0: green, close the issue; 1: red, open or update it; 3: no run, none within --stale, or the last night died.
+    Prints its title. Exit code: 0 green, close the issue; 1 red, open or update it; 3 no run within --stale, or the last
+    night died.
     """
     from parity.nightly.record import last_sign, standing
     from parity.results import memory, notify, trend
@@ -118,13 +128,13 @@ def notify_command(stale: str, profile: str, page: str, out: Path | None, report
 @click.argument("what", metavar="IMPLEMENTATION|FINDING")
 @options.REPORTS
 def history_of_command(what: str, reports: Path) -> None:
-    """Kept runs of an implementation, a ledger entry or a finding: when it was seen, how often, with which versions."""
+    """Show earlier runs of one implementation or finding."""
     from parity.results import memory
     from parity.results.report.wording import ratio
 
     past = memory.runs(reports / "history", _warn)
     if not past:
-        raise UsageError(f"{reports / 'history'}: no run was kept there yet; parity run and parity nightly keep theirs")
+        raise UsageError(f"{reports / 'history'}: no earlier run is there; parity run and parity nightly write them")
     table = Table(box=None, pad_edge=False)
     for name in ("run", "profile", "compared", "worst headroom", "at", "findings", "versions"):
         table.add_column(name)
@@ -147,20 +157,21 @@ def history_of_command(what: str, reports: Path) -> None:
         )
     if not shown:
         every = sorted({j.implementation for r in past for j in r.judged} | {f.key for r in past for f in r.findings})
-        raise UsageError(f"{what!r} is in no kept run, choose from {', '.join(every)}")
+        raise UsageError(f"{what!r} is in no earlier run, choose from {', '.join(every)}")
     Console(width=160 if not sys.stdout.isatty() else None, highlight=False).print(table)
 
 
 @click.command("upgrade-check")
 @click.argument("spec", metavar="PKG==VER|PKG==NEXT")
-@options.path("--config", "YAML or JSON of TRL's arguments: judged first")
+@options.path("--config", "YAML or JSON file with your TRL arguments")
 @click.option("--max-time", default="1h", show_default=True, help="for each of run, compare and audit")
 @options.device("auto")
 @options.REPORTS
 def upgrade_check_command(spec: str, config: Path | None, max_time: str, device: str, reports: Path) -> None:
-    """May we upgrade? Run, compare and audit of the other release, on one page.
+    """Say whether it is safe to upgrade to a release.
 
-    With --config the verdict is about those settings and their neighbours. Exit code 0: safe, 1: not safe, 3: not known.
+    Does run, compare and audit with that release, and writes one page. With --config the verdict is about your settings
+    and values near them. Exit code: 0 safe, 1 not safe, 3 not known.
     """
     from parity.nightly import upgrade
     from parity.versions.env.client import EnvironmentUnusable

@@ -104,7 +104,7 @@ DEVICE = click.option(
 IMPLEMENTATIONS = several(
     "--implementation",
     "implementations",
-    "only this one, those of a pattern (liger.*), or your own function or trainer; repeat or part by commas",
+    "only this one, a pattern (liger.*), or your own function or trainer; separate several by commas",
     implementations,
     parted=True,
     metavar="ID|FILE.py:NAME",
@@ -112,22 +112,22 @@ IMPLEMENTATIONS = several(
 LEDGER = path("--ledger", "another list of known findings")
 REPORTS = path("--reports", "folder for reports", "reports")
 WITH = click.option(
-    "--with", "specs", multiple=True, metavar="PKG==VER", help="run with this version, in an environment of its own"
+    "--with", "specs", multiple=True, metavar="PKG==VER", help="use this version, installed in a separate environment"
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="print JSON (docs/measured/json.md)")
 RAY = click.option(
-    "--ray", default=None, metavar="HOST:PORT|auto|local", help="on the nodes of this Ray cluster (docs/scale.md)"
+    "--ray", default=None, metavar="HOST:PORT|auto|local", help="run on this Ray cluster (docs/scale.md)"
 )
 TURNS = path(
     "--turns",
-    "begin with what was looked at longest ago; the file remembers, also of a run that is stopped",
+    "start with what was run longest ago; FILE remembers when",
     metavar="FILE",
 )
 
 
 def device(default: str) -> Option:
     """`--device`, "cpu" or "cuda" once it is read."""
-    said = "auto, cpu or cuda; environments keep this machine's build of torch"
+    said = "auto, cpu or cuda"
     return click.option("--device", default=default, callback=_there, show_default=True, help=said)
 
 

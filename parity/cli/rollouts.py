@@ -13,25 +13,30 @@ from parity.data import rollouts_dir
 
 @click.group("rollouts")
 def rollouts() -> None:
-    """Rollouts of a real engine: record them, and judge its log-probs against the trainer's."""
+    """Compare log-probs of a real engine with the trainer's."""
 
 
 @rollouts.command("record")
-@click.option("--model", required=True, metavar="DIR|tiny-NAME", help="folder; or tiny-llama, tiny-qwen2, tiny-gemma2")
+@click.option(
+    "--model", required=True, metavar="DIR|tiny-NAME", help="a folder, or tiny-llama, tiny-qwen2, tiny-gemma2"
+)
 @click.option("--engine", required=True, metavar="vllm|transformers|URL", help="URL: an OpenAI completions server")
 @options.choice("--dtype", None, "fp32", "fp16", "bf16")
 @click.option("--temperature", "temperatures", type=float, multiple=True, default=(1.0,), show_default=True)
 @click.option("--top-p", "top_ps", type=float, multiple=True, default=(1.0,), show_default=True)
 @click.option("--top-k", type=int, default=0, show_default=True, help="0: the whole vocabulary")
-@options.path("--prompts", "a text or a JSON list of ids a line")
+@options.path("--prompts", "file: on each line a text, or a JSON list of token ids")
 @options.count("--rows", "completions", 64)
 @options.count("--max-tokens", None, 32)
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--name", default=None, help="of the files; default: the model's")
+@click.option("--name", default=None, help="name of the files; default: the model's")
 @click.option("--score/--no-score", "scored", default=True, help="store the trainer's log-probs too")
 @options.path("--out", default="reports/rollouts")
 def record_command(**given: Any) -> None:
-    """Sample prompts with an engine and store ids and log-probs, a recording for each temperature and top-p."""
+    """Sample with an engine, store ids and log-probs.
+
+    Writes one recording for each temperature and top-p.
+    """
     from parity import recording
     from parity.process import prepare
     from parity.rollouts.record import RecordingOptions, record
@@ -44,7 +49,10 @@ def record_command(**given: Any) -> None:
 @rollouts.command("list")
 @click.argument("folder", type=options.PATH, required=False)
 def list_command(folder: Path | None) -> None:
-    """The recordings in FOLDER (default: those that are shipped), each with where it comes from."""
+    """List recordings and where they come from.
+
+    Without FOLDER: those that are shipped.
+    """
     from parity import recording
 
     for path in sorted((folder or rollouts_dir()).glob("*.json")):
@@ -53,14 +61,16 @@ def list_command(folder: Path | None) -> None:
 
 @rollouts.command("judge")
 @click.argument("paths", nargs=-1, metavar="[RECORDING…]")
-@click.option("--model", default=None, metavar="DIR|tiny-NAME", help="the trainer's; default: that of the recording")
+@click.option(
+    "--model", default=None, metavar="DIR|tiny-NAME", help="the trainer's model; default: that of the recording"
+)
 @options.path("--adapter", "a PEFT adapter on the trainer's model")
-@options.choice("--support", "of the trainer's log-probs; full is what TRL computes", "truncated", "full")
+@options.choice("--support", "tokens over which the trainer normalises; TRL: full", "truncated", "full")
 @options.path("--reports", default="reports")
 def judge_command(paths: tuple[str, ...], reports: Path, **given: Any) -> None:
-    """An engine's log-probs against the trainer's, in units of the trainer's own noise; without RECORDING the shipped ones.
+    """Judge an engine's log-probs against the trainer's.
 
-    Exit code 1 where one disagrees.
+    The unit is the trainer's own rounding noise. Without RECORDING: those that are shipped. Exit code 1 if one disagrees.
     """
     from parity.process import prepare
 
@@ -82,7 +92,10 @@ def judge_command(paths: tuple[str, ...], reports: Path, **given: Any) -> None:
 @rollouts.command("replay")
 @click.argument("name", default="gemma2-bf16-t0.7-p0.8")
 def replay_command(name: str) -> None:
-    """What dropping the importance ratio does to a gradient, on a shipped recording."""
+    """Show what ignoring the importance ratio does.
+
+    Computes the gradient of a shipped recording with the ratio and without it.
+    """
     from parity.process import prepare
 
     prepare("cpu", 1)
@@ -101,9 +114,10 @@ LIVE = {"colocate": 0, "colocate-no-sync": 1, "server": 0}
 
 @rollouts.command("live")
 def live_command() -> None:
-    """TRL's GRPOTrainer with the vLLM that is installed: colocated, then with its weight sync off, then served.
+    """Run TRL's GRPOTrainer with the installed vLLM.
 
-    Exit code 1 where a run is not as it should be: with the sync off step 2 must disagree.
+    Three runs: colocated, colocated without weight sync, and as a server. Without the sync, step 2 must disagree. Exit
+    code 1 if a run does not end as it should.
     """
     from parity.rollouts import vllm_engine
 

@@ -22,7 +22,7 @@ FOUND, NOT_FOUND, USAGE, UNUSABLE = 0, 1, 2, 3
 
 
 def _usable(command: Callable[..., int]) -> Callable[..., None]:
-    """Ends the process with the command's exit code; an unusable environment, or a full disk, is one line and 3."""
+    """End the process with the command's exit code; an unusable environment, or a full disk, is one line and 3."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -44,17 +44,22 @@ def _progress(line: str) -> None:
 
 
 @click.command("history")
-@click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; repeat it for several")
-@click.option("--bisect", "search", is_flag=True, help="find the exact release of each change instead")
-@click.option("--blind", is_flag=True, help="which records plain draws find instead, the frozen cases forgotten")
-@click.option("--profile", type=click.Choice(["quick", "pr", "nightly"]), default="pr", help="of --blind")
+@click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; may be repeated")
+@click.option("--bisect", "search", is_flag=True, help="instead: find the exact release of each change")
+@click.option("--blind", is_flag=True, help="instead: which records are found by random cases alone")
+@click.option(
+    "--profile", type=click.Choice(["quick", "pr", "nightly"]), default="pr", help="with --blind: how many cases"
+)
 @options.TURNS
 @options.device("cpu")
 @_usable
 def history_command(
     ids: tuple[str, ...], search: bool, blind: bool, profile: str, turns: Path | None, device: str
 ) -> int:
-    """Run recorded upstream failures: each must show on the bad releases and be gone on the good ones."""
+    """Run recorded failures of older releases again.
+
+    Each must show in the bad releases and be gone in the good ones.
+    """
     from parity.results.report import measured
     from parity.results.turns import Turns
     from parity.versions.commands import history
@@ -85,9 +90,9 @@ def history_command(
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="the implementation to follow")
 @click.option("--quantity", "quantities", multiple=True, metavar="NAME", help="follow only this quantity of --case")
 @options.choice("--find", "what to find", "broken", "fixed")
-@options.choice("--failure", "of --case: what counts as wrong", "disagree", "crashed", "timed-out", "out-of-memory")
+@options.choice("--failure", "with --case: what counts as wrong", "disagree", "crashed", "timed-out", "out-of-memory")
 @click.option("--hold", multiple=True, metavar="PKG==VER", help="keep another package at this version")
-@click.option("--reports", type=options.PATH, default=Path("reports"), help="folder where a case is by its id")
+@click.option("--reports", type=options.PATH, default=Path("reports"), help="folder to look for the id of --case")
 @options.device("cpu")
 @options.JSON
 @_usable
@@ -103,9 +108,9 @@ def bisect_command(
     as_json: bool,
     **chosen: Any,
 ) -> int:
-    """Find the release of PKG that changed a result, between two releases that differ.
+    """Find the release of PKG that changed a result.
 
-    Without --case and --check it compares the frozen cases at both ends and follows the clearest difference.
+    Without --case and --check it compares the frozen cases in both releases and follows the clearest difference.
     """
     from parity.versions.search.releases import check_ends, search
 
@@ -196,14 +201,17 @@ def _shown(path: Path) -> str:
 @click.argument("before", metavar="SPEC")
 @click.argument("after", metavar="SPEC")
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
-@click.option("--all-defaults", is_flag=True, help="give every setting the release's own default")
+@click.option("--all-defaults", is_flag=True, help="use each release's own default of every setting")
 @options.device("cpu")
 @options.JSON
 @_usable
 def compare_command(
     before: str, after: str, implementations: tuple[str, ...], all_defaults: bool, device: str, as_json: bool
 ) -> int:
-    """What changed between two releases, quantity by quantity, and which of them is nearer to the definition."""
+    """Show what changed between two releases.
+
+    SPEC is PKG==VER. For each quantity: which release is nearer to the definition.
+    """
     from parity.versions.commands.compare import compare
 
     found = compare(([before], [after]), implementations, all_defaults=all_defaults, device=device)
@@ -225,9 +233,9 @@ def compare_command(
 def matrix_command(
     package: str, releases: str, name: str, implementations: tuple[str, ...], workers: int, html: Path, device: str
 ) -> int:
-    """Headroom by release, implementation and loss type, on the terminal and as an HTML page.
+    """Headroom in each release, as a table and a page.
 
-    If it is killed, the same command continues. Exit code 1 if the newest release fails in a way that the ledger does not know.
+    If it is killed, the same command continues. Exit code 1 if the newest release has a finding that is not in the ledger.
     """
     from rich.console import Console
 
@@ -243,14 +251,14 @@ def matrix_command(
 
 @click.group("env")
 def env_command() -> None:
-    """Environments of other versions on this machine."""
+    """Show or remove environments of other versions."""
 
 
 @env_command.command("list")
 @options.JSON
 @_usable
 def env_list(as_json: bool) -> int:
-    """Name, size, date, and packages that do not import."""
+    """List name, size, date and broken packages."""
     from parity.versions.env.environment import environments_root, listing, out, own_bytes
 
     made = listing()
@@ -269,7 +277,10 @@ def env_list(as_json: bool) -> int:
 @click.argument("name")
 @_usable
 def env_show(name: str) -> int:
-    """The versions in one environment; the beginning of its name is enough."""
+    """Show the versions in one environment.
+
+    The beginning of its name is enough.
+    """
     from parity.versions.env.environment import show
 
     made = show(name)
@@ -285,7 +296,10 @@ def env_show(name: str) -> int:
 @click.option("--days", type=click.IntRange(min=0), default=30, show_default=True, help="unused for longer than this")
 @_usable
 def env_prune(names: tuple[str, ...], days: int) -> int:
-    """Remove the named environments, or those that were unused for --days (0: all). One in use stays."""
+    """Remove environments.
+
+    Those named, or those unused for --days (0: all). One that is in use stays.
+    """
     from parity.versions.env.environment import prune
 
     removed = prune(names, unused=timedelta(days=days) if days else None)

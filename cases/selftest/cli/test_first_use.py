@@ -16,6 +16,15 @@ from parity.running import run as running
 from parity.running.events import At, Judged, ShardDone
 
 
+@pytest.mark.parametrize("words", [[], ["env"], ["ledger"], ["rollouts"]])
+def test_summaries_of_commands_are_whole_sentences(words):
+    """On 80 columns; click cuts a longer one in the middle."""
+    shown = CliRunner().invoke(commands.main, [*words, "--help"], terminal_width=80).output
+    listed = shown.partition("Commands:\n")[2].splitlines()
+    assert len(listed) >= 2
+    assert [line for line in listed if line.endswith("...")] == []
+
+
 def test_patterns_choose_implementations():
     every = {i.id for i in select(["liger.*"])}
     assert every == {i.id for i in select(["liger"])} and len(every) > 3

@@ -48,7 +48,7 @@ def test_each_section_as_a_table_and_as_json(words, kind, says):
         (["--settings", "divergenc"], "did you mean divergence?"),
         (["--checks", "dpo-trainr"], "did you mean dpo-trainer?"),
         (["--checks", "policy"], "trainer 'policy' is unknown"),
-        (["--checks", "dpo-trainer", "--profiles"], "at a time"),
+        (["--checks", "dpo-trainer", "--profiles"], "use one of"),
     ],
 )
 def test_a_slip_of_the_pen_is_named(words, says):
