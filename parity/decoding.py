@@ -1,7 +1,9 @@
-"""JSON and TOML that others wrote, read into typed structures; whatever is wrong with it is one line of `UsageError`."""
+"""JSON and TOML, read into typed structures: what is wrong with a file is one line of `UsageError`. Files are written whole."""
 
 import json
+import os
 import re
+import threading
 import tomllib
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,6 +89,38 @@ def decode(kind: Any, line: str | bytes, where: str) -> Any:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return convert(kind, json_of(line, where), where)
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file whole: a reader sees the old one or the new one, and a full disk leaves the old one.
+
+    Raises:
+        OSError: naming `path`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    left = memoryview(content.encode() if isinstance(content, str) else content)
+    try:
+        with open(draft, "wb", buffering=0) as file:  # unbuffered: a full disk shows here, not when it is closed
+            while left:
+                left = left[file.write(left) :]
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def save_json(path: Path, content: object) -> None:
+    """Write plain values and structures as JSON, whole as `write` does."""
+    write(path, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+
+
+def saved(kind: Any, path: Path) -> Any:
+    """What `save_json` wrote, as a typed structure; None where nothing is, or what is there cannot be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
+        return None
 
 
 def of_schema(data: Any, schema: int, where: str, name: str) -> None:

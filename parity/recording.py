@@ -73,7 +73,6 @@ class Recording:
         return {name: value.contiguous() for name, value in found.items() if value is not None}
 
     def line(self) -> str:
-        """Where it comes from, in one line."""
         f = self.facts
         sampling = f"temperature {f['temperature']:g}, top-p {f['top_p']:g}" + (
             f", top-k {f['top_k']}" if f["top_k"] else ""

@@ -77,7 +77,6 @@ class Inputs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype of the case."""
         return DTYPES[self.case.dtype]
 
     @property

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from parity import decoding
 from parity.case.case import DTYPES, Case
 from parity.case.family import LARGEST_CASE, Family
 from parity.errors import UsageError
@@ -34,14 +35,8 @@ def write(case: Case, tensors: Mapping[str, Tensor], to: Path, **remarks: object
     beside = to.with_suffix(".safetensors")
     named = dataclasses.replace(case, tensors=beside.name, sha256=hashlib.sha256(content).hexdigest())
     try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        for path, data in (
-            (beside, content),
-            (to, (json.dumps({"case": named.to_json(), **remarks}, indent=1) + "\n").encode()),
-        ):
-            draft = path.with_name(f".{path.name}.draft")
-            draft.write_bytes(data)
-            draft.replace(path)
+        decoding.write(beside, content)
+        decoding.write(to, json.dumps({"case": named.to_json(), **remarks}, indent=1) + "\n")
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}: the case is not written") from None
     return dataclasses.replace(named, tensors=str(beside))

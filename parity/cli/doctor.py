@@ -19,7 +19,6 @@ TOOLS = {"uv": "environments of other versions (parity run --with)", "git": "the
 
 
 def diagnosis() -> DoctorOut:
-    """What is there."""
     device = resolve_device("auto")
     problems = [gpu.unusable(), *((gpu.no_triton(), gpu.unsafe_lock()) if device == "cuda" else ())]
     ready: list[Implementation] = []
@@ -45,7 +44,6 @@ def diagnosis() -> DoctorOut:
 
 
 def diagnose(found: DoctorOut, console: Console) -> None:
-    """Print the diagnosis."""
 
     def part(title: str, *lines: str) -> None:
         console.print(title, style="bold")

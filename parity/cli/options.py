@@ -60,33 +60,28 @@ def families() -> list[str]:
 
 
 def trainers() -> list[str]:
-    """Trainers."""
     from parity.trainers.check import TRAINERS
 
     return list(TRAINERS)
 
 
 def implementations() -> list[str]:
-    """Ids of implementations."""
     from parity.registry import load
 
     return sorted(load())
 
 
 def profiles() -> list[str]:
-    """Profiles."""
     from parity.case.profiles import PROFILES
 
     return list(PROFILES)
 
 
 def dtypes() -> list[str]:
-    """Dtypes."""
     return ["fp32", "fp16", "bf16"]
 
 
 def devices() -> list[str]:
-    """Devices."""
     return ["auto", "cpu", "cuda"]
 
 

@@ -161,6 +161,7 @@ def _check(
     quantities: tuple[str, ...],
 ) -> tuple[Any, str, Path | None]:
     """The check to follow, the arguments of `parity replay` for it, and the file that remembers it if it had to be found."""
+    from parity.decoding import save_json, saved
     from parity.errors import UsageError
     from parity.registry import select
     from parity.running.find import find as find_case
@@ -183,11 +184,11 @@ def _check(
         raise UsageError("--quantity needs --case")
     older, newer = (good, bad) if find == "broken" else (bad, good)
     remembered = _state(f"{question}\nfirst difference of {implementations}")
-    check = compare.remembered(remembered)
+    check = saved(CaseCheck, remembered)  # of a search that was killed: the ends need not be compared again
     if check is None:
         _progress(f"the frozen cases in {package} {older} and {newer}")
         check = compare.first_difference(package, older, newer, hold, implementations, find, device)
-        compare.remember(remembered, check)
+        save_json(remembered, check)
     _progress(f"differs most clearly: {check.about}")
     return check, f"{check.name} --implementation {check.implementation}", remembered
 

@@ -155,7 +155,6 @@ class Judgement:
 
     @property
     def gate(self) -> str:
-        """The tightest gate."""
         return _tightest(self.gates)
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import os
 import socket
 import time
@@ -16,7 +15,7 @@ import msgspec
 import psutil
 from msgspec import field
 
-from parity.decoding import convert, json_of, text_of
+from parity.decoding import convert, json_of, save_json, saved, text_of
 from parity.errors import UsageError
 from parity.nightly.proof import Proof
 from parity.nightly.steps import CommandOutcome
@@ -49,7 +48,7 @@ class Record(msgspec.Struct, kw_only=True):
         reports.mkdir(parents=True, exist_ok=True)
         data = msgspec.to_builtins(self)
         data["steps"] = [one | {"verdict": step.verdict} for one, step in zip(data["steps"], self.steps, strict=True)]
-        _written(reports / FILE, data)
+        save_json(reports / FILE, data)
         self._beat(reports, state, seconds)
 
     def beating(self, reports: Path, state: str) -> Callable[[], None]:
@@ -66,8 +65,9 @@ class Record(msgspec.Struct, kw_only=True):
 
     def _beat(self, reports: Path, state: str, seconds: float = 0.0) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        until, who = time.time() + seconds + SILENCE, {"pid": os.getpid(), "host": socket.gethostname()}
-        _written(reports / HEARTBEAT, {"time": now, "until": until, "state": state, "exit_code": self.exit_code, **who})
+        until = time.time() + seconds + SILENCE
+        beat = _Beat(now, until, state, self.exit_code, os.getpid(), socket.gethostname())
+        save_json(reports / HEARTBEAT, beat)
 
     @classmethod
     def read(cls, reports: Path, **given: Any) -> Record:
@@ -87,6 +87,15 @@ class Record(msgspec.Struct, kw_only=True):
         ended = max(p.stat().st_mtime for p in (path, reports / "results.ndjson") if p.exists())
         found.began += time.time() - ended  # the time between does not count
         return found
+
+
+class _Beat(msgspec.Struct):
+    time: str
+    until: float
+    state: str
+    exit_code: int | None
+    pid: int
+    host: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,25 +137,14 @@ def standing(reports: Path, profile: str, kept: Collection[str]) -> Standing:
 
 def alive(reports: Path) -> int:
     """The process of the night that writes into this folder; 0 where none does. Of another machine by its signs of life alone."""
-    try:
-        beat = json.loads((reports / HEARTBEAT).read_text())
-        pid, here, late = beat["pid"], beat["host"] == socket.gethostname(), time.time() > beat["until"]
-    except (OSError, ValueError, LookupError, TypeError):
+    beat: _Beat | None = saved(_Beat, reports / HEARTBEAT)
+    if beat is None or beat.exit_code is not None or time.time() > beat.until:
         return 0
-    gone = here and (pid == os.getpid() or not psutil.pid_exists(pid))
-    return 0 if late or gone or beat["exit_code"] is not None else pid
+    gone = beat.pid == os.getpid() or not psutil.pid_exists(beat.pid)
+    return 0 if gone and beat.host == socket.gethostname() else beat.pid
 
 
 def last_sign(reports: Path) -> str:
     """When a night last said that it was alive, and at what it was; nothing where none ever did."""
-    try:
-        beat = json.loads((reports / HEARTBEAT).read_text())
-        return f"{beat['time']}, at {beat['state']}"
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""
-
-
-def _written(path: Path, content: Any) -> None:
-    draft = path.with_name(f".{path.name}")
-    draft.write_text(json.dumps(content, indent=1) + "\n")
-    draft.replace(path)
+    beat: _Beat | None = saved(_Beat, reports / HEARTBEAT)
+    return f"{beat.time}, at {beat.state}" if beat else ""

@@ -154,7 +154,6 @@ def _gravest(parts: Sequence[Part]) -> str:
 
 
 def page(spec: str, parts: Sequence[Part]) -> str:
-    """The page, Markdown."""
     lines = [f"# Upgrade to {headline(spec, parts)}", ""]
     lines += [
         "| asked | verdict | why |",

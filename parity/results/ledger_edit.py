@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parity.case.case import Case
+from parity.decoding import write
 from parity.errors import UsageError
 from parity.process import installed
 from parity.results.ledger import Ledger
@@ -81,9 +82,8 @@ def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case]], again: bo
     text = path.read_text(encoding="utf-8") if path.exists() else "# Known findings\n"
     for one, case in entries:
         target = path.parent / one["case"]
-        target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():
-            target.write_text(json.dumps(case.to_json(), indent=1) + "\n", encoding="utf-8")
+            write(target, json.dumps(case.to_json(), indent=1) + "\n")
         text = text.rstrip("\n") + "\n\n" + toml(one)
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text, encoding="utf-8")

@@ -21,7 +21,6 @@ are texts, or of the type in brackets.
 
 
 def page() -> str:
-    """The page, Markdown."""
     sets = {"judged": JUDGED, "stopped": STOPPED, "declined": DECLINED}
     parts = [
         HEAD,

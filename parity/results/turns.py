@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import datetime
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import field
 
-from parity.decoding import convert, json_of, text_of
+from parity.decoding import convert, json_of, save_json, text_of
 from parity.errors import UsageError
 
 Ending = Literal["", "right", "wrong", "not run"]
@@ -110,11 +109,7 @@ class Turns(msgspec.Struct):
     def _write(self) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_name(f".{self.path.name}")
-        kept = {"units": self.units, "known": msgspec.to_builtins(self.known)}
-        draft.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        draft.replace(self.path)
+        save_json(self.path, {"units": self.units, "known": self.known})
 
 
 def set_aside(path: Path) -> str:

@@ -33,7 +33,6 @@ class Dropped:
     losses: tuple[float, float]
 
     def line(self) -> str:
-        """In one line."""
         times = f"{self.without / self.with_ratio:.1f}x" if self.with_ratio else "all ratios are 0"
         return (
             f"{self.mode}: ratios {self.ratios[0]:.2g} to {self.ratios[1]:.2g}; gradient norm {self.with_ratio:.3g}, "

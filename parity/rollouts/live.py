@@ -41,7 +41,6 @@ class SyncStep:
     fused: tuple[float, float]
 
     def line(self) -> str:
-        """In one line."""
         v, worst = self.verdict, max(self.verdict.gates, key=lambda name: self.verdict.gates[name])
         return (
             f"{'agrees' if v.agrees else 'DISAGREES'}, {v.gates[worst]:.2g} of what {worst} allows; |log-ratio| at most "

@@ -103,7 +103,6 @@ def _logging() -> tuple[Any, ...]:
 
 
 def _logging_changes(before: tuple[Any, ...], now: tuple[Any, ...]) -> list[str]:
-    """Which logger, and what of it."""
     parts = ("level", "disabled", "propagate", "handlers")
     out = ["logging changed"] if before[:2] != now[:2] else []
     for (logger, *was), (_, *found) in zip(before[2:], now[2:], strict=True):

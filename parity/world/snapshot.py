@@ -121,7 +121,6 @@ class Snapshot:
 
 @within("phase", "world")
 def take() -> Snapshot:
-    """The world as it is."""
     if not _reference:
         _reference.append(arithmetic())
     names = None if _together else bindings.take()

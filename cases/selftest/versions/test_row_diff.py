@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from parity.case.case import Case
+from parity.decoding import save_json, saved
 from parity.families.policy_settings import LOSS_TYPES
 from parity.registry import NAMES
 from parity.results.row import Row
@@ -89,11 +90,11 @@ def test_the_clearest_comes_first_and_is_what_a_search_follows(monkeypatch):
 
 def test_the_first_difference_survives_being_killed(tmp_path):
     check = compare.CaseCheck("named", CASE, "i", ("loss",), "crashed")
-    compare.remember(tmp_path / "kept", check)
-    assert compare.remembered(tmp_path / "kept") == check
+    save_json(tmp_path / "kept", check)
+    assert saved(compare.CaseCheck, tmp_path / "kept") == check
     (tmp_path / "kept").write_text('{"name": "named"')
-    assert compare.remembered(tmp_path / "kept") is None
-    assert compare.remembered(tmp_path / "never") is None
+    assert saved(compare.CaseCheck, tmp_path / "kept") is None
+    assert saved(compare.CaseCheck, tmp_path / "never") is None
 
 
 def test_all_defaults_are_the_releases_own():
@@ -305,7 +306,9 @@ def test_the_matrix_is_printed_and_written_and_lines_survive_being_killed(tmp_pa
     assert matrix._line("trl", "1.0.0", asked, ["i"], tmp_path, "cpu") == first
     monkeypatch.setattr(matrix, "rows", lambda made, cases, wanted, device: [row(case=cases[0].id, **KNOWN)])
     known = matrix._line("trl", "1.1.0", asked, ["i"], tmp_path, "cpu")
-    assert matrix._read(tmp_path / "1.1.0.json") == known and known.cells["i", "grpo"].known == ("dapo-window",)
+    monkeypatch.setattr(matrix, "rows", lambda *_: pytest.fail("asked again"))
+    assert matrix._line("trl", "1.1.0", asked, ["i"], tmp_path, "cpu") == known
+    assert known.cells["i", "grpo"].known == ("dapo-window",)
     assert first.cells["i", "grpo"].verdict == "agree" and matrix.exit_code([first]) == 0
 
 

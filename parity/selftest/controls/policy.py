@@ -180,7 +180,6 @@ def policy_loss(c: Work) -> torch.Tensor:
 
 
 def bonus(c: Work) -> torch.Tensor:
-    """The entropy bonus."""
     return c.s.entropy_coef * (c.entropy * c.keep).sum() / c.keep.sum().clamp(min=1.0) / c.steps
 
 

@@ -8,7 +8,6 @@ every case of the profile.
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import sys
 import warnings
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from parity.case.case import Case
@@ -31,7 +31,6 @@ from parity.process import prepare
 from parity.registry import loss_family, oracle_of
 from parity.running.shard import repeated
 from parity.selftest.mutants import FAMILIES
-from parity.selftest.mutants.edits import Edit
 from parity.selftest.mutants.laboratory import Laboratory, Mutated, claims
 from parity.selftest.mutants.matrix import DTYPES, PROFILE, drawn
 
@@ -234,7 +233,7 @@ def run(source: str, seed: int, count: int, path: Path) -> Iterator[list[Mutated
         if new:
             decide(laboratory, new, seed)
             with path.open("a") as file:
-                file.writelines(json.dumps(dataclasses.asdict(m)) + "\n" for m in new)
+                file.writelines(msgspec.json.encode(m).decode() + "\n" for m in new)
         found += [known.get(_key(m), m) for m in part]
         yield found
 
@@ -245,5 +244,4 @@ def _key(mutated: Mutated) -> tuple[str, int, int]:
 
 def read(path: Path) -> list[Mutated]:
     """What `run` wrote."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [Mutated(**row | {"edit": Edit(**row["edit"])}) for row in rows]
+    return msgspec.json.Decoder(Mutated).decode_lines(path.read_bytes()) if path.exists() else []

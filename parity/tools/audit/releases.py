@@ -121,7 +121,6 @@ def _style(row: Row | None) -> str:
 
 
 def markdown(tables: Mapping[str, Cells], releases: Sequence[str]) -> str:
-    """The same as Markdown."""
     out: list[str] = []
     for implementation, settings in tables.items():
         heads = ["setting", *(escape(r).replace(", ", "<br>") for r in releases)]

@@ -56,7 +56,6 @@ class Adapter:
         stored_window.fill_adapter(model, TRAINED)
 
     def policy(self, architecture: str) -> Any:
-        """The policy in float64."""
         base = models.model(architecture, torch.float64)
         return stored_window.adapted(base, TRAINED, **_saved(self.kind)).train()
 

@@ -48,7 +48,6 @@ CLIP = (0.5, 1.25)
 
 @by_profile(pr=[("grpo-trainer", {"rewards": "weighted"})], covered=lambda cell: True)
 def cells(seed: int) -> Iterator[CellOf]:
-    """All of them: they are cheap."""
     yield "grpo-trainer", {"rewards": "weighted"}
     for rewards in REWARDS:
         for scale in ("group", "batch", "none"):

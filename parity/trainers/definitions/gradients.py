@@ -46,7 +46,6 @@ def gradients(step: ExactStep, found: Mapping[str, Tensor | None], quantity: str
 
 
 def finite(found: Mapping[str, Tensor | None]) -> CheckResult:
-    """Whether every gradient is finite."""
     bad = [name for name, g in found.items() if g is not None and not bool(g.isfinite().all())]
     message = f"the gradient of {len(bad)} of {len(found)} parameters is not finite, first {bad[0] if bad else None}"
     return holds("finite gradient", not bad, message)

@@ -62,7 +62,6 @@ def expected(trainer: str, part: Sequence[Row] | None = None) -> Sequences:
 
 
 def sequences(trainer: str, chosen: Sequence[Row]) -> Sequences:
-    """The rows as the trainer has them."""
     return _of(trainer, chosen, "completion")
 
 

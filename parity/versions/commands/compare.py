@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from parity import data
@@ -23,7 +21,7 @@ from parity.versions.commands.probe import Look, look
 from parity.versions.commands.row_diff import MARKS, Moved, moved, side, table
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
-from parity.versions.env.resolve import PARTNERS, save_json
+from parity.versions.env.resolve import PARTNERS
 from parity.versions.env.spec import parse_all
 from parity.versions.search.checks import CaseCheck
 
@@ -97,7 +95,6 @@ class Compared:
         return int(any(m.mark == "+" for m in self.moved))
 
     def text(self) -> str:
-        """The report."""
         counts = {mark: sum(m.mark == mark for m in self.moved) for mark in MARKS}
         before, after = self.sides
         packages = [
@@ -255,22 +252,6 @@ def first_difference(
         f"nothing {'broke' if find == 'broken' else 'became right'} between {package} {older} and {newer} in "
         f"{len(frozen)} frozen cases{_other_way(different, other, find)}; name one with --case or --check"
     )
-
-
-def remember(path: Path, check: CaseCheck) -> None:
-    """Keeps the check for a search that is killed: the ends need not be compared again."""
-    kept = {"name": check.name, "case": check.case.to_json(), "implementation": check.implementation}
-    save_json(path, {**kept, "quantities": list(check.quantities), "failure": check.failure, "device": check.device})
-
-
-def remembered(path: Path) -> CaseCheck | None:
-    """The check kept at `path`; None where there is none, or what is there cannot be read."""
-    try:
-        kept = json.loads(path.read_text())
-        fields = {"implementation": kept["implementation"], "failure": kept["failure"], "device": kept["device"]}
-        return CaseCheck(kept["name"], Case.from_json(kept["case"]), quantities=tuple(kept["quantities"]), **fields)
-    except (OSError, ValueError, KeyError, TypeError, UsageError):
-        return None
 
 
 def _check(one: Moved, case: Case) -> CaseCheck:

@@ -10,11 +10,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 import parity
 from parity.case.case import Case
+from parity.decoding import save_json, saved
 from parity.errors import UsageError
 from parity.registry import loss_family, resolved
 from parity.results.row import DECIDED, FAILING, Row
@@ -23,7 +26,6 @@ from parity.versions.commands.probe import rows
 from parity.versions.env.client import EnvironmentUnusable, cache_folder
 from parity.versions.env.environment import Environment
 from parity.versions.env.releases import span
-from parity.versions.env.resolve import save_json
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ def _line(
     package: str, version: str, asked: Mapping[str, Sequence[Case]], wanted: Sequence[str], kept: Path, device: str
 ) -> Line:
     file = kept / f"{version}.json"
-    if (known := _read(file)) is not None:
-        return known
+    if (known := saved(_Kept, file)) is not None:
+        return Line(version, known.partners, {(one, column): found for one, column, found in known.cells})
     try:
         made = Environment.of([f"{package}=={version}"])
         found = rows(made, [case for cases in asked.values() for case in cases], wanted, device)
@@ -122,19 +124,13 @@ def _line(
         return Line(version, "", {}, str(error))
     cells = {(one, column): cell(found, one, cases) for one in wanted for column, cases in asked.items()}
     line = Line(version, made.partners, cells)
-    save_json(file, {**asdict(line), "cells": [[*key, asdict(value)] for key, value in cells.items()]})
+    save_json(file, _Kept(made.partners, [(*key, value) for key, value in cells.items()]))
     return line
 
 
-def _read(file: Path) -> Line | None:
-    try:
-        kept = json.loads(file.read_text())
-        cells = {
-            (one, column): Cell(**value | {"known": tuple(value["known"])}) for one, column, value in kept["cells"]
-        }
-        return Line(kept["version"], kept["partners"], cells)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+class _Kept(msgspec.Struct):
+    partners: str
+    cells: list[tuple[str, str, Cell]]
 
 
 def cell(found: Sequence[Row], implementation: str, cases: Sequence[Case]) -> Cell:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parity import decoding
 from parity.versions.commands.matrix import Cell, Line
 
 TEMPLATE = Path(__file__).with_name("matrix.html.j2")
@@ -24,7 +25,6 @@ LEGEND = (
 
 
 def shown(cell: Cell | None) -> str:
-    """A cell as it is printed."""
     if cell is None:
         return "–"
     return _level(cell) + ("*" if cell.known else "")
@@ -74,7 +74,6 @@ def render(package: str, lines: Sequence[Line], console: Console) -> None:
 
 
 def write(package: str, name: str, lines: Sequence[Line], path: Path) -> None:
-    """Write the page."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -89,11 +88,4 @@ def write(package: str, name: str, lines: Sequence[Line], path: Path) -> None:
         band=band,
         legend=LEGEND,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        beside.write_text(page, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    decoding.write(path, page)

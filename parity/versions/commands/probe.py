@@ -40,7 +40,6 @@ class Look:
 
 
 def rows(made: Environment, cases: Sequence[Case], implementations: Sequence[str], device: str = "cpu") -> list[Row]:
-    """The rows of `look`."""
     return look(made, cases, implementations, device=device).rows
 
 

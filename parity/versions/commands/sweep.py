@@ -22,6 +22,7 @@ from packaging.version import Version
 from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.inputs import Inputs
+from parity.decoding import save_json, saved
 from parity.implementations.implementation import Implementation
 from parity.judging.compare import skip_reason
 from parity.judging.execute import execute
@@ -35,7 +36,6 @@ from parity.versions.commands.matrix import folder
 from parity.versions.commands.probe import ran
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
-from parity.versions.env.resolve import save_json
 
 RELEASES = {
     "trl": "0.14.0 0.15.2 0.17.0 0.20.0 0.22.2 0.24.0 0.26.2 0.28.0 0.29.1 1.1.0 1.5.0 1.6.0 1.9.2 1.10.0 1.13.0 1.14.2 1.16.0",
@@ -125,12 +125,13 @@ def sweep(
 def run(made: Environment) -> list[Call]:
     """The calls in an environment, which are kept; EnvironmentUnusable where they do not come to an end."""
     file = folder("sweep", made.name) / "calls.json"
-    with contextlib.suppress(OSError, ValueError):
-        return [Call(**one) for one in json.loads(file.read_text())]
+    known: list[Call] | None = saved(list[Call], file)
+    if known is not None:
+        return known
     done = ran(made, "parity.versions.commands.sweep", "", LIMIT, "cpu", TORCHDYNAMO_DISABLE="1")
     lines = [line.removeprefix(_LINE) for line in done.stdout.splitlines() if line.startswith(_LINE)]
     found = [Call(**json.loads(line)) for line in lines]
-    save_json(file, [dataclasses.asdict(one) for one in found])
+    save_json(file, found)
     return found
 
 

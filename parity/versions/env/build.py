@@ -18,8 +18,9 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
+from parity.decoding import save_json, saved
 from parity.versions.env.client import EnvironmentUnusable, UvFailed, cache_root, one_line, uv
-from parity.versions.env.resolve import Lock, save_json
+from parity.versions.env.resolve import Lock
 
 BUILDING, TRASH = ".building-", ".trash-"
 # What has to work before a package counts as usable: trl and liger_kernel import lazily, so a bare import proves
@@ -90,7 +91,7 @@ def build(root: Path, lock: Lock, settings: Mapping[str, str], manifest: Path) -
             uv(sync)
         _link(lock.linked, site_packages(fresh))
         imports = _imports(fresh, lock, settings)
-        save_json(fresh / manifest, {"lock": vars(lock), "imports": imports})
+        save_json(fresh / manifest, {"lock": lock, "imports": imports})
         discard(root)
         fresh.rename(root)
     except OSError as error:
@@ -120,10 +121,10 @@ def probe(root: Path, lock: Lock, settings: Mapping[str, str]) -> dict[str, str 
 def _imports(root: Path, lock: Lock, settings: Mapping[str, str]) -> dict[str, str | None]:
     """The probes' outcome; good news is kept beside the lock, so that a rebuild needs no second look."""
     kept = cache_root() / "locks" / f"{lock.digest}.imports.json"
-    try:
-        return dict(json.loads(kept.read_text()))
-    except (OSError, ValueError):
-        found = probe(root, lock, settings)
+    known: dict[str, str | None] | None = saved(dict[str, str | None], kept)
+    if known is not None:
+        return known
+    found = probe(root, lock, settings)
     if not lock.checkouts and not any(found.values()):
         save_json(kept, found)
     return found

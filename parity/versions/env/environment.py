@@ -76,7 +76,6 @@ class Environment:
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
         return self.root / "bin" / "python"
 
     @property

@@ -21,6 +21,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from parity.decoding import save_json, saved
 from parity.process import installed
 from parity.versions.env.client import UvFailed, cache_root, uv
 from parity.versions.env.releases import release
@@ -95,7 +96,7 @@ def lock(specs: Sequence[Spec], hold: Sequence[Spec] = ()) -> Lock:
     request = [[str(spec) for spec in specs], [str(spec) for spec in hold], states, _surroundings()]
     kept = cache_root() / "locks" / f"{_digest(request)}.json"
     # A changed checkout may declare other dependencies under the same revision: ask again.
-    known = None if any("+changes" in state for state in states.values()) else _read(kept)
+    known: Lock | None = None if any("+changes" in state for state in states.values()) else saved(Lock, kept)
     if known and not _provisional(known, kept):
         return known
     try:
@@ -104,7 +105,7 @@ def lock(specs: Sequence[Spec], hold: Sequence[Spec] = ()) -> Lock:
         if known is None:
             raise
         made = known
-    save_json(kept, vars(made))
+    save_json(kept, made)
     return made
 
 
@@ -113,29 +114,6 @@ def _provisional(known: Lock, kept: Path) -> bool:
     made = datetime.fromtimestamp(kept.stat().st_mtime, UTC)
     over = known.before is not None and datetime.fromisoformat(known.before) < made
     return not over and datetime.now(UTC) - made > timedelta(days=1)
-
-
-def _read(kept: Path) -> Lock | None:
-    try:
-        content = json.loads(kept.read_text())
-        return Lock(content["text"], content["before"], tuple(content["linked"]), content["checkouts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def save_json(path: Path, content: object) -> None:
-    """Writes strict JSON so that a reader sees the old file or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    left = memoryview(json.dumps(content, indent=1, allow_nan=False).encode())
-    # Unbuffered: what a full disk refuses must show here, while there is still somebody to remove the file.
-    with tempfile.NamedTemporaryFile("wb", buffering=0, dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
-            while left:
-                left = left[file.write(left) :]
-        except OSError as error:
-            Path(file.name).unlink()
-            raise OSError(error.errno, error.strerror, str(path)) from None
-    Path(file.name).replace(path)
 
 
 def _resolve(specs: Sequence[Spec], hold: Sequence[Spec], states: dict[str, str]) -> Lock:

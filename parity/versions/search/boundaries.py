@@ -5,20 +5,19 @@ for all of those in one process. Every answer is on disk before the next one is 
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packaging.version import Version
 
+from parity.decoding import save_json, saved
 from parity.results.report import measured
 from parity.versions.commands.history import MISSED, RECALLED, UNUSABLE, Record, distinct
 from parity.versions.commands.probe import CPU_LIMIT, look
 from parity.versions.env.client import EnvironmentUnusable, cache_folder
 from parity.versions.env.environment import Environment
 from parity.versions.env.releases import releases
-from parity.versions.env.resolve import save_json
 from parity.versions.search.bisect import Find, Measurement, SearchResult, bisect
 
 
@@ -103,12 +102,7 @@ class Search:
     def __init__(self, record: Record, asked: Ends, path: Path) -> None:
         self.record, self.ends, self.path = record, asked, path
         self.candidates: list[str] = []
-        self.known: dict[str, Measurement] = {}
-        try:
-            kept = json.loads(path.read_text())
-            self.known = {key: Measurement(**entry) for key, entry in kept.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
-            pass
+        self.known: dict[str, Measurement] = saved(dict[str, Measurement], path) or {}
 
     def step(self) -> SearchResult[str] | Question:
         """The end of the search, or what it needs next. The search is deterministic, so it is run from its beginning."""
@@ -129,7 +123,7 @@ class Search:
         """Adds an answer; what could not be run is not kept: a resumed search should see for itself."""
         self.known[f"{asked.version} {asked.repeat}"] = answer
         if keep:
-            save_json(self.path, {key: asdict(one) for key, one in self.known.items() if one.versions})
+            save_json(self.path, {key: one for key, one in self.known.items() if one.versions})
 
 
 def boundaries(records: Sequence[Record], say: Callable[[str], None], device: str = "cpu") -> list[Boundary]:

@@ -46,7 +46,6 @@ class CaseCheck:
         return replace(answer, verdict="disagree") if answer.verdict == self.failure else answer
 
     def of_check(self, found: Iterable[Row]) -> list[Row]:
-        """The rows that this check is about."""
         mine = [r for r in found if r.case == self.case.id and r.implementation == self.implementation]
         return [r for r in mine if r.quantity is None or any(fnmatchcase(r.quantity, p) for p in self.quantities)]
 

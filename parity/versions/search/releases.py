@@ -6,17 +6,20 @@ search is deterministic and is simply run again over what is known.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from packaging.version import InvalidVersion, Version
 
+from parity.decoding import save_json, saved
 from parity.errors import UsageError
 from parity.results.json_output import BisectOut
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
 from parity.versions.env.releases import releases
-from parity.versions.env.resolve import PARTNERS, save_json
+from parity.versions.env.resolve import PARTNERS
 from parity.versions.env.spec import Spec, parse_all
 from parity.versions.search.bisect import Find, Likeness, Measurement, SearchResult, bisect, reading
 
@@ -109,6 +112,12 @@ def search(
     return Report(found, moved, cause, text)
 
 
+class _Kept(msgspec.Struct):
+    question: dict[str, Any]
+    candidates: list[str]
+    entries: dict[str, Measurement]
+
+
 class _Log:
     """The measurements made so far, in memory and in the state file."""
 
@@ -118,16 +127,13 @@ class _Log:
         self.entries: dict[str, Measurement] = {}
         if path is None or not path.exists():
             return
-        try:
-            kept = json.loads(path.read_text())
-            asked, candidates, entries = kept["question"], list(kept["candidates"]), kept["entries"]
-            known = {key: Measurement(**entry) for key, entry in entries.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise SearchError(f"state file {path} is not one of a bisect; delete it or name another") from None
-        if asked != question:
+        kept: _Kept | None = saved(_Kept, path)
+        if kept is None:
+            raise SearchError(f"state file {path} is not one of a bisect; delete it or name another")
+        if (asked := kept.question) != question:
             other = f"{asked.get('package')} {asked.get('good')}..{asked.get('bad')} ({asked.get('about')})"
             raise SearchError(f"state file {path} belongs to another search, {other}; delete it or name another")
-        self.candidates, self.entries = candidates, known
+        self.candidates, self.entries = kept.candidates, kept.entries
 
     def begin(self, candidates: list[str]) -> list[str]:
         self.candidates = candidates
@@ -151,9 +157,8 @@ class _Log:
 
     def _save(self) -> None:
         if self.path is not None:
-            entries = {key: asdict(entry) for key, entry in self.entries.items()}
             try:
-                save_json(self.path, {"question": self.question, "candidates": self.candidates, "entries": entries})
+                save_json(self.path, _Kept(self.question, self.candidates, self.entries))
             except OSError as error:
                 raise EnvironmentUnusable(f"state file {self.path}: {error.strerror or error}") from None
 
