@@ -215,7 +215,7 @@ def _fill(model: Any, head: str) -> None:
 
 def _ask_scores(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
     trainer = _built(cell, temperature=batch.temperature, beta=0.0)
-    score = getattr(trainer, "_get_per_token_logps_and_entropies", None) or trainer._get_per_token_logps
+    score = getattr(trainer, drive.scorer(trainer))
     with drive.fixed(cell, trainer):
         ids = batch.ids.to(trainer.model.device)
         out = score(trainer.model, ids, torch.ones_like(ids), LENGTH - PROMPT)

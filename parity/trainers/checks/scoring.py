@@ -130,7 +130,7 @@ def _keep(backbone: list[Tensor], module: Any, args: Any, output: Any) -> None:
 
 def _asked(trainer: Any, batch: Batch, s: Any) -> tuple[Tensor, Tensor | None]:
     """Log-probs and, where the version hands them out, entropies of the completions: (8, C)."""
-    score = getattr(trainer, "_get_per_token_logps_and_entropies", None) or trainer._get_per_token_logps
+    score = getattr(trainer, drive.scorer(trainer))
     known = inspect.signature(score).parameters
     if "batch_size" not in known:
         raise Unsupported("the installed version scores all sequences at once: no batch_size")

@@ -183,8 +183,14 @@ REWARDED = {"GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer", "GMPOTrainer"}
 
 
 def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: Any) -> Any:
-    """A real trainer over `model` with the data that its kind takes."""
+    """A real trainer over `model` with the data that its kind takes.
+
+    Raises:
+        Unsupported: where the release has another trainer under this name (RLOO before 0.21 is a PPO trainer).
+    """
     kind = trl_class(trainer)
+    if not trl.accepts(kind, "model"):
+        raise Unsupported(f"the installed version's {trainer} is another one: it takes no `model`")
     given: dict[str, Any] = {"model": model, "args": args, "processing_class": models.tokenizer(), **more}
     data = preferences if trainer in PREFERENCES else texts if trainer == "SFTTrainer" else prompts
     given.setdefault("train_dataset", data())
@@ -229,6 +235,21 @@ def fixed(cell: Cell, trainer: Any) -> contextlib.AbstractContextManager[Any]:
     from parity.fixes import apply
 
     return apply(trainer) if cell.path == "fixed" else contextlib.nullcontext()
+
+
+SCORERS = "_get_per_token_logps_and_entropies", "_get_per_token_logps"
+
+
+def scorer(trainer: Any) -> str:
+    """The name of the method that scores completions.
+
+    Raises:
+        Unsupported: where the release has none (TRL 0.14 scores inside its loss).
+    """
+    for name in SCORERS:
+        if hasattr(trainer, name):
+            return name
+    raise Unsupported("the installed version scores inside its loss: there is no method to ask")
 
 
 def spied(holder: Any, name: str, seen: Callable[[tuple[Any, ...], dict[str, Any], Any], None]) -> None:

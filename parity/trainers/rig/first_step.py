@@ -87,8 +87,7 @@ def _watch_scores(trainer: Any) -> FirstStep:
         seen.setdefault("inputs", {k: v for k, v in args[1].items() if torch.is_tensor(v)})
         seen.setdefault("loss", float((out[0] if isinstance(out, tuple) else out).detach()))
 
-    new = "_get_per_token_logps_and_entropies"
-    drive.spied(trainer, new if hasattr(trainer, new) else "_get_per_token_logps", scored)
+    drive.spied(trainer, drive.scorer(trainer), scored)
     drive.spied(trainer, "compute_loss", lost)
     log = drive.train(trainer)
     x = seen["inputs"]
