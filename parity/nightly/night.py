@@ -94,9 +94,13 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
 
     damaged = [*filter(None, (set_aside(path) for path in sorted((night.reports / "turns").glob("*.json"))))]
     past = memory.runs(night.reports / "history", damaged.append)
-    going_on = night.resume and running.has(night.reports / "results.ndjson", record.seed, record.profile)
+    going_on, already = (
+        night.resume and running.has(night.reports / "results.ndjson", record.seed, record.profile),
+        None,
+    )
     if going_on:  # tonight may be kept already
         tonight = read(night.reports / "results.ndjson")[0].run
+        already = next((one for one in past if record.run and one.id == tonight), None)
         past = [one for one in past if one.id != tonight]
     for line in damaged:
         say(line)
@@ -106,8 +110,12 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
     if green is not None and any(green.versions.get(name, "") != here.get(name, "") for name in BISECTED):
         shares[RUN] = min(shares[RUN], 1.0 - SEARCH)
     record.write(night.reports, RUN)
-    result = _long_run(night, record, past, shares.pop(RUN), going_on, say, progress)
-    result.reasons += damaged
+    share = shares.pop(RUN)
+    if already:
+        result = running.read_back(night.reports / "results.ndjson", already.exit_code, already.reasons)
+    else:
+        result = _long_run(night, record, past, share, going_on, say, progress)
+    result.reasons += [line for line in damaged if line not in result.reasons]
     for reason in result.reasons:
         say(reason)
     if result.exit_code in (outcome.INTERRUPTED, outcome.TERMINATED):
@@ -141,7 +149,7 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
 
     code = worst([result.exit_code, *(step.counts for step in record.steps if step.counts is not None)])
     bad = [step for step in record.steps if step.counts or not (step.whole or step.search)]
-    reasons = [*result.reasons, *(f"{step.name}: {step.verdict}" for step in bad)]
+    reasons = [*dict.fromkeys([*result.reasons, *(f"{step.name}: {step.verdict}" for step in bad)])]
     changed = kept(code, reasons)
     if changed.missing and code in (outcome.AGREE, outcome.NEW, outcome.STALE):
         code = outcome.NOTHING
@@ -190,7 +198,7 @@ def _long_run(
     say: Callable[[str], None],
     progress: Any,
 ) -> running.RunResult:
-    """The run of tonight's seed, begun or gone on with; one that came to its end is read again."""
+    """The run of tonight's seed, begun or gone on with."""
     path = night.reports / "results.ndjson"
     left = max(1.0, night.max_time - (time.time() - record.began))
     now = [(i.id, i.family) for i in described(tuple(record.implementations), tuple(record.families))]
@@ -205,7 +213,7 @@ def _long_run(
         reports=night.reports,
         confirm=True,
         ray=night.ray,
-        max_time=0.0 if record.run else share * left,
+        max_time=share * left,
         resume=path if going_on else None,
     )
     alive = record.beating(night.reports, RUN)

@@ -235,6 +235,13 @@ def finish(
     return RunResult(head, state.rows, stale, state.lost, code, reasons, options)
 
 
+def read_back(path: Path, exit_code: int, reasons: Sequence[str]) -> RunResult:
+    """A run that came to its end, from its file: every row that it wrote, those of shards that its time cut short too."""
+    header, rows = read(path)
+    state = State(header, rows, {part.name: part for part in header.parts or ()})
+    return RunResult(header, rows, state.stale, [], exit_code, [*reasons], Options())
+
+
 def has(path: Path, seed: int, profile: str) -> bool:
     """Whether a results file is of a run with this seed and profile."""
     with contextlib.suppress(UsageError):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from cases.selftest.nightly.nights import yesterday
 from parity.cli.commands import main
@@ -17,6 +18,7 @@ from parity.nightly import night, proof, steps
 from parity.results import memory
 from parity.results.report.rows import read
 from parity.running import supervisor
+from parity.running.events import ShardDone
 
 
 def test_a_planted_mistake_is_caught_in_every_family():
@@ -127,6 +129,33 @@ def test_a_night_whose_time_was_over_can_be_green(played, tmp_path, monkeypatch)
     assert "the time was over: logprobs after" in (tmp_path / "issue.md").read_text()
 
 
+def test_rows_of_a_shard_that_the_time_cut_short_outlast_a_kill(played, tmp_path, monkeypatch):
+    """The long run is over when the night is killed: what it wrote stays, although its last shard did not come to its end."""
+    run, _ = played
+    whole, events, written = steps.run, supervisor.run, []
+
+    def cut(*args):
+        for shard, event in events(*args):
+            done = shard.kind == "drawn" and isinstance(event, ShardDone)
+            yield shard, replace(event, cases=event.cases - 1) if done else event
+
+    def stops(*_):
+        written.append(rows_of(tmp_path))
+        raise MemoryError
+
+    monkeypatch.setattr(supervisor, "run", cut)
+    monkeypatch.setattr(steps, "run", stops)
+    with pytest.raises(MemoryError):
+        run()
+    header, rows = read(tmp_path / "results.ndjson")
+    assert {row.shard for row in rows if row.shard} - {part.name for part in header.parts}, "no shard was cut short"
+    monkeypatch.setattr(steps, "run", whole)
+    code, title, _ = run(resume=True)
+    assert rows_of(tmp_path) == written[0] and code == 0 and "green" in title
+    (kept,) = memory.runs(tmp_path / "history")
+    assert kept.ended and sum("the time was over: logprobs after" in r for r in kept.reasons) == 1
+
+
 def test_a_night_that_goes_on_does_not_count_itself_among_the_past(played, tmp_path, monkeypatch):
     run, _ = played
     run()
@@ -145,7 +174,7 @@ def test_a_night_that_goes_on_does_not_count_itself_among_the_past(played, tmp_p
         run()
     monkeypatch.setattr(steps, "run", whole)
     run(resume=True)
-    assert [[one.id for one in past] for past in seen] == [[seen[0][0].id]] * 4 and len(seen[0]) == 1
+    assert [[one.id for one in past] for past in seen] == [[seen[0][0].id]] * 3 and len(seen[0]) == 1
 
 
 def test_what_a_fresh_process_does_not_show_is_nondeterministic(played, tmp_path, monkeypatch):
