@@ -72,6 +72,7 @@ def check_settings(s: Any) -> None:
         raise ValueError(f"importance_sampling_level={s.importance_sampling_level!r}: choose 'token' or 'sequence'")
     check_transform(s.temperature, s.softcap, s.logit_scale)
     check_count("chunk_size", s.chunk_size)
+    check_count("memory_budget", s.memory_budget)
     for name in _POSITIVE:
         check_positive(name, getattr(s, name), optional=name in _OPTIONAL)
     for name in _FINITE:

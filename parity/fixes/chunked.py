@@ -35,11 +35,17 @@ class Settings:
     tile: torch.dtype  # logits, softmax and accumulation
     result: torch.dtype  # log-probs and entropies
     keep: int = 0  # bytes of tiles that may stay for the backward
+    narrow: bool = False  # products come out in the operands' dtype, as a linear layer's
+    whole: bool = False  # narrow, and all logits stay: one product each; `vocab_block` is the vocabulary
 
     @property
     def exponentials(self) -> bool:
         """Whether a kept tile holds e^x, all that the backward needs of it; with entropy or softcap the product."""
-        return not self.entropy and self.softcap is None
+        return not self.entropy and self.softcap is None and not self.narrow
+
+    @property
+    def kept_itemsize(self) -> int:
+        return self.operand.itemsize if self.narrow else self.tile.itemsize
 
 
 class _Buffers(dict[str, Tensor]):
@@ -68,21 +74,25 @@ def statistics_dtype(device: torch.device) -> torch.dtype:
 
 
 def _rounds_dlogits(settings: Settings, device: torch.device) -> bool:
-    # Tensor cores take both factors in 16 bits; elsewhere the product is done in the tile's dtype anyway.
+    # Tensor cores take both factors in 16 bits; elsewhere the product is done in the tile's dtype anyway, or in bfloat16,
+    # whose range is float32's.
     return settings.operand != settings.tile and device.type == "cuda"
 
 
 def _operand(x: Tensor, settings: Settings, buffers: _Buffers, name: str) -> Tensor:
     x = x.to(settings.operand)
-    if x.is_cuda or x.dtype == settings.tile:
+    if x.is_cuda or x.dtype == settings.tile or settings.narrow:
         return x
     return buffers.take(name, tuple(x.shape), x, settings.tile).copy_(x)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, buffers: _Buffers, first: bool = False) -> None:
     """`total += a @ b`; what `total` held before the `first` product does not count."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=0 if first else 1)
+    elif not a.is_cuda:
+        part = torch.mm(a, b, out=buffers.take("product", tuple(total.shape), a, a.dtype))
+        total.copy_(part) if first else total.add_(part)
     else:
         torch.addmm(total.zero_() if first else total, a, b, out_dtype=total.dtype, out=total)
 
@@ -92,9 +102,22 @@ def _blocks(size: int, step: int) -> Iterator[slice]:
 
 
 def _raw_tile(h: Tensor, w: Tensor, bias: Tensor | None, s: Settings, out: Tensor | None) -> Tensor:
-    """One tile of `hidden @ weight.T + bias`, in `out` or in memory of its own."""
+    """One tile of `hidden @ weight.T + bias`, in `out` or in memory of its own; where it is `narrow`, without the bias."""
     wide = h.dtype == s.tile
+    if s.narrow:
+        return torch.mm(h, w.t(), out=out)
     tile = torch.mm(h, w.t(), out=out) if wide else torch.mm(h, w.t(), out_dtype=s.tile)
+    return tile if bias is None else tile.add_(bias.to(s.tile))
+
+
+def _all_logits(hidden: Tensor, weight: Tensor, rows: Tensor | None, s: Settings) -> Tensor:
+    picked = hidden if rows is None else hidden[rows]
+    return picked.to(s.operand) @ weight.to(s.operand).t()
+
+
+def _widened(raw: Tensor, bias: Tensor | None, s: Settings, buffers: _Buffers) -> Tensor:
+    """A narrow tile in the tiles' dtype, with its bias."""
+    tile = buffers.take("tile", tuple(raw.shape), raw, s.tile).copy_(raw)
     return tile if bias is None else tile.add_(bias.to(s.tile))
 
 
@@ -123,6 +146,14 @@ def _chosen_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Ten
     if s.softcap is not None:
         z = s.softcap * torch.tanh(z / s.softcap)
     out.copy_(z / s.temperature)
+
+
+def _take_target(tile: Tensor, ids: Tensor, start: int, into: Tensor) -> None:
+    """Writes the chosen token's logit of each row that has it in this tile into `into`."""
+    local = ids - start
+    inside = (local >= 0) & (local < tile.shape[1])
+    picked = tile.gather(1, local.clamp(0, tile.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    into.copy_(torch.where(inside, picked.to(into.dtype), into))
 
 
 def _put_target(tile: Tensor, ids: Tensor, start: int, value: Tensor) -> None:
@@ -156,21 +187,36 @@ class ChunkedLogProbs(torch.autograd.Function):
         room = settings.keep if any(ctx.needs_input_grad[:3]) else 0
         buffers, banned = _Buffers(), torch.full((1, 1), -math.inf, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            for block in _blocks(count, _DOT_BLOCK):
+            logits = _all_logits(hidden, weight, rows, settings) if settings.whole else None
+            for block in _blocks(0 if settings.narrow else count, _DOT_BLOCK):
                 picked = hidden[block if rows is None else rows[block]]
                 _chosen_logits(picked, weight, bias, ids[block], settings, target[block])
             for columns in _blocks(weight.shape[0], settings.vocab_block):
-                w = _operand(weight[columns], settings, buffers, "head")
+                w = weight if settings.whole else _operand(weight[columns], settings, buffers, "head")
                 b = None if bias is None else bias[columns]
                 for block in _blocks(count, settings.token_block):
-                    h = _operand(hidden[block if rows is None else rows[block]], settings, buffers, "hidden")
-                    shape = (h.shape[0], w.shape[0])
-                    room -= math.prod(shape) * settings.tile.itemsize
-                    out = None if room >= 0 or h.dtype != settings.tile else buffers.take("tile", shape, w, h.dtype)
-                    tile = _raw_tile(h, w, b, settings, out)
-                    kept += [tile] if room >= 0 else []
-                    tile, _ = _logits_tile(tile, settings, False, room >= 0 and not settings.exponentials)
+                    if logits is not None:
+                        tile = logits[block]
+                    else:
+                        h = _operand(hidden[block if rows is None else rows[block]], settings, buffers, "hidden")
+                        room -= h.shape[0] * w.shape[0] * settings.kept_itemsize
+                        reused = room < 0 and (settings.narrow or h.dtype == settings.tile)
+                        name = "product" if settings.narrow else "tile"
+                        out = buffers.take(name, (h.shape[0], w.shape[0]), w, h.dtype) if reused else None
+                        tile = _raw_tile(h, w, b, settings, out)
+                        kept += [tile] if room >= 0 else []
+                    shape = tuple(tile.shape)
+                    if settings.narrow:
+                        tile = _widened(tile, b, settings, buffers)
+                    copied = room >= 0 and not settings.exponentials and not settings.narrow
+                    tile, _ = _logits_tile(tile, settings, False, copied)
+                    if settings.narrow:  # rounded like the others: equal logits stay equal
+                        _take_target(tile, ids[block], columns.start, target[block])
                     _put_target(tile, ids[block], columns.start, banned)
+                    if settings.whole and not settings.entropy:  # a softmax is one pass: its largest term is 1 / total
+                        top[block] = tile.amax(1).to(top.dtype)
+                        total[block] = torch.softmax(tile, 1, out=tile).amax(1).to(total.dtype).reciprocal()
+                        continue
                     before = top[block].clone()
                     top[block] = now = torch.maximum(before, tile.amax(1).to(before.dtype))
                     tops += [now] if room >= 0 and settings.exponentials else []
@@ -198,6 +244,8 @@ class ChunkedLogProbs(torch.autograd.Function):
             others = total.log() - weighted / total  # entropy given that the chosen token is not drawn
             p, q = torch.sigmoid(-bounded), torch.sigmoid(bounded)
             entropy = p * torch.logaddexp(zero, bounded) + q * (torch.logaddexp(zero, -bounded) + others)
+        if logits is not None:
+            kept = [logits]
         ctx.settings, ctx.rows, ctx.kept = settings, rows, len(kept)
         ctx.save_for_backward(hidden, weight, bias, ids, shift, total, delta, entropy, others, *kept, *tops)
         return logps, None if entropy is None else _spread(entropy, rows, hidden.shape[0], result)
@@ -245,9 +293,14 @@ class ChunkedLogProbs(torch.autograd.Function):
         factors = [None if x is None else x.unsqueeze(1) for x in (at_target, constant, linear, shift)]
         tiles = kept[: ctx.kept], kept[ctx.kept :]
         with torch.autocast(hidden.device.type, enabled=False):
-            grads = _backward_tiles(
-                hidden, weight, bias, ids, rows, factors, unit, settings, ctx.needs_input_grad, tiles
-            )
+            if settings.whole:
+                grads = _backward_whole(
+                    hidden, weight, bias, ids, rows, factors, settings, ctx.needs_input_grad, kept[0]
+                )
+            else:
+                grads = _backward_tiles(
+                    hidden, weight, bias, ids, rows, factors, unit, settings, ctx.needs_input_grad, tiles
+                )
         return *grads, None, None, None
 
 
@@ -309,34 +362,33 @@ def _backward_tiles(
                 # Kept tiles are the first ones in the forward's order: blocks of tokens within blocks of the vocabulary.
                 number = columns.start // settings.vocab_block * per_columns + block.start // settings.token_block
                 here = number < len(tiles)
-                fresh = (here and last_use) or h.dtype != wide
-                out = None if fresh else buffers.take("tile", (h.shape[0], w.shape[0]), w, wide)
+                fresh = (here and last_use) or (h.dtype != wide and not settings.narrow)
+                name = "dlogits" if settings.narrow else "tile"
+                out = None if fresh else buffers.take(name, (h.shape[0], w.shape[0]), w, h.dtype)
                 at_target, constant, linear, shift = (None if x is None else x[block] for x in factors)
                 assert at_target is not None and constant is not None and shift is not None
-                sech2 = None
                 if number < len(tops):
                     top = tops[number].unsqueeze(1)
                     moved = torch.where(top == -math.inf, 0.0, (top - shift).exp())
                     tile = torch.mul(tiles[number], (constant * moved).to(wide), out=tiles[number] if last_use else out)
+                    _put_target(tile, ids[block], columns.start, at_target)
                 else:
                     raw = tiles[number] if here else _raw_tile(h, w, b, settings, out)
-                    tile, sech2 = _logits_tile(raw, settings, True, here and not last_use)
-                    tile.sub_(shift.to(wide))
-                    if linear is None:
-                        tile.exp_().mul_(constant.to(wide))
-                    else:
-                        line = (tile.clamp_(min=_NEGLIGIBLE) * linear.to(wide)).add_(constant.to(wide))
-                        tile.exp_().mul_(line)
-                _put_target(tile, ids[block], columns.start, at_target)
-                if sech2 is not None:
-                    tile.mul_(sech2)
+                    out = raw if out is None else out
+                    raw = _widened(raw, b, settings, buffers) if settings.narrow else raw
+                    copied = here and not last_use and not settings.narrow
+                    parts = at_target, constant, linear, shift
+                    tile = _dlogits(raw, ids[block], columns.start, parts, settings, copied)
                 if for_bias is not None:
                     for_bias += tile.sum(0)
                 dlogits = tile if unit is None else _operand(tile, settings, buffers, "dlogits")
+                if settings.narrow:
+                    assert out is not None
+                    dlogits = out.copy_(tile)
                 if for_hidden is not None:
-                    _add_product(for_hidden[inner], dlogits, w, first=columns.start == 0)
+                    _add_product(for_hidden[inner], dlogits, w, buffers, first=columns.start == 0)
                 if for_weight is not None:
-                    _add_product(for_weight, dlogits.t(), h, first=inner.start == 0)
+                    _add_product(for_weight, dlogits.t(), h, buffers, first=inner.start == 0)
             for total, into in ((None if in_place else for_weight, grad_weight), (for_bias, grad_bias)):
                 if total is not None and into is not None:
                     into[columns] = total if unit is None else total / unit
@@ -344,6 +396,53 @@ def _backward_tiles(
             for_hidden = for_hidden if unit is None else for_hidden / unit
             grad_hidden[group if rows is None else rows[group]] = for_hidden.to(grad_hidden.dtype)
     return grad_hidden, grad_weight, grad_bias
+
+
+def _dlogits(
+    raw: Tensor, ids: Tensor, start: int, parts: tuple[Tensor | None, ...], s: Settings, copied: bool
+) -> Tensor:
+    """The gradient of a tile of products, in their place unless `copied`; for `parts` see `ChunkedLogProbs._backward`."""
+    at_target, constant, linear, shift = parts
+    assert at_target is not None and constant is not None and shift is not None
+    tile, sech2 = _logits_tile(raw, s, True, copied)
+    tile.sub_(shift.to(tile.dtype))
+    if linear is None:
+        tile.exp_().mul_(constant.to(tile.dtype))
+    else:
+        line = (tile.clamp_(min=_NEGLIGIBLE) * linear.to(tile.dtype)).add_(constant.to(tile.dtype))
+        tile.exp_().mul_(line)
+    _put_target(tile, ids, start, at_target)
+    return tile if sech2 is None else tile.mul_(sech2)
+
+
+def _backward_whole(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    rows: Tensor | None,
+    factors: list[Tensor | None],
+    s: Settings,
+    needs: tuple[bool, ...],
+    logits: Tensor,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`_backward_tiles` where all logits were kept, narrow: their gradient takes their place, then one product a gradient."""
+    buffers, into = _Buffers(), logits if not _keeps_graph() else torch.empty_like(logits)
+    grad_bias = torch.zeros(weight.shape[0], dtype=s.tile) if bias is not None and needs[2] else None
+    for block in _blocks(ids.shape[0], s.token_block):
+        parts = tuple(None if x is None else x[block] for x in factors)
+        tile = _dlogits(_widened(logits[block], bias, s, buffers), ids[block], 0, parts, s, False)
+        if grad_bias is not None:
+            grad_bias += tile.sum(0)
+        into[block].copy_(tile)
+    grad_hidden = grad_weight = None
+    if needs[0]:
+        grad_hidden = (into @ weight.to(s.operand)).to(hidden.dtype)
+        if rows is not None:
+            grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_hidden)
+    if needs[1]:
+        grad_weight = (into.t() @ (hidden if rows is None else hidden[rows]).to(s.operand)).to(weight.dtype)
+    return grad_hidden, grad_weight, None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
 
 
 def _keeps_graph() -> bool:

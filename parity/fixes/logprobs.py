@@ -42,6 +42,7 @@ def selective_log_probs(
     ignore_index: int = -100,
     filter_eps: float | str | None = None,
     memory_budget: int | None = None,
+    narrow_products: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`logp = z[id] - logsumexp(z)` with `z = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature`.
 
@@ -75,6 +76,10 @@ def selective_log_probs(
     `memory_budget`, in bytes, is what the call may hold beside its inputs and their gradients. Tiles shrink until they
     fit (to 128 x 128), and tiles (4 bytes a logit, 8 in float64) stay for the backward as far as there is room: three
     products instead of four, in another order of rounding. None keeps none.
+
+    `narrow_products`: products of bfloat16 operands come out in bfloat16, as a linear layer's logits, and dlogits are
+    rounded to it; the rest stays float32. That is the accuracy of plain logits, and half to a third of the time on a CPU
+    with bf16 units (docs/performance.md). Without effect on CUDA, where wide results cost nothing, and in other dtypes.
 
     Not differentiable twice (RuntimeError); opaque to torch.compile: a graph break, which `fullgraph=True` refuses. Under
     ZeRO-3 gather the head around the call.
@@ -115,6 +120,7 @@ def selective_log_probs(
         token_chunk_size=token_chunk_size,
         ignore_index=ignore_index,
         memory_budget=memory_budget,
+        narrow_products=narrow_products,
     )
     return logps if entropies is None else (logps, entropies)
 
@@ -135,6 +141,7 @@ def chunked_log_probs(
     ignore_index: int,
     wide: bool = False,
     memory_budget: int | None = None,
+    narrow_products: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_log_probs` by the torch path, of arguments that are known to fit; no entropies unless asked for.
 
@@ -142,26 +149,27 @@ def chunked_log_probs(
     """
     operand, tile = precision(hidden, weight, bias)
     on_cpu = hidden.device.type == "cpu"
+    narrow = narrow_products and on_cpu and operand == torch.bfloat16
+    tokens, (vocab, width) = ids.numel(), weight.shape
     vocab_block, token_block = chunk_size or (1024 if on_cpu else 8192), token_chunk_size or (1024 if on_cpu else 4096)
-    vocab_block, token_block = min(vocab_block, weight.shape[0]), max(1, min(token_block, ids.numel()))
-    keep = 0
-    if memory_budget is not None:
-        whole = ids.numel() * weight.shape[0] * tile.itemsize
-        broad = min(4 * vocab_block, weight.shape[0])  # where all stays, fewer and larger products
-        if (
-            chunk_size is None
-            and whole + _working(broad, token_block, ids.numel(), weight.shape[1], tile) <= memory_budget
-        ):
+    vocab_block, token_block = min(vocab_block, vocab), max(1, min(token_block, tokens))
+    keep, free = 0, chunk_size is token_chunk_size is None
+    all_logits = tokens * vocab * (operand if narrow else tile).itemsize
+    few = max(1, min(_TILE // vocab, tokens))  # whole rows of logits
+    casts = 2 * sum(x.numel() for x in (hidden, weight) if x.dtype != operand) * operand.itemsize
+    whole = narrow and free and (memory_budget or 0) >= all_logits + _working(vocab, few, tokens, 0, tile) + casts
+    if whole:
+        vocab_block, token_block = vocab, few
+    elif memory_budget is not None:
+        broad = min(4 * vocab_block, vocab)  # where all stays, fewer and larger products
+        if chunk_size is None and all_logits + _working(broad, token_block, tokens, width, tile) <= memory_budget:
             vocab_block = broad
-        working = _working(vocab_block, token_block, ids.numel(), weight.shape[1], tile)
         while (
-            working > memory_budget and max(vocab_block, token_block) > 128 and chunk_size is token_chunk_size is None
+            (working := _working(vocab_block, token_block, tokens, width, tile)) > memory_budget
+            and max(vocab_block, token_block) > 128
+            and free
         ):
-            vocab_block, token_block = (
-                min(vocab_block, max(vocab_block // 2, 128)),
-                min(token_block, max(token_block // 2, 128)),
-            )
-            working = _working(vocab_block, token_block, ids.numel(), weight.shape[1], tile)
+            vocab_block, token_block = (min(n, max(n // 2, 128)) for n in (vocab_block, token_block))
         keep = max(0, memory_budget - working)
     settings = Settings(
         temperature=float(temperature),
@@ -174,6 +182,8 @@ def chunked_log_probs(
         tile=tile,
         result=statistics_dtype(hidden.device) if wide else tile,
         keep=keep,
+        narrow=narrow,
+        whole=whole,
     )
     flat, valid = _scored(ids, weight.shape[0], ignore_index)
     rows = None if bool(valid.all()) else valid.nonzero().squeeze(1)
@@ -181,6 +191,10 @@ def chunked_log_probs(
     table = hidden.reshape(flat.numel(), hidden.shape[-1])
     logps, entropies = ChunkedLogProbs.apply(table, weight, bias, scored, rows, settings)
     return logps.reshape(ids.shape), None if entropies is None else entropies.reshape(ids.shape)
+
+
+_TILE = 2**20
+"""Logits worked on at once where whole rows of them are."""
 
 
 def _working(vocab_block: int, token_block: int, tokens: int, width: int, tile: torch.dtype) -> int:

@@ -1,5 +1,10 @@
 """Our own corrected implementations, judged like any other and with no ledger entry of their own."""
 
+import math
+from typing import Any
+
+import torch
+
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import cce, plain
@@ -11,6 +16,19 @@ from parity.recipe import Recipe
 def _chunked(x: Inputs) -> Recipe:
     """float32 throughout; on CUDA the gradient of 16-bit logits is rounded to their dtype for its products."""
     return Recipe(dlogits="input" if x.hidden.is_cuda else "fp32")
+
+
+def _narrow(x: Inputs) -> Recipe:
+    """Products of bf16 operands rounded to bf16 on the CPU, partial gradients too; the bias joins in float32."""
+    operand = torch.promote_types(x.hidden.dtype, x.weight.dtype)
+    if x.hidden.is_cuda or (operand != torch.bfloat16 and x.context != "autocast"):
+        return _chunked(x)
+    s, sums = x.settings, {}
+    if x.case.family == "logprobs" and s.chunk_size is not None:
+        sums = {"accumulate": "bf16", "partials": math.ceil(s.V / s.chunk_size) + math.ceil(s.B * s.T / 1024)}
+    elif x.case.family == "policy" and s.chunk_size != 1:
+        sums = {"accumulate": "bf16", "partials": math.ceil(s.V / 1024) + math.ceil(s.B / s.chunk_size)}
+    return Recipe(logits="bf16", dlogits="bf16", bias="fp32", **sums)
 
 
 @implementation(
@@ -40,6 +58,20 @@ def selective_log_probs_kept(x: Inputs) -> Outputs:
     return _log_probs(x, "chunked", memory_budget=2**40)
 
 
+@implementation(
+    "fixes.selective_log_probs.narrow",
+    family="logprobs",
+    recipe=_narrow,
+    outputs=frozenset({"entropy"}),
+    contexts=EVERY_CONTEXT,
+    every=4,
+    sources=("parity.fixes.selective_log_probs",),
+)
+def selective_log_probs_narrow(x: Inputs) -> Outputs:
+    """`parity.fixes.selective_log_probs(narrow_products=True)`; without a chunk size all logits are kept."""
+    return _log_probs(x, "chunked", None if x.settings.chunk_size else 2**40, narrow_products=True)
+
+
 @implementation("fixes.selective_log_probs.cce", **cce.KERNEL | {"library": "cut-cross-entropy", "every": 24})
 def selective_log_probs_cce(x: Inputs) -> Outputs:
     """`parity.fixes.selective_log_probs(backend="cce")`: the unfiltered kernel, temperature and softcap together."""
@@ -49,7 +81,7 @@ def selective_log_probs_cce(x: Inputs) -> Outputs:
     return _log_probs(x, "cce")
 
 
-def _log_probs(x: Inputs, backend: str, memory_budget: int | None = None) -> Outputs:
+def _log_probs(x: Inputs, backend: str, memory_budget: int | None = None, narrow_products: bool = False) -> Outputs:
     from parity.fixes import selective_log_probs as function
 
     s = x.settings
@@ -66,6 +98,7 @@ def _log_probs(x: Inputs, backend: str, memory_budget: int | None = None) -> Out
         chunk_size=s.chunk_size,
         ignore_index=IGNORE_INDEX,
         memory_budget=memory_budget,
+        narrow_products=narrow_products,
     )
     return {"logps": found[0], "entropy": found[1]} if isinstance(found, tuple) else {"logps": found}
 
@@ -88,6 +121,24 @@ SAME = (
 )
 def fused_linear_grpo_loss(x: Inputs) -> Outputs:
     """`parity.fixes.FusedLinearGRPOLoss`."""
+    return _policy_loss(x)
+
+
+@implementation(
+    "fixes.FusedLinearGRPOLoss.narrow",
+    family="policy",
+    recipe=_narrow,
+    outputs=frozenset(METRICS),
+    contexts=EVERY_CONTEXT,
+    every=4,
+    sources=("parity.fixes.grpo.FusedLinearGRPOLoss.forward",),
+)
+def fused_linear_grpo_loss_narrow(x: Inputs) -> Outputs:
+    """`parity.fixes.FusedLinearGRPOLoss(narrow_products=True)`; with a chunk size of 1, Liger's default, all logits are kept."""
+    return _policy_loss(x, memory_budget=2**40, narrow_products=True)
+
+
+def _policy_loss(x: Inputs, **kwargs: Any) -> Outputs:
     from parity.fixes import FusedLinearGRPOLoss
 
     s = x.settings
@@ -102,6 +153,7 @@ def fused_linear_grpo_loss(x: Inputs) -> Outputs:
         top_entropy_quantile=1.0 if x.top_entropy_quantile is None else float(x.top_entropy_quantile),
         current_gradient_accumulation_steps=s.accumulation,
         **{name: getattr(s, name) for name in SAME},
+        **kwargs,
     )
     loss.train(s.mode == "train")
     out, metrics = loss(

@@ -156,3 +156,69 @@ def test_a_budget_shrinks_tiles_first_and_keeps_what_fits(monkeypatch):
     assert counts[0] == 4 * 6 > counts[1] > counts[2] == 1  # 2 x 3 tiles of 128 x 128, all computed four times
     with pytest.raises(ValueError, match="memory_budget"):
         selective_log_probs(torch.ones(1, 2), torch.ones(3, 2), torch.zeros(1, dtype=torch.long), memory_budget=0)
+
+
+NARROW = [{}, {"memory_budget": 2**40}, {"chunk_size": 128}, {"chunk_size": 128, "memory_budget": 2**40}]
+
+
+def error(found, exact):
+    return float((found.detach().double() - exact.detach()).norm() / exact.detach().norm())
+
+
+@pytest.mark.parametrize("more", NARROW, ids=str)
+@pytest.mark.parametrize(("entropy", "softcap"), [(False, None), (True, None), (False, 3.0), (True, 3.0)])
+def test_narrow_products_are_as_accurate_as_plain_bfloat16_logits(more, entropy, softcap):
+    hidden, weight, bias, ids = draw((3, 50), 24, 300, torch.bfloat16)
+    ids[1, :7] = -100
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    cotangents = [torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).masked_fill(ids < 0, 0)] * (
+        1 + entropy
+    )
+    kwargs = {"softcap": softcap, "temperature": 0.7}
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    exact = definition(wide[0], wide[1], ids, wide[2], **kwargs)[: 1 + entropy]
+    want = [*exact, *gradients(exact, [c.double() for c in cotangents], wide)]
+    z = torch.nn.functional.linear(hidden, weight, bias)  # plain: bfloat16 logits, the rest in float32
+    z = (z.float() if softcap is None else softcap * torch.tanh(z.float() / softcap)) / 0.7
+    logs = torch.log_softmax(z, -1)
+    logps = logs.gather(-1, ids.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(ids < 0, 0)
+    plain = (logps, -(logs.exp() * logs).sum(-1).masked_fill(ids < 0, 0))[: 1 + entropy]
+    plain = [*plain, *gradients(plain, cotangents, leaves)]
+    got = selective_log_probs(hidden, weight, ids, bias=bias, entropy=entropy, narrow_products=True, **kwargs, **more)
+    got = got if entropy else (got,)
+    again = torch.autograd.grad(got, leaves, cotangents, retain_graph=True)
+    found = torch.autograd.grad(got, leaves, cotangents)
+    assert all(torch.equal(x, y) for x, y in zip(again, found, strict=True))  # the first pass left what it read
+    errors = [error(x, y) for x, y in zip([*got, *found], want, strict=True)]
+    assert max(errors[: len(got)]) > 2.0**-16  # products are narrow: this is no float32
+    for mine, other in zip(errors, (error(x, y) for x, y in zip(plain, want, strict=True)), strict=True):
+        assert mine <= 1.3 * other
+
+
+@pytest.mark.parametrize("more", NARROW, ids=str)
+def test_narrow_products_leave_equal_logits_equal(more):
+    """The chosen token's logit is rounded as its rival's, so that the log-prob is -log 2, however large both are."""
+    weight = torch.randn(2, 24, generator=torch.Generator().manual_seed(0)).bfloat16()[[0, 0, 1]]
+    hidden = 9 * weight[:1]
+    found = selective_log_probs(hidden, weight, torch.tensor([1]), narrow_products=True, **more)
+    torch.testing.assert_close(found, torch.tensor([-math.log(2)]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_narrow_products_change_nothing_in_other_dtypes(dtype):
+    hidden, weight, bias, ids = draw((3, 5), 8, 300, dtype)
+    a, b = (selective_log_probs(hidden, weight, ids, bias=bias, narrow_products=n) for n in (False, True))
+    assert torch.equal(a, b)
+
+
+def test_all_narrow_logits_are_one_product_each_within_the_budget(monkeypatch):
+    """2,048 x 4,096 logits of 2 bytes and what is worked on: no tile is multiplied. With room for the logits alone tiles are."""
+    hidden, weight, _, ids = draw((2048,), 8, 4096, torch.bfloat16)
+    made, product = [], chunked._raw_tile
+    monkeypatch.setattr(chunked, "_raw_tile", lambda *a: made.append(1) or product(*a))
+    logits = 2 * ids.numel() * weight.shape[0]
+    for budget, tiles in ((2 * logits + 2**24, False), (logits, True)):
+        made.clear()
+        leaf = weight.clone().requires_grad_()
+        selective_log_probs(hidden, leaf, ids, narrow_products=True, memory_budget=budget).sum().backward()
+        assert bool(made) == tiles

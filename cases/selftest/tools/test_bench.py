@@ -119,20 +119,33 @@ def test_whether_a_triton_path_would_pay_is_decided_by_the_rounds(seconds, devic
         (1.5, 160, 1e-7, "lib.loss"),
         (2.5, 40, 2e-7, "lib.loss"),
         (1.5, 160, 1e-3, "none"),
+        (1.3, 160, 1e-3, "lib.loss"),
+        (1.5, 160, 4e-4, "lib.loss"),
         (1.8, 210, 1e-7, "none"),
     ],
-    ids=["slower", "between our points", "leaner", "less accurate", "our other point"],
+    ids=[
+        "slower",
+        "between",
+        "leaner",
+        "as our narrow point",
+        "faster than that",
+        "more accurate than that",
+        "as our kept point",
+    ],
 )
-def test_the_frontier_counts_peers_of_our_accuracy_against_every_point_of_ours(seconds, peak, error, below):
+def test_the_frontier_holds_a_peer_against_every_point_of_ours_that_is_as_accurate(seconds, peak, error, below):
     errors = {"value": 1e-8, "gradient": 2e-7}
     points = [
         ("fixes.selective_log_probs", 2.0, 50),
         ("fixes.selective_log_probs.kept", 1.7, 200),
+        ("fixes.selective_log_probs.narrow", 1.4, 150),
         ("lib.loss", seconds, peak),
     ]
     records = [record(name, 0, time, peak=size) for name, time, size in points]
+    value = {"lib.loss": error, "fixes.selective_log_probs.narrow": 1e-3}
     for each in records:
-        each["extra_info"]["errors"] = errors | ({"value": error} if each["extra_info"]["name"] == "lib.loss" else {})
+        name = each["extra_info"]["name"]
+        each["extra_info"]["errors"] = errors | {"value": value.get(name, errors["value"])}
     cells = report.cells(records)
     assert report.decisions(cells).splitlines()[-1].split(" | ")[3] == below
     assert (

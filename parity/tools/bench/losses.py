@@ -43,6 +43,7 @@ LOGPROBS = (
     "cce.default",
     "fixes.selective_log_probs",
     "fixes.selective_log_probs.kept",
+    "fixes.selective_log_probs.narrow",
 )
 POLICY = (
     "trl.GRPOTrainer",
@@ -50,6 +51,7 @@ POLICY = (
     "liger.FusedLinearGRPOLoss.compiled",
     "liger.triton_grpo_loss",
     "fixes.FusedLinearGRPOLoss",
+    "fixes.FusedLinearGRPOLoss.narrow",
 )
 
 

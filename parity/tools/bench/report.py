@@ -94,12 +94,12 @@ def tables(found: Sequence[Cell]) -> str:
 def decisions(found: Sequence[Cell]) -> str:
     """Markdown: ours against the fastest and the leanest correct peer, the frontier, and whether a Triton path would pay.
 
-    The frontier: peers as accurate as ours that none of our points (with and without `memory_budget`) is on or below.
+    The frontier: peers that none of our points (plain, `memory_budget`, `narrow_products`) of their accuracy is on or below.
 
     A Triton path pays where a peer's Triton kernel was faster than our torch path in every round, it does not where it was slower
     in every round; else the rounds disagree and more of them are needed.
     """
-    head = ["", "fastest peer: our time ÷ its", "leanest peer: our peak ÷ its", "as accurate, and below ours"]
+    head = ["", "fastest peer: our time ÷ its", "leanest peer: our peak ÷ its", "below ours"]
     head.append("a Triton path of our own")
     out = []
     for table, size, dtype in dict.fromkeys((c.table, c.size, c.dtype) for c in found if c.table != "step"):
@@ -111,13 +111,13 @@ def decisions(found: Sequence[Cell]) -> str:
             continue
         own = [c for c in group if c.name.startswith("fixes.")]
         peers = [(c, r) for c in group if c not in own and c.name not in INEXACT and (r := c.ratio(ours))]
-        below = [c.name for c, _ in peers if c.as_accurate_as(ours) and not any(o.on_or_below(c) for o in own)]
+        below = [c.name for c, _ in peers if not any(o.as_accurate_as(c) and o.on_or_below(c) for o in own)]
         fast = min(peers, key=lambda peer: peer[1][0], default=None)
         lean = min((c for c, _ in peers if c.peak), key=lambda c: c.peak or 0, default=None)
         kernels = [(c, r) for c, r in peers if c.name in TRITON and c.device == "cuda"]
         row = [where, "no peer" if fast is None else f"{fast[0].name}: {1 / fast[1][0]:.2f}"]
         row.append("no peer" if lean is None else f"{lean.name}: {(ours.peak or 0) / (lean.peak or 1):.2f}")
-        row.append(", ".join(below) or ("none" if ours.errors else "no reference"))
+        row.append((", ".join(below) or "none") if ours.errors else "no reference")
         out.append([*row, _pays(min(kernels, key=lambda peer: peer[1][0], default=None))])
     return "\n".join([*measured.table(head, out), ""])
 
