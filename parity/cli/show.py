@@ -29,7 +29,7 @@ def detail(command: Any) -> Any:
     @functools.wraps(command)
     def with_detail(verbose: bool, quiet: bool, as_json: bool, timings: bool, **options: Any) -> Any:
         if verbose + quiet + as_json > 1 or (as_json and timings):
-            raise UsageError("-v, -q and --json exclude one another, and --json --timings")
+            raise UsageError("-v, -q and --json cannot be used together, nor --json with --timings")
         return command(detail=Detail(verbose, quiet, as_json, timings), **options)
 
     for option in (

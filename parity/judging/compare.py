@@ -42,7 +42,7 @@ def run_case(
     oracle = CaseOracle.of(family, case, device)
     blame = Blame()
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
-        if world.broken():  # see `Session.retire`: a fresh process goes on from here
+        if world.broken():  # a fresh process goes on from here: `parity.running.shard.Retired`
             return
         announce(implementation)
         deep = thorough if isinstance(thorough, bool) else thorough(implementation)

@@ -167,7 +167,7 @@ def _begun(night: Night) -> Record:
         UsageError: where another one is under way.
     """
     if other := records.alive(night.reports):
-        raise UsageError(f"{night.reports}: process {other} has a night under way there; choose another --reports")
+        raise UsageError(f"{night.reports}: process {other} is running a night there; choose another --reports")
     if night.resume:
         profile = None if night.profile == Night.profile else night.profile
         device = None if night.device == "auto" else night.device

@@ -79,7 +79,7 @@ class Record(msgspec.Struct, kw_only=True):
         path = reports / FILE
         found: Record = convert(cls, json_of(text_of(path, "night"), str(path)), str(path))
         if found.exit_code is not None:
-            raise UsageError(f"{path}: that night came to its end with exit code {found.exit_code}: begin a new one")
+            raise UsageError(f"{path}: that night has ended, with exit code {found.exit_code}: start a new one")
         for name, value in given.items():
             then = getattr(found, name)
             if value and value != then:

@@ -79,7 +79,7 @@ def capture(target: Any, to: str | Path = "case.json", step: int = 1, rows: int 
     with watch(target, taken, step) as given:
         yield given
     if taken.calls < step:
-        raise UsageError(f"capture: the loss was called {taken.calls} times, step {step} did not come")
+        raise UsageError(f"capture: the loss was called {taken.calls} times, so there is no step {step}")
     _write(taken, Path(to), rows)
 
 
@@ -166,7 +166,7 @@ def _trainer(trainer: Any, taken: _Taken, step: int) -> Iterator[Any]:
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
-        raise UsageError(f"capture: the LM head is a {type(head).__name__}, a case holds an nn.Linear")
+        raise UsageError(f"capture: the LM head is a {type(head).__name__}, only nn.Linear can be stored")
     original, seen, inside = trainer.compute_loss, list[Tensor](), [False]
 
     def decoded(module: Any, args: Any, out: Any) -> None:

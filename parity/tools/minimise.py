@@ -35,7 +35,7 @@ def minimise(case: Case, implementation: Implementation, to: Path, device: str =
     of, whole = loss_family(case.family), read(case)
     wanted = _failing(case, implementation, device)
     if not wanted:
-        raise UsageError(f"case {case.id}: {implementation.id} disagrees in nothing, so there is nothing to minimise")
+        raise UsageError(f"case {case.id}: {implementation.id} agrees, so there is nothing to minimise")
     kept = {axis: list(range(n)) for axis, n in zip(AXES, _shape(whole), strict=True)}
     with tempfile.TemporaryDirectory(prefix="parity-minimise-") as folder:
 

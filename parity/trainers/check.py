@@ -82,7 +82,7 @@ class CheckResult:
         return all(h <= 1.0 for h in self.gates.values())
 
 
-def within(quantity: str, value: float, exact: float, allowed: float, message: str = "") -> CheckResult:
+def bounded(quantity: str, value: float, exact: float, allowed: float, message: str = "") -> CheckResult:
     """|value - exact| ≤ allowed, `allowed` a derived bound; a NaN disagrees."""
     error = abs(value - exact)
     headroom = 0.0 if error == 0.0 else error / allowed if allowed > 0.0 else math.inf

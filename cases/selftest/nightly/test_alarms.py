@@ -62,7 +62,7 @@ def test_a_night_that_died_in_its_long_run_alarms_at_once(played, tmp_path, monk
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
         beat(tmp_path, pid=other.pid)
         assert told(tmp_path)[0] == 0, "it is under way: yesterday's verdict holds"
-        with pytest.raises(UsageError, match=f"process {other.pid} has a night under way"):
+        with pytest.raises(UsageError, match=f"process {other.pid} is running a night"):
             run()
         beat(tmp_path, until=time.time() - 1)
         assert told(tmp_path)[0] == 3, "it hangs"

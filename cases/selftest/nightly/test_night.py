@@ -202,7 +202,7 @@ def test_a_night_that_was_killed_goes_on(played, tmp_path, monkeypatch):
             raise MemoryError
         return whole(name, *args)
 
-    with pytest.raises(UsageError, match="came to its end with exit code 0: begin a new one"):
+    with pytest.raises(UsageError, match="that night has ended, with exit code 0: start a new one"):
         run(resume=True)
 
     def interrupted(*args):

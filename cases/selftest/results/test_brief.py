@@ -128,4 +128,4 @@ def test_how_much_is_printed(results):
     assert found["known"][0]["known"] == "trl-chunk-7" and found["compared"] == {"cpu": 2}
     assert {(c["implementation"], c["verdict"]) for c in found["matrix"]} >= {("lib.known", "known")}
     in_order(printed("-v"), "NEW 2", "worst entries of grad_hidden", "Coverage", "\nnext ")
-    assert "exclude one another" in printed("-v", "-q")
+    assert "cannot be used together" in printed("-v", "-q")

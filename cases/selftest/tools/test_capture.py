@@ -82,7 +82,7 @@ def test_only_the_call_that_is_asked_for(tmp_path):
     x = family("policy").build(Case.load(tmp_path / "c.json"))
     assert x.advantages.tolist() == [0.5, -1.0] and x.hidden.shape[0] == 2
     with (
-        pytest.raises(UsageError, match="called 1 times, step 2 did not come"),
+        pytest.raises(UsageError, match="called 1 times, so there is no step 2"),
         parity.capture(policy_loss, to=tmp_path / "none.json", step=2) as loss,
     ):
         loss(**batch())
@@ -145,7 +145,7 @@ def test_the_smallest_part_keeps_all_that_failed(captured, tmp_path):
         "grad_hidden",
         "grad_weight",
     }
-    with pytest.raises(UsageError, match="disagrees in nothing"):
+    with pytest.raises(UsageError, match="agrees, so there is nothing to minimise"):
         minimise(Case.load(captured), implementation(policy_loss), tmp_path / "none.json")
 
 

@@ -14,7 +14,7 @@ from parity.running.find import find
 from parity.running.supervisor import lost_row
 from parity.tools.replay import exit_code
 from parity.trainers import catalogue
-from parity.trainers.check import CHECKS, Cell, CheckResult, check, holds, pairwise, within
+from parity.trainers.check import CHECKS, Cell, CheckResult, bounded, check, holds, pairwise
 
 SETTINGS = {"kind": Setting("right", "what it does", ("right", "wrong", "absent", "raises", "moody", "silent"))}
 CALLS: list[Cell] = []
@@ -38,7 +38,7 @@ def toy(monkeypatch):
         if kind == "silent":
             return
         value = {"right": 0.0, "wrong": 3.0, "moody": 3.0 if len(CALLS) % 2 else 0.0}[kind]
-        yield within("amount", value, 0.0, 1.0, "too much")
+        yield bounded("amount", value, 0.0, 1.0, "too much")
         yield holds("flag", True)
 
     yield family("grpo-trainer")
@@ -129,10 +129,10 @@ def test_an_unknown_trainer_is_a_usage_error():
 
 
 def test_nan_never_agrees():
-    assert not within("kl", math.nan, 0.0, 1.0).agrees
-    assert not within("kl", 0.0, 0.0 + 1e-9, 0.0).agrees
+    assert not bounded("kl", math.nan, 0.0, 1.0).agrees
+    assert not bounded("kl", 0.0, 0.0 + 1e-9, 0.0).agrees
     assert not CheckResult("kl", {"bound": math.nan}).agrees
-    assert within("kl", 0.0, 0.0, 0.0).agrees
+    assert bounded("kl", 0.0, 0.0, 0.0).agrees
 
 
 def test_pairwise_covers_every_pair():

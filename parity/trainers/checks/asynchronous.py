@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parity.case.inputs import Setting
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, judged, shared, within
+from parity.trainers.check import Cell, CellOf, CheckResult, bounded, by_profile, check, holds, judged, shared
 from parity.trainers.definitions import training_step, windows
 from parity.trainers.definitions.balance import balance
 from parity.trainers.definitions.gradients import first_step
@@ -74,7 +74,7 @@ def async_step(cell: Cell) -> Iterator[CheckResult]:
         yield holds("beyond", all(0 < x < 0.5 for x in share), f"{share}: the cell tests nothing", gate="exact")
         for side, x in zip(("low", "high", "region"), (*share, sum(share)), strict=True):
             name = f"clip_ratio/{side}_mean"
-            yield within(name, float(logged[name]), x, 2.0**-22, "the share of the tokens beyond the bound")
+            yield bounded(name, float(logged[name]), x, 2.0**-22, "the share of the tokens beyond the bound")
 
 
 def _loss(

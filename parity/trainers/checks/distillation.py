@@ -16,7 +16,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.families.divergence import completed, divergence
 from parity.fixes import patches
-from parity.trainers.check import Cell, CheckResult, check, holds, within
+from parity.trainers.check import Cell, CheckResult, bounded, check, holds
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import models, recorder, stored_window, teacher_client
@@ -219,7 +219,7 @@ def divergence_parts(cell: Cell) -> Iterator[CheckResult]:
     floor = float((1 - lp.exp().sum(-1)).clamp(min=1e-7).amin())
     for name, (theirs, ours) in {"terms": values, "gradient": slopes}.items():
         allowed = u * (1 + float(lp.abs().amax())) / floor
-        yield within(name, float((theirs - ours).abs().amax()), 0.0, allowed, "against the definition, float64")
+        yield bounded(name, float((theirs - ours).abs().amax()), 0.0, allowed, "against the definition, float64")
     leaked = float(slopes[0][padded[:, 0]].abs().amax())
     yield holds("gradient at padding", leaked == 0.0, f"{leaked:.3g} at a masked row", gate="zero", value=leaked)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judging.gates import Unit, judge
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, judged, pairwise, within
+from parity.trainers.check import Cell, CellOf, CheckResult, bounded, by_profile, check, holds, judged, pairwise
 from parity.trainers.definitions import log_probs
 from parity.trainers.definitions.log_probs import Truth, U
 from parity.trainers.rig import drive, models
@@ -119,12 +119,12 @@ def _grpo(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     assert step.advantages is not None
     kl = _metric(step, "kl")
     bound = float(truth.kl[truth.counted].max())
-    yield within("kl", kl, 0.0, bound, f"KL {kl:.4g} at step 1, at most {bound:.2g} is rounding")
+    yield bounded("kl", kl, 0.0, bound, f"KL {kl:.4g} at step 1, at most {bound:.2g} is rounding")
     if step.policy is not None and step.reference is not None:  # a fused loss hands out no log-probs
         yield _recomputed(kl, step, lambda d: torch.expm1(d) - d)
     exact, terms = loss_at_ratio_one(step, "loss_type" in trl.fields(drive.config(cell.trainer)))
     allowed = cell.settings.beta * bound + (terms + 8) * U * float(step.advantages.abs().mean())
-    yield within("loss", step.loss, exact, allowed, f"loss {step.loss:.5g} at ratio 1 and KL 0, expected {exact:.5g}")
+    yield bounded("loss", step.loss, exact, allowed, f"loss {step.loss:.5g} at ratio 1 and KL 0, expected {exact:.5g}")
 
 
 def loss_at_ratio_one(step: FirstStep, has_loss_types: bool) -> tuple[float, int]:
@@ -149,7 +149,7 @@ def _recomputed(kl: float, step: FirstStep, of: Any) -> CheckResult:
     allowed = float(
         (U * (3 * d.double().exp() + 2 * d.double().abs() + 1)).mean()
     ) + counted.sum().item() ** 0.5 * U * abs(exact)
-    return within(
+    return bounded(
         "kl by its own log-probs", kl, exact, allowed, f"the metric says {kl:.5g}, its own log-probs {exact:.5g}"
     )
 
@@ -158,11 +158,11 @@ def _rloo(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     assert step.advantages is not None
     kl = _metric(step, "kl")
     bound = float(truth.apart[truth.counted].max())
-    yield within("kl", kl, 0.0, bound, f"mean log-ratio {kl:.4g} at step 1, at most {bound:.2g} is rounding")
+    yield bounded("kl", kl, 0.0, bound, f"mean log-ratio {kl:.4g} at step 1, at most {bound:.2g} is rounding")
     # the sequence's ratio is exp of a sum of differences, each at most D
     drift = math.expm1(float((truth.apart * truth.counted).sum(1).max()))
     size, exact = float(step.advantages.abs().mean()), -float(step.advantages.double().mean())
-    yield within(
+    yield bounded(
         "loss", step.loss, exact, (drift + 8 * U) * size, f"loss {step.loss:.5g} at ratio 1, expected {exact:.5g}"
     )
 
@@ -172,28 +172,28 @@ def _pairs(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     bound = cell.settings.beta * float(sums.max())
     for key in ("rewards/chosen", "rewards/rejected"):
         value = _metric(step, key)
-        yield within(key, value, 0.0, bound, f"{key} {value:.4g} at step 1, at most {bound:.2g} is rounding")
+        yield bounded(key, value, 0.0, bound, f"{key} {value:.4g} at step 1, at most {bound:.2g} is rounding")
     yield _ln2(step, bound)
     kept = truth.logps * truth.counted
     exact = kept.sum(1).chunk(2)
     for key, rows in (("logps/chosen", exact[0]), ("logps/rejected", exact[1])):
         value, truly = _metric(step, key), float(rows.mean())
         allowed = float(sums.max()) / 2 + drive.COMPLETION * U * abs(truly)
-        yield within(key, value, truly, allowed, f"{key} {value:.6g}, {truly:.6g} by the model's own logits")
+        yield bounded(key, value, truly, allowed, f"{key} {value:.6g}, {truly:.6g} by the model's own logits")
 
 
 def _online(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     kl = _metric(step, "objective/kl")
     assert step.policy is not None
     sums = float(truth.apart[:, -step.policy.shape[1] :].sum(1).max())  # the metric sums over padded completions too
-    yield within("kl", kl, 0.0, sums, f"KL {kl:.4g} at step 1, at most {sums:.2g} is rounding")
+    yield bounded("kl", kl, 0.0, sums, f"KL {kl:.4g} at step 1, at most {sums:.2g} is rounding")
     yield _ln2(step, cell.settings.beta * sums)
 
 
 def _ln2(step: FirstStep, bound: float) -> CheckResult:
     """-log σ(0); its slope there is 1/2, of a difference of two sums."""
     message = f"loss {step.loss:.6g} at log-ratio 0, expected ln 2"
-    return within("loss", step.loss, math.log(2.0), bound + 4 * U, message)
+    return bounded("loss", step.loss, math.log(2.0), bound + 4 * U, message)
 
 
 METRICS = {"GRPOTrainer": _grpo, "RLOOTrainer": _rloo, "DPOTrainer": _pairs, "OnlineDPOTrainer": _online}

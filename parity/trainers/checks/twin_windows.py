@@ -13,7 +13,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import TRAINERS, Cell, CellOf, CheckResult, by_profile, check, holds, judged, within
+from parity.trainers.check import TRAINERS, Cell, CellOf, CheckResult, bounded, by_profile, check, holds, judged
 from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import first_step, gradients
@@ -217,7 +217,7 @@ def _adaptive(
     settings = {"loss_type": s.loss, "beta": 0.0, "max_completion_length": drive.COMPLETION, "entropy_coef": applied}
     window = twin_runs.sequences(trainer, rows)
     step = ExactStep(model, functools.partial(windows.grpo, window, s.model, settings, None, None))
-    yield within("coefficient", float(run.entropy_coef), left, 1e-12, "0.1, twice moved by 0.05")
+    yield bounded("coefficient", float(run.entropy_coef), left, 1e-12, "0.1, twice moved by 0.05")
     yield gradients(step, steps.gradients[1], "gradient of step 2")
 
 
@@ -249,7 +249,7 @@ def _clipped(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResul
     for side, exact in share.items():
         name = f"clip_ratio/{side}_mean"
         if name in logged:
-            yield within(name, float(logged[name]), exact, 2.0**-22, "the share of what is beyond the bound")
+            yield bounded(name, float(logged[name]), exact, 2.0**-22, "the share of what is beyond the bound")
 
 
 def _misaligned(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:

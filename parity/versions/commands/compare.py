@@ -266,5 +266,5 @@ def _other_way(different: Sequence[Moved], mark: str, find: str) -> str:
     if not count:
         return ""
     return (
-        f", but {count} quantities {'became right' if find == 'broken' else 'broke'} (turn --find and the ends round)"
+        f", but {count} quantities {'became right' if find == 'broken' else 'broke'} (change --find and swap the ends)"
     )
