@@ -19,12 +19,11 @@ from parity.cli.commands import main
 from parity.implementations.implementation import Implementation, Outputs
 from parity.implementations.user import from_function
 from parity.registry import NAMES, family, loss_family
-from parity.rounding.oracle import exact
 from parity.selftest.controls import control
 from parity.selftest.mutants import mutants, originals
 from parity.tools.audit import releases, responsible, source_lines, table
 from parity.tools.audit.command import NEW, NOTHING, exit_code
-from parity.tools.audit.pairs import Stands, pair
+from parity.tools.audit.pairs import Pairs, pair
 from parity.tools.audit.verdicts import Answer, answer
 
 HONEST = {name: originals(name)[0].implementation for name in ("policy", "logprobs")}
@@ -39,8 +38,8 @@ def probe(name: str, label: str) -> Probe:
 
 
 def asked(implementation: Implementation, label: str, known=nothing_known) -> Answer:
-    stands = Stands(implementation.family, probe(implementation.family, label), "cpu")
-    return answer(implementation, stands, 1, known)
+    pairs = Pairs(implementation.family, probe(implementation.family, label), "cpu")
+    return answer(implementation, pairs, 1, known)
 
 
 def mutant(name: str, mistake: str) -> Implementation:
@@ -120,10 +119,10 @@ def test_a_setting_honoured_on_some_cases_alone_is_wrong():
     def edit(x: Inputs, call) -> Outputs:
         return without_delta(x, call) if loss_family("policy").example(0)["B"] == x.settings.B else call(x)
 
-    stands = Stands("policy", probe("policy", "delta"), "cpu")
-    found = answer(edited(edit), stands, 2, nothing_known)
+    pairs = Pairs("policy", probe("policy", "delta"), "cpu")
+    found = answer(edited(edit), pairs, 2, nothing_known)
     assert found.answer == "wrong"
-    assert {stand.pair.case.settings.get("B") for stand in stands.moving(0, "fp32")} == {3, None}
+    assert {one.case.settings.get("B") for one in pairs.moving(0, "fp32")} == {3, None}
 
 
 def plain_loss(hidden, weight, ids, mask, advantages, old_logps=None):
@@ -178,7 +177,7 @@ def test_effects_are_ratios_to_the_definition():
 def test_every_probe_moves_the_definition_or_says_that_it_stays(name):
     for one in loss_family(name).probes:
         for base in range(len(one.bases)):
-            found = next(Stands(name, one, "cpu").moving(base, "fp32"), None)
+            found = next(Pairs(name, one, "cpu").moving(base, "fp32"), None)
             assert found is not None, (
                 f"{one.label}: no case on which the definition {'stays' if one.stays else 'moves'}"
             )
@@ -194,15 +193,15 @@ def test_labels_tell_probes_apart_and_name_settings_of_the_family(name):
 def test_both_sides_of_a_pair_share_every_tensor_but_the_settings_own():
     one = probe("policy", "temperature")
     made = pair("policy", one, {}, "fp32", 0)
-    assert made.still.settings.temperature == 1.0
-    assert made.moved.settings.temperature == 0.7
-    assert all(made.still.tensors[n] is t for n, t in made.moved.tensors.items())
+    assert made.still.inputs.settings.temperature == 1.0
+    assert made.moved.inputs.settings.temperature == 0.7
+    assert all(made.still.inputs.tensors[n] is t for n, t in made.moved.inputs.tensors.items())
     dropped = pair("policy", probe("policy", "ratio=token"), {}, "fp32", 0)
-    assert [n for n, t in dropped.moved.tensors.items() if dropped.still.tensors[n] is not t] == [
+    assert [n for n, t in dropped.moved.inputs.tensors.items() if dropped.still.inputs.tensors[n] is not t] == [
         "importance_sampling_ratio"
     ]
     assert loss_family("policy").example(0) != loss_family("policy").example(1)
-    assert exact(family("policy"), made.moved)["loss"] != exact(family("policy"), made.still)["loss"]
+    assert made.moved.exact["loss"] != made.still.exact["loss"]
 
 
 SOURCE = "parity.fixes.grpo.FusedLinearGRPOLoss.forward"
@@ -232,9 +231,9 @@ def test_what_is_wrong_without_the_setting_is_not_blamed_on_it():
 
 
 def test_damage_by_one_implementation_does_not_reach_the_next():
-    stands = Stands("policy", probe("policy", "temperature"), "cpu")
+    pairs = Pairs("policy", probe("policy", "temperature"), "cpu")
     damaging = mutant("policy", "hidden-damaged")
-    first, second = (answer(i, stands, 1, nothing_known) for i in (damaging, HONEST["policy"]))
+    first, second = (answer(i, pairs, 1, nothing_known) for i in (damaging, HONEST["policy"]))
     assert (first.answer, second.answer) == ("honoured", "honoured")
 
 

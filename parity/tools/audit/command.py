@@ -11,7 +11,7 @@ from parity.implementations.implementation import Implementation
 from parity.registry import facts, loss_families, loss_family, resolved, select
 from parity.results.ledger import Ledger
 from parity.tools.audit import table
-from parity.tools.audit.pairs import Stands
+from parity.tools.audit.pairs import Pairs
 from parity.tools.audit.responsible import engine, is_wired, mend
 from parity.tools.audit.verdicts import JUDGED, Answer, answer
 
@@ -59,9 +59,9 @@ def audit(options: AuditOptions) -> tuple[list[Answer], dict[int, str]]:
         for probe in loss_family(name).audited() if in_family else ():
             if options.settings and probe.setting not in options.settings:
                 continue
-            stands = Stands(name, probe, device)
+            pairs = Pairs(name, probe, device)
             answers += [
-                answer(i, stands, options.cases, lambda row, case: ledger.match(row, facts(case))) for i in in_family
+                answer(i, pairs, options.cases, lambda row, case: ledger.match(row, facts(case))) for i in in_family
             ]
     return answers, dict(_mends(answers))
 
@@ -75,10 +75,6 @@ def _check(options: AuditOptions) -> None:
     for name in options.settings:
         if name not in known:
             raise UsageError(f"setting {name!r} is not audited, choose from {', '.join(known)}")
-    if options.device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device {options.device!r} is unknown, choose from auto, cpu, cuda")
-    if options.device == "cuda" and not _cuda():
-        raise UsageError("device 'cuda': torch sees no CUDA device here (parity doctor says why), choose cpu or auto")
 
 
 def _with_engines(chosen: Sequence[Implementation]) -> list[Implementation]:
@@ -111,14 +107,15 @@ def exit_code(answers: Sequence[Answer]) -> int:
 def run(options: AuditOptions, console: Console) -> int:
     """Audit, print, write `audit.ndjson` and `audit.md`; returns the exit code."""
     from parity.process import prepare
-
-    prepare("cpu" if options.device == "auto" and not _cuda() else options.device, threads=1)
-    from parity.results.report import measured
-    from parity.results.report.rows import writer
     from parity.running.provenance import header, resolve_device
 
+    device = resolve_device(options.device)
+    prepare(device, threads=1)
+    from parity.results.report import measured
+    from parity.results.report.rows import writer
+
     answers, mends = audit(options)
-    about = header("audit", resolve_device(options.device), "audit", 0)
+    about = header("audit", device, "audit", 0)
     with writer(options.reports / "audit.ndjson") as write:
         write(about)
         for number, one in enumerate(answers):
@@ -134,9 +131,3 @@ def run(options: AuditOptions, console: Console) -> int:
 
 
 SHOWN = ("torch", "transformers", "trl", "liger-kernel", "cut-cross-entropy")
-
-
-def _cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

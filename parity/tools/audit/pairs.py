@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from parity.case.case import Case
-from parity.case.inputs import Inputs
 from parity.case.probe import Probe
 from parity.judging.assess import CaseOracle
 from parity.registry import loss_family
@@ -23,14 +22,23 @@ TRIES = 16
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The inputs of one case with the setting and without it; everything else is the same to the last bit."""
+    """One case with the setting (`moved`) and without it (`still`), both with the definition run on them.
+
+    Everything but the setting is the same to the last bit.
+    """
 
     case: Case
-    moved: Inputs
-    still: Inputs
+    moved: CaseOracle
+    still: CaseOracle
+
+    def shift(self) -> float:
+        """The largest relative change of a judged quantity of the definition, infinite where only one side has it."""
+        a, b = self.moved.exact, self.still.exact
+        names = [n for n in a if n in self.moved.inputs.cotangents or n.startswith("grad_")]
+        return max(float((a[n] - b[n]).norm() / a[n].norm().clamp(min=1e-30)) if n in b else math.inf for n in names)
 
 
-def pair(name: str, probe: Probe, base: Mapping[str, Any], dtype: str, number: int) -> Pair:
+def pair(name: str, probe: Probe, base: Mapping[str, Any], dtype: str, number: int, device: str = "cpu") -> Pair:
     """The `number`-th pair of a probe; log-probs that derive from the oracle are those of the moved side on both."""
     fam = loss_family(name)
     wanted = fam.example(number) | dict(base) | dict(probe.among)
@@ -43,44 +51,22 @@ def pair(name: str, probe: Probe, base: Mapping[str, Any], dtype: str, number: i
     settings = SimpleNamespace(**vars(moved.settings) | defaults)
     still = dataclasses.replace(moved, settings=settings).replace(**probe.off(moved))
     kept = {n: g for n, g in still.cotangents.items() if n not in probe.outputs}
-    return Pair(case, moved, dataclasses.replace(still, cotangents=kept))
+    sides = moved, dataclasses.replace(still, cotangents=kept)
+    return Pair(case, *(CaseOracle(fam, x.to(device), exact(fam, x)) for x in sides))
 
 
-@dataclasses.dataclass
-class Stand:
-    """Both sides of a pair with what is computed for them once."""
-
-    pair: Pair
-    moved: CaseOracle
-    still: CaseOracle
-
-    @classmethod
-    def of(cls, made: Pair, device: str) -> Stand:
-        """Run the definition on both sides, on the CPU."""
-        fam = loss_family(made.case.family)
-        sides = [CaseOracle(fam, x.to(device), exact(fam, x)) for x in (made.moved, made.still)]
-        return cls(made, *sides)
-
-    def shift(self) -> float:
-        """The largest relative change of a judged quantity of the definition, infinite where only one side has it."""
-        a, b = self.moved.exact, self.still.exact
-        names = [n for n in a if n in self.pair.moved.cotangents or n.startswith("grad_")]
-        return max(float((a[n] - b[n]).norm() / a[n].norm().clamp(min=1e-30)) if n in b else math.inf for n in names)
-
-
-class Stands:
+class Pairs:
     """The pairs of one probe, made when an implementation asks for them and shared by all."""
 
     def __init__(self, name: str, probe: Probe, device: str):
         self.name, self.probe, self.device = name, probe, device
-        self._made: dict[tuple[int, str, int], Stand] = {}
+        self._made: dict[tuple[int, str, int], Pair] = {}
 
-    def moving(self, base: int, dtype: str) -> Iterator[Stand]:
+    def moving(self, base: int, dtype: str) -> Iterator[Pair]:
         """Pairs on which the definition moves, or, where the probe says so, stays."""
         for number in range(TRIES):
             key = (base, dtype, number)
             if key not in self._made:
-                made = pair(self.name, self.probe, self.probe.bases[base], dtype, number)
-                self._made[key] = Stand.of(made, self.device)
+                self._made[key] = pair(self.name, self.probe, self.probe.bases[base], dtype, number, self.device)
             if (self._made[key].shift() >= MOVES) != self.probe.stays:
                 yield self._made[key]

@@ -19,7 +19,7 @@ from parity.results.row import Row
 from parity.rounding.oracle import Quantities
 from parity.tools.audit import source_lines
 from parity.tools.audit.call import entry_points, run
-from parity.tools.audit.pairs import Stand, Stands
+from parity.tools.audit.pairs import Pair, Pairs
 
 ANSWERS = ("honoured", "ignored", "wrong", "refused", "crashed", "absent", "not run")
 """Moves alike; does not move; moves otherwise; a clear error; an unclear one; no such parameter; nothing to judge."""
@@ -81,19 +81,19 @@ class Answer:
 Ledger = Callable[[Row, Case], str | None]
 
 
-def answer(implementation: Implementation, stands: Stands, count: int, known: Ledger) -> Answer:
+def answer(implementation: Implementation, pairs: Pairs, count: int, known: Ledger) -> Answer:
     """The answer of an implementation on `count` pairs of the first base and dtype on which it runs at all.
 
     Pairs that disagree about the answer make it "wrong", unless one side is an error.
     """
-    blank = Answer(stands.name, implementation.id, implementation.role, stands.probe, "not run")
+    blank = Answer(pairs.name, implementation.id, implementation.role, pairs.probe, "not run")
     reasons: list[str] = []
     confounded = 0
-    for base in range(len(stands.probe.bases)):
+    for base in range(len(pairs.probe.bases)):
         for dtype in DTYPES:
             found: list[Answer] = []
-            for stand in stands.moving(base, dtype):
-                one = _one(implementation, stand, blank, known)
+            for pair in pairs.moving(base, dtype):
+                one = _one(implementation, pair, blank, known)
                 if one is None:
                     continue
                 if one.reason == CONFOUNDED:
@@ -130,25 +130,25 @@ def _far(ratio: float | None) -> float:
     return 0.0 if ratio is None else abs(math.log(max(abs(ratio), 1e-30)))
 
 
-def _one(implementation: Implementation, stand: Stand, blank: Answer, known: Ledger) -> Answer | None:
+def _one(implementation: Implementation, pair: Pair, blank: Answer, known: Ledger) -> Answer | None:
     """The answer on one pair; None where the gates of its recipe could not tell the two sides apart."""
-    case, probe = stand.pair.case, stand.pair.moved
-    reason = skip_reason(stand.moved.family, implementation, case, probe.settings, stand.moved.inputs.device.type)
+    case, probe = pair.case, pair.moved.inputs
+    reason = skip_reason(pair.moved.family, implementation, case, probe.settings, pair.moved.inputs.device.type)
     if reason:
         return dataclasses.replace(blank, reason=reason)
-    asked = [n for n in probe.cotangents if n in stand.moved.family.optional and n not in implementation.outputs]
-    still, said_still, _ = run(implementation, stand.still.offered(implementation).inputs)
+    asked = [n for n in probe.cotangents if n in pair.moved.family.optional and n not in implementation.outputs]
+    still, said_still, _ = run(implementation, pair.still.offered(implementation).inputs)
     if still.verdict == "unsupported":
         return dataclasses.replace(blank, reason=still.message)
     out = dataclasses.replace(
         blank,
         case=case,
-        moved_loss=_ratio(stand.moved.exact, stand.still.exact, "loss"),
-        moved_gradient=_gradient_ratio(stand.moved.exact, stand.still.exact),
+        moved_loss=_ratio(pair.moved.exact, pair.still.exact, "loss"),
+        moved_gradient=_gradient_ratio(pair.moved.exact, pair.still.exact),
     )
     if asked:
         return _absent(implementation, out, f"has no {' and no '.join(asked)}")
-    moved, said, raised = run(implementation, stand.moved.inputs)
+    moved, said, raised = run(implementation, pair.moved.inputs)
     if moved.verdict == "unsupported" and moved.message.startswith(INTERPRETER):
         return dataclasses.replace(blank, reason=moved.message)
     if moved.verdict == "unsupported":
@@ -158,11 +158,11 @@ def _one(implementation: Implementation, stand: Stand, blank: Answer, known: Led
     if moved.verdict == "refused":
         return dataclasses.replace(out, answer="refused", reason=moved.message)
     if moved.verdict != "ran":
-        row = _row(out, None, "", moved.verdict, stand)
+        row = _row(out, None, "", moved.verdict, pair)
         return dataclasses.replace(
             out, answer="crashed", reason=moved.message, silent=False, known=_known([row], known, case)
         )
-    return _judged(implementation, stand, out, moved, still, bool(said - said_still), known)
+    return _judged(implementation, pair, out, moved, still, bool(said - said_still), known)
 
 
 def _absent(implementation: Implementation, out: Answer, reason: str) -> Answer:
@@ -175,43 +175,43 @@ def _absent(implementation: Implementation, out: Answer, reason: str) -> Answer:
 
 
 def _judged(
-    implementation: Implementation, stand: Stand, out: Answer, moved: Outcome, still: Outcome, said: bool, known: Ledger
+    implementation: Implementation, pair: Pair, out: Answer, moved: Outcome, still: Outcome, said: bool, known: Ledger
 ) -> Answer | None:
-    quantities = _differentiable(stand.moved, implementation)
-    judged = _judge(stand.moved, implementation, moved)
+    quantities = _differentiable(pair.moved, implementation)
+    judged = _judge(pair.moved, implementation, moved)
     failing = {n: j.gate for n, j in judged.items() if n in quantities and not j.agrees}
     out = dataclasses.replace(
         out,
-        loss=_ratio(moved.quantities, stand.moved.exact, "loss"),
-        gradient=_gradient_ratio(moved.quantities, stand.moved.exact),
+        loss=_ratio(moved.quantities, pair.moved.exact, "loss"),
+        gradient=_gradient_ratio(moved.quantities, pair.moved.exact),
     )
     if not failing:
-        if not out.probe.stays and not _visible(stand, implementation, quantities):
+        if not out.probe.stays and not _visible(pair, implementation, quantities):
             return None
         metrics = tuple(n for n, j in judged.items() if n not in quantities and not j.agrees)
         return dataclasses.replace(
             out, answer="honoured", metrics=metrics, place=out.place.removeprefix(source_lines.NOT_READ)
         )
     alike = still.verdict == "ran" and _same(moved, still, quantities)
-    unmoved = _judge(stand.still, implementation, moved)
+    unmoved = _judge(pair.still, implementation, moved)
     ignored = not out.probe.stays and (alike or all(n in unmoved and unmoved[n].agrees for n in quantities))
-    before = _judge(stand.still, implementation, still) if still.verdict == "ran" else {}
+    before = _judge(pair.still, implementation, still) if still.verdict == "ran" else {}
     also = any(not before[n].agrees for n in quantities if n in before)
     if also and not ignored:  # what the setting does cannot be told from what was wrong before
         return dataclasses.replace(out, answer="not run", reason=CONFOUNDED)
-    rows = [_row(out, n, gate, "disagree", stand) for n, gate in failing.items()]
+    rows = [_row(out, n, gate, "disagree", pair) for n, gate in failing.items()]
     return dataclasses.replace(
         out,
         answer="ignored" if ignored else "wrong",
         gates=failing,
         silent=not said,
         also_without=also,
-        known=_known(rows, known, stand.pair.case),
+        known=_known(rows, known, pair.case),
     )
 
 
 def _differentiable(oracle: CaseOracle, implementation: Implementation) -> list[str]:
-    """What the audit is about: outputs with an upstream gradient, and gradients; metrics stand beside."""
+    """What the audit is about: outputs with an upstream gradient, and gradients; no metrics."""
     wanted = expected(oracle, implementation, implementation.recipe_for(oracle.inputs))
     return [n for n in wanted if n in oracle.inputs.cotangents or n.startswith("grad_")]
 
@@ -222,11 +222,11 @@ def _judge(oracle: CaseOracle, implementation: Implementation, outcome: Outcome)
     return dict(settle(lambda count: judge_all(oracle, implementation, outcome, recipe, count), certain=CERTAIN))
 
 
-def _visible(stand: Stand, implementation: Implementation, quantities: Iterable[str]) -> bool:
+def _visible(pair: Pair, implementation: Implementation, quantities: Iterable[str]) -> bool:
     """Whether the definition without the setting would be called wrong, in this recipe."""
-    dtypes = expected(stand.moved, implementation, implementation.recipe_for(stand.moved.inputs))
-    without = {n: v.to(dtypes.get(n) or torch.float32) for n, v in stand.still.exact.items() if n in dtypes}
-    judged = _judge(stand.moved, implementation, Outcome("ran", without))
+    dtypes = expected(pair.moved, implementation, implementation.recipe_for(pair.moved.inputs))
+    without = {n: v.to(dtypes.get(n) or torch.float32) for n, v in pair.still.exact.items() if n in dtypes}
+    judged = _judge(pair.moved, implementation, Outcome("ran", without))
     return any(not judged[n].agrees for n in quantities)
 
 
@@ -263,16 +263,16 @@ def _quotient(a: float, b: float) -> float | None:
     return a / b if b != 0.0 and math.isfinite(a) and math.isfinite(b) else None
 
 
-def _row(out: Answer, quantity: str | None, gate: str, verdict: Any, stand: Stand) -> Row:
+def _row(out: Answer, quantity: str | None, gate: str, verdict: Any, pair: Pair) -> Row:
     """What the ledger looks at."""
-    case = stand.pair.case
+    case = pair.case
     return Row(
         case=case.id,
         family=out.family,
         implementation=out.implementation,
         quantity=quantity,
         dtype=case.dtype,
-        device=stand.moved.inputs.device.type,
+        device=pair.moved.inputs.device.type,
         verdict=verdict,
         gate=gate,
     )

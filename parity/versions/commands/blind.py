@@ -31,7 +31,7 @@ from parity.running.run import FIXED_SEED
 from parity.running.shard import selected
 from parity.trainers import catalogue
 from parity.versions.commands.history import Record
-from parity.versions.commands.probe import ran
+from parity.versions.commands.probe import print_json, printed, ran
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
 from parity.versions.search.checks import CaseCheck
@@ -196,10 +196,9 @@ def _look(
         )
     except EnvironmentUnusable as error:
         return {}, str(error)
-    lines = [json.loads(x.removeprefix(_LINE)) for x in done.stdout.splitlines() if x.startswith(_LINE)]
     return {
         id: ([(Case.from_json(asked), Case.from_json(ran)) for asked, ran in found], others)
-        for id, found, others in lines
+        for id, found, others in map(json.loads, printed(done, _LINE))
     }, ""
 
 
@@ -241,8 +240,7 @@ def main() -> int:
                 others[f"{answer.verdict}: {answer.message}" if answer.message else answer.verdict] += 1
             if len(shown) == count:
                 break
-        sys.stdout.write(f"\n{_LINE}{json.dumps([id, shown, others])}\n")
-        sys.stdout.flush()
+        print_json(_LINE, [id, shown, others])
     return 0
 
 

@@ -69,14 +69,15 @@ def look(
     plan["exactly"] = {case: list(ids) for case, ids in (exactly or {}).items()}
     done = ran(made, "parity.versions.commands.probe", json.dumps(plan), cpu_limit, device, clock)
     try:
-        found = [decode(Row, line, f"environment {made.name}") for line in _lines(done, ROW)]
+        found = [decode(Row, line, f"environment {made.name}") for line in printed(done, ROW)]
     except UsageError as error:
         raise EnvironmentUnusable(str(error)) from None
-    events = {mark: [json.loads(line) for line in _lines(done, mark)] for mark in (CONFIG, SAMPLED)}
-    return Look(found, events[CONFIG][0] if config else {}, events[SAMPLED][0] if sampled else None)
+    said = [json.loads(line) for mark in (CONFIG, SAMPLED) for line in printed(done, mark)]
+    return Look(found, said[0] if config else {}, said[-1] if sampled else None)
 
 
-def _lines(done: subprocess.CompletedProcess[str], mark: str) -> list[str]:
+def printed(done: subprocess.CompletedProcess[str], mark: str) -> list[str]:
+    """What a process printed by `print_json` with this mark; anything else may stand between."""
     return [line.removeprefix(mark) for line in done.stdout.splitlines() if line.startswith(mark)]
 
 
@@ -125,11 +126,11 @@ def main() -> int:
         for row in run_case(case, chosen.values(), plan["device"], thorough=False):
             if row.failing:
                 row.known = ledger.match(row, facts(case))
-            _print(ROW, row.to_json())
+            print_json(ROW, row.to_json())
     if plan["config"]:
-        _print(CONFIG, _config())
+        print_json(CONFIG, _config())
     if plan["sampled"]:
-        _print(SAMPLED, _sampled())
+        print_json(SAMPLED, _sampled())
     return 0
 
 
@@ -143,9 +144,9 @@ def _sampled() -> list[list[int]] | str:
         return f"{type(error).__name__}: {error}"
 
 
-def _print(mark: str, content: Any) -> None:
-    sys.stdout.write(f"\n{mark}{json.dumps(content, allow_nan=False)}\n")
-    sys.stdout.flush()
+def print_json(mark: str, content: Any) -> None:
+    """Print strict JSON on a line of its own, behind a mark."""
+    print(f"\n{mark}{json.dumps(content, allow_nan=False)}", flush=True)
 
 
 def _config() -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 from packaging.version import Version
 
 from parity.case.case import Case
@@ -33,7 +33,7 @@ from parity.results.report.markdown import code, escape
 from parity.results.turns import NOT_RUN, RIGHT, WRONG, Turns
 from parity.trainers import catalogue
 from parity.versions.commands.matrix import folder
-from parity.versions.commands.probe import ran
+from parity.versions.commands.probe import print_json, printed, ran
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
 
@@ -129,8 +129,7 @@ def run(made: Environment) -> list[Call]:
     if known is not None:
         return known
     done = ran(made, "parity.versions.commands.sweep", "", LIMIT, "cpu", TORCHDYNAMO_DISABLE="1")
-    lines = [line.removeprefix(_LINE) for line in done.stdout.splitlines() if line.startswith(_LINE)]
-    found = [Call(**json.loads(line)) for line in lines]
+    found = [msgspec.json.decode(line, type=Call) for line in printed(done, _LINE)]
     save_json(file, found)
     return found
 
@@ -243,8 +242,7 @@ def main() -> int:
     """Prints the calls of this environment."""
     prepare("cpu", threads=1)
     for call in calls():
-        sys.stdout.write(f"\n{_LINE}{json.dumps(dataclasses.asdict(call))}\n")
-        sys.stdout.flush()
+        print_json(_LINE, dataclasses.asdict(call))
     return 0
 
 
