@@ -35,7 +35,7 @@ class Case:
     """A case of a loss family: seed, dtype of the parameters under test, and the settings away from their default.
 
     `settings` holds shapes, mask layout and options alike, under the names of the family's table. `tensors` is the path of
-    a safetensors file (in a case file: its name, it stands beside) that replaces the generated inputs, `sha256` its hash.
+    a safetensors file (in a case file its name: both are in one folder) that replaces the generated inputs, `sha256` its hash.
     """
 
     family: str
@@ -86,7 +86,7 @@ class Case:
 
 
 class _Json(msgspec.Struct):
-    """A case in JSON, beside its schema."""
+    """A case in JSON, with its schema."""
 
     family: str
     seed: int
@@ -97,7 +97,7 @@ class _Json(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """A case file that wraps its case beside remarks; those that are not named here are the writer's own."""
+    """A case file with remarks; remarks that are not named here are the writer's own."""
 
     case: dict[str, Any]
     implementation: str | None = None

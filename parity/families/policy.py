@@ -252,7 +252,7 @@ def features(case: Case) -> dict[str, Any]:
 
 
 def demands(x: Inputs) -> set[str]:
-    """What moves the loss of this case; a parameter of another loss type, or of an absent term, demands nothing."""
+    """The parameters that change the loss of this case: none of another loss type, or of an absent term."""
     s = x.settings
     table = settings_of.SETTINGS
     out = {

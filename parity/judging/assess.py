@@ -81,7 +81,7 @@ class CaseOracle:
     def heard(self, outputs: Mapping[str, torch.Tensor | None]) -> CaseOracle:
         """This case with the upstream gradients that reach outputs of these dtypes: autograd gives a 16-bit loss a 16-bit one.
 
-        One beyond the range of the dtype stays as it is: what an infinite one makes of a gradient is no gradient.
+        One that is too large for the dtype is kept: an infinite upstream gradient would give no gradient.
         """
         narrow = {n: v.dtype for n in self.inputs.cotangents if (v := outputs.get(n)) is not None}
         narrow = {n: dtype for n, dtype in narrow.items() if _rounds(self.inputs.cotangents[n], dtype)}
@@ -104,7 +104,7 @@ class CaseOracle:
         )
 
     def replicas(self, recipe: Recipe, count: int, finer: bool = False, gradients: bool = True) -> Quantities:
-        """Replicas under a resolved recipe, computed once; with `finer` as many again that store nothing narrow.
+        """Replicas under a resolved recipe, computed once; with `finer` as many more that store nothing in 16 bits.
 
         Without `gradients` those need not be there.
         """
@@ -225,7 +225,7 @@ def judge_all(
     finer: bool = False,
     only: Collection[str] | None = None,
 ) -> dict[str, Judgement]:
-    """Every quantity the implementation should return (or `only` some), judged; and each that it should not. `finer`: see
+    """Judge every quantity that the implementation should return (or `only` some), and each that it should not. `finer`: see
     `CaseOracle`."""
     oracle = oracle.heard(outcome.quantities)
     wanted = expected(oracle, implementation, recipe)
@@ -247,7 +247,7 @@ def judge_all(
 
 
 def _asked(oracle: CaseOracle, name: str, dtype: torch.dtype | None, came: torch.dtype) -> torch.dtype:
-    """The dtype that a value is held to: of float32 inputs float32, whatever dtype it came in, unless the recipe says other."""
+    """The dtype whose precision a value must have: float32 for float32 inputs, unless the recipe says otherwise."""
     if oracle.inputs.case.dtype == "fp32" and oracle.inputs.context != "autocast":
         return dtype or (torch.float32 if came in (torch.float16, torch.bfloat16) else came)
     return came if dtype is None or name in oracle.family.scalars else dtype
@@ -263,9 +263,9 @@ def largest(oracle: CaseOracle) -> int:
 def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
     """The judgement of every quantity, settled (see `parity.judging.settle`).
 
-    An implementation may be more precise than its recipe: where float16 flushes a gradient to 0 in every replica, their
-    spread hides what float32 adds to it. What still disagrees is therefore judged once more with replicas beside them that
-    store nothing in a narrow dtype. What autocast changes no bit of is held to what is asked for without it.
+    An implementation may be more precise than its recipe: where float16 flushes a gradient to 0 in every replica, they
+    have no spread, and the float32 value seems wrong. So what still disagrees is judged again with added replicas that
+    store nothing in 16 bits. A result in which autocast changes no bit is judged as without autocast.
     """
     recipe = implementation.recipe_for(oracle.inputs)
     counts = ladder(largest(oracle))

@@ -114,7 +114,7 @@ def forward(implementation: Implementation, x: Inputs) -> Outputs:
 
 
 def _judgeable(name: str, value: object, x: Inputs) -> None:
-    """Refuse what nothing can be compared with: no dense tensor of torch's own class or its inputs', elsewhere, too large."""
+    """Refuse what cannot be compared: no dense tensor of torch's class or the inputs', on another device, or too large."""
     known = {torch.Tensor, torch.nn.Parameter, *map(type, x.tensors.values())}
     if not isinstance(value, torch.Tensor) or type(value) not in known:
         raise Returned(f"returned {type(value).__name__} as {name}, expected a tensor")
@@ -128,7 +128,7 @@ def _judgeable(name: str, value: object, x: Inputs) -> None:
 
 @contextlib.contextmanager
 def surroundings(implementation: Implementation, x: Inputs) -> Iterator[None]:
-    """Where both passes run: the implementation's own surroundings, and tf32 products where the case says so."""
+    """The context of both passes: the implementation's own, and tf32 products where the case says so."""
     before = matmul_precision()
     if x.context == "tf32":
         torch.set_float32_matmul_precision("high")
@@ -192,7 +192,7 @@ def _both(implementation: Implementation, x: Inputs) -> Outcome:
 
 
 def copies(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Copies of every input tensor and upstream gradient ("d logps"), to be held against them afterwards."""
+    """Copies of every input tensor and upstream gradient ("d logps"), to compare with afterwards."""
     return {k: v.detach().clone() for k, v in _shared(inputs).items()}
 
 
@@ -229,7 +229,7 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def guarded(implementation: Implementation, run: Callable[[], Outcome], *shared: Inputs) -> Outcome:
-    """Run in a world that is put back afterwards, `shared` inputs too, and turn whatever is raised into a verdict."""
+    """Run, restore the state of the process and the `shared` inputs, and turn any exception into a verdict."""
     if faults.lost():  # a call before this one lost the context: what another would say is about that
         return Outcome("crashed", message=faults.lost())
     kept = [(inputs, copies(inputs), dict(vars(inputs.settings))) for inputs in shared]
@@ -357,7 +357,7 @@ def _is_library(filename: str) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of its message, as any report can hold it; nothing where it has no words for itself."""
+    """The first line of its message, as any report can hold it; empty if it has none."""
     try:
         text = str(error).strip()
     except Exception:

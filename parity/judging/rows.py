@@ -1,4 +1,4 @@
-"""What every kind of case does with its rows: the empty one, a second call where one fails, and who is to blame."""
+"""Rows of losses and of trainer checks: the empty row, a second call after a failure, and who is to blame."""
 
 from __future__ import annotations
 

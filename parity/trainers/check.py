@@ -1,9 +1,9 @@
 """What a trainer check is: a function that drives a real trainer on a tiny real model and says what it measured.
 
-A check is registered under a name for one or more trainers. Its settings are dimensions as a loss family's; a case of it
-is a `Case` whose family is the trainer ("grpo-trainer") and whose setting `check` names the check, so that it freezes,
-replays, bisects and enters the ledger as any other case. It is run on several paths: the trainer as released, on its fused
-loss, or with parity.fixes applied. Each path is an implementation in rows, "grpo-trainer.released", and a key of `PATHS`.
+A check has a name, one or more trainers, and settings. A case of it is a `Case` whose family is the trainer
+("grpo-trainer") and whose setting `check` is the check's name: it can be frozen, replayed, bisected and put into the ledger
+as any other. It runs on several paths (`PATHS`): the trainer as released, with its fused loss, or with parity.fixes. Each
+path is an implementation in rows, such as "grpo-trainer.released".
 """
 
 import dataclasses
@@ -142,7 +142,7 @@ _SHARED: dict[tuple[str, str], Any] = {}
 
 
 def shared(cell: Cell, name: str, make: Callable[[], Made]) -> Made:
-    """What every path of a case is held against, made once: a definition, its replicas. Only the last case's is kept."""
+    """What every path of a case is compared with, made once: a definition, its replicas. Only the last case's is kept."""
     key = (cell.case.id, name)
     if key not in _SHARED:
         for other in [k for k in _SHARED if k[0] != cell.case.id]:

@@ -200,25 +200,12 @@ def _options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     if s.loss in preference.MIXED:
         mixed = preference.MIXED[s.loss]
         out = {"loss_type": list(mixed), "loss_weights": list(mixed.values())}
-    if trainer != "sft-trainer":
-        out["beta"] = s.beta
-    if trainer == "dpo-trainer":
-        out |= {"label_smoothing": s.smoothing, "discopop_tau": s.tau}
-        out |= {"f_alpha_divergence_coef": s.alpha, "use_weighting": s.weighting}
-        out |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}
-    if trainer == "cpo-trainer":
-        out |= {"label_smoothing": s.smoothing, "cpo_alpha": s.nll, "simpo_gamma": s.gamma, "alpha": s.power}
-    if trainer == "sft-trainer" and s.whole:
-        out |= {"completion_only_loss": False}
     if trainer == "sft-trainer":
-        out |= {"label_smoothing_factor": s.smoothing}
-    if s.penalty:
-        out |= {"missing_eos_penalty": s.penalty}
-    if trainer in ("dpo-trainer", "kto-trainer"):
-        out |= {"precompute_ref_log_probs": s.precomputed}
-    if trainer == "kto-trainer":
-        out |= {"desirable_weight": s.desirable, "undesirable_weight": s.undesirable}
-    return out
+        return out | {"label_smoothing_factor": s.smoothing} | ({"completion_only_loss": False} if s.whole else {})
+    given = {field: getattr(s, name) for name, field in NEEDED.items() if name not in ("divergence", "whole")}
+    given |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}
+    given |= {"missing_eos_penalty": s.penalty or None}
+    return out | given | {"beta": s.beta}
 
 
 def _rows(trainer: str, s: SimpleNamespace) -> list[stored_window.Row]:

@@ -24,7 +24,7 @@ _USER_CLASS: ContextVar[type | None] = ContextVar("_USER_CLASS", default=None)
 
 @contextlib.contextmanager
 def using(user_class: type) -> Iterator[None]:
-    """Within it `trl_class` gives a user's trainer instead of the TRL trainer that it extends."""
+    """While it lasts, `trl_class` gives a user's trainer instead of the TRL trainer that it extends."""
     token = _USER_CLASS.set(user_class)
     try:
         yield
@@ -34,7 +34,7 @@ def using(user_class: type) -> Iterator[None]:
 
 @dataclasses.dataclass
 class Noted:
-    """What a check moved and saw: fields of configs away from their default, and the trainers that it built."""
+    """What a check set and saw: fields of configs away from their default, and the trainers that it built."""
 
     config: set[str] = dataclasses.field(default_factory=set)
     trainers: list[Any] = dataclasses.field(default_factory=list)
@@ -50,7 +50,7 @@ _NOTED: ContextVar[Noted | None] = ContextVar("_NOTED", default=None)
 
 @contextlib.contextmanager
 def noting() -> Iterator[Noted]:
-    """Within it configs and trainers are noted."""
+    """While it lasts, configs and trainers are noted."""
     token = _NOTED.set(Noted())
     try:
         yield _NOTED.get() or Noted()
