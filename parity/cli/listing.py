@@ -11,7 +11,15 @@ from rich.text import Text
 
 from parity.errors import UsageError
 from parity.registry import family, load, loss_families, meant, resolved
-from parity.results.json_output import CheckOut, CoveredOut, ImplementationOut, ProfileOut, SettingOut, UncoveredOut
+from parity.results.json_output import (
+    CheckOut,
+    CoveredOut,
+    ImplementationOut,
+    ProfileOut,
+    SettingOut,
+    UncoveredOut,
+    filled,
+)
 from parity.trainers import catalogue
 
 
@@ -24,15 +32,11 @@ def implementations(families: Iterable[str] = ()) -> list[ImplementationOut]:
     chosen = tuple(map(resolved, families)) or (*loss_families(), *catalogue.names())
     every = [i for i in load().values() if i.family in chosen]
     return [
-        ImplementationOut(
-            id=i.id,
-            family=i.family,
-            role=i.role,
+        filled(
+            *(ImplementationOut, i),
             library=i.library or None,
             version=i.version() if i.library else None,
             missing=i.missing() or None,
-            opt_in=i.opt_in,
-            interpreted=bool(i.interpreted),
             contexts=sorted(i.contexts),
         )
         for i in sorted(every, key=lambda i: (chosen.index(i.family), i.role != "reference", i.id))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -10,6 +10,8 @@ from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Line, Summary
 from parity.results.row import finite, told
+
+Out = TypeVar("Out", bound=msgspec.Struct)
 
 
 class FindingOut(msgspec.Struct, kw_only=True, rename={"cls": "class"}):
@@ -185,19 +187,8 @@ class BisectOut(msgspec.Struct, kw_only=True):
 
 
 EVERY = (
-    *(
-        RunOut,
-        FindingOut,
-        CellOut,
-        ImplementationOut,
-        SettingOut,
-        CheckOut,
-        ProfileOut,
-        UncoveredOut,
-        CoveredOut,
-        DoctorOut,
-    ),
-    *(EnvironmentOut, CompareOut, MovedOut, BisectOut),
+    *(RunOut, FindingOut, CellOut, ImplementationOut, SettingOut, CheckOut, ProfileOut, UncoveredOut, CoveredOut),
+    *(DoctorOut, EnvironmentOut, CompareOut, MovedOut, BisectOut),
 )
 
 
@@ -206,50 +197,27 @@ def text(value: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
 
 
+def filled(kind: type[Out], source: Any, **fields: Any) -> Out:
+    """A structure with these fields, and the others from attributes of the same name."""
+    return kind(**{name: fields[name] if name in fields else getattr(source, name) for name in kind.__struct_fields__})
+
+
 def of_run(summary: Summary, code: int, reasons: Sequence[str]) -> RunOut:
     """A run as its reports show it."""
-    return RunOut(
-        run=summary.run,
-        exit_code=code,
-        reasons=list(reasons),
-        incomplete=summary.incomplete,
-        compared=dict(summary.compared),
-        new=[_finding(f) for f in summary.findings],
-        known=[_finding(f) for f in summary.known],
-        matrix=[_cell(line) for line in summary.lines],
-    )
+    new, known = ([_finding(f) for f in found] for found in (summary.findings, summary.known))
+    matrix, compared = [_cell(line) for line in summary.lines], dict(summary.compared)
+    more = {"exit_code": code, "reasons": list(reasons), "new": new, "known": known}
+    return filled(RunOut, summary, compared=compared, matrix=matrix, **more)
 
 
 def _finding(f: Finding) -> FindingOut:
-    return FindingOut(
-        implementation=f.implementation,
-        family=f.family,
-        verdict=f.verdict,
-        cls=f.lead.cls,
-        blame=f.lead.blame,
-        quantities=list(f.roots),
-        gate=f.lead.gate,
-        headroom=finite(headroom(f.worst)) if f.roots else None,
-        cases=f.cases,
-        dtypes=list(f.dtypes),
-        known=f.known,
-        case=f.lead.case,
-        message=f.lead.message,
-        replay=f.lead.replay,
-    )
+    size = finite(headroom(f.worst)) if f.roots else None
+    shown = {name: getattr(f.lead, name) for name in ("cls", "blame", "gate", "case", "message", "replay")}
+    return filled(FindingOut, f, quantities=list(f.roots), headroom=size, dtypes=list(f.dtypes), **shown)
 
 
 def _cell(line: Line) -> CellOut:
-    size = math.inf if line.worst is None else headroom(line.worst)
-    return CellOut(
-        implementation=line.implementation,
-        family=line.family,
-        dtype=line.dtype,
-        device=line.device,
-        compared=line.counts.compared,
-        verdict=line.verdict,
-        headroom=finite(size),
-        at=None if line.worst is None else line.worst.subject,
-        known=list(line.known),
-        reason=line.reason,
-    )
+    worst = line.worst
+    size, at = (math.inf, None) if worst is None else (headroom(worst), worst.subject)
+    compared, known = line.counts.compared, list(line.known)
+    return filled(CellOut, line, compared=compared, headroom=finite(size), at=at, known=known)
