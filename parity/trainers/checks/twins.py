@@ -103,7 +103,9 @@ def twins(cell: Cell) -> Iterator[CheckResult]:
     yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
     yield finite(steps.gradients[0])
     result = gradients(step, steps.gradients[0])
-    yield result if result.agrees else dataclasses.replace(result, message=f"{result.message}; {_parting(cell)}")
+    yield (
+        result if result.agrees else dataclasses.replace(result, message=f"{result.message}; {_first_divergence(cell)}")
+    )
     if s.checkpointing != drive.OFF:
         yield _saved(cell, steps.activations)
 
@@ -112,8 +114,8 @@ PLAIN = ("padding", "pad", "checkpointing", "precision")
 """What the run that a twin is compared with has at its default; it is cut into the same micro-batches."""
 
 
-def _parting(cell: Cell) -> str:
-    """Where the twin and the plain run part, or that they do not: both disagree with the definition."""
+def _first_divergence(cell: Cell) -> str:
+    """Where the forward passes of the twin and of the plain run first differ, or that they do not: both are wrong."""
     plain = SimpleNamespace(**vars(cell.settings) | {name: SETTINGS[name].default for name in PLAIN})
     if plain == cell.settings and cell.path == "released":
         return "this is the plain run"
