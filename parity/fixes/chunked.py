@@ -148,16 +148,22 @@ def _chosen_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Ten
     out.copy_(z / s.temperature)
 
 
-def _take_target(tile: Tensor, ids: Tensor, start: int, into: Tensor) -> None:
+def _take_target(tile: Tensor, ids: Tensor, start: int | None, into: Tensor) -> None:
     """Writes the chosen token's logit of each row that has it in this tile into `into`."""
+    if start is None:
+        into.copy_(tile.gather(1, ids.unsqueeze(1)).squeeze(1))
+        return
     local = ids - start
     inside = (local >= 0) & (local < tile.shape[1])
     picked = tile.gather(1, local.clamp(0, tile.shape[1] - 1).unsqueeze(1)).squeeze(1)
     into.copy_(torch.where(inside, picked.to(into.dtype), into))
 
 
-def _put_target(tile: Tensor, ids: Tensor, start: int, value: Tensor) -> None:
-    """Writes `value`, one a row, over the chosen token of each row that has it in this tile."""
+def _put_target(tile: Tensor, ids: Tensor, start: int | None, value: Tensor) -> None:
+    """Writes `value`, one a row, over the chosen token of each row that has it in this tile; `start` None: all have."""
+    if start is None:
+        tile.scatter_(1, ids.unsqueeze(1), value.to(tile.dtype).expand(tile.shape[0], 1))
+        return
     local = ids - start
     inside = ((local >= 0) & (local < tile.shape[1])).unsqueeze(1)
     column = local.clamp(0, tile.shape[1] - 1).unsqueeze(1)
@@ -210,9 +216,10 @@ class ChunkedLogProbs(torch.autograd.Function):
                         tile = _widened(tile, b, settings, buffers)
                     copied = room >= 0 and not settings.exponentials and not settings.narrow
                     tile, _ = _logits_tile(tile, settings, False, copied)
+                    start = None if settings.whole else columns.start
                     if settings.narrow:  # rounded like the others: equal logits stay equal
-                        _take_target(tile, ids[block], columns.start, target[block])
-                    _put_target(tile, ids[block], columns.start, banned)
+                        _take_target(tile, ids[block], start, target[block])
+                    _put_target(tile, ids[block], start, banned)
                     if settings.whole and not settings.entropy:  # a softmax is one pass: its largest term is 1 / total
                         top[block] = tile.amax(1).to(top.dtype)
                         total[block] = torch.softmax(tile, 1, out=tile).amax(1).to(total.dtype).reciprocal()
@@ -290,6 +297,8 @@ class ChunkedLogProbs(torch.autograd.Function):
             unit = torch.ldexp(torch.ones_like(largest), (10 - torch.frexp(largest).exponent).clamp(-100, 100))
             at_target, constant = at_target * unit, constant * unit
             linear = None if linear is None else linear * unit
+        if settings.whole and linear is None and bool((delta > -math.inf).all()):  # e^x / total is a softmax: one pass
+            constant, shift = constant * total, None
         factors = [None if x is None else x.unsqueeze(1) for x in (at_target, constant, linear, shift)]
         tiles = kept[: ctx.kept], kept[ctx.kept :]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -399,14 +408,18 @@ def _backward_tiles(
 
 
 def _dlogits(
-    raw: Tensor, ids: Tensor, start: int, parts: tuple[Tensor | None, ...], s: Settings, copied: bool
+    raw: Tensor, ids: Tensor, start: int | None, parts: tuple[Tensor | None, ...], s: Settings, copied: bool
 ) -> Tensor:
     """The gradient of a tile of products, in their place unless `copied`; for `parts` see `ChunkedLogProbs._backward`."""
     at_target, constant, linear, shift = parts
-    assert at_target is not None and constant is not None and shift is not None
+    assert at_target is not None and constant is not None
     tile, sech2 = _logits_tile(raw, s, True, copied)
-    tile.sub_(shift.to(tile.dtype))
-    if linear is None:
+    if shift is not None:
+        tile.sub_(shift.to(tile.dtype))
+    if shift is None:
+        _put_target(tile, ids, start, tile.new_full((1, 1), -math.inf))
+        torch.softmax(tile, 1, out=tile).mul_(constant.to(tile.dtype))
+    elif linear is None:
         tile.exp_().mul_(constant.to(tile.dtype))
     else:
         line = (tile.clamp_(min=_NEGLIGIBLE) * linear.to(tile.dtype)).add_(constant.to(tile.dtype))
@@ -431,7 +444,7 @@ def _backward_whole(
     grad_bias = torch.zeros(weight.shape[0], dtype=s.tile) if bias is not None and needs[2] else None
     for block in _blocks(ids.shape[0], s.token_block):
         parts = tuple(None if x is None else x[block] for x in factors)
-        tile = _dlogits(_widened(logits[block], bias, s, buffers), ids[block], 0, parts, s, False)
+        tile = _dlogits(_widened(logits[block], bias, s, buffers), ids[block], None, parts, s, False)
         if grad_bias is not None:
             grad_bias += tile.sum(0)
         into[block].copy_(tile)

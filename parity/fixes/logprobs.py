@@ -193,7 +193,7 @@ def chunked_log_probs(
     return logps.reshape(ids.shape), None if entropies is None else entropies.reshape(ids.shape)
 
 
-_TILE = 2**20
+_TILE = 2**18
 """Logits worked on at once where whole rows of them are."""
 
 
