@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 
 import pytest
 from click.testing import CliRunner
@@ -102,6 +103,15 @@ def test_it_fits_one_screen_and_breaks_no_word(large, width):
     assert LONG[:70] in text and "lib.new0" in text
     assert text.count("\nidle  ") == 1 and "45 implementations compared nothing" in text
     in_order(text, "more new findings: parity report -v", "implementations with at most")
+
+
+def test_the_headroom_of_those_not_shown_is_of_what_is_not_known():
+    rows = [*FINDING]
+    for k in range(60):
+        rows += rename([LOSS], implementation=f"lib.right{k}")
+        rows += rename([GRADIENT], implementation=f"lib.old{k}", known="an-entry", headroom=math.inf)
+    left = next(line for line in shown(summarise(HEADER, rows)).splitlines() if "with at most" in line)
+    assert f"with at most {LOSS['headroom']:.2f}, unless known" in left
 
 
 def test_an_id_wider_than_the_screen_is_left_whole():

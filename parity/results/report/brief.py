@@ -150,11 +150,10 @@ def _matrix(lines: Sequence[Line], width: int, room: int) -> Out:
             else:
                 out.append((f"{names[k]:<{wide}}{cells}", style))
     if rest:
-        worst = max((headroom(x.worst) for k in rest for x in busy[k].values() if x.worst), default=0.0)
-        remainder = (
-            f"  and {wording.count(len(rest), 'implementation')} with at most {wording.capped(worst)}: parity report -v"
-        )
-        out.append((remainder, "dim"))
+        worst = wording.capped(max(_rank(busy[k].values())[2] for k in rest))
+        known = ", unless known" if any(x.known for k in rest for x in busy[k].values()) else ""
+        others = wording.count(len(rest), "implementation")
+        out.append((f"  and {others} with at most {worst}{known}: parity report -v", "dim"))
     return out
 
 
