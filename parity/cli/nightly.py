@@ -13,6 +13,7 @@ from rich.table import Table
 from parity.cli import options
 from parity.cli.progress import Shown
 from parity.cli.show import report
+from parity.decoding import write
 from parity.errors import UsageError
 
 
@@ -183,8 +184,7 @@ def upgrade_check_command(spec: str, config: Path | None, max_time: str, device:
     except EnvironmentUnusable as error:
         click.echo(f"parity: {error}", err=True)
         sys.exit(upgrade.CODES[upgrade.UNKNOWN])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "upgrade.md").write_text(upgrade.page(spec, parts), encoding="utf-8")
+    write(folder / "upgrade.md", upgrade.page(spec, parts))
     for part in parts:
         click.echo(f"{part.name}: {part.verdict}: {part.summary}")
     click.echo(f"{upgrade.headline(spec, parts)} ({folder / 'upgrade.md'})")

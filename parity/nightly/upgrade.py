@@ -8,6 +8,7 @@ from pathlib import Path
 
 from parity.errors import UsageError
 from parity.nightly import steps
+from parity.results.report import measured
 from parity.results.step import CUT, CommandOutcome
 from parity.versions.commands import compare, team
 from parity.versions.commands.row_diff import MARKS, moved, side, table
@@ -154,13 +155,8 @@ def _gravest(parts: Sequence[Part]) -> str:
 
 
 def page(spec: str, parts: Sequence[Part]) -> str:
-    lines = [f"# Upgrade to {headline(spec, parts)}", ""]
-    lines += [
-        "| asked | verdict | why |",
-        "|---|---|---|",
-        *(f"| {p.name} | {p.verdict} | {p.summary} |" for p in parts),
-        "",
-    ]
+    answers = measured.table(["asked", "verdict", "why"], ([p.name, p.verdict, p.summary] for p in parts))
+    lines = [f"# Upgrade to {headline(spec, parts)}", "", *answers, ""]
     for p in parts:
         lines += [f"## {p.name}", "", "```", p.printed or "(nothing)", "```", ""]
     return "\n".join(lines)

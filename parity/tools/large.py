@@ -17,6 +17,7 @@ from parity.implementations.implementation import Implementation, Outputs
 from parity.judging.assess import ON_DEVICE
 from parity.recipe import Recipe
 from parity.registry import loss_family
+from parity.results.report import measured
 from parity.rounding.oracle import exact, replicas
 from parity.running.provenance import resolve_device
 
@@ -82,10 +83,9 @@ def main() -> int:
     device = resolve_device(parser.parse_args().device)
     prepare(device, threads=1)
     found = list(homes(device, SIZES if device == "cuda" else SIZES[:1]))
-    print("| logits | CPU, s | device, s | largest relative difference |\n|---:|---:|---:|---:|")
-    for logits, cpu, there, apart in found:
-        print(f"| {logits:,} | {cpu:.3f} | {there:.3f} | {apart:.1e} |")
-    print(f"\n{crossing(found)}")
+    rows = ([f"{logits:,}", f"{cpu:.3f}", f"{there:.3f}", f"{apart:.1e}"] for logits, cpu, there, apart in found)
+    table = measured.table([">logits", ">CPU, s", ">device, s", ">largest relative difference"], rows)
+    print("\n".join([*table, "", crossing(found)]))
     return 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from parity.case.case import Case
+from parity.decoding import save_json, write
 from parity.errors import UsageError
 from parity.process import prepare
 from parity.registry import facts, load, run_case
@@ -47,13 +48,12 @@ def written(entry: Entry, ledger: Ledger, folder: Path) -> Sent:
     if isinstance(found, Sent):
         return found
     place = folder / entry.id
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "script.py").write_text(found.code, encoding="utf-8")
-    (place / "issue.md").write_text(text(found, ledger), encoding="utf-8")
+    write(place / "script.py", found.code)
+    write(place / "issue.md", text(found, ledger))
     if found.diff:
-        (place / "patch.diff").write_text(found.diff, encoding="utf-8")
+        write(place / "patch.diff", found.diff)
     codes = {name: None if r is None else r.code for name, r in (("exit", found.done), ("mended", found.mended))}
-    (place / "result.json").write_text(json.dumps(codes | {"told": found.outcome}) + "\n", encoding="utf-8")
+    save_json(place / "result.json", codes | {"told": found.outcome})
     return Sent(entry.id, found.right, found.outcome, found.done is not None)
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parity.decoding import write
 from parity.results.report import measured
 from parity.results.report.markdown import code, escape
 from parity.tools.audit.command import AGREE, NEW, NOTHING
@@ -53,9 +54,8 @@ def audit_releases(specs: Sequence[str], argv: Sequence[str], reports: Path, con
         columns[_label(spec, made.versions)] = read(folder / "audit.ndjson")
     tables = dict(across(columns))
     show(tables, list(columns), console)
-    reports.mkdir(parents=True, exist_ok=True)
     page = f"{measured.head('Settings audit by release', 'parity')}\n{markdown(tables, list(columns))}"
-    (reports / "audit-releases.md").write_text(page, encoding="utf-8")
+    write(reports / "audit-releases.md", page)
     console.print(f"\nreports in {reports}/: audit-releases.md, audit/; exit code {last}", markup=False)
     return last
 

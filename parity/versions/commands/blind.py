@@ -204,11 +204,12 @@ def _look(
 
 def table(seen: Sequence[RecordSeen], profile: str) -> str:
     """Which records the profile finds, and why not the others, Markdown."""
-    lines = ["| record | implementation | could show it | found by case | why not |", "|---|---|---|---|---|"]
+    rows = []
     for one in seen:
         first = "" if one.first is None else f"{one.first:,}"
-        name = f"`{one.record.check.implementation}`"
-        lines.append(f"| {one.record.id} | {name} | {one.could:,} of {one.cases:,} | {first} | {one.why} |")
+        could = f"{one.could:,} of {one.cases:,}"
+        rows.append([one.record.id, f"`{one.record.check.implementation}`", could, first, one.why])
+    lines = measured.table(["record", "implementation", "could show it", "found by case", "why not"], rows)
     found = sum(one.first is not None for one in seen)
     share = measured.share(found, len(seen))
     sentence = f"Profile {profile} finds {found} of {len(seen)} records ({share}) without the frozen cases."

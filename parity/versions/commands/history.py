@@ -30,6 +30,7 @@ from parity.case.case import Case
 from parity.decoding import convert, text_of, toml_of
 from parity.errors import UsageError
 from parity.registry import load as load_implementations
+from parity.results.report import measured
 from parity.results.row import Row
 from parity.results.turns import NOT_RUN, RIGHT, WRONG, Ending, Turns
 from parity.trainers.catalogue import is_trainer
@@ -196,8 +197,8 @@ def _judged(record: Record, specs: tuple[str, ...], bad: bool, found: Sequence[R
 
 def table(findings: Sequence[Recheck]) -> str:
     """The recall table, Markdown: a line a record."""
-    lines = ["| record | what went wrong | shown by | red on | green on | gradient × | recalled |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    heads = ["record", "what went wrong", "shown by", "red on", "green on", "gradient ×", "recalled"]
+    rows = []
     records = {f.record.id: f.record for f in sorted(findings, key=lambda f: f.record.id)}
     for record in records.values():
         of_record = [f for f in findings if f.record is record]
@@ -206,11 +207,10 @@ def table(findings: Sequence[Recheck]) -> str:
         factors = [f.factor for f in of_record if f.bad and f.verdict == "disagree" and f.factor is not None]
         most = max(factors, key=lambda x: abs(x - 1), default=None)
         right = sum(f.as_recorded is True for f in of_record)
-        cells = [record.id, record.what, f"`{record.check.implementation}`", *sides]
-        cells += ["" if most is None else f"{most:.3g}", f"{right} of {len(of_record)}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append([record.id, record.what, f"`{record.check.implementation}`", *sides])
+        rows[-1] += ["" if most is None else f"{most:.3g}", f"{right} of {len(of_record)}"]
     whole = sum(all(f.as_recorded for f in findings if f.record is r) for r in records.values())
-    return "\n".join([*lines, "", f"{whole} of {len(records)} records recalled"])
+    return "\n".join([*measured.table(heads, rows), "", f"{whole} of {len(records)} records recalled"])
 
 
 def _version(finding: Recheck) -> str:
