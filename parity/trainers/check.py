@@ -151,24 +151,24 @@ def shared(cell: Cell, name: str, make: Callable[[], Made]) -> Made:
     return _SHARED[key]
 
 
-CellOf = tuple[str, Mapping[str, Any]]
-"""A trainer and the settings away from default of one of its cells."""
+CheckCase = tuple[str, Mapping[str, Any]]
+"""A case of a check as it is listed: the trainer, and the settings away from their default."""
 
-Cells = Callable[[str, int], Iterable[CellOf]]
-"""Profile and seed -> the cells of a check in that profile."""
+CheckCases = Callable[[str, int], Iterable[CheckCase]]
+"""Profile and seed -> the cases of a check in that profile."""
 
 
 def by_profile(
-    quick: Sequence[CellOf] = (), pr: Sequence[CellOf] = (), covered: Callable[[CellOf], bool] | None = None
-) -> Callable[[Callable[[int], Iterable[CellOf]]], Cells]:
-    """Make `Cells` of a function of the seed, which is asked in nightly and soak; the short profiles have a few fixed ones.
+    quick: Sequence[CheckCase] = (), pr: Sequence[CheckCase] = (), covered: Callable[[CheckCase], bool] | None = None
+) -> Callable[[Callable[[int], Iterable[CheckCase]]], CheckCases]:
+    """Make `CheckCases` of a function of the seed, which is asked in nightly and soak; the short profiles have a few fixed ones.
 
     `covered`: pr has `covering` too, of those for which it is true.
     """
 
-    def decorate(longer: Callable[[int], Iterable[CellOf]]) -> Cells:
+    def decorate(longer: Callable[[int], Iterable[CheckCase]]) -> CheckCases:
         @functools.wraps(longer)
-        def cells(profile: str, seed: int) -> Iterable[CellOf]:
+        def cells(profile: str, seed: int) -> Iterable[CheckCase]:
             if profile == "pr":
                 return [*pr, *(covering(filter(covered, longer(seed)), pr) if covered else ())]
             return quick if profile == "quick" else longer(seed)
@@ -178,7 +178,7 @@ def by_profile(
     return decorate
 
 
-def covering(cells: Iterable[CellOf], listed: Sequence[CellOf] = ()) -> Iterator[CellOf]:
+def covering(cells: Iterable[CheckCase], listed: Sequence[CheckCase] = ()) -> Iterator[CheckCase]:
     """A part of the cells with which, beside the listed ones, each trainer has every value of every setting; greedy.
 
     Of cells with as many new values, the one with the most new pairs of values away from default. Then, for each value that
@@ -232,7 +232,7 @@ class Check:
     name: str
     trainers: tuple[str, ...]
     settings: Mapping[str, Setting]
-    cells: Cells
+    cells: CheckCases
     run: Callable[[Cell], Iterator[CheckResult]]
     paths: tuple[str, ...] = ("released", "fixed")
     doc: str = ""
@@ -247,7 +247,7 @@ def check(
     name: str,
     trainers: Iterable[str],
     settings: Mapping[str, Setting],
-    cells: Cells,
+    cells: CheckCases,
     paths: tuple[str, ...] = ("released", "fixed"),
     drives: bool = True,
     moves: bool = False,
@@ -274,7 +274,7 @@ def check(
 
 
 def pairwise(settings: Mapping[str, Setting], seed: int) -> Iterator[dict[str, Any]]:
-    """Cells that cover every pair of values of every two settings with choices, greedily; the order follows the seed.
+    """CheckCases that cover every pair of values of every two settings with choices, greedily; the order follows the seed.
 
     Settings without choices stay at their default. Yields complete cells, defaults included.
     """

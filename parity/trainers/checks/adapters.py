@@ -10,7 +10,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, shared
+from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, twin_losses
 from parity.trainers.definitions.gradients import first_step
@@ -70,7 +70,7 @@ def _saved(kind: str) -> dict[str, Any]:
 
 FUSED = ("grpo-trainer", "dpo-trainer", "kto-trainer")
 """Trainers whose Liger path is handed the heads of policy and reference."""
-PR: list[CellOf] = [
+PR: list[CheckCase] = [
     *((t, {}) for t in REFERRED),
     *((t, {"adapter": "existing"} | ({"precomputed": True} if t == "dpo-trainer" else {})) for t in REFERRED),
     *((t, {"adapter": "saved-head"}) for t in FUSED),
@@ -81,7 +81,7 @@ is trained."""
 
 
 @by_profile(pr=PR)
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     """Every trainer with every kind, and with checkpointing."""
     for trainer in twin_runs.TWINS:
         for kind in KINDS if trainer in REFERRED else ("new", "saved-head"):

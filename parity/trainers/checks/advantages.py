@@ -14,7 +14,7 @@ from parity.case.case import uniform
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.recipe import UNIT_ROUNDOFF
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check
+from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check
 from parity.trainers.rig import drive, models
 from parity.upstream import trl
 
@@ -47,7 +47,7 @@ CLIP = (0.5, 1.25)
 
 
 @by_profile(pr=[("grpo-trainer", {"rewards": "weighted"})], covered=lambda cell: True)
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     yield "grpo-trainer", {"rewards": "weighted"}
     for rewards in REWARDS:
         for scale in ("group", "batch", "none"):

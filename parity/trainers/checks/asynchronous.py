@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parity.case.inputs import Setting
-from parity.trainers.check import Cell, CellOf, CheckResult, bounded, by_profile, check, holds, judged, shared
+from parity.trainers.check import Cell, CheckCase, CheckResult, bounded, by_profile, check, holds, judged, shared
 from parity.trainers.definitions import training_step, windows
 from parity.trainers.definitions.balance import balance
 from parity.trainers.definitions.gradients import first_step
@@ -29,7 +29,7 @@ SETTINGS = {
 @by_profile(
     pr=[("async-grpo-trainer", s) for s in ({}, {"split": "2x4", "tools": True}, {"model": EXPERTS, "split": "4x2"})]
 )
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     """Every model, cut and with tools."""
     for model in SETTINGS["model"].choices or ():
         for split in SETTINGS["split"].choices or ():

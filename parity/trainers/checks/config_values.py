@@ -19,7 +19,7 @@ from parity.errors import Unsupported
 from parity.judging.gates import Judgement, Unit, judge
 from parity.judging.settle import CERTAIN, settle
 from parity.recipe import IEEE_FP32
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, judged, shared
+from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, judged, shared
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.step_rounding import Double, StepRounding
 from parity.trainers.definitions.training_step import ExactStep
@@ -43,7 +43,7 @@ TRAINERS = ("grpo-trainer", "rloo-trainer", "async-grpo-trainer", "dpo-trainer",
 PROMPT, LENGTH = 3, 12
 
 
-PR: tuple[CellOf, ...] = (("grpo-trainer", {"model": "gemma4"}), ("sft-trainer", {"head": "modules_to_save"}))
+PR: tuple[CheckCase, ...] = (("grpo-trainer", {"model": "gemma4"}), ("sft-trainer", {"head": "modules_to_save"}))
 """One nested softcap, and one head that is not what it seems."""
 
 
@@ -51,7 +51,7 @@ KINDS = {frozenset(a.changes_logits) - {"tied head"}: name for name, a in models
 """What changes a model's logits -> a model of it, with a nested config if there is such a one."""
 
 
-def _in_pr(cell: CellOf) -> bool:
+def _in_pr(cell: CheckCase) -> bool:
     """All of GRPO's cells; of the trainers that share its code a model of each kind, and the heads that need no bitsandbytes."""
     trainer, settings = cell
     if trainer == "grpo-trainer":
@@ -61,7 +61,7 @@ def _in_pr(cell: CellOf) -> bool:
 
 
 @by_profile(quick=PR[:1], pr=PR, covered=_in_pr)
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     """Every model and every head."""
     yield from PR
     for trainer in TRAINERS:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parity.case.inputs import Setting
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, shared
+from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.balance import balance
@@ -25,7 +25,7 @@ TRAINERS = ("grpo-trainer", "rloo-trainer", "sft-trainer", "dpo-trainer", "kto-t
 
 
 @by_profile(pr=[(trainer, {"split": "4x2"}) for trainer in TRAINERS])
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     """Every trainer with and without accumulation, and with the loss turned off."""
     for trainer in TRAINERS:
         yield trainer, {}

@@ -14,7 +14,7 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, pairwise
+from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, holds, pairwise
 from parity.trainers.rig import drive, models
 from parity.upstream import trl
 
@@ -43,7 +43,7 @@ SETTINGS = {
 }
 
 
-PR: tuple[CellOf, ...] = (
+PR: tuple[CheckCase, ...] = (
     ("grpo-trainer", {"trained": "frozen-embeddings"}),
     ("online-dpo-trainer", {}),
     *((trainer, {}) for trainer in ("cpo-trainer", "orpo-trainer", "gmpo-trainer")),
@@ -52,7 +52,7 @@ PR: tuple[CellOf, ...] = (
 
 
 @by_profile(pr=PR)
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     """Every pair of values, per trainer."""
     yield from PR
     for number, trainer in enumerate(TRAINERS):

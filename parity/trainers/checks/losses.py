@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, shared
+from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, holds, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
@@ -93,7 +93,7 @@ PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 
 @by_profile(pr=PR, covered=lambda cell: True)
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     """Every loss of every trainer, and with each of the settings that it honours."""
     plain: dict[str, Any]
     for trainer, names in OWN.items():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, judged, shared
+from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, holds, judged, shared
 from parity.trainers.checks.losses import offered
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, training_step, windows
@@ -165,7 +165,7 @@ def _defined(trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
 
 
 @by_profile(pr=PR, covered=lambda cell: "model" not in cell[1] or cell[0] in ("kto-trainer", "grpo-trainer"))
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     """Every trainer with every model."""
     for trainer in TRAINERS:
         for model in MODELS:

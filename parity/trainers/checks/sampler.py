@@ -12,7 +12,7 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, judged, shared
+from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, judged, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import training_step, windows
 from parity.trainers.definitions.gradients import first_step
@@ -36,7 +36,7 @@ APART = 0.6
 """Spread of a token's log-prob at the sampler around the trainer's, nats: no ratio is near a bound."""
 FIELDS = {"mode": "vllm_importance_sampling_mode", "low": "vllm_importance_sampling_clip_min"}
 
-PR: tuple[CellOf, ...] = (
+PR: tuple[CheckCase, ...] = (
     ("grpo-trainer", {"mode": "token_truncate"}),
     ("grpo-trainer", {"tools": True, "split": "2x4"}),
     ("grpo-trainer", {"tools": True}),
@@ -44,7 +44,7 @@ PR: tuple[CellOf, ...] = (
 
 
 @by_profile(pr=PR, covered=lambda cell: True)
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     """Every mode with every bound, and each other setting with a mode of tokens and of sequences."""
     for mode in MODES:
         for low in (None, 0.5):

@@ -23,7 +23,7 @@ from parity.judging.gates import Judgement, judge
 from parity.judging.settle import CERTAIN, settle
 from parity.recipe import Recipe
 from parity.rounding.oracle import exact as by_oracle
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, judged
+from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, holds, judged
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.bf16_model import BackboneRounding
 from parity.trainers.definitions.gradients import gradients
@@ -45,12 +45,12 @@ SETTINGS = {
 }
 
 
-PR: tuple[CellOf, ...] = (("grpo-trainer", {"dtype": "bf16", "batch": "3", "cast_lm_head_to_fp32": True}),)
+PR: tuple[CheckCase, ...] = (("grpo-trainer", {"dtype": "bf16", "batch": "3", "cast_lm_head_to_fp32": True}),)
 """One that has it all."""
 
 
 @by_profile(pr=PR)
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     """Every value by itself in both dtypes, and the cast with every model."""
     yield from PR
     for trainer in TRAINERS:

@@ -15,7 +15,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judging.gates import Unit, judge
-from parity.trainers.check import Cell, CellOf, CheckResult, bounded, by_profile, check, holds, judged, pairwise
+from parity.trainers.check import Cell, CheckCase, CheckResult, bounded, by_profile, check, holds, judged, pairwise
 from parity.trainers.definitions import log_probs
 from parity.trainers.definitions.log_probs import Truth, U
 from parity.trainers.rig import drive, models
@@ -51,7 +51,7 @@ A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 
 @by_profile(quick=A_FEW[:2], pr=A_FEW)
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     """Every pair of values, per trainer."""
     yield from A_FEW
     for number, trainer in enumerate(TRAINERS):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Setting
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds, shared
+from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, holds, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
@@ -27,7 +27,7 @@ TRAINERS = ("sft-trainer", "dpo-trainer", "kto-trainer")
 
 
 @by_profile(pr=[("dpo-trainer", {})], covered=lambda cell: True)
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     """Every trainer with every setting."""
     for trainer in TRAINERS:
         for mode in ("keep_start", "keep_end") if trainer != "kto-trainer" else ("keep_start",):

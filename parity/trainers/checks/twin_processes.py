@@ -10,7 +10,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, holds
+from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, holds
 from parity.trainers.checks.twins import SPLIT, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.gradients import gradients
@@ -33,7 +33,7 @@ MODELS = ("llama", "qwen2")
 
 
 @by_profile()
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     """Every trainer, sharded and not, and with a rank that has no token where its batching can deal so."""
     for sharding in ("none", "fsdp2"):
         for tokens in ("unequal", "none"):

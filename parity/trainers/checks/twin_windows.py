@@ -13,7 +13,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import TRAINERS, Cell, CellOf, CheckResult, bounded, by_profile, check, holds, judged
+from parity.trainers.check import TRAINERS, Cell, CheckCase, CheckResult, bounded, by_profile, check, holds, judged
 from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import first_step, gradients
@@ -37,14 +37,14 @@ RATE = 0.05
 """Learning rate of the runs whose second step must differ from the first."""
 
 
-PR: tuple[CellOf, ...] = (
+PR: tuple[CheckCase, ...] = (
     ("sft-trainer", {"kind": "uneven"}),
     *(("grpo-trainer", {"kind": kind, "loss": "dapo"}) for kind in ("generation", "misaligned")),
 )
 
 
 @by_profile(pr=PR, covered=lambda cell: True)
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     """Every kind, those that a trainer has; evaluation for all."""
     for trainer in twin_runs.JUDGED:
         for kind in OF_STORED if trainer in STORED else ("evaluation",):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Setting, defaults
-from parity.trainers.check import Cell, CellOf, CheckResult, by_profile, check, judged
+from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, judged
 from parity.trainers.definitions import first_divergence, twin_losses
 from parity.trainers.definitions.gradients import finite, gradients
 from parity.trainers.definitions.step_rounding import AutocastRounding, StepRounding
@@ -65,7 +65,7 @@ SPLIT = {"online-dpo-trainer": "8x1"}
 """Where the other settings are looked at in one micro-batch: what accumulation does wrong would hide what they do."""
 
 
-def _short(*trainers: str) -> list[CellOf]:
+def _short(*trainers: str) -> list[CheckCase]:
     """Each trainer in micro-batches of one, its first accumulated setting."""
     return [(t, {**ACCUMULATED.get(t, ({},))[0], "split": SPLIT.get(t, "1x8")}) for t in trainers]
 
@@ -73,13 +73,13 @@ def _short(*trainers: str) -> list[CellOf]:
 PR = [*_short(*twin_runs.JUDGED), ("grpo-trainer", {"loss": "dapo", "split": "2x4"}), ("grpo-trainer", {"tools": True})]
 
 
-def _in_pr(cell: CellOf) -> bool:
+def _in_pr(cell: CheckCase) -> bool:
     """All of SFT's and GRPO's; of the others no model, which `config-values` has, nor what transformers does for all alike."""
     return cell[0] in ("sft-trainer", "grpo-trainer") or not cell[1].keys() & {"model", "checkpointing", "precision"}
 
 
 @by_profile(quick=_short("sft-trainer", "grpo-trainer"), pr=PR, covered=_in_pr)
-def cells(seed: int) -> Iterator[CellOf]:
+def cells(seed: int) -> Iterator[CheckCase]:
     """Every value of every setting by itself, per trainer, and GRPO's losses at 2x4."""
     for trainer in twin_runs.JUDGED:
         for settings in ACCUMULATED.get(trainer, ({},)):
