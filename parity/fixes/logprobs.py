@@ -75,10 +75,12 @@ def selective_log_probs(
 
     `memory_budget`, in bytes, is what the call may hold beside its inputs and their gradients. Tiles shrink until they
     fit (to 128 x 128), and tiles (4 bytes a logit, 8 in float64) stay for the backward as far as there is room: three
-    products instead of four, in another order of rounding. None keeps none.
+    products instead of four, in another order of rounding. None keeps none. Not counted: a copy of all narrow logits in a
+    backward pass with retain_graph, and statistics where the vocabulary is a few entries.
 
     `narrow_products`: products of bfloat16 operands come out in bfloat16, as a linear layer's logits, and dlogits are
-    rounded to it; the rest stays float32. That is the accuracy of plain logits, and half to a third of the time on a CPU
+    rounded to it; the rest stays float32. That is the accuracy of plain logits (in tiles each part of a gradient is rounded
+    once more: up to 1.4 times their error was measured), and half to a third of the time on a CPU
     with bf16 units (docs/performance.md). Without effect on CUDA, where wide results cost nothing, and in other dtypes.
 
     Not differentiable twice (RuntimeError); opaque to torch.compile: a graph break, which `fullgraph=True` refuses. Under
@@ -156,8 +158,11 @@ def chunked_log_probs(
     keep, free = 0, chunk_size is token_chunk_size is None
     all_logits = tokens * vocab * (operand if narrow else tile).itemsize
     few = max(1, min(_TILE // vocab, tokens))  # whole rows of logits
-    casts = 2 * sum(x.numel() for x in (hidden, weight) if x.dtype != operand) * operand.itemsize
-    whole = narrow and free and (memory_budget or 0) >= all_logits + _working(vocab, few, tokens, 0, tile) + casts
+    copies = 2 * sum(x.numel() for x in (hidden, weight) if x.dtype != operand) * operand.itemsize
+    flat, valid = _scored(ids, vocab, ignore_index)
+    rows = None if bool(valid.all()) else valid.nonzero().squeeze(1)
+    copies += 0 if rows is None else rows.numel() * width * hidden.element_size()  # the scored rows side by side
+    whole = narrow and free and (memory_budget or 0) >= all_logits + _working(vocab, few, tokens, 0, tile) + copies
     if whole:
         vocab_block, token_block = vocab, few
     elif memory_budget is not None:
@@ -185,8 +190,6 @@ def chunked_log_probs(
         narrow=narrow,
         whole=whole,
     )
-    flat, valid = _scored(ids, weight.shape[0], ignore_index)
-    rows = None if bool(valid.all()) else valid.nonzero().squeeze(1)
     scored = flat if rows is None else flat[rows]
     table = hidden.reshape(flat.numel(), hidden.shape[-1])
     logps, entropies = ChunkedLogProbs.apply(table, weight, bias, scored, rows, settings)

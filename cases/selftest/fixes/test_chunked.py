@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cases.selftest.fixes.test_logprobs import SETTINGS, TINY, compare, definition, draw, gradients
 from parity.fixes import chunked, selective_log_probs
+from parity.tools.bench.measure import peak
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -222,3 +223,22 @@ def test_all_narrow_logits_are_one_product_each_within_the_budget(monkeypatch):
         leaf = weight.clone().requires_grad_()
         selective_log_probs(hidden, leaf, ids, narrow_products=True, memory_budget=budget).sum().backward()
         assert bool(made) == tiles
+
+
+def test_all_narrow_logits_stay_within_the_budget_with_some_ignored(monkeypatch):
+    """The scored hidden states are copied side by side: with wide ones that is more than a tile."""
+    hidden, weight, _, ids = draw((4000,), 1500, 500, torch.bfloat16, bias=False)
+    ids[0] = -100
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    made, product = [], chunked._raw_tile
+    monkeypatch.setattr(chunked, "_raw_tile", lambda *a: made.append(1) or product(*a))
+    took_whole = []
+    for budget in (17_000_000, 29_000_000):
+        made.clear()
+        with peak("cpu") as found:
+            logps = selective_log_probs(hidden, weight, ids, narrow_products=True, memory_budget=budget)
+            gradients = torch.autograd.grad(logps.sum(), leaves)
+        took_whole.append(not made)
+        if not made:
+            assert found.bytes <= budget + sum(g.nbytes for g in gradients)
+    assert took_whole == [False, True]
