@@ -21,6 +21,8 @@ from torch import Tensor
 # Below this the exponential is 0 in every dtype; clamping to it keeps 0 * inf out of sums over masked entries.
 _NEGLIGIBLE = -1e4
 _DOT_BLOCK = 256
+_PARTS = 64
+"""Parts of the hidden states' gradient that are added one by one; the sums of so many are added then."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ def statistics_dtype(device: torch.device) -> torch.dtype:
 
 
 def _rounds_dlogits(settings: Settings, device: torch.device) -> bool:
-    # Tensor cores take both factors in 16 bits; elsewhere the product is done in the tile's dtype anyway, or in bfloat16,
-    # whose range is float32's.
-    return settings.operand != settings.tile and device.type == "cuda"
+    # Tensor cores take both factors in 16 bits; elsewhere the product is done in the tile's dtype anyway, unless it is to be
+    # narrow: a CPU's bfloat16 units take subnormal numbers for 0, so those are scaled too.
+    return settings.narrow or (settings.operand != settings.tile and device.type == "cuda")
 
 
 def _operand(x: Tensor, settings: Settings, buffers: _Buffers, name: str) -> Tensor:
@@ -304,7 +306,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             if settings.whole:
                 grads = _backward_whole(
-                    hidden, weight, bias, ids, rows, factors, settings, ctx.needs_input_grad, kept[0]
+                    hidden, weight, bias, ids, rows, factors, unit, settings, ctx.needs_input_grad, kept[0]
                 )
             else:
                 grads = _backward_tiles(
@@ -355,9 +357,13 @@ def _backward_tiles(
         if grad_hidden is not None:
             direct = unit is None and rows is None and hidden.dtype == wide
             for_hidden = grad_hidden[group] if direct else hidden.new_empty(size, hidden.shape[1], dtype=wide)
-        for columns in _blocks(weight.shape[0], settings.vocab_block):
+        before = None  # the sum of earlier parts, where there are many: one by one, alike ones would drift
+        for part, columns in enumerate(_blocks(weight.shape[0], settings.vocab_block)):
             w = _operand(weight[columns], settings, buffers, "head")
             b = None if bias is None else bias[columns]
+            first = part % _PARTS == 0
+            if first and part and for_hidden is not None:
+                before = for_hidden.clone() if before is None else before.add_(for_hidden)
             for_weight = for_bias = None
             if grad_weight is not None:
                 at = grad_weight[columns]
@@ -395,12 +401,14 @@ def _backward_tiles(
                     assert out is not None
                     dlogits = out.copy_(tile)
                 if for_hidden is not None:
-                    _add_product(for_hidden[inner], dlogits, w, buffers, first=columns.start == 0)
+                    _add_product(for_hidden[inner], dlogits, w, buffers, first=first)
                 if for_weight is not None:
                     _add_product(for_weight, dlogits.t(), h, buffers, first=inner.start == 0)
             for total, into in ((None if in_place else for_weight, grad_weight), (for_bias, grad_bias)):
                 if total is not None and into is not None:
                     into[columns] = total if unit is None else total / unit
+        if for_hidden is not None and before is not None:
+            for_hidden.add_(before)
         if for_hidden is not None and grad_hidden is not None and not direct:
             for_hidden = for_hidden if unit is None else for_hidden / unit
             grad_hidden[group if rows is None else rows[group]] = for_hidden.to(grad_hidden.dtype)
@@ -435,6 +443,7 @@ def _backward_whole(
     ids: Tensor,
     rows: Tensor | None,
     factors: list[Tensor | None],
+    unit: Tensor | None,
     s: Settings,
     needs: tuple[bool, ...],
     logits: Tensor,
@@ -448,14 +457,16 @@ def _backward_whole(
         if grad_bias is not None:
             grad_bias += tile.sum(0)
         into[block].copy_(tile)
+    assert unit is not None
     grad_hidden = grad_weight = None
     if needs[0]:
-        grad_hidden = (into @ weight.to(s.operand)).to(hidden.dtype)
+        grad_hidden = (into @ weight.to(s.operand)).to(hidden.dtype).div_(unit)
         if rows is not None:
             grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_hidden)
     if needs[1]:
-        grad_weight = (into.t() @ (hidden if rows is None else hidden[rows]).to(s.operand)).to(weight.dtype)
-    return grad_hidden, grad_weight, None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+        picked = (hidden if rows is None else hidden[rows]).to(s.operand)
+        grad_weight = (into.t() @ picked).to(weight.dtype).div_(unit)
+    return grad_hidden, grad_weight, None if grad_bias is None or bias is None else (grad_bias / unit).to(bias.dtype)
 
 
 def _keeps_graph() -> bool:

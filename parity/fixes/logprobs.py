@@ -21,7 +21,7 @@ import os
 import torch
 from torch import Tensor
 
-from parity.fixes.checks import check_count, check_shapes, check_tensors, check_transform
+from parity.fixes.checks import check_count, check_shapes, check_switch, check_tensors, check_transform
 from parity.fixes.chunked import ChunkedLogProbs, Settings, precision, statistics_dtype
 
 
@@ -101,6 +101,7 @@ def selective_log_probs(
     check_count("chunk_size", chunk_size)
     check_count("token_chunk_size", token_chunk_size)
     check_count("memory_budget", memory_budget)
+    check_switch("narrow_products", narrow_products)
     if backend not in ("auto", "cce", "chunked"):
         raise ValueError(f"backend={backend!r}: choose 'auto', 'cce' or 'chunked'")
     if filter_eps is not None and backend != "cce":

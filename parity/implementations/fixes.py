@@ -19,15 +19,18 @@ def _chunked(x: Inputs) -> Recipe:
 
 
 def _narrow(x: Inputs) -> Recipe:
-    """Products of bf16 operands rounded to bf16 on the CPU, partial gradients too; the bias joins in float32."""
+    """Products of bf16 operands rounded to bf16 on the CPU, the bias joins in float32.
+
+    Parts of a gradient are rounded to bf16 and added in float32: at most the error of a running sum in bf16.
+    """
     operand = torch.promote_types(x.hidden.dtype, x.weight.dtype)
     if x.hidden.is_cuda or (operand != torch.bfloat16 and x.context != "autocast"):
         return _chunked(x)
     s, sums = x.settings, {}
     if x.case.family == "logprobs" and s.chunk_size is not None:
-        sums = {"accumulate": "bf16", "partials": math.ceil(s.V / s.chunk_size) + math.ceil(s.B * s.T / 1024)}
+        sums = {"accumulate": "bf16", "partials": max(math.ceil(s.V / s.chunk_size), math.ceil(s.B * s.T / 1024))}
     elif x.case.family == "policy" and s.chunk_size != 1:
-        sums = {"accumulate": "bf16", "partials": math.ceil(s.V / 1024) + math.ceil(s.B / s.chunk_size)}
+        sums = {"accumulate": "bf16", "partials": max(math.ceil(s.V / 4096), math.ceil(s.B / s.chunk_size))}
     return Recipe(logits="bf16", dlogits="bf16", bias="fp32", **sums)
 
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cases.selftest.fixes.test_logprobs import SETTINGS, TINY, compare, definition, draw, gradients
-from parity.fixes import chunked, selective_log_probs
+from parity.fixes import FusedLinearGRPOLoss, chunked, selective_log_probs
 from parity.tools.bench.measure import peak
 
 LOW = (torch.float16, torch.bfloat16)
@@ -242,3 +242,36 @@ def test_all_narrow_logits_stay_within_the_budget_with_some_ignored(monkeypatch)
         if not made:
             assert found.bytes <= budget + sum(g.nbytes for g in gradients)
     assert took_whole == [False, True]
+
+
+@pytest.mark.parametrize("more", NARROW, ids=str)
+def test_narrow_gradients_of_tiny_cotangents_scale_with_them(more):
+    """A CPU's bfloat16 units take subnormal numbers for 0: without a scale of their own such gradients vanish."""
+    hidden, weight, _, ids = draw((3, 50), 64, 300, torch.bfloat16)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    logps = selective_log_probs(hidden, weight, ids, narrow_products=True, **more)
+    one, many = (
+        torch.autograd.grad(logps, leaves, torch.full_like(logps, size), retain_graph=True) for size in (2.0**-126, 1.0)
+    )
+    for a, b in zip(one, many, strict=True):
+        assert (a.double() * 2.0**126 - b.double()).abs().max() <= 2.0**-6 * b.abs().max()
+
+
+def test_many_alike_parts_of_a_gradient_do_not_drift():
+    """819 float32 sums, one by one, of parts that are alike round alike: 1e-5 of the gradient, and growing."""
+    hidden, weight, _, _ids = draw((4,), 8, 4095, torch.float32)
+    weight = weight[:1].expand_as(weight).contiguous()
+    weight[-1] *= -3
+    found, exact = (
+        torch.autograd.grad(selective_log_probs(h, w, torch.full((4,), 4094), chunk_size=5).sum(), h)[0]
+        for h, w in ((hidden.requires_grad_(), weight), (hidden.detach().double().requires_grad_(), weight.double()))
+    )
+    assert error(found, exact) < 2e-6
+
+
+@pytest.mark.parametrize("value", ["no", None, torch.bfloat16, 2])
+def test_narrow_products_is_a_switch(value):
+    with pytest.raises(ValueError, match="narrow_products=.*: must be True or False"):
+        selective_log_probs(torch.ones(1, 2), torch.ones(3, 2), torch.zeros(1, dtype=torch.long), narrow_products=value)
+    with pytest.raises(ValueError, match="narrow_products"):
+        FusedLinearGRPOLoss(beta=0.0, use_ref_model=False, narrow_products=value)
