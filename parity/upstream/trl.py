@@ -59,9 +59,11 @@ def chunks_are_triton() -> bool:
 
 @contextlib.contextmanager
 def triton_taken(*modules: str) -> Iterator[None]:
-    """Forward and backward of TRL's chunked functions take the Triton path, whatever the device."""
+    """Forward and backward of TRL's chunked functions take the Triton path, whatever the device; in 1.15 there is no other."""
     with contextlib.ExitStack() as stack:
         for module in map(importlib.import_module, modules):
+            if chunks_are_triton() and not hasattr(module, "_use_triton"):
+                continue
             stack.callback(setattr, module, "_use_triton", module._use_triton)
             module._use_triton = lambda device: True  # type: ignore[attr-defined]
         yield
