@@ -17,7 +17,7 @@ def run(**options):  # type: ignore[no-untyped-def] # its types need torch, and 
     """
     from parity.running.run import Options, execute
 
-    return execute(Options(**options), lambda rows, done, of, now: None)
+    return execute(Options(**options), lambda *told: None)
 
 
 def capture(target, to="case.json", step=1, rows=None):  # type: ignore[no-untyped-def]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ EARLY = 0.03
 
 
 class Shown:
-    """Called with the rows so far, cases done and planned, and what runs now; shown from then until it is left.
+    """Called as `parity.running.run.execute` tells; shown from then until it is left.
 
     `clock` gives seconds; lines of a pipe come from a thread, so that a hung kernel does not silence them.
     """
@@ -34,6 +35,7 @@ class Shown:
         self.begun = clock()
         self.past: collections.deque[tuple[float, int]] = collections.deque([(self.begun, 0)])
         self.done, self.of, self.read, self.now = 0, 0, 0, "starting"
+        self.stage, self.until = "", math.inf
         self.new: set[str] = set()
         self.known: set[str] = set()
         self.ended: threading.Event | None = None
@@ -44,8 +46,11 @@ class Shown:
             self.live = Progress(*columns, console=self.console, transient=True, refresh_per_second=2)
             self.task = self.live.add_task("", total=None)
 
-    def __call__(self, rows: Sequence[Row], done: int, of: int, now: str) -> None:
+    def __call__(
+        self, rows: Sequence[Row], done: int, of: int, now: str, stage: str = "", seconds: float | None = None
+    ) -> None:
         """Take in what happened."""
+        self.stage, self.until = stage, math.inf if seconds is None else self.clock() + seconds
         if self.ended is None:
             self._start()
         for row in rows[self.read :]:
@@ -63,18 +68,25 @@ class Shown:
             self.live.update(self.task, total=of, completed=done, description=f"{self.figures()}\n{self.now}")
 
     def figures(self) -> str:
-        """Cases done and planned, per cent, time left, findings so far."""
+        """Cases done and planned, per cent, time left or what happens to the findings, findings so far."""
         new = f"NEW in {', '.join(sorted(self.new)[:2])}{' …' * (len(self.new) > 2)}" if self.new else "NEW none"
         share = f"{self.done:,} of {self.of:,} cases ({100 * self.done // max(self.of, 1)} %)"
-        return " · ".join([share, self.left(), new, f"KNOWN {len(self.known) or 'none'}"])
+        return " · ".join([share, self.stage or self.left(), new, f"KNOWN {len(self.known) or 'none'}"])
 
     def left(self) -> str:
-        """Time left at the speed of the last minutes."""
+        """Time left at the speed of the last minutes, at most until no more cases are dealt; how long findings then take, nobody
+        knows.
+        """
         (start, before), (end, done) = self.past[0], self.past[-1]
-        if done == before or end == start or done < EARLY * self.of:
+        early = done == before or end == start or done < EARLY * self.of
+        seconds = math.inf if early else (self.of - done) * (end - start) / (done - before)
+        seconds = min(seconds, self.until - self.clock())
+        if seconds == math.inf:
             return "time left not known yet"
-        seconds = (self.of - done) * (end - start) / (done - before)
-        return f"about {seconds:.0f} s left" if seconds < 100 else f"about {seconds / 60:.0f} min left"
+        if seconds <= 0:
+            return "its time is over"
+        time_left = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+        return f"{'at most' if early else 'about'} {time_left} {'of cases ' if self.new else ''}left"
 
     def line(self) -> str:
         """What a pipe gets."""

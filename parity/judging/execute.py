@@ -79,6 +79,7 @@ def fresh(inputs: Inputs) -> Inputs:
     return inputs.replace(**tensors)
 
 
+@faults.running("forward pass")
 @within("phase", "forward")
 def forward(implementation: Implementation, x: Inputs) -> Outputs:
     """Call the adapter in the call context of the case: plain, tf32, autocast, torch.compile region, reentrant checkpoint."""
@@ -154,6 +155,7 @@ def differentiated(x: Inputs, outputs: Outputs) -> dict[str, tuple[torch.Tensor,
     return {n: (v, upstream(g, v)) for n, (v, g) in given.items() if v.requires_grad and v.shape == g.shape}
 
 
+@faults.running("backward pass")
 @within("phase", "backward")
 def backward(x: Inputs, outputs: Outputs, retain_graph: bool = False) -> list[str]:
     """Accumulate the gradients of every output into the leaves; which upstream gradients were changed on the way."""
@@ -237,7 +239,8 @@ def guarded(implementation: Implementation, run: Callable[[], Outcome], *shared:
         warnings.simplefilter("ignore")
         before = world.take()
         inside = world.its_own(implementation.id)
-        outcome = _caught(implementation, run)
+        with faults.running("call"):
+            outcome = _caught(implementation, run)
         if faults.lost():  # nothing on the device can be read any more
             world.abandon(faults.lost())
             return outcome

@@ -9,7 +9,7 @@ from typing import Any
 
 from parity.case.case import Case
 from parity.case.family import AnyFamily
-from parity.results.row import DECIDED, Row
+from parity.results.row import DECIDED, STOPPED, Row
 
 
 def empty_row(family: AnyFamily, case: Case, implementation: str, device: str, **fields: Any) -> Row:
@@ -46,6 +46,7 @@ class Blame:
     """Who is wrong on one case: its rows go through `decide` one after another, those of the reference first.
 
     A candidate is compared with the reference where that was judged: both are to blame where both disagree with the oracle.
+    A call that came to no end is the fault of a candidate where a reference came to its end on the case, else nobody's.
     A quantity that follows another definition (`variant`) is nobody's fault.
     """
 
@@ -56,13 +57,15 @@ class Blame:
         """Sets `blame`, `against` and `value_reference` of a row, and returns it."""
         wrong = row.judged and row.verdict != "agree"
         if row.role == "reference":
-            if wrong:
+            if wrong or row.verdict in STOPPED:
                 row.blame = row.blame or "reference"
             if row.verdict in DECIDED:
                 self.reference[row.quantity], self.against = row, row.implementation
             return row
         beside = self.reference.get(row.quantity)
         row.against, row.value_reference = self.against, beside.value if beside else None
+        if row.verdict in STOPPED and self.against:  # the case can be run
+            row.blame = row.blame or "candidate"
         if wrong and row.variant is None:
             row.blame = "both" if beside and beside.verdict == "disagree" else "candidate"
         return row

@@ -94,9 +94,8 @@ def _finding(f: Seen, first: Run, times: int, of: int) -> list[str]:
     what = f"{f.cls} in {f.quantities}" if f.cls else f.verdict
     size = "no finite size" if f.headroom is None else f"headroom {ratio(f.headroom)}"
     seen = f"seen in {times} of {count(of, 'run')}, first {first.started:%Y-%m-%d}"
-    lines = [
-        f"- **{code(f.implementation)}**: {escape(what)}; {blamed(f.blame)}; {size}; {count(f.cases, 'case')}; {seen}"
-    ]
+    whose = escape(blamed(f.blame, f.verdict, f.message))
+    lines = [f"- **{code(f.implementation)}**: {escape(what)}; {whose}; {size}; {count(f.cases, 'case')}; {seen}"]
     lines += [f"  {escape(f.message)}"] if f.message else []
     return [*lines, f"  {code(f.replay)}"]
 

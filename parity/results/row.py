@@ -25,6 +25,9 @@ FAILING: tuple[Verdict, ...] = ("disagree", "nondeterministic", *STOPPED)
 DECLINED: tuple[Verdict, ...] = ("refused", "unsupported")
 """Nothing was judged, and nothing is wrong."""
 
+UNKNOWN, NO_REFERENCE = "not known whose fault: ", "no reference ran this case"
+"""In the message of a row that blames nobody for a call that came to no end, and after it the reason."""
+
 
 def told(text: str) -> Meta:
     """What a field holds, for docs/results.md and docs/measured/json.md."""

@@ -132,7 +132,7 @@ def child(device: str, threads: int, gpu: str | None = None) -> Mapping[str, str
 def cause(lines: Sequence[str]) -> str:
     """The line of a dead process's stderr that says why: a CUDA error or a failed assertion before advice that follows it."""
     stripped = [line.strip() for line in lines if line.strip()]
-    for sign in ("CUDA error", "Assertion", "out of memory", "Error:"):
+    for sign in ("CUDA error", "Assertion", "out of memory", "Error:", "Fatal Python error: "):
         found = [line for line in stripped if sign in line]
         if found:
             return found[-1] if sign == "Error:" else found[0]
@@ -148,8 +148,20 @@ def where(process: subprocess.Popen[str], errors: Path, seconds: float = 2.0) ->
     while errors.stat().st_size == had and time.monotonic() < until and process.poll() is None:
         time.sleep(0.05)
     time.sleep(0.05)
-    frames = re.findall(r'File "(.+)", line (\d+) in (.+)', errors.read_text(errors="replace")[had:])
+    found = _deepest(errors.read_text(errors="replace")[had:])
+    return f"; in {found}" if found else ""
+
+
+def fatal(said: str) -> str:
+    """ "at file:line function": where a process that a signal ended was, from its stderr."""
+    found = _deepest(said.rpartition("Fatal Python error: ")[2]) if "Fatal Python error: " in said else ""
+    return f"at {found}" if found else ""
+
+
+def _deepest(stacks: str) -> str:
+    """`file:line function` of what `faulthandler` wrote: the deepest frame of a library, or the deepest."""
+    frames = re.findall(r'File "(.+)", line (\d+) in (.+)', stacks)
     other = rf"-packages/(torch|triton)/|^({re.escape(OWN)}|{re.escape(STDLIB)})/(?!\w+-packages/)|<"
     theirs = [f for f in frames if not re.search(other, f[0])]
     file, line, name = next(iter(theirs or frames), ("", "", ""))
-    return f"; in {packaged(file) or file}:{line} {name}" if file else ""
+    return f"{packaged(file) or file}:{line} {name}" if file else ""

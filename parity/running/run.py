@@ -74,12 +74,13 @@ class State:
 
 def execute(
     options: Options,
-    progress: Callable[[list[Row], int, int, str], None],
+    progress: Callable[[list[Row], int, int, str, str, float | None], None],
     say: Callable[[str], None] = lambda line: None,
     shares: Mapping[str, float] | None = None,
     turns: Turns | None = None,
 ) -> RunResult:
-    """Run, writing rows as they come; `progress(rows, cases, of, now)` is called at every event, `say` with a line at the start.
+    """Run, writing rows as they come; `progress` is called at every event with the rows, cases done and planned, what runs now,
+    which new finding is looked at again ("" before), and the seconds until no more cases are dealt; `say` with lines.
 
     `shares`: family -> its weight where the time is limited; `turns`: of the checks of trainers, then.
     """
@@ -113,6 +114,11 @@ def execute(
         turns = turns or Turns()
         order = turns.order([shard.name for shard in plan.shards if shard.kind == "checks"])
         place = {name: number for number, name in enumerate(order)}
+        deadline = found.deadline(plan.settings)
+
+        def tell(now: str, stage: str) -> None:
+            progress(state.rows, state.done, of, now, stage, None if deadline is None else deadline - time.time())
+
         deck = Deck(
             sorted(
                 (shard for shard in plan.shards if shard.name in mine and shard.name not in state.parts),
@@ -120,7 +126,7 @@ def execute(
             ),
             known,
             shares if shares or options.max_time is None else {},
-            found.deadline(plan.settings),
+            deadline,
             lambda: found.sought(plan.shards, state.parts),
         )
         say(nodes.announcement if nodes else plan.announcement)
@@ -140,7 +146,7 @@ def execute(
                             found,
                             turns,
                             write,
-                            lambda now: progress(state.rows, state.done, of, now),
+                            tell,
                         )
             except KeyboardInterrupt as error:
                 ended = outcome.TERMINATED if isinstance(error, Terminated) else outcome.INTERRUPTED
@@ -153,7 +159,7 @@ def _follow(
     found: Findings,
     turns: Turns,
     write: Callable[[Any], None],
-    progress: Callable[[str], None],
+    progress: Callable[[str, str], None],
 ) -> None:
     """The events of a run, into its state and its file."""
     run = state.header.run
@@ -195,7 +201,7 @@ def _follow(
                     write(Parted(part=part, run=run))
                     if shard.kind == "checks":
                         turns.end(shard.name, "")
-        progress(now)
+        progress(now, found.stage(shard) if shard.kind == "finding" else "")
 
 
 def finish(

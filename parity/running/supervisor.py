@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from parity.errors import UsageError
 from parity.judging import faults
 from parity.process import interpreter
-from parity.results.row import STOPPED, Row, Verdict
+from parity.results.row import NO_REFERENCE, STOPPED, UNKNOWN, Row, Verdict
 from parity.running import cpu_limit, gpu
 from parity.running.deck import Deck
 from parity.running.events import At, Event, Judged, Lost, Retired, ShardDone, Started, genuine
@@ -51,7 +51,8 @@ class Worker:
     `kept`: rows of the implementation that runs, passed on when it is done, so that none is there twice when it runs
     again in a fresh process; `done`: (case, implementation) pairs passed on since the case `at` began. `retried`: pairs
     that had a second chance, with what a lost CUDA context said; `retired`: the pair after which the process asked for a
-    successor; `again`: its first case was begun before. `streams`: what the process has drawn from.
+    successor; `again`: its first case was begun before; `references`: case -> a reference
+    that was judged on it. `streams`: what the process has drawn from.
     """
 
     plan: dict[str, Any]
@@ -69,6 +70,7 @@ class Worker:
     done: set[tuple[str, str]] = dataclasses.field(default_factory=set)
     retried: dict[tuple[str, str] | None, str] = dataclasses.field(default_factory=dict)
     retired: Retired | None = None
+    references: dict[str, str] = dataclasses.field(default_factory=dict)
     again: bool = False
     blocking: bool = False
     streams: list[tuple[str, int]] = dataclasses.field(default_factory=list)
@@ -223,6 +225,8 @@ class Watch:
             return
         for judged in worker.kept:
             worker.done.add((judged.row.case, judged.row.implementation))
+            if judged.row.role == "reference" and judged.row.judged:
+                worker.references.setdefault(judged.row.case, judged.row.implementation)
             yield shard, judged
         yield from self.not_again(worker, shard)
         worker.kept.clear()
@@ -232,6 +236,7 @@ class Watch:
             case At():
                 if event.number != worker.at:
                     worker.done.clear()
+                    worker.references.clear()
                 worker.at = event.number
                 if worker.again:  # the process before this one has said so
                     worker.again = False
@@ -251,8 +256,12 @@ class Watch:
             return
         worker.retried[at.case, at.implementation] = ""
         message = f"{first}; not again{f' with {faults.BLOCKING}=1' if worker.blocking else ''}"
-        yield shard, Judged(lost_row(at, "crashed", message, worker.plan["device"]), lost=True)
+        yield shard, Judged(self.row(worker, at, "crashed", message, "call"), lost=True)
         self.hold(at.implementation)
+
+    def row(self, worker: Worker, at: Started, verdict: Verdict, message: str, part: str) -> Row:
+        """The row of what did not come back from this part of it."""
+        return lost_row(at, verdict, message, worker.plan["device"], part, worker.references.get(at.case))
 
     def hold(self, implementation: str, out: bool = False) -> None:
         """One more loss of a worker to this implementation; after THRICE, or `out`, it is left out of all further cases."""
@@ -277,6 +286,7 @@ class Watch:
         assert shard is not None and worker.process is not None
         _end(worker.process)
         worker.process, worker.retired = None, None
+        part = faults.kept_place(place_of(worker))
         if shard.kind == "finding":
             worker.shard = None
             self.deck.back(shard)
@@ -293,7 +303,8 @@ class Watch:
                 yield from self.given_up(worker, message)
                 return
             if started is not None and not retired and pair not in worker.done:
-                yield shard, Judged(lost_row(started, verdict, message, worker.plan["device"]), lost=True)
+                message += f", in its {part}" if part else ""
+                yield shard, Judged(self.row(worker, started, verdict, message, part), lost=True)
             skip = (*skip, pair)
             self.hold(pair[1], out)
         worker.again = last is not None
@@ -306,7 +317,8 @@ def _start(worker: Worker, events: Any, folder: Path, blocking: bool = False) ->
     plan = folder / f"{worker.errors.name}.json"
     worker.nonce = secrets.token_hex(8)
     identity = {"nonce": worker.nonce, "parent": os.getpid()}
-    plan.write_text(json.dumps(worker.plan | identity))
+    place_of(worker).unlink(missing_ok=True)  # of the process before it
+    plan.write_text(json.dumps(worker.plan | identity | {"place": str(place_of(worker))}))
     env = gpu.child(worker.plan["device"], worker.plan["threads"], worker.plan.get("gpu"))
     env = {**env, faults.BLOCKING: "1"} if blocking else env
     command = [*interpreter("parity.running.worker:main"), str(plan)]
@@ -351,17 +363,52 @@ def _start(worker: Worker, events: Any, folder: Path, blocking: bool = False) ->
 def _death(worker: Worker) -> str:
     assert worker.process is not None and worker.errors is not None
     code = worker.process.returncode
-    why = gpu.cause(worker.errors.read_text(errors="replace").splitlines())
+    said = worker.errors.read_text(errors="replace")
+    why = gpu.cause(said.splitlines())
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    return f"the process ended ({how}){': ' + why[:300] if why else ''}"
+    return " ".join(filter(None, [f"the process ended ({how})", gpu.fatal(said)])) + (f": {why[:300]}" if why else "")
 
 
-def lost_row(started: Started, verdict: Verdict, message: str, device: str) -> Row:
-    """The row of an implementation that did not come back."""
+def place_of(worker: Worker) -> Path:
+    """The file in which the worker's process keeps which part of an implementation runs."""
+    assert worker.errors is not None
+    return worker.errors.with_suffix(".place")
+
+
+def lost_row(
+    started: Started, verdict: Verdict, message: str, device: str, part: str = "", reference: str | None = None
+) -> Row:
+    """The row of an implementation that did not come back from this part of it ("": no call of it was running).
+
+    A `reference` that was judged on the case shows that it can be run: then the candidate is to blame.
+    """
     from parity.case.case import Case
     from parity.judging.rows import empty_row
-    from parity.registry import family
+    from parity.registry import family, load
+    from parity.trainers import catalogue
 
     made = Case.from_json(started.data)
-    row = empty_row(family(made.family), made, started.implementation, device, verdict=verdict, message=message)
+    known = (load() | catalogue.implementations()).get(started.implementation)
+    row = empty_row(
+        family(made.family),
+        made,
+        started.implementation,
+        device,
+        verdict=verdict,
+        message=message,
+        role=known.role if known else "candidate",
+        against=reference,
+    )
+    unknown = ""
+    if not part:
+        unknown = "no call of it was running"
+    elif row.role == "reference" and catalogue.is_trainer(made.family):
+        unknown = "in a check, which runs the trainer and its definition"
+    elif row.role == "reference":
+        row.blame = "reference"
+    elif row.against:
+        row.blame = "candidate"
+    else:
+        unknown = NO_REFERENCE
+    row.message += f"; {UNKNOWN}{unknown}" if unknown else ""
     return replace(row, case=started.case)

@@ -32,6 +32,7 @@ def main(path: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     events = os.fdopen(os.dup(1), "w", buffering=1)  # not inherited by what an implementation starts
     faulthandler.register(gpu.WHERE)
+    faulthandler.enable(all_threads=False)
     os.dup2(2, 1)  # what libraries print must not mix with events
     shards = os.fdopen(os.dup(0), "rb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -80,6 +81,7 @@ def main(path: str) -> int:
         deadline=plan.get("deadline"),
         frozen=[(name, Case.from_json(case), extra) for name, case, extra in plan["frozen"]],
     )
+    faults.keep_place(Path(plan["place"]))
     for line in shards:
         shard: Shard = decode(Shard, line, "a shard")
         done.clear()

@@ -30,7 +30,7 @@ def test_the_figures():
     now[0] = 20.0
     shown(rows, 100, 400, "lib.b on case-2")
     assert shown.line() == (
-        "20 s: 100 of 400 cases (25 %) · about 60 s left · NEW in lib.loss · KNOWN 1 · now lib.b on case-2"
+        "20 s: 100 of 400 cases (25 %) · about 60 s of cases left · NEW in lib.loss · KNOWN 1 · now lib.b on case-2"
     )
 
 
@@ -42,6 +42,30 @@ def test_time_left_follows_the_speed_of_the_last_minutes():
         now[0] = second
         shown([], done, 309, "")
     assert shown.left() == "about 100 s left" or shown.left() == "about 2 min left"
+
+
+def test_what_happens_to_findings_stands_where_no_time_left_is_known():
+    now = [0.0]
+    shown, _ = made(lambda: now[0])
+    now[0] = 10.0
+    shown([], 31, 100, "lib.a on case-1", "minimising 2 of 7", -50.0)
+    assert shown.line() == (
+        "10 s: 31 of 100 cases (31 %) · minimising 2 of 7 · NEW none · KNOWN none · now lib.a on case-1"
+    )
+    shown([], 31, 100, "lib.a on case-2", "", 1000.0)
+    assert shown.left() == "about 22 s left", "slower than its time allows"
+
+
+def test_no_more_time_is_said_to_be_left_than_the_run_has():
+    now = [0.0]
+    shown, _ = made(lambda: now[0])
+    shown([], 0, 1000, "", "", 600.0)
+    assert shown.left() == "at most 10 min left"
+    now[0] = 300.0
+    shown([], 100, 1000, "", "", 300.0)
+    assert shown.left() == "about 5 min left", "2,700 s at its speed"
+    now[0] = 601.0
+    assert shown.left() == "its time is over"
 
 
 def test_a_pipe_gets_lines(monkeypatch):

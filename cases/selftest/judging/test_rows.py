@@ -18,7 +18,11 @@ def row(implementation, verdict, role="candidate", **fields):
         ("disagree", "disagree", ("reference", "both"), "lib.plain"),
         ("disagree", "agree", ("reference", None), "lib.plain"),
         ("agree", "nondeterministic", (None, "candidate"), "lib.plain"),
-        ("crashed", "disagree", (None, "candidate"), None),
+        ("crashed", "disagree", ("reference", "candidate"), None),
+        ("agree", "crashed", (None, "candidate"), "lib.plain"),
+        ("disagree", "out-of-memory", ("reference", "candidate"), "lib.plain"),
+        ("refused", "crashed", (None, None), None),
+        ("crashed", "crashed", ("reference", None), None),
         ("unsupported", "agree", (None, None), None),
     ],
 )

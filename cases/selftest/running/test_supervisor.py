@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from parity import data
 from parity.results.row import Row
 from parity.running import cpu_limit, supervisor
 from parity.running.deck import Deck
-from parity.running.events import Event, Judged, Lost, ShardDone, genuine, read, signed
+from parity.running.events import Event, Judged, Lost, ShardDone, Started, genuine, read, signed
 from parity.running.plan import Shard, frozen_cases
 
 
@@ -64,7 +65,7 @@ def test_a_sleeper_is_timed_out_once_and_the_others_go_on(tmp_path):
     events = run(tmp_path, ["hangs", "right"], 4.0)
     assert verdicts(events, "hangs").count("timed-out") == 1
     message = next(row.message for row in rows(events, "hangs") if row.verdict == "timed-out")
-    assert re.search(r"no answer for .*; in .*fixtures/kernels\.py:\d+ hangs$", message), message
+    assert re.search(r"no answer for .*; in .*fixtures/kernels\.py:\d+ hangs, in its forward pass", message), message
     assert verdicts(events, "right").count("agree") >= 5
 
 
@@ -121,6 +122,7 @@ def test_waiting_for_a_core_is_no_hang(monkeypatch):
 FAULTS = """
 import os, signal, sys, threading, time, torch
 from fixtures.kernels import right
+{setup}
 
 def own(hidden, weight, ids, temperature=1.0):
     {counted}
@@ -129,18 +131,23 @@ def own(hidden, weight, ids, temperature=1.0):
 """
 
 
-def planted(tmp_path, act: str, timeout=60.0) -> list[dict]:
+NAMES = ("{}/own.py:own", "fixtures/kernels.py:right")
+
+
+def planted(
+    tmp_path, act: str, timeout=60.0, setup="", exclude=("trl.selective_log_softmax",), names=NAMES
+) -> list[dict]:
     """Events of a run over `right` and one that acts from its second call on, in all processes together."""
     counter = str(tmp_path / "calls")
     counted = f"open({counter!r}, 'a').write('x'); calls = os.path.getsize({counter!r})"
-    (tmp_path / "own.py").write_text(FAULTS.format(counted=counted, act=act))
+    (tmp_path / "own.py").write_text(FAULTS.format(counted=counted, act=act, setup=setup))
     plan = {
         "device": "cpu",
         "threads": 1,
         "profile": "quick",
         "dtypes": ["fp32"],
-        "implementations": [f"{tmp_path}/own.py:own", "fixtures/kernels.py:right"],
-        "exclude": ["trl.selective_log_softmax"],
+        "implementations": [n.format(tmp_path) for n in names],
+        "exclude": [*exclude],
         "ledger": str(data.ledger_file()),
         "findings": str(tmp_path / "findings"),
         "frozen": [],
@@ -172,6 +179,54 @@ def test_one_that_always_dies_is_crashed_and_no_row_stands_twice(tmp_path):
     assert sum(r.verdict == "crashed" for r in rows_of(events, "own")) <= supervisor.THRICE
     assert "exit code 0" in next(r.message for r in rows_of(events, "own") if r.verdict == "crashed")
     nothing_twice(events)
+
+
+BACKWARD = """
+class Ends(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, g: os.kill(os.getpid(), signal.SIGSEGV))
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "act", "excluded", "blame", "said"),
+    [
+        ("", "if calls > 1: os._exit(7)", [], "candidate", r"^the process ended \(exit code 7\), in its forward pass$"),
+        (
+            BACKWARD,
+            "hidden = Ends.apply(hidden)",
+            [],
+            "candidate",
+            r"^the process ended \(killed by signal 11\) at .*own\.py:\d+ .*: Fatal Python error: Segmentation fault, in its "
+            "backward pass$",
+        ),
+        (
+            "",
+            "os._exit(7)",
+            ["trl.selective_log_softmax"],
+            None,
+            r"in its forward pass; not known whose fault: no reference ran this case$",
+        ),
+    ],
+    ids=["forward", "backward", "alone"],
+)
+def test_whose_fault_it_is_that_a_process_ended(tmp_path, setup, act, excluded, blame, said):
+    """The candidate's, where it ended inside its call and the reference ran the case; nobody's where none did."""
+    events = planted(tmp_path, act, setup=setup, exclude=excluded, names=NAMES[:1])
+    stopped = [r for r in rows_of(events, "own") if r.verdict == "crashed"]
+    assert stopped
+    for row in stopped:
+        assert row.blame == blame and re.search(said, row.message), row.message
+        assert (row.against is not None) == (blame == "candidate")
+
+
+def test_a_process_that_ends_outside_a_call_blames_nobody_and_says_so():
+    case = {"schema": 1, "family": "logprobs", "seed": 1, "dtype": "fp32", "settings": {}}
+    at = Started("one", "fixtures/kernels.py:right", case)
+    row = supervisor.lost_row(at, "crashed", "the process ended (exit code 7)", "cpu", "", "trl.selective_log_softmax")
+    assert row.blame is None and row.message.endswith("; not known whose fault: no call of it was running")
+    row = supervisor.lost_row(replace(at, implementation="trl.selective_log_softmax"), "crashed", "", "cpu", "call")
+    assert row.blame == "reference"
 
 
 def test_words_of_others_are_no_events():
@@ -222,7 +277,7 @@ LOSES = (
 def test_a_cuda_context_that_is_lost_once_and_not_again_is_a_verdict_too(tmp_path):
     events = planted(tmp_path, f"if calls == 2: {LOSES}")
     (row,) = (r for r in rows_of(events, "own") if r.verdict not in ("agree", "unsupported"))
-    said = r"CUDA error: device-side assert triggered0, at .*own\.py:7 own; not again with CUDA_LAUNCH_BLOCKING=1$"
+    said = r"CUDA error: device-side assert triggered0, at .*own\.py:8 own; not again with CUDA_LAUNCH_BLOCKING=1; not known"
     assert row.verdict == "crashed" and re.search(said, row.message)
     judged = [r.case for r in rows_of(events, "own") if r.verdict == "agree"]
     assert row.case in judged and {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
@@ -232,7 +287,7 @@ def test_a_cuda_context_that_is_lost_once_and_not_again_is_a_verdict_too(tmp_pat
 def test_a_lost_cuda_context_is_one_verdict_with_the_line_of_the_launch_and_a_fresh_process_goes_on(tmp_path):
     events = planted(tmp_path, f"if calls in (2, 3): {LOSES}")
     (row,) = (r for r in rows_of(events, "own") if r.verdict not in ("agree", "unsupported"))
-    assert row.verdict == "crashed" and re.search(r"device-side assert triggered1, at .*own\.py:7 own$", row.message)
+    assert row.verdict == "crashed" and re.search(r"device-side assert triggered1, at .*own\.py:8 own$", row.message)
     assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
     assert len({r.case for r in rows_of(events, "right")}) == 8
     assert not [e for e in events if isinstance(e, Lost)]

@@ -12,7 +12,7 @@ from parity.results.report.coverage import Openings, Reason
 from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Counts, Line, Summary
-from parity.results.row import Row
+from parity.results.row import NO_REFERENCE, STOPPED, UNKNOWN, Row
 
 ENTRY = ("parameter", "sequence", "position", "token", "masked", "index", "value", "oracle", "error")
 HEADINGS = {"token": "token id", "masked": "masked?", "oracle": "float64"}
@@ -181,13 +181,16 @@ def wrong(row: Row) -> str:
     if row.variant:
         return f"nobody: {name} follows another definition, {row.variant!r}"
     if blame == "candidate":
-        return f"the candidate {name}" + (f" (the reference {against} agrees with float64)" if against else "")
+        ran = "ran this case" if row.verdict in STOPPED else "agrees with float64"
+        return f"the candidate {name}" + (f" (the reference {against} {ran})" if against else "")
     if blame == "reference":
         return f"the reference {name}"
     if blame == "both":
         return f"both the candidate {name} and the reference {against or ''}".rstrip()
     if blame == "harness":
         return f"the harness, in its adapter for {name}"
+    if row.verdict in STOPPED:
+        return f"{name}, or what calls it ({blamed(None, row.verdict, row.message)})"
     return f"{name}, or what calls it (not decided)"
 
 
@@ -205,10 +208,18 @@ def cls(row: Row) -> str:
     return str(row.cls or row.verdict)
 
 
-def blamed(blame: str | None) -> str:
-    """Whose fault it is, in a few words."""
+def blamed(blame: str | None, verdict: str, message: str) -> str:
+    """Whose fault it is, in a few words; where nobody is blamed for a call that came to no end, why not."""
+    if verdict in STOPPED:
+        ran = ": the reference ran this case" if blame == "candidate" else ""
+        return f"the {blame}'s fault{ran}" if blame else UNKNOWN + (message.partition(UNKNOWN)[2] or NO_REFERENCE)
     several = {"both": "the candidate and the reference are wrong", None: "nobody is blamed"}
     return several.get(blame, f"the {blame} is wrong")
+
+
+def ended(row: Row) -> str:
+    """How and where a call came to no end, without whose fault it is; nothing of a row that was judged."""
+    return row.message.partition(f"; {UNKNOWN}")[0] if row.verdict in STOPPED else ""
 
 
 def spread(finding: Finding) -> str:
