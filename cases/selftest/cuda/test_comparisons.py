@@ -25,7 +25,7 @@ from parity.results.report.failure import text_of
 from parity.selftest.controls import control
 from parity.selftest.false_alarms import soak
 from parity.tools import replay
-from parity.tools.audit.pairs import Stands
+from parity.tools.audit.pairs import Pairs
 from parity.tools.audit.verdicts import answer
 from parity.trainers.catalogue import is_trainer
 from parity.trainers.checks import rollouts
@@ -168,9 +168,9 @@ def test_audit():
         return call(dataclasses.replace(x, settings=type(x.settings)(**vars(x.settings) | {"temperature": 1.0})))
 
     with pretended():
-        stands = Stands("policy", probe, "cuda")
+        pairs = Pairs("policy", probe, "cuda")
         deaf = dataclasses.replace(honest, id="deaf", call=unheard)
-        found = [answer(i, stands, 1, lambda row, case: None).answer for i in (honest, deaf)]
+        found = [answer(i, pairs, 1, lambda row, case: None).answer for i in (honest, deaf)]
     assert found == ["honoured", "ignored"]
 
 

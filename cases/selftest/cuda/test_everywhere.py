@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from fixtures.pretended_cuda import pretended
 from parity.case.case import Case
 from parity.cli.commands import main as cli
+from parity.decoding import save_json, saved
 from parity.judging.execute import execute
 from parity.nightly import proof, upgrade
 from parity.nightly.steps import CommandOutcome
@@ -114,11 +115,9 @@ def test_bisect(asked, monkeypatch):
 
 
 def test_a_search_that_is_resumed_keeps_its_device(tmp_path):
-    from parity.versions.commands.compare import remember, remembered
-
     check = CaseCheck("a", CASE, "trl.selective_log_softmax", device="cuda")
-    remember(tmp_path / "check.json", check)
-    assert remembered(tmp_path / "check.json") == check
+    save_json(tmp_path / "check.json", check)
+    assert saved(CaseCheck, tmp_path / "check.json") == check
 
 
 def test_without_a_device_it_is_one_line():
