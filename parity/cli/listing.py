@@ -105,13 +105,12 @@ def coverage(results: Any) -> list[CoveredOut]:
 
 def show_coverage(found: Sequence[CoveredOut], console: Console) -> None:
     """A table, in red what was never judged without an excuse; then the counts in one line."""
-    from parity.tools.covered import EXCUSED
+    from parity.tools.covered import missing
 
     table = _table("coverage", ("of", "kind", "name", "judged", "declined", "why"))
     for one in found:
-        missing = not one.judged and one.why not in EXCUSED.values()
         values = (one.of, one.kind, one.name, f"{one.judged:,}", f"{one.declined:,}", one.why)
-        table.add_row(*(Text(v) for v in values), style="red" if missing else "dim" if not one.judged else "")
+        table.add_row(*(Text(v) for v in values), style="red" if missing(one) else "dim" if not one.judged else "")
     console.print(table)
     never = sum(not one.judged for one in found)
     console.print(f"{len(found):,} judged or to be judged, {never:,} never", markup=False)

@@ -10,14 +10,16 @@ from parity.case.case import Case
 from parity.errors import UsageError
 from parity.results import memory
 from parity.results.header import Header
+from parity.results.json_output import CoveredOut
 from parity.results.report import timings
 from parity.results.report.findings import Finding
-from parity.results.report.html import Cell, Extras, Part
+from parity.results.report.html import Cell, Extras, Folded, Part
 from parity.results.report.summary import Summary
 from parity.results.row import Row
 from parity.rollouts import report
 
 NIGHT = ("verdict", "minutes", "command", "printed last")
+JUDGED = "Judged by setting, field and key"
 SCRIPTS = 10
 """New findings whose script is written into the page; for the others it names the command."""
 
@@ -36,6 +38,7 @@ def extras(
         if path.exists():
             found += _read(path, title, lambda path=path, read=read: list(read(path)))  # type: ignore[misc]
     found += _read(data.rollouts_dir(), "Rollouts", lambda: report.parts(rows))
+    found += _read(Path("judged"), JUDGED, lambda: list(judged(rows)))
     found += spent(header)
     damaged: list[str] = []
     past = memory.runs(folder / "history", damaged.append)
@@ -53,7 +56,7 @@ def night(of: Sequence[memory.Run]) -> list[Part]:
         for s in run.steps
     ]
     note = "How far they came is in the verdict. All that they printed is in their logs, beside this page."
-    return [Part("night", "Other commands of the night", note, (), "commands", NIGHT, rows)] if rows else []
+    return [Part("night", "Other commands of the night", note, (), [Folded("commands", NIGHT, rows)])] if rows else []
 
 
 def spent(header: Header) -> list[Part]:
@@ -63,7 +66,57 @@ def spent(header: Header) -> list[Part]:
     if not rows:
         return []
     by = ["by", "name", "CPU seconds", "share"]
-    return [Part("timings", "Where the time went", summary="CPU seconds", headings=by, rows=rows)]
+    return [Part("timings", "Where the time went", tables=[Folded("CPU seconds", by, rows)])]
+
+
+def judged(rows: Sequence[Row]) -> Iterator[Part]:
+    """How many cases judged each implementation with each setting, each trainer with each config field and logged key."""
+    from parity.tools.covered import covered
+
+    found, family = covered(rows), {row.implementation: row.family for row in rows}
+    if not found:
+        return
+    of_losses = [c for c in found if c.kind == "setting"]
+    of_trainers = [c for c in found if c.kind != "setting"]
+    tables = [
+        _by_setting(name, [c for c in of_losses if family[c.of] == name])
+        for name in dict.fromkeys(row.family for row in rows)
+        if any(family[c.of] == name for c in of_losses)
+    ]
+    if of_trainers:
+        lines = [[Cell(c.name, _colour(c)), c.kind, c.of, _times(c), f"{c.declined:,}", c.why] for c in of_trainers]
+        heads = ["name", "kind", "trainer", "judged", "declined", "why never"]
+        tables.append(Folded(f"trainers: {_never(of_trainers)}", heads, lines))
+    note = f"Cases that judged it. {_never(found)}. Red: never judged, and nothing excuses it; in brackets: declined."
+    yield Part("judged", JUDGED, note, (), tables)
+
+
+def _by_setting(family: str, found: Sequence[CoveredOut]) -> Folded:
+    """Settings down, implementations across; the setting that most of them were never judged with first."""
+    from parity.tools.covered import missing
+
+    by = {(c.name, c.of): c for c in found}
+    who = sorted({c.of for c in found})
+    names = sorted({c.name for c in found}, key=lambda n: (-sum(missing(c) for c in found if c.name == n), n))
+    lines = [[n, *(_times(by[n, w]) if (n, w) in by else Cell("") for w in who)] for n in names]
+    return Folded(f"{family}: {_never(found)}", ["setting", *who], lines)
+
+
+def _times(one: CoveredOut) -> Cell:
+    declined = f" ({one.declined:,})" if one.kind == "setting" and one.declined else ""
+    return Cell(f"{one.judged:,}{declined}", _colour(one))
+
+
+def _colour(one: CoveredOut) -> str:
+    from parity.tools.covered import missing
+
+    return "over" if missing(one) else "" if one.judged else "soft"
+
+
+def _never(found: Sequence[CoveredOut]) -> str:
+    from parity.tools.covered import missing
+
+    return f"{sum(map(missing, found)):,} of {len(found):,} never judged"
 
 
 def _read(path: Path, title: str, read: Callable[[], list[Part] | None]) -> list[Part]:
@@ -120,9 +173,8 @@ def audit(path: Path) -> Iterator[Part]:
         ]
         bad = sum(a["answer"] in ("ignored", "wrong", "crashed") for a in of_family)
         note = f"{len(of_family):,} answers, {bad:,} of them ignored, wrong or crashed. Written by parity audit."
-        yield Part(
-            f"audit-{family}", f"Settings audit: {family}", note, (), f"{len(rows)} settings", ["setting", *names], rows
-        )
+        table = Folded(f"{len(rows)} settings", ["setting", *names], rows)
+        yield Part(f"audit-{family}", f"Settings audit: {family}", note, (), [table])
 
 
 def _answer(one: dict[str, str | list[str]] | None) -> Cell:
@@ -141,7 +193,8 @@ def mutants(path: Path) -> Iterator[Part]:
     found = table.lines(table.read(path))
     rows = [[Cell(cell, "" if line.right else "over") for cell in line.cells()] for line in found]
     note = f"{table.summary(found)}. Written by parity mutants."
-    yield Part("mutants", "Mutants", note, (), f"{len(rows)} mutants and controls", table.HEADINGS, rows)
+    folded = Folded(f"{len(rows)} mutants and controls", table.HEADINGS, rows)
+    yield Part("mutants", "Mutants", note, (), [folded])
 
 
 def benchmarks(path: Path) -> Iterator[Part]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parity import recording
 from parity.recording import Recording
-from parity.results.report.html import Part
+from parity.results.report.html import Folded, Part
 from parity.results.row import Row
 from parity.rollouts.judge import DEFINITIONS, Verdict
 from parity.rollouts.statistics import NEAR, QUANTILES, statistics
@@ -42,7 +42,9 @@ def parts(rows: Iterable[Row]) -> list[Part]:
         f"ratios outside {NEAR}",
         "mean ratio",
     ]
-    return [Part("rollouts", "Rollouts", note, _pictures(taken), f"{len(taken)} recordings", headings, rows_of)]
+    return [
+        Part("rollouts", "Rollouts", note, _pictures(taken), [Folded(f"{len(taken)} recordings", headings, rows_of)])
+    ]
 
 
 def log_ratios(one: Recording) -> Tensor:

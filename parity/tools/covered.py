@@ -7,12 +7,13 @@ transformers' are asked of the installed TRL, so that one which no cell moves is
 import collections
 from collections.abc import Iterable, Sequence
 
-from parity.errors import Unsupported, UsageError
+from parity.errors import UsageError
 from parity.registry import family
 from parity.results.json_output import CoveredOut
 from parity.results.row import Row
 from parity.trainers import catalogue
 from parity.trainers.check import TRAINERS
+from parity.upstream.trl_configs import own_fields
 
 _SAMPLING = "use_vllm use_transformers_ transformers_ top_k top_p min_p repetition_penalty generation_kwargs"
 EXCUSED = {
@@ -53,8 +54,13 @@ def covered(rows: Iterable[Row]) -> list[CoveredOut]:
                 count.judged.add(case)
             else:
                 count.declined[found[0].message] += 1
-    out = [_told(*key, count) for key, count in counts.items()]
-    return sorted(out, key=lambda c: (c.judged, c.why in EXCUSED.values(), c.of, c.kind, c.name))
+    out = [_told(*key, count) for key, count in counts.items() if key[1]]
+    return sorted(out, key=lambda c: (c.judged, not missing(c), c.of, c.kind, c.name))
+
+
+def missing(one: CoveredOut) -> bool:
+    """Whether something was never judged, and nothing excuses that."""
+    return not one.judged and one.why not in EXCUSED.values()
 
 
 def _universe(of: str, name: str, counts: dict[tuple[str, str, str], _Count]) -> None:
@@ -62,7 +68,7 @@ def _universe(of: str, name: str, counts: dict[tuple[str, str, str], _Count]) ->
     if (of, "", "") in counts:
         return
     counts[of, "", ""] = _Count()  # seen
-    kind, names = ("config", _fields(of)) if catalogue.is_trainer(name) else ("setting", _settings(name))
+    kind, names = ("config", _fields(name)) if catalogue.is_trainer(name) else ("setting", _settings(name))
     for one in names:
         counts[of, kind, one] = counts.get((of, kind, one)) or _Count()
 
@@ -74,16 +80,7 @@ def _settings(name: str) -> list[str]:
 
 def _fields(trainer: str) -> tuple[str, ...]:
     """The fields that TRL's config of a trainer adds to transformers'; none where it is not installed."""
-    from parity.trainers.rig import drive
-    from parity.upstream import trl
-
-    try:
-        from transformers import TrainingArguments
-
-        known = trl.fields(drive.config(TRAINERS[trainer]))
-    except (ImportError, Unsupported):
-        return ()
-    return tuple(name for name in known if name not in TrainingArguments.__dataclass_fields__)
+    return own_fields(f"{TRAINERS[trainer].removesuffix('Trainer')}Config")
 
 
 def _met(implementation: str, found: Sequence[Row], trainer: bool) -> Iterable[tuple[str, str, str, bool]]:
@@ -121,7 +118,7 @@ def of_file(path: str) -> list[CoveredOut]:
     """
     from parity.results.report.rows import read
 
-    found = [c for c in covered(read(path)[1]) if c.kind]
+    found = covered(read(path)[1])
     if not found:
         raise UsageError(f"{path}: no rows of any case")
     return found

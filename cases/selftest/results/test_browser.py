@@ -7,8 +7,9 @@ import subprocess
 
 import pytest
 
-from cases.selftest.results.test_html import EVIL, GOOD, KL, night, row
+from cases.selftest.results.test_html import EVIL, GOOD, KL, SETTINGS, night, row
 from cases.selftest.results.test_report import BASE, CRASH, FINDING, HEADER, KNOWN, LONG, UNSUPPORTED, rename, summarise
+from parity.cli import page
 from parity.results import memory
 from parity.results.report import html
 
@@ -43,8 +44,12 @@ def test_in_a_browser(tmp_path):
     step = KL | {"quantity": "kl", "value": 1.0}
     summary = summarise(header, [*FINDING, *long, *KNOWN, UNSUPPORTED, CRASH, step, row().to_json()])
     parts = [
-        html.Part("audit", "Settings audit", EVIL, (), "2 settings", [EVIL, LONG], [[html.Cell(LONG, "over"), EVIL]])
+        html.Part(
+            "audit", "Settings audit", EVIL, (), [html.Folded(EVIL, [EVIL, LONG], [[html.Cell(LONG, "over"), EVIL]])]
+        )
     ]
+    parts += page.judged(SETTINGS)
+    assert "judged" in {part.id for part in parts}
     scripts = {"trl-chunk-7": "x = " + "1 + " * 200, BASE["replay"]: "print()"}
     html.write(
         summary,

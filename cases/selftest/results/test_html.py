@@ -178,6 +178,42 @@ def test_what_other_commands_left_is_shown_and_escaped(folder):
     assert not re.search(r"https?://", text), "nothing is fetched"
 
 
+SETTINGS = [
+    row(
+        case="logprobs-1",
+        family="logprobs",
+        implementation="liger.cross_entropy",
+        settings={"V": 3, "temperature": 0.7},
+    ),
+    row(case="logprobs-1", family="logprobs", implementation=EVIL, settings={"V": 3, "temperature": 0.7}),
+    row(
+        case="dpo-1",
+        family="dpo-trainer",
+        implementation="dpo-trainer.released",
+        quantity="kl",
+        settings={"check": "twins"},
+        features={"config": ["beta"], "logged": ["kl", EVIL]},
+    ),
+]
+
+
+def test_what_was_never_judged_stands_in_red_above_what_was(tmp_path):
+    """`parity list --coverage` as a section: settings by implementation, fields and keys by trainer; all of it escaped."""
+    summary = typed(Header(header=About()), SETTINGS)
+    text = report.render(summary, page.extras(Header(header=About()), summary, tmp_path, 0, (), SETTINGS))
+    section = text.split('<h2 id="judged">')[1].split("<h2")[0]
+    assert "<script" not in section and section.count("&lt;script") == 2
+    lines = [re.findall(r'<td class="([^"]*)">(.*?)</td>', line) for line in re.findall("<tr>(.*?)</tr>", section)]
+    told = {line[0][1]: [(text, style.split()[1:]) for style, text in line[1:]] for line in lines if line}
+    assert told["softcap"] == [("0", ["over"])] * 2 and told["temperature"] == [("1", [])] * 2
+    names = [line[0] for line in lines if line]
+    places = [[text for _, text in names].index(name) for name in ("softcap", "temperature", "label_smoothing", "kl")]
+    assert places == sorted(places)
+    styles = {text: style.split()[1:] for style, text in names}
+    assert (styles["label_smoothing"], styles["beta"], styles["kl"]) == (["over"], [], [])
+    assert '<a href="#judged">' in text and 'id="judged"' in text
+
+
 def test_a_damaged_file_is_named_and_the_page_is_there(folder):
     (folder / "audit.ndjson").write_text('{"answer": 3}\n')
     (folder / "mutants.ndjson").write_text("nonsense\n")

@@ -3,14 +3,20 @@
 import json
 
 import msgspec
+import pytest
 from click.testing import CliRunner
 
 from parity.cli.commands import main
+from parity.errors import Unsupported
 from parity.registry import run_case, select
 from parity.results.header import About, Header
 from parity.results.row import Row
 from parity.tools.covered import covered
 from parity.trainers import catalogue
+from parity.trainers.check import TRAINERS
+from parity.trainers.rig import drive
+from parity.upstream import trl
+from parity.upstream.trl_configs import own_fields
 
 
 def row(case, implementation="liger.cross_entropy", family="logprobs", verdict="agree", **more):
@@ -62,3 +68,15 @@ def test_the_rows_of_a_trainer_say_what_its_cell_moved_and_logged(tmp_path):
     assert {c["name"] for c in json.loads(told.output) if c["judged"]} >= {"label_smoothing_factor"}
     table = CliRunner().invoke(main, ["list", "--coverage", str(file)])
     assert table.exit_code == 0 and "no case of this run moves it" in " ".join(table.output.split())
+
+
+@pytest.mark.parametrize("trainer", TRAINERS.values())
+def test_the_fields_read_from_files_are_those_that_the_config_has(trainer):
+    from transformers import TrainingArguments
+
+    name = f"{trainer.removesuffix('Trainer')}Config"
+    try:
+        known = trl.fields(drive.config(trainer))
+    except Unsupported:
+        pytest.skip(f"the installed TRL has no {name}, or cannot import it here")
+    assert set(own_fields(name)) == set(known) - set(TrainingArguments.__dataclass_fields__)

@@ -34,6 +34,15 @@ class Cell(str):
 
 
 @dataclasses.dataclass(frozen=True)
+class Folded:
+    """A table under a line that opens it; the style of a `Cell` is its class in `page/style.css`."""
+
+    summary: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Part:
     """A section from what another command left beside the results.
 
@@ -42,18 +51,14 @@ class Part:
         title: of the section.
         note: a sentence below it.
         pictures: SVG files in base64; shown as images, in which no script runs.
-        summary: what the folded table is.
-        headings: of the table.
-        rows: of the table.
+        tables: folded.
     """
 
     id: str
     title: str
     note: str = ""
     pictures: Sequence[str] = ()
-    summary: str = ""
-    headings: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
+    tables: Sequence[Folded] = ()
 
 
 @dataclasses.dataclass(frozen=True)
