@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,7 +10,10 @@ from pathlib import Path
 from parity.errors import UsageError
 from parity.nightly import steps
 from parity.results.report import measured
+from parity.results.report.markdown import escape
+from parity.results.row import Row
 from parity.results.step import CUT, CommandOutcome
+from parity.results.trend import SHARE
 from parity.versions.commands import compare, team
 from parity.versions.commands.row_diff import MARKS, moved, side, table
 from parity.versions.env import releases
@@ -19,7 +23,7 @@ from parity.versions.env.spec import parse_all
 
 SAFE, CHANGED, NOT_SAFE, UNKNOWN = "safe", "safe, with changes of behaviour", "not safe", "not known"
 CODES = {SAFE: 0, CHANGED: 0, NOT_SAFE: 1, UNKNOWN: 3}
-NEXT, OWN = "NEXT", "your settings"
+NEXT, OWN, COMPARE = "NEXT", "your settings", "compare"
 LIMIT = 3600.0
 """Seconds on the clock for one of the commands."""
 
@@ -67,15 +71,16 @@ def check(
     if config is not None:
         say(f"your settings in {now} and {spec}")
         parts.append(own_settings(now, spec, team.read(config), device, limit))
-    jobs: Sequence[tuple[str, list[str]]] = (
-        ("run", ["run", "--with", spec, "--profile", "pr"]),
-        ("compare", ["compare", now, spec]),
-        ("audit", ["audit", "--with", spec, "--reports", str(reports / "audit")]),
-    )
-    for name, words in jobs:
-        words += ["--device", device]
+
+    def asked(name: str, words: Sequence[str]) -> Part:
+        words = [*words, "--device", device]
         say(f"parity {' '.join(words)}")
-        parts.append(part(steps.part(name, words, reports, limit)))
+        return part(steps.part(name, words, reports, limit))
+
+    parts.append(asked("run", ["run", "--with", spec, "--profile", "pr"]))
+    say(f"parity compare {now} {spec} --device {device}")
+    parts.append(compared(now, spec, device, limit))
+    parts.append(asked("audit", ["audit", "--with", spec, "--reports", str(reports / "audit")]))
     return verdict(parts), parts
 
 
@@ -122,6 +127,32 @@ def own_settings(before: str, after: str, wanted: team.Team, device: str, limit:
     return Part(OWN, found, f"{summary} ({counts}; {judged} judged)", text + others)
 
 
+def compared(before: str, after: str, device: str, limit: float) -> Part:
+    """What moved between two releases; where a fifth of what is judged in one is not in the other, nothing is known."""
+    try:
+        found = compare.compare(([before], [after]), device=device, clock=limit)
+    except (EnvironmentUnusable, UsageError) as error:
+        return Part(COMPARE, UNKNOWN, str(error), "")
+    worse, better, other = (sum(m.mark == mark for m in found.moved) for mark in MARKS)
+    lost = [m for m in found.moved if m.mark == "~" and _judged(m.before) and not _judged(m.after)]
+    why = collections.Counter((m.after.message if m.after else "") or "not run" for m in lost)
+    said = [text for n, text in ((worse, f"{worse} worse"), (better, f"{better} better")) if n]
+    said += [f"{other - len(lost)} otherwise moved"] if other > len(lost) else []
+    reasons = ", ".join(f"{text} ({n})" for text, n in why.most_common(3))
+    said += [f"{len(lost)} judged before and not there: {reasons}"] if lost else []
+    summary = "; ".join([*said, *found.changes]) or "nothing moved"
+    one, two = found.judged
+    if worse:
+        return Part(COMPARE, NOT_SAFE, summary, found.text())
+    if two < SHARE * one:
+        return Part(COMPARE, UNKNOWN, f"{two:,} of {one:,} quantities could be judged there; {summary}", found.text())
+    return Part(COMPARE, CHANGED if said or found.changes else SAFE, summary, found.text())
+
+
+def _judged(row: Row | None) -> bool:
+    return row is not None and row.judged
+
+
 def part(step: CommandOutcome) -> Part:
     """What one command says about the upgrade, by its exit code; what it had no time for is not safe."""
     if step.exit_code is None:
@@ -155,7 +186,7 @@ def _gravest(parts: Sequence[Part]) -> str:
 
 
 def page(spec: str, parts: Sequence[Part]) -> str:
-    answers = measured.table(["asked", "verdict", "why"], ([p.name, p.verdict, p.summary] for p in parts))
+    answers = measured.table(["asked", "verdict", "why"], ([p.name, p.verdict, escape(p.summary)] for p in parts))
     lines = [f"# Upgrade to {headline(spec, parts)}", "", *answers, ""]
     for p in parts:
         lines += [f"## {p.name}", "", "```", p.printed or "(nothing)", "```", ""]

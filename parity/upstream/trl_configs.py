@@ -9,7 +9,7 @@ from pathlib import Path
 
 @functools.cache
 def own_fields(config: str) -> tuple[str, ...]:
-    """The fields that a config of the installed TRL adds to transformers' `TrainingArguments`; none where it has no such class."""
+    """The fields that a config of the installed TRL adds to transformers' `TrainingArguments`; none where there is none."""
     ours = _classes("trl", "*config*.py")
     theirs = set(_fields("TrainingArguments", _classes("transformers", "training_args.py")))
     return tuple(dict.fromkeys(name for name in _fields(config, ours) if name not in theirs))

@@ -1,12 +1,18 @@
 """The verdict about an upgrade: the gravest of its parts, or that about the team's own settings."""
 
+import dataclasses
 import time
 
 import pytest
 
+from cases.selftest.results.test_memory import row
+from parity.errors import UsageError
 from parity.nightly import upgrade
 from parity.nightly.upgrade import CHANGED, NOT_SAFE, SAFE, UNKNOWN, Part
 from parity.results.step import CommandOutcome
+from parity.versions.commands.compare import Compared
+from parity.versions.commands.row_diff import Moved
+from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
 
 
@@ -49,6 +55,59 @@ def test_the_verdict_is_about_the_own_settings_where_there_are_some(own, others,
     assert page[4].startswith("| your settings |" if own else "| part 0 |"), "the verdict for these settings first"
 
 
+HERE = Environment(None, {}, {}, None, "index", {})
+SAME = Compared((HERE, HERE), 9, (100, 100), (), ["sampled tokens: the same"])
+RIGHT, WRONG = row(), row(verdict="disagree", headroom=3.0)
+NOT_THERE = row(verdict="unsupported", quantity=None, message="the interpreter | truncates")
+DEFAULT = "GRPOConfig, defaults changed: pad_to_multiple_of 'auto' -> None"
+
+
+def pair(before, after):
+    return Moved("case", "trl.f", after.quantity, before, after)
+
+
+@pytest.mark.parametrize(
+    "more, found, said",
+    [
+        ({}, SAFE, "nothing moved"),
+        (
+            {"moved": [pair(RIGHT, WRONG), pair(WRONG, RIGHT)], "changes": [DEFAULT]},
+            NOT_SAFE,
+            "1 worse; 1 better; GRPO",
+        ),
+        ({"moved": [pair(WRONG, RIGHT)]}, CHANGED, "1 better"),
+        (
+            {"moved": [pair(RIGHT, RIGHT), pair(RIGHT, NOT_THERE)]},
+            CHANGED,
+            "1 otherwise moved; 1 judged before and not there",
+        ),
+        ({"changes": [DEFAULT]}, CHANGED, DEFAULT),
+        (
+            {"judged": (100, 79), "moved": [pair(RIGHT, NOT_THERE)]},
+            UNKNOWN,
+            "79 of 100 quantities could be judged there; 1",
+        ),
+    ],
+    ids=["the same", "worse", "better", "moved", "a default", "mostly unjudged"],
+)
+def test_what_moved_is_told_and_what_is_not_judged_there_is_not_safe(monkeypatch, more, found, said):
+    """1.15.0 was called safe with 26 cases that nothing had judged, and with another default."""
+    monkeypatch.setattr(upgrade.compare, "compare", lambda *_, **__: dataclasses.replace(SAME, **more))
+    part = upgrade.compared("trl==1.16.0", "trl==1.15.0", "cpu", 9.0)
+    assert part.verdict == found and said in part.summary and "judged quantities" in part.printed
+    line = next(line for line in upgrade.page("trl==1.15.0", [part]).splitlines() if line.startswith("| compare"))
+    assert line.replace(r"\|", "").count("|") == 4
+
+
+@pytest.mark.parametrize("error", [EnvironmentUnusable("no answer"), UsageError("both sides are the same")])
+def test_a_comparison_that_cannot_be_made_leaves_a_page(monkeypatch, error):
+    def compare(*_, **__):
+        raise error
+
+    monkeypatch.setattr(upgrade.compare, "compare", compare)
+    assert upgrade.compared("trl==1.16.0", "trl==1.15.0", "cpu", 9.0).verdict == UNKNOWN
+
+
 def test_the_own_settings_have_a_limit_on_the_clock_and_the_rest_goes_on(tmp_path, monkeypatch):
     """They had none: a release whose loss hangs held the check for an hour, and then ended it without a page."""
     root = tmp_path / "made"
@@ -60,6 +119,7 @@ def test_the_own_settings_have_a_limit_on_the_clock_and_the_rest_goes_on(tmp_pat
     config = tmp_path / "grpo.yaml"
     config.write_text("beta: 0.04")
     monkeypatch.setattr(upgrade.steps, "run", lambda name, *_: CommandOutcome(name, "", 0, 1.0, ""))
+    monkeypatch.setattr(upgrade.compare, "compare", lambda *_, **more: SAME)
     begun = time.monotonic()
     found, parts = upgrade.check("trl==1.15.0", config, tmp_path, lambda line: None, limit=1.0)
     assert time.monotonic() - begun < 30 and found == UNKNOWN
@@ -75,7 +135,10 @@ def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeyp
         return CommandOutcome(name, "", 0, 1.0, "")
 
     monkeypatch.setattr(upgrade.steps, "run", step)
+    limits = []
+    monkeypatch.setattr(upgrade.compare, "compare", lambda *_, **more: limits.append(more["clock"]) or SAME)
     found, parts = upgrade.check("trl==1.15.0", None, tmp_path, lambda line: None, limit=100.0)
     assert found == SAFE and [p.name for p in parts] == ["run", "compare", "audit"]
+    assert limits == [100.0]
     words = asked[0][1]
     assert words[-2:] == ["--max-time", "80s"] and words[words.index("--reports") + 1] == str(tmp_path / "run")

@@ -81,13 +81,17 @@ def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """Two environments: how many cases, the quantities judged in each, what moved, and remarks a line each."""
+    """Two environments: how many cases, the quantities judged in each, what moved, and remarks a line each.
+
+    `changes`: the remarks that tell of a change.
+    """
 
     sides: tuple[Environment, Environment]
     cases: int
     judged: tuple[int, int]
     moved: Sequence[Moved]
     notes: Sequence[str]
+    changes: Sequence[str] = ()
 
     @property
     def exit_code(self) -> int:
@@ -143,8 +147,9 @@ def compare(
     *,
     all_defaults: bool = False,
     device: str = "cpu",
+    clock: float | None = None,
 ) -> Compared:
-    """The frozen cases in both environments.
+    """The frozen cases in both environments, each in `clock` seconds.
 
     all_defaults: every setting of the loss at the release's own default, which is what a user gets who sets nothing;
     what moves then is the release, wrong or not.
@@ -159,15 +164,18 @@ def compare(
     asked = [frozen, frozen]
     if all_defaults:
         asked = [_with_defaults(frozen, one.config) for one in both(sides, [[], []], (), device)]
-    seen = both(sides, asked, wanted, device, sampled=not named)
+    seen = both(sides, asked, wanted, device, sampled=not named, clock=clock)
     found = [one.rows for one in seen]
     judged = [sum(r.verdict in DECIDED for r in rows) for rows in found]
     if not all(judged):
         raise EnvironmentUnusable(f"compare: {' and '.join(map(str, judged))} judged quantities, nothing to compare")
     different = moved(side(found[0], asked[0]), side(found[1], asked[1]), settings_too=all_defaults)
-    notes = [] if named else [sampled_moved(*(one.sampled for one in seen))]
-    notes += _settings_moved(*(one.config for one in seen))
-    return Compared((sides[0], sides[1]), len(asked[0]), (judged[0], judged[1]), different, notes)
+    tokens = [one.sampled for one in seen]
+    notes = [] if named else [sampled_moved(*tokens)]
+    changes = notes if all(isinstance(t, list) for t in tokens) and tokens[0] != tokens[1] else []
+    settings = _settings_moved(*(one.config for one in seen))
+    whole = len(asked[0]), (judged[0], judged[1]), different
+    return Compared((sides[0], sides[1]), *whole, [*notes, *settings], [*changes, *settings])
 
 
 def sampled_moved(before: list[list[int]] | str | None, after: list[list[int]] | str | None) -> str:
