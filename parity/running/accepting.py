@@ -2,13 +2,15 @@
 
 A kernel with few parameters refuses nearly every case that moves many settings. What it takes is learned from itself: each
 setting is tried alone, on a small case, and a drawn case that it refuses goes back to the default (or to the first of
-the family's bases that the implementation runs on) in the settings that it refuses alone.
+the family's bases that the implementation runs on) in the settings that it refuses alone. What it takes alone it may still
+refuse together: then the fewest that help go back too.
 """
 
+import dataclasses
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from parity.case.case import Case
@@ -31,14 +33,22 @@ def refused(rows: Iterable[Row]) -> set[str]:
     return {r.implementation for r in rows} - {r.implementation for r in rows if r.verdict not in REFUSED}
 
 
-MOVED = 4
-"""One in so many of the drawn cases that an implementation refuses is moved to where it does not; of a costly one each."""
+MOVED = 8
+"""One in so many of the drawn cases that an implementation refuses is moved to where it does not, besides those that show it
+a pair of settings; of a costly one a share as much larger as that of its cases is smaller."""
+COSTLY = 4
+"""An implementation that gets fewer than one in so many cases gets none beside them for the sake of pairs."""
 
 
-def dealt(implementation: Implementation, case: Case) -> bool:
-    """Whether a run moves this case for an implementation that refuses it: by the case's id, the same wherever a file lies."""
-    share, name = MOVED if implementation.every == 1 else 1, implementation.id.rpartition("/")[2]
-    return zlib.crc32(f"moved/{name}/{case.id}".encode()) % share == 0
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """The draws of which a case is one: their key, all of them, whether the implementation gets one by its share, and what a
+    profile multiplies its cost by."""
+
+    key: str
+    cases: Callable[[], Sequence[Case]]
+    gets: Callable[[Case], bool]
+    cost: int
 
 
 class Accepting:
@@ -52,21 +62,82 @@ class Accepting:
         self.family = loss_family(implementation.family)
         self.dtype = "fp32"
         self.alone: dict[tuple[str, Any], bool] = {}
+        self.new: dict[str, Set[str]] = {}
+
+    def deals(self, case: Case, stream: Draws) -> bool:
+        """Whether a run moves a case of a stream if it is refused: one in `MOVED`, by the case's id, and each that brings
+        settings together which no case before it in the stream that the implementation gets did.
+
+        The same wherever a file lies and whoever runs the rest of the stream.
+        """
+        name = self.implementation.id.rpartition("/")[2]
+        share = max(1, MOVED // self.implementation.every)
+        if zlib.crc32(f"moved/{name}/{case.id}".encode()) % share == 0:
+            return True
+        return self.base is not None and case.id in self._pairs(stream)
+
+    def wants(self, case: Case, stream: Draws) -> bool:
+        """Whether it gets a case that is not among its share: one that brings settings together which none of these does."""
+        costly = 1 < self.implementation.every * stream.cost <= COSTLY
+        return costly and self.base is not None and case.id in self._pairs(stream) and not stream.gets(case)
+
+    def _pairs(self, stream: Draws) -> Set[str]:
+        """The cases of a stream that bring settings together which none before them does, those first that are in its share.
+
+        What it refuses only together counts as taken: to know it, every case would have to run.
+        """
+        if stream.key not in self.new:
+            share = [case for case in stream.cases() if stream.gets(case)]
+            others = [case for case in stream.cases() if self.implementation.every > 1 and not stream.gets(case)]
+            beside: dict[str, set[str]] = {}
+            self.new[stream.key] = found = set[str]()
+            for case in share + others:
+                kept = self.kept(case)
+                if any(kept - beside.get(name, set()) for name in kept):
+                    found.add(case.id)
+                    for name in kept:
+                        beside.setdefault(name, set()).update(kept)
+        return self.new[stream.key]
 
     def moved(self, case: Case) -> Case | None:
-        """The case with every setting that is refused alone back at its base; None where that is the same case, or none.
+        """The case with every setting that is refused alone, and those that are refused together, back at their base; None
+        where that is the same case, or none.
 
         In float32 (or float16), or with the default sizes, where a dtype or a size is what it does not claim.
         """
         if case.tensors is not None or self.base is None:
             return None
-        kept = {k: v for k, v in case.settings.items() if k in SIZES or self.takes(k, v)}
+        names = self.kept(case)
+        kept = {k: v for k, v in case.settings.items() if k in names}
         settings = {**kept, **{k: v for k, v in self.base.items() if k not in kept}}
         small = {k: v for k, v in settings.items() if k not in SIZES and not isinstance(v, list)}
         for chosen, dtype in itertools.product((settings, small), (case.dtype, self.dtype)):
             moved = Case(case.family, case.seed, dtype, chosen)
             if self._skipped(moved) is None:
-                return moved if self._stands(moved) and moved != case else None
+                found = self._together(moved) if self._stands(moved) else None
+                return found if found != case else None
+        return None
+
+    def _together(self, case: Case) -> Case | None:
+        """The case itself where the implementation runs on it, else with the fewest settings that help back at their base.
+
+        One that has many values stays before one that has few, and both before a number: so many draws fewer move it to
+        the value that it has here.
+        """
+        if self._accepts(case):
+            return case
+        base = self.base or {}
+        moved = [name for name, value in case.settings.items() if name not in SIZES and value != base.get(name)]
+        order = sorted(moved, key=lambda name: (len(self.family.settings[name].choices or ()), name))
+
+        def back(names: Iterable[str]) -> Case:
+            kept = {k: v for k, v in case.settings.items() if k not in names}
+            return dataclasses.replace(case, settings={**base, **kept})
+
+        for count in (1, 2):
+            for names in itertools.combinations(order, count):
+                if self._accepts(near := back(names)):
+                    return near
         return None
 
     @functools.cached_property
@@ -86,8 +157,14 @@ class Accepting:
             self.alone[name, str(kind)] = self._runs({**(self.base or {}), name: kind})
         return self.alone[name, str(kind)]
 
+    def kept(self, case: Case) -> set[str]:
+        """The settings of a case that it takes alone; sizes are not asked about."""
+        return {name for name, value in case.settings.items() if name in SIZES or self.takes(name, value)}
+
     def _runs(self, settings: Mapping[str, Any]) -> bool:
-        case = Case(self.family.name, 0, self.dtype, settings)
+        return self._accepts(Case(self.family.name, 0, self.dtype, settings))
+
+    def _accepts(self, case: Case) -> bool:
         if self._skipped(case) or not self._stands(case) or not self.announce(case):
             return False
         inputs = oracle_of(case, self.device).offered(self.implementation).inputs

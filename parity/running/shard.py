@@ -24,7 +24,7 @@ from parity.implementations.implementation import Implementation
 from parity.registry import facts, loss_family, run_case
 from parity.results.ledger import Ledger, stale
 from parity.results.row import Row
-from parity.running.accepting import Accepting, dealt, refused
+from parity.running.accepting import Accepting, Draws, refused
 from parity.running.events import At, Checked, Confirmed, Event, Judged, Started
 from parity.running.plan import Shard, Sought, signature_of
 from parity.timings import within
@@ -116,25 +116,40 @@ class Session:
     def _drawn(self, case: Case, shard: Shard) -> None:
         for one in (case, *second_pass(case, self.device, not self.profile.derandomised)):
             chosen = [i for i in self._of(one) if selected(i, one, self.profile.cost, self.device)]
+            chosen += [
+                i for i in self._of(one) if one is case and self._accepting(i, shard).wants(one, self._draws(i, shard))
+            ]
             thorough = functools.partial(repeated, case=one, one_in=self.profile.thorough)
             rows = []
             for row in self._run(one, chosen, shard, thorough):
                 rows.append(row)
                 self.emit(Judged(row))
-            self._moved(one, refused(rows), shard)
+            self._moved(one, case, refused(rows), shard)
 
-    def _moved(self, case: Case, names: Set[str], shard: Shard) -> None:
-        """The case again for those that refused it, moved to where they do not, beside their family's references."""
+    def _moved(self, case: Case, drawn: Case, names: Set[str], shard: Shard) -> None:
+        """The case (or the one that was `drawn`) again for those that refused it, moved to where they do not, beside their
+        family's references."""
         moved: dict[str, tuple[Case, list[Implementation]]] = {}
         for i in self._of(case):
-            if i.id in names and dealt(i, case):
-                near = self._accepting(i, shard).moved(case)
+            if i.id in names:
+                takes = self._accepting(i, shard)
+                near = takes.moved(case) if takes.deals(drawn, self._draws(i, shard)) else None
                 if near is not None:
                     moved.setdefault(near.id, (near, []))[1].append(i)
         for near, chosen in moved.values():
             references = [i for i in self._of(case) if i.role == "reference" and i not in chosen]
             for row in self._run(near, [*references, *chosen], shard, thorough=False):
                 self.emit(Judged(row))
+
+    def _draws(self, implementation: Implementation, shard: Shard) -> Draws:
+        """The stream of a shard, all of it, as an implementation has it."""
+
+        def every() -> Sequence[Case]:
+            stream = self._stream(shard.family, shard.index, shard.of, shard.seed)
+            return [case for _, case in stream.first(shard.of)]
+
+        gets = functools.partial(selected, implementation, cost=self.profile.cost, device=self.device)
+        return Draws(f"{shard.seed}/{shard.family}/{shard.index}", every, gets, self.profile.cost)
 
     def _accepting(self, implementation: Implementation, shard: Shard) -> Accepting:
         def announce(case: Case) -> bool:

@@ -1,10 +1,13 @@
 """Cases are moved to where an implementation does not refuse them, and nowhere else."""
 
+import dataclasses
+import itertools
+
 import pytest
 
 from parity.case.case import Case
 from parity.registry import run_case, select
-from parity.running.accepting import Accepting, refused
+from parity.running.accepting import Accepting, Draws, refused
 
 MANY = {
     "beta": 0.5,
@@ -46,11 +49,28 @@ def test_it_is_asked_once_a_value_whatever_the_cases_are():
     made, asked = accepting("trl.gold_jsd_loss")
     first = made.moved(Case("divergence", 3, "fp32", {"temperature": 0.7, "sparse": "topk", "beta": 0.0, "k": 2}))
     count = len(asked)
-    assert (
-        made.moved(Case("divergence", 4, "bf16", {"temperature": 0.9, "sparse": "topk", "beta": 0.0, "k": 2}))
-        is not None
-    )
-    assert first is not None and len(asked) == count
+    second = made.moved(Case("divergence", 4, "bf16", {"temperature": 0.9, "sparse": "topk", "beta": 0.0, "k": 2}))
+    assert first is not None and second is not None
+    assert [case.id for case in asked[count:]] == [second.id]  # whether it takes what the case is moved to
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [  # a window of its own is taken alone, and beside vespo it is not
+        ({"loss_type": "vespo", "steps_per_generation": 4}, {"loss_type"}),
+        ({"loss_type": "vespo", "mode": "eval", "beta": 0.5}, {"loss_type", "beta"}),
+        ({"loss_type": "dapo", "mode": "eval", "softcap": 5.0, "holes": True}, {"loss_type", "holes"}),
+        # either of two would have to go with it: the loss type alone is fewer
+        ({"loss_type": "vespo", "mode": "eval", "steps_per_generation": 4}, {"mode", "steps_per_generation"}),
+    ],
+)
+def test_what_is_refused_only_together_goes_back_too_and_no_more_than_that(settings, kept):
+    made, _ = accepting("liger.FusedLinearGRPOLoss")
+    case = Case("policy", 3, "fp32", settings)
+    moved = made.moved(case) or case
+    assert {k for k, v in moved.settings.items() if settings.get(k) == v} == kept
+    rows = list(run_case(moved, [made.implementation], thorough=False))
+    assert rows and not refused(rows)
 
 
 def test_an_implementation_that_is_not_there_gets_nothing():
@@ -71,3 +91,40 @@ def test_a_dtype_that_is_refused_is_another():
     moved = made.moved(Case("logprobs", 3, "bf16", {"softcap": 5.0, "V": 33}))
     assert moved is not None and moved.settings == {"softcap": 5.0, "V": 33}
     assert moved.dtype == ("fp16" if made._skipped(Case("logprobs", 3, "bf16")) else "bf16")
+
+
+def test_every_pair_that_is_taken_meets_though_the_kernel_refuses_the_rest_of_the_case():
+    """All cases cap the logits, which the kernel refuses: it meets the other settings in those that are moved, no more than
+    bring two together, and which these are does not depend on where a worker begins."""
+    made, _ = accepting("liger.LigerFusedLinearJSDLoss")
+    each = {"temperature": 0.7, "layouts": "mixed", "ignored": "some", "peak": 4.0}
+    pairs = [*itertools.combinations(each, 2)]
+    drawn = [
+        Case("divergence", seed, "fp32", {"softcap": 5.0, **{name: each[name] for name in pair}})
+        for seed, pair in enumerate(pairs * 8)
+    ]
+    draws = Draws("0", lambda: drawn, lambda case: True, 1)
+    dealt = [case for case in reversed(drawn) if made.deals(case, draws)]
+    assert {frozenset(made.moved(case).settings) for case in dealt} >= {frozenset(pair) for pair in pairs}
+    assert len(pairs) <= len(dealt) <= len(pairs) + len(drawn) // 3
+    assert dealt[::-1] == [case for case in drawn if accepting("liger.LigerFusedLinearJSDLoss")[0].deals(case, draws)]
+
+
+def test_a_kernel_that_gets_a_share_gets_what_brings_settings_together_beside_it():
+    made, _ = accepting("liger.fused_linear_kl_div")
+    share, again, other = (
+        Case("divergence", seed, "fp32", settings)
+        for seed, settings in enumerate(
+            (
+                {"temperature": 0.7, "peak": 4.0},
+                {"temperature": 0.7, "softcap": 5.0},
+                {"temperature": 0.7, "ignored": "some"},
+            )
+        )
+    )
+    every = [other, again, share]
+    draws = Draws("0", lambda: every, lambda case: case is share, 1)
+    assert [case for case in every if made.wants(case, draws)] == [other]
+    assert not any(made.wants(case, dataclasses.replace(draws, cost=4)) for case in every)
+    cheap, _ = accepting("liger.LigerFusedLinearJSDLoss")
+    assert not any(cheap.wants(case, draws) for case in every)

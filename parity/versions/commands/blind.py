@@ -2,13 +2,17 @@
 
 The cases are those that a run of the profile draws, or lists for a trainer, in the record's family. One of them finds the
 record when it fails in the record's quantities on a bad release, answers as recorded on the good one next to it, and moves
-what the record says (`moves`): several failures end with one release. `python -m parity.versions.commands.blind` looks at
+what the record says (`moves`): several failures end with one release. What the good one refuses it cannot clear: there the
+case, with what the good one refuses at its default, must fail on the bad one and answer as recorded on the good one, as a
+finding does that is minimised. `python -m parity.versions.commands.blind` looks at
 the cases in the environment that it runs in.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import sys
@@ -25,7 +29,7 @@ from parity.process import prepare
 from parity.registry import load, loss_family, run_case, select
 from parity.results.report import measured
 from parity.results.row import Row
-from parity.running.accepting import Accepting, dealt, refused
+from parity.running.accepting import Accepting, Draws, refused
 from parity.running.plan import DTYPES
 from parity.running.run import FIXED_SEED
 from parity.running.shard import selected
@@ -38,6 +42,7 @@ from parity.versions.search.checks import CaseCheck
 
 BATCHES = 2, 4, 6
 """Failing cases of a record that are tried on the good release, one batch after the other until one finds it."""
+ACCEPTED = "accepted"
 CPU_LIMIT = 3600.0
 _LINE = "parity-blind "
 
@@ -64,11 +69,11 @@ def recall(
     pairs: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Record]] = {}
     for r in asked:
         pairs.setdefault(side_by_side(r), []).append(r)
-    drawn = {f: list(of_profile(f, profile)) for f in sorted({r.check.case.family for r in asked})}
+    drawn = {f: [*itertools.chain(*of_profile(f, profile))] for f in sorted({r.check.case.family for r in asked})}
     by_id, out = {r.id: r for r in asked}, {}
     for (bad, good), here in sorted(pairs.items(), key=lambda pair: -len(pair[1])):
         could = {r.id: nearest(r, (c for c in drawn[r.check.case.family] if fits(r, c, profile, device))) for r in here}
-        for id, (hits, found, why) in _apart(here, could, bad, good, device).items():
+        for id, (hits, found, why) in _apart(here, could, bad, good, profile, device).items():
             every = drawn[by_id[id].check.case.family]
             first = every.index(found) + 1 if found else None
             out[id] = RecordSeen(by_id[id], len(every), len(could[id]), hits, first, why)
@@ -81,6 +86,7 @@ def _apart(
     could: Mapping[str, Sequence[Case]],
     bad: tuple[str, ...],
     good: tuple[str, ...],
+    profile: str,
     device: str,
 ) -> dict[str, tuple[int, Case | None, str]]:
     """Record -> how many of its cases failed on the bad release, the first that answers as recorded on the good one too,
@@ -92,19 +98,25 @@ def _apart(
     out |= {r.id: (0, None, "no case has what it needs") for r in records if not could[r.id]}
     for batch in BATCHES:
         open_ = [r for r in records if r.id not in out]
-        wrong, why = _look(bad, [(r, left[r.id], r.expect, batch) for r in open_], device)
+        wrong, why = _look(bad, [(r, left[r.id], r.expect, batch) for r in open_], profile, device)
         out |= {r.id: (failed[r.id], None, why) for r in open_ if why}
         hits = [r for r in open_ if r.id in wrong and wrong[r.id][0]]
         for r in hits:
             drawn[r.id] |= {ran.id: asked for asked, ran in wrong[r.id][0]}
-        right, why = _look(good, [(r, [ran for _, ran in wrong[r.id][0]], r.then, 1) for r in hits], device, move=False)
+        right, why = _look(
+            good, [(r, [ran for _, ran in wrong[r.id][0]], r.then, batch) for r in hits], ACCEPTED, device
+        )
+        both = {id: [pair for pair in shown if pair[0] == pair[1]] for id, (shown, _) in right.items()}
+        less = [r for r in hits if r.id in right and not both[r.id] and right[r.id][0]]
+        still, _ = _look(bad, [(r, [ran for _, ran in right[r.id][0]], r.expect, 1) for r in less], None, device)
+        both |= {id: [p for p in right[id][0] if p[1] == shown[0][0]] for id, (shown, _) in still.items() if shown}
         for r in open_:
             shown, others = wrong.get(r.id, ([], {}))
             seen[r.id] += Counter(others)
             failed[r.id] += len(shown)
             then[r.id] += Counter(right[r.id][1] if r.id in right else {})
-            if r.id in right and right[r.id][0]:
-                out[r.id] = failed[r.id], drawn[r.id][right[r.id][0][0][1].id], ""
+            if both.get(r.id):
+                out[r.id] = failed[r.id], drawn[r.id][both[r.id][0][0].id], ""
             elif r.id not in out and (why or len(shown) < batch or batch == BATCHES[-1]):
                 none = f"{failed[r.id]} fail, on the good release {_told(then[r.id])}" if failed[r.id] else "none fails"
                 told = _told(seen[r.id])
@@ -118,14 +130,15 @@ def _told(answers: Counter[str]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in answers.most_common(5))
 
 
-def of_profile(family: str, profile: str) -> Iterator[Case]:
-    """The cases that a run of the profile with its fixed seed draws of a family, or lists for a trainer, in order."""
+def of_profile(family: str, profile: str) -> Iterator[list[Case]]:
+    """The cases that a run of the profile with its fixed seed draws of a family, in order, stream by stream, or lists for a
+    trainer."""
     if catalogue.is_trainer(family):
-        yield from catalogue.cases(family, profile, FIXED_SEED)
+        yield list(catalogue.cases(family, profile, FIXED_SEED))
         return
     found = loss_family(family)
     for index, count in enumerate(streams(found.drawn[profile], "cpu")):
-        yield from draws(cases(found, DTYPES, profile), f"{FIXED_SEED}/{family}/{index}", count)
+        yield list(draws(cases(found, DTYPES, profile), f"{FIXED_SEED}/{family}/{index}", count))
 
 
 def fits(record: Record, case: Case, profile: str, device: str) -> bool:
@@ -179,10 +192,11 @@ def side_by_side(record: Record) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _look(
-    specs: tuple[str, ...], asked: Sequence[tuple[Record, Sequence[Case], str, int]], device: str, move: bool = True
+    specs: tuple[str, ...], asked: Sequence[tuple[Record, Sequence[Case], str, int]], moving: str | None, device: str
 ) -> tuple[dict[str, tuple[list[tuple[Case, Case]], dict[str, int]]], str]:
     """Record -> the first cases, as many as asked for, that answer as expected in one environment, each beside itself or,
-    with `move`, beside what a run moves it to where the implementation refuses it; how many of those before them answer what
+    with `moving`, beside what the case is moved to where the implementation refuses it: by a run of that profile, or, with
+    `ACCEPTED`, in any case; how many of those before them answer what
     else; why the environment is unusable."""
     plan = [
         [r.id, r.check.implementation, r.check.quantities, expected, count, list(r.moves), [c.to_json() for c in found]]
@@ -192,7 +206,11 @@ def _look(
         return {}, ""
     try:
         done = ran(
-            Environment.of(specs), "parity.versions.commands.blind", json.dumps([device, move, plan]), CPU_LIMIT, device
+            Environment.of(specs),
+            "parity.versions.commands.blind",
+            json.dumps([device, moving, plan]),
+            CPU_LIMIT,
+            device,
         )
     except EnvironmentUnusable as error:
         return {}, str(error)
@@ -218,17 +236,17 @@ def table(seen: Sequence[RecordSeen], profile: str) -> str:
 
 def main() -> int:
     """Looks at the cases of its plan, those of a record until enough answer as expected; prints these."""
-    device, move, plan = json.load(sys.stdin)
+    device, moving, plan = json.load(sys.stdin)
     prepare(device, threads=1)
     rows: dict[tuple[str, str], list[Row]] = {}
-    accepting: dict[str, Accepting] = {}
+    away = Moving(moving, device) if moving else None
     for id, implementation, quantities, expected, count, moves, found in plan:
         chosen = select([implementation])
         shown: list[tuple[Mapping[str, object], Mapping[str, object]]] = []
         others: Counter[str] = Counter()
         for asked in map(Case.from_json, found):
             case = asked
-            for case in (asked, *(_moved(asked, chosen[0], device, moves, accepting) if move else ())):
+            for case in (asked, *(away.moved(asked, chosen[0], moves) if away else ())):
                 key = implementation, case.id  # two records may ask for it
                 if key not in rows:
                     rows[key] = list(run_case(case, chosen, device, thorough=False))
@@ -245,17 +263,33 @@ def main() -> int:
     return 0
 
 
-def _moved(
-    case: Case, implementation: Implementation, device: str, moves: Sequence[str], known: dict[str, Accepting]
-) -> Iterator[Case]:
-    """What a run moves the case to if the implementation refuses it, where that still moves what the record says."""
-    if catalogue.is_trainer(case.family) or not dealt(implementation, case):
-        return
-    accepting = known.setdefault(implementation.id, Accepting(implementation, device))
-    accepting.announce = lambda case: True
-    moved = accepting.moved(case)
-    if moved is not None and all(moved.settings.get(name) == case.settings.get(name) for name in moves):
-        yield moved
+class Moving:
+    """What a run of a profile moves its cases to where an implementation refuses them; with `ACCEPTED` every case is moved."""
+
+    def __init__(self, moving: str, device: str):
+        self.moving, self.device = moving, device
+        self._accepting: dict[str, Accepting] = {}
+        self._streams: dict[str, list[list[Case]]] = {}
+
+    def moved(self, case: Case, implementation: Implementation, moves: Sequence[str]) -> Iterator[Case]:
+        """The case moved, if that is done, where that still moves what the record says."""
+        if catalogue.is_trainer(case.family):
+            return
+        accepting = self._accepting.setdefault(implementation.id, Accepting(implementation, self.device))
+        accepting.announce = lambda case: True
+        if self.moving != ACCEPTED and not self._dealt(case, accepting):
+            return
+        moved = accepting.moved(case)
+        if moved is not None and all(moved.settings.get(name) == case.settings.get(name) for name in moves):
+            yield moved
+
+    def _dealt(self, case: Case, accepting: Accepting) -> bool:
+        streams = self._streams.setdefault(case.family, [])
+        streams += () if streams else of_profile(case.family, self.moving)
+        index = next(n for n, stream in enumerate(streams) if case in stream)
+        cost = PROFILES[self.moving].cost
+        gets = functools.partial(selected, accepting.implementation, cost=cost, device=self.device)
+        return accepting.deals(case, Draws(str(index), lambda: streams[index], gets, cost))
 
 
 if __name__ == "__main__":
