@@ -33,19 +33,18 @@ def refused(rows: Iterable[Row]) -> set[str]:
     return {r.implementation for r in rows} - {r.implementation for r in rows if r.verdict not in REFUSED}
 
 
-MOVED = 8
+MOVED, MOVED_COSTLY = 6, 3
 """One in so many of the drawn cases that an implementation refuses is moved to where it does not, besides those that show it
-a pair of settings; of a costly one a share as much larger as that of its cases is smaller."""
+a pair of settings; a costly one gets fewer cases."""
 COSTLY = 4
 """An implementation that gets fewer than one in so many cases gets none beside them for the sake of pairs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """The draws of which a case is one: their key, all of them, whether the implementation gets one by its share, and what a
-    profile multiplies its cost by."""
+    """The draws of which a case is one: the first of its family, whether the implementation gets one of them by its share, and
+    what a profile multiplies its cost by."""
 
-    key: str
     cases: Callable[[], Sequence[Case]]
     gets: Callable[[Case], bool]
     cost: int
@@ -62,42 +61,42 @@ class Accepting:
         self.family = loss_family(implementation.family)
         self.dtype = "fp32"
         self.alone: dict[tuple[str, Any], bool] = {}
-        self.new: dict[str, Set[str]] = {}
+        self.new: Set[str] | None = None
 
-    def deals(self, case: Case, stream: Draws) -> bool:
-        """Whether a run moves a case of a stream if it is refused: one in `MOVED`, by the case's id, and each that brings
-        settings together which no case before it in the stream that the implementation gets did.
+    def deals(self, case: Case, draws: Draws) -> bool:
+        """Whether a run moves a case if it is refused: one in `MOVED`, by the case's id, and each that brings settings together
+        which no draw before it that the implementation gets did; not in a short profile, where nearly every one does.
 
-        The same wherever a file lies and whoever runs the rest of the stream.
+        The same wherever a file lies and whoever runs the other draws.
         """
         name = self.implementation.id.rpartition("/")[2]
-        share = max(1, MOVED // self.implementation.every)
+        share = MOVED if self.implementation.every == 1 else MOVED_COSTLY
         if zlib.crc32(f"moved/{name}/{case.id}".encode()) % share == 0:
             return True
-        return self.base is not None and case.id in self._pairs(stream)
+        return draws.cost == 1 and self.base is not None and case.id in self._pairs(draws)
 
-    def wants(self, case: Case, stream: Draws) -> bool:
+    def wants(self, case: Case, draws: Draws) -> bool:
         """Whether it gets a case that is not among its share: one that brings settings together which none of these does."""
-        costly = 1 < self.implementation.every * stream.cost <= COSTLY
-        return costly and self.base is not None and case.id in self._pairs(stream) and not stream.gets(case)
+        costly = 1 < self.implementation.every <= COSTLY and draws.cost == 1
+        return costly and self.base is not None and case.id in self._pairs(draws) and not draws.gets(case)
 
-    def _pairs(self, stream: Draws) -> Set[str]:
-        """The cases of a stream that bring settings together which none before them does, those first that are in its share.
+    def _pairs(self, draws: Draws) -> Set[str]:
+        """The draws that bring settings together which none before them does, those first that are in its share.
 
         What it refuses only together counts as taken: to know it, every case would have to run.
         """
-        if stream.key not in self.new:
-            share = [case for case in stream.cases() if stream.gets(case)]
-            others = [case for case in stream.cases() if self.implementation.every > 1 and not stream.gets(case)]
+        if self.new is None:
+            share = [case for case in draws.cases() if draws.gets(case)]
+            others = [case for case in draws.cases() if self.implementation.every > 1 and not draws.gets(case)]
             beside: dict[str, set[str]] = {}
-            self.new[stream.key] = found = set[str]()
+            self.new = found = set[str]()
             for case in share + others:
                 kept = self.kept(case)
                 if any(kept - beside.get(name, set()) for name in kept):
                     found.add(case.id)
                     for name in kept:
                         beside.setdefault(name, set()).update(kept)
-        return self.new[stream.key]
+        return self.new
 
     def moved(self, case: Case) -> Case | None:
         """The case with every setting that is refused alone, and those that are refused together, back at their base; None
@@ -119,7 +118,7 @@ class Accepting:
         return None
 
     def _together(self, case: Case) -> Case | None:
-        """The case itself where the implementation runs on it, else with the fewest settings that help back at their base.
+        """The case itself where the implementation runs on it, else with one setting back at its base, or no more than need be.
 
         One that has many values stays before one that has few, and both before a number: so many draws fewer move it to
         the value that it has here.
@@ -134,11 +133,16 @@ class Accepting:
             kept = {k: v for k, v in case.settings.items() if k not in names}
             return dataclasses.replace(case, settings={**base, **kept})
 
-        for count in (1, 2):
-            for names in itertools.combinations(order, count):
-                if self._accepts(near := back(names)):
-                    return near
-        return None
+        for name in order:
+            if self._accepts(near := back([name])):
+                return near
+        away = next((n for n in range(2, len(order) + 1) if self._accepts(back(order[:n]))), None)
+        if away is None:
+            return None
+        gone = order[:away]
+        for name in gone[-2::-1]:  # the last one went because it had to
+            gone = less if self._accepts(back(less := [n for n in gone if n != name])) else gone
+        return back(gone)
 
     @functools.cached_property
     def base(self) -> Mapping[str, Any] | None:

@@ -19,7 +19,7 @@ from parity import world
 from parity.case.case import Case
 from parity.case.drawing import batch, batches, cases
 from parity.case.family import Family
-from parity.case.profiles import Profile
+from parity.case.profiles import Profile, streams
 from parity.implementations.implementation import Implementation
 from parity.registry import facts, loss_family, run_case
 from parity.results.ledger import Ledger, stale
@@ -142,14 +142,15 @@ class Session:
                 self.emit(Judged(row))
 
     def _draws(self, implementation: Implementation, shard: Shard) -> Draws:
-        """The stream of a shard, all of it, as an implementation has it."""
+        """The first draws of a shard's family, as an implementation has them."""
 
-        def every() -> Sequence[Case]:
-            stream = self._stream(shard.family, shard.index, shard.of, shard.seed)
-            return [case for _, case in stream.first(shard.of)]
+        def first() -> Sequence[Case]:
+            counts = streams(loss_family(shard.family).drawn[self.profile_name], self.device)
+            keyed = [self._stream(shard.family, n, of, shard.seed).first(of) for n, of in enumerate(counts[:STREAMS])]
+            return [case for stream in keyed for _, case in stream]
 
         gets = functools.partial(selected, implementation, cost=self.profile.cost, device=self.device)
-        return Draws(f"{shard.seed}/{shard.family}/{shard.index}", every, gets, self.profile.cost)
+        return Draws(first, gets, self.profile.cost)
 
     def _accepting(self, implementation: Implementation, shard: Shard) -> Accepting:
         def announce(case: Case) -> bool:

@@ -103,7 +103,7 @@ def test_every_pair_that_is_taken_meets_though_the_kernel_refuses_the_rest_of_th
         Case("divergence", seed, "fp32", {"softcap": 5.0, **{name: each[name] for name in pair}})
         for seed, pair in enumerate(pairs * 8)
     ]
-    draws = Draws("0", lambda: drawn, lambda case: True, 1)
+    draws = Draws(lambda: drawn, lambda case: True, 1)
     dealt = [case for case in reversed(drawn) if made.deals(case, draws)]
     assert {frozenset(made.moved(case).settings) for case in dealt} >= {frozenset(pair) for pair in pairs}
     assert len(pairs) <= len(dealt) <= len(pairs) + len(drawn) // 3
@@ -123,7 +123,7 @@ def test_a_kernel_that_gets_a_share_gets_what_brings_settings_together_beside_it
         )
     )
     every = [other, again, share]
-    draws = Draws("0", lambda: every, lambda case: case is share, 1)
+    draws = Draws(lambda: every, lambda case: case is share, 1)
     assert [case for case in every if made.wants(case, draws)] == [other]
     assert not any(made.wants(case, dataclasses.replace(draws, cost=4)) for case in every)
     cheap, _ = accepting("liger.LigerFusedLinearJSDLoss")

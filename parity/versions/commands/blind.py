@@ -32,7 +32,7 @@ from parity.results.row import Row
 from parity.running.accepting import Accepting, Draws, refused
 from parity.running.plan import DTYPES
 from parity.running.run import FIXED_SEED
-from parity.running.shard import selected
+from parity.running.shard import STREAMS, selected
 from parity.trainers import catalogue
 from parity.versions.commands.history import Record
 from parity.versions.commands.probe import print_json, printed, ran
@@ -269,7 +269,6 @@ class Moving:
     def __init__(self, moving: str, device: str):
         self.moving, self.device = moving, device
         self._accepting: dict[str, Accepting] = {}
-        self._streams: dict[str, list[list[Case]]] = {}
 
     def moved(self, case: Case, implementation: Implementation, moves: Sequence[str]) -> Iterator[Case]:
         """The case moved, if that is done, where that still moves what the record says."""
@@ -284,12 +283,12 @@ class Moving:
             yield moved
 
     def _dealt(self, case: Case, accepting: Accepting) -> bool:
-        streams = self._streams.setdefault(case.family, [])
-        streams += () if streams else of_profile(case.family, self.moving)
-        index = next(n for n, stream in enumerate(streams) if case in stream)
+        def first() -> Sequence[Case]:
+            return [*itertools.chain(*itertools.islice(of_profile(case.family, self.moving), STREAMS))]
+
         cost = PROFILES[self.moving].cost
         gets = functools.partial(selected, accepting.implementation, cost=cost, device=self.device)
-        return accepting.deals(case, Draws(str(index), lambda: streams[index], gets, cost))
+        return accepting.deals(case, Draws(first, gets, cost))
 
 
 if __name__ == "__main__":
