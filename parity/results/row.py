@@ -27,6 +27,8 @@ DECLINED: tuple[Verdict, ...] = ("refused", "unsupported")
 
 UNKNOWN, NO_REFERENCE = "not known whose fault: ", "no reference ran this case"
 """In the message of a row that blames nobody for a call that came to no end, and after it the reason."""
+IN_ITS = ", in its "
+"""In such a message, between the cause and the part that ran: "forward pass", "backward pass", "call"."""
 
 
 def told(text: str) -> Meta:
@@ -125,6 +127,13 @@ class Row(Written, kw_only=True, rename={"cls": "class"}):
     def subject(self) -> str:
         """The quantity; where there is none, the verdict."""
         return self.quantity or self.verdict
+
+
+def stopped_by(message: str) -> tuple[str, str]:
+    """Why a call came to no end, and in which part of it ("": not known), of the message of such a row."""
+    said = message.partition(f"; {UNKNOWN}")[0]
+    cause, _, part = said.rpartition(IN_ITS)
+    return (cause, part) if part in ("forward pass", "backward pass", "call") else (said, "")
 
 
 def finite(value: float | None) -> float | None:

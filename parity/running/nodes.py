@@ -32,8 +32,8 @@ GPU_SHARE = 1 / 16
 
 @dataclass(eq=False)
 class Slot:
-    """An actor and the shard that it has. `waits`: for its header, or for more of the shard's events; `at`, `done` and `skip`: as
-    in `supervisor.Worker` and `Shard`, of what was heard."""
+    """An actor and the shard that it has. `waits`: for its header, or for more of the shard's events; `at`, `done`,
+    `references` and `skip`: as in `supervisor.Worker` and `Shard`, of what was heard."""
 
     actor: Any
     waits: Any
@@ -42,6 +42,7 @@ class Slot:
     seconds: float | None = None
     at: int = 0
     done: set[tuple[str, str]] = field(default_factory=set)
+    references: dict[str, str] = field(default_factory=dict)
     skip: list[tuple[str, str]] = field(default_factory=list)
     streams: list[tuple[str, int]] = field(default_factory=list)
 
@@ -49,6 +50,7 @@ class Slot:
         """Give the actor a shard."""
         self.shard, self.seconds = shard, None
         self.at, self.done, self.skip = shard.resume, {*shard.done}, [*shard.skip]
+        self.references = dict(shard.references)
         self.streams += [(shard.family, shard.index)] if shard.kind == "drawn" else []
         self.waits = self.actor.run.options(num_returns="streaming", name=shard.name).remote(shard)
 
@@ -59,12 +61,21 @@ class Slot:
                 pair = event.row.case, event.row.implementation
                 self.done.add(pair)
                 self.skip += [pair] if event.lost else []
+                if event.row.role == "reference" and event.row.judged:
+                    self.references.setdefault(*pair)
             case At():
                 if event.number != self.at:
                     self.done.clear()
+                    self.references.clear()
                 self.at = event.number
             case ShardDone():
                 self.seconds = event.seconds
+
+    def rest(self) -> Shard:
+        """What another actor has to do of the shard, and has to know."""
+        assert self.shard is not None
+        done, skip, references = sorted(self.done), self.skip, sorted(self.references.items())
+        return replace(self.shard, resume=self.at, done=tuple(done), references=tuple(references), skip=tuple(skip))
 
 
 class Nodes:
@@ -206,4 +217,4 @@ class Nodes:
             yield shard, Lost(f"{shard.name}: {DEATHS} actors of Ray died with it: {why}")
             return
         say(f"a worker of the cluster was lost; {shard.name} goes on elsewhere")
-        deck.left.insert(0, replace(shard, resume=slot.at, done=tuple(sorted(slot.done)), skip=tuple(slot.skip)))
+        deck.left.insert(0, slot.rest())

@@ -106,8 +106,8 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """`count` cases of a family, from number `start` on: frozen ones, those of a trainer's checks, or of the `of` that are
     drawn in stream `index`; or a finding.
 
-    `resume` cases at the start were done, and the pairs (case, implementation) of `done`, before a worker died; `skip` names
-    pairs that killed it, `exclude` implementations that are left out.
+    `resume` cases at the start were done, and the pairs (case, implementation) of `done`, before a worker died; `references`:
+    (case, reference that was judged on it) of those; `skip` names pairs that killed it, `exclude` implementations left out.
     """
 
     family: str
@@ -120,6 +120,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     sought: Sought | None = None
     resume: int = 0
     done: tuple[tuple[str, str], ...] = ()
+    references: tuple[tuple[str, str], ...] = ()
     skip: tuple[tuple[str, str], ...] = ()
     exclude: tuple[str, ...] = ()
 

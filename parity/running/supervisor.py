@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from parity.errors import UsageError
 from parity.judging import faults
 from parity.process import interpreter
-from parity.results.row import NO_REFERENCE, STOPPED, UNKNOWN, Row, Verdict
+from parity.results.row import IN_ITS, NO_REFERENCE, STOPPED, UNKNOWN, Row, Verdict
 from parity.running import cpu_limit, gpu
 from parity.running.deck import Deck
 from parity.running.events import At, Event, Judged, Lost, Retired, ShardDone, Started, genuine
@@ -192,7 +192,7 @@ class Watch:
         if worker.shard is None:
             return
         worker.at, worker.again, worker.started = worker.shard.resume, False, None
-        worker.done = {*worker.shard.done}
+        worker.done, worker.references = {*worker.shard.done}, dict(worker.shard.references)
         worker.retried.clear()
         fresh = worker.shard.sought is not None and worker.shard.sought.fresh
         if (fresh or worker.blocking) and worker.process is not None:
@@ -303,7 +303,7 @@ class Watch:
                 yield from self.given_up(worker, message)
                 return
             if started is not None and not retired and pair not in worker.done:
-                message += f", in its {part}" if part else ""
+                message += f"{IN_ITS}{part}" if part else ""
                 yield shard, Judged(self.row(worker, started, verdict, message, part), lost=True)
             skip = (*skip, pair)
             self.hold(pair[1], out)

@@ -199,6 +199,37 @@ def test_crashes_group_by_message():
     assert all(f.roots == () for f in s.findings)
 
 
+DIED = "the process ended (killed by signal 11)"
+ALONE = "; not known whose fault: no reference ran this case"
+
+
+def test_one_cause_is_one_finding_whatever_pass_it_ended_and_whoever_ran_beside_it():
+    """Three findings were made of it, and the smallest case said that nobody is to blame."""
+    s = summary(
+        row("a", None, "crashed", message=f"{DIED}, in its forward pass{ALONE}", settings={"V": 2}),
+        row("b", None, "crashed", message=f"{DIED}, in its backward pass", settings={"V": 9}, blame="candidate"),
+        row("c", None, "crashed", message=f"{DIED}, in its forward pass", settings={"V": 8}, blame="candidate"),
+        row("d", None, "crashed", message="the process ended (exit code 7), in its forward pass", blame="candidate"),
+    )
+    finding = next(f for f in s.findings if f.cases == 3)
+    assert len(s.findings) == 2 and (finding.lead.case, finding.lead.blame) == ("c", "candidate")
+    assert wording.spread(finding).endswith(
+        "wrong: candidate in 2, not known who in 1 · 2 in its forward pass, 1 in its backward pass"
+    )
+    assert wording.ended(finding.lead) == f"{DIED}, in its forward pass"
+
+
+def test_who_is_wrong_is_counted_over_all_cases():
+    s = summary(
+        row("small", verdict="disagree", blame="reference", settings={"V": 2}),
+        row("b", verdict="disagree", blame="candidate", settings={"V": 9}),
+        row("c", verdict="disagree", blame="candidate", settings={"V": 9}),
+    )
+    assert "wrong: reference in 1, candidate in 2" in wording.spread(s.findings[0])
+    (finding,) = summary(row("a", verdict="disagree", blame="candidate")).findings
+    assert "wrong:" not in wording.spread(finding)
+
+
 def test_a_finding_says_what_it_costs_of_the_gradient():
     def off(case, dist, **fields):
         return row(case, "grad_weight", "disagree", dist=dist, value_oracle=2.0, **fields)

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from parity import data
 from parity.results.row import Row
-from parity.running import cpu_limit, supervisor
+from parity.running import cpu_limit, nodes, supervisor
 from parity.running.deck import Deck
-from parity.running.events import Event, Judged, Lost, ShardDone, Started, genuine, read, signed
+from parity.running.events import At, Event, Judged, Lost, ShardDone, Started, genuine, read, signed
 from parity.running.plan import Shard, frozen_cases
 
 
@@ -141,18 +141,22 @@ def planted(
     counter = str(tmp_path / "calls")
     counted = f"open({counter!r}, 'a').write('x'); calls = os.path.getsize({counter!r})"
     (tmp_path / "own.py").write_text(FAULTS.format(counted=counted, act=act, setup=setup))
-    plan = {
+    return followed(plan_of(tmp_path, [n.format(tmp_path) for n in names], exclude), 8, timeout)
+
+
+def plan_of(tmp_path, implementations, exclude=()) -> dict:
+    """What a worker is told of a quick run in fp32."""
+    return {
         "device": "cpu",
         "threads": 1,
         "profile": "quick",
         "dtypes": ["fp32"],
-        "implementations": [n.format(tmp_path) for n in names],
+        "implementations": implementations,
         "exclude": [*exclude],
         "ledger": str(data.ledger_file()),
         "findings": str(tmp_path / "findings"),
         "frozen": [],
     }
-    return followed(plan, 8, timeout)
 
 
 def rows_of(events, name):
@@ -227,6 +231,32 @@ def test_a_process_that_ends_outside_a_call_blames_nobody_and_says_so():
     assert row.blame is None and row.message.endswith("; not known whose fault: no call of it was running")
     row = supervisor.lost_row(replace(at, implementation="trl.selective_log_softmax"), "crashed", "", "cpu", "call")
     assert row.blame == "reference"
+
+
+class Played:
+    """An actor of Ray that only takes its shard."""
+
+    run = property(lambda self: self)
+    options = remote = lambda self, *_, **__: self
+
+
+def test_what_a_lost_node_said_of_a_reference_is_known_on_the_next(tmp_path):
+    """The reference ran the case on one node, which died; the candidate ends its process on another: it is to blame."""
+    (tmp_path / "own.py").write_text(FAULTS.format(counted="", act="os._exit(7)", setup=""))
+    own, reference = f"{tmp_path / 'own.py'}:own", "trl.selective_log_softmax"
+    plan = plan_of(tmp_path, [reference, own])
+    first = next(e.row for e in followed(plan, 1, 60.0) if isinstance(e, Judged) and e.row.implementation == reference)
+    assert first.role == "reference" and first.judged
+    slot = nodes.Slot(Played(), None)
+    slot.deal(SHARD)
+    for event in (At(0), Judged(first)):
+        slot.heard(event)
+    told = [e for _, e in supervisor.run([plan], Deck([slot.rest()]), 60.0, 120.0)]
+    (died,) = [e.row for e in told if isinstance(e, Judged) and e.row.implementation == own]
+    assert (died.blame, died.against) == ("candidate", reference), died.message
+    assert not [e for e in told if isinstance(e, Judged) and e.row.implementation == reference], "it is not run again"
+    slot.heard(At(1))
+    assert slot.rest().references == ()
 
 
 def test_words_of_others_are_no_events():

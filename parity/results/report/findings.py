@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from parity.results.report.outcomes import ImplementationCase, about_run, headroom
-from parity.results.row import STOPPED, Row
+from parity.results.row import STOPPED, Row, stopped_by
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,.]*(e[+-]?\d+)?")
 
@@ -26,6 +26,8 @@ class Finding:
         worst: the row that fails worst among the roots of all cases.
         cases: in how many cases.
         classes: how many of the cases are logic, and how many precision.
+        blames: how many of the cases blame whom ("": nobody).
+        passes: how many of the calls that came to no end did so in their forward pass, their backward pass, or elsewhere ("").
         dtypes: those it was seen in.
         cells: (dtype, device, quantity) of everything that fails in these cases, roots or not.
         minimised: True where `rows` are of a minimised case, False where the run had no time left to minimise it, None
@@ -47,6 +49,8 @@ class Finding:
     cells: frozenset[tuple[str, str, str | None]]
     off: tuple[float, ...] = ()
     minimised: bool | None = None
+    blames: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    passes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -114,7 +118,7 @@ def _parts(case: ImplementationCase) -> list[_Part]:
     for (known, _), rows in split.items():
         stopped = [r for r in rows if r.verdict in STOPPED]
         if stopped:
-            verdict, label = stopped[0].verdict, normalised(stopped[0].message or "")
+            verdict, label = stopped[0].verdict, normalised(stopped_by(stopped[0].message)[0])
             out.append(_Part(case, known, verdict, frozenset(), label, tuple(rows)))
             continue
         roots = roots_of(rows)
@@ -161,7 +165,9 @@ def _merged(parts: Sequence[_Part]) -> dict[frozenset[str], list[_Part]]:
 def _finding(roots: frozenset[str], parts: Sequence[_Part]) -> Finding:
     classes = collections.Counter(p.cls for p in parts if p.cls)
     cls = "logic" if "logic" in classes else None
-    shown = min((p for p in parts if cls is None or p.cls == cls), key=lambda p: p.source.size)
+    alike = [p for p in parts if cls is None or p.cls == cls]
+    # Whose fault it is that a call came to no end is known only of some cases: one of those speaks.
+    shown = min(alike, key=lambda p: (p.verdict in STOPPED and lead_of(p.leads).blame is None, p.source.size))
     every = [row for p in parts for row in p.leads]
     source = shown.source
     order = [q for q in (r.quantity for p in parts for r in p.failing) if q in roots]
@@ -179,6 +185,12 @@ def _finding(roots: frozenset[str], parts: Sequence[_Part]) -> Finding:
         dtypes=tuple(sorted({p.source.dtype for p in parts})),
         cells=frozenset((r.dtype, r.device, r.quantity) for p in parts for r in p.failing),
         minimised=_minimised(source.rows, parts),
+        blames=collections.Counter(lead_of(p.leads).blame or "" for p in parts),
+        passes=collections.Counter(
+            stopped_by(next(r for r in p.failing if r.verdict in STOPPED).message)[1]
+            for p in parts
+            if p.verdict in STOPPED
+        ),
         off=tuple(sorted(off for p in parts for r in p.failing if (off := _off(r)) is not None)),
     )
 

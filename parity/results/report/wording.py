@@ -12,7 +12,7 @@ from parity.results.report.coverage import Openings, Reason
 from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Counts, Line, Summary
-from parity.results.row import NO_REFERENCE, STOPPED, UNKNOWN, Row
+from parity.results.row import IN_ITS, NO_REFERENCE, STOPPED, UNKNOWN, Row, stopped_by
 
 ENTRY = ("parameter", "sequence", "position", "token", "masked", "index", "value", "oracle", "error")
 HEADINGS = {"token": "token id", "masked": "masked?", "oracle": "float64"}
@@ -219,7 +219,8 @@ def blamed(blame: str | None, verdict: str, message: str) -> str:
 
 def ended(row: Row) -> str:
     """How and where a call came to no end, without whose fault it is; nothing of a row that was judged."""
-    return row.message.partition(f"; {UNKNOWN}")[0] if row.verdict in STOPPED else ""
+    cause, part = stopped_by(row.message)
+    return (f"{cause}{IN_ITS}{part}" if part else cause) if row.verdict in STOPPED else ""
 
 
 def spread(finding: Finding) -> str:
@@ -227,6 +228,14 @@ def spread(finding: Finding) -> str:
     parts = [count(finding.cases, "case"), " ".join(finding.dtypes)]
     if len(finding.classes) > 1:
         parts.append(", ".join(f"{k} in {v:,}" for k, v in sorted(finding.classes.items())))
+    if len(finding.blames) > 1:
+        parts.append(
+            "wrong: " + ", ".join(f"{k or 'not known who'} in {v:,}" for k, v in sorted(finding.blames.items())[::-1])
+        )
+    if len(finding.passes) > 1:
+        parts.append(
+            ", ".join(f"{v:,} in its {k}" if k else f"{v:,} elsewhere" for k, v in sorted(finding.passes.items())[::-1])
+        )
     if finding.roots:
         parts.append(f"worst headroom {ratio(headroom(finding.worst))} at {at(finding.worst)}")
     if finding.off:
