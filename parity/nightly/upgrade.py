@@ -10,6 +10,7 @@ from pathlib import Path
 from parity.errors import UsageError
 from parity.nightly import steps
 from parity.results.report import measured
+from parity.results.report.findings import normalised
 from parity.results.report.markdown import escape
 from parity.results.row import Row
 from parity.results.step import CUT, CommandOutcome
@@ -135,7 +136,9 @@ def compared(before: str, after: str, device: str, limit: float) -> Part:
         return Part(COMPARE, UNKNOWN, str(error), "")
     worse, better, other = (sum(m.mark == mark for m in found.moved) for mark in MARKS)
     lost = [m for m in found.moved if m.mark == "~" and _judged(m.before) and not _judged(m.after)]
-    why = collections.Counter((m.after.message if m.after else "") or "not run" for m in lost)
+    messages = [(m.after.message if m.after else "") or "not run" for m in lost]
+    shown = {normalised(text): text for text in messages}
+    why = collections.Counter(shown[normalised(text)] for text in messages)
     said = [text for n, text in ((worse, f"{worse} worse"), (better, f"{better} better")) if n]
     said += [f"{other - len(lost)} otherwise moved"] if other > len(lost) else []
     reasons = ", ".join(f"{text} ({n})" for text, n in why.most_common(3))

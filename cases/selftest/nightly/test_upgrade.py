@@ -58,7 +58,7 @@ def test_the_verdict_is_about_the_own_settings_where_there_are_some(own, others,
 HERE = Environment(None, {}, {}, None, "index", {})
 SAME = Compared((HERE, HERE), 9, (100, 100), (), ["sampled tokens: the same"])
 RIGHT, WRONG = row(), row(verdict="disagree", headroom=3.0)
-NOT_THERE = row(verdict="unsupported", quantity=None, message="the interpreter | truncates")
+NOT_THERE, NOR_THIS = (row(verdict="unsupported", quantity=None, message=f"{n} blocks | too many") for n in (137, 1100))
 DEFAULT = "GRPOConfig, defaults changed: pad_to_multiple_of 'auto' -> None"
 
 
@@ -77,9 +77,9 @@ def pair(before, after):
         ),
         ({"moved": [pair(WRONG, RIGHT)]}, CHANGED, "1 better"),
         (
-            {"moved": [pair(RIGHT, RIGHT), pair(RIGHT, NOT_THERE)]},
+            {"moved": [pair(RIGHT, RIGHT), pair(RIGHT, NOT_THERE), pair(RIGHT, NOR_THIS)]},
             CHANGED,
-            "1 otherwise moved; 1 judged before and not there",
+            "1 otherwise moved; 2 judged before and not there: 1100 blocks | too many (2)",
         ),
         ({"changes": [DEFAULT]}, CHANGED, DEFAULT),
         (

@@ -108,17 +108,19 @@ def test_the_first_screen_says_what_is_wrong_whose_fault_it_is_and_since_when(tm
     rows = [*old, *rename_typed(BAD, implementation="lib.new", blame="reference")]
     night(tmp_path, 0, GOOD)
     night(tmp_path, 1, old, 1)
-    last = night(tmp_path, 2, rows, 1)
+    last = night(tmp_path, 2, rows, 1, {"trl": "1.17.0<b>"})
     about = Header(run="run2", header=About(profile="nightly", device="cpu", started=last.started.isoformat()))
     text = report.render(typed(about, rows), report.Extras(code=1, past=memory.runs(tmp_path)))
     said = [
-        " ".join(re.sub("<.*?>", " ", line).split()) for line in re.findall("<li>(.*?)</li>", text.split("<nav>")[0])
+        " ".join(re.sub("<.*?>", " ", line).split())
+        for line in re.findall("(?s)<li>(.*?)</li>", text.split("<nav>")[0])
     ]
-    what = "logic in loss · the"
+    what, replay = "logic in loss · the", "parity replay policy-1"
     assert sorted(said) == [
-        f"lib.new {what} reference is wrong · new in this run",
-        f"lib.old {what} candidate is wrong · since yesterday, 2026-11-02",
+        f"lib.new {what} reference is wrong · new in this run {replay}",
+        f"lib.old {what} candidate is wrong · since yesterday, 2026-11-02 {replay}",
     ]
+    assert "Since the last green run, 2026-11-01: trl 1.16.0 → 1.17.0&lt;b&gt;.</p>" in text.split("<nav>")[0]
     found = Links(text)
     assert {"#new-1", "#new-2"} < set(found.targets) and {"new-1", "new-2"} < set(found.ids)
 

@@ -219,6 +219,16 @@ def test_one_cause_is_one_finding_whatever_pass_it_ended_and_whoever_ran_beside_
     assert wording.ended(finding.lead) == f"{DIED}, in its forward pass"
 
 
+def test_one_cause_in_two_dtypes_is_one_finding():
+    said = "RuntimeError: expected m1 and m2 to have the same dtype, but got: c10::%s != float"
+    found = summary(
+        row("a", None, "crashed", message=said % "BFloat16", dtype="bf16"),
+        row("b", None, "crashed", message=said % "Half", dtype="fp16"),
+        row("c", None, "crashed", message="RuntimeError: expected m1 and m2 to have the same shape"),
+    ).findings
+    assert sorted((f.cases, f.dtypes) for f in found)[1] == (2, ("bf16", "fp16")) and len(found) == 2
+
+
 def test_who_is_wrong_is_counted_over_all_cases():
     s = summary(
         row("small", verdict="disagree", blame="reference", settings={"V": 2}),

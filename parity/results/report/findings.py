@@ -10,6 +10,8 @@ from parity.results.row import STOPPED, Row, stopped_by
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,.]*(e[+-]?\d+)?")
 
+_DTYPE = re.compile(r"\b(?:c10::|torch\.)?(?:BFloat16|Half|Float|Double|bfloat16|half|double|float(?:16|32|64)?)\b")
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -97,6 +99,11 @@ def normalised(message: str) -> str:
     return _NUMBER.sub("#", message)
 
 
+def _cause(message: str) -> str:
+    """Why a call came to no end, without its numbers, the part that ran, and its dtypes: those of a finding are listed."""
+    return normalised(_DTYPE.sub("dtype", stopped_by(message)[0]))
+
+
 def _order(finding: Finding) -> tuple[bool, int, int, float, str]:
     kinds = ("crashed", "timed-out", "out-of-memory", "disagree", "nondeterministic")
     worst = headroom(finding.worst)
@@ -118,7 +125,7 @@ def _parts(case: ImplementationCase) -> list[_Part]:
     for (known, _), rows in split.items():
         stopped = [r for r in rows if r.verdict in STOPPED]
         if stopped:
-            verdict, label = stopped[0].verdict, normalised(stopped_by(stopped[0].message)[0])
+            verdict, label = stopped[0].verdict, _cause(stopped[0].message)
             out.append(_Part(case, known, verdict, frozenset(), label, tuple(rows)))
             continue
         roots = roots_of(rows)
