@@ -33,9 +33,11 @@ def refused(rows: Iterable[Row]) -> set[str]:
     return {r.implementation for r in rows} - {r.implementation for r in rows if r.verdict not in REFUSED}
 
 
-MOVED, MOVED_COSTLY = 6, 3
+MOVED, MOVED_COSTLY, MOVED_LARGE = 8, 3, 2
 """One in so many of the drawn cases that an implementation refuses is moved to where it does not, besides those that show it
-a pair of settings; a costly one gets fewer cases."""
+a pair of settings; more for a costly one, which gets fewer cases, and of the large ones, which are few in every run."""
+LARGE_ROWS, LARGE_ROW = 128, 4000
+"""Rows of the largest tensor of a case, or their length, beyond which it is large."""
 COSTLY = 4
 """An implementation that gets fewer than one in so many cases gets none beside them for the sake of pairs."""
 
@@ -64,13 +66,15 @@ class Accepting:
         self.new: Set[str] | None = None
 
     def deals(self, case: Case, draws: Draws) -> bool:
-        """Whether a run moves a case if it is refused: one in `MOVED`, by the case's id, and each that brings settings together
-        which no draw before it that the implementation gets did; not in a short profile, where nearly every one does.
+        """Whether a run moves a case if it is refused: one in so many (`MOVED`), by the case's id, and each that brings settings
+        together which no draw before it that the implementation gets did; not in a short profile, where nearly every one does.
 
         The same wherever a file lies and whoever runs the other draws.
         """
         name = self.implementation.id.rpartition("/")[2]
-        share = MOVED if self.implementation.every == 1 else MOVED_COSTLY
+        rows, length = self.family.sizes(self.family.full_settings(case))
+        large = rows > LARGE_ROWS or length > LARGE_ROW
+        share = MOVED_LARGE if large else MOVED if self.implementation.every == 1 else MOVED_COSTLY
         if zlib.crc32(f"moved/{name}/{case.id}".encode()) % share == 0:
             return True
         return draws.cost == 1 and self.base is not None and case.id in self._pairs(draws)

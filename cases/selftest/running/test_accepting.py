@@ -128,3 +128,13 @@ def test_a_kernel_that_gets_a_share_gets_what_brings_settings_together_beside_it
     assert not any(made.wants(case, dataclasses.replace(draws, cost=4)) for case in every)
     cheap, _ = accepting("liger.LigerFusedLinearJSDLoss")
     assert not any(cheap.wants(case, draws) for case in every)
+
+
+def test_of_large_cases_more_are_moved():
+    made, _ = accepting("liger.LigerFusedLinearJSDLoss")
+    draws = Draws(list, lambda case: True, 1)
+    shares = [
+        sum(made.deals(Case("divergence", seed, "fp32", {"softcap": 5.0, **size}), draws) for seed in range(400))
+        for size in ({"V": 40}, {"V": 8193, "T": 2}, {"V": 4, "B": 1, "T": 300})
+    ]
+    assert shares[0] < 400 // 6 and all(150 < share < 250 for share in shares[1:])
