@@ -1,8 +1,10 @@
 """A command of a night besides the long run, and what came of it."""
 
 import dataclasses
+import re
 
 CUT = "its time was over"
+_FOUND = re.compile(r" (?:broke|became right|changed) in \S+ \S+(?:, with .+)?$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,12 @@ class CommandOutcome:
     def search(self) -> bool:
         """Whether it looks for the release of a finding: what it ends with says nothing about the night."""
         return self.name.startswith("bisect ")
+
+    @property
+    def found(self) -> str:
+        """What a search found in a line: `CASE, IMPLEMENTATION broke in trl 1.14.0`; "" where it found nothing."""
+        lines = self.tail.splitlines() if self.search and self.exit_code == 0 else ()
+        return next((line for line in lines if _FOUND.search(line)), "")
 
     @property
     def counts(self) -> int | None:

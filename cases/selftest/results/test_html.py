@@ -16,6 +16,7 @@ from parity.results.header import About, Header
 from parity.results.report import html as report
 from parity.results.report.summary import summarise as typed
 from parity.results.row import Row
+from parity.results.step import CommandOutcome
 
 EVIL = "<script>alert('x')</script> & \"more\""
 STEP = {"check": "step-one", "model": "gemma4", "B": 1}
@@ -139,6 +140,21 @@ def test_a_finding_not_drawn_again_is_not_called_fixed_while_its_implementation_
     text, still = report.render(typed(about, now), extras), "not seen; its implementation still fails"
     assert "fixed</a>" not in text.split("<nav>")[0] and still in text
     assert still in notify.body(extras.change(typed(about, now)))
+
+
+def test_the_release_that_a_search_found_is_on_the_first_screen(tmp_path):
+    night(tmp_path / "history", 0, GOOD)
+    at = "2026-11-02T01:17:00+00:00"
+    header = Header(run="run1", header=About(profile="nightly", device="cpu", started=at))
+    summary, line = typed(header, BAD), "policy-1, <b>liger.f broke in trl 1.14.0"
+    steps = [
+        CommandOutcome("bisect trl", "parity bisect trl", code, 60.0, f"measuring\n{line}\nverdict") for code in (0, 1)
+    ]
+    memory.remember(summary, 1, tmp_path / "history", steps=steps)
+    text = report.render(summary, page.extras(header, summary, tmp_path, 1, (), BAD))
+    said = '<p><a href="#night">Searched</a>: policy-1, &lt;b&gt;liger.f broke in trl 1.14.0.</p>'
+    assert text.split("<nav>")[0].count(said) == 1, "one search found nothing"
+    assert "night" in Links(text).ids
 
 
 def rename_typed(rows, **fields):

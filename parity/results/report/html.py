@@ -113,6 +113,7 @@ def render(summary: Summary, extras: Extras = Extras()) -> str:
         steepest=STEEPEST,
         verdict=wording.verdict(summary, extras.code),
         change=change,
+        searched=[step.found for step in this.steps if step.found] if this else [],
         moved=change.moved if change else {},
         fixed=_fixed(change) if change else [],
         growth=[_growth(g) for g in change.growth[:STEEPEST]] if change else [],
