@@ -33,9 +33,9 @@ def refused(rows: Iterable[Row]) -> set[str]:
     return {r.implementation for r in rows} - {r.implementation for r in rows if r.verdict not in REFUSED}
 
 
-MOVED, MOVED_COSTLY, MOVED_LARGE = 8, 3, 2
+MOVED, MOVED_LARGE = 8, 2
 """One in so many of the drawn cases that an implementation refuses is moved to where it does not, besides those that show it
-a pair of settings; more for a costly one, which gets fewer cases, and of the large ones, which are few in every run."""
+a pair of settings; of the large ones, which are few in every run, more; of a costly implementation, which gets few, each."""
 LARGE_ROWS, LARGE_ROW = 128, 4000
 """Rows of the largest tensor of a case, or their length, beyond which it is large."""
 COSTLY = 4
@@ -74,7 +74,7 @@ class Accepting:
         name = self.implementation.id.rpartition("/")[2]
         rows, length = self.family.sizes(self.family.full_settings(case))
         large = rows > LARGE_ROWS or length > LARGE_ROW
-        share = MOVED_LARGE if large else MOVED if self.implementation.every == 1 else MOVED_COSTLY
+        share = 1 if self.implementation.every > 1 else MOVED_LARGE if large else MOVED
         if zlib.crc32(f"moved/{name}/{case.id}".encode()) % share == 0:
             return True
         return draws.cost == 1 and self.base is not None and case.id in self._pairs(draws)
