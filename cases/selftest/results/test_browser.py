@@ -27,10 +27,12 @@ onload = () => { document.title = JSON.stringify([...document.querySelectorAll("
   page.querySelectorAll("details").forEach(one => { one.open = true; });
   const beyond = [...page.querySelectorAll("h1, p, nav, summary, dd, pre")]
     .filter(e => e.getBoundingClientRect().right > root.clientWidth + 1 && !e.closest(".wide")).map(e => e.outerHTML);
+  const thin = [...page.querySelectorAll("th:first-child, td:first-child")]
+    .filter(e => e.textContent.trim().length > 6 && e.getBoundingClientRect().width < 50).map(e => e.outerHTML);
   const links = [...page.links].filter(a => !page.getElementById(decodeURIComponent(a.hash.slice(1)))).map(a => a.href);
   const images = [...page.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src.slice(0, 80));
-  return { images, title: page.title, width: root.clientWidth, scroll: root.scrollWidth, beyond, links, count: page.links.length,
-           first: page.querySelector(".verdict").getBoundingClientRect().bottom };
+  return { images, title: page.title, width: root.clientWidth, scroll: root.scrollWidth, beyond, thin, links,
+           count: page.links.length, first: page.querySelector(".verdict").getBoundingClientRect().bottom };
 })); };
 </script>"""
 
@@ -69,5 +71,6 @@ def test_in_a_browser(tmp_path):
     assert [f["title"] for f in found] == ["parity: NEW 3 · KNOWN 1"] * 2
     for frame in found:
         assert frame["scroll"] <= frame["width"] and frame["beyond"] == [], frame
+        assert frame["thin"] == [], "names one letter wide"
         assert frame["images"] == [] and frame["links"] == [] and frame["count"] >= 8
         assert frame["first"] < 300, "the verdict is on the first screen"
