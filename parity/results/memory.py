@@ -1,7 +1,7 @@
 """Past runs, kept: one small SQLite file a run in `reports/history/`, so that a report can say since when.
 
 A run is kept as sums: what was compared by implementation, family, device, dtype and quantity with the worst headroom, and the
-findings. Rows and cases stay in results.ndjson and in `reports/findings/`.
+findings, the new ones with the rows of their smallest case. Other rows stay in results.ndjson, cases in `reports/findings/`.
 """
 
 import contextlib
@@ -15,15 +15,18 @@ from pathlib import Path
 
 import msgspec
 
+from parity.decoding import decode
 from parity.errors import UsageError
 from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Summary
-from parity.results.row import finite
+from parity.results.row import Row, finite
 from parity.results.step import CommandOutcome
 
 SCHEMA = 1
 FOLDER = Path("reports/history")
+SHOWN = 100
+"""New findings whose rows are kept."""
 
 _TABLES = """
 CREATE TABLE run (schema INTEGER, id TEXT, started TEXT, profile TEXT, device TEXT, seed INTEGER, revision TEXT,
@@ -35,6 +38,7 @@ CREATE TABLE findings (key TEXT, implementation TEXT, family TEXT, verdict TEXT,
                        known TEXT, cases INTEGER, headroom REAL, message TEXT, replay TEXT);
 CREATE TABLE steps (name TEXT, exit_code INTEGER, command TEXT, seconds REAL, tail TEXT, reached TEXT);
 CREATE TABLE reasons (line TEXT);
+CREATE TABLE shown (key TEXT, row TEXT);
 """
 
 
@@ -155,6 +159,15 @@ def remember(
             _fill(base, "judged", _judged(summary))
             _fill(base, "steps", ([s.name, s.exit_code, s.command, s.seconds, s.tail, s.reached] for s in steps))
             _fill(base, "reasons", ([line] for line in reasons))
+            _fill(
+                base,
+                "shown",
+                (
+                    [key(f), msgspec.json.encode(row.to_json()).decode()]
+                    for f in summary.findings[:SHOWN]
+                    for row in f.rows
+                ),
+            )
             _fill(base, "findings", (_seen(f) for f in (*summary.findings, *summary.known)))
         draft.replace(path)
     except (OSError, sqlite3.Error) as error:
@@ -205,6 +218,16 @@ def read(path: Path) -> Run:
         raise UsageError(f"{path}: not a run that parity kept: {error}") from None
     kept = compared, judged, found, path, whole, reasons, steps
     return Run(id, when, profile, device, seed, revision or "", parsed, code, bool(ended), seconds, page, *kept)
+
+
+def shown(run: Run, key: str) -> list[Row]:
+    """The rows of the smallest case of a new finding of a kept run; none where an earlier parity kept it."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{run.path.resolve()}?mode=ro", uri=True)) as base:
+            found = base.execute("SELECT row FROM shown WHERE key = ?", [key]) if _has(base, "shown") else ()
+            return [decode(Row, row, str(run.path)) for (row,) in found]
+    except sqlite3.Error as error:
+        raise UsageError(f"{run.path}: not a run that parity kept: {error}") from None
 
 
 def _reasons(base: sqlite3.Connection) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import html.parser
 import json
 import re
+import sqlite3
 
 import pytest
 from msgspec import convert
@@ -155,6 +156,29 @@ def test_the_release_that_a_search_found_is_on_the_first_screen(tmp_path):
     said = '<p><a href="#night">Searched</a>: policy-1, &lt;b&gt;liger.f broke in trl 1.14.0.</p>'
     assert text.split("<nav>")[0].count(said) == 1, "one search found nothing"
     assert "night" in Links(text).ids
+
+
+def test_a_fixed_finding_is_shown_as_the_run_before_it_had_it(tmp_path):
+    """Class, blame, gates, worst entries, case and replay line, all of it escaped; a run kept by an earlier parity has none."""
+    worst = [{"index": [1], "value": 2.0, "oracle": 1.0, "error": 1.0, "parameter": EVIL}]
+    night(tmp_path, 0, [*GOOD, row(headroom=7.25, verdict="disagree", worst=worst, minimised=True)], 1)
+    now = [row()]
+    last = night(tmp_path, 1, now)
+    about = Header(run="run1", header=About(profile="nightly", device="cpu", started=last.started.isoformat()))
+    summary = typed(about, now)
+    text = report.render(summary, report.Extras(past=memory.runs(tmp_path)))
+    section = text.split('<h2 id="fixed">')[1].split("<h2")[0]
+    pieces = ("<details>", "logic in loss", "the candidate liger.f", "gate scalar", "7.25", "smallest case", "policy-1")
+    in_order(section, *pieces, "scalar", "disagree", "worst entries of loss", "&lt;script", "parity replay policy-1")
+    assert "<script" not in section
+    (old,) = (run for run in memory.runs(tmp_path) if run.id == "run0")
+    with sqlite3.connect(old.path) as base:
+        base.execute("UPDATE shown SET row = '{\"verdict\": 7}'")
+    assert f"{old.path}: " in report.render(summary, report.Extras(past=memory.runs(tmp_path))), "it is named"
+    with sqlite3.connect(old.path) as base:
+        base.execute("DROP TABLE shown")
+    section = report.render(summary, report.Extras(past=memory.runs(tmp_path))).split('<h2 id="fixed">')[1]
+    assert "7.25" in section and "<details>" not in section.split("<h2")[0]
 
 
 def rename_typed(rows, **fields):

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import jinja2
 
+from parity.errors import UsageError
 from parity.results import memory, trend
 from parity.results.report import wording
-from parity.results.report.findings import Finding
-from parity.results.report.outcomes import headroom
+from parity.results.report.findings import Finding, findings
+from parity.results.report.outcomes import grouped, headroom
 from parity.results.report.summary import Summary
 
 BRIEF = 8
@@ -116,6 +117,7 @@ def render(summary: Summary, extras: Extras = Extras()) -> str:
         searched=[step.found for step in this.steps if step.found] if this else [],
         moved=change.moved if change else {},
         fixed=_fixed(change) if change else [],
+        gone=_gone(change),
         growth=[_growth(g) for g in change.growth[:STEEPEST]] if change else [],
         trend=lines,
         seen=lambda finding: _seen(finding, change),
@@ -191,6 +193,16 @@ def _fixed(change: trend.Change) -> list[tuple[str, ...]]:
         )
         for f in (then[key] for key in change.fixed)
     ]
+
+
+def _gone(change: trend.Change | None) -> tuple[list[Finding], str]:
+    """What is fixed, as the run before showed it, where that kept its rows; and why they cannot be read."""
+    if change is None or change.before is None:
+        return [], ""
+    try:
+        return [f for key in change.fixed for f in findings(grouped(memory.shown(change.before, key)))], ""
+    except UsageError as error:
+        return [], str(error)
 
 
 def _growth(g: trend.Growth) -> tuple[str, ...]:
