@@ -53,6 +53,7 @@ SETTINGS = {
     "undesirable": Setting(1.0, "undesirable_weight", (1.0, 1.3)),
     "whole": Setting(False, "SFT: completion_only_loss=False, prompts are trained on", (False, True)),
     "precomputed": Setting(False, "precompute_ref_log_probs", (False, True)),
+    "split": Setting("8x1", "batch x accumulation; without it where `twins` has the trainer", ("8x1", "2x4")),
     "model": Setting(
         "llama", "tiny model; KTO's estimate of the KL is positive for llama, negative for qwen2", ("llama", "qwen2")
     ),
@@ -117,7 +118,10 @@ def _moved(trainer: str, loss: str) -> Iterator[dict[str, Any]]:
         yield {"penalty": 2.0}
     if trainer == "orpo-trainer":
         yield {"beta": 0.05, "model": "qwen2"}
+        yield {"split": "2x4"}
     if trainer == "cpo-trainer":
+        yield {"split": "2x4"}
+        yield {"split": "2x4", "nll": 0.0}
         yield {"nll": 0.0, "beta": 0.05, "model": "qwen2"}
         if loss in ("sigmoid", "simpo"):
             yield {"nll": 0.4, "smoothing": 0.1}
@@ -164,7 +168,7 @@ def losses(cell: Cell) -> Iterator[CheckResult]:
     options = _options(trainer, s)
     if trainer == "dpo-trainer" and "f_divergence_type" in known:
         options["f_divergence_type"] = offered(cell.trainer, "f_divergence_type", s.divergence)
-    part, twin = _rows(trainer, s), plain_twin(model=s.model, split="8x1")
+    part, twin = _rows(trainer, s), plain_twin(model=s.model, split=s.split)
     run = twin_runs.build(trainer, twin, twin_runs.unfixed(cell.path), part, **options)
     steps = twin_runs.train(run, cell.path)
     if not s.whole:  # else its sequences count from their first token on
