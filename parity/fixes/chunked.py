@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 # Below this the exponential is 0 in every dtype; clamping to it keeps 0 * inf out of sums over masked entries.
-_NEGLIGIBLE = -1e4
+NEGLIGIBLE = -1e4
 _DOT_BLOCK = 256
 _PARTS = 64
 """Parts of the hidden states' gradient that are added one by one; the sums of so many are added then."""
@@ -38,7 +38,6 @@ class Settings:
     result: torch.dtype  # log-probs and entropies
     keep: int = 0  # bytes of tiles that may stay for the backward
     narrow: bool = False  # products come out in the operands' dtype, as a linear layer's
-    whole: bool = False  # narrow, and all logits stay: one product each; `vocab_block` is the vocabulary
 
     @property
     def exponentials(self) -> bool:
@@ -50,7 +49,7 @@ class Settings:
         return self.operand.itemsize if self.narrow else self.tile.itemsize
 
 
-class _Buffers(dict[str, Tensor]):
+class Buffers(dict[str, Tensor]):
     """Memory that all tiles of a call use in turn: on the CPU fresh pages cost more than what is written into them."""
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -81,14 +80,14 @@ def _rounds_dlogits(settings: Settings, device: torch.device) -> bool:
     return settings.narrow or (settings.operand != settings.tile and device.type == "cuda")
 
 
-def _operand(x: Tensor, settings: Settings, buffers: _Buffers, name: str) -> Tensor:
+def _operand(x: Tensor, settings: Settings, buffers: Buffers, name: str) -> Tensor:
     x = x.to(settings.operand)
     if x.is_cuda or x.dtype == settings.tile or settings.narrow:
         return x
     return buffers.take(name, tuple(x.shape), x, settings.tile).copy_(x)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, buffers: _Buffers, first: bool = False) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, buffers: Buffers, first: bool = False) -> None:
     """`total += a @ b`; what `total` held before the `first` product does not count."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=0 if first else 1)
@@ -99,7 +98,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, buffers: _Buffers, first: 
         torch.addmm(total.zero_() if first else total, a, b, out_dtype=total.dtype, out=total)
 
 
-def _blocks(size: int, step: int) -> Iterator[slice]:
+def blocks(size: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
@@ -112,18 +111,13 @@ def _raw_tile(h: Tensor, w: Tensor, bias: Tensor | None, s: Settings, out: Tenso
     return tile if bias is None else tile.add_(bias.to(s.tile))
 
 
-def _all_logits(hidden: Tensor, weight: Tensor, rows: Tensor | None, s: Settings) -> Tensor:
-    picked = hidden if rows is None else hidden[rows]
-    return picked.to(s.operand) @ weight.to(s.operand).t()
-
-
-def _widened(raw: Tensor, bias: Tensor | None, s: Settings, buffers: _Buffers) -> Tensor:
+def widened(raw: Tensor, bias: Tensor | None, s: Settings, buffers: Buffers) -> Tensor:
     """A narrow tile in the tiles' dtype, with its bias."""
     tile = buffers.take("tile", tuple(raw.shape), raw, s.tile).copy_(raw)
     return tile if bias is None else tile.add_(bias.to(s.tile))
 
 
-def _logits_tile(raw: Tensor, s: Settings, slope: bool, copied: bool) -> tuple[Tensor, Tensor | None]:
+def logits_tile(raw: Tensor, s: Settings, slope: bool, copied: bool) -> tuple[Tensor, Tensor | None]:
     """Its logits, and with a softcap their derivative `sech^2` (1 - tanh^2 would cancel near the cap).
 
     In place, unless `copied`.
@@ -150,22 +144,16 @@ def _chosen_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Ten
     out.copy_(z / s.temperature)
 
 
-def _take_target(tile: Tensor, ids: Tensor, start: int | None, into: Tensor) -> None:
+def _take_target(tile: Tensor, ids: Tensor, start: int, into: Tensor) -> None:
     """Writes the chosen token's logit of each row that has it in this tile into `into`."""
-    if start is None:
-        into.copy_(tile.gather(1, ids.unsqueeze(1)).squeeze(1))
-        return
     local = ids - start
     inside = (local >= 0) & (local < tile.shape[1])
     picked = tile.gather(1, local.clamp(0, tile.shape[1] - 1).unsqueeze(1)).squeeze(1)
     into.copy_(torch.where(inside, picked.to(into.dtype), into))
 
 
-def _put_target(tile: Tensor, ids: Tensor, start: int | None, value: Tensor) -> None:
-    """Writes `value`, one a row, over the chosen token of each row that has it in this tile; `start` None: all have."""
-    if start is None:
-        tile.scatter_(1, ids.unsqueeze(1), value.to(tile.dtype).expand(tile.shape[0], 1))
-        return
+def _put_target(tile: Tensor, ids: Tensor, start: int, value: Tensor) -> None:
+    """Writes `value`, one a row, over the chosen token of each row that has it in this tile."""
     local = ids - start
     inside = ((local >= 0) & (local < tile.shape[1])).unsqueeze(1)
     column = local.clamp(0, tile.shape[1] - 1).unsqueeze(1)
@@ -193,39 +181,30 @@ class ChunkedLogProbs(torch.autograd.Function):
         kept: list[Tensor] = []
         tops: list[Tensor] = []  # what the exponentials of a kept tile were shifted by
         room = settings.keep if any(ctx.needs_input_grad[:3]) else 0
-        buffers, banned = _Buffers(), torch.full((1, 1), -math.inf, device=hidden.device)
+        buffers, banned = Buffers(), torch.full((1, 1), -math.inf, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = _all_logits(hidden, weight, rows, settings) if settings.whole else None
-            for block in _blocks(0 if settings.narrow else count, _DOT_BLOCK):
+            for block in blocks(0 if settings.narrow else count, _DOT_BLOCK):
                 picked = hidden[block if rows is None else rows[block]]
                 _chosen_logits(picked, weight, bias, ids[block], settings, target[block])
-            for columns in _blocks(weight.shape[0], settings.vocab_block):
-                w = weight if settings.whole else _operand(weight[columns], settings, buffers, "head")
+            for columns in blocks(weight.shape[0], settings.vocab_block):
+                w = _operand(weight[columns], settings, buffers, "head")
                 b = None if bias is None else bias[columns]
-                for block in _blocks(count, settings.token_block):
-                    if logits is not None:
-                        tile = logits[block]
-                    else:
-                        h = _operand(hidden[block if rows is None else rows[block]], settings, buffers, "hidden")
-                        room -= h.shape[0] * w.shape[0] * settings.kept_itemsize
-                        reused = room < 0 and (settings.narrow or h.dtype == settings.tile)
-                        name = "product" if settings.narrow else "tile"
-                        out = buffers.take(name, (h.shape[0], w.shape[0]), w, h.dtype) if reused else None
-                        tile = _raw_tile(h, w, b, settings, out)
-                        kept += [tile] if room >= 0 else []
+                for block in blocks(count, settings.token_block):
+                    h = _operand(hidden[block if rows is None else rows[block]], settings, buffers, "hidden")
+                    room -= h.shape[0] * w.shape[0] * settings.kept_itemsize
+                    reused = room < 0 and (settings.narrow or h.dtype == settings.tile)
+                    name = "product" if settings.narrow else "tile"
+                    out = buffers.take(name, (h.shape[0], w.shape[0]), w, h.dtype) if reused else None
+                    tile = _raw_tile(h, w, b, settings, out)
+                    kept += [tile] if room >= 0 else []
                     shape = tuple(tile.shape)
                     if settings.narrow:
-                        tile = _widened(tile, b, settings, buffers)
+                        tile = widened(tile, b, settings, buffers)
                     copied = room >= 0 and not settings.exponentials and not settings.narrow
-                    tile, _ = _logits_tile(tile, settings, False, copied)
-                    start = None if settings.whole else columns.start
+                    tile, _ = logits_tile(tile, settings, False, copied)
                     if settings.narrow:  # rounded like the others: equal logits stay equal
-                        _take_target(tile, ids[block], start, target[block])
-                    _put_target(tile, ids[block], start, banned)
-                    if settings.whole and not settings.entropy:  # a softmax is one pass: its largest term is 1 / total
-                        top[block] = tile.amax(1).to(top.dtype)
-                        total[block] = torch.softmax(tile, 1, out=tile).amax(1).to(total.dtype).reciprocal()
-                        continue
+                        _take_target(tile, ids[block], columns.start, target[block])
+                    _put_target(tile, ids[block], columns.start, banned)
                     before = top[block].clone()
                     top[block] = now = torch.maximum(before, tile.amax(1).to(before.dtype))
                     tops += [now] if room >= 0 and settings.exponentials else []
@@ -234,7 +213,7 @@ class ChunkedLogProbs(torch.autograd.Function):
                     moved = torch.where(before == -math.inf, 0.0, before - shift)
                     decay = torch.where(before == -math.inf, 0.0, moved.exp())
                     if settings.entropy:
-                        tile.clamp_(min=_NEGLIGIBLE)
+                        tile.clamp_(min=NEGLIGIBLE)
                         exps = torch.exp(tile, out=buffers.take("exps", shape, w, settings.tile))
                         weighted[block] = decay * (weighted[block] + moved * total[block]) + tile.mul_(exps).sum(1)
                     else:
@@ -246,28 +225,20 @@ class ChunkedLogProbs(torch.autograd.Function):
         delta = torch.where(top == -math.inf, top, shift) - target + total.log()
         zero = delta.new_zeros(())
         result = settings.result
-        logps = _spread(-torch.logaddexp(zero, delta) + 0.0, rows, hidden.shape[0], result)
+        logps = spread(-torch.logaddexp(zero, delta) + 0.0, rows, hidden.shape[0], result)
         entropy = others = None
         if settings.entropy:
-            bounded = delta.clamp(_NEGLIGIBLE, -_NEGLIGIBLE)
+            bounded = delta.clamp(NEGLIGIBLE, -NEGLIGIBLE)
             others = total.log() - weighted / total  # entropy given that the chosen token is not drawn
             p, q = torch.sigmoid(-bounded), torch.sigmoid(bounded)
             entropy = p * torch.logaddexp(zero, bounded) + q * (torch.logaddexp(zero, -bounded) + others)
-        if logits is not None:
-            kept = [logits]
         ctx.settings, ctx.rows, ctx.kept = settings, rows, len(kept)
         ctx.save_for_backward(hidden, weight, bias, ids, shift, total, delta, entropy, others, *kept, *tops)
-        return logps, None if entropy is None else _spread(entropy, rows, hidden.shape[0], result)
+        return logps, None if entropy is None else spread(entropy, rows, hidden.shape[0], result)
 
     @staticmethod
     def backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            found = ChunkedLogProbs._backward(ctx, grad_logps, grad_entropy)
-        if not torch.is_grad_enabled():
-            return found
-        # create_graph=True: without this the gradients would pass for constants.
-        leaves = [x for x in (*ctx.saved_tensors[:3], grad_logps, grad_entropy) if x is not None]
-        return tuple(None if x is None else _Once.apply(x, *leaves) for x in found)
+        return once(ChunkedLogProbs._backward, ctx, grad_logps, grad_entropy)
 
     @staticmethod
     def _backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -282,11 +253,11 @@ class ChunkedLogProbs(torch.autograd.Function):
         q = torch.sigmoid(delta)
         at_target, constant, linear = torch.zeros_like(delta), torch.zeros_like(delta), None
         if grad_logps is not None:
-            g = _rows(grad_logps.reshape(-1), rows).to(delta.dtype) * slope
+            g = scored(grad_logps.reshape(-1), rows).to(delta.dtype) * slope
             at_target, constant = g * q, -g * q / total
         if grad_entropy is not None:
-            g = _rows(grad_entropy.reshape(-1), rows).to(delta.dtype) * slope
-            bounded = delta.clamp(_NEGLIGIBLE, -_NEGLIGIBLE)
+            g = scored(grad_entropy.reshape(-1), rows).to(delta.dtype) * slope
+            bounded = delta.clamp(NEGLIGIBLE, -NEGLIGIBLE)
             linear = -g * q / total
             log_q = -torch.logaddexp(delta.new_zeros(()), -bounded)
             at_target = at_target - g * q * torch.sigmoid(-bounded) * (others - bounded)
@@ -299,20 +270,24 @@ class ChunkedLogProbs(torch.autograd.Function):
             unit = torch.ldexp(torch.ones_like(largest), (10 - torch.frexp(largest).exponent).clamp(-100, 100))
             at_target, constant = at_target * unit, constant * unit
             linear = None if linear is None else linear * unit
-        if settings.whole and linear is None and bool((delta > -math.inf).all()):  # e^x / total is a softmax: one pass
-            constant, shift = constant * total, None
         factors = [None if x is None else x.unsqueeze(1) for x in (at_target, constant, linear, shift)]
         tiles = kept[: ctx.kept], kept[ctx.kept :]
         with torch.autocast(hidden.device.type, enabled=False):
-            if settings.whole:
-                grads = _backward_whole(
-                    hidden, weight, bias, ids, rows, factors, unit, settings, ctx.needs_input_grad, kept[0]
-                )
-            else:
-                grads = _backward_tiles(
-                    hidden, weight, bias, ids, rows, factors, unit, settings, ctx.needs_input_grad, tiles
-                )
+            grads = _backward_tiles(
+                hidden, weight, bias, ids, rows, factors, unit, settings, ctx.needs_input_grad, tiles
+            )
         return *grads, None, None, None
+
+
+def once(backward: Any, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    """`backward(ctx, *gradients)`, of a function whose first saved tensors are its leaves; differentiating it raises."""
+    with torch.no_grad():
+        found = backward(ctx, *gradients)
+    if not torch.is_grad_enabled():
+        return tuple(found)
+    # create_graph=True: without this the gradients would pass for constants.
+    leaves = [x for x in (*ctx.saved_tensors[:3], *gradients) if x is not None]
+    return tuple(None if x is None else _Once.apply(x, *leaves) for x in found)
 
 
 class _Once(torch.autograd.Function):
@@ -346,19 +321,19 @@ def _backward_tiles(
     grad_hidden = new(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
     grad_bias = torch.empty_like(bias) if bias is not None and needs_bias else None
-    buffers, last_use, in_place = _Buffers(), not _keeps_graph(), unit is None and weight.dtype == wide
+    buffers, last_use, in_place = Buffers(), not keeps_graph(), unit is None and weight.dtype == wide
 
     # The head's gradient is finished one vocabulary block at a time, over all tokens, so it never exists in float32
     # as a whole. With a frozen head the same holds for the hidden states, one token block at a time.
     group_size = count if needs_weight or needs_bias else settings.token_block
-    for group in _blocks(count, max(group_size, 1)) if count else [slice(0, 0)]:
+    for group in blocks(count, max(group_size, 1)) if count else [slice(0, 0)]:
         size = group.stop - group.start
         for_hidden = None
         if grad_hidden is not None:
             direct = unit is None and rows is None and hidden.dtype == wide
             for_hidden = grad_hidden[group] if direct else hidden.new_empty(size, hidden.shape[1], dtype=wide)
         before = None  # the sum of earlier parts, where there are many: one by one, alike ones would drift
-        for part, columns in enumerate(_blocks(weight.shape[0], settings.vocab_block)):
+        for part, columns in enumerate(blocks(weight.shape[0], settings.vocab_block)):
             w = _operand(weight[columns], settings, buffers, "head")
             b = None if bias is None else bias[columns]
             first = part % _PARTS == 0
@@ -371,7 +346,7 @@ def _backward_tiles(
                 for_weight = for_weight if size else for_weight.zero_()
             if grad_bias is not None:
                 for_bias = torch.zeros(w.shape[0], dtype=wide, device=w.device)
-            for inner in _blocks(size, settings.token_block):
+            for inner in blocks(size, settings.token_block):
                 block = slice(group.start + inner.start, group.start + inner.stop)
                 h = _operand(hidden[block if rows is None else rows[block]], settings, buffers, "hidden")
                 # Kept tiles are the first ones in the forward's order: blocks of tokens within blocks of the vocabulary.
@@ -390,7 +365,7 @@ def _backward_tiles(
                 else:
                     raw = tiles[number] if here else _raw_tile(h, w, b, settings, out)
                     out = raw if out is None else out
-                    raw = _widened(raw, b, settings, buffers) if settings.narrow else raw
+                    raw = widened(raw, b, settings, buffers) if settings.narrow else raw
                     copied = here and not last_use and not settings.narrow
                     parts = at_target, constant, linear, shift
                     tile = _dlogits(raw, ids[block], columns.start, parts, settings, copied)
@@ -416,60 +391,23 @@ def _backward_tiles(
 
 
 def _dlogits(
-    raw: Tensor, ids: Tensor, start: int | None, parts: tuple[Tensor | None, ...], s: Settings, copied: bool
+    raw: Tensor, ids: Tensor, start: int, parts: tuple[Tensor | None, ...], s: Settings, copied: bool
 ) -> Tensor:
     """The gradient of a tile of products, in their place unless `copied`; for `parts` see `ChunkedLogProbs._backward`."""
     at_target, constant, linear, shift = parts
-    assert at_target is not None and constant is not None
-    tile, sech2 = _logits_tile(raw, s, True, copied)
-    if shift is not None:
-        tile.sub_(shift.to(tile.dtype))
-    if shift is None:
-        _put_target(tile, ids, start, tile.new_full((1, 1), -math.inf))
-        torch.softmax(tile, 1, out=tile).mul_(constant.to(tile.dtype))
-    elif linear is None:
+    assert at_target is not None and constant is not None and shift is not None
+    tile, sech2 = logits_tile(raw, s, True, copied)
+    tile.sub_(shift.to(tile.dtype))
+    if linear is None:
         tile.exp_().mul_(constant.to(tile.dtype))
     else:
-        line = (tile.clamp_(min=_NEGLIGIBLE) * linear.to(tile.dtype)).add_(constant.to(tile.dtype))
+        line = (tile.clamp_(min=NEGLIGIBLE) * linear.to(tile.dtype)).add_(constant.to(tile.dtype))
         tile.exp_().mul_(line)
     _put_target(tile, ids, start, at_target)
     return tile if sech2 is None else tile.mul_(sech2)
 
 
-def _backward_whole(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ids: Tensor,
-    rows: Tensor | None,
-    factors: list[Tensor | None],
-    unit: Tensor | None,
-    s: Settings,
-    needs: tuple[bool, ...],
-    logits: Tensor,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`_backward_tiles` where all logits were kept, narrow: their gradient takes their place, then one product a gradient."""
-    buffers, into = _Buffers(), logits if not _keeps_graph() else torch.empty_like(logits)
-    grad_bias = torch.zeros(weight.shape[0], dtype=s.tile) if bias is not None and needs[2] else None
-    for block in _blocks(ids.shape[0], s.token_block):
-        parts = tuple(None if x is None else x[block] for x in factors)
-        tile = _dlogits(_widened(logits[block], bias, s, buffers), ids[block], None, parts, s, False)
-        if grad_bias is not None:
-            grad_bias += tile.sum(0)
-        into[block].copy_(tile)
-    assert unit is not None
-    grad_hidden = grad_weight = None
-    if needs[0]:
-        grad_hidden = (into @ weight.to(s.operand)).to(hidden.dtype).div_(unit)
-        if rows is not None:
-            grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_hidden)
-    if needs[1]:
-        picked = (hidden if rows is None else hidden[rows]).to(s.operand)
-        grad_weight = (into.t() @ picked).to(weight.dtype).div_(unit)
-    return grad_hidden, grad_weight, None if grad_bias is None or bias is None else (grad_bias / unit).to(bias.dtype)
-
-
-def _keeps_graph() -> bool:
+def keeps_graph() -> bool:
     """Whether a second backward pass may follow, so that kept tiles must stay as they are."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return asked is None or bool(asked())
@@ -479,11 +417,11 @@ def _finite_or_zero(top: Tensor) -> Tensor:
     return torch.where(top == -math.inf, 0.0, top)
 
 
-def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
+def scored(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x[rows]
 
 
-def _spread(x: Tensor, rows: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
+def spread(x: Tensor, rows: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
     if rows is None:
         return x.to(dtype)
     return torch.zeros(count, dtype=dtype, device=x.device).index_copy_(0, rows, x.to(dtype))

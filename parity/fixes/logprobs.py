@@ -23,6 +23,7 @@ from torch import Tensor
 
 from parity.fixes.checks import check_count, check_shapes, check_switch, check_tensors, check_transform
 from parity.fixes.chunked import ChunkedLogProbs, Settings, precision, statistics_dtype
+from parity.fixes.whole import WholeLogProbs
 
 
 @torch._disable_dynamo  # reads values (ids) and loops: nothing to trace. The public spelling imports Triton at once
@@ -161,7 +162,7 @@ def chunked_log_probs(
     few = max(1, min(_TILE // vocab, tokens))  # whole rows of logits
     copies = 2 * sum(x.numel() for x in (hidden, weight) if x.dtype != operand) * operand.itemsize
     flat, valid = _scored(ids, vocab, ignore_index)
-    rows = None if bool(valid.all()) else valid.nonzero().squeeze(1)
+    rows = None if valid is None else valid.nonzero().squeeze(1)
     copies += 0 if rows is None else rows.numel() * width * hidden.element_size()  # the scored rows side by side
     whole = narrow and free and (memory_budget or 0) >= all_logits + _working(vocab, few, tokens, 0, tile) + copies
     if whole:
@@ -189,15 +190,14 @@ def chunked_log_probs(
         result=statistics_dtype(hidden.device) if wide else tile,
         keep=keep,
         narrow=narrow,
-        whole=whole,
     )
     scored = flat if rows is None else flat[rows]
     table = hidden.reshape(flat.numel(), hidden.shape[-1])
-    logps, entropies = ChunkedLogProbs.apply(table, weight, bias, scored, rows, settings)
+    logps, entropies = (WholeLogProbs if whole else ChunkedLogProbs).apply(table, weight, bias, scored, rows, settings)
     return logps.reshape(ids.shape), None if entropies is None else entropies.reshape(ids.shape)
 
 
-_TILE = 2**18
+_TILE = 2**19
 """Logits worked on at once where whole rows of them are."""
 
 
@@ -207,14 +207,18 @@ def _working(vocab_block: int, token_block: int, tokens: int, width: int, tile: 
     return numbers * tile.itemsize + 80 * tokens
 
 
-def _scored(ids: Tensor, vocab: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The ids, flat and 64 bits wide, and which of them are not ignored; ValueError where one of those is no token."""
+def _scored(ids: Tensor, vocab: int, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+    """The ids, flat and 64 bits wide, and which are not ignored, None for all; ValueError where one of those is no token."""
     flat = ids.reshape(-1).long()
+    if flat.numel() and not 0 <= ignore_index < vocab:
+        least, most = flat.aminmax()
+        if least.item() >= 0 and most.item() < vocab:
+            return flat, None
     valid = flat != ignore_index
     outside = ((flat < 0) | (flat >= vocab)) & valid
     if bool(outside.any()):
         raise ValueError(f"ids: {int(flat[outside][0])} is outside [0, {vocab}); mask it with ignore_index")
-    return flat, valid
+    return flat, None if bool(valid.all()) else valid
 
 
 # The widest vocabulary block among the kernel's autotuning configurations.
@@ -269,10 +273,11 @@ def _cce_log_probs(
     nll = linear_cross_entropy(
         scaled,
         weight.contiguous(),
-        torch.where(valid, flat, -100),
+        flat if valid is None else torch.where(valid, flat, -100),
         softcap=None if softcap is None else softcap / temperature,
         reduction="none",
         filter_eps=filter_eps,
         impl="cce",
     )
-    return torch.where(valid, -nll.float(), 0.0).reshape(ids.shape)
+    logps = -nll.float() if valid is None else torch.where(valid, -nll.float(), 0.0)
+    return logps.reshape(ids.shape)

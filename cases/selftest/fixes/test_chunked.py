@@ -244,6 +244,58 @@ def test_all_narrow_logits_stay_within_the_budget_with_some_ignored(monkeypatch)
     assert took_whole == [False, True]
 
 
+def test_all_narrow_logits_take_the_memory_of_logits_and_gradients_alone():
+    """What is worked on is given back before the gradients are made: no more than plain logits and their gradient."""
+    hidden, weight, _, ids = draw((256,), 256, 8192, torch.bfloat16, bias=False)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    with peak("cpu") as found:
+        selective_log_probs(hidden, weight, ids, narrow_products=True, memory_budget=2**40).sum().backward()
+    assert found.bytes <= 1.05 * (2 * ids.numel() * weight.shape[0] + sum(x.nbytes for x in leaves))
+
+
+@pytest.mark.parametrize("more", NARROW, ids=str)
+def test_narrow_logits_of_certain_tokens_have_their_tiny_entropies(more):
+    """Of e^-20, from logits of hundreds: a rounding of those must not enter."""
+    weight = torch.diag(torch.tensor([32.0, 32.0, 2.0, 1.0])).bfloat16()
+    hidden = torch.tensor([[13.0, 11, 5, 7], [27, 29, 1, 3], [21, 23, 3, 9]]).bfloat16().requires_grad_()
+    ids = torch.tensor([2, 3, 2])
+    want, wide = (hidden @ weight.t()).detach().double(), hidden.detach().double().requires_grad_()
+    z = wide @ weight.double().t()
+    assert torch.equal(z.detach(), want)  # nothing is rounded
+    exact = definition(wide, weight.double(), ids, None, temperature=3.0)
+    _, entropies = selective_log_probs(hidden, weight, ids, temperature=3.0, entropy=True, narrow_products=True, **more)
+    torch.testing.assert_close(entropies.double(), exact[1].detach(), rtol=0.1, atol=0)
+    (found,), (right,) = (torch.autograd.grad(e.sum(), x) for e, x in ((entropies, hidden), (exact[1], wide)))
+    torch.testing.assert_close(found[:, :2].double(), right[:, :2], rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("case", ["signs and zeros", "no other token", "banned", "one not finite"])
+def test_narrow_logits_kept_whole_and_in_tiles_agree(case, entropy):
+    hidden, weight, bias, ids = draw((40,), 24, 300, torch.bfloat16)
+    cotangent = torch.randn(40, generator=torch.Generator().manual_seed(1))
+    cotangent[::3] = 0
+    if case == "no other token":
+        bias[:], ids[:] = -torch.inf, 5
+        bias[5], ids[7] = 1.0, 6
+    if case == "banned":
+        bias[:128], ids[:5] = -torch.inf, 3
+    if case == "one not finite":
+        hidden[3, 0], cotangent[5], cotangent[7] = torch.nan, torch.nan, torch.inf
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    found = []
+    for more in ({"memory_budget": 2**40}, {"chunk_size": 300}):
+        out = selective_log_probs(
+            hidden, weight, ids, bias=bias, temperature=0.7, entropy=entropy, narrow_products=True, **more
+        )
+        out = out if entropy else (out,)
+        found.append([*out, *torch.autograd.grad(out, leaves, [cotangent, 0.1 * cotangent][: len(out)])])
+    for whole, tiles in zip(*found, strict=True):
+        size = float(tiles.detach().nan_to_num(0, 0, 0).abs().max())
+        torch.testing.assert_close(whole, tiles, rtol=2.0**-7, atol=0.01 * size, equal_nan=True)
+        assert torch.equal(whole == 0, tiles == 0)
+
+
 @pytest.mark.parametrize("more", NARROW, ids=str)
 def test_narrow_gradients_of_tiny_cotangents_scale_with_them(more):
     """A CPU's bfloat16 units take subnormal numbers for 0: without a scale of their own such gradients vanish."""
