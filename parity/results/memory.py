@@ -159,15 +159,7 @@ def remember(
             _fill(base, "judged", _judged(summary))
             _fill(base, "steps", ([s.name, s.exit_code, s.command, s.seconds, s.tail, s.reached] for s in steps))
             _fill(base, "reasons", ([line] for line in reasons))
-            _fill(
-                base,
-                "shown",
-                (
-                    [key(f), msgspec.json.encode(row.to_json()).decode()]
-                    for f in summary.findings[:SHOWN]
-                    for row in f.rows
-                ),
-            )
+            _fill(base, "shown", _shown(summary.findings[:SHOWN]))
             _fill(base, "findings", (_seen(f) for f in (*summary.findings, *summary.known)))
         draft.replace(path)
     except (OSError, sqlite3.Error) as error:
@@ -248,6 +240,11 @@ def _fill(base: sqlite3.Connection, table: str, rows: Iterable[Iterable[object]]
     for row in rows:
         values = list(row)
         base.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)
+
+
+def _shown(found: Iterable[Finding]) -> Iterator[Sequence[object]]:
+    for f in found:
+        yield from ([key(f), msgspec.json.encode(row.to_json()).decode()] for row in f.rows)
 
 
 def _judged(summary: Summary) -> Iterator[list[object]]:

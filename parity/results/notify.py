@@ -57,6 +57,10 @@ def body(change: Change, page: str = "") -> str:
                 f"- {code(m.implementation)} in {m.family} on {m.device}: {m.cases:,} cases, usually {m.usual:,.0f}"
             )
         out += _more(change.missing)
+    if change.altered:
+        out += ["### Known findings that changed", ""]
+        out += [f"- {code(k)}: {escape(what)}" for k, what in list(change.altered.items())[:SHOWN]]
+        out += _more(change.altered)
     if change.growth:
         out += ["### Headroom that grew", ""]
         for g in change.growth[:SHOWN]:

@@ -17,6 +17,8 @@ SHARE = 0.8
 """Comparisons may fall to this share of the median of those runs."""
 RARE = 0.01
 """Chance that a run names an implementation whose comparisons fell by chance, over all that it looks at together."""
+KNOWN_GROWTH, KNOWN_RUNS = 3.0, 3
+"""A known finding is altered whose headroom is so many times the largest of earlier runs, of which at least so many had it."""
 GROWTH, WORTH_SHOWING = 1.5, 0.3
 """Headroom that grew by this factor is shown even where it passes, once it uses this share of a gate."""
 
@@ -70,6 +72,7 @@ class Change:
         still: the same, which the one before it had too.
         fixed: what the run before had and this one compared and did not find.
         growth: headrooms that grew.
+        altered: key of a known finding -> what no earlier run had of it: a size, a class, a quantity.
         missing: comparisons that fell.
         moved: package -> (version in the last green run, version now); empty without a green run before.
         green: the last green run before this one, or None.
@@ -85,6 +88,7 @@ class Change:
     missing: tuple[Missing, ...]
     moved: Mapping[str, tuple[str, str]]
     green: Run | None
+    altered: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def failing(self) -> tuple[str, ...]:
@@ -115,6 +119,7 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
         missing=tuple(_missing(run, ended[-NIGHTS:], green)),
         moved=moved(green, run) if green else {},
         green=green,
+        altered=dict(_altered(run, ended[-NIGHTS:])),
     )
 
 
@@ -179,6 +184,31 @@ def _growth(run: Run, past: Sequence[Run]) -> Iterable[Growth]:
         if large:
             out.append(Growth(*j.key, before=before, now=j.headroom, case=j.worst))
     return sorted(out, key=lambda g: -(g.now or 1e300) / max(g.before, 1e-300))
+
+
+def _altered(run: Run, past: Sequence[Run]) -> Iterable[tuple[str, str]]:
+    """Known findings that an entry covers although they are not what earlier runs had: its scope may be too wide."""
+    for k in dict.fromkeys(f.key for f in run.findings if f.known):
+        now = [f for f in run.findings if f.key == k]
+        then = [[f for f in r.findings if f.key == k] for r in past]
+        seen = [f for of_run in then for f in of_run]
+        if sum(map(bool, then)) < KNOWN_RUNS:
+            continue
+        size, before = _size(now), _size(seen)
+        classes = sorted({f.cls or f.verdict for f in now} - {f.cls or f.verdict for f in seen})
+        quantities = sorted(_quantities(now) - _quantities(seen))
+        said = [f"headroom {size:.3g}, at most {before:.3g} before"] if size > KNOWN_GROWTH * before else []
+        said += [f"{', '.join(names)} for the first time" for names in (classes, quantities) if names]
+        if said:
+            yield k, "; ".join(said)
+
+
+def _size(found: Iterable[Seen]) -> float:
+    return max(math.inf if f.headroom is None else f.headroom for f in found)
+
+
+def _quantities(found: Iterable[Seen]) -> set[str]:
+    return {name for f in found for name in f.quantities.split(", ") if name}
 
 
 def _missing(run: Run, past: Sequence[Run], green: Run | None) -> Iterable[Missing]:

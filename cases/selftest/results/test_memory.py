@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from parity.errors import UsageError
 from parity.results import memory, notify, trend
 from parity.results.header import About, End, Header
+from parity.results.report import html
 from parity.results.report.summary import summarise
 from parity.results.row import Row
 
@@ -127,6 +128,32 @@ def test_headroom_that_grew_is_shown_though_green(tmp_path, now, grown):
     found = trend.change(night(tmp_path, 3, [one]), memory.runs(tmp_path)[:3]).growth
     assert bool(found) is grown
     assert not found or found[0].before == 0.5
+
+
+KNOWN = row(headroom=4.0, verdict="disagree", known="entry-1")
+
+
+@pytest.mark.parametrize(
+    "now, nights, said",
+    [
+        (replace(KNOWN, headroom=12.0), 3, ""),
+        (replace(KNOWN, headroom=12.5), 3, "headroom 12.5, at most 4 before"),
+        (replace(KNOWN, headroom=None), 3, "headroom inf, at most 4 before"),
+        (replace(KNOWN, cls="precision"), 3, "precision for the first time"),
+        (replace(KNOWN, quantity="kl<b>"), 3, "kl<b> for the first time"),
+        (replace(KNOWN, quantity="kl<b>"), 2, ""),
+    ],
+)
+def test_a_known_finding_that_is_not_what_it_was_is_shown(tmp_path, now, nights, said):
+    for day in range(nights):
+        night(tmp_path, day, [KNOWN])
+    last = night(tmp_path, 3, [now])
+    change = trend.change(last, memory.runs(tmp_path))
+    assert dict(change.altered) == ({"liger.f entry-1": said} if said else {})
+    assert ("Known findings that changed" in notify.body(change)) is bool(said) and "kl<b>" not in notify.body(change)
+    about = Header(run="run3", header=About(profile="nightly", device="cpu", started=last.started.isoformat()))
+    text = html.render(summarise(about, [now]), html.Extras(past=memory.runs(tmp_path)))
+    assert ('id="altered"' in text) is bool(said) and "kl<b>" not in text
 
 
 def test_growth_far_below_the_gate_is_not_news(tmp_path):

@@ -148,6 +148,7 @@ def _sections(
         ("new", "New"): summary.findings,
         ("fixed", "Fixed"): change and change.before and change.fixed,
         ("grew", "Grew"): change and change.before and change.growth,
+        ("altered", "Known, but changed"): change and change.altered,
         ("known", "Known"): summary.known,
         ("matrix", "Matrix"): summary.grids,
         ("kl", "KL at step 1"): summary.step_one,
