@@ -3,12 +3,13 @@
 A kernel with few parameters refuses nearly every case that moves many settings. What it takes is learned from itself: each
 setting is tried alone, on a small case, and a drawn case that it refuses goes back to the default (or to the first of
 the family's bases that the implementation runs on) in the settings that it refuses alone. What it takes alone it may still
-refuse together: then the fewest that help go back too.
+refuse together: then the fewest that help go back too. What it refuses alone it may take beside what else the case has.
 """
 
 import dataclasses
 import functools
 import itertools
+import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -95,7 +96,7 @@ class Accepting:
             beside: dict[str, set[str]] = {}
             self.new = found = set[str]()
             for case in share + others:
-                kept = self.kept(case)
+                kept = self.kept(case) | {name for name in case.settings if self.takes_beside(name, case)}
                 if any(kept - beside.get(name, set()) for name in kept):
                     found.add(case.id)
                     for name in kept:
@@ -118,8 +119,17 @@ class Accepting:
             moved = Case(case.family, case.seed, dtype, chosen)
             if self._skipped(moved) is None:
                 found = self._together(moved) if self._stands(moved) else None
+                found = found and self._with_more(found, moved, case)
                 return found if found != case else None
         return None
+
+    def _with_more(self, found: Case, moved: Case, case: Case) -> Case:
+        """`found`, or `moved` with each setting of the case that it lost and that the implementation takes there."""
+        for name in sorted(case.settings.keys() - moved.settings.keys()):
+            more = dataclasses.replace(moved, settings={**moved.settings, name: case.settings[name]})
+            if more != case and self._accepts(more):
+                found = moved = more
+        return found
 
     def _together(self, case: Case) -> Case | None:
         """The case itself where the implementation runs on it, else with one setting back at its base, or no more than need be.
@@ -164,6 +174,20 @@ class Accepting:
         if (name, str(kind)) not in self.alone:
             self.alone[name, str(kind)] = self._runs({**(self.base or {}), name: kind})
         return self.alone[name, str(kind)]
+
+    def takes_beside(self, name: str, case: Case) -> bool:
+        """Whether it takes a setting that it may refuse alone beside the choices of the case that a probe of it has."""
+        base = self.base or {}
+        for probe in self.family.probes:
+            if probe.setting == name and probe.among:
+                chosen = {k: v for k, v in probe.among.items() if isinstance(v, str)}
+                key = name, json.dumps(probe.among, sort_keys=True, default=str)
+                if all(case.settings.get(k) == v for k, v in chosen.items()):
+                    if key not in self.alone:
+                        self.alone[key] = self._runs({**base, **probe.among, name: probe.value})
+                    if self.alone[key]:
+                        return True
+        return False
 
     def kept(self, case: Case) -> set[str]:
         """The settings of a case that it takes alone; sizes are not asked about."""

@@ -60,6 +60,11 @@ def test_it_is_asked_once_a_value_whatever_the_cases_are():
         ({"loss_type": "vespo", "steps_per_generation": 4}, {"loss_type"}),
         ({"loss_type": "vespo", "mode": "eval", "beta": 0.5}, {"loss_type", "beta"}),
         ({"loss_type": "dapo", "mode": "eval", "softcap": 5.0, "holes": True}, {"loss_type", "holes"}),
+        # taken beside dapo alone
+        (
+            {"loss_type": "dapo", "accumulation": 4, "steps_per_generation": 4, "softcap": 5.0},
+            {"loss_type", "accumulation", "steps_per_generation"},
+        ),
         # either of two would have to go with it: the loss type alone is fewer
         ({"loss_type": "vespo", "mode": "eval", "steps_per_generation": 4}, {"mode", "steps_per_generation"}),
     ],
