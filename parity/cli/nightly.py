@@ -164,7 +164,7 @@ def history_of_command(what: str, reports: Path) -> None:
 
 @click.command("upgrade-check")
 @click.argument("spec", metavar="PKG==VER|PKG==NEXT")
-@options.path("--config", "YAML or JSON file with your TRL arguments")
+@options.path("--config", "your TRL arguments: YAML, JSON, or training_args.bin")
 @click.option("--max-time", default="1h", show_default=True, help="for each of run, compare and audit")
 @options.device("auto")
 @options.REPORTS

@@ -1,15 +1,19 @@
 """The verdict about an upgrade: the gravest of its parts, or that about the team's own settings."""
 
 import dataclasses
+import os
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cases.selftest.results.test_memory import row
 from parity.errors import UsageError
 from parity.nightly import upgrade
 from parity.nightly.upgrade import CHANGED, NOT_SAFE, SAFE, UNKNOWN, Part
 from parity.results.step import CommandOutcome
+from parity.versions.commands import team
 from parity.versions.commands.compare import Compared
 from parity.versions.commands.row_diff import Moved
 from parity.versions.env.client import EnvironmentUnusable
@@ -142,3 +146,44 @@ def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeyp
     assert limits == [100.0]
     words = asked[0][1]
     assert words[-2:] == ["--max-time", "80s"] and words[words.index("--reports") + 1] == str(tmp_path / "run")
+
+
+class Hostile:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_config_is_read_from_yaml_json_and_what_a_trainer_saved(tmp_path):
+    from trl import GRPOConfig
+
+    wanted = {"beta": 0.04, "loss_type": "dapo", "epsilon_high": 0.28}
+    made = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **wanted)
+    (tmp_path / "grpo.yaml").write_text("beta: 0.04\nloss_type: dapo\nepsilon_high: 0.28\n")
+    (tmp_path / "grpo.json").write_text(made.to_json_string())
+    torch.save(made, tmp_path / "training_args.bin")
+    found = {path.suffix: team.read(path) for path in tmp_path.glob("*.*")}
+    assert dict(found[".yaml"].settings) == wanted
+    assert {name: found[".json"].settings[name] for name in wanted} == wanted
+    assert found[".bin"].settings == found[".json"].settings and "learning_rate" in found[".bin"].others
+    assert [c.settings["beta"] for label, c in team.cases(found[".bin"]) if label == upgrade.OWN] == [0.04] * 6
+
+
+def test_nothing_in_a_saved_config_is_called(tmp_path):
+    path = tmp_path / "training_args.bin"
+    torch.save({"beta": Hostile(tmp_path / "made")}, path)
+    with pytest.raises(UsageError, match="no config that a trainer saved"):
+        team.read(path)
+    torch.save(Hostile(tmp_path / "made"), path)
+    with pytest.raises(UsageError):
+        team.read(path)
+    assert not (tmp_path / "made").exists()
+
+
+def test_next_is_the_newest_release(monkeypatch):
+    monkeypatch.setattr(upgrade.releases, "newest", lambda package: SimpleNamespace(version=f"9.{len(package)}"))
+    assert upgrade.resolved("trl==NEXT") == "trl==9.3" and upgrade.resolved("trl==1.15.0") == "trl==1.15.0"
+    with pytest.raises(UsageError, match="PKG==NEXT"):
+        upgrade.resolved("trl")

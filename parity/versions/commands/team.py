@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import pickle
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from parity.registry import loss_family
 
 SEEDS = 3
 SHAPE = {"B": 3, "T": 6, "V": 33, "H": 8, "lengths": [6, 4, 1], "old": "mixed"}
+LARGEST = 1 << 20
+"""Bytes of a saved config."""
 FACTORS = (0.5, 2.0)
 """By which a number is moved to make its neighbours."""
 
@@ -29,13 +34,13 @@ class Team:
 
 
 def read(path: Path) -> Team:
-    """A YAML or JSON file of TRL's argument names; one that a `GRPOConfig` saved works too. Nothing in it is executed.
+    """A YAML or JSON file of TRL's argument names, or the `training_args.bin` of a trainer. Nothing in it is executed.
 
     Raises:
         UsageError: for a file that cannot be read, is no mapping, or has no setting of the policy loss.
     """
     try:
-        found = yaml.safe_load(path.read_text())
+        found = _saved(path) if zipfile.is_zipfile(path) else yaml.safe_load(path.read_text())
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -47,6 +52,44 @@ def read(path: Path) -> Team:
     if not settings:
         raise UsageError(f"{path}: sets none of {', '.join(fields)}")
     return Team(settings, tuple(sorted(found.keys() - settings.keys())))
+
+
+class _Inert:
+    """Stands for every object of a pickle: keeps its state, does nothing."""
+
+    def __init__(self, *_: Any) -> None:
+        self.state: Any = {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, *_: Any) -> None:
+        pass
+
+    def extend(self, _: Any) -> None:
+        pass
+
+    append = extend
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _Inert
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    """The plain values of a config that `torch.save` wrote, without importing or calling anything that it names."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (entry,) = (one for one in archive.infolist() if one.filename.endswith("/data.pkl"))
+            if entry.file_size > LARGEST:
+                raise ValueError(f"a config of {entry.file_size:,} bytes")
+            reader = _Reader(io.BytesIO(archive.read(entry)))
+            reader.persistent_load = _Inert  # type: ignore[method-assign]
+            state = reader.load().state
+            return {name: v for name, v in state.items() if v is None or isinstance(v, bool | int | float | str | list)}
+    except Exception as error:  # a pickle fails in any way
+        raise UsageError(f"{path}: no config that a trainer saved: {type(error).__name__}: {error}") from None
 
 
 def cases(team: Team) -> Iterator[tuple[str, Case]]:
