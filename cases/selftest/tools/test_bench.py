@@ -155,6 +155,16 @@ def test_the_frontier_holds_a_peer_against_every_point_of_ours_that_is_as_accura
     assert f" {error:.1e} | 2.0e-07 |" in report.tables(cells)
 
 
+@pytest.mark.parametrize(("seconds", "below"), [((1.0, 1.0, 3.0), "lib.loss"), ((1.0, 1.99, 2.0), "none")])
+def test_the_frontier_goes_by_the_median_of_the_rounds(seconds, below):
+    """One round in which ours was faster is no proof."""
+    records = [record("fixes.selective_log_probs", turn, 2.0, peak=50) for turn in range(3)]
+    records += [record("lib.loss", turn, time, peak=50) for turn, time in enumerate(seconds)]
+    for each in records:
+        each["extra_info"]["errors"] = {"value": 1e-8, "gradient": 2e-7}
+    assert report.decisions(report.cells(records)).splitlines()[-1].split(" | ")[3] == below
+
+
 def test_without_a_reference_nobody_is_called_accurate():
     cells = report.cells([record("fixes.selective_log_probs", 0, 2.0, peak=50), record("lib.loss", 0, 1.0, peak=10)])
     assert report.decisions(cells).splitlines()[-1].split(" | ")[3] == "no reference"

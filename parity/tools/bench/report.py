@@ -44,9 +44,9 @@ class Cell:
         return bool(limits) and all(self.errors[name] <= limit for name, limit in limits.items())
 
     def on_or_below(self, other: Cell) -> bool:
-        """Whether it needs no more memory, within 2 %, and no more time in at least one round: the rounds may disagree."""
+        """Whether it needs no more memory and, in the median of the rounds, no more time, both within 2 %."""
         ratio = self.ratio(other)
-        return ratio is not None and ratio[1] <= 1 and (self.peak or 0) <= 1.02 * (other.peak or 0)
+        return ratio is not None and ratio[0] <= 1.02 and (self.peak or 0) <= 1.02 * (other.peak or 0)
 
     def ratio(self, ours: Cell) -> tuple[float, float, float] | None:
         """Seconds over ours in the rounds that both were in (a run may be interrupted): median, least, greatest.
