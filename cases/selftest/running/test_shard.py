@@ -12,17 +12,19 @@ from msgspec.structs import replace
 from parity import data
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
-from parity.case.profiles import Profile
+from parity.case.profiles import PROFILES, Profile, streams
 from parity.implementations.implementation import Implementation, require
-from parity.registry import NAMES, from_file, load, loss_family
+from parity.registry import NAMES, from_file, load, loss_family, select
 from parity.results.ledger import Ledger
 from parity.results.ledger_edit import toml
 from parity.running import shard as shard_module
 from parity.running.events import At, Checked, Confirmed, Judged, Started
 from parity.running.findings import Findings
 from parity.running.outcome import judge_run
-from parity.running.plan import Options, Shard, planned
+from parity.running.plan import DTYPES, Options, Shard, planned
+from parity.running.run import FIXED_SEED
 from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, second_pass, selected
+from parity.versions.commands import blind
 
 KERNELS = "fixtures/kernels.py"
 FIRST = ["logprobs-a3d28913ce", "logprobs-19b1040bec", "logprobs-39f9af24f4"]
@@ -167,6 +169,26 @@ def test_the_cases_of_a_stream_do_not_depend_on_its_shards():
     cut = {shard.start: [c.id for c in session("right", Path("/nonexistent"))[0]._cases(shard)] for shard in parts}
     assert whole == cut[0] + cut[40] + cut[80] and len(set(whole)) == 120
     assert whole[:3] == FIRST
+
+
+def test_a_worker_gives_and_moves_what_blind_recall_takes_it_to(tmp_path, monkeypatch):
+    """Both look at the first draws of the family, wherever the worker's shard begins."""
+    own, _ = session("right", tmp_path)
+    (kernel,) = select(["liger.fused_linear_kl_div"])
+    own.implementations, own.profile_name, own.profile, own.dtypes = [kernel], "pr", PROFILES["pr"], DTYPES
+    counts = streams(loss_family("divergence").drawn["pr"], "cpu")
+    late = drawn_shard(10, FIXED_SEED, family="divergence", index=1, start=100, of=counts[1])
+    expected = [case.id for stream in blind.of_profile("divergence", "pr") for case in stream]
+    assert [case.id for case in own._draws(kernel, late).cases()] == expected
+    ran, moved = [], []
+    monkeypatch.setattr(own, "_run", lambda case, chosen, shard, thorough: iter([ran.append((case.id, chosen))][:0]))
+    monkeypatch.setattr(own, "_moved", lambda case, drawn, names, shard: moved.append((case.id, drawn.id)))
+    takes = own._accepting(kernel, late)
+    monkeypatch.setattr(takes, "wants", lambda case, draws: not draws.gets(case))
+    for case in own._cases(late):
+        own._drawn(case, late)
+    assert [chosen for _, chosen in ran] == [[kernel]] * 10
+    assert moved == [(case, case) for case, _ in ran]
 
 
 def test_a_resumed_shard_leaves_out_what_was_done(tmp_path):
