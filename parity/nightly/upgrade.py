@@ -16,7 +16,7 @@ from parity.results.row import Row
 from parity.results.step import CUT, CommandOutcome
 from parity.results.trend import SHARE
 from parity.versions.commands import compare, team
-from parity.versions.commands.row_diff import MARKS, moved, side, table
+from parity.versions.commands.row_diff import MARKS, Moved, moved, side, table
 from parity.versions.env import releases
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
@@ -108,19 +108,25 @@ def own_settings(before: str, after: str, wanted: team.Team, device: str, limit:
         seen = compare.both(made, [asked, asked], named, device, clock=limit)
     except EnvironmentUnusable as error:
         return Part(OWN, UNKNOWN, str(error), "")
-    different = moved(*(side(one.rows, asked) for one in seen))
+    different = moved(*(side(looked.rows, asked) for looked in seen))
     worse = [m for m in different if m.mark == "+"]
     mine = [m for m in worse if m.case.startswith(OWN)]
     judged = sum(r.judged for r in seen[1].rows)
     if not judged:
         return Part(OWN, UNKNOWN, "nothing was compared with these settings", "")
+    exactly = {case.id for label, case in asked if label.startswith(OWN)}
+    one, two = (sum(r.judged and r.case in exactly for r in looked.rows) for looked in seen)
+    lost, why = _lost(different)
     counts = ", ".join(f"{sum(m.mark == mark for m in different)} {mark}" for mark in MARKS)
     if mine:
         summary, found = f"{len(mine)} quantities are wrong with exactly these settings", NOT_SAFE
+    elif two < SHARE * one:
+        summary, found = f"{two} of {one} quantities with exactly these settings could be judged there; {why}", UNKNOWN
     elif worse:
         summary, found = f"right with these settings, {len(worse)} quantities wrong with neighbours of them", CHANGED
     elif different:
-        summary, found = f"right, {len(different)} quantities moved inside their gates", CHANGED
+        inside = f"{len(different) - lost} moved inside their gates" if len(different) > lost else ""
+        summary, found = "; ".join(filter(None, ["right", inside, why if lost else ""])), CHANGED
     else:
         summary, found = "nothing moved", SAFE
     others = f"\nnot part of the loss, not looked at: {', '.join(wanted.others)}" if wanted.others else ""
@@ -135,14 +141,10 @@ def compared(before: str, after: str, device: str, limit: float) -> Part:
     except (EnvironmentUnusable, UsageError) as error:
         return Part(COMPARE, UNKNOWN, str(error), "")
     worse, better, other = (sum(m.mark == mark for m in found.moved) for mark in MARKS)
-    lost = [m for m in found.moved if m.mark == "~" and _judged(m.before) and not _judged(m.after)]
-    messages = [(m.after.message if m.after else "") or "not run" for m in lost]
-    shown = {normalised(text): text for text in messages}
-    why = collections.Counter(shown[normalised(text)] for text in messages)
+    lost, why = _lost(found.moved)
     said = [text for n, text in ((worse, f"{worse} worse"), (better, f"{better} better")) if n]
-    said += [f"{other - len(lost)} otherwise moved"] if other > len(lost) else []
-    reasons = ", ".join(f"{text} ({n})" for text, n in why.most_common(3))
-    said += [f"{len(lost)} judged before and not there: {reasons}"] if lost else []
+    said += [f"{other - lost} otherwise moved"] if other > lost else []
+    said += [why] if lost else []
     summary = "; ".join([*said, *found.changes]) or "nothing moved"
     one, two = found.judged
     if worse:
@@ -150,6 +152,16 @@ def compared(before: str, after: str, device: str, limit: float) -> Part:
     if two < SHARE * one:
         return Part(COMPARE, UNKNOWN, f"{two:,} of {one:,} quantities could be judged there; {summary}", found.text())
     return Part(COMPARE, CHANGED if said or found.changes else SAFE, summary, found.text())
+
+
+def _lost(found: Sequence[Moved]) -> tuple[int, str]:
+    """How many were judged before and are not there, though not wrong there either, and why."""
+    lost = [m for m in found if m.mark == "~" and _judged(m.before) and not _judged(m.after)]
+    messages = [(m.after.message if m.after else "") or "not run" for m in lost]
+    shown = {normalised(text): text for text in messages}
+    why = collections.Counter(shown[normalised(text)] for text in messages)
+    reasons = ", ".join(f"{text} ({n})" for text, n in why.most_common(3))
+    return len(lost), f"{len(lost)} judged before and not there: {reasons}"
 
 
 def _judged(row: Row | None) -> bool:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from cases.selftest.results.test_memory import row
 from parity.errors import UsageError
@@ -146,6 +147,37 @@ def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeyp
     assert limits == [100.0]
     words = asked[0][1]
     assert words[-2:] == ["--max-time", "80s"] and words[words.index("--reports") + 1] == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "there, found, said",
+    [
+        (lambda case: RIGHT, SAFE, "nothing moved"),
+        (lambda case: WRONG if case.dtype == "bf16" else RIGHT, NOT_SAFE, "3 quantities are wrong with exactly these"),
+        (lambda case: NOT_THERE if case.dtype == "bf16" else RIGHT, UNKNOWN, "3 of 6 quantities with exactly these"),
+        (
+            lambda case: NOT_THERE if case.settings["beta"] != 0.04 else RIGHT,
+            CHANGED,
+            "right; 2 judged before and not there",
+        ),
+    ],
+    ids=["the same", "wrong in bf16", "bf16 not judged", "neighbours not judged"],
+)
+def test_settings_that_are_not_judged_there_are_not_called_right(tmp_path, monkeypatch, there, found, said):
+    """1.15.0's kernels in bf16 are judged on a GPU alone: the check said "right, 3 quantities moved inside their gates"."""
+    monkeypatch.setattr(upgrade.Environment, "of", lambda specs: HERE)
+
+    def both(made, asked, *_, **__):
+        def rows(what):
+            return [replace(what(case), case=case.id, dtype=case.dtype) for _, case in asked[0]]
+
+        return [SimpleNamespace(rows=rows(one)) for one in (lambda case: RIGHT, there)]
+
+    monkeypatch.setattr(upgrade.compare, "both", both)
+    config = tmp_path / "grpo.yaml"
+    config.write_text("beta: 0.04")
+    part = upgrade.own_settings("trl==1.16.0", "trl==1.15.0", team.read(config), "cpu")
+    assert (part.verdict, part.summary[: len(said)]) == (found, said)
 
 
 class Hostile:
