@@ -97,9 +97,11 @@ def test_boundaries_matrix_and_upgrade_check(asked, monkeypatch, tmp_path):
     monkeypatch.setattr(
         upgrade.steps, "run", lambda name, words, *_: ran.append(words) or CommandOutcome(name, "", 0, 0.0, "")
     )
+    before = len(asked.devices)
     parity("upgrade-check", "trl==1.15.0", "--config", str(config), "--reports", str(tmp_path))
-    assert len(asked.devices) >= 4 and set(asked.devices) == {"cuda"}
-    assert len(ran) == 3 and all("--device cuda" in " ".join(words) for words in ran)
+    assert before >= 2 and len(asked.devices) - before >= 4, "own settings and compare, of two releases each"
+    assert set(asked.devices) == {"cuda"}
+    assert len(ran) == 2 and all("--device cuda" in " ".join(words) for words in ran)
 
 
 def test_bisect(asked, monkeypatch):

