@@ -23,6 +23,7 @@ from parity.errors import UsageError
 from parity.families import head, stored
 from parity.families.probes import LOGPROBS
 from parity.recipe import LARGEST
+from parity.rounding.marks import log_softmax_again
 
 IGNORE_INDEX = -100
 
@@ -132,8 +133,7 @@ def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
     ignored = x.ids == IGNORE_INDEX
     out = {"logps": head.selected(x, all_logps, mark).masked_fill(ignored, 0.0)}
     if x.settings.entropy != "none":
-        # its own log_softmax, so that the roundings of the two backward passes do not cancel where the passes do
-        out["entropy"] = head.entropy(x, z, torch.log_softmax(z, -1), mark).masked_fill(ignored, 0.0)
+        out["entropy"] = head.entropy(x, z, log_softmax_again(z, all_logps), mark).masked_fill(ignored, 0.0)
     return out
 
 

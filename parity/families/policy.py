@@ -22,6 +22,7 @@ from parity.families import head, policy_stored
 from parity.families import policy_inputs as inputs_of
 from parity.families import policy_settings as settings_of
 from parity.families.probes import POLICY
+from parity.rounding.marks import log_softmax_again
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 WINDOW_NORMALISED = ("dapo", "cispo", "vespo")
@@ -39,8 +40,7 @@ def _losses(x: Inputs, mark: Mark, measure: Any) -> dict[str, torch.Tensor]:
     z = head.logits(x, mark)
     all_logps = torch.log_softmax(z, -1)
     lp = head.selected(x, all_logps, mark)
-    # its own log_softmax, so that the roundings of the two backward passes do not cancel where the passes do
-    entropy = head.entropy(x, z, all_logps if s.entropy_coef == 0.0 else torch.log_softmax(z, -1), mark)
+    entropy = head.entropy(x, z, all_logps if s.entropy_coef == 0.0 else log_softmax_again(z, all_logps), mark)
     mask = x.mask.to(torch.float64)
     advantages = x.advantages if x.advantages.dim() == 2 else x.advantages.unsqueeze(-1)
     # a masked token has no part in anything: excluded before its ratio could overflow in a recipe's rounding

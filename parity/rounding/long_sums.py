@@ -25,16 +25,28 @@ def exponentials(logs: torch.Tensor, dim: int, u: float) -> torch.Tensor | float
     small = bool((logs < math.log(u / LANES)).any())
     lost = _lost(logs.exp(), 1.0, dim, u) if small else 0.0
     top = logs >= logs.amax(dim, keepdim=True) - 2.0**-12
-    beside = (logs.diff(dim=dim) == 0) & ~top.narrow(dim, 1, logs.shape[dim] - 1)
-    equal = top.sum(dim, keepdim=True) / 4 + beside.sum(dim, keepdim=True)
+    equal = top.sum(dim, keepdim=True) / 4 + _beside(logs, top, dim).sum(dim, keepdim=True)
     return walk + lost / u + equal / LANES
 
 
 def terms(sizes: torch.Tensor, dim: int, u: float) -> torch.Tensor:
-    """The cost of a sum of terms of these sizes along `dim`: u·√V/4 of all but the largest, and the terms that are `_lost`."""
-    total = sizes.sum(dim, keepdim=True)
-    walk = u * sizes.shape[dim] ** 0.5 / 4 * (total - sizes.amax(dim, keepdim=True))
-    return walk + _lost(sizes, total, dim, u)
+    """The cost of a sum of terms of these sizes along `dim`: u·√V/4 of all but the largest, equal terms, and `_lost` ones.
+
+    Equal terms cost what they do in `exponentials`, but none costs more than itself.
+    """
+    total, largest = sizes.sum(dim, keepdim=True), sizes.amax(dim, keepdim=True)
+    walk = u * sizes.shape[dim] ** 0.5 / 4 * (total - largest)
+    top = sizes >= largest * (1 - 2.0**-12)
+    rounded = torch.minimum(sizes, u * total)
+    beside = _beside(sizes, top, dim)
+    at_top = torch.where(top, rounded, 0.0).sum(dim, keepdim=True) / 4
+    equal = torch.where(beside, rounded.narrow(dim, 1, beside.shape[dim]), 0.0).sum(dim, keepdim=True) + at_top
+    return walk + equal / LANES + _lost(sizes, total, dim, u)
+
+
+def _beside(x: torch.Tensor, top: torch.Tensor, dim: int) -> torch.Tensor:
+    """Which of x, but for the first, equal the term before them and are not at the `top`."""
+    return (x.diff(dim=dim) == 0) & ~top.narrow(dim, 1, x.shape[dim] - 1)
 
 
 def _lost(sizes: torch.Tensor, total: torch.Tensor | float, dim: int, u: float) -> torch.Tensor:

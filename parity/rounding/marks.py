@@ -65,6 +65,18 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
     return mark
 
 
+def log_softmax_again(z: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
+    """log-softmax of z, (…, V), for a second use beside `logps`: in half of the replicas that same, in the others its own.
+
+    One backward pass adds both gradients up before it sums them over the vocabulary, and equal terms drift with the
+    largest of either; two passes round each gradient by itself, where together they may cancel. Both are correct.
+    """
+    if not RUNNING:
+        return logps
+    own = torch.log_softmax(z, -1)
+    return torch.where(RUNNING[-1].noise.each(own) > 0, own, logps)
+
+
 @contextlib.contextmanager
 def of_teacher(part: Literal["softmax", "elementwise"]) -> Iterator[None]:
     """What an oracle computes of a teacher alone, without gradient: rounded as the recipe's `teacher_<part>` says.

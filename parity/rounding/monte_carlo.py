@@ -245,11 +245,14 @@ class MonteCarlo(TorchDispatchMode):
         by = by_a * by_b
         size = matmul(left.abs(), right.abs()).double() / by
         if a.dim() == 3 and a.shape[-1] >= MANY:
-            # one kernel adds in turn and another in lanes: equal terms drift four times as far
-            half = (len(left) + 1) // 2
-            batched = torch.bmm(left[:half].contiguous(), right[:half].contiguous())
-            alone = [torch.mm(*pair).unsqueeze(0) for pair in zip(left[half:], right[half:], strict=True)]
-            return torch.cat([batched, *alone]).double() / by, size
+            # a kernel adds in lanes, or in turn, as those for two rows do: equal terms drift up to twenty times as far
+            half = (len(left) + 1) // 2 if len(left) > 1 else self.noise.choice((0, 1))
+            out = [torch.bmm(left[:half].contiguous(), right[:half].contiguous())]
+            for i, (rows, columns) in enumerate(zip(left[half:], right[half:], strict=True)):
+                whole = (i if half else self.noise.choice((0, 1))) % 2
+                pieces = [rows] if whole else rows.split(2)
+                out.append(torch.cat([torch.mm(piece, columns) for piece in pieces]).unsqueeze(0))
+            return torch.cat(out).double() / by, size
         return matmul(left, right).double() / by, size
 
     def lost(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:

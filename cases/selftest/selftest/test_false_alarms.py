@@ -83,6 +83,15 @@ ONE_KERNEL = {"B": 1, "H": 16, "T": 2, "V": 4097, "bias": "banned", "chunk_size"
               "cotangent": "fine", "layouts": "mixed", "logit_scale": 0.0625, "padded_rows": "equal", "peak": 12.0,
               "softcap": 1.0}  # fmt: skip
 EQUAL_ROWS = {"B": 1, "T": 2, "V": 5461, "ids_dtype": "int32", "padded_rows": "equal", "peak": 0.05}
+BESIDE_A_TARGET = {"H": 33, "T": 1, "V": 8193, "advantages": "repeated", "beta": 0.04, "bias": "banned", "chunk_size": 2,
+                   "cotangent": "fine", "entropy_coef": 0.01, "epsilon": 0.0, "layout": "flat", "layouts": "mixed",
+                   "loss_type": "vespo", "mask_dtype": "fp32", "off_policy_mask_threshold": 0.0, "old": "absent",
+                   "padded_rows": "equal", "peak": 0.05, "ratio": "token", "ratio_range": "wide",
+                   "recording": "gemma2-bf16-t0.7-p0.8", "ref": "far", "sampler": "old", "targets": "likely",
+                   "vespo_k_neg": 1.5, "vespo_k_pos": 1.0, "vespo_lambda_neg": 1.0, "vespo_lambda_pos": 1.5}  # fmt: skip
+IN_TURN = {"B": 1, "H": 130, "T": 1030, "V": 40, "cotangent": "ones", "grad": "weight", "head_dtype": "fp32",
+           "ids_dtype": "int32", "layout": "strided", "layouts": "offset", "level": -150.0, "logit_scale": 0.0625,
+           "padded_rows": "zero", "peak": 4.0}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -104,6 +113,8 @@ EQUAL_ROWS = {"B": 1, "T": 2, "V": 5461, "ids_dtype": "int32", "padded_rows": "e
         Case("logprobs", 2574, "fp32", ONE_KERNEL),
         Case("logprobs", 530, "bf16", ONE_WEIGHT),
         Case("policy", 2316, "bf16", LAST_PART_FIRST),
+        Case("policy", 1901, "fp32", BESIDE_A_TARGET),
+        Case("logprobs", 0, "fp16", IN_TURN),
     ],
     ids=[
         "one use of a tied head overflows",
@@ -122,6 +133,8 @@ EQUAL_ROWS = {"B": 1, "T": 2, "V": 5461, "ids_dtype": "int32", "padded_rows": "e
         "one kernel adds equal terms in turn, another in lanes",
         "one weight rounds all its products alike",
         "300 partial gradients, the last one first",
+        "one backward pass adds equal terms of the entropy to the target's",
+        "1,030 equal terms, for five rows of the head at a time",
     ],
 )
 def test_cases_that_alarmed(case):
