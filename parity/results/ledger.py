@@ -39,7 +39,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     `settings` maps a setting or feature to a value, a list of values, or a table with `min`, `max` or `not`; one that is
     absent is "none". `variants` are names of definitions other than the oracle's: a row is inside when one of them explains
     all that failed with it. `cls`, in the file "class", is the class of the disagreement. `headroom` is how large it was: a
-    row of more than `GROWTH` times as much, or of no finite size, is not covered. `link` says where it is discussed, or
+    row of more than `GROWTH` times as much, or of no finite size, is not covered. A finding whose size its case decides
+    has none: its growth is shown (`parity.results.trend`) and turns nothing red. `link` says where it is discussed, or
     `unlinked` why nowhere. From the day `expires` on (2026-12-31) the entry must be looked at again, and turns a run red
     until it is. `rests_on` are devices on whose rounding its case rests: elsewhere it may agree, and the entry is not stale.
     """

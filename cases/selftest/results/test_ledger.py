@@ -176,7 +176,9 @@ def test_under_a_softcap_a_ban_is_finite_and_no_entry_about_it_covers_a_failure(
 def test_a_nan_of_the_entropy_is_one_entry():
     """By a ban or by overflow in float16: were it both, the counts of findings would say one defect twice."""
     both = [e for e in SHIPPED.entries if e.id in ("trl-entropy-minus-inf", "trl-entropy-fp16-overflow")]
-    failed = row(implementation="trl.selective_log_softmax", quantity="entropy", gate="structure", dtype="fp16")
+    failed = row(
+        implementation="trl.selective_log_softmax", quantity="entropy", gate="structure", dtype="fp16", cls="precision"
+    )
     seen = []
     for bias, softcap, temperature in itertools.product(
         ("none", "banned"), (None, 30.0, 50.0), (1.0, 0.0029, 0.001428)
