@@ -158,7 +158,9 @@ def logits(x: Inputs, mark: Mark) -> torch.Tensor:
         )  # autocast casts all three
         z = mark("logits", z + mark("logits", low_rank @ mark("parameter", x.lora_b).mT))
     if x.bias is not None:
-        z = mark("biased", z + mark("bias", x.bias).unsqueeze(-2))
+        bias = mark("bias", x.bias).unsqueeze(-2)
+        # K roundings of a running sum that begins with b, each up to u·|b|: √K·u·|b| at random
+        z = mark("biased", z + bias, lambda: bias.abs() * (hidden.shape[-1] ** 0.5 / 2))
     if s.logit_scale != 1.0:
         z = z * s.logit_scale
     if s.softcap is not None:

@@ -29,12 +29,13 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
     `mark("states", x)` on what a model stores in its own dtype whatever the implementation, `mark("use", w)` on a parameter
     at each of several uses, whose gradients autograd stores in its dtype and adds, `mark("operand", h)` where several
     products take the same tensor and each stores its gradient as it stores its logits', `mark("logits", z)` on logits
-    as a matrix product leaves them and `mark("biased", z)` on their sum with a bias, `mark("teacher", z)` on a teacher's
-    in both places, `mark("selected", logps, size)` on the selected
-    log-probs, with `size()` the root of the sum of squares of the products that make the selected logit, and
-    `mark("entropy", h, size, along)` on an entropy, with `size()` the terms of logsumexp(z) - E[z], as which it may be
-    computed, and `along()` a function of the logits along whose gradient the rounding of E[z] enters the entropy's
-    gradient; `mark("divergence", zero, size, along)` makes of 0 such a rounding of the student's divergence.
+    as a matrix product leaves them and `mark("biased", z, size)` on their sum with a bias, with `size()` what is to be
+    added where a kernel's running sum begins with the bias, `mark("teacher", z, …)` on a teacher's in both places,
+    `mark("selected", logps, size)` on the selected log-probs, with `size()` the root of the sum of squares of the products
+    that make the selected logit, and `mark("entropy", h, size, along)` on an entropy, with `size()` the terms of
+    logsumexp(z) - E[z], as which it may be computed, and `along()` a function of the logits along whose gradient the
+    rounding of E[z] enters the entropy's gradient; `mark("divergence", zero, size, along)` makes of 0 such a rounding of the
+    student's divergence.
     """
     recipe = mode.recipe
     table = {
@@ -59,6 +60,7 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
         if name == "selected":
             return x if recipe.selected == "fp32" or size is None else mode.spread(x, size, recipe.selected)
         forward, backward = table[name]
+        x = x if size is None else mode.spread(x, size, "fp32")
         x = mode.held(x) if name == "bias" else x
         return mode.stored(x, forward, backward, recipe.folded if name in ("logits", "biased") else 1.0)
 

@@ -92,6 +92,9 @@ BESIDE_A_TARGET = {"H": 33, "T": 1, "V": 8193, "advantages": "repeated", "beta":
 IN_TURN = {"B": 1, "H": 130, "T": 1030, "V": 40, "cotangent": "ones", "grad": "weight", "head_dtype": "fp32",
            "ids_dtype": "int32", "layout": "strided", "layouts": "offset", "level": -150.0, "logit_scale": 0.0625,
            "padded_rows": "zero", "peak": 4.0}  # fmt: skip
+BEGINS_WITH_THE_BIAS = {"H": 300, "T": 9, "V": 257, "bias": "banned", "chunk_size": 1000, "cotangent": "small",
+                        "grad": "hidden", "layouts": "mixed", "peak": 0.05, "softcap": 30.0,
+                        "temperature": 0.03527}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -115,6 +118,7 @@ IN_TURN = {"B": 1, "H": 130, "T": 1030, "V": 40, "cotangent": "ones", "grad": "w
         Case("policy", 2316, "bf16", LAST_PART_FIRST),
         Case("policy", 1901, "fp32", BESIDE_A_TARGET),
         Case("logprobs", 0, "fp16", IN_TURN),
+        Case("logprobs", 1502, "fp32", BEGINS_WITH_THE_BIAS),
     ],
     ids=[
         "one use of a tied head overflows",
@@ -135,6 +139,7 @@ IN_TURN = {"B": 1, "H": 130, "T": 1030, "V": 40, "cotangent": "ones", "grad": "w
         "300 partial gradients, the last one first",
         "one backward pass adds equal terms of the entropy to the target's",
         "1,030 equal terms, for five rows of the head at a time",
+        "the product of two tokens adds 300 terms to the bias",
     ],
 )
 def test_cases_that_alarmed(case):
