@@ -78,6 +78,8 @@ class Shown:
         knows.
         """
         (start, before), (end, done) = self.past[0], self.past[-1]
+        if done == self.of > 0:
+            return "finishing"
         early = done == before or end == start or done < EARLY * self.of
         seconds = math.inf if early else (self.of - done) * (end - start) / (done - before)
         seconds = min(seconds, self.until - self.clock())

@@ -29,14 +29,13 @@ def entry(
 ) -> dict[str, Any]:
     """The fields of an entry that covers a finding and no more than its like; `case` is its smallest case.
 
-    Scope: the implementation, the quantities, dtypes and devices in which it fails, the settings of its smallest case that are
-    not at their default (`sizes` left out), the installed version of `library`, the class where all have one, and the size
-    of the failure where it has one.
+    Scope: the implementation, the quantities, dtypes and devices in which it fails, the settings not at their default that
+    all its cases share (`sizes` left out), the installed version of `library`, the class where all have one, and the size of
+    the failure where it has one.
     """
     first = finding.lead
     failing = [r for r in finding.rows if r.failing]
     classes = {r.cls for r in failing} if len(finding.classes) == 1 else set()
-    sized = [finding.worst.headroom, *(r.headroom for r in failing)]
     out: dict[str, Any] = {
         "id": _slug(f"{first.implementation}-{first.quantity or first.verdict}-{case.id}"),
         "family": case.family,
@@ -45,7 +44,7 @@ def entry(
         "verdicts": sorted({r.verdict for r in failing}),
         "dtypes": sorted({dtype for dtype, _, _ in finding.cells}),
         "devices": sorted({device for _, device, _ in finding.cells}),
-        "settings": {k: v for k, v in case.settings.items() if k not in set(sizes)},
+        "settings": {k: v for k, v in case.settings.items() if k in finding.settings and k not in set(sizes)},
         "versions": {library: f"=={version}"} if library and (version := installed(library)) else {},
         "reason": reason,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -54,8 +53,8 @@ def entry(
     out |= {"link": link} if link else {"unlinked": "accepted as a baseline, not yet explained"}
     if len(classes) == 1 and first.cls:
         out["class"] = first.cls
-    if all(size is not None for size in sized):
-        out["headroom"] = max(size for size in sized if size is not None)
+    if finding.largest is not None:
+        out["headroom"] = finding.largest
     if expires is not None:
         out["expires"] = expires.isoformat()
     return out

@@ -1,7 +1,6 @@
 """`parity ledger add` and `accept`: what was new is known afterwards, and nothing beside it."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -32,7 +31,7 @@ def red(tmp_path_factory):
 
 
 def run(folder):
-    words = ["run", "--profile", "quick", "--dtype", "fp32", "--family", "logprobs", "--workers", "2"]
+    words = ["run", "--profile", "quick", "--dtype", "fp32", "--family", "logprobs", "--share", "2/3"]
     words += ["--implementation", f"{folder}/kernel.py:loss", "--ledger", f"{folder}/cases/ledger.toml"]
     return CliRunner().invoke(main, [*words, "--reports", f"{folder}/reports"])
 
@@ -81,10 +80,11 @@ def test_a_case_that_is_no_finding(red):
     assert done.exit_code == 2 and "choose from" in done.output
 
 
-def test_a_green_run_has_nothing_to_accept(tmp_path):
-    (tmp_path / "kernel.py").write_text(KERNEL.replace("FACTOR", "1.0"))
-    shutil.copytree(data.cases_dir(), tmp_path / "cases")
-    assert run(tmp_path).exit_code in (0, 3)
-    done = ledger(tmp_path, "accept")
+def test_a_run_without_new_findings_has_nothing_to_accept(red, tmp_path):
+    results, mine = tmp_path / "results.ndjson", tmp_path / "mine.toml"
+    lines = (red / "reports/results.ndjson").read_text().splitlines(keepends=True)
+    results.write_text("".join(line for line in lines if '"verdict": "disagree"' not in line))
+    shutil.copy(data.ledger_file(), mine)
+    done = CliRunner().invoke(main, ["ledger", "accept", "--run", str(results), "--ledger", str(mine)])
     assert done.exit_code == 0 and "nothing to accept" in done.output
-    assert Path(tmp_path / "cases" / "ledger.toml").read_text() == data.ledger_file().read_text()
+    assert mine.read_text() == data.ledger_file().read_text()

@@ -66,6 +66,8 @@ def test_no_more_time_is_said_to_be_left_than_the_run_has():
     assert shown.left() == "about 5 min left", "2,700 s at its speed"
     now[0] = 601.0
     assert shown.left() == "its time is over"
+    shown([], 1000, 1000, "", "", 300.0)
+    assert shown.left() == "finishing"
 
 
 def test_a_pipe_gets_lines(monkeypatch):

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from parity.results.report.outcomes import ImplementationCase, about_run, headroom
 from parity.results.row import STOPPED, Row, stopped_by
@@ -34,6 +35,8 @@ class Finding:
         cells: (dtype, device, quantity) of everything that fails in these cases, roots or not.
         minimised: True where `rows` are of a minimised case, False where the run had no time left to minimise it, None
             where nothing is ever minimised (a frozen case, a check of a trainer).
+        settings: those that all its cases share, by name.
+        largest: headroom of what fails in these cases, the largest; None where one has none.
         off: ‖error‖ ÷ ‖oracle‖ of its gradients, ascending, where both are finite: how much of the gradient it costs.
     """
 
@@ -49,6 +52,8 @@ class Finding:
     classes: Mapping[str, int]
     dtypes: tuple[str, ...]
     cells: frozenset[tuple[str, str, str | None]]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    largest: float | None = None
     off: tuple[float, ...] = ()
     minimised: bool | None = None
     blames: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -178,6 +183,7 @@ def _finding(roots: frozenset[str], parts: Sequence[_Part]) -> Finding:
     every = [row for p in parts for row in p.leads]
     source = shown.source
     order = [q for q in (r.quantity for p in parts for r in p.failing) if q in roots]
+    sizes = [r.headroom for p in parts for r in p.failing]
     return Finding(
         implementation=source.implementation,
         family=source.family,
@@ -198,8 +204,15 @@ def _finding(roots: frozenset[str], parts: Sequence[_Part]) -> Finding:
             for p in parts
             if p.verdict in STOPPED
         ),
+        settings=_shared([p.source.rows[0].settings for p in parts]),
+        largest=None if None in sizes else max(size for size in sizes if size is not None),
         off=tuple(sorted(off for p in parts for r in p.failing if (off := _off(r)) is not None)),
     )
+
+
+def _shared(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first, *others = settings
+    return {name: value for name, value in first.items() if all(name in s and s[name] == value for s in others)}
 
 
 def _minimised(shown: Iterable[Row], parts: Iterable[_Part]) -> bool | None:

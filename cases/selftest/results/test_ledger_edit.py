@@ -1,0 +1,45 @@
+"""An entry written from a finding covers every case of it."""
+
+import pytest
+
+from parity.case.case import Case
+from parity.results.ledger_edit import entry
+from parity.results.report.findings import findings
+from parity.results.report.outcomes import grouped
+from parity.results.row import Row
+
+SMALL = {"B": 2, "softcap": 30.0, "temperature": 0.5, "layout": "flat"}
+"""Of the smallest case, which a run had no time to make smaller."""
+
+
+def row(case, settings, quantity="logps", headroom=5.0, **fields):
+    return Row(
+        case=case,
+        family="logprobs",
+        implementation="lib.f",
+        quantity=quantity,
+        dtype="fp32",
+        device="cpu",
+        verdict="disagree",
+        gate="row",
+        settings=settings,
+        headroom=headroom,
+        **fields,
+    )
+
+
+def written(*rows):
+    (found,) = findings(grouped(rows))
+    return entry(Case("logprobs", 1, "fp32", SMALL), found, "", "why", "lib.f", None, ("B",))
+
+
+def test_of_settings_only_those_that_all_its_cases_share():
+    one, other = row("a", SMALL), row("b", {"B": 9, "T": 9, "softcap": 30.0, "temperature": 0.7})
+    assert written(one)["settings"] == {"softcap": 30.0, "temperature": 0.5, "layout": "flat"}
+    assert written(one, other)["settings"] == {"softcap": 30.0}
+
+
+@pytest.mark.parametrize(("size", "largest"), [(900.0, 900.0), (None, None)])
+def test_as_large_as_anything_that_fails_in_its_cases(size, largest):
+    gradient = row("b", SMALL | {"T": 9}, "grad_hidden", size)
+    assert written(row("a", SMALL), row("b", SMALL | {"T": 9}), gradient).get("headroom") == largest
