@@ -1,12 +1,12 @@
 """New findings of a run: looked at again in a fresh process where the seed is, and minimised, as far as there is time."""
 
 import collections
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from parity.case.profiles import Profile
+from parity.decoding import save_json
 from parity.results.header import Part
 from parity.results.row import Row
 from parity.running.find import case_of
@@ -55,9 +55,8 @@ class Findings:
         """The case of a minimised row as a file: the worker that found it may have another disk."""
         case = case_of(row)
         assert case is not None
-        self.folder.mkdir(parents=True, exist_ok=True)
         document = {"case": case.to_json(), "implementation": row.implementation}
-        (self.folder / f"{row.case}.json").write_text(json.dumps(document, indent=1) + "\n")
+        save_json(self.folder / f"{row.case}.json", document)
 
     def sought(self, shards: Sequence[Shard], before: Mapping[str, Part]) -> list[Shard]:
         """A shard for each new finding, in the order in which the plan would come to them in one process; without those of

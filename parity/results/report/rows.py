@@ -124,18 +124,18 @@ def parts(path: Path) -> dict[str, Part]:
         for line in lines:
             if line.startswith(PART):
                 with contextlib.suppress(UsageError):
-                    part = convert(Parted, json_of(line, "part"), "part").part
+                    part = decode(Parted, line, "part").part
                     found[part.name] = part
     return found
 
 
 def _take(line: bytes, where: str, header: Header, rows: list[Row]) -> None:
     if line.startswith(END):
-        header.end = convert(Last, json_of(line, where), where).end
+        header.end = decode(Last, line, where).end
     elif line.startswith(PART):
         if not isinstance(header.parts, list):
             header.parts = []
-        header.parts.append(_of_run(convert(Parted, json_of(line, where), where), where, header).part)
+        header.parts.append(_of_run(decode(Parted, line, where), where, header).part)
     else:
         rows.append(_of_run(decode(Row, line, where), where, header))
 
