@@ -1,7 +1,7 @@
 """What a run judged: each implementation with each setting, each trainer with each config field and logged key.
 
-A trainer's rows say which fields its cell moved and which keys it logged (`features`); the fields that TRL's configs add to
-transformers' are asked of the installed TRL, so that one which no cell moves is seen too.
+A trainer's rows say which fields its case moved and which keys it logged (`features`); the fields that TRL's configs add to
+transformers' are asked of the installed TRL, so that one which no case moves is seen too.
 """
 
 import collections

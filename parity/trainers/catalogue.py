@@ -166,7 +166,7 @@ def cases(name: str, profile: str, seed: int) -> list[Case]:
     fam = family(name)
     out: dict[str, Case] = {}
     for one in fam.checks.values():
-        for trainer, settings in one.cells(profile, seed):
+        for trainer, settings in one.cases(profile, seed):
             if trainer == name:
                 case = fam.case(0, "fp32", {"check": one.name, **settings})
                 fam.full_settings(case)

@@ -120,7 +120,7 @@ def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class CheckCall:
     """A case of a check on one path: what a check function is given.
 
     `user_class`: a user's trainer, driven instead of the TRL class that it extends.
@@ -141,11 +141,11 @@ class Cell:
 _SHARED: dict[tuple[str, str], Any] = {}
 
 
-def shared(cell: Cell, name: str, make: Callable[[], Made]) -> Made:
+def shared(call: CheckCall, name: str, make: Callable[[], Made]) -> Made:
     """What every path of a case is compared with, made once: a definition, its replicas. Only the last case's is kept."""
-    key = (cell.case.id, name)
+    key = (call.case.id, name)
     if key not in _SHARED:
-        for other in [k for k in _SHARED if k[0] != cell.case.id]:
+        for other in [k for k in _SHARED if k[0] != call.case.id]:
             del _SHARED[other]
         _SHARED[key] = make()
     return _SHARED[key]
@@ -168,24 +168,24 @@ def by_profile(
 
     def decorate(longer: Callable[[int], Iterable[CheckCase]]) -> CheckCases:
         @functools.wraps(longer)
-        def cells(profile: str, seed: int) -> Iterable[CheckCase]:
+        def cases(profile: str, seed: int) -> Iterable[CheckCase]:
             if profile == "pr":
                 return [*pr, *(covering(filter(covered, longer(seed)), pr) if covered else ())]
             return quick if profile == "quick" else longer(seed)
 
-        return cells
+        return cases
 
     return decorate
 
 
-def covering(cells: Iterable[CheckCase], listed: Sequence[CheckCase] = ()) -> Iterator[CheckCase]:
-    """A part of the cells with which, beside the listed ones, each trainer has every value of every setting; greedy.
+def covering(cases: Iterable[CheckCase], listed: Sequence[CheckCase] = ()) -> Iterator[CheckCase]:
+    """A part of the cases with which, beside the listed ones, each trainer has every value of every setting; greedy.
 
-    Of cells with as many new values, the one with the most new pairs of values away from default. Then, for each value that
-    these have only beside more settings than some cell needs, the smallest such cell: a path may refuse what stands beside it.
+    Of cases with as many new values, the one with the most new pairs of values away from default. Then, for each value that
+    these have only beside more settings than some case needs, the smallest such case: a path may refuse what stands beside it.
     """
     by_trainer: dict[str, list[Mapping[str, Any]]] = {}
-    for trainer, settings in cells:
+    for trainer, settings in cases:
         by_trainer.setdefault(trainer, []).append(settings)
     for trainer, every in by_trainer.items():
         names = sorted({name for settings in every for name in settings})
@@ -219,21 +219,21 @@ class Check:
         name: as in the setting `check`.
         trainers: families of `TRAINERS` it is about.
         settings: its dimensions with their defaults.
-        cells: (profile, seed) -> (trainer, settings away from default) of that profile.
-        run: a cell -> what was measured. Raises `parity.errors.Unsupported` with the reason where there is nothing to
-            judge; any other exception is a verdict (refused, crashed).
+        cases: (profile, seed) -> (trainer, settings away from default) of that profile.
+        run: a call of the check -> what was measured. Raises `parity.errors.Unsupported` with the reason where nothing is to be
+            judged; any other exception is a verdict (refused, crashed).
         paths: the paths of `PATHS` on which it is run.
         doc: first line of the function's docstring, for listings.
         drives: whether it drives the trainer's class in this process, so that a user's own can take its place; else it
             looks at functions beside the class, or starts processes of its own.
-        moves: whether it hands the device of its cell to what it runs; the others run on the CPU whatever the run's device is.
+        moves: whether it hands the device of its call to what it runs; the others run on the CPU whatever the run's device is.
     """
 
     name: str
     trainers: tuple[str, ...]
     settings: Mapping[str, Setting]
-    cells: CheckCases
-    run: Callable[[Cell], Iterator[CheckResult]]
+    cases: CheckCases
+    run: Callable[[CheckCall], Iterator[CheckResult]]
     paths: tuple[str, ...] = ("released", "fixed")
     doc: str = ""
     drives: bool = True
@@ -247,11 +247,11 @@ def check(
     name: str,
     trainers: Iterable[str],
     settings: Mapping[str, Setting],
-    cells: CheckCases,
+    cases: CheckCases,
     paths: tuple[str, ...] = ("released", "fixed"),
     drives: bool = True,
     moves: bool = False,
-) -> Callable[[Callable[[Cell], Iterator[CheckResult]]], Callable[[Cell], Iterator[CheckResult]]]:
+) -> Callable[[Callable[[CheckCall], Iterator[CheckResult]]], Callable[[CheckCall], Iterator[CheckResult]]]:
     """Register a function as `Check(name, …)`.
 
     Raises:
@@ -262,12 +262,12 @@ def check(
         if one not in known:
             raise UsageError(f"check {name}: {one!r} is unknown, choose from {', '.join(known)}")
 
-    def register(run: Callable[[Cell], Iterator[CheckResult]]) -> Callable[[Cell], Iterator[CheckResult]]:
+    def register(run: Callable[[CheckCall], Iterator[CheckResult]]) -> Callable[[CheckCall], Iterator[CheckResult]]:
         other = CHECKS.get(name)
         if other is not None and other.run.__module__ != run.__module__:
             raise UsageError(f"check {name!r} is registered by {other.run.__module__} and {run.__module__}")
         doc = (run.__doc__ or "").strip().partition("\n")[0]
-        CHECKS[name] = Check(name, wanted, settings, cells, run, paths, doc, drives, moves)
+        CHECKS[name] = Check(name, wanted, settings, cases, run, paths, doc, drives, moves)
         return run
 
     return register
@@ -276,7 +276,7 @@ def check(
 def pairwise(settings: Mapping[str, Setting], seed: int) -> Iterator[dict[str, Any]]:
     """CheckCases that cover every pair of values of every two settings with choices, greedily; the order follows the seed.
 
-    Settings without choices stay at their default. Yields complete cells, defaults included.
+    Settings without choices stay at their default. Yields complete cases, defaults included.
     """
     axes = {name: s.choices for name, s in settings.items() if s.choices is not None}
     names, shuffled = list(axes), random.Random(seed)
@@ -286,10 +286,10 @@ def pairwise(settings: Mapping[str, Setting], seed: int) -> Iterator[dict[str, A
         covered: set[Any] = set()
         first = shuffled.choice(sorted(open_pairs, key=repr))
         for _ in range(40):
-            cell = {name: shuffled.choice(axes[name]) for name in names}
-            cell[first[0]], cell[first[2]] = first[1], first[3]
-            pairs = {(a, cell[a], b, cell[b]) for a, b in itertools.combinations(names, 2)} & open_pairs
+            case = {name: shuffled.choice(axes[name]) for name in names}
+            case[first[0]], case[first[2]] = first[1], first[3]
+            pairs = {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)} & open_pairs
             if len(pairs) > len(covered):
-                best, covered = cell, pairs
+                best, covered = case, pairs
         open_pairs -= covered
         yield best

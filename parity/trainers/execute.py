@@ -14,7 +14,7 @@ from parity.judging.rows import Blame, empty_row, flaky
 from parity.results.row import Row, finite
 from parity.timings import within
 from parity.trainers.catalogue import family, path_of
-from parity.trainers.check import REPORTED, Cell, Check, CheckResult
+from parity.trainers.check import REPORTED, Check, CheckCall, CheckResult
 from parity.trainers.rig import drive
 
 
@@ -35,16 +35,16 @@ def rows(
             return
         announce(implementation)
         used = device if found.moves else "cpu"  # the row tells the device that was used
-        cell = Cell(case, settings, path_of(implementation), used, implementation.user_class)
+        call = CheckCall(case, settings, path_of(implementation), used, implementation.user_class)
         with within("implementation", implementation.id):
-            found_rows = list(_rows(found, cell, implementation))
+            found_rows = list(_rows(found, call, implementation))
         yield from map(blame.decide, found_rows)
 
 
-def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[Row]:
-    base = _base(cell, implementation)
+def _rows(found: Check, call: CheckCall, implementation: Implementation) -> Iterator[Row]:
+    base = _base(call, implementation)
     missing = implementation.missing()
-    if cell.user_class and not found.drives:
+    if call.user_class and not found.drives:
         missing = (
             f"check {found.name} does not drive the trainer's class in this process: it cannot drive yours instead"
         )
@@ -52,42 +52,42 @@ def _rows(found: Check, cell: Cell, implementation: Implementation) -> Iterator[
         yield replace(base, message=missing)
         return
     with drive.noting() as noted:
-        outcome, results = attempt(found, cell, implementation)
+        outcome, results = attempt(found, call, implementation)
     features = noted.features()
     if outcome.verdict != "ran":
-        yield replace(stopped_row(cell, implementation, outcome), features=features)
+        yield replace(stopped_row(call, implementation, outcome), features=features)
         return
     failing = [r.quantity for r in results if not r.agrees]
-    unsteady = flaky(failing, lambda: {r.quantity: r.agrees for r in attempt(found, cell, implementation)[1]})
-    for number, result in enumerate(results):  # once a cell is enough: results files are long
+    unsteady = flaky(failing, lambda: {r.quantity: r.agrees for r in attempt(found, call, implementation)[1]})
+    for number, result in enumerate(results):  # once a case is enough: results files are long
         yield _row(base if number else replace(base, features=features), result, result.quantity in unsteady)
 
 
-def _base(cell: Cell, implementation: Implementation) -> Row:
-    fam = family(cell.case.family)
-    return empty_row(fam, cell.case, implementation.id, cell.device, role=implementation.role, recipe="fp32")
+def _base(call: CheckCall, implementation: Implementation) -> Row:
+    fam = family(call.case.family)
+    return empty_row(fam, call.case, implementation.id, call.device, role=implementation.role, recipe="fp32")
 
 
-def judged_row(cell: Cell, implementation: Implementation, result: CheckResult) -> Row:
+def judged_row(call: CheckCall, implementation: Implementation, result: CheckResult) -> Row:
     """The row of one judged quantity, taken as it is: not run twice."""
-    return _row(_base(cell, implementation), result, unsteady=False)
+    return _row(_base(call, implementation), result, unsteady=False)
 
 
-def stopped_row(cell: Cell, implementation: Implementation, outcome: Outcome) -> Row:
+def stopped_row(call: CheckCall, implementation: Implementation, outcome: Outcome) -> Row:
     """The row of a check that did not run to its end."""
-    base = _base(cell, implementation)
+    base = _base(call, implementation)
     return replace(base, verdict=outcome.verdict, message=outcome.message, blame=outcome.blame)
 
 
 @within("stage", "trainer check")
-def attempt(found: Check, cell: Cell, implementation: Implementation) -> tuple[Outcome, list[CheckResult]]:
+def attempt(found: Check, call: CheckCall, implementation: Implementation) -> tuple[Outcome, list[CheckResult]]:
     """Run the check once; what it raised as an outcome. A check that measured nothing is a fault of the harness."""
     results: list[CheckResult] = []
 
     def run() -> Outcome:
-        user_class = drive.using(cell.user_class) if cell.user_class else contextlib.nullcontext()
+        user_class = drive.using(call.user_class) if call.user_class else contextlib.nullcontext()
         with user_class:
-            results.extend(found.run(cell))
+            results.extend(found.run(call))
         return Outcome("ran") if results else Outcome("unsupported", message="nothing was measured", blame="harness")
 
     return guarded(implementation, run), results

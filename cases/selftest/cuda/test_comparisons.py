@@ -198,13 +198,13 @@ def test_a_loss_by_definition_of_a_batch_on_the_device():
     window = stored_window.sequences(stored_window.rows())
     model = stored_window.policy("llama", torch.float64)
     s = SimpleNamespace(loss="grpo", beta=0.04, model="llama")
-    cell = SimpleNamespace(settings=SimpleNamespace(sampling="sampled"))
+    call = SimpleNamespace(settings=SimpleNamespace(sampling="sampled"))
     advantages = torch.linspace(-1.0, 1.0, len(window))
     given = torch.full((len(window), max(len(ids) - start for ids, start in window)), -1.5)
 
     def loss(move):
         batch = {"advantages": move(advantages)}
-        return rollouts._definition(cell, s, model, None, batch, window, move(given))
+        return rollouts._definition(call, s, model, None, batch, window, move(given))
 
     right = loss(lambda t: t)
     with pretended():

@@ -171,7 +171,7 @@ def test_the_proof_of_a_night(monkeypatch):
 
 def test_mutants_of_trainers(monkeypatch):
     used = []
-    monkeypatch.setattr(trainers, "_judged", lambda cell, *args: used.append(cell.device) or args[1])
+    monkeypatch.setattr(trainers, "_judged", lambda call, *args: used.append(call.device) or args[1])
     trainers.fates("sft-trainer", 0, 2, "cuda")
     assert "cuda" in used  # a check that runs on the CPU in any case says so
 

@@ -17,8 +17,8 @@ def test_a_row_has_the_device_that_its_check_was_given(moves, used, monkeypatch)
     load()
     seen = []
 
-    def run(cell):
-        seen.append(cell.device)
+    def run(call):
+        seen.append(call.device)
         yield holds("something", True)
 
     case = next(c for c in catalogue.cases("grpo-trainer", "pr", 0) if c.settings["check"] == "gradient-flow")
@@ -35,5 +35,5 @@ def test_a_check_hands_the_device_on_or_says_that_it_does_not():
         source = inspect.getsource(sys.modules[one.run.__module__])
         if name == "step-one":
             source += inspect.getsource(first_step)
-        hands_on = "cell.device" in source.replace("on {cell.device} trains", "") and name != "same-rollouts"
+        hands_on = "call.device" in source.replace("on {call.device} trains", "") and name != "same-rollouts"
         assert one.moves == hands_on, name

@@ -8,14 +8,14 @@ import torch
 pytest.importorskip("trl")
 
 from parity.trainers.catalogue import family
-from parity.trainers.check import Cell
+from parity.trainers.check import CheckCall
 from parity.trainers.checks import advantages
 
 
-def cell(trainer, **settings):
+def call(trainer, **settings):
     fam = family(trainer)
     case = fam.case(0, "fp32", {"check": "advantages", **settings})
-    return Cell(case, fam.full_settings(case), "released", "cpu")
+    return CheckCall(case, fam.full_settings(case), "released", "cpu")
 
 
 NAN = math.nan
@@ -27,16 +27,16 @@ def column(*values):
 
 def test_grpo_advantages_by_hand():
     x = column(1.0, 2.0, 3.0, 6.0, 5.0, NAN, 5.0, 5.0)
-    exact, _ = advantages._grpo(cell("grpo-trainer", scale_rewards="none"), x, [1.0])
+    exact, _ = advantages._grpo(call("grpo-trainer", scale_rewards="none"), x, [1.0])
     assert exact.tolist() == [-2.0, -1.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]
-    exact, _ = advantages._grpo(cell("grpo-trainer"), x, [1.0])
+    exact, _ = advantages._grpo(call("grpo-trainer"), x, [1.0])
     std = math.sqrt(14 / 3) + 1e-4  # of 1, 2, 3, 6: (4 + 1 + 0 + 9) / 3
     assert exact.tolist() == pytest.approx([-2 / std, -1 / std, 0.0, 3 / std, 0.0, 0.0, 0.0, 0.0])
 
 
 def test_leave_one_out_by_hand():
     x = column(1.0, 2.0, 3.0, 6.0, NAN, 4.0, NAN, NAN)
-    exact, _ = advantages._rloo(cell("rloo-trainer"), x, [1.0])
+    exact, _ = advantages._rloo(call("rloo-trainer"), x, [1.0])
     assert exact.tolist() == pytest.approx([1 - 11 / 3, 2 - 10 / 3, 3 - 9 / 3, 6 - 6 / 3, 0.0, 0.0, 0.0, 0.0])
 
 
@@ -47,13 +47,13 @@ def test_weights_leave_out_what_a_function_does_not_score():
 
 def test_each_function_is_normalised_first_by_hand():
     x = torch.tensor([[0.0, 4.0], [2.0, 0.0], [0.0, 0.0], [2.0, 4.0]], dtype=torch.float64)
-    exact, _ = advantages._grpo(cell("grpo-trainer", aggregation="normalize_then_sum"), x, [1.0, 1.0])
+    exact, _ = advantages._grpo(call("grpo-trainer", aggregation="normalize_then_sum"), x, [1.0, 1.0])
     assert exact.tolist() == pytest.approx([0.0, 0.0, -math.sqrt(1.5), math.sqrt(1.5)], rel=1e-3, abs=1e-3)
 
 
 @pytest.mark.parametrize("trainer", ["grpo-trainer", "rloo-trainer"])
 def test_the_trainers_own_advantages_agree_and_a_wrong_one_does_not(trainer, monkeypatch):
-    asked = cell(trainer, rewards="none")
+    asked = call(trainer, rewards="none")
     (result,) = advantages.advantages(asked)
     assert result.agrees
     given = advantages._asked

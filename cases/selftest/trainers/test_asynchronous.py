@@ -21,7 +21,7 @@ def wrong(**settings):
     return {row.quantity for row in found if row.verdict == "disagree"}
 
 
-@pytest.mark.parametrize("settings", [s for _, s in asynchronous.cells("pr", 0)])
+@pytest.mark.parametrize("settings", [s for _, s in asynchronous.cases("pr", 0)])
 def test_as_released(settings):
     assert wrong(**settings) == set()
 

@@ -14,10 +14,10 @@ from parity.running.find import find
 from parity.running.supervisor import lost_row
 from parity.tools.replay import exit_code
 from parity.trainers import catalogue
-from parity.trainers.check import CHECKS, Cell, CheckResult, bounded, check, holds, pairwise
+from parity.trainers.check import CHECKS, CheckCall, CheckResult, bounded, check, holds, pairwise
 
 SETTINGS = {"kind": Setting("right", "what it does", ("right", "wrong", "absent", "raises", "moody", "silent"))}
-CALLS: list[Cell] = []
+CALLS: list[CheckCall] = []
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def toy(monkeypatch):
     @check(
         "toy", ("grpo-trainer",), SETTINGS, lambda profile, seed: [("grpo-trainer", {})], paths=("released", "fixed")
     )
-    def toy(cell):
-        CALLS.append(cell)
-        kind = cell.settings.kind
+    def toy(call):
+        CALLS.append(call)
+        kind = call.settings.kind
         if kind == "absent":
             raise Unsupported("nothing to judge")
         if kind == "raises":
@@ -142,17 +142,17 @@ def test_pairwise_covers_every_pair():
         "c": Setting(False, "", (False, True)),
         "free": Setting(1.0, ""),
     }
-    cells = list(pairwise(settings, 3))
+    cases = list(pairwise(settings, 3))
     for first in "abc":
         for second in "abc":
             if first < second:
-                met = {(c[first], c[second]) for c in cells}
+                met = {(c[first], c[second]) for c in cases}
                 assert len(met) == len(settings[first].choices) * len(settings[second].choices)
-    assert len(cells) < 3 * 2 * 2 and cells == list(pairwise(settings, 3))
+    assert len(cases) < 3 * 2 * 2 and cases == list(pairwise(settings, 3))
 
 
 @pytest.mark.parametrize("profile", ["quick", "pr", "nightly"])
-def test_every_cell_of_every_profile_is_a_valid_case(profile):
+def test_every_case_of_every_profile_is_valid(profile):
     for name in catalogue.names():
         for case in catalogue.cases(name, profile, 5):
             catalogue.family(name).full_settings(case)
@@ -165,7 +165,7 @@ def test_profiles_grow():
 
 
 def test_checks_come_in_one_order_whichever_module_was_imported_first(monkeypatch):
-    """The cells of a run, and so its shards, must not depend on what else is loaded."""
+    """The cases of a run, and so its shards, must not depend on what else is loaded."""
 
     def modules():
         return [c.run.__module__.rpartition(".")[2] for c in catalogue.load().values()]

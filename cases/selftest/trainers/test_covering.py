@@ -1,42 +1,42 @@
-"""The cells of profile pr: every value of every setting that the long profiles have, of each trainer."""
+"""The cases of profile pr: every value of every setting that the long profiles have, of each trainer."""
 
 import pytest
 import torch
 
 from parity.trainers import catalogue
-from parity.trainers.check import Cell, covering, shared
+from parity.trainers.check import CheckCall, covering, shared
 
 
 def test_a_part_of_the_cells_has_every_value_of_each_trainer():
-    cells = [("a", {"x": x, "y": y}) for x in range(4) for y in range(3)] + [
+    cases = [("a", {"x": x, "y": y}) for x in range(4) for y in range(3)] + [
         ("b", {}),
         ("b", {"x": 1}),
         ("b", {"y": 2}),
     ]
-    part = list(covering(cells))
-    assert len(part) < len(cells) and all(cell in cells for cell in part)
+    part = list(covering(cases))
+    assert len(part) < len(cases) and all(case in cases for case in part)
     for trainer in ("a", "b"):
         for name in ("x", "y"):
-            every = {s.get(name) for t, s in cells if t == trainer}
+            every = {s.get(name) for t, s in cases if t == trainer}
             assert {s.get(name) for t, s in part if t == trainer} == every
     assert sum(t == "a" for t, _ in part) == 4  # no more than its longest axis
-    assert [s for t, s in covering(cells, part[:-1]) if t == "b"] == [part[-1][1]]  # listed ones count
+    assert [s for t, s in covering(cases, part[:-1]) if t == "b"] == [part[-1][1]]  # listed ones count
 
 
 def test_a_value_stands_beside_no_more_than_it_needs():
     """A path that refuses `weighting` still meets `ld_alpha`; `smoothing` of exo_pair stands only beside its loss."""
-    cells = [
+    cases = [
         ("a", {"weighting": True, "ld_alpha": 0.4}),
         ("a", {"ld_alpha": 0.4}),
         ("a", {"weighting": True}),
         ("a", {"loss": "exo_pair", "smoothing": 0.1}),
         ("a", {"loss": "exo_pair", "smoothing": 0.1, "weighting": True}),
     ]
-    part = [settings for _, settings in covering(cells)]
+    part = [settings for _, settings in covering(cases)]
     for name, smallest in (("weighting", 1), ("ld_alpha", 1), ("smoothing", 2)):
         assert min(len(s) for s in part if name in s) == smallest
     listed = [("a", {"ld_alpha": 0.4, "weighting": True})]
-    assert ("a", {"ld_alpha": 0.4}) in list(covering(cells, listed))
+    assert ("a", {"ld_alpha": 0.4}) in list(covering(cases, listed))
 
 
 def test_ld_alpha_is_met_where_liger_refuses_every_other_setting_beside_it():
@@ -63,8 +63,8 @@ def test_pr_has_every_value_that_nightly_has_but_models_and_heads_of_shared_code
 def test_the_ways_of_a_case_share_its_definition_and_no_other_case_does():
     fam = catalogue.family("sft-trainer")
     first, other = (fam.case(0, "fp32", {"check": "twins", "split": split}) for split in ("4x2", "2x4"))
-    cells = [Cell(case, None, way, "cpu") for case in (first, other) for way in ("released", "fixed")]
-    made = [shared(cell, "step", lambda: torch.zeros(1)) for cell in cells]
+    calls = [CheckCall(case, None, way, "cpu") for case in (first, other) for way in ("released", "fixed")]
+    made = [shared(call, "step", lambda: torch.zeros(1)) for call in calls]
     assert made[0] is made[1] and made[2] is made[3] and made[0] is not made[2]
-    assert shared(cells[2], "logged", lambda: torch.zeros(1)) is not made[2]
-    assert shared(cells[0], "step", lambda: torch.zeros(1)) is not made[0]  # only the last case's is kept
+    assert shared(calls[2], "logged", lambda: torch.zeros(1)) is not made[2]
+    assert shared(calls[0], "step", lambda: torch.zeros(1)) is not made[0]  # only the last case's is kept

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("trl")
 
 from parity.trainers.catalogue import family
-from parity.trainers.check import Cell
+from parity.trainers.check import CheckCall
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -16,10 +16,10 @@ def test_a_fake_quantised_head_is_what_the_model_computes_with(name):
     from parity.trainers.rig import models, quantised_heads
 
     case = family("grpo-trainer").case(0, "fp32", {"check": "config-values", "model": name, "head": "fake-quantised"})
-    cell = Cell(case, family("grpo-trainer").full_settings(case), "released", "cpu")
-    batch = config_values.Batch(cell)
+    call = CheckCall(case, family("grpo-trainer").full_settings(case), "released", "cpu")
+    batch = config_values.Batch(call)
     with torch.no_grad():
-        exact = batch.logps(config_values.altered(models.model(name, torch.float64), cell))
+        exact = batch.logps(config_values.altered(models.model(name, torch.float64), call))
         model = models.model(name)
         plain = batch.logps(model)
         quantised_heads.quantise(model, "fake-quantised")

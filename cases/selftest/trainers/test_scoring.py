@@ -23,8 +23,8 @@ def altered(monkeypatch, change):
     """The trainer with its scoring exchanged: `change(score)` is called instead."""
     build = scoring._built
 
-    def built(cell):
-        trainer = build(cell)
+    def built(call):
+        trainer = build(call)
         score = trainer._get_per_token_logps_and_entropies
         trainer._get_per_token_logps_and_entropies = change(score)
         return trainer

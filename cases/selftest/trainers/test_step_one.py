@@ -12,16 +12,16 @@ pytest.importorskip("trl")
 from parity.case.case import Case
 from parity.registry import run_case, select
 from parity.trainers.catalogue import family
-from parity.trainers.check import Cell
+from parity.trainers.check import CheckCall
 from parity.trainers.checks import step_one
 from parity.trainers.definitions import log_probs
 from parity.trainers.rig import first_step
 
 
-def cell(trainer, settings, path="released"):
+def call(trainer, settings, path="released"):
     fam = family(trainer)
     case = fam.case(0, "fp32", settings)
-    return Cell(case, fam.full_settings(case), path, "cpu")
+    return CheckCall(case, fam.full_settings(case), path, "cpu")
 
 
 def verdicts(trainer, settings, path):
@@ -52,7 +52,7 @@ def test_a_wrapper_of_its_own_is_lost_as_released_and_kept_with_our_fix():
 @pytest.fixture(scope="module")
 def honest():
     """One honest step, and its definition."""
-    asked = cell("grpo-trainer", {"check": "step-one", "temperature": 0.7})
+    asked = call("grpo-trainer", {"check": "step-one", "temperature": 0.7})
     step = step_one.run(asked)
     return asked, step, log_probs.truth(asked, step.ids, step.mask, step.completion)
 
@@ -84,7 +84,7 @@ def test_a_kl_that_is_not_zero_disagrees(honest, kl):
 
 def test_a_loss_with_another_temperature_disagrees(honest):
     asked, step, _ = honest
-    other = cell("grpo-trainer", {"check": "step-one"})
+    other = call("grpo-trainer", {"check": "step-one"})
     found = results(asked, step, log_probs.truth(other, step.ids, step.mask, step.completion))
     assert not found["logps"].agrees and not found["ref_logps"].agrees
 
@@ -112,7 +112,7 @@ def test_rows_in_the_order_of_the_micro_batch():
 
 
 def test_the_bound_of_online_dpo_leaves_out_padded_prompts():
-    asked = cell("online-dpo-trainer", {"check": "step-one"})
+    asked = call("online-dpo-trainer", {"check": "step-one"})
     step = step_one.run(asked)
     truth = log_probs.truth(asked, step.ids, step.mask, step.completion)
     assert bool((step.mask[:, 0] == 0).any())  # prompts of unequal length, padded on the left

@@ -145,7 +145,7 @@ def kill_matrix(
 ) -> Iterator[list[Fate]]:
     """The fates of every mutant and control, a list for each seed and family as it is done, in their `turns`.
 
-    A stream ends after `budget` cases, or after as many as a run of profile pr draws. The cells of a trainer are listed,
+    A stream ends after `budget` cases, or after as many as a run of profile pr draws. The cases of a trainer are listed,
     not drawn: one stream, of the first seed, is all there is to see.
     """
     chosen, streams = tuple(families), tuple(seeds)

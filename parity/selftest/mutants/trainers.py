@@ -1,7 +1,7 @@
 """Mutants of whole trainers (`trainers.toml`): TRL's class with one passage of one method changed.
 
 They are edits of the installed release: a passage that it does not have is an error, so that no mutant is lost unseen.
-Each goes through the released way of its trainer's checks, cell by cell, until a quantity disagrees that the class itself
+Each goes through the released way of its trainer's checks, case by case, until a quantity disagrees that the class itself
 has right.
 """
 
@@ -23,7 +23,7 @@ from parity.registry import facts, select
 from parity.results.ledger import Ledger
 from parity.selftest.mutants.matrix import Fate
 from parity.trainers import catalogue
-from parity.trainers.check import TRAINERS, Cell, CheckResult
+from parity.trainers.check import TRAINERS, CheckCall, CheckResult
 from parity.trainers.execute import attempt, judged_row, stopped_row
 from parity.trainers.rig import drive
 
@@ -76,8 +76,8 @@ def mutated(family: str, edit: Edit) -> type:
     return type(kind.__name__, (kind,), {edit.method: made["_made"](base), "__module__": __name__})
 
 
-def cells(family: str, seed: int) -> Iterator[Case]:
-    """The cells of a trainer that drive its class in this process: those of profile pr first, then the others of nightly."""
+def cases(family: str, seed: int) -> Iterator[Case]:
+    """The cases of a trainer that drive its class in this process: those of profile pr first, then the others of nightly."""
     seen: set[str] = set()
     for profile in PROFILES:
         for case in catalogue.cases(family, profile, seed):
@@ -87,7 +87,7 @@ def cells(family: str, seed: int) -> Iterator[Case]:
 
 
 def fates(family: str, seed: int, budget: int, device: str = "cpu") -> list[Fate]:
-    """The fate of each mutant of a trainer and of the class itself, the control, on at most `budget` cells.
+    """The fate of each mutant of a trainer and of the class itself, the control, on at most `budget` cases.
 
     The control sees those that the mutants need.
     """
@@ -98,27 +98,27 @@ def fates(family: str, seed: int, budget: int, device: str = "cpu") -> list[Fate
     mistakes = {e.name: e.mistake for e in EDITS[family]}
     alive = {name: Fate(family, name, mistakes.get(name, ""), seed, 0, 0) for name in kinds}
     done: dict[str, Fate] = {}
-    for number, case in enumerate(cells(family, seed)):
+    for number, case in enumerate(cases(family, seed)):
         if number == budget or not any(mistakes.get(name) for name in alive):
             break
         used = device if catalogue.family(family).check(case).moves else "cpu"
-        cell = Cell(case, catalogue.family(family).full_settings(case), "released", used)
+        call = CheckCall(case, catalogue.family(family).full_settings(case), "released", used)
         for name in list(alive):
             with drive.using(kinds[name]):
-                alive[name] = _judged(cell, implementation, alive[name], ledger)
+                alive[name] = _judged(call, implementation, alive[name], ledger)
             if alive[name].killed:
                 done[name] = alive.pop(name)
     return [done.get(name) or alive[name] for name in kinds]
 
 
-def _judged(cell: Cell, implementation: Implementation, fate: Fate, ledger: Ledger) -> Fate:
-    outcome, results = attempt(catalogue.family(cell.case.family).check(cell.case), cell, implementation)
+def _judged(call: CheckCall, implementation: Implementation, fate: Fate, ledger: Ledger) -> Fate:
+    outcome, results = attempt(catalogue.family(call.case.family).check(call.case), call, implementation)
     fate = dataclasses.replace(fate, cases=fate.cases + 1, judged=fate.judged + len(results))
-    return _killed_by(cell, implementation, fate, ledger, outcome, results)
+    return _killed_by(call, implementation, fate, ledger, outcome, results)
 
 
 def _killed_by(
-    cell: Cell,
+    call: CheckCall,
     implementation: Implementation,
     fate: Fate,
     ledger: Ledger,
@@ -126,13 +126,13 @@ def _killed_by(
     results: Sequence[CheckResult],
 ) -> Fate:
     """Dead of the first quantity that disagrees, or of a crash; not of what the ledger knows of the released class."""
-    dead: dict[str, Any] = {"dtype": cell.case.dtype, "case": cell.case.to_json()}
+    dead: dict[str, Any] = {"dtype": call.case.dtype, "case": call.case.to_json()}
     if outcome.verdict == "crashed":
-        if ledger.match(stopped_row(cell, implementation, outcome), facts(cell.case)) is not None:
+        if ledger.match(stopped_row(call, implementation, outcome), facts(call.case)) is not None:
             return fate
         return dataclasses.replace(fate, gate="crashed", message=outcome.message, **dead)
     for result in results:
-        row = judged_row(cell, implementation, result)
-        if row.verdict == "disagree" and ledger.match(row, facts(cell.case)) is None:
+        row = judged_row(call, implementation, result)
+        if row.verdict == "disagree" and ledger.match(row, facts(call.case)) is None:
             return dataclasses.replace(fate, gate=row.gate or "", quantity=result.quantity, message=row.message, **dead)
     return fate

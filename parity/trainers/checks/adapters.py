@@ -10,7 +10,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, shared
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, twin_losses
 from parity.trainers.definitions.gradients import first_step
@@ -81,7 +81,7 @@ is trained."""
 
 
 @by_profile(pr=PR)
-def cells(seed: int) -> Iterator[CheckCase]:
+def cases(seed: int) -> Iterator[CheckCase]:
     """Every trainer with every kind, and with checkpointing."""
     for trainer in twin_runs.TWINS:
         for kind in KINDS if trainer in REFERRED else ("new", "saved-head"):
@@ -95,22 +95,22 @@ def cells(seed: int) -> Iterator[CheckCase]:
             yield trainer, {"checkpointing": checkpointing}
 
 
-@check("adapters", twin_runs.TWINS, SETTINGS, cells, paths=("released", "fused", "fixed"))
-def adapters(cell: Cell) -> Iterator[CheckResult]:
+@check("adapters", twin_runs.TWINS, SETTINGS, cases, paths=("released", "fused", "fixed"))
+def adapters(call: CheckCall) -> Iterator[CheckResult]:
     """One batch with a LoRA: loss and every gradient of the adapter, by the reference that its kind implies."""
-    trainer, s = cell.case.family, cell.settings
+    trainer, s = call.case.family, call.settings
     if s.adapter == "existing" and trainer not in REFERRED:
         raise Unsupported(f"{trainer} has no reference: an existing adapter is a new one to it")
     adapter = Adapter(s.adapter)
     twin = plain_twin(model=s.model, split="8x1", beta=0.04, checkpointing=s.checkpointing)
     more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
     more |= {"loss_type": "kto"} if s.kl else {}
-    drive.needs(cell.trainer, *more)
-    steps = twin_runs.train(twin_runs.build(trainer, twin, cell.path, adapter=adapter, **more), cell.path)
+    drive.needs(call.trainer, *more)
+    steps = twin_runs.train(twin_runs.build(trainer, twin, call.path, adapter=adapter, **more), call.path)
     yield twin_runs.all_there(trainer, steps)
     by = SimpleNamespace(**vars(twin) | {"model": adapter.reference(s.model)})
     loss = _with_kl(trainer, by.model) if s.kl else twin_losses.definition(trainer, by)
-    step = shared(cell, "step", lambda: ExactStep(adapter.policy(s.model), loss))
+    step = shared(call, "step", lambda: ExactStep(adapter.policy(s.model), loss))
     yield from first_step(step, steps)
 
 

@@ -14,7 +14,7 @@ from parity.case.case import uniform
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.recipe import UNIT_ROUNDOFF
-from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check
 from parity.trainers.rig import drive, models
 from parity.upstream import trl
 
@@ -46,8 +46,8 @@ SETTINGS = {
 CLIP = (0.5, 1.25)
 
 
-@by_profile(pr=[("grpo-trainer", {"rewards": "weighted"})], covered=lambda cell: True)
-def cells(seed: int) -> Iterator[CheckCase]:
+@by_profile(pr=[("grpo-trainer", {"rewards": "weighted"})], covered=lambda case: True)
+def cases(seed: int) -> Iterator[CheckCase]:
     yield "grpo-trainer", {"rewards": "weighted"}
     for rewards in REWARDS:
         for scale in ("group", "batch", "none"):
@@ -58,15 +58,15 @@ def cells(seed: int) -> Iterator[CheckCase]:
         yield "rloo-trainer", {"rewards": rewards, "clipped": True}
 
 
-@check("advantages", ("grpo-trainer", "rloo-trainer"), SETTINGS, cells, paths=("released",), moves=True)
-def advantages(cell: Cell) -> Iterator[CheckResult]:
+@check("advantages", ("grpo-trainer", "rloo-trainer"), SETTINGS, cases, paths=("released",), moves=True)
+def advantages(call: CheckCall) -> Iterator[CheckResult]:
     """Advantages of a generation batch, by their definition: (r - mean) / (std + 1e-4) in a group, or leave-one-out."""
-    rewards, weights = table(cell.settings.rewards)
-    found = _asked(cell, rewards, weights)
-    if cell.settings.rewards == "group-of-one":
+    rewards, weights = table(call.settings.rewards)
+    found = _asked(call, rewards, weights)
+    if call.settings.rewards == "group-of-one":
         exact = allowed = torch.zeros(len(rewards), dtype=torch.float64)
     else:
-        exact, allowed = DEFINITION[cell.trainer](cell, rewards, weights)
+        exact, allowed = DEFINITION[call.trainer](call, rewards, weights)
     error = (found.double() - exact).abs()
     headroom = (error / allowed).masked_fill(error == 0, 0.0)
     i = int(headroom.nan_to_num(math.inf).argmax())
@@ -95,14 +95,14 @@ def table(name: str) -> tuple[Tensor, list[float]]:
     return out, [1.0, -0.5][: out.shape[1]]
 
 
-def _asked(cell: Cell, rewards: Tensor, weights: list[float]) -> Tensor:
+def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> Tensor:
     """What the trainer makes of the table, on completions that it generated."""
-    s = cell.settings
-    config = drive.config(cell.trainer)
+    s = call.settings
+    config = drive.config(call.trainer)
     wanted: dict[str, Any] = {"beta": 0.0, "num_generations": GROUP, "per_device_train_batch_size": 2 * GROUP}
     wanted |= {"max_completion_length": 3, "reward_weights": weights, "gradient_checkpointing": False}
     known = trl.fields(config)
-    if cell.trainer == "GRPOTrainer":
+    if call.trainer == "GRPOTrainer":
         if "multi_objective_aggregation" not in known and s.aggregation != "sum_then_normalize":
             raise Unsupported("GRPOConfig has no multi_objective_aggregation in the installed version")
         old = isinstance(known.get("scale_rewards"), bool)
@@ -119,9 +119,9 @@ def _asked(cell: Cell, rewards: Tensor, weights: list[float]) -> Tensor:
     if s.rewards == "group-of-one":
         wanted |= {"num_generations_eval": 1}
     args = drive.arguments(
-        config, cell.device, wanted, ("num_generations_eval",) if "num_generations_eval" in wanted else ()
+        config, call.device, wanted, ("num_generations_eval",) if "num_generations_eval" in wanted else ()
     )
-    trainer = drive.build(cell.trainer, models.model("llama"), args, reward_funcs=functions)
+    trainer = drive.build(call.trainer, models.model("llama"), args, reward_funcs=functions)
     prompts = drive.prompts()[:2]["prompt"]
     alone = s.rewards == "group-of-one"
     batch = [{"prompt": p} for p in prompts for _ in range(1 if alone else GROUP)]
@@ -157,8 +157,8 @@ def _error(x: Tensor, spread: Tensor, exact: Tensor) -> Tensor:
     return size / spread * (1 + exact.abs()) + 4 * U * exact.abs()
 
 
-def _grpo(cell: Cell, rewards: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
-    s = cell.settings
+def _grpo(call: CheckCall, rewards: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
+    s = call.settings
     if s.aggregation == "normalize_then_sum":
         return _normalised_first(rewards, weights)
     x = _summed(rewards, weights)
@@ -183,15 +183,15 @@ def _normalised_first(rewards: Tensor, weights: list[float]) -> tuple[Tensor, Te
     return exact.flatten(), (_error(x, outer, exact) + inner / outer).flatten()
 
 
-def _rloo(cell: Cell, rewards: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
+def _rloo(call: CheckCall, rewards: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
     x = _summed(rewards, weights)
-    if cell.settings.clipped:
+    if call.settings.clipped:
         x = x.clamp(*CLIP)
     n = (~x.isnan()).sum(1, keepdim=True)
     others = (x.nansum(1, keepdim=True) - x) / (n - 1)
     exact = (x - others).masked_fill(n < 2, NOBODY)
     spread = torch.ones(1, 1, dtype=torch.float64)
-    if cell.settings.normalize:
+    if call.settings.normalize:
         spread = _std(exact, (0, 1)) + EPSILON
         exact = (exact - exact.nanmean()) / spread
     exact = exact.nan_to_num(0.0)

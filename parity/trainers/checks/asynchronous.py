@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parity.case.inputs import Setting
-from parity.trainers.check import Cell, CheckCase, CheckResult, bounded, by_profile, check, holds, judged, shared
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, bounded, by_profile, check, holds, judged, shared
 from parity.trainers.definitions import training_step, windows
 from parity.trainers.definitions.balance import balance
 from parity.trainers.definitions.gradients import first_step
@@ -29,7 +29,7 @@ SETTINGS = {
 @by_profile(
     pr=[("async-grpo-trainer", s) for s in ({}, {"split": "2x4", "tools": True}, {"model": EXPERTS, "split": "4x2"})]
 )
-def cells(seed: int) -> Iterator[CheckCase]:
+def cases(seed: int) -> Iterator[CheckCase]:
     """Every model, cut and with tools."""
     for model in SETTINGS["model"].choices or ():
         for split in SETTINGS["split"].choices or ():
@@ -37,10 +37,10 @@ def cells(seed: int) -> Iterator[CheckCase]:
         yield "async-grpo-trainer", {"model": model, "tools": True}
 
 
-@check("async-step", ("async-grpo-trainer",), SETTINGS, cells)
-def async_step(cell: Cell) -> Iterator[CheckResult]:
+@check("async-step", ("async-grpo-trainer",), SETTINGS, cases)
+def async_step(call: CheckCall) -> Iterator[CheckResult]:
     """Prefixes packed as trees, ratios beyond the clip: loss, every gradient and the logged ratios of the definition."""
-    s = cell.settings
+    s = call.settings
     batch, accumulation = map(int, s.split.split("x"))
     experts = s.model == EXPERTS
     window = stored_window.sequences(stored_window.rows(4), generated=True)
@@ -52,7 +52,7 @@ def async_step(cell: Cell) -> Iterator[CheckResult]:
         old = windows.completion_logps(older, window)
     weight = {"router_aux_loss_coef": COEFFICIENT} if experts else {}
     if weight:
-        drive.needs(cell.trainer, *weight)
+        drive.needs(call.trainer, *weight)
     config: dict[str, Any] = {
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": accumulation,
@@ -60,18 +60,18 @@ def async_step(cell: Cell) -> Iterator[CheckResult]:
     }
     config |= {"epsilon": CLIP[0], "epsilon_high": CLIP[1], "logging_strategy": "steps", "logging_steps": 1}
     run = queued.build(s.model, window, kept, old, windows.advantages(window), **config)
-    with drive.fixed(cell, run):
+    with drive.fixed(call, run):
         steps = recorder.train(run)
     model = functools.partial(stored_window.policy, s.model, torch.float64)
     define = functools.partial(_loss, window, kept, old, batch, COEFFICIENT if experts else 0.0)
-    yield from first_step(shared(cell, "step", lambda: ExactStep(model(), define)), steps)
+    yield from first_step(shared(call, "step", lambda: ExactStep(model(), define)), steps)
     if accumulation == 1 and not s.tools:
-        truth = shared(cell, "logged", lambda: training_step.Scalars(model(), functools.partial(_logged, window, old)))
+        truth = shared(call, "logged", lambda: training_step.Scalars(model(), functools.partial(_logged, window, old)))
         logged = drive.logged(run)
         for name, exact in truth.exact.items():
             yield judged(name, truth.judge(name, float(logged[name])), float(logged[name]), exact)
         share = windows.beyond("", window, windows.Generation(window, older, 1), CLIP, model()).tolist()
-        yield holds("beyond", all(0 < x < 0.5 for x in share), f"{share}: the cell tests nothing", gate="exact")
+        yield holds("beyond", all(0 < x < 0.5 for x in share), f"{share}: the case tests nothing", gate="exact")
         for side, x in zip(("low", "high", "region"), (*share, sum(share)), strict=True):
             name = f"clip_ratio/{side}_mean"
             yield bounded(name, float(logged[name]), x, 2.0**-22, "the share of the tokens beyond the bound")

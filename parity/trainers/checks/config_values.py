@@ -19,7 +19,7 @@ from parity.errors import Unsupported
 from parity.judging.gates import Judgement, Unit, judge
 from parity.judging.settle import CERTAIN, settle
 from parity.recipe import IEEE_FP32
-from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, judged, shared
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, judged, shared
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.step_rounding import Double, StepRounding
 from parity.trainers.definitions.training_step import ExactStep
@@ -51,9 +51,9 @@ KINDS = {frozenset(a.changes_logits) - {"tied head"}: name for name, a in models
 """What changes a model's logits -> a model of it, with a nested config if there is such a one."""
 
 
-def _in_pr(cell: CheckCase) -> bool:
-    """All of GRPO's cells; of the trainers that share its code a model of each kind, and the heads that need no bitsandbytes."""
-    trainer, settings = cell
+def _in_pr(case: CheckCase) -> bool:
+    """All of GRPO's cases; of the trainers that share its code a model of each kind, and the heads that need no bitsandbytes."""
+    trainer, settings = case
     if trainer == "grpo-trainer":
         return True
     wanted = settings.get("model") in KINDS.values() or settings.get("head") not in (None, "plain", "quantised")
@@ -61,7 +61,7 @@ def _in_pr(cell: CheckCase) -> bool:
 
 
 @by_profile(quick=PR[:1], pr=PR, covered=_in_pr)
-def cells(seed: int) -> Iterator[CheckCase]:
+def cases(seed: int) -> Iterator[CheckCase]:
     """Every model and every head."""
     yield from PR
     for trainer in TRAINERS:
@@ -72,13 +72,13 @@ def cells(seed: int) -> Iterator[CheckCase]:
             yield trainer, {"model": "gemma2", "head": head}
 
 
-@check("config-values", TRAINERS, SETTINGS, cells, moves=True)
-def config_values(cell: Cell) -> Iterator[CheckResult]:
+@check("config-values", TRAINERS, SETTINGS, cases, moves=True)
+def config_values(call: CheckCall) -> Iterator[CheckResult]:
     """Log-probs (or the loss made of them) and every gradient equal those of the model's own logits."""
-    batch = Batch(cell)
-    truth = shared(cell, "model", lambda: altered(models.model(cell.settings.model, torch.float64), cell).eval())
-    step = shared(cell, "step", lambda: ExactStep(truth, batch.definition))
-    value, model, handed = batch.ask(cell)
+    batch = Batch(call)
+    truth = shared(call, "model", lambda: altered(models.model(call.settings.model, torch.float64), call).eval())
+    step = shared(call, "step", lambda: ExactStep(truth, batch.definition))
+    value, model, handed = batch.ask(call)
     value.backward()
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     found = {n: None if p.grad is None else p.grad.cpu() for n, p in named.items()}
@@ -114,12 +114,12 @@ class Batch:
         cotangent: upstream gradient of the log-probs of the completion, (2, LENGTH - PROMPT).
     """
 
-    def __init__(self, cell: Cell):
+    def __init__(self, call: CheckCall):
         self.ids = torch.tensor([[int(w[1:]) for w in models.words(5, f"row {i}", LENGTH).split()] for i in range(2)])
         self.cotangent = normal(5, "cotangent", (2, LENGTH - PROMPT))
-        self.trainer = cell.trainer
-        scored = cell.trainer in ("GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
-        self.temperature = cell.settings.temperature if scored else 1.0
+        self.trainer = call.trainer
+        scored = call.trainer in ("GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
+        self.temperature = call.settings.temperature if scored else 1.0
 
     def logps(self, model: Any, copies: int = 1) -> Tensor:
         """Log-probs of the completion tokens by the model's own forward, (copies·2, LENGTH - PROMPT)."""
@@ -140,9 +140,9 @@ class Batch:
             return -torch.nn.functional.logsigmoid(BETA * (chosen - rejected))
         return (logps * self.cotangent.to(logps)).sum()
 
-    def ask(self, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
+    def ask(self, call: CheckCall) -> tuple[Tensor, Any, Tensor | None]:
         """The same scalar by the trainer's own path, the model whose gradients it has, and the log-probs, if returned."""
-        return ASK[self.trainer](self, cell)
+        return ASK[self.trainer](self, call)
 
     def inputs(self) -> dict[str, Tensor]:
         """What a collator makes of the sequences."""
@@ -156,45 +156,45 @@ class Batch:
 BETA = 0.5
 
 
-def _built(cell: Cell, **wanted: Any) -> Any:
-    config = drive.config(cell.trainer)
+def _built(call: CheckCall, **wanted: Any) -> Any:
+    config = drive.config(call.trainer)
     peft = None
-    if cell.settings.head == "lora":
+    if call.settings.head == "lora":
         peft = trl.lora((*models.PROJECTIONS, "lm_head"))
-    elif cell.settings.head == "modules_to_save":
+    elif call.settings.head == "modules_to_save":
         peft = trl.lora(modules_to_save=["lm_head"])
-    args = drive.arguments(config, cell.device, {"gradient_checkpointing": False, **wanted})
-    trainer = drive.build(cell.trainer, _model(cell), args, peft)
-    _fill(trainer.model, cell.settings.head)
+    args = drive.arguments(config, call.device, {"gradient_checkpointing": False, **wanted})
+    trainer = drive.build(call.trainer, _model(call), args, peft)
+    _fill(trainer.model, call.settings.head)
     trainer.model.train()
     return trainer
 
 
-def _model(cell: Cell) -> Any:
+def _model(call: CheckCall) -> Any:
     """The model that a trainer is given: its head quantised, where that is asked for before any trainer sees it.
 
     With our fix the values of a nested text config also at the top, where some code reads them.
     """
-    model = models.model(cell.settings.model)
-    quantised_heads.quantise(model, cell.settings.head)
-    if cell.path == "fixed":
+    model = models.model(call.settings.model)
+    quantised_heads.quantise(model, call.settings.head)
+    if call.path == "fixed":
         from parity.fixes.patches import lift_text_config_attributes
 
         lift_text_config_attributes(model)
     return model
 
 
-def altered(model: Any, cell: Cell) -> Any:
+def altered(model: Any, call: CheckCall) -> Any:
     """The definition's model with the same head, adapters and hooks as the trainer's."""
     import peft
 
-    head = cell.settings.head
+    head = call.settings.head
     if head == "lora":
         model = peft.get_peft_model(model, trl.lora((*models.PROJECTIONS, "lm_head")), autocast_adapter_dtype=False)
     elif head == "modules_to_save":
         model = peft.get_peft_model(model, trl.lora(modules_to_save=["lm_head"]), autocast_adapter_dtype=False)
     elif head == "quantised":
-        quantised_heads.dequantised(model, models.model(cell.settings.model))
+        quantised_heads.dequantised(model, models.model(call.settings.model))
     elif head == "fake-quantised":
         quantised_heads.quantise(model, head)
     _fill(model, head)
@@ -213,28 +213,28 @@ def _fill(model: Any, head: str) -> None:
         model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 0.5 * output)
 
 
-def _ask_scores(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
-    trainer = _built(cell, temperature=batch.temperature, beta=0.0)
+def _ask_scores(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | None]:
+    trainer = _built(call, temperature=batch.temperature, beta=0.0)
     score = getattr(trainer, drive.scorer(trainer))
-    with drive.fixed(cell, trainer):
+    with drive.fixed(call, trainer):
         ids = batch.ids.to(trainer.model.device)
         out = score(trainer.model, ids, torch.ones_like(ids), LENGTH - PROMPT)
     logps = out[0] if isinstance(out, tuple) else out
     return (logps * batch.cotangent.to(logps)).sum(), trainer.model, logps
 
 
-def _ask_patched(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
+def _ask_patched(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | None]:
     """AsyncGRPOTrainer needs a vLLM server to exist; what it does to the model it does with one function of TRL's."""
     import trl.trainer.utils as utils
 
-    if cell.settings.head in ("lora", "modules_to_save"):
+    if call.settings.head in ("lora", "modules_to_save"):
         raise Unsupported("the trainer itself builds adapters, and it needs a vLLM server")
-    model = _model(cell).train().to(cell.device)
-    _fill(model, cell.settings.head)
+    model = _model(call).train().to(call.device)
+    _fill(model, call.settings.head)
     ids = batch.ids.to(model.device)
     if hasattr(utils, "add_fused_lm_head"):
         utils.add_fused_lm_head(model, temperature=batch.temperature)
-        if cell.path == "fixed":
+        if call.path == "fixed":
             from parity.fixes.patches import use_model_logits
 
             use_model_logits(model)
@@ -251,19 +251,19 @@ def _ask_patched(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
     return (logps * batch.cotangent.to(logps)).sum(), model, logps
 
 
-def _ask_loss(batch: Batch, cell: Cell) -> tuple[Tensor, Any, Tensor | None]:
-    wanted = {"beta": BETA} if cell.trainer == "DPOTrainer" else {}
-    trainer = _built(cell, **wanted, max_length=64)
+def _ask_loss(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | None]:
+    wanted = {"beta": BETA} if call.trainer == "DPOTrainer" else {}
+    trainer = _built(call, **wanted, max_length=64)
     if getattr(trainer, "ref_model", None) is not None:
-        quantised_heads.quantise(trainer.ref_model, cell.settings.head)
-        if cell.settings.head == "hook":
+        quantised_heads.quantise(trainer.ref_model, call.settings.head)
+        if call.settings.head == "hook":
             _fill(trainer.ref_model, "hook")
-    with trl.quiet(), drive.fixed(cell, trainer):
+    with trl.quiet(), drive.fixed(call, trainer):
         inputs = {k: v.to(trainer.model.device) for k, v in batch.inputs().items()}
         return trainer.compute_loss(trainer.model, inputs), trainer.model, None
 
 
-ASK: dict[str, Callable[[Batch, Cell], tuple[Tensor, Any, Tensor | None]]] = {
+ASK: dict[str, Callable[[Batch, CheckCall], tuple[Tensor, Any, Tensor | None]]] = {
     "GRPOTrainer": _ask_scores,
     "RLOOTrainer": _ask_scores,
     "AsyncGRPOTrainer": _ask_patched,

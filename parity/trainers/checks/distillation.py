@@ -16,7 +16,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.families.divergence import completed, divergence
 from parity.fixes import patches
-from parity.trainers.check import Cell, CheckResult, bounded, check, holds
+from parity.trainers.check import CheckCall, CheckResult, bounded, check, holds
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import models, recorder, stored_window, teacher_client
@@ -30,7 +30,7 @@ BETA = Setting(1.0, "teacher's weight in the divergence: 0 forward KL, 1 reverse
 SPLIT = Setting("2x1", "batch x accumulation", SPLITS)
 
 
-def cells(trainer: str, profile: str, seed: int) -> Iterable[tuple[str, Mapping[str, Any]]]:
+def cases(trainer: str, profile: str, seed: int) -> Iterable[tuple[str, Mapping[str, Any]]]:
     """Every beta with every split; in the short profiles beta 0, and 1 accumulated, where the padding leaked."""
     for beta in BETAS:
         for split in SPLITS:
@@ -52,12 +52,12 @@ def _teacher_model() -> Any:
         "temperature": Setting(1.0, "of student and teacher", (1.0, 0.7)),
         "top_k": Setting(1, "tokens that the teacher returns; above 1 only at beta 0", (1, 4)),
     },
-    functools.partial(cells, "server-distillation-trainer"),
+    functools.partial(cases, "server-distillation-trainer"),
 )
-def teacher_server(cell: Cell) -> Iterator[CheckResult]:
+def teacher_server(call: CheckCall) -> Iterator[CheckResult]:
     """Distillation from a real HTTP teacher on ragged completions: finite, by the definition, exactly 0 at padding."""
-    s = cell.settings
-    fix = patches.mask_teacher_padding if cell.path == "fixed" else contextlib.nullcontext
+    s = call.settings
+    fix = patches.mask_teacher_padding if call.path == "fixed" else contextlib.nullcontext
     with serving(scorer(_teacher_model())) as teacher, fix():
         trainer = teacher_client.trainer(
             teacher, ARCHITECTURE, s.split, beta=s.beta, temperature=s.temperature, loss_top_k=s.top_k
@@ -161,7 +161,7 @@ def _at_padding(batches: list[dict[str, Any]], seen: list[Tensor]) -> CheckResul
     paths=("released",),
     drives=False,
 )
-def sentinel(cell: Cell) -> Iterator[CheckResult]:
+def sentinel(call: CheckCall) -> Iterator[CheckResult]:
     """A log-prob that the teacher does not have where the loss needs it: the trainer must refuse, not train on it."""
     whole = scorer(_teacher_model())
     gone = {tuple(stored_window.ids(row["prompt"])) for row in teacher_client.rows()[:1]}
@@ -171,7 +171,7 @@ def sentinel(cell: Cell) -> Iterator[CheckResult]:
         return out.clone().index_fill_(0, torch.tensor([3]), torch.nan) if tuple(tokens[:2]) in gone else out
 
     with serving(partial) as teacher:
-        trainer = teacher_client.trainer(teacher, ARCHITECTURE, "2x1", beta=cell.settings.beta)
+        trainer = teacher_client.trainer(teacher, ARCHITECTURE, "2x1", beta=call.settings.beta)
         try:
             recorder.train(trainer)
             refusal = ""
@@ -189,15 +189,15 @@ def sentinel(cell: Cell) -> Iterator[CheckResult]:
     paths=("released",),
     drives=False,
 )
-def divergence_parts(cell: Cell) -> Iterator[CheckResult]:
+def divergence_parts(call: CheckCall) -> Iterator[CheckResult]:
     """`_add_tail_bucket` and `_jsd_divergence` alone, in float64: finite forward and backward once padding is masked.
 
     Bound: each term is a product of a probability and a difference of log-probs, formed with some ten roundings; the tail
     log(1 - Σ exp) is uncertain by u / (1 - Σ exp) besides, of which both sides have at most 1e-7: 64·u·(1 + |log-prob|)
     for values, 64·u·1e7 where a tail is at its floor.
     """
-    module, beta = _module(), cell.settings.beta
-    lp, lq, padded = _rows(cell.settings.peak)
+    module, beta = _module(), call.settings.beta
+    lp, lq, padded = _rows(call.settings.peak)
     values, slopes = [], []
     for from_student in (False, True):
         leaf = lp.clone().requires_grad_()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.families.divergence import divergence
-from parity.trainers.check import Cell, CheckResult, check
-from parity.trainers.checks.distillation import ARCHITECTURE, BETA, SPLIT, cells
+from parity.trainers.check import CheckCall, CheckResult, check
+from parity.trainers.checks.distillation import ARCHITECTURE, BETA, SPLIT, cases
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import drive, models, recorder, teacher_client
@@ -27,22 +27,22 @@ from parity.upstream import trl
     },
     lambda profile, seed: [
         (trainer, {**settings, "prompts": prompts})
-        for trainer, settings in cells("gkd-trainer", profile, seed)
+        for trainer, settings in cases("gkd-trainer", profile, seed)
         for prompts in teacher_client.SAMPLES
         if profile in ("nightly", "soak") or (prompts == "ragged" and settings["beta"] == 1.0)
     ],
     paths=("released",),
     moves=True,
 )
-def ragged_control(cell: Cell) -> Iterator[CheckResult]:
+def ragged_control(call: CheckCall) -> Iterator[CheckResult]:
     """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
-    kind, config = drive.trl_class(cell.trainer), drive.config(cell.trainer)
-    batch, accumulation = map(int, cell.settings.split.split("x"))
+    kind, config = drive.trl_class(call.trainer), drive.config(call.trainer)
+    batch, accumulation = map(int, call.settings.split.split("x"))
     wanted = recorder.PLAIN | {
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": accumulation,
         "lmbda": 0.0,
-        "beta": cell.settings.beta,
+        "beta": call.settings.beta,
         "temperature": 1.0,
         "max_length": 32,
     }
@@ -50,14 +50,14 @@ def ragged_control(cell: Cell) -> Iterator[CheckResult]:
         trainer = kind(
             model=models.model(ARCHITECTURE),
             teacher_model=models.model("qwen2"),
-            args=trl.configured(config, cell.device, wanted),
-            train_dataset=teacher_client.dataset(messages=True, prompts=cell.settings.prompts),
+            args=trl.configured(config, call.device, wanted),
+            train_dataset=teacher_client.dataset(messages=True, prompts=call.settings.prompts),
             processing_class=models.tokenizer(),
         )
     steps = recorder.train(trainer)
     window = [teacher_client.samples(b) for b in steps.batches]
     local = all(n is None for n in steps.items)
-    definition = functools.partial(_dense, window, cell.settings.beta, local)
+    definition = functools.partial(_dense, window, call.settings.beta, local)
     step = ExactStep(models.model(ARCHITECTURE, torch.float64).train(), definition)
     yield from first_step(step, steps)
 

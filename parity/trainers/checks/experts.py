@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parity.case.inputs import Setting
-from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, shared
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.balance import balance
@@ -25,7 +25,7 @@ TRAINERS = ("grpo-trainer", "rloo-trainer", "sft-trainer", "dpo-trainer", "kto-t
 
 
 @by_profile(pr=[(trainer, {"split": "4x2"}) for trainer in TRAINERS])
-def cells(seed: int) -> Iterator[CheckCase]:
+def cases(seed: int) -> Iterator[CheckCase]:
     """Every trainer with and without accumulation, and with the loss turned off."""
     for trainer in TRAINERS:
         yield trainer, {}
@@ -33,14 +33,14 @@ def cells(seed: int) -> Iterator[CheckCase]:
         yield trainer, {"coefficient": 0.0}
 
 
-@check("experts", TRAINERS, SETTINGS, cells)
-def experts(cell: Cell) -> Iterator[CheckResult]:
+@check("experts", TRAINERS, SETTINGS, cases)
+def experts(call: CheckCall) -> Iterator[CheckResult]:
     """Loss and gradients are those of the trainer's loss plus coefficient times the mean over micro-batches of the balance."""
-    trainer, s = cell.case.family, cell.settings
-    drive.needs(cell.trainer, FIELD)
+    trainer, s = call.case.family, call.settings
+    drive.needs(call.trainer, FIELD)
     twin = plain_twin(model=MODEL, split=s.split)
-    run = twin_runs.build(trainer, twin, twin_runs.unfixed(cell.path), **{FIELD: s.coefficient})
-    steps = twin_runs.train(run, cell.path)
+    run = twin_runs.build(trainer, twin, twin_runs.unfixed(call.path), **{FIELD: s.coefficient})
+    steps = twin_runs.train(run, call.path)
     yield twin_runs.all_there(trainer, steps)
     loss = twin_losses.definition(trainer, twin)
     parts = [[tokens for tokens, _ in batches.sequences_of([batch])] for batch in steps.batches]
@@ -49,5 +49,5 @@ def experts(cell: Cell) -> Iterator[CheckResult]:
         return loss(model) + s.coefficient * torch.stack([balance(model, part) for part in parts]).mean()
 
     yield from first_step(
-        shared(cell, "step", lambda: ExactStep(stored_window.policy(MODEL, torch.float64), define)), steps
+        shared(call, "step", lambda: ExactStep(stored_window.policy(MODEL, torch.float64), define)), steps
     )

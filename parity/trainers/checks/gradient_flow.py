@@ -14,7 +14,7 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, holds, pairwise
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, holds, pairwise
 from parity.trainers.rig import drive, models
 from parity.upstream import trl
 
@@ -52,31 +52,31 @@ PR: tuple[CheckCase, ...] = (
 
 
 @by_profile(pr=PR)
-def cells(seed: int) -> Iterator[CheckCase]:
+def cases(seed: int) -> Iterator[CheckCase]:
     """Every pair of values, per trainer."""
     yield from PR
     for number, trainer in enumerate(TRAINERS):
-        for cell in pairwise(SETTINGS, seed + number):
-            yield trainer, cell
+        for case in pairwise(SETTINGS, seed + number):
+            yield trainer, case
 
 
-@check("gradient-flow", TRAINERS, SETTINGS, cells, moves=True)
-def gradient_flow(cell: Cell) -> Iterator[CheckResult]:
+@check("gradient-flow", TRAINERS, SETTINGS, cases, moves=True)
+def gradient_flow(call: CheckCall) -> Iterator[CheckResult]:
     """One step gives every trainable parameter a finite gradient that is not zero, and moves it."""
-    trainer = build(cell)
+    trainer = build(call)
     seen: dict[str, Tensor | None] = {}
     _record(trainer, seen)
     named = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
     before = {n: p.detach().clone() for n, p in named.items()}
     failure = ""
-    with drive.fixed(cell, trainer):
+    with drive.fixed(call, trainer):
         try:
             log = drive.train(trainer)
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
             log, failure = {}, str(error).partition("\n")[0]
-    reached = _reached(cell, named)
+    reached = _reached(call, named)
     dead = [n for n in reached if seen.get(n) is None or not bool(seen[n].any())]  # type: ignore[union-attr]
     infinite = [n for n, g in seen.items() if g is not None and not bool(g.isfinite().all())]
     still = [n for n in reached if torch.equal(named[n].detach(), before[n])]
@@ -87,11 +87,11 @@ def gradient_flow(cell: Cell) -> Iterator[CheckResult]:
     yield holds("grad_norm", norm is not None and 0.0 < float(norm) < float("inf"), f"grad_norm {norm}", value=norm)
 
 
-def build(cell: Cell) -> Any:
-    """The trainer of a cell, its model frozen or adapted as the cell says."""
-    s = cell.settings
-    config = drive.config(cell.trainer)
-    args = drive.arguments(config, cell.device, {"beta": 0.04, **drive.checkpointing(s.checkpointing)})
+def build(call: CheckCall) -> Any:
+    """The trainer of a case, its model frozen or adapted as the case says."""
+    s = call.settings
+    config = drive.config(call.trainer)
+    args = drive.arguments(config, call.device, {"beta": 0.04, **drive.checkpointing(s.checkpointing)})
     model = models.model(s.model)
     peft = None
     if s.trained == "frozen-embeddings":
@@ -104,7 +104,7 @@ def build(cell: Cell) -> Any:
         import peft as library
 
         model = library.get_peft_model(model, trl.lora(models.targets(s.model)))
-    trainer = drive.build(cell.trainer, model, args, peft)
+    trainer = drive.build(call.trainer, model, args, peft)
     with torch.no_grad():  # with B at zero, A has no gradient by definition
         for name, parameter in trainer.model.named_parameters():
             if "lora_B" in name:
@@ -125,7 +125,7 @@ def _record(trainer: Any, seen: dict[str, Tensor | None]) -> None:
     trainer.add_callback(Recorder())
 
 
-def _reached(cell: Cell, named: Mapping[str, Any]) -> list[str]:
+def _reached(call: CheckCall, named: Mapping[str, Any]) -> list[str]:
     """The trainable parameters that text reaches: not the vision tower, nor an expert that no token was routed to."""
     away = ("vision", "multi_modal_projector", "embed_vision", "experts", "router")
     return [n for n in named if not any(part in n for part in away)]

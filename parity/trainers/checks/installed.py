@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from parity.case.inputs import Setting
 from parity.trainers import catalogue
-from parity.trainers.check import TRAINERS, Cell, CheckResult, check, holds, reported
+from parity.trainers.check import TRAINERS, CheckCall, CheckResult, check, holds, reported
 
 UNCOVERED = {
     "RewardTrainer": "trains a classification head: no LM head, no log-probs; its loss is a pairwise logistic one",
@@ -69,7 +69,7 @@ def described() -> Iterator[tuple[str, str]]:
     paths=("released",),
     drives=False,
 )
-def found_all(cell: Cell) -> Iterator[CheckResult]:
+def found_all(call: CheckCall) -> Iterator[CheckResult]:
     """Every trainer of the installed version has a check, or a reason why it has none."""
     known, there = covered(), classes()
     new = [f"{name} ({module})" for name, module in there.items() if name not in known and name not in UNCOVERED]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, holds, shared
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, holds, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
@@ -93,8 +93,8 @@ PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
 )
 
 
-@by_profile(pr=PR, covered=lambda cell: True)
-def cells(seed: int) -> Iterator[CheckCase]:
+@by_profile(pr=PR, covered=lambda case: True)
+def cases(seed: int) -> Iterator[CheckCase]:
     """Every loss of every trainer, and with each of the settings that it honours."""
     plain: dict[str, Any]
     for trainer, names in OWN.items():
@@ -150,13 +150,13 @@ def _moved(trainer: str, loss: str) -> Iterator[dict[str, Any]]:
         yield {"divergence": "alpha_divergence", "alpha": 0.3}
 
 
-@check("losses", tuple(OWN), SETTINGS, cells, paths=("released", "fused", "fixed"))
-def losses(cell: Cell) -> Iterator[CheckResult]:
+@check("losses", tuple(OWN), SETTINGS, cases, paths=("released", "fused", "fixed"))
+def losses(call: CheckCall) -> Iterator[CheckResult]:
     """One batch of eight: loss and every gradient as the definition of its loss type has them."""
-    trainer, s = cell.case.family, cell.settings
+    trainer, s = call.case.family, call.settings
     if s.loss not in OWN[trainer]:
         raise Unsupported(f"{trainer} has no loss type {s.loss}: {', '.join(OWN[trainer])}")
-    known = trl.fields(drive.config(cell.trainer))
+    known = trl.fields(drive.config(call.trainer))
     needed = NEEDED | ({"smoothing": "label_smoothing_factor"} if trainer == "sft-trainer" else {})
     missing = [f for name, f in needed.items() if getattr(s, name) != SETTINGS[name].default and f not in known]
     if s.loss != OWN[trainer][0] and "loss_type" not in known:  # a field that a config lacks is left out of it
@@ -164,21 +164,21 @@ def losses(cell: Cell) -> Iterator[CheckResult]:
     if s.loss in preference.MIXED and "loss_weights" not in known:
         missing.append("loss_weights")
     if missing:
-        raise Unsupported(f"{cell.trainer} of the installed version has no {', '.join(missing)}")
+        raise Unsupported(f"{call.trainer} of the installed version has no {', '.join(missing)}")
     options = _options(trainer, s)
     if trainer == "dpo-trainer" and "f_divergence_type" in known:
-        options["f_divergence_type"] = offered(cell.trainer, "f_divergence_type", s.divergence)
+        options["f_divergence_type"] = offered(call.trainer, "f_divergence_type", s.divergence)
     part, twin = _rows(trainer, s), plain_twin(model=s.model, split=s.split)
-    run = twin_runs.build(trainer, twin, twin_runs.unfixed(cell.path), part, **options)
-    steps = twin_runs.train(run, cell.path)
+    run = twin_runs.build(trainer, twin, twin_runs.unfixed(call.path), part, **options)
+    steps = twin_runs.train(run, call.path)
     if not s.whole:  # else its sequences count from their first token on
         yield twin_runs.all_there(trainer, steps, part)
     exact = functools.partial(stored_window.policy, s.model, torch.float64)
-    step = shared(cell, "step", lambda: ExactStep(exact(), _definition(trainer, s)))
+    step = shared(call, "step", lambda: ExactStep(exact(), _definition(trainer, s)))
     if s.loss == "kto":
         others = preference.mismatched(_window(trainer))
         z = float(preference.shift(others, s.model, exact()))
-        yield holds("estimate", (z > 0) is (s.model == "llama"), f"{z:.3g}: the cell tests nothing", "exact", value=z)
+        yield holds("estimate", (z > 0) is (s.model == "llama"), f"{z:.3g}: the case tests nothing", "exact", value=z)
     yield from first_step(step, steps)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, holds, judged, shared
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, holds, judged, shared
 from parity.trainers.checks.losses import offered
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, training_step, windows
@@ -164,8 +164,8 @@ def _defined(trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
     return functools.partial(_sampled, trainer, window, s)
 
 
-@by_profile(pr=PR, covered=lambda cell: "model" not in cell[1] or cell[0] in ("kto-trainer", "grpo-trainer"))
-def cells(seed: int) -> Iterator[CheckCase]:
+@by_profile(pr=PR, covered=lambda case: "model" not in case[1] or case[0] in ("kto-trainer", "grpo-trainer"))
+def cases(seed: int) -> Iterator[CheckCase]:
     """Every trainer with every model."""
     for trainer in TRAINERS:
         for model in MODELS:
@@ -174,26 +174,26 @@ def cells(seed: int) -> Iterator[CheckCase]:
     yield "dpo-trainer", {"divergence": "js_divergence"}
 
 
-@check("metrics", TRAINERS, SETTINGS, cells, paths=("released", "fused", "fixed"))
-def metrics(cell: Cell) -> Iterator[CheckResult]:
+@check("metrics", TRAINERS, SETTINGS, cases, paths=("released", "fused", "fixed"))
+def metrics(call: CheckCall) -> Iterator[CheckResult]:
     """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
-    trainer, s = cell.case.family, cell.settings
+    trainer, s = call.case.family, call.settings
     more = {**LOGGED, "beta": s.beta, **({"loss_type": "kto"} if trainer == "kto-trainer" else {})}
     if trainer == "sft-trainer":
         del more["beta"]
     if s.divergence != SETTINGS["divergence"].default:
-        drive.needs(cell.trainer, "f_divergence_type")
-        more["f_divergence_type"] = offered(cell.trainer, "f_divergence_type", s.divergence)
+        drive.needs(call.trainer, "f_divergence_type")
+        more["f_divergence_type"] = offered(call.trainer, "f_divergence_type", s.divergence)
     run = twin_runs.build(
-        trainer, plain_twin(model=s.model, split="8x1", beta=s.beta), twin_runs.unfixed(cell.path), **more
+        trainer, plain_twin(model=s.model, split="8x1", beta=s.beta), twin_runs.unfixed(call.path), **more
     )
-    yield twin_runs.all_there(trainer, twin_runs.train(run, cell.path))
+    yield twin_runs.all_there(trainer, twin_runs.train(run, call.path))
     logged = drive.logged(run)
     exact = functools.partial(stored_window.policy, s.model, torch.float64)
-    truth = shared(cell, "logged", lambda: training_step.Scalars(exact(), _defined(trainer, s)))
+    truth = shared(call, "logged", lambda: training_step.Scalars(exact(), _defined(trainer, s)))
     names = [name for name in truth.exact if name in logged]
     if not names:
-        raise Unsupported(f"{cell.trainer} of the installed version logs none of {', '.join(truth.exact)}")
+        raise Unsupported(f"{call.trainer} of the installed version logs none of {', '.join(truth.exact)}")
     for name in names:
         value, should = float(logged[name]), float(truth.exact[name])
         if name in COUNTED:

@@ -21,7 +21,7 @@ from parity.case.inputs import Inputs, Setting, defaults
 from parity.errors import Unsupported
 from parity.families import policy
 from parity.rounding.marks import exact_mark
-from parity.trainers.check import Cell, CheckResult, check, holds, reported
+from parity.trainers.check import CheckCall, CheckResult, check, holds, reported
 from parity.trainers.checks.twins import SETTINGS, plain_twin
 from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import gradients
@@ -37,7 +37,7 @@ RATE = 0.002
 OVERFLOW = 128 * math.log(2)
 """Nats beyond which exp(log-ratio) is infinite in float32, and a KL or an unclipped ratio with it, by definition."""
 SOURCES = {
-    "own": "the trainer's own, on the cell's path",
+    "own": "the trainer's own, on the case's path",
     "plain": "log_softmax of the model's own logits",
     "cut-cross-entropy": "linear_cross_entropy(impl='torch_compile') on hidden states and head",
 }
@@ -90,7 +90,7 @@ def install(trainer: Any, source: str) -> None:
     trainer._get_per_token_logps_and_entropies = scored
 
 
-def stored_cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def stored_cases(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Nightly: every source with and without a KL term."""
     if profile in ("nightly", "soak"):
         yield from (("grpo-trainer", {"beta": b, "source": source}) for b in (0.0, 0.04) for source in SOURCES)
@@ -99,17 +99,17 @@ def stored_cells(profile: str, seed: int) -> Iterator[tuple[str, Mapping[str, An
 SOURCE = Setting("own", "; ".join(f"{k}: {v}" for k, v in SOURCES.items()), tuple(SOURCES))
 
 
-@check("same-rollouts", ("grpo-trainer",), {"beta": SETTINGS["beta"], "source": SOURCE}, stored_cells)
-def same_rollouts(cell: Cell) -> Iterator[CheckResult]:
+@check("same-rollouts", ("grpo-trainer",), {"beta": SETTINGS["beta"], "source": SOURCE}, stored_cases)
+def same_rollouts(call: CheckCall) -> Iterator[CheckResult]:
     """Four steps on the same rollouts, seed 3407, log-probs of each source: every gradient by the definition.
 
     Each step is judged at the parameters that it was taken at, so that a difference does not grow from step to step.
     """
-    s, trainer = _settings(cell), cell.case.family
-    _once(cell)
-    run = twin_runs.build(trainer, s, cell.path, max_steps=STEPS, learning_rate=RATE)
-    install(run, cell.settings.source)
-    steps = twin_runs.train(run, cell.path)
+    s, trainer = _settings(call), call.case.family
+    _once(call)
+    run = twin_runs.build(trainer, s, call.path, max_steps=STEPS, learning_rate=RATE)
+    install(run, call.settings.source)
+    steps = twin_runs.train(run, call.path)
     yield holds(
         "steps", len(steps.gradients) == STEPS, f"{len(steps.gradients)} steps instead of {STEPS}", gate="exact"
     )
@@ -118,13 +118,13 @@ def same_rollouts(cell: Cell) -> Iterator[CheckResult]:
         yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
 
 
-def _settings(cell: Cell) -> SimpleNamespace:
-    return plain_twin(**{n: v for n, v in vars(cell.settings).items() if n in SETTINGS})
+def _settings(call: CheckCall) -> SimpleNamespace:
+    return plain_twin(**{n: v for n, v in vars(call.settings).items() if n in SETTINGS})
 
 
-def _once(cell: Cell) -> None:
-    if cell.settings.source != "own" and cell.path == "fixed":
-        raise Unsupported(f"log-probs by {cell.settings.source} are the same on every path of the trainer")
+def _once(call: CheckCall) -> None:
+    if call.settings.source != "own" and call.path == "fixed":
+        raise Unsupported(f"log-probs by {call.settings.source} are the same on every path of the trainer")
 
 
 @check(
@@ -146,16 +146,16 @@ def _once(cell: Cell) -> None:
     ],
     moves=True,
 )
-def live_rollouts(cell: Cell) -> Iterator[CheckResult]:
+def live_rollouts(call: CheckCall) -> Iterator[CheckResult]:
     """Four steps that generate, log-probs of a source against the model's own logits: the loss difference by cause.
 
     The first rollouts must be the same tokens: parameters and seed are the same, and no log-prob has been taken. From then
     on the differences are reported.
     """
-    s = _settings(cell)
-    _once(cell)
-    sources = (cell.settings.source, "plain")
-    runs = [_run(cell, s, source) for source in sources]
+    s = _settings(call)
+    _once(call)
+    sources = (call.settings.source, "plain")
+    runs = [_run(call, s, source) for source in sources]
     broken = [
         f"log-probs by {source}: {message}"
         for source, run in zip(sources, runs, strict=True)
@@ -170,7 +170,7 @@ def live_rollouts(cell: Cell) -> Iterator[CheckResult]:
     same = apart is None or not apart.startswith("step 1,")
     yield holds("first rollouts", same, f"with the same parameters and seed: {apart}", gate="exact")
     message = apart or "every token is the same"
-    parts = causes(*(_parts(cell, s, run, runs[1]) for run in runs))
+    parts = causes(*(_parts(call, s, run, runs[1]) for run in runs))
     for name, values in parts.items():
         listed = ", ".join(f"{v:.3g}" for v in values)
         yield reported(f"loss difference: {name}", max(map(abs, values)), f"steps 1 to {STEPS}: {listed}; {message}")
@@ -205,14 +205,14 @@ class Live:
         return message
 
 
-def _run(cell: Cell, s: SimpleNamespace, source: str) -> Live:
+def _run(call: CheckCall, s: SimpleNamespace, source: str) -> Live:
     """A run of all steps; of those on the first generation where nothing finite is left to generate from."""
     try:
-        return _live(cell, s, source, STEPS)
+        return _live(call, s, source, STEPS)
     except RuntimeError as error:
         if "probability tensor" not in str(error):
             raise
-    return _live(cell, s, source, ITERATIONS)
+    return _live(call, s, source, ITERATIONS)
 
 
 def rate(sampling: str) -> float:
@@ -225,19 +225,19 @@ def rate(sampling: str) -> float:
     return RATE * temperature**2
 
 
-def _live(cell: Cell, s: SimpleNamespace, source: str, count: int) -> Live:
-    name = cell.case.family
-    wanted = twin_runs.options(name, s) | SAMPLING[cell.settings.sampling]
-    wanted |= {"max_steps": count, "learning_rate": rate(cell.settings.sampling), "num_iterations": ITERATIONS}
-    args = drive.arguments(drive.config(cell.trainer), cell.device, wanted, ("num_iterations",))
+def _live(call: CheckCall, s: SimpleNamespace, source: str, count: int) -> Live:
+    name = call.case.family
+    wanted = twin_runs.options(name, s) | SAMPLING[call.settings.sampling]
+    wanted |= {"max_steps": count, "learning_rate": rate(call.settings.sampling), "num_iterations": ITERATIONS}
+    args = drive.arguments(drive.config(call.trainer), call.device, wanted, ("num_iterations",))
     data = twin_runs.dataset(name, twin_runs.rows(name))
     run = drive.build(
-        cell.trainer, stored_window.policy(s.model), args, train_dataset=data, reward_funcs=drive.reward_by_place
+        call.trainer, stored_window.policy(s.model), args, train_dataset=data, reward_funcs=drive.reward_by_place
     )
     install(run, source)
     scored: list[Tensor] = []
     drive.spied(run, "_get_per_token_logps_and_entropies", functools.partial(_keep, scored))
-    with drive.seeded(), drive.fixed(cell, run) if source == "own" else drive.seeded():
+    with drive.seeded(), drive.fixed(call, run) if source == "own" else drive.seeded():
         steps = recorder.train(run)
     furthest = [_furthest(batch, logps) for batch, logps in zip(steps.batches, scored, strict=True)]
     windows_of_steps = [batches.sequences_of([batch]) for batch in steps.batches]
@@ -277,13 +277,13 @@ Parts = list[dict[str, float]]
 """For each step the loss that a run reports, and what the definition makes of its rollouts in stages."""
 
 
-def _parts(cell: Cell, s: SimpleNamespace, run: Live, plain: Live) -> Parts:
+def _parts(call: CheckCall, s: SimpleNamespace, run: Live, plain: Live) -> Parts:
     out = []
     for k, batch in enumerate(run.batches):
         old = k - k % ITERATIONS  # the step before which it was generated
         model = stored_window.policy_at(s.model, run.parameters[k])
         generator = stored_window.policy_at(s.model, run.parameters[old]) if k > old else None
-        defined = functools.partial(_definition, cell, s, model, generator)
+        defined = functools.partial(_definition, call, s, model, generator)
         given = batch.get("ref_per_token_logps")
         out.append(
             {
@@ -316,7 +316,7 @@ def causes(found: Parts, plain: Parts) -> dict[str, list[float]]:
 
 
 def _definition(
-    cell: Cell,
+    call: CheckCall,
     s: SimpleNamespace,
     model: Any,
     generator: Any,
@@ -330,7 +330,7 @@ def _definition(
     of its own logits.
     """
     fam = policy.FAMILY
-    temperature = SAMPLING[cell.settings.sampling]["temperature"]
+    temperature = SAMPLING[call.settings.sampling]["temperature"]
     settings = defaults(fam.settings) | windows.head_settings(model)
     settings |= {"loss_type": s.loss, "beta": s.beta, "temperature": temperature}
     with torch.no_grad(), Double():

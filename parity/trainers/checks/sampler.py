@@ -12,7 +12,7 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, judged, shared
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, judged, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import training_step, windows
 from parity.trainers.definitions.gradients import first_step
@@ -43,8 +43,8 @@ PR: tuple[CheckCase, ...] = (
 )
 
 
-@by_profile(pr=PR, covered=lambda cell: True)
-def cells(seed: int) -> Iterator[CheckCase]:
+@by_profile(pr=PR, covered=lambda case: True)
+def cases(seed: int) -> Iterator[CheckCase]:
     """Every mode with every bound, and each other setting with a mode of tokens and of sequences."""
     for mode in MODES:
         for low in (None, 0.5):
@@ -56,12 +56,12 @@ def cells(seed: int) -> Iterator[CheckCase]:
                 yield "grpo-trainer", {"mode": mode, name: value}
 
 
-@check("sampler", ("grpo-trainer",), SETTINGS, cells, paths=("released", "fused", "fixed"))
-def sampler(cell: Cell) -> Iterator[CheckResult]:
+@check("sampler", ("grpo-trainer",), SETTINGS, cases, paths=("released", "fused", "fixed"))
+def sampler(call: CheckCall) -> Iterator[CheckResult]:
     """Loss, every gradient and the logged ratio by exp(log π - log π_sampler), truncated or masked as the mode says."""
-    s = cell.settings
+    s = call.settings
     twin = plain_twin(loss=s.loss, beta=s.beta, split=s.split)
-    run = twin_runs.build("grpo-trainer", twin, cell.path, **_options(cell), logging_strategy="steps", logging_steps=1)
+    run = twin_runs.build("grpo-trainer", twin, call.path, **_options(call), logging_strategy="steps", logging_steps=1)
     window = twin_runs.sequences("grpo-trainer", twin_runs.rows("grpo-trainer"))
     counted = twin_runs.external if s.tools else None
     given = log_probs(window, s.missing, counted)
@@ -69,31 +69,31 @@ def sampler(cell: Cell) -> Iterator[CheckResult]:
     if counted is not None:
         _call_tools(run, counted)
     run.use_vllm = True
-    steps = twin_runs.train(run, cell.path)
+    steps = twin_runs.train(run, call.path)
     yield twin_runs.all_there("grpo-trainer", steps)
     settings = {"loss_type": s.loss, "beta": s.beta, "max_completion_length": drive.COMPLETION}
     weigh = functools.partial(ratio, s, windows.padded(given)) if s.correction else None
     define = functools.partial(windows.grpo, window, twin.model, settings, counted, None, ratio=weigh)
     exact = functools.partial(stored_window.policy, twin.model, torch.float64)
-    step = shared(cell, "step", lambda: training_step.ExactStep(exact(), define))
+    step = shared(call, "step", lambda: training_step.ExactStep(exact(), define))
     yield from first_step(step, steps)
     logged = drive.logged(run)
     if not s.correction or s.split != "8x1":
         return  # over several micro-batches the log has a mean of their values
     measured = functools.partial(_measured, s, window, windows.padded(given), counted)
-    truth = shared(cell, "logged", lambda: training_step.Scalars(exact(), measured))
+    truth = shared(call, "logged", lambda: training_step.Scalars(exact(), measured))
     for name in truth.exact:
         if name in logged:
             yield judged(name, truth.judge(name, float(logged[name])), float(logged[name]), truth.exact[name])
 
 
-def _options(cell: Cell) -> dict[str, Any]:
+def _options(call: CheckCall) -> dict[str, Any]:
     """The config's fields of the correction.
 
     Raises:
         Unsupported: where the installed version has none, or lacks a setting that is not at its default.
     """
-    s, known = cell.settings, trl.fields(drive.config(cell.trainer))
+    s, known = call.settings, trl.fields(drive.config(call.trainer))
     if "vllm_importance_sampling_correction" not in known:
         raise Unsupported("the installed version does not correct for the sampler's log-probs")
     if s.mode not in ("token_truncate",) and FIELDS["mode"] not in known:

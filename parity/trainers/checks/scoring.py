@@ -23,7 +23,7 @@ from parity.judging.gates import Judgement, judge
 from parity.judging.settle import CERTAIN, settle
 from parity.recipe import Recipe
 from parity.rounding.oracle import exact as by_oracle
-from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, holds, judged
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, holds, judged
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.bf16_model import BackboneRounding
 from parity.trainers.definitions.gradients import gradients
@@ -50,7 +50,7 @@ PR: tuple[CheckCase, ...] = (("grpo-trainer", {"dtype": "bf16", "batch": "3", "c
 
 
 @by_profile(pr=PR)
-def cells(seed: int) -> Iterator[CheckCase]:
+def cases(seed: int) -> Iterator[CheckCase]:
     """Every value by itself in both dtypes, and the cast with every model."""
     yield from PR
     for trainer in TRAINERS:
@@ -63,16 +63,16 @@ def cells(seed: int) -> Iterator[CheckCase]:
             yield "grpo-trainer", {"model": model, "dtype": "bf16", "batch": "3", "cast_lm_head_to_fp32": cast}
 
 
-@check("scoring", TRAINERS, SETTINGS, cells, moves=True)
-def scoring(cell: Cell) -> Iterator[CheckResult]:
+@check("scoring", TRAINERS, SETTINGS, cases, moves=True)
+def scoring(call: CheckCall) -> Iterator[CheckResult]:
     """Log-probs and entropies of stored completions, and their gradients: one by one or all at once, head cast or not."""
-    s = cell.settings
+    s = call.settings
     batch = Batch()
-    trainer = _built(cell)
+    trainer = _built(call)
     backbone: list[Tensor] = []
     handle = trainer.model.base_model.register_forward_hook(functools.partial(_keep, backbone))
     try:
-        with trl.quiet(), drive.fixed(cell, trainer):
+        with trl.quiet(), drive.fixed(call, trainer):
             logps, entropies = _asked(trainer, batch, s)
             (logps * batch.cotangent.to(logps)).sum().backward()
     finally:
@@ -111,13 +111,13 @@ class Batch:
         self.cotangent = normal(5, "scoring", (shape[0], right)).float() * self.scored
 
 
-def _built(cell: Cell) -> Any:
-    s = cell.settings
-    config = drive.config(cell.trainer)
+def _built(call: CheckCall) -> Any:
+    s = call.settings
+    config = drive.config(call.trainer)
     wanted = {"temperature": TEMPERATURE, "beta": 0.0, "gradient_checkpointing": False}
     cast = {"cast_lm_head_to_fp32": True} if s.cast_lm_head_to_fp32 else {}
-    args = drive.arguments(config, cell.device, wanted | cast, tuple(cast))
-    trainer = drive.build(cell.trainer, models.model(s.model, DTYPES[s.dtype]), args)
+    args = drive.arguments(config, call.device, wanted | cast, tuple(cast))
+    trainer = drive.build(call.trainer, models.model(s.model, DTYPES[s.dtype]), args)
     trainer.model.train()
     return trainer
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judging.gates import Unit, judge
-from parity.trainers.check import Cell, CheckCase, CheckResult, bounded, by_profile, check, holds, judged, pairwise
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, bounded, by_profile, check, holds, judged, pairwise
 from parity.trainers.definitions import log_probs
 from parity.trainers.definitions.log_probs import Truth, U
 from parity.trainers.rig import drive, models
@@ -39,7 +39,7 @@ ABSENT = {
     "online-dpo-trainer": ("padding_free",),
     "dpo-trainer": ("padding_free", "temperature"),
 }
-"""What a trainer has no option for: one cell asks whether that still holds, the others do without it."""
+"""What a trainer has no option for: one case asks whether that still holds, the others do without it."""
 A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("grpo-trainer", {"model": "gemma4"}),
     ("grpo-trainer", {"model": "llama", "adapter": "lora", "checkpointing": drive.CUSTOM, "beta": 1.0}),
@@ -51,23 +51,23 @@ A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 
 @by_profile(quick=A_FEW[:2], pr=A_FEW)
-def cells(seed: int) -> Iterator[CheckCase]:
+def cases(seed: int) -> Iterator[CheckCase]:
     """Every pair of values, per trainer."""
     yield from A_FEW
     for number, trainer in enumerate(TRAINERS):
         yield trainer, {"padding_free": True}
-        for cell in pairwise({k: v for k, v in SETTINGS.items() if k not in ABSENT[trainer]}, seed + number):
-            yield trainer, cell
+        for case in pairwise({k: v for k, v in SETTINGS.items() if k not in ABSENT[trainer]}, seed + number):
+            yield trainer, case
 
 
-@check("step-one", TRAINERS, SETTINGS, cells, paths=("released", "fused", "fixed"), moves=True)
-def step_one(cell: Cell) -> Iterator[CheckResult]:
+@check("step-one", TRAINERS, SETTINGS, cases, paths=("released", "fused", "fixed"), moves=True)
+def step_one(call: CheckCall) -> Iterator[CheckResult]:
     """With the policy equal to the reference the first step shows no KL, no log-ratio and the loss of ratio 1."""
-    step = run(cell)
-    truth = log_probs.truth(cell, step.ids, step.mask, step.completion)
+    step = run(call)
+    truth = log_probs.truth(call, step.ids, step.mask, step.completion)
     yield from _log_probs(step, truth)
-    yield from METRICS[cell.trainer](cell, step, truth)
-    if cell.settings.checkpointing == drive.CUSTOM:
+    yield from METRICS[call.trainer](call, step, truth)
+    if call.settings.checkpointing == drive.CUSTOM:
         first = next(iter(step.lost), "")
         message = f"{first} lost its own checkpointing function during the step"
         yield holds("checkpointing", not step.lost, message, value=float(len(step.lost)), exact=0.0)
@@ -115,15 +115,15 @@ def _metric(step: FirstStep, key: str) -> float:
     return float(step.log[key])
 
 
-def _grpo(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
+def _grpo(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     assert step.advantages is not None
     kl = _metric(step, "kl")
     bound = float(truth.kl[truth.counted].max())
     yield bounded("kl", kl, 0.0, bound, f"KL {kl:.4g} at step 1, at most {bound:.2g} is rounding")
     if step.policy is not None and step.reference is not None:  # a fused loss hands out no log-probs
         yield _recomputed(kl, step, lambda d: torch.expm1(d) - d)
-    exact, terms = loss_at_ratio_one(step, "loss_type" in trl.fields(drive.config(cell.trainer)))
-    allowed = cell.settings.beta * bound + (terms + 8) * U * float(step.advantages.abs().mean())
+    exact, terms = loss_at_ratio_one(step, "loss_type" in trl.fields(drive.config(call.trainer)))
+    allowed = call.settings.beta * bound + (terms + 8) * U * float(step.advantages.abs().mean())
     yield bounded("loss", step.loss, exact, allowed, f"loss {step.loss:.5g} at ratio 1 and KL 0, expected {exact:.5g}")
 
 
@@ -154,7 +154,7 @@ def _recomputed(kl: float, step: FirstStep, of: Any) -> CheckResult:
     )
 
 
-def _rloo(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
+def _rloo(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     assert step.advantages is not None
     kl = _metric(step, "kl")
     bound = float(truth.apart[truth.counted].max())
@@ -167,9 +167,9 @@ def _rloo(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     )
 
 
-def _pairs(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
+def _pairs(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     sums = (truth.apart * truth.counted).sum(1)
-    bound = cell.settings.beta * float(sums.max())
+    bound = call.settings.beta * float(sums.max())
     for key in ("rewards/chosen", "rewards/rejected"):
         value = _metric(step, key)
         yield bounded(key, value, 0.0, bound, f"{key} {value:.4g} at step 1, at most {bound:.2g} is rounding")
@@ -182,12 +182,12 @@ def _pairs(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
         yield bounded(key, value, truly, allowed, f"{key} {value:.6g}, {truly:.6g} by the model's own logits")
 
 
-def _online(cell: Cell, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
+def _online(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
     kl = _metric(step, "objective/kl")
     assert step.policy is not None
     sums = float(truth.apart[:, -step.policy.shape[1] :].sum(1).max())  # the metric sums over padded completions too
     yield bounded("kl", kl, 0.0, sums, f"KL {kl:.4g} at step 1, at most {sums:.2g} is rounding")
-    yield _ln2(step, cell.settings.beta * sums)
+    yield _ln2(step, call.settings.beta * sums)
 
 
 def _ln2(step: FirstStep, bound: float) -> CheckResult:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Setting
-from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, holds, shared
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, holds, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
@@ -26,8 +26,8 @@ SETTINGS = {
 TRAINERS = ("sft-trainer", "dpo-trainer", "kto-trainer")
 
 
-@by_profile(pr=[("dpo-trainer", {})], covered=lambda cell: True)
-def cells(seed: int) -> Iterator[CheckCase]:
+@by_profile(pr=[("dpo-trainer", {})], covered=lambda case: True)
+def cases(seed: int) -> Iterator[CheckCase]:
     """Every trainer with every setting."""
     for trainer in TRAINERS:
         for mode in ("keep_start", "keep_end") if trainer != "kto-trainer" else ("keep_start",):
@@ -36,18 +36,18 @@ def cells(seed: int) -> Iterator[CheckCase]:
         yield trainer, {"model": "gemma2"}
 
 
-@check("truncation", TRAINERS, SETTINGS, cells, paths=("released", "fused", "fixed"))
-def truncation(cell: Cell) -> Iterator[CheckResult]:
+@check("truncation", TRAINERS, SETTINGS, cases, paths=("released", "fused", "fixed"))
+def truncation(call: CheckCall) -> Iterator[CheckResult]:
     """The sequences that reach the loss are cut where the config says, and loss and gradients are theirs."""
-    trainer, s = cell.case.family, cell.settings
-    known = trl.fields(drive.config(cell.trainer))
+    trainer, s = call.case.family, call.settings
+    known = trl.fields(drive.config(call.trainer))
     limits: dict[str, Any] = {"max_length": MAX_LENGTH, "truncation_mode": s.mode}
     if "truncation_mode" not in known:
         if s.mode != "keep_start":
-            drive.needs(cell.trainer, "truncation_mode")
+            drive.needs(call.trainer, "truncation_mode")
         del limits["truncation_mode"]
     twin = plain_twin(model=s.model, split=s.split)
-    steps = twin_runs.train(twin_runs.build(trainer, twin, twin_runs.unfixed(cell.path), **limits), cell.path)
+    steps = twin_runs.train(twin_runs.build(trainer, twin, twin_runs.unfixed(call.path), **limits), call.path)
     rows = twin_runs.rows(trainer)
     window = cut(stored_window.sequences(rows), s.mode)
     other = cut(stored_window.sequences(rows, "other"), s.mode)
@@ -62,7 +62,7 @@ def truncation(cell: Cell) -> Iterator[CheckResult]:
         "dpo-trainer": functools.partial(windows.dpo, (window, other), s.model, beta),
         "kto-trainer": functools.partial(preference.apo_zero_unpaired, window, [r.label for r in rows], s.model, beta),
     }[trainer]
-    step = shared(cell, "step", lambda: ExactStep(stored_window.policy(s.model, torch.float64), define))
+    step = shared(call, "step", lambda: ExactStep(stored_window.policy(s.model, torch.float64), define))
     yield from first_step(step, steps)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, holds
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, holds
 from parity.trainers.checks.twins import SPLIT, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.gradients import gradients
@@ -33,7 +33,7 @@ MODELS = ("llama", "qwen2")
 
 
 @by_profile()
-def cells(seed: int) -> Iterator[CheckCase]:
+def cases(seed: int) -> Iterator[CheckCase]:
     """Every trainer, sharded and not, and with a rank that has no token where its batching can deal so."""
     for sharding in ("none", "fsdp2"):
         for tokens in ("unequal", "none"):
@@ -53,13 +53,13 @@ def cells(seed: int) -> Iterator[CheckCase]:
         "model": Setting("llama", "tiny model; qwen2 is tied", MODELS),
         "tokens": Setting("unequal", "scored tokens of the ranks: unequal, or none on the second", ("unequal", "none")),
     },
-    cells,
+    cases,
     paths=("released",),
     drives=False,
 )
-def processes(cell: Cell) -> Iterator[CheckResult]:
+def processes(call: CheckCall) -> Iterator[CheckResult]:
     """The window dealt out to two ranks: both take the gradient of the whole window."""
-    trainer, s = cell.case.family, cell.settings
+    trainer, s = call.case.family, call.settings
     if s.sharding == "zero3" and importlib.util.find_spec("deepspeed") is None:
         raise Unsupported("deepspeed is not installed: pip install deepspeed")
     part = _rows(trainer, s.ranks, s.tokens)
@@ -72,7 +72,7 @@ def processes(cell: Cell) -> Iterator[CheckResult]:
         return
     if s.sharding == "configured" and not found[0].sharded:
         raise Unsupported(
-            f"{_accelerate()} on {cell.device} trains as {found[0].kind} and says nothing: nothing is sharded"
+            f"{_accelerate()} on {call.device} trains as {found[0].kind} and says nothing: nothing is sharded"
         )
     if s.sharding != "none":
         yield holds("sharded", bool(found[0].sharded), f"no parameter is sharded: {found[0].kind}", gate="exact")

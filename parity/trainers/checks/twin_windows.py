@@ -13,7 +13,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import TRAINERS, Cell, CheckCase, CheckResult, bounded, by_profile, check, holds, judged
+from parity.trainers.check import TRAINERS, CheckCall, CheckCase, CheckResult, bounded, by_profile, check, holds, judged
 from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import first_step, gradients
@@ -43,8 +43,8 @@ PR: tuple[CheckCase, ...] = (
 )
 
 
-@by_profile(pr=PR, covered=lambda cell: True)
-def cells(seed: int) -> Iterator[CheckCase]:
+@by_profile(pr=PR, covered=lambda case: True)
+def cases(seed: int) -> Iterator[CheckCase]:
     """Every kind, those that a trainer has; evaluation for all."""
     for trainer in twin_runs.JUDGED:
         for kind in OF_STORED if trainer in STORED else ("evaluation",):
@@ -71,12 +71,12 @@ def cells(seed: int) -> Iterator[CheckCase]:
     "windows",
     twin_runs.JUDGED,
     {"kind": Setting("evaluation", "what is looked at", KINDS), "loss": SETTINGS["loss"]},
-    cells,
+    cases,
     paths=("released", "fixed"),
 )
-def beyond_one_window(cell: Cell) -> Iterator[CheckResult]:
+def beyond_one_window(call: CheckCall) -> Iterator[CheckResult]:
     """Evaluation, incomplete windows, second steps and resumed runs follow the same definition."""
-    yield from RUNS[cell.settings.kind](cell.case.family, cell.path, plain_twin(loss=cell.settings.loss))
+    yield from RUNS[call.settings.kind](call.case.family, call.path, plain_twin(loss=call.settings.loss))
 
 
 def _evaluation(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
@@ -242,7 +242,7 @@ def _clipped(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResul
     yield twin_runs.all_there(trainer, steps)
     model = stored_window.policy(s.model, torch.float64)
     share = dict(zip(("low", "high"), windows.beyond(trainer, window, generation, CLIP, model).tolist(), strict=True))
-    yield holds("beyond", all(0 < x < 0.5 for x in share.values()), f"{share}: the cell tests nothing", gate="exact")
+    yield holds("beyond", all(0 < x < 0.5 for x in share.values()), f"{share}: the case tests nothing", gate="exact")
     yield from first_step(ExactStep(model, twin_losses.definition(trainer, s, generation=generation, clip=CLIP)), steps)
     share["region"] = sum(share.values())
     logged = drive.logged(run)

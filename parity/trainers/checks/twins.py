@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Setting, defaults
-from parity.trainers.check import Cell, CheckCase, CheckResult, by_profile, check, judged
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, judged
 from parity.trainers.definitions import first_divergence, twin_losses
 from parity.trainers.definitions.gradients import finite, gradients
 from parity.trainers.definitions.step_rounding import AutocastRounding, StepRounding
@@ -73,13 +73,13 @@ def _short(*trainers: str) -> list[CheckCase]:
 PR = [*_short(*twin_runs.JUDGED), ("grpo-trainer", {"loss": "dapo", "split": "2x4"}), ("grpo-trainer", {"tools": True})]
 
 
-def _in_pr(cell: CheckCase) -> bool:
+def _in_pr(case: CheckCase) -> bool:
     """All of SFT's and GRPO's; of the others no model, which `config-values` has, nor what transformers does for all alike."""
-    return cell[0] in ("sft-trainer", "grpo-trainer") or not cell[1].keys() & {"model", "checkpointing", "precision"}
+    return case[0] in ("sft-trainer", "grpo-trainer") or not case[1].keys() & {"model", "checkpointing", "precision"}
 
 
 @by_profile(quick=_short("sft-trainer", "grpo-trainer"), pr=PR, covered=_in_pr)
-def cells(seed: int) -> Iterator[CheckCase]:
+def cases(seed: int) -> Iterator[CheckCase]:
     """Every value of every setting by itself, per trainer, and GRPO's losses at 2x4."""
     for trainer in twin_runs.JUDGED:
         for settings in ACCUMULATED.get(trainer, ({},)):
@@ -92,44 +92,44 @@ def cells(seed: int) -> Iterator[CheckCase]:
             yield from ((trainer, {name: v, "split": split}) for v in values if name != "split")
 
 
-@check("twins", twin_runs.JUDGED, SETTINGS, cells, paths=("released", "fused", "fixed"))
-def twins(cell: Cell) -> Iterator[CheckResult]:
+@check("twins", twin_runs.JUDGED, SETTINGS, cases, paths=("released", "fused", "fixed"))
+def twins(call: CheckCall) -> Iterator[CheckResult]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
-    s, trainer = cell.settings, cell.case.family
-    path = twin_runs.unfixed(cell.path) if trainer == "gmpo-trainer" else cell.path  # no fix of ours has its fused loss
-    steps = twin_runs.train(twin_runs.build(trainer, s, path), cell.path, weigh=s.checkpointing != drive.OFF)
+    s, trainer = call.settings, call.case.family
+    path = twin_runs.unfixed(call.path) if trainer == "gmpo-trainer" else call.path  # no fix of ours has its fused loss
+    steps = twin_runs.train(twin_runs.build(trainer, s, path), call.path, weigh=s.checkpointing != drive.OFF)
     yield twin_runs.all_there(trainer, steps)
     step = by_definition(trainer, s)
     yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
     yield finite(steps.gradients[0])
     result = gradients(step, steps.gradients[0])
     yield (
-        result if result.agrees else dataclasses.replace(result, message=f"{result.message}; {_first_divergence(cell)}")
+        result if result.agrees else dataclasses.replace(result, message=f"{result.message}; {_first_divergence(call)}")
     )
     if s.checkpointing != drive.OFF:
-        yield _saved(cell, steps.activations)
+        yield _saved(call, steps.activations)
 
 
 PLAIN = ("padding", "pad", "checkpointing", "precision")
 """What the run that a twin is compared with has at its default; it is cut into the same micro-batches."""
 
 
-def _first_divergence(cell: Cell) -> str:
+def _first_divergence(call: CheckCall) -> str:
     """Where the forward passes of the twin and of the plain run first differ, or that they do not: both are wrong."""
-    plain = SimpleNamespace(**vars(cell.settings) | {name: SETTINGS[name].default for name in PLAIN})
-    if plain == cell.settings and cell.path == "released":
+    plain = SimpleNamespace(**vars(call.settings) | {name: SETTINGS[name].default for name in PLAIN})
+    if plain == call.settings and call.path == "released":
         return "this is the plain run"
     first, second = (
-        first_divergence.outputs(twin_runs.build(cell.case.family, s, path))
-        for s, path in ((plain, "released"), (cell.settings, cell.path))
+        first_divergence.outputs(twin_runs.build(call.case.family, s, path))
+        for s, path in ((plain, "released"), (call.settings, call.path))
     )
     return first_divergence.description(first, second)
 
 
-def _saved(cell: Cell, checkpointed: int) -> CheckResult:
+def _saved(call: CheckCall, checkpointed: int) -> CheckResult:
     """Checkpointing that keeps as many activations as none does nothing, whatever the config says."""
-    s = SimpleNamespace(**{**vars(cell.settings), "checkpointing": drive.OFF})
-    plain = twin_runs.train(twin_runs.build(cell.case.family, s, cell.path), cell.path, weigh=True).activations
+    s = SimpleNamespace(**{**vars(call.settings), "checkpointing": drive.OFF})
+    plain = twin_runs.train(twin_runs.build(call.case.family, s, call.path), call.path, weigh=True).activations
     message = f"{checkpointed} bytes of activations are kept, {plain} without checkpointing: it does nothing"
     return CheckResult("saved activations", {"bytes": checkpointed / plain}, float(checkpointed), float(plain), message)
 

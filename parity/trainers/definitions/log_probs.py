@@ -8,7 +8,7 @@ from torch import Tensor
 from parity.judging.gates import ROW
 from parity.judging.settle import REPLICAS
 from parity.recipe import IEEE_FP32, UNIT_ROUNDOFF
-from parity.trainers.check import Cell
+from parity.trainers.check import CheckCall
 from parity.trainers.definitions.step_rounding import Double, StepRounding
 from parity.trainers.rig import checkpointing, drive, models
 
@@ -33,14 +33,14 @@ class Truth:
     counted: Tensor
 
 
-def truth(cell: Cell, ids: Tensor, mask: Tensor, completion: Tensor) -> Truth:
+def truth(call: CheckCall, ids: Tensor, mask: Tensor, completion: Tensor) -> Truth:
     """Log-probs by the model's own forward in float64, the logits divided by the temperature."""
-    s = cell.settings
+    s = call.settings
     model = models.model(s.model, torch.float64).eval()
     if s.checkpointing == drive.CUSTOM:
         checkpointing.install(model, checkpoint=False)
     ids, mask, completion = (x.cpu() for x in (ids, mask, completion))
-    temperature = s.temperature if cell.trainer in ("GRPOTrainer", "RLOOTrainer") else 1.0
+    temperature = s.temperature if call.trainer in ("GRPOTrainer", "RLOOTrainer") else 1.0
 
     def logps(copies: int) -> Tensor:
         rows, seen = ids.repeat(copies, 1), mask.repeat(copies, 1)

@@ -11,7 +11,7 @@ import torch
 
 from parity.case.case import hashes
 from parity.errors import Unsupported
-from parity.trainers.check import Cell
+from parity.trainers.check import CheckCall
 from parity.trainers.rig import models
 from parity.upstream import trl
 
@@ -230,11 +230,11 @@ def logged(trainer: Any) -> dict[str, Any]:
     return next((entry for entry in trainer.state.log_history if "loss" in entry or "kl" in entry), {})
 
 
-def fixed(cell: Cell, trainer: Any) -> contextlib.AbstractContextManager[Any]:
+def fixed(call: CheckCall, trainer: Any) -> contextlib.AbstractContextManager[Any]:
     """What "fixed" means: `parity.fixes.apply` on the constructed trainer, undone afterwards."""
     from parity.fixes import apply
 
-    return apply(trainer) if cell.path == "fixed" else contextlib.nullcontext()
+    return apply(trainer) if call.path == "fixed" else contextlib.nullcontext()
 
 
 SCORERS = "_get_per_token_logps_and_entropies", "_get_per_token_logps"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import Unsupported
-from parity.trainers.check import Cell
+from parity.trainers.check import CheckCall
 from parity.trainers.rig import checkpointing, drive, models
 from parity.upstream import trl
 
@@ -39,25 +39,25 @@ class FirstStep:
     lost: list[str] = dataclasses.field(default_factory=list)
 
 
-def run(cell: Cell) -> FirstStep:
+def run(call: CheckCall) -> FirstStep:
     """Build the trainer, watch what it scores, train one step.
 
     Raises:
-        Unsupported: where the trainer cannot be asked for this cell, or computed no reference log-probs.
+        Unsupported: where the trainer cannot be asked for this case, or computed no reference log-probs.
     """
-    s = cell.settings
-    config = drive.config(cell.trainer)
+    s = call.settings
+    config = drive.config(call.trainer)
     wanted: dict[str, Any] = {"beta": s.beta, "temperature": s.temperature, **drive.checkpointing(s.checkpointing)}
-    if cell.trainer == "GRPOTrainer":
+    if call.trainer == "GRPOTrainer":
         wanted["loss_type"] = "grpo"
     if s.padding_free:
         wanted["padding_free"] = True
-    if cell.path == "fused":
+    if call.path == "fused":
         wanted |= trl.liger(config)
     needed = ["beta", *(["temperature"] if s.temperature != 1.0 else []), *(["padding_free"] if s.padding_free else [])]
     model = models.model(s.model)
     peft = trl.lora(models.targets(s.model)) if s.adapter == "lora" else None
-    trainer = drive.build(cell.trainer, model, drive.arguments(config, cell.device, wanted, tuple(needed)), peft)
+    trainer = drive.build(call.trainer, model, drive.arguments(config, call.device, wanted, tuple(needed)), peft)
     if s.padding_free and not getattr(trainer, "padding_free", True):
         raise Unsupported("padding_free=True: the installed version falls back to padding, with a warning")
     wrapper = None
@@ -65,8 +65,8 @@ def run(cell: Cell) -> FirstStep:
         wrapper = checkpointing.install(trainer.model)
         if getattr(trainer, "ref_model", None) is not None:
             checkpointing.install(trainer.ref_model, checkpoint=False)
-    with drive.fixed(cell, trainer):
-        step = WATCH[cell.trainer](trainer)
+    with drive.fixed(call, trainer):
+        step = WATCH[call.trainer](trainer)
     if wrapper is not None:
         step.lost = checkpointing.wrapped(trainer.model, wrapper)
     return step
