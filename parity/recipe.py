@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2
 NARROW = 2.0**-20
 """Unit roundoffs above it round on a grid (`MonteCarlo._grid`), those below by independent noise."""
 HALF_SUBNORMAL = {
-    name: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 for name, dtype in DTYPES.items()
+    name: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 or math.ulp(0.0)
+    for name, dtype in DTYPES.items()
 }
+"""Half the spacing of subnormals; for float64, where no number is that small, the spacing: units are divided by."""
 LARGEST = {name: torch.finfo(dtype).max for name, dtype in DTYPES.items()}
 
 

@@ -1,9 +1,9 @@
 """A user's own function or trainer from a file, FILE.py:NAME.
 
-A function is called by the names of its parameters: it takes what it needs of a family's tensors and settings, by name; a
-case that moves anything it has no parameter for is unsupported. It may carry attributes `recipe` (a
-`parity.recipe.Recipe`), `outputs` (optional outputs it returns) and `contexts`. A subclass of one of TRL's trainers goes
-through the checks of that trainer, see `parity.trainers.user_trainer`.
+A function, a module or another callable is called by the names of its parameters: it takes what it needs of a family's
+tensors and settings, by name; a case that moves anything it has no parameter for is unsupported. It may carry attributes
+`recipe` (a `parity.recipe.Recipe`), `outputs` (optional outputs it returns) and `contexts`. A subclass of one of TRL's
+trainers goes through the checks of that trainer, see `parity.trainers.user_trainer`.
 """
 
 import copy
@@ -141,9 +141,23 @@ def family_of(signature: inspect.Signature, id: str, families: Iterable[Family])
     return max(fits, key=lambda f: len(f.required))
 
 
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Its parameters; those of a module are its forward's, compiled or not."""
+    function = getattr(function, "_orig_mod", function)
+    return inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+
+
+def _dotted(function: Callable[..., Any]) -> str:
+    """The dotted name of the code: of what a partial calls, of the class of an object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
 def from_function(function: Callable[..., Any], id: str, families: Iterable[Family]) -> Implementation:
     """Wrap a function as a candidate of the family that its parameter names fit."""
-    signature = inspect.signature(function)
+    signature = _signature(function)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     names = {n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     chosen = family_of(signature, id, families)
@@ -159,7 +173,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
         recipe=recipe_of(function),
         outputs=frozenset(getattr(function, "outputs", ())),
         contexts=frozenset(getattr(function, "contexts", ("plain", "autocast", "checkpoint", "compile"))),
-        sources=(f"{function.__module__}.{function.__qualname__}",),
+        sources=(_dotted(function),),
     )
 
 
@@ -169,7 +183,7 @@ def _call(function: Callable[..., Any], fam: Family, names: set[str], open_ended
     label = getattr(function, "__name__", "the function")
     absent = [] if open_ended else sorted(fam.demands(x) - set(canonical))
     require(not absent, f"{label} has no parameter {', '.join(absent)}")
-    parameters = inspect.signature(function).parameters
+    parameters = _signature(function).parameters
     kwargs = {canonical[n]: v for n, v in offered.items() if n in canonical}
     kwargs = {n: v for n, v in kwargs.items() if v is not None or parameters[n].default is inspect.Parameter.empty}
     unknown = {

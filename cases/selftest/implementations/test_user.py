@@ -282,7 +282,8 @@ def test_a_name_that_is_not_there(tmp_path):
     ("body", "says"),
     [
         ("def f(logits, labels): pass", "labels, logits fit no family.*can be wrapped"),
-        ("import torch; f = torch.nn.Linear(2, 2)", "parameters have no names"),
+        ("import torch; f = torch.nn.Linear(2, 2)", "its parameters input fit no family"),
+        ("def f(*args): pass", "parameters have no names"),
         ("def f(hidden, weight, ids): pass\nf.recipe = 'bf16'", "f.recipe is 'bf16', expected a Recipe"),
     ],
 )
@@ -290,6 +291,34 @@ def test_what_cannot_be_called_says_what_to_do(tmp_path, body, says):
     (tmp_path / "mine.py").write_text(body)
     with pytest.raises(UsageError, match=says):
         select([f"{tmp_path}/mine.py:f"])
+
+
+@pytest.mark.parametrize(
+    ("made", "code"),
+    [
+        ("functools.partial(logps, scale=1.0)", "logps"),
+        ("Module()", "Module"),
+        ("torch.compile(Module(), backend='eager')", "OptimizedModule"),
+        ("Callable()", "Callable"),
+        ("Callable().__call__", "Callable.__call__"),
+    ],
+)
+def test_whatever_can_be_called_by_names_is_judged(tmp_path, made, code):
+    (tmp_path / "mine.py").write_text(f"""import functools, torch
+def logps(hidden, weight, ids, scale):
+    return (scale * hidden @ weight.T).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+class Module(torch.nn.Module):
+    def forward(self, hidden, weight, ids):
+        return logps(hidden, weight, ids, 1.0)
+class Callable:
+    def __call__(self, hidden, weight, ids):
+        return logps(hidden, weight, ids, 1.0)
+f = {made}
+""")
+    (mine,) = from_file(f"{tmp_path}/mine.py:f")
+    assert mine.sources[0].endswith(f".{code}")
+    case = loss_family("logprobs").case(3, "fp32", {})
+    assert {r.verdict for r in run_case(case, [mine], thorough=False)} == {"agree"}
 
 
 def test_a_function_of_another_family_than_asked_for_is_named(tmp_path):

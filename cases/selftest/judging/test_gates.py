@@ -55,6 +55,14 @@ def test_each_tensor_gate_is_the_tightest_for_its_error(gate, wrong):
     assert found.gate == gate
 
 
+@pytest.mark.parametrize("error", [0.0, 1e-3])
+def test_a_float64_value_beside_replicas_without_a_spread(error):
+    """Rows of zeros, as ignored tokens are: no unit is 0, and no agreement 0/0."""
+    u = Unit(torch.zeros(3, dtype=torch.float64), torch.zeros(12, 3, dtype=torch.float64), entrywise=True)
+    found = judge(u.exact + error, u, torch.float64)
+    assert found.agrees == (error == 0.0)
+
+
 def test_an_outlier_is_for_the_max_gate():
     """One entry in a row whose other entries are as noisy as it is wrong, so that only the maximum stands out."""
     u = unit(size=1e-3, rows=1)
