@@ -43,13 +43,13 @@ def autocast_softmax(x: Inputs) -> str:
 
 def takes_triton(x: Inputs, module: str = "triton") -> bool:
     """Whether a library with a Triton path for CUDA takes it here: on CUDA, with Triton, in a release that has `module`."""
-    return x.hidden.is_cuda and there("triton") and there(module)
+    return x.hidden.is_cuda and installed("triton") and installed(module)
 
 
-def there(module: str) -> bool:
+def installed(module: str) -> bool:
     """Whether a module is installed; of one in a package, the package too."""
     parent = module.rpartition(".")[0]
-    return (not parent or there(parent)) and importlib.util.find_spec(module) is not None
+    return (not parent or installed(parent)) and importlib.util.find_spec(module) is not None
 
 
 def head_dtype(x: Inputs) -> str:

@@ -146,7 +146,7 @@ CHUNK = 256
 
 def _walked(x: Inputs) -> Recipe:
     """`_tiles`, or where the release walks in chunks: logits leave the product narrow, and head gradients sum in its dtype."""
-    if plain.there("trl.kernels.chunked_divergence"):
+    if plain.installed("trl.kernels.chunked_divergence"):
         return _tiles(x)
     chunks = math.ceil(x.settings.B * x.settings.T / (x.settings.chunk_size or CHUNK))
     return dataclasses.replace(

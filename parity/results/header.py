@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, UnsetType, field
 
-from parity.results.row import SCHEMA, Written, told
+from parity.results.row import SCHEMA, Written, described
 
 
 class Asked(msgspec.Struct, kw_only=True):
@@ -18,7 +18,7 @@ class Asked(msgspec.Struct, kw_only=True):
     require: list[str] = field(default_factory=list)
     ledger: str | None = None
     share: str = ""
-    files: Annotated[dict[str, str], told("digests of the user's files and of the ledger")] = field(
+    files: Annotated[dict[str, str], described("digests of the user's files and of the ledger")] = field(
         default_factory=dict
     )
 
@@ -26,25 +26,27 @@ class Asked(msgspec.Struct, kw_only=True):
 class About(msgspec.Struct, kw_only=True, rename={"source_hash": "cut-cross-entropy source"}):
     """What a run must record about where it ran."""
 
-    versions: Annotated[dict[str, str], told("of the harness and of the libraries")] = field(default_factory=dict)
-    source_hash: Annotated[str | None, told("digest of its files")] = None
-    device: Annotated[str | None, told("cpu or cuda")] = None
-    device_name: Annotated[str | None, told("of the GPU or the processor")] = None
-    driver: Annotated[str | None, told("CUDA version of torch")] = None
-    float32_matmul_precision: Annotated[str | None, told("as set in torch")] = None
-    products: Annotated[dict[str, Any] | None, told("how tf32 and 16-bit products and sums were found to round")] = None
-    triton: Annotated[str | None, told("compiled or interpreted")] = None
-    profile: Annotated[str | None, told("size of the run")] = None
-    seed: Annotated[int | None, told("of the drawn cases")] = None
-    git: Annotated[str | None, told('revision of the harness; "+" where it has changes')] = None
-    rollouts: Annotated[list[str] | None, told("recordings")] = None
-    started: Annotated[str | None, told("ISO 8601, UTC")] = None
-    command: Annotated[str | None, told("command line")] = None
-    asked: Annotated[Asked | UnsetType, told("options")] = UNSET
-    plan: Annotated[dict[str, int] | UnsetType, told("shard -> cases")] = UNSET
-    ends: Annotated[bool | UnsetType, told("true: the last row is a record of the end")] = UNSET
-    dimensions: Annotated[dict[str, dict[str, Any]] | UnsetType, told("family -> setting -> its default")] = UNSET
-    seconds: Annotated[float | UnsetType, told("how long the run took; known to its own report only")] = UNSET
+    versions: Annotated[dict[str, str], described("of the harness and of the libraries")] = field(default_factory=dict)
+    source_hash: Annotated[str | None, described("digest of its files")] = None
+    device: Annotated[str | None, described("cpu or cuda")] = None
+    device_name: Annotated[str | None, described("of the GPU or the processor")] = None
+    driver: Annotated[str | None, described("CUDA version of torch")] = None
+    float32_matmul_precision: Annotated[str | None, described("as set in torch")] = None
+    products: Annotated[
+        dict[str, Any] | None, described("how tf32 and 16-bit products and sums were found to round")
+    ] = None
+    triton: Annotated[str | None, described("compiled or interpreted")] = None
+    profile: Annotated[str | None, described("size of the run")] = None
+    seed: Annotated[int | None, described("of the drawn cases")] = None
+    git: Annotated[str | None, described('revision of the harness; "+" where it has changes')] = None
+    rollouts: Annotated[list[str] | None, described("recordings")] = None
+    started: Annotated[str | None, described("ISO 8601, UTC")] = None
+    command: Annotated[str | None, described("command line")] = None
+    asked: Annotated[Asked | UnsetType, described("options")] = UNSET
+    plan: Annotated[dict[str, int] | UnsetType, described("shard -> cases")] = UNSET
+    ends: Annotated[bool | UnsetType, described("true: the last row is a record of the end")] = UNSET
+    dimensions: Annotated[dict[str, dict[str, Any]] | UnsetType, described("family -> setting -> its default")] = UNSET
+    seconds: Annotated[float | UnsetType, described("how long the run took; known to its own report only")] = UNSET
 
     @property
     def shards(self) -> dict[str, int]:
@@ -58,49 +60,49 @@ class About(msgspec.Struct, kw_only=True, rename={"source_hash": "cut-cross-entr
 class End(msgspec.Struct, kw_only=True):
     """How a run ended."""
 
-    cases: Annotated[int, told("run")]
-    of: Annotated[int, told("planned")]
-    complete: Annotated[bool, told("whether the run did all that it had planned")]
-    exit_code: Annotated[int, told("of the command")]
+    cases: Annotated[int, described("run")]
+    of: Annotated[int, described("planned")]
+    complete: Annotated[bool, described("whether the run did all that it had planned")]
+    exit_code: Annotated[int, described("of the command")]
 
 
 class Part(msgspec.Struct, kw_only=True):
     """A shard that is done."""
 
-    name: Annotated[str, told("of the shard")]
-    cases: Annotated[int, told("run")]
-    seconds: Annotated[float, told("CPU time")] = 0.0
-    spent: Annotated[dict[str, dict[str, float]], told("CPU time by stage, phase and implementation")] = field(
+    name: Annotated[str, described("of the shard")]
+    cases: Annotated[int, described("run")]
+    seconds: Annotated[float, described("CPU time")] = 0.0
+    spent: Annotated[dict[str, dict[str, float]], described("CPU time by stage, phase and implementation")] = field(
         default_factory=dict
     )
-    checked: Annotated[dict[str, bool | None], told("ledger entry -> whether it is stale")] = field(
+    checked: Annotated[dict[str, bool | None], described("ledger entry -> whether it is stale")] = field(
         default_factory=dict
     )
-    shown: Annotated[list[tuple[str, str | None]] | None, told("of a finding: what a fresh process shows")] = None
+    shown: Annotated[list[tuple[str, str | None]] | None, described("of a finding: what a fresh process shows")] = None
 
 
 class Parted(Written, kw_only=True):
     """The row behind those of a shard."""
 
     part: Part
-    schema: Annotated[int, told("version of the file")] = SCHEMA
-    run: Annotated[str, told("id of the run")] = ""
+    schema: Annotated[int, described("version of the file")] = SCHEMA
+    run: Annotated[str, described("id of the run")] = ""
 
 
 class Last(Written, kw_only=True):
     """The last row."""
 
-    end: Annotated[End, told("how the run ended")]
-    schema: Annotated[int, told("version of the file")] = SCHEMA
-    run: Annotated[str, told("id of the run")] = ""
+    end: Annotated[End, described("how the run ended")]
+    schema: Annotated[int, described("version of the file")] = SCHEMA
+    run: Annotated[str, described("id of the run")] = ""
 
 
 class Header(Written, kw_only=True):
     """The first row. Reading a file adds `end`, of its last row, `interrupted`, where that is missing or cut, and `parts`, the
     shards that are done."""
 
-    schema: Annotated[int, told("version of the file")] = SCHEMA
-    run: Annotated[str, told("id of the run")] = ""
+    schema: Annotated[int, described("version of the file")] = SCHEMA
+    run: Annotated[str, described("id of the run")] = ""
     header: About
     end: End | UnsetType = UNSET
     interrupted: bool | UnsetType = UNSET

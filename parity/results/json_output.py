@@ -9,7 +9,7 @@ import msgspec
 from parity.results.report.findings import Finding
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import Line, Summary
-from parity.results.row import finite, told
+from parity.results.row import described, finite
 
 Out = TypeVar("Out", bound=msgspec.Struct)
 
@@ -17,173 +17,173 @@ Out = TypeVar("Out", bound=msgspec.Struct)
 class FindingOut(msgspec.Struct, kw_only=True, rename={"cls": "class"}):
     """Cases in which an implementation fails in the same quantities."""
 
-    implementation: Annotated[str, told("its id")]
-    family: Annotated[str, told("family of losses, or the trainer")]
-    verdict: Annotated[str, told("disagree, nondeterministic, crashed, timed-out or out-of-memory")]
-    cls: Annotated[str | None, told("logic or precision")]
-    blame: Annotated[str | None, told("candidate, reference, both, harness; null: not decided")]
-    quantities: Annotated[list[str], told("in which it starts")]
-    gate: Annotated[str | None, told("the tightest gate of the case shown")]
-    headroom: Annotated[float | None, told("the worst of all cases; null: without a finite size")]
-    cases: Annotated[int, told("in how many")]
-    dtypes: Annotated[list[str], told("in which")]
-    known: Annotated[str | None, told("its ledger entry; null: new")]
-    case: Annotated[str, told("the smallest case")]
-    message: Annotated[str, told("what differs")]
-    replay: Annotated[str, told("the command that shows it again")]
+    implementation: Annotated[str, described("its id")]
+    family: Annotated[str, described("family of losses, or the trainer")]
+    verdict: Annotated[str, described("disagree, nondeterministic, crashed, timed-out or out-of-memory")]
+    cls: Annotated[str | None, described("logic or precision")]
+    blame: Annotated[str | None, described("candidate, reference, both, harness; null: not decided")]
+    quantities: Annotated[list[str], described("in which it starts")]
+    gate: Annotated[str | None, described("the tightest gate of the case shown")]
+    headroom: Annotated[float | None, described("the worst of all cases; null: without a finite size")]
+    cases: Annotated[int, described("in how many")]
+    dtypes: Annotated[list[str], described("in which")]
+    known: Annotated[str | None, described("its ledger entry; null: new")]
+    case: Annotated[str, described("the smallest case")]
+    message: Annotated[str, described("what differs")]
+    replay: Annotated[str, described("the command that shows it again")]
 
 
 class CellOut(msgspec.Struct, kw_only=True):
     """An implementation in a dtype on a device."""
 
-    implementation: Annotated[str, told("its id")]
-    family: Annotated[str, told("its family")]
-    dtype: Annotated[str, told("of the parameters under test")]
-    device: Annotated[str, told("cpu or cuda")]
-    compared: Annotated[int, told("implementation-cases")]
-    verdict: Annotated[str, told("over all of them")]
-    headroom: Annotated[float | None, told("the worst, known findings left out where anything else was judged")]
-    at: Annotated[str | None, told("its quantity")]
-    known: Annotated[list[str], told("ledger entries of what it fails")]
-    reason: Annotated[str, told("the commonest reason for what was not compared")]
+    implementation: Annotated[str, described("its id")]
+    family: Annotated[str, described("its family")]
+    dtype: Annotated[str, described("of the parameters under test")]
+    device: Annotated[str, described("cpu or cuda")]
+    compared: Annotated[int, described("implementation-cases")]
+    verdict: Annotated[str, described("over all of them")]
+    headroom: Annotated[float | None, described("the worst, known findings left out where anything else was judged")]
+    at: Annotated[str | None, described("its quantity")]
+    known: Annotated[list[str], described("ledger entries of what it fails")]
+    reason: Annotated[str, described("the commonest reason for what was not compared")]
 
 
 class RunOut(msgspec.Struct, kw_only=True):
     """`parity run --json`, `parity report --json`."""
 
-    run: Annotated[str, told("id of the run")]
-    exit_code: Annotated[int, told("of the command")]
-    reasons: Annotated[list[str], told("why it is not 0")]
-    incomplete: Annotated[str, told("how far a run came that did not finish; empty for one that did")]
-    compared: Annotated[dict[str, int], told("device -> implementation-cases")]
-    new: Annotated[list[FindingOut], told("findings that no ledger entry covers")]
-    known: Annotated[list[FindingOut], told("findings that the ledger has")]
-    matrix: Annotated[list[CellOut], told("every implementation, dtype and device")]
+    run: Annotated[str, described("id of the run")]
+    exit_code: Annotated[int, described("of the command")]
+    reasons: Annotated[list[str], described("why it is not 0")]
+    incomplete: Annotated[str, described("how far a run came that did not finish; empty for one that did")]
+    compared: Annotated[dict[str, int], described("device -> implementation-cases")]
+    new: Annotated[list[FindingOut], described("findings that no ledger entry covers")]
+    known: Annotated[list[FindingOut], described("findings that the ledger has")]
+    matrix: Annotated[list[CellOut], described("every implementation, dtype and device")]
 
 
 class ImplementationOut(msgspec.Struct, kw_only=True):
     """`parity list --json` prints a list of these."""
 
-    id: Annotated[str, told("its id")]
-    family: Annotated[str, told("its family")]
-    role: Annotated[str, told("reference or candidate")]
-    library: Annotated[str | None, told("the package")]
-    version: Annotated[str | None, told("as installed")]
-    missing: Annotated[str | None, told("why it cannot run here; null: it can")]
-    opt_in: Annotated[bool, told("runs only where it is named")]
-    interpreted: Annotated[bool, told("a Triton kernel: without CUDA in Triton's interpreter")]
-    contexts: Annotated[list[str], told("plain, autocast, compile, checkpoint")]
+    id: Annotated[str, described("its id")]
+    family: Annotated[str, described("its family")]
+    role: Annotated[str, described("reference or candidate")]
+    library: Annotated[str | None, described("the package")]
+    version: Annotated[str | None, described("as installed")]
+    missing: Annotated[str | None, described("why it cannot run here; null: it can")]
+    opt_in: Annotated[bool, described("runs only where it is named")]
+    interpreted: Annotated[bool, described("a Triton kernel: without CUDA in Triton's interpreter")]
+    contexts: Annotated[list[str], described("plain, autocast, compile, checkpoint")]
 
 
 class SettingOut(msgspec.Struct, kw_only=True):
     """`parity list --settings FAMILY --json` prints a list of these."""
 
-    name: Annotated[str, told("its name")]
-    default: Annotated[Any, told("its default")]
-    values: Annotated[list[Any] | None, told("those it may take; null: see its meaning")]
-    meaning: Annotated[str, told("what it is")]
+    name: Annotated[str, described("its name")]
+    default: Annotated[Any, described("its default")]
+    values: Annotated[list[Any] | None, described("those it may take; null: see its meaning")]
+    meaning: Annotated[str, described("what it is")]
 
 
 class CheckOut(msgspec.Struct, kw_only=True):
     """`parity list --checks TRAINER --json` prints a list of these."""
 
-    name: Annotated[str, told("its name")]
-    run_as: Annotated[list[str], told("released, fused, fixed")]
-    cases: Annotated[dict[str, int], told("profile -> how many")]
-    settings: Annotated[list[str], told("its settings")]
-    meaning: Annotated[str, told("what it checks")]
+    name: Annotated[str, described("its name")]
+    run_as: Annotated[list[str], described("released, fused, fixed")]
+    cases: Annotated[dict[str, int], described("profile -> how many")]
+    settings: Annotated[list[str], described("its settings")]
+    meaning: Annotated[str, described("what it checks")]
 
 
 class ProfileOut(msgspec.Struct, kw_only=True):
     """`parity list --profiles --json` prints a list of these."""
 
-    name: Annotated[str, told("its name")]
-    fixed_seed: Annotated[bool, told("the same cases every time")]
-    cases: Annotated[dict[str, int], told("loss family -> cases drawn")]
+    name: Annotated[str, described("its name")]
+    fixed_seed: Annotated[bool, described("the same cases every time")]
+    cases: Annotated[dict[str, int], described("loss family -> cases drawn")]
 
 
 class UncoveredOut(msgspec.Struct, kw_only=True):
     """`parity list --uncovered --json` prints a list of these: trainers of the installed TRL."""
 
-    trainer: Annotated[str, told("class in TRL")]
-    why: Annotated[str, told("why it has no check")]
+    trainer: Annotated[str, described("class in TRL")]
+    why: Annotated[str, described("why it has no check")]
 
 
 class CoveredOut(msgspec.Struct, kw_only=True):
     """`parity list --coverage RESULTS --json` prints a list of these, what was never judged first."""
 
-    of: Annotated[str, told("implementation, or family of a trainer")]
-    kind: Annotated[str, told("setting; config: a field of the trainer's config; logged: a key that it logs")]
-    name: Annotated[str, told("its name")]
-    judged: Annotated[int, told("cases compared with it away from its default; of a logged key, that judged it")]
-    declined: Annotated[int, told("cases with it that were not compared")]
-    why: Annotated[str, told("why never")] = ""
+    of: Annotated[str, described("implementation, or family of a trainer")]
+    kind: Annotated[str, described("setting; config: a field of the trainer's config; logged: a key that it logs")]
+    name: Annotated[str, described("its name")]
+    judged: Annotated[int, described("cases compared with it away from its default; of a logged key, that judged it")]
+    declined: Annotated[int, described("cases with it that were not compared")]
+    why: Annotated[str, described("why never")] = ""
 
 
 class DoctorOut(msgspec.Struct, kw_only=True):
     """`parity doctor --json`."""
 
-    versions: Annotated[dict[str, str], told("installed packages")]
-    device: Annotated[str, told("cpu or cuda")]
-    device_text: Annotated[str, told("what it is")]
-    problems: Annotated[list[str], told("why a GPU that is there cannot be used, or what runs wrong on it")]
-    compiler: Annotated[str | None, told("the C++ compiler; null: torch.compile paths crash")]
-    ready: Annotated[list[str], told("implementations that can run")]
-    interpreted: Annotated[list[str], told("those of them that run in Triton's interpreter here")]
-    blocked: Annotated[dict[str, list[str]], told("reason -> implementations that cannot run")]
-    rollouts: Annotated[list[str], told("recordings")]
-    engine: Annotated[str | None, told("the installed vLLM")]
-    tools: Annotated[dict[str, bool], told("uv, git: whether it is there")]
+    versions: Annotated[dict[str, str], described("installed packages")]
+    device: Annotated[str, described("cpu or cuda")]
+    device_text: Annotated[str, described("what it is")]
+    problems: Annotated[list[str], described("why a GPU that is there cannot be used, or what runs wrong on it")]
+    compiler: Annotated[str | None, described("the C++ compiler; null: torch.compile paths crash")]
+    ready: Annotated[list[str], described("implementations that can run")]
+    interpreted: Annotated[list[str], described("those of them that run in Triton's interpreter here")]
+    blocked: Annotated[dict[str, list[str]], described("reason -> implementations that cannot run")]
+    rollouts: Annotated[list[str], described("recordings")]
+    engine: Annotated[str | None, described("the installed vLLM")]
+    tools: Annotated[dict[str, bool], described("uv, git: whether it is there")]
 
 
 class EnvironmentOut(msgspec.Struct, kw_only=True):
     """`parity env list --json` prints a list of these."""
 
-    name: Annotated[str, told("its name")]
-    bytes: Annotated[int, told("that removing it frees")]
-    before: Annotated[str | None, told("date: nothing newer is in it")]
-    versions: Annotated[dict[str, str], told("its packages")]
-    broken: Annotated[dict[str, str], told("package -> why it does not import")]
+    name: Annotated[str, described("its name")]
+    bytes: Annotated[int, described("that removing it frees")]
+    before: Annotated[str | None, described("date: nothing newer is in it")]
+    versions: Annotated[dict[str, str], described("its packages")]
+    broken: Annotated[dict[str, str], described("package -> why it does not import")]
 
 
 class MovedOut(msgspec.Struct, kw_only=True):
     """A quantity that differs between two releases."""
 
-    case: Annotated[str, told("name of the frozen case")]
-    implementation: Annotated[str, told("its id")]
-    quantity: Annotated[str | None, told("null: a side did not judge")]
-    mark: Annotated[str, told("+ worse, - better, ~ otherwise moved")]
-    nearer: Annotated[str, told("before or after: nearer to the definition; empty: cannot be said")]
-    before: Annotated[str | None, told("verdict")]
-    after: Annotated[str | None, told("verdict")]
-    headroom_before: Annotated[float | None, told("null: none, or without a finite size")]
-    headroom_after: Annotated[float | None, told("the same")]
+    case: Annotated[str, described("name of the frozen case")]
+    implementation: Annotated[str, described("its id")]
+    quantity: Annotated[str | None, described("null: a side did not judge")]
+    mark: Annotated[str, described("+ worse, - better, ~ otherwise moved")]
+    nearer: Annotated[str, described("before or after: nearer to the definition; empty: cannot be said")]
+    before: Annotated[str | None, described("verdict")]
+    after: Annotated[str | None, described("verdict")]
+    headroom_before: Annotated[float | None, described("null: none, or without a finite size")]
+    headroom_after: Annotated[float | None, described("the same")]
 
 
 class CompareOut(msgspec.Struct, kw_only=True):
     """`parity compare --json`."""
 
-    before: Annotated[dict[str, str], told("versions of the first environment")]
-    after: Annotated[dict[str, str], told("versions of the second")]
-    cases: Annotated[int, told("frozen cases")]
-    judged: Annotated[list[int], told("quantities judged in each")]
-    moved: Annotated[list[MovedOut], told("what differs")]
-    notes: Annotated[list[str], told("sampled tokens, settings that came, went or changed their default")]
-    exit_code: Annotated[int, told("of the command")]
+    before: Annotated[dict[str, str], described("versions of the first environment")]
+    after: Annotated[dict[str, str], described("versions of the second")]
+    cases: Annotated[int, described("frozen cases")]
+    judged: Annotated[list[int], described("quantities judged in each")]
+    moved: Annotated[list[MovedOut], described("what differs")]
+    notes: Annotated[list[str], described("sampled tokens, settings that came, went or changed their default")]
+    exit_code: Annotated[int, described("of the command")]
 
 
 class BisectOut(msgspec.Struct, kw_only=True):
     """`parity bisect --json`."""
 
-    outcome: Annotated[str, told("found, alike, swapped, unjudged or unstable")]
-    low: Annotated[str, told("the last release that answers like the older end")]
-    high: Annotated[str, told("the first that answers like the newer one")]
-    between: Annotated[list[str], told("releases that could not be judged")]
-    by: Annotated[str, told("what decided: verdict or headroom")]
-    moved: Annotated[dict[str, list[str]], told("package -> its versions in the two")]
-    cause: Annotated[list[str], told("packages of which each alone shows the change")]
-    measured: Annotated[list[dict[str, Any]], told("release, verdict and headroom of every measurement, in order")]
-    exit_code: Annotated[int, told("of the command")]
+    outcome: Annotated[str, described("found, alike, swapped, unjudged or unstable")]
+    low: Annotated[str, described("the last release that answers like the older end")]
+    high: Annotated[str, described("the first that answers like the newer one")]
+    between: Annotated[list[str], described("releases that could not be judged")]
+    by: Annotated[str, described("what decided: verdict or headroom")]
+    moved: Annotated[dict[str, list[str]], described("package -> its versions in the two")]
+    cause: Annotated[list[str], described("packages of which each alone shows the change")]
+    measured: Annotated[list[dict[str, Any]], described("release, verdict and headroom of every measurement, in order")]
+    exit_code: Annotated[int, described("of the command")]
 
 
 EVERY = (

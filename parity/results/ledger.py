@@ -143,18 +143,18 @@ class Ledger:
     def expired(self, today: datetime.date) -> list[str]:
         """A line for each entry that must be looked at again, with the place to edit."""
         late = [e for e in self.entries if e.expired(today)]
-        return [f"ledger entry {e.id} expired on {e.expires}: {self.place(e.id)}" for e in late]
+        return [f"ledger entry {e.id} expired on {e.expires}: {self.line_of(e.id)}" for e in late]
 
     def unmatched(self, ids: Collection[str]) -> list[str]:
         """A line for each entry of which a pattern names none of the implementations; those of files are not all there always."""
         return [
-            f"ledger entry {e.id}: there is no implementation {pattern}: {self.place(e.id)}"
+            f"ledger entry {e.id}: there is no implementation {pattern}: {self.line_of(e.id)}"
             for e in self.entries
             for pattern in e.implementations
             if ".py:" not in pattern and not fnmatch.filter(ids, pattern)
         ]
 
-    def place(self, id: str) -> str:
+    def line_of(self, id: str) -> str:
         """`ledger.toml line 12` of an entry."""
         for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(), 1):
             name, sign, value = line.partition("=")

@@ -76,7 +76,7 @@ def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case]], again: bo
                 f"{path}: case {case.id} has stored tensors: put it and its tensors beside the ledger by hand"
             )
         if one["id"] in known:
-            raise UsageError(f"{path}: id {one['id']!r} is there already: {Ledger.load(path).place(one['id'])}")
+            raise UsageError(f"{path}: id {one['id']!r} is there already: {Ledger.load(path).line_of(one['id'])}")
         known.add(one["id"])
     text = path.read_text(encoding="utf-8") if path.exists() else "# Known findings\n"
     for one, case in entries:

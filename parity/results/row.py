@@ -31,7 +31,7 @@ IN_ITS = ", in its "
 """In such a message, between the cause and the part that ran: "forward pass", "backward pass", "call"."""
 
 
-def told(text: str) -> Meta:
+def described(text: str) -> Meta:
     """What a field holds, for docs/results.md and docs/measured/json.md."""
     return Meta(description=text)
 
@@ -52,61 +52,67 @@ class Row(Written, kw_only=True, rename={"cls": "class"}):
     are ignored.
     """
 
-    schema: Annotated[int, told("version of the file")] = SCHEMA
-    run: Annotated[str, told("id of the run")] = ""
-    case: Annotated[str, told("id of the case, or what is pooled")]
-    family: Annotated[str, told("family of losses, or the trainer")]
-    implementation: Annotated[str, told("its id")]
-    role: Annotated[Literal["reference", "candidate"], told("reference: the plain path of the library")] = "candidate"
-    against: Annotated[str | None, told("id of the reference judged beside it")] = None
+    schema: Annotated[int, described("version of the file")] = SCHEMA
+    run: Annotated[str, described("id of the run")] = ""
+    case: Annotated[str, described("id of the case, or what is pooled")]
+    family: Annotated[str, described("family of losses, or the trainer")]
+    implementation: Annotated[str, described("its id")]
+    role: Annotated[Literal["reference", "candidate"], described("reference: the plain path of the library")] = (
+        "candidate"
+    )
+    against: Annotated[str | None, described("id of the reference judged beside it")] = None
     quantity: Annotated[
-        str | None, told('what was judged: "loss", "grad_weight", "protocol", …; null where nothing was')
+        str | None, described('what was judged: "loss", "grad_weight", "protocol", …; null where nothing was')
     ] = None
-    dtype: Annotated[str, told("of the parameters under test")]
-    device: Annotated[str, told("cpu or cuda")]
-    verdict: Annotated[Verdict, told("below")]
-    cls: Annotated[Class | None, told("precision: finer arithmetic mends it")] = None
-    blame: Annotated[Literal["candidate", "reference", "both", "harness"] | None, told("who is wrong")] = None
-    gate: Annotated[str | None, told("the tightest gate")] = None
-    headroom: Annotated[float | None, told("error ÷ allowed at that gate: above 1 fails")] = None
-    gates: Annotated[dict[str, float | None], told("every gate and its headroom")] = msgspec.field(default_factory=dict)
-    recipe: Annotated[str | None, told("the precision that the implementation declares")] = None
-    recipe_measured: Annotated[str | None, told("the precision found")] = None
-    variant: Annotated[str | None, told("another definition that explains all failures")] = None
-    undecided: Annotated[int, told("entries that rounding alone decides, not judged")] = 0
-    value: Annotated[float | None, told("a scalar's value, a tensor's norm")] = None
-    value_oracle: Annotated[float | None, told("the same by the definition, in float64")] = None
-    value_reference: Annotated[float | None, told("the same of the reference")] = None
-    max_abs: Annotated[float | None, told("largest |error|")] = None
-    max_rel: Annotated[float | None, told("largest |error| ÷ largest |oracle|")] = None
-    dist: Annotated[float | None, told("torch.dist from the oracle")] = None
-    allclose: Annotated[bool | None, told("torch.allclose to the oracle at atol and rtol")] = None
-    atol: Annotated[float | None, told("absolute tolerance, derived from the dtype")] = None
-    rtol: Annotated[float | None, told("relative tolerance, derived from the dtype")] = None
-    slope: Annotated[float | None, told("error projected on the oracle: a factor of 1 + slope")] = None
+    dtype: Annotated[str, described("of the parameters under test")]
+    device: Annotated[str, described("cpu or cuda")]
+    verdict: Annotated[Verdict, described("below")]
+    cls: Annotated[Class | None, described("precision: finer arithmetic mends it")] = None
+    blame: Annotated[Literal["candidate", "reference", "both", "harness"] | None, described("who is wrong")] = None
+    gate: Annotated[str | None, described("the tightest gate")] = None
+    headroom: Annotated[float | None, described("error ÷ allowed at that gate: above 1 fails")] = None
+    gates: Annotated[dict[str, float | None], described("every gate and its headroom")] = msgspec.field(
+        default_factory=dict
+    )
+    recipe: Annotated[str | None, described("the precision that the implementation declares")] = None
+    recipe_measured: Annotated[str | None, described("the precision found")] = None
+    variant: Annotated[str | None, described("another definition that explains all failures")] = None
+    undecided: Annotated[int, described("entries that rounding alone decides, not judged")] = 0
+    value: Annotated[float | None, described("a scalar's value, a tensor's norm")] = None
+    value_oracle: Annotated[float | None, described("the same by the definition, in float64")] = None
+    value_reference: Annotated[float | None, described("the same of the reference")] = None
+    max_abs: Annotated[float | None, described("largest |error|")] = None
+    max_rel: Annotated[float | None, described("largest |error| ÷ largest |oracle|")] = None
+    dist: Annotated[float | None, described("torch.dist from the oracle")] = None
+    allclose: Annotated[bool | None, described("torch.allclose to the oracle at atol and rtol")] = None
+    atol: Annotated[float | None, described("absolute tolerance, derived from the dtype")] = None
+    rtol: Annotated[float | None, described("relative tolerance, derived from the dtype")] = None
+    slope: Annotated[float | None, described("error projected on the oracle: a factor of 1 + slope")] = None
     worst: Annotated[
         list[dict[str, Any]],
-        told(
+        described(
             "at most five entries {index, value, oracle, error}, with {sequence, position, token, masked} or {parameter}"
         ),
     ] = msgspec.field(default_factory=list)
-    known: Annotated[str | None, told("id of the ledger entry that covers it")] = None
-    seed: Annotated[int | None, told("of the case")] = None
+    known: Annotated[str | None, described("id of the ledger entry that covers it")] = None
+    seed: Annotated[int | None, described("of the case")] = None
     settings: Annotated[
-        dict[str, Any], told("those away from their default, and the shapes; empty: about the whole run")
+        dict[str, Any], described("those away from their default, and the shapes; empty: about the whole run")
     ] = msgspec.field(default_factory=dict)
-    features: Annotated[dict[str, Any], told("what the case exercises, for scopes of the ledger")] = msgspec.field(
+    features: Annotated[dict[str, Any], described("what the case exercises, for scopes of the ledger")] = msgspec.field(
         default_factory=dict
     )
-    message: Annotated[str, told("what differs, hints at why, or the reason for the verdict")] = ""
-    replay: Annotated[str, told("the command that shows it again")] = ""
-    unjudged: Annotated[list[str], told("what a user's function returned beside its family's outputs")] = msgspec.field(
-        default_factory=list
+    message: Annotated[str, described("what differs, hints at why, or the reason for the verdict")] = ""
+    replay: Annotated[str, described("the command that shows it again")] = ""
+    unjudged: Annotated[list[str], described("what a user's function returned beside its family's outputs")] = (
+        msgspec.field(default_factory=list)
     )
-    imported_from: Annotated[str | UnsetType, told("file of the library, where not in site-packages")] = UNSET
-    shard: Annotated[str | UnsetType, told("its part")] = UNSET
-    frozen: Annotated[str | UnsetType, told("file of the frozen case; only on rows of one")] = UNSET
-    minimised: Annotated[bool | UnsetType, told("true: of a minimised case; false: no time was left for it")] = UNSET
+    imported_from: Annotated[str | UnsetType, described("file of the library, where not in site-packages")] = UNSET
+    shard: Annotated[str | UnsetType, described("its part")] = UNSET
+    frozen: Annotated[str | UnsetType, described("file of the frozen case; only on rows of one")] = UNSET
+    minimised: Annotated[bool | UnsetType, described("true: of a minimised case; false: no time was left for it")] = (
+        UNSET
+    )
 
     @property
     def judged(self) -> bool:

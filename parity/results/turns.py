@@ -38,7 +38,7 @@ class Turn(msgspec.Struct):
     tries: int = 0
 
     @property
-    def place(self) -> str:
+    def sort_key(self) -> str:
         """What units are sorted by: one that was cut keeps its place before those that came to an end since, `TRIES` times."""
         return self.ended if self.tries < TRIES else self.begun
 
@@ -68,7 +68,7 @@ class Turns(msgspec.Struct):
         self.units = list(units)
         turn = {unit: self.known.get(unit, Turn()) for unit in units}
         fresh = [unit for unit in units if not turn[unit].begun]
-        seen = sorted((unit for unit in units if turn[unit].begun), key=lambda unit: turn[unit].place)
+        seen = sorted((unit for unit in units if turn[unit].begun), key=lambda unit: turn[unit].sort_key)
         wrong = [unit for unit in seen if turn[unit].outcome == WRONG]
         others = [unit for unit in seen if turn[unit].outcome != WRONG]
         mixed = itertools.chain.from_iterable(itertools.zip_longest(wrong, others))

@@ -59,7 +59,7 @@ def judge_run(
         if not comparisons[id] and not new[id]
     ]
     ledger = Ledger.load(options.ledger or data.ledger_file())
-    rotten = [f"ledger entry {name} {_rot(ledger, name, rows)}: {ledger.place(name)}" for name in stale]
+    rotten = [f"ledger entry {name} {_rot(ledger, name, rows)}: {ledger.line_of(name)}" for name in stale]
     rotten += ledger.expired(datetime.datetime.now(datetime.UTC).date())
     rotten += ledger.unmatched([*load(), *catalogue.implementations(), *from_user])
     code = NOTHING if nothing else NEW if found else STALE if rotten else AGREE

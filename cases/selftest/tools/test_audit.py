@@ -152,7 +152,7 @@ def test_an_adapter_that_denies_a_parameter_is_told_of_it(monkeypatch):
     assert found.answer == "absent"
     assert found.parameter is not None and "delta" in found.parameter
     assert found.new
-    assert responsible.mend(found, None, None).startswith("adapter:")
+    assert responsible.to_repair(found, None, None).startswith("adapter:")
 
 
 def test_what_the_ledger_covers_is_known_and_no_new_finding():
@@ -208,12 +208,12 @@ SOURCE = "parity.fixes.grpo.FusedLinearGRPOLoss.forward"
 
 
 def test_the_line_that_reads_a_setting_is_found():
-    found = source_lines.place((SOURCE,), ("delta",))
+    found = source_lines.reads((SOURCE,), ("delta",))
     module = importlib.import_module("parity.fixes.grpo")
     file, _, line = found.text.rpartition(":")
     assert found.read and file == "parity/fixes/grpo.py"
     assert "delta" in Path(inspect.getsourcefile(module) or "").read_text().splitlines()[int(line) - 1]
-    absent = source_lines.place((SOURCE,), ("no_such_setting",))
+    absent = source_lines.reads((SOURCE,), ("no_such_setting",))
     assert not absent.read
     assert str(absent).startswith("not read in parity/fixes/grpo.py:")
 
@@ -273,7 +273,7 @@ def test_a_trainer_is_followed_into_what_it_calls_and_what_it_made(name, text, t
     (tmp_path / "toy_trainer.py").write_text(TRAINER)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "toy_trainer", raising=False)
-    found = source_lines.place(("toy_trainer.Trainer.step",), (name,))
+    found = source_lines.reads(("toy_trainer.Trainer.step",), (name,))
     assert found.read == (text is not None)
     line = int(found.text.rpartition(":")[2])
     assert (text or "def step(self, inputs):") in TRAINER.splitlines()[line - 1]
@@ -299,14 +299,14 @@ def test_where_to_mend_follows_the_kernel_called_directly():
     reference = Answer("policy", "trl.GRPOTrainer", "reference", one, "honoured")
     lacking, wrong = (dataclasses.replace(kernel, answer=a) for a in ("absent", "wrong"))
     reading = dataclasses.replace(wired, reads=True, answer="wrong")
-    assert responsible.mend(wired, kernel, reference) == responsible.TRAINER
-    assert responsible.mend(wired, lacking, reference) == responsible.BOTH
-    assert responsible.mend(reading, lacking, reference) == responsible.LACKS
-    assert responsible.mend(reading, kernel, reference) == responsible.MISAPPLIES
-    assert responsible.mend(reading, wrong, reference) == responsible.KERNEL
-    assert responsible.mend(lacking, None, reference) == responsible.LACKS
-    assert responsible.mend(lacking, None, dataclasses.replace(reference, answer="absent")) == ""
-    assert responsible.mend(kernel, None, reference) == ""
+    assert responsible.to_repair(wired, kernel, reference) == responsible.TRAINER
+    assert responsible.to_repair(wired, lacking, reference) == responsible.BOTH
+    assert responsible.to_repair(reading, lacking, reference) == responsible.LACKS
+    assert responsible.to_repair(reading, kernel, reference) == responsible.MISAPPLIES
+    assert responsible.to_repair(reading, wrong, reference) == responsible.KERNEL
+    assert responsible.to_repair(lacking, None, reference) == responsible.LACKS
+    assert responsible.to_repair(lacking, None, dataclasses.replace(reference, answer="absent")) == ""
+    assert responsible.to_repair(kernel, None, reference) == ""
 
 
 def test_tables_and_exit_codes():

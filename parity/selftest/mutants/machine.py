@@ -42,25 +42,25 @@ EARLY, DOUBLES, BATCH = 25, 200, 240
 
 
 class Hunt:
-    """One case: the honest results, and the verdict on each mutant."""
+    """One case: the unedited results, and the verdict on each mutant."""
 
     def __init__(self, laboratory: Laboratory, case: Case):
         self.laboratory, self.oracle = laboratory, oracle_of(case)
-        self._honest: dict[str, Outcome | None] = {}
+        self._unedited: dict[str, Outcome | None] = {}
         self._steady: dict[str, bool] = {}
 
-    def honest(self, id: str) -> Outcome | None:
+    def unedited(self, id: str) -> Outcome | None:
         """What the unedited implementation gives, None where it is not judged, or does not run."""
-        if id not in self._honest:
+        if id not in self._unedited:
             i = self.laboratory.implementations[id]
             outcome = execute(i, self.oracle.offered(i).inputs) if claims(i, self.oracle) else None
-            self._honest[id] = outcome if outcome and outcome.verdict == "ran" and not outcome.leaks else None
-        return self._honest[id]
+            self._unedited[id] = outcome if outcome and outcome.verdict == "ran" and not outcome.leaks else None
+        return self._unedited[id]
 
     def judge(self, mutated: Mutated) -> None:
         """Run it on this case, which it counts."""
-        honest, i = self.honest(mutated.implementation), self.laboratory.implementations[mutated.implementation]
-        if honest is None:
+        unedited, i = self.unedited(mutated.implementation), self.laboratory.implementations[mutated.implementation]
+        if unedited is None:
             return
         oracle, mutated.cases = self.oracle.offered(i), mutated.cases + 1
         with self.laboratory.edited(mutated):
@@ -70,8 +70,8 @@ class Hunt:
             mutated.gate = outcome.verdict
         elif outcome.leaks:
             mutated.fate, mutated.gate = "killed", "protocol"
-        elif not (outcome.same_as(honest) and honest.same_as(outcome)):  # a missing result differs too
-            self._held(oracle, i, mutated, outcome, honest)
+        elif not (outcome.same_as(unedited) and unedited.same_as(outcome)):  # a missing result differs too
+            self._held(oracle, i, mutated, outcome, unedited)
         if (
             mutated.fate == "alive"
             and mutated.cases <= 8
@@ -79,7 +79,9 @@ class Hunt:
         ):
             self._thorough(oracle, i, mutated)
 
-    def _held(self, oracle: CaseOracle, i: Implementation, mutated: Mutated, outcome: Outcome, honest: Outcome) -> None:
+    def _held(
+        self, oracle: CaseOracle, i: Implementation, mutated: Mutated, outcome: Outcome, unedited: Outcome
+    ) -> None:
         recipe = i.recipe_for(oracle.inputs)
         judged = judge_all(oracle, i, outcome, recipe)
         if all(j.agrees for j in judged.values()):
@@ -87,7 +89,7 @@ class Hunt:
         if not any(not j.agrees and not j.headroom < CERTAIN and not j.overflows for j in judged.values()):
             judged = confirmed(oracle, i, outcome)
         wrong = [n for n, j in judged.items() if not j.agrees]
-        right = judge_all(oracle, i, honest, recipe, only=wrong)
+        right = judge_all(oracle, i, unedited, recipe, only=wrong)
         for name in wrong:
             if name not in right or right[name].agrees:
                 mutated.fate, mutated.quantity, mutated.gate = "killed", name, judged[name].gate

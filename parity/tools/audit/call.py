@@ -56,6 +56,6 @@ def entry_points(implementation: Implementation) -> tuple[str, ...]:
     trainer = "trl.trainer.grpo_trainer"
     if implementation.id == "trl.GRPOTrainer":  # since 1.15 the head is fused into the model's forward
         return (*implementation.sources, f"{trainer}.add_fused_lm_head")
-    if implementation.id == "trl.GRPOTrainer.liger" and source_lines.there(implementation.sources) is None:
+    if implementation.id == "trl.GRPOTrainer.liger" and source_lines.installed(implementation.sources) is None:
         return (f"{trainer}.GRPOTrainer._compute_loss",)  # in 1.14 the flag changes the log-probs alone
     return implementation.sources

@@ -12,7 +12,7 @@ from parity.registry import facts, loss_families, loss_family, resolved, select
 from parity.results.ledger import Ledger
 from parity.tools.audit import table
 from parity.tools.audit.pairs import Pairs
-from parity.tools.audit.responsible import engine, is_wired, mend
+from parity.tools.audit.responsible import engine, is_wired, to_repair
 from parity.tools.audit.verdicts import JUDGED, Answer, answer
 
 CASES = 2
@@ -63,7 +63,7 @@ def audit(options: AuditOptions) -> tuple[list[Answer], dict[int, str]]:
             answers += [
                 answer(i, pairs, options.cases, lambda row, case: ledger.match(row, facts(case))) for i in in_family
             ]
-    return answers, dict(_mends(answers))
+    return answers, dict(_repairs(answers))
 
 
 def _check(options: AuditOptions) -> None:
@@ -85,14 +85,14 @@ def _with_engines(chosen: Sequence[Implementation]) -> list[Implementation]:
     return sorted(every, key=lambda i: i.role != "reference")
 
 
-def _mends(answers: Sequence[Answer]) -> Iterator[tuple[int, str]]:
+def _repairs(answers: Sequence[Answer]) -> Iterator[tuple[int, str]]:
     by = {(a.implementation, a.family, a.probe.label): a for a in answers}
     references = {(a.family, a.probe.label): a for a in answers if a.role == "reference"}
     for number, one in enumerate(answers):
         behind = engine(one.implementation)
         kernel = None if behind is None else by.get((behind, one.family, one.probe.label))
         reference = None if one.role == "reference" else references.get((one.family, one.probe.label))
-        text = mend(one, kernel, reference)
+        text = to_repair(one, kernel, reference)
         if text:
             yield number, text
 
@@ -114,16 +114,16 @@ def run(options: AuditOptions, console: Console) -> int:
     from parity.results.report import measured
     from parity.results.report.rows import writer
 
-    answers, mends = audit(options)
+    answers, repairs = audit(options)
     about = header("audit", device, "audit", 0)
     with writer(options.reports / "audit.ndjson") as write:
         write(about)
         for number, one in enumerate(answers):
-            write(table.row(one, mends.get(number, "")))
+            write(table.row(one, repairs.get(number, "")))
     versions = ", ".join(f"{k} {v}" for k, v in about.header.versions.items() if k in SHOWN)
-    page = f"{measured.head('Settings audit', 'parity')}\n{table.markdown(answers, mends, versions)}"
+    page = f"{measured.head('Settings audit', 'parity')}\n{table.markdown(answers, repairs, versions)}"
     (options.reports / "audit.md").write_text(page, encoding="utf-8")
-    table.show(answers, mends, console)
+    table.show(answers, repairs, console)
     code = exit_code(answers)
     console.print(f"\n{versions}", markup=False)
     console.print(f"reports in {options.reports}/: audit.ndjson, audit.md; exit code {code}", markup=False)

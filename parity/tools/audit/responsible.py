@@ -24,7 +24,7 @@ def engine(implementation: str) -> str | None:
     return _ENGINES.get(implementation)
 
 
-def mend(one: Answer, kernel: Answer | None, reference: Answer | None) -> str:
+def to_repair(one: Answer, kernel: Answer | None, reference: Answer | None) -> str:
     """Where to repair, decided by what the kernel makes of the same value when it is called directly.
 
     Nothing is to be repaired where the release has no such setting: its reference has none either.

@@ -29,7 +29,7 @@ class Place:
         return self.text if self.read else NOT_READ + self.text
 
 
-def place(sources: Sequence[str], names: Iterable[str]) -> Place:
+def reads(sources: Sequence[str], names: Iterable[str]) -> Place:
     """Where code under the dotted names `sources` reads one of `names`.
 
     A method is followed into the methods and functions of its package that it calls; what an attribute of the trainer
@@ -54,7 +54,7 @@ def place(sources: Sequence[str], names: Iterable[str]) -> Place:
     return Place(next((k for k in known if ":" in k), "no source in the installed release"), False)
 
 
-def there(sources: Sequence[str]) -> Any:
+def installed(sources: Sequence[str]) -> Any:
     """The first of the dotted names that the installed release has, resolved; None for none."""
     return next((found for found in map(_resolved, sources) if found is not None), None)
 

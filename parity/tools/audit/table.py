@@ -70,13 +70,13 @@ def _times(loss: float | None, gradient: float | None) -> str:
     return ", ".join(f"{name} ×{value:.3g}" for name, value in named if value is not None)
 
 
-def lines(answers: Sequence[Answer], mends: Mapping[int, str]) -> Iterator[tuple[str, str, list[Line]]]:
+def lines(answers: Sequence[Answer], repairs: Mapping[int, str]) -> Iterator[tuple[str, str, list[Line]]]:
     """(family, implementation, its lines), references first, in the order of the answers."""
     references = {(a.family, a.probe.label): a for a in answers if a.role == "reference"}
     groups: dict[tuple[str, str], list[Line]] = {}
     for number, one in enumerate(answers):
         reference = None if one.role == "reference" else references.get((one.family, one.probe.label))
-        groups.setdefault((one.family, one.implementation), []).append(Line(one, reference, mends.get(number, "")))
+        groups.setdefault((one.family, one.implementation), []).append(Line(one, reference, repairs.get(number, "")))
     for (family, implementation), found in sorted(
         groups.items(), key=lambda g: (g[0][0], g[1][0].answer.role != "reference")
     ):
@@ -129,10 +129,10 @@ def counts(answers: Iterable[Answer]) -> str:
     return " · ".join(f"{found.count(kind)} {kind}" for kind in ANSWERS)
 
 
-def show(answers: Sequence[Answer], mends: Mapping[int, str], console: Console) -> None:
+def show(answers: Sequence[Answer], repairs: Mapping[int, str], console: Console) -> None:
     """Print the counts, then for each implementation what is not simply honoured."""
     console.print(Text(counts(answers), style="bold"))
-    for family, implementation, found in lines(answers, mends):
+    for family, implementation, found in lines(answers, repairs):
         parts = Parts.of(found)
         console.print()
         console.print(Text(f"{family} · {implementation}", style="bold"))
@@ -155,10 +155,10 @@ def _table(shown: Sequence[Line], reference: bool) -> Table:
     return table
 
 
-def markdown(answers: Sequence[Answer], mends: Mapping[int, str], versions: str) -> str:
+def markdown(answers: Sequence[Answer], repairs: Mapping[int, str], versions: str) -> str:
     """The same as Markdown, as one posts it in an issue."""
     out = [f"{escape(versions)}", "", f"**{escape(counts(answers))}**", ""]
-    for family, implementation, found in lines(answers, mends):
+    for family, implementation, found in lines(answers, repairs):
         parts = Parts.of(found)
         out += [f"## {family}: {code(implementation)}", ""]
         if parts.shown:

@@ -153,7 +153,7 @@ def _one(implementation: Implementation, pair: Pair, blank: Answer, known: Ledge
         return dataclasses.replace(blank, reason=moved.message)
     if moved.verdict == "unsupported":
         return _absent(implementation, out, moved.message)
-    where = source_lines.place(entry_points(implementation), out.probe.spellings)
+    where = source_lines.reads(entry_points(implementation), out.probe.spellings)
     out = dataclasses.replace(out, place=raised or str(where), reads=where.read)
     if moved.verdict == "refused":
         return dataclasses.replace(out, answer="refused", reason=moved.message)
@@ -170,7 +170,7 @@ def _absent(implementation: Implementation, out: Answer, reason: str) -> Answer:
     scalar = not isinstance(out.probe.value, str) or out.probe.setting == "importance_sampling_level"
     names = out.probe.spellings if scalar and "no " in reason and "parameter" in reason else ()
     there = source_lines.parameter(entry_points(implementation), names)
-    where = source_lines.place(entry_points(implementation), out.probe.spellings)
+    where = source_lines.reads(entry_points(implementation), out.probe.spellings)
     return dataclasses.replace(out, answer="absent", reason=reason, parameter=there, place=str(where), reads=where.read)
 
 
