@@ -16,7 +16,7 @@ from parity.results.row import Row
 from parity.results.step import CUT, CommandOutcome
 from parity.results.trend import SHARE
 from parity.versions.commands import compare, team
-from parity.versions.commands.row_diff import MARKS, Moved, moved, side, table
+from parity.versions.commands.row_diff import MARKS, Difference, differences, side, table
 from parity.versions.env import releases
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
@@ -108,7 +108,7 @@ def own_settings(before: str, after: str, wanted: team.Team, device: str, limit:
         seen = compare.both(made, [asked, asked], named, device, clock=limit)
     except EnvironmentUnusable as error:
         return Part(OWN, UNKNOWN, str(error), "")
-    different = moved(*(side(looked.rows, asked) for looked in seen))
+    different = differences(*(side(looked.rows, asked) for looked in seen))
     worse = [m for m in different if m.mark == "+"]
     mine = [m for m in worse if m.case.startswith(OWN)]
     judged = sum(r.judged for r in seen[1].rows)
@@ -154,7 +154,7 @@ def compared(before: str, after: str, device: str, limit: float) -> Part:
     return Part(COMPARE, CHANGED if said or found.changes else SAFE, summary, found.text())
 
 
-def _lost(found: Sequence[Moved]) -> tuple[int, str]:
+def _lost(found: Sequence[Difference]) -> tuple[int, str]:
     """How many were judged before and are not there, though not wrong there either, and why."""
     lost = [m for m in found if m.mark == "~" and _judged(m.before) and not _judged(m.after)]
     messages = [(m.after.message if m.after else "") or "not run" for m in lost]

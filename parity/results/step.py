@@ -33,7 +33,7 @@ class CommandOutcome:
         return self.name.startswith("bisect ")
 
     @property
-    def found(self) -> str:
+    def search_result(self) -> str:
         """What a search found in a line: `CASE, IMPLEMENTATION broke in trl 1.14.0`; "" where it found nothing."""
         lines = self.tail.splitlines() if self.search and self.exit_code == 0 else ()
         return next((line for line in lines if _FOUND.search(line)), "")

@@ -117,7 +117,7 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
         fixed=tuple(k for k, f in then.items() if k not in now and _compared(run, f)),
         growth=tuple(_growth(run, ended[-NIGHTS:])),
         missing=tuple(_missing(run, ended[-NIGHTS:], green)),
-        moved=moved(green, run) if green else {},
+        moved=version_changes(green, run) if green else {},
         green=green,
         altered=dict(_altered(run, ended[-NIGHTS:])),
     )
@@ -148,7 +148,7 @@ def since(first: Run, run: Run, now: str = "since tonight") -> str:
     return f"since yesterday, {day}" if days == 1 else f"since {day}, {days} days"
 
 
-def moved(before: Run, now: Run) -> dict[str, tuple[str, str]]:
+def version_changes(before: Run, now: Run) -> dict[str, tuple[str, str]]:
     """Package -> its versions in both runs, where they differ; "-" where it was not installed."""
     names = sorted({*before.versions, *now.versions})
     pairs = {n: (before.versions.get(n, "-"), now.versions.get(n, "-")) for n in names}

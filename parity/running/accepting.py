@@ -103,7 +103,7 @@ class Accepting:
                         beside.setdefault(name, set()).update(kept)
         return self.new
 
-    def moved(self, case: Case) -> Case | None:
+    def without_refused(self, case: Case) -> Case | None:
         """The case with every setting that is refused alone, and those that are refused together, back at their base; None
         where that is the same case, or none.
 

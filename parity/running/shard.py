@@ -133,7 +133,7 @@ class Session:
         for i in self._of(case):
             if i.id in names:
                 takes = self._accepting(i, shard)
-                near = takes.moved(case) if takes.deals(drawn, self._draws(i, shard)) else None
+                near = takes.without_refused(case) if takes.deals(drawn, self._draws(i, shard)) else None
                 if near is not None:
                     moved.setdefault(near.id, (near, []))[1].append(i)
         for near, chosen in moved.values():

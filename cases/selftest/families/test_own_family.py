@@ -22,7 +22,7 @@ from parity.selftest.controls import controls_of
 from parity.selftest.mutants import controls, mutants
 from parity.selftest.mutants.matrix import stream_fates
 from parity.versions.commands import compare, probe
-from parity.versions.commands.row_diff import moved, side
+from parity.versions.commands.row_diff import differences, side
 from parity.versions.env.environment import Environment
 
 FILE = "fixtures/rms_norm.py"
@@ -115,7 +115,7 @@ def test_two_environments_are_compared_on_it(name, tmp_path):
     looks = [probe.look(made, [case for _, case in frozen], wanted).rows]
     Path(file).write_text(Path(file).read_text().replace("(-1, keepdim=True) + eps) * w", "(-1, keepdim=True)) * w"))
     looks.append(probe.look(made, [case for _, case in frozen], wanted).rows)
-    different = moved(*(side(rows, frozen) for rows in looks))
+    different = differences(*(side(rows, frozen) for rows in looks))
     assert {(m.mark, m.quantity) for m in different} == {("+", q) for q in ("y", "grad_x", "grad_weight")}
 
 

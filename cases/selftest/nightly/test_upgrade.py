@@ -16,7 +16,7 @@ from parity.nightly.upgrade import CHANGED, NOT_SAFE, SAFE, UNKNOWN, Part
 from parity.results.step import CommandOutcome
 from parity.versions.commands import team
 from parity.versions.commands.compare import Compared
-from parity.versions.commands.row_diff import Moved
+from parity.versions.commands.row_diff import Difference
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
 
@@ -68,7 +68,7 @@ DEFAULT = "GRPOConfig, defaults changed: pad_to_multiple_of 'auto' -> None"
 
 
 def pair(before, after):
-    return Moved("case", "trl.f", after.quantity, before, after)
+    return Difference("case", "trl.f", after.quantity, before, after)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def accepting(name):
 def test_what_is_refused_alone_goes_back_and_the_rest_stays(name, kept):
     made, _ = accepting(name)
     case = Case("divergence", 3, "fp32", MANY)
-    moved = made.moved(case)
+    moved = made.without_refused(case)
     found = moved or case
     assert {k for k, v in found.settings.items() if MANY.get(k) == v} == kept
     rows = list(run_case(found, [made.implementation], thorough=False))
@@ -47,9 +47,13 @@ def test_what_is_refused_alone_goes_back_and_the_rest_stays(name, kept):
 
 def test_it_is_asked_once_a_value_whatever_the_cases_are():
     made, asked = accepting("trl.gold_jsd_loss")
-    first = made.moved(Case("divergence", 3, "fp32", {"temperature": 0.7, "sparse": "topk", "beta": 0.0, "k": 2}))
+    first = made.without_refused(
+        Case("divergence", 3, "fp32", {"temperature": 0.7, "sparse": "topk", "beta": 0.0, "k": 2})
+    )
     count = len(asked)
-    second = made.moved(Case("divergence", 4, "bf16", {"temperature": 0.9, "sparse": "topk", "beta": 0.0, "k": 2}))
+    second = made.without_refused(
+        Case("divergence", 4, "bf16", {"temperature": 0.9, "sparse": "topk", "beta": 0.0, "k": 2})
+    )
     assert first is not None and second is not None
     assert [case.id for case in asked[count:]] == [second.id]  # whether it takes what the case is moved to
 
@@ -72,7 +76,7 @@ def test_it_is_asked_once_a_value_whatever_the_cases_are():
 def test_what_is_refused_only_together_goes_back_too_and_no_more_than_that(settings, kept):
     made, _ = accepting("liger.FusedLinearGRPOLoss")
     case = Case("policy", 3, "fp32", settings)
-    moved = made.moved(case) or case
+    moved = made.without_refused(case) or case
     assert {k for k, v in moved.settings.items() if settings.get(k) == v} == kept
     rows = list(run_case(moved, [made.implementation], thorough=False))
     assert rows and not refused(rows)
@@ -82,18 +86,18 @@ def test_an_implementation_that_is_not_there_gets_nothing():
     made, asked = accepting("unsloth.distillation_chunked_jsd")
     if made.implementation.missing() is None:
         pytest.skip("Unsloth is installed")
-    assert made.moved(Case("divergence", 3, "fp32", MANY)) is None and not asked
+    assert made.without_refused(Case("divergence", 3, "fp32", MANY)) is None and not asked
 
 
 def test_a_case_that_killed_the_process_is_not_asked_again():
     made, _ = accepting("liger.fused_linear_kl_div")
     made.announce = lambda case: False
-    assert made.base is None and made.moved(Case("divergence", 3, "fp32", MANY)) is None
+    assert made.base is None and made.without_refused(Case("divergence", 3, "fp32", MANY)) is None
 
 
 def test_a_dtype_that_is_refused_is_another():
     made, _ = accepting("cce.unfiltered")  # its backward refuses float32
-    moved = made.moved(Case("logprobs", 3, "bf16", {"softcap": 5.0, "V": 33}))
+    moved = made.without_refused(Case("logprobs", 3, "bf16", {"softcap": 5.0, "V": 33}))
     assert moved is not None and moved.settings == {"softcap": 5.0, "V": 33}
     assert moved.dtype == ("fp16" if made._skipped(Case("logprobs", 3, "bf16")) else "bf16")
 
@@ -110,7 +114,7 @@ def test_every_pair_that_is_taken_meets_though_the_kernel_refuses_the_rest_of_th
     ]
     draws = Draws(lambda: drawn, lambda case: True, 1)
     dealt = [case for case in reversed(drawn) if made.deals(case, draws)]
-    assert {frozenset(made.moved(case).settings) for case in dealt} >= {frozenset(pair) for pair in pairs}
+    assert {frozenset(made.without_refused(case).settings) for case in dealt} >= {frozenset(pair) for pair in pairs}
     assert len(pairs) <= len(dealt) <= len(pairs) + len(drawn) // 3
     assert dealt[::-1] == [case for case in drawn if accepting("liger.LigerFusedLinearJSDLoss")[0].deals(case, draws)]
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from parity.versions.search.bisect import Likeness, Measurement, bisect, narrow
+from parity.versions.search.bisect import Likeness, Measurement, bisect, find_change
 
 NO, YES, UNKNOWN = Likeness.NO, Likeness.YES, Likeness.UNKNOWN
 
@@ -25,7 +25,7 @@ def test_every_answer_sheet_ends_at_a_true_change(count):
             asked.append(index)
             return sheet[index]
 
-        low, high = narrow(count, ask)
+        low, high = find_change(count, ask)
         assert sheet[low] is NO and sheet[high] is YES and low < high, sheet
         assert all(sheet[index] is UNKNOWN for index in range(low + 1, high)), sheet
         assert len(asked) == len(set(asked)), f"{sheet}: asked twice: {asked}"
@@ -41,7 +41,7 @@ def test_one_change_is_found_in_a_logarithm_of_steps(count):
             lefts.append(left)
             return YES if index >= change else NO
 
-        assert narrow(count, ask) == (change - 1, change)
+        assert find_change(count, ask) == (change - 1, change)
         assert len(lefts) <= math.ceil(math.log2(count - 1))
         still = range(len(lefts) - 1, -1, -1)
         assert all(real <= said <= real + 1 for said, real in zip(lefts, still, strict=True)), f"steps left: {lefts}"
@@ -54,7 +54,7 @@ def test_a_block_that_cannot_be_judged_is_jumped_over():
         asked.append(index)
         return UNKNOWN if 15 <= index <= 30 else YES if index >= 40 else NO
 
-    assert narrow(45, ask) == (39, 40)
+    assert find_change(45, ask) == (39, 40)
     assert len(asked) <= 9, asked
 
 

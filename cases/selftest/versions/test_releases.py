@@ -80,7 +80,7 @@ def test_a_partner_that_moved_is_tried_alone_and_named(world):
     report, _ = search(world, lambda trl, liger: liger >= 2)
     assert (report.found.low, report.found.high, report.cause) == ("1.5.0", "1.6.0", ("liger-kernel",))
     assert report.text.startswith("is-ratio broke in trl 1.6.0, with liger-kernel 0.2\n")
-    assert CommandOutcome("bisect trl", "", 0, 1.0, report.text).found == report.text.splitlines()[0]
+    assert CommandOutcome("bisect trl", "", 0, 1.0, report.text).search_result == report.text.splitlines()[0]
     assert "alone: liger-kernel 0.1 -> 0.2 shows the change" in report.text
     assert "alone: trl 1.5.0 -> 1.6.0 does not show it" in report.text
     assert "alone: datasets 4.5 -> 4.6 does not show it" in report.text
@@ -102,7 +102,7 @@ def test_find_fixed(world):
     report, _ = search(world, lambda trl, liger: trl < 4, good="1.11.0", bad="1.0.0", find="fixed")
     assert (report.found.low, report.found.high) == ("1.3.0", "1.4.0")
     assert report.text.startswith("is-ratio became right in trl 1.4.0")
-    assert CommandOutcome("bisect trl", "", 0, 1.0, report.text).found == report.text.splitlines()[0]
+    assert CommandOutcome("bisect trl", "", 0, 1.0, report.text).search_result == report.text.splitlines()[0]
 
 
 def test_an_environment_that_cannot_be_made_is_passed_over_and_said(world):

@@ -29,7 +29,7 @@ def row(**changed):
 
 def differences(before, after, **options):
     names = [("named", CASE)]
-    return row_diff.moved(row_diff.side(before, names), row_diff.side(after, names), **options)
+    return row_diff.differences(row_diff.side(before, names), row_diff.side(after, names), **options)
 
 
 WRONG = {"verdict": "disagree", "headroom": 9.0, "value": 2.0, "dist": 1.0}

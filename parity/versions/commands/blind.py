@@ -246,7 +246,7 @@ def main() -> int:
         others: Counter[str] = Counter()
         for asked in map(Case.from_json, found):
             case = asked
-            for case in (asked, *(away.moved(asked, chosen[0], moves) if away else ())):
+            for case in (asked, *(away.accepted(asked, chosen[0], moves) if away else ())):
                 key = implementation, case.id  # two records may ask for it
                 if key not in rows:
                     rows[key] = list(run_case(case, chosen, device, thorough=False))
@@ -270,7 +270,7 @@ class Moving:
         self.moving, self.device = moving, device
         self._accepting: dict[str, Accepting] = {}
 
-    def moved(self, case: Case, implementation: Implementation, moves: Sequence[str]) -> Iterator[Case]:
+    def accepted(self, case: Case, implementation: Implementation, moves: Sequence[str]) -> Iterator[Case]:
         """The case moved, if that is done, where that still moves what the record says."""
         if catalogue.is_trainer(case.family):
             return
@@ -278,7 +278,7 @@ class Moving:
         accepting.announce = lambda case: True
         if self.moving != ACCEPTED and not self._dealt(case, accepting):
             return
-        moved = accepting.moved(case)
+        moved = accepting.without_refused(case)
         if moved is not None and all(moved.settings.get(name) == case.settings.get(name) for name in moves):
             yield moved
 

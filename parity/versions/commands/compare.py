@@ -18,7 +18,7 @@ from parity.results.json_output import CompareOut, MovedOut
 from parity.results.row import DECIDED
 from parity.versions.commands.history import folder
 from parity.versions.commands.probe import Look, look
-from parity.versions.commands.row_diff import MARKS, Moved, moved, side, table
+from parity.versions.commands.row_diff import MARKS, Difference, differences, side, table
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
 from parity.versions.env.resolve import PARTNERS
@@ -89,7 +89,7 @@ class Compared:
     sides: tuple[Environment, Environment]
     cases: int
     judged: tuple[int, int]
-    moved: Sequence[Moved]
+    moved: Sequence[Difference]
     notes: Sequence[str]
     changes: Sequence[str] = ()
 
@@ -125,7 +125,7 @@ class Compared:
         )
 
 
-def _moved_out(m: Moved) -> MovedOut:
+def _moved_out(m: Difference) -> MovedOut:
     verdicts = [r.verdict if r else None for r in (m.before, m.after)]
     sizes = [r.headroom if r else None for r in (m.before, m.after)]
     return MovedOut(
@@ -169,7 +169,7 @@ def compare(
     judged = [sum(r.verdict in DECIDED for r in rows) for rows in found]
     if not all(judged):
         raise EnvironmentUnusable(f"compare: {' and '.join(map(str, judged))} judged quantities, nothing to compare")
-    different = moved(side(found[0], asked[0]), side(found[1], asked[1]), settings_too=all_defaults)
+    different = differences(side(found[0], asked[0]), side(found[1], asked[1]), settings_too=all_defaults)
     tokens = [one.sampled for one in seen]
     notes = [] if named else [sampled_moved(*tokens)]
     changes = notes if all(isinstance(t, list) for t in tokens) and tokens[0] != tokens[1] else []
@@ -252,7 +252,7 @@ def first_difference(
     frozen = of([*cases(), *of_own(wanted), *twins()], wanted)
     made = [Environment.of([f"{package}=={version}"], hold) for version in (older, newer)]
     found = both(made, [frozen, frozen], wanted, device)
-    different = moved(*(side(one.rows, frozen) for one in found))
+    different = differences(*(side(one.rows, frozen) for one in found))
     mark, other = "+-" if find == "broken" else "-+"
     if one := next((m for m in different if m.mark == mark), None):
         return replace(_check(one, dict(frozen)[one.case]), device=device)
@@ -262,14 +262,14 @@ def first_difference(
     )
 
 
-def _check(one: Moved, case: Case) -> CaseCheck:
+def _check(one: Difference, case: Case) -> CaseCheck:
     if one.quantity is not None:
         return CaseCheck(one.case, case, one.implementation, (one.quantity,))
     verdicts = [r.verdict for r in (one.before, one.after) if r is not None]
     return CaseCheck(one.case, case, one.implementation, failure="crashed" if "crashed" in verdicts else "disagree")
 
 
-def _other_way(different: Sequence[Moved], mark: str, find: str) -> str:
+def _other_way(different: Sequence[Difference], mark: str, find: str) -> str:
     count = sum(m.mark == mark for m in different)
     if not count:
         return ""

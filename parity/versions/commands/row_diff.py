@@ -21,7 +21,7 @@ MARKS = "+-~"
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved:
+class Difference:
     """A quantity that differs, with its rows before and after.
 
     `quantity` is None where a side has no quantities because it refused, crashed or does not support the case; the
@@ -74,7 +74,7 @@ def side(found: Iterable[Row], cases: Sequence[tuple[str, Case]]) -> dict[tuple[
     return {(name, r.implementation, r.quantity): r for r in found for name in names.get(r.case, ())}
 
 
-def moved(before: Side, after: Side, *, settings_too: bool = False) -> list[Moved]:
+def differences(before: Side, after: Side, *, settings_too: bool = False) -> list[Difference]:
     """What differs, most telling first.
 
     `settings_too`: the sides ran under settings of their own, so that a value inside its gates counts as well.
@@ -88,7 +88,7 @@ def moved(before: Side, after: Side, *, settings_too: bool = False) -> list[Move
                 continue
             one, two = one or _worst(before, key), two or _worst(after, key)
         if one is None or two is None or _differ(one, two, settings_too):
-            out.append(Moved(*key, one, two))
+            out.append(Difference(*key, one, two))
     return sorted(out, key=lambda m: (MARKS.index(m.mark), m.quantity is None, -m.weight, m.implementation, m.case))
 
 
@@ -110,7 +110,7 @@ def _differ(one: Row, two: Row, settings_too: bool) -> bool:
     return settings_too or any(r.headroom is None or r.headroom > USED for r in (one, two))
 
 
-def table(found: Sequence[Moved]) -> str:
+def table(found: Sequence[Difference]) -> str:
     """Mark, case, implementation, quantity, before, after, ratio, by definition, and which side is nearer to it."""
     lines: list[tuple[str, ...]] = [
         ("", "case", "implementation", "quantity", "before", "after", "ratio", "definition", "nearer")
@@ -125,7 +125,7 @@ def table(found: Sequence[Moved]) -> str:
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, wide, strict=True)).rstrip() for line in lines)
 
 
-def _definition(m: Moved) -> str:
+def _definition(m: Difference) -> str:
     """The oracle's value; of both sides where they ran under different settings."""
     if m.quantity is None:
         return ""

@@ -54,7 +54,7 @@ class SearchResult(Generic[T]):
     measured: tuple[tuple[T, Measurement], ...]
 
 
-def narrow(count: int, ask: Callable[[int, int], Likeness]) -> tuple[int, int]:
+def find_change(count: int, ask: Callable[[int, int], Likeness]) -> tuple[int, int]:
     """Neighbours low < high of which low says NO, high says YES, and all between UNKNOWN.
 
     Candidate 0 is known to say NO, candidate count-1 YES. `ask(index, left)` is called at most once an index; `left`
@@ -117,7 +117,7 @@ def bisect(
         tell(candidates[index], left)
         return answer(look(candidates[index]))
 
-    low, high = narrow(len(candidates), ask)
+    low, high = find_change(len(candidates), ask)
     for repeat in range(1, confirm + 1):
         for index, said in ((low, Likeness.NO), (high, Likeness.YES)):
             if outcome == "found" and answer(look(candidates[index], repeat)) is not said:
