@@ -90,6 +90,28 @@ def test_a_subclass_a_default_and_what_cannot_be_read(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        "class DPOTrainer(trl.DPOTrainer): pass\nDPOTrainer",
+        "class Log: pass\nclass Mine(Log, trl.DPOTrainer): pass\nMine",
+        "class Trainer(trl.DPOTrainer): pass\nTrainer",
+        "trl.DPOTrainer",
+    ],
+)
+def test_a_class_of_the_script_and_the_model_as_its_first_argument(tmp_path, made):
+    finding = found(script(tmp_path, f"import trl\n{made}('google/recurrentgemma-2b', args=trl.DPOConfig())"))
+    assert finding["softcap-names"].certain
+
+
+def test_words_are_read_as_the_parser_of_a_config_reads_them(tmp_path):
+    online = found(config(tmp_path, 'gradient_accumulation_steps: "4"'), trainer="OnlineDPOTrainer")
+    assert online["trl-online-dpo-accumulation"].certain
+    weighted = "loss_type: hinge\nuse_weighting: 'yes'\nmodel_name_or_path: llama\n"
+    assert found(config(tmp_path, weighted))["dpo-weighting-in-place"].certain
+    assert "dpo-weighting-in-place" not in found(config(tmp_path, weighted.replace("yes", "no")))
+
+
 def test_a_trainer_is_looked_at_and_left_as_it_is():
     args = drive.arguments(drive.config("GRPOTrainer"), "cpu", {"gradient_checkpointing": False})
     trainer = drive.build("GRPOTrainer", models.model("llama"), args)
@@ -131,6 +153,7 @@ def test_three_answers():
     [
         ("x.yaml", "a: [1", "x.yaml: not a readable"),
         ("x.yaml", "3", "x.yaml: expected a table"),
+        ("x.yaml", "services: {web: 1}", "x.yaml: it sets nothing of a trainer of TRL"),
         ("x.json", "{", "x.json: not a readable"),
         ("x.py", "def", "x.py: not a readable"),
         ("x.py", "import trl", "x.py: it makes no trainer"),

@@ -19,28 +19,29 @@ from parity.tools.advice.settings import LIBRARIES, Run, Unknown, holds
 from parity.upstream import trl
 
 
-def refuse(run: Run) -> None:
-    """Refuse a value that none of the trainers that may run takes.
+def parsed(run: Run) -> Run:
+    """The run with words as TRL's parser takes them ("4" as 4, "yes" as True), by the first trainer that takes all.
 
     Raises:
-        UsageError: naming the setting, its value, and what it takes.
+        UsageError: where none does, naming the setting, its value, and what it takes.
     """
     refusals = []
     for trainer in run.trainers:
         try:
             config = trl.class_named(trainer.removesuffix("Trainer") + "Config")
         except Unsupported:
-            return
-        said = next(filter(None, (_wrong(config, name, value) for name, value in run.args.items())), None)
-        if said is None:
-            return
-        refusals.append(f"{run.name}: {said}")
+            return run
+        try:
+            return dataclasses.replace(run, args={k: _parsed(config, k, v) for k, v in run.args.items()})
+        except ValueError as error:
+            refusals.append(f"{run.name}: {error}")
     if refusals:
         raise UsageError(refusals[0])
+    return run
 
 
-def _wrong(config: type, name: str, value: Any) -> str | None:
-    """What is wrong with a value, as transformers' own parser of command lines says it; None where nothing is."""
+def _parsed(config: type, name: str, value: Any) -> Any:
+    """A value as transformers' own parser of command lines takes it; ValueError for one that it refuses."""
     from transformers import HfArgumentParser
 
     class Parser(HfArgumentParser):
@@ -49,20 +50,21 @@ def _wrong(config: type, name: str, value: Any) -> str | None:
 
     field = {f.name: f for f in dataclasses.fields(config)}.get(name)
     if field is None or value in (None, [], {}) or isinstance(value, Unknown):
-        return None
+        return value
     given = value if isinstance(value, list | tuple) else [value]
     words = [json.dumps(v) if isinstance(v, dict) else str(v) for v in given]
     one = dataclasses.make_dataclass("One", [(name, field.type, field)])
     if isinstance(value, list | tuple) and "list" not in str(field.type).lower():
-        return f"{name}: it takes one value, and no list"
+        raise ValueError(f"{name}: it takes one value, and no list")
     try:
-        for word in words:
-            Parser(one).parse_args([f"--{name}={word}"])
+        read = [getattr(Parser(one).parse_args([f"--{name}={word}"]), name) for word in words]
     except ValueError as error:
-        return f"{name}: {error}"
+        raise ValueError(f"{name}: {error}") from None
     known = _choices(config, field)
     odd = [word for word in ",".join(words).split(",") if known and word.strip() not in known]
-    return f"{name}: invalid choice: {odd[0]!r} (choose from {', '.join(sorted(known))})" if odd else None
+    if odd:
+        raise ValueError(f"{name}: invalid choice: {odd[0]!r} (choose from {', '.join(sorted(known))})")
+    return read[0] if isinstance(value, str) else value
 
 
 def _choices(config: type, field: dataclasses.Field[Any]) -> set[str]:
@@ -134,8 +136,8 @@ def check(source: Any, trainer: str | None = None, ledger: Path | None = None) -
             value that the trainer's config does not take.
     """
     entries, runs = Ledger.load(ledger or data.ledger_file()).entries, _runs(source, trainer)
-    for run in runs if isinstance(source, str | os.PathLike) else ():
-        refuse(run)
+    if isinstance(source, str | os.PathLike):
+        runs = [parsed(run) for run in runs]
     return [_advise(run, entries) for run in runs]
 
 

@@ -27,20 +27,22 @@ def from_yaml(path: Path, trainer: str | None) -> Run:
         raise UsageError(f"{path}: expected a table of settings")
     args = {ALIASES.get(str(k), str(k)): v for k, v in given.items()}
     trainers = (trainer,) if trainer else tuple(_candidates(set(args)))
+    if not trainers:
+        raise UsageError(f"{path}: it sets nothing of a trainer of TRL; say which runs it (--trainer GRPOTrainer)")
     models = [_model(str(args[k])) for k in ("model_name_or_path", "model") if args.get(k)]
     uses = frozenset(k for k, v in args.items() if v is True)
     return Run(str(path), trainers, len(trainers) == 1, args, tuple(models), uses=uses)
 
 
 def _candidates(names: set[str]) -> list[str]:
-    """The trainers whose config class knows most of these names."""
+    """The trainers whose config class knows most of these names; none where no class knows one."""
     known = {}
     for name in KNOWN:
         try:
             known[f"{name}Trainer"] = len(names & set(trl.fields(trl.class_named(f"{name}Config"))))
         except Unsupported:
             continue
-    return [name for name, count in known.items() if count == max(known.values())]
+    return [name for name, count in known.items() if count and count == max(known.values())]
 
 
 def _model(name: str) -> str | Unknown:
@@ -79,7 +81,11 @@ class _Script:
     def __init__(self, tree: ast.Module) -> None:
         nodes = list(ast.walk(tree))
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
-        self.classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+        self.bases = {
+            c.name: [b.id if isinstance(b, ast.Name) else getattr(b, "attr", "") for b in c.bases]
+            for c in nodes
+            if isinstance(c, ast.ClassDef)
+        }
         self.renamed = {a.asname: a.name for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names if a.asname}
         modules = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
         self.imports = frozenset(modules + [n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module])
@@ -97,18 +103,16 @@ class _Script:
 
     def trainers(self) -> set[str]:
         """The trainer classes that are called, a class of the script by the one that it extends; else those of configs."""
-        bases = {
-            c.name: [b.id if isinstance(b, ast.Name) else getattr(b, "attr", "") for b in c.bases] for c in self.classes
-        }
-        found = set()
-        for call in self.calls:
-            name = self.called(call)
-            while bases.get(name):
-                name = self.renamed.get(bases[name][0], bases[name][0])
-            if name.endswith("Trainer") and name != "Trainer":
-                found.add(name)
         called = {self.called(call) for call in self.calls}
+        found = {self.trainer(name) for name in called} - {""}
         return found or {f"{name}Trainer" for name in KNOWN if f"{name}Config" in called}
+
+    def trainer(self, name: str, seen: frozenset[str] = frozenset()) -> str:
+        """The trainer class that a name stands for, empty for none. A class may have the name of the one it extends."""
+        name = self.renamed.get(name, name)
+        if name in self.bases and name not in seen:
+            return next(filter(None, (self.trainer(base, seen | {name}) for base in self.bases[name])), "")
+        return name if name.endswith("Trainer") and name != "Trainer" else ""
 
     def args(self, config: str) -> tuple[dict[str, Any], str]:
         """The keywords of the config's calls and of PEFT's; and why others may be set, empty where none can be."""
@@ -138,8 +142,8 @@ class _Script:
                 if "okenizer" in ast.unparse(call.func) or "rocessor" in ast.unparse(call.func):
                     continue
                 yield from (self.text(node) for node in [*call.args[:1], *given])
-            elif self.called(call).endswith("Trainer"):
-                found = [self.value(node, "model") for node in given]
+            elif self.trainer(self.called(call)):
+                found = [self.value(node, "model") for node in [*call.args[:1], *given]]
                 yield from (value for value in found if isinstance(value, str))
 
     def text(self, node: ast.expr) -> str | Unknown:
