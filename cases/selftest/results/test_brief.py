@@ -105,6 +105,17 @@ def test_it_fits_one_screen_and_breaks_no_word(large, width):
     in_order(text, "more new findings: parity report -v", "implementations with at most")
 
 
+def test_notes_leave_room_for_the_findings():
+    """A user's twenty functions have a note each: what is new is shown, notes are counted."""
+    rows = rename([GRADIENT], implementation="my_kernel.py:wrong")
+    for k in range(20):
+        rows += rename([UNSUPPORTED], implementation=f"my_kernel.py:f{k}", message=f"f{k} has no parameter bias")
+        rows += rename([LOSS], implementation=f"my_kernel.py:f{k}", case=f"other-{k}")
+    text = shown(summarise(HEADER, rows))
+    in_order(text, "\nnew 1 · my_kernel.py:wrong", "add first bias", "note     and 15 more notes: parity report -v")
+    assert "more new finding" not in text
+
+
 def test_the_headroom_of_those_not_shown_is_of_what_is_not_known():
     rows = [*FINDING]
     for k in range(60):

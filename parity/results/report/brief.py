@@ -22,6 +22,8 @@ MATRIX = 14
 """Lines that the matrix has in any case."""
 KNOWN = 3
 """Lines for known findings; all are in `parity report -v` and in the page."""
+NOTES = 5
+"""Notes, of up to two lines each: new findings come first."""
 WIDTH = 110
 """The widest layout: wider terminals get no longer lines."""
 
@@ -71,8 +73,12 @@ def closing(
     out: Out = [("", "")]
     out += _labelled("idle", _idle(summary), width, 1)
     notes = [*wording.imported(summary), *(wording.unjudged(*u) for u in summary.unjudged)]
-    for opening in [*notes, *map(wording.openings, summary.openings)]:
-        out += _labelled("note", opening, width, 2, "yellow")
+    notes += map(wording.openings, summary.openings)
+    for note in notes[:NOTES]:
+        out += _labelled("note", note, width, 2, "yellow")
+    if len(notes) > NOTES:
+        more = f"and {wording.count(len(notes) - NOTES, 'more note')}: parity report -v"
+        out += _labelled("note", more, width, 1, "yellow")
     out += _labelled("run", f"{wording.versions(summary)} · {wording.about(summary)}", width, 4, "dim")
     out += _labelled("page", f"{folder}/index.html", width, 1, "dim")
     style = "bold green" if code == 0 else "bold red"
