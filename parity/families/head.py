@@ -14,8 +14,6 @@ from parity.case.inputs import Inputs, Setting
 from parity.errors import UsageError
 from parity.recipe import LARGEST
 
-PEAKS = (0.05, 1.0, 4.0, 12.0, 50.0)
-
 SETTINGS = {
     "B": Setting(2, "sequences, at least 1"),
     "T": Setting(3, "positions, at least 1"),

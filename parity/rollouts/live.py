@@ -162,7 +162,7 @@ def _judged(trainer: Any, folder: Path, steps: recorder.Steps, k: int) -> SyncSt
     verdict = judge(recording, Trainer(folder, torch.float32, at_the_step))
     d = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"])[mask]
     ratios = batch["importance_sampling_ratio"][mask]
-    fused = _fused(trainer, folder, parameters, batch, steps.gradients[k], steps.losses[k])
+    fused = _fused(folder, parameters, batch, steps.gradients[k], steps.losses[k])
     return SyncStep(verdict, float(d.abs().max()), (float(ratios.min()), float(ratios.max())), fused)
 
 
@@ -183,7 +183,7 @@ def _recording(batch: Any) -> Recording:
     )
 
 
-def _fused(trainer: Any, folder: Path, parameters: Any, batch: Any, gradients: Any, loss: float) -> tuple[float, float]:
+def _fused(folder: Path, parameters: Any, batch: Any, gradients: Any, loss: float) -> tuple[float, float]:
     """Loss and gradient by the fused fix at the step's parameters, relative to those of the trainer."""
     from parity.fixes import FusedLinearGRPOLoss
 

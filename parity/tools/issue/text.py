@@ -12,7 +12,6 @@ import torch
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
 from parity.process import installed
-from parity.registry import family
 from parity.results.ledger import Entry
 from parity.results.row import Row
 from parity.tools.issue.ran import ran
@@ -42,7 +41,7 @@ def issue_text(case: Case, implementation: Implementation, rows: Sequence[Row], 
     parts = [
         f"# {title(case, implementation, failing, entry)}",
         entry.reason if entry else "",
-        _setting(case, implementation),
+        _setting(case),
         f"## What it gives\n\n{numbers(ran(code).output)}\n\nA scalar's value, a tensor's norm.",
         f"## Script\n\nNeeds torch and the library alone; exits with 1 while this is so.\n\n```python\n{code}```",
         _paths(implementation, entry),
@@ -122,9 +121,8 @@ def _words(quantities: Sequence[str]) -> str:
     return " and ".join([*([", ".join(plain)] if plain else []), *gradients])
 
 
-def _setting(case: Case, implementation: Implementation) -> str:
+def _setting(case: Case) -> str:
     settings = ", ".join(f"{n}={v!r}" for n, v in case.settings.items() if n not in ("grad", "cotangent", "check"))
-    family(case.family).full_settings(case)
     return f"With {DTYPES.get(case.dtype, case.dtype)} and {settings or 'every setting at its default'}."
 
 

@@ -76,7 +76,7 @@ def gradient_flow(call: CheckCall) -> Iterator[CheckResult]:
             if "does not require grad" not in str(error):
                 raise
             log, failure = {}, str(error).partition("\n")[0]
-    reached = _reached(call, named)
+    reached = _reached(named)
     dead = [n for n in reached if seen.get(n) is None or not bool(seen[n].any())]  # type: ignore[union-attr]
     infinite = [n for n, g in seen.items() if g is not None and not bool(g.isfinite().all())]
     still = [n for n in reached if torch.equal(named[n].detach(), before[n])]
@@ -125,7 +125,7 @@ def _record(trainer: Any, seen: dict[str, Tensor | None]) -> None:
     trainer.add_callback(Recorder())
 
 
-def _reached(call: CheckCall, named: Mapping[str, Any]) -> list[str]:
+def _reached(named: Mapping[str, Any]) -> list[str]:
     """The trainable parameters that text reaches: not the vision tower, nor an expert that no token was routed to."""
     away = ("vision", "multi_modal_projector", "embed_vision", "experts", "router")
     return [n for n in named if not any(part in n for part in away)]
