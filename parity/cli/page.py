@@ -201,6 +201,6 @@ def benchmarks(path: Path) -> Iterator[Part]:
     """Time against memory, from the records of `make bench`."""
     from parity.tools.bench import report
 
-    picture = report.plot(report.cells(json.loads(path.read_text(encoding="utf-8"))["benchmarks"]))
+    picture = report.plot(report.benchmarks(json.loads(path.read_text(encoding="utf-8"))["benchmarks"]))
     note = "Time and peak memory over those of parity.fixes, both logarithmic. Written by make bench."
     yield Part("benchmarks", "Benchmarks", note, (base64.b64encode(picture.encode()).decode(),))

@@ -127,7 +127,7 @@ def test_a_wrong_value_is_the_root_of_its_gradients():
     s = summary(row("a", "loss", "disagree"), row("a", "grad_hidden", "disagree"), row("a", "relation: x2", "disagree"))
     (finding,) = s.findings
     assert finding.roots == ("loss",)
-    assert ("fp32", "cpu", "grad_hidden") in finding.cells
+    assert ("fp32", "cpu", "grad_hidden") in finding.failing
 
 
 def test_the_table_names_the_root():

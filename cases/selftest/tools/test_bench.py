@@ -74,12 +74,12 @@ RECORDS = [
 
 
 def test_ratios_are_paired_by_round(tmp_path):
-    cells = report.cells(RECORDS)
-    assert cells[1].ratio(cells[0]) == (1.5, 1.0, 2.0)
-    told = report.tables(cells)
+    benchmarks = report.benchmarks(RECORDS)
+    assert benchmarks[1].ratio(benchmarks[0]) == (1.5, 1.0, 2.0)
+    told = report.tables(benchmarks)
     assert "| lib.loss | 1.50 (1.00 to 2.00) | 3 | 2.50 | 0 |" in told
     assert "| lib.other | out of memory |" in told
-    assert report.plot(cells).count("<circle") == 2
+    assert report.plot(benchmarks).count("<circle") == 2
     path = tmp_path / "benchmark.json"
     machine = {"cpu": {"brand_raw": "some CPU"}, "processor": "x86_64"}
     path.write_text(json.dumps({"benchmarks": RECORDS, "machine_info": machine, "datetime": "2026-11-20T22:00:00"}))
@@ -104,12 +104,12 @@ def test_whether_a_triton_path_would_pay_is_decided_by_the_rounds(seconds, devic
     records = [record("fixes.selective_log_probs", turn, s, device=device) for turn, s in enumerate((1.0, 2.0))]
     records += [record("cce.unfiltered", turn, s, peak=50, device=device) for turn, s in enumerate(seconds)]
     records += [record("cce.default", turn, 0.1, peak=5, device=device) for turn in range(2)]
-    last = report.decisions(report.cells(records)).splitlines()[-1]
+    last = report.decisions(report.benchmarks(records)).splitlines()[-1]
     assert told in last
     assert "| cce.unfiltered: 2.00 |" in last
     assert "cce.default" not in last
     lost = record("fixes.selective_log_probs", 0, 0.0, peak=None, why="out of memory", device=device)
-    assert "ours was not measured" in report.decisions(report.cells([lost]))
+    assert "ours was not measured" in report.decisions(report.benchmarks([lost]))
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,13 @@ def test_the_frontier_holds_a_peer_against_every_point_of_ours_that_is_as_accura
     for each in records:
         name = each["extra_info"]["name"]
         each["extra_info"]["errors"] = errors | {"value": value.get(name, errors["value"])}
-    cells = report.cells(records)
-    assert report.decisions(cells).splitlines()[-1].split(" | ")[3] == below
+    benchmarks = report.benchmarks(records)
+    assert report.decisions(benchmarks).splitlines()[-1].split(" | ")[3] == below
     assert (
         f"| lib.loss | {seconds / 2:.2f} ({seconds / 2:.2f} to {seconds / 2:.2f}) | {seconds} | {peak / 50:.2f} | 0 |"
-        in (report.tables(cells))
+        in (report.tables(benchmarks))
     )
-    assert f" {error:.1e} | 2.0e-07 |" in report.tables(cells)
+    assert f" {error:.1e} | 2.0e-07 |" in report.tables(benchmarks)
 
 
 @pytest.mark.parametrize(("seconds", "below"), [((1.0, 1.0, 3.0), "lib.loss"), ((1.0, 1.99, 2.0), "none")])
@@ -162,12 +162,14 @@ def test_the_frontier_goes_by_the_median_of_the_rounds(seconds, below):
     records += [record("lib.loss", turn, time, peak=50) for turn, time in enumerate(seconds)]
     for each in records:
         each["extra_info"]["errors"] = {"value": 1e-8, "gradient": 2e-7}
-    assert report.decisions(report.cells(records)).splitlines()[-1].split(" | ")[3] == below
+    assert report.decisions(report.benchmarks(records)).splitlines()[-1].split(" | ")[3] == below
 
 
 def test_without_a_reference_nobody_is_called_accurate():
-    cells = report.cells([record("fixes.selective_log_probs", 0, 2.0, peak=50), record("lib.loss", 0, 1.0, peak=10)])
-    assert report.decisions(cells).splitlines()[-1].split(" | ")[3] == "no reference"
+    benchmarks = report.benchmarks(
+        [record("fixes.selective_log_probs", 0, 2.0, peak=50), record("lib.loss", 0, 1.0, peak=10)]
+    )
+    assert report.decisions(benchmarks).splitlines()[-1].split(" | ")[3] == "no reference"
 
 
 def test_the_error_of_a_pass_is_told_apart_by_value_and_gradient():
@@ -191,10 +193,10 @@ def test_the_reference_of_blocks_is_that_of_the_whole(family):
 def test_out_of_memory_is_a_cell_even_of_ours():
     """The others keep their seconds and megabytes; there is nothing to divide by."""
     ours = record("fixes.selective_log_probs", 0, 0.0, peak=None, why="out of memory")
-    told = report.tables(cells := report.cells([ours, record("lib.loss", 0, 2.0, peak=3 * MB)]))
+    told = report.tables(benchmarks := report.benchmarks([ours, record("lib.loss", 0, 2.0, peak=3 * MB)]))
     assert "| fixes.selective_log_probs | out of memory |" in told
     assert "| lib.loss |  | 2 |  | 3 |" in told
-    assert report.plot(cells).count("<circle") == 0
+    assert report.plot(benchmarks).count("<circle") == 0
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,7 @@ def test_running_out_of_memory_aborts_no_benchmark(monkeypatch, error):
 
 
 def timed(bench, monkeypatch, errors):
-    """One cell of the benchmark with these errors."""
+    """One benchmark of the benchmark with these errors."""
     monkeypatch.setattr(bench, "shared", lambda *_: (None, {}, {}))
     monkeypatch.setattr(bench, "first", lambda *_: (lambda: None, errors, 1, None))
     rounds = types.SimpleNamespace(extra_info={}, pedantic=lambda run, rounds: run())

@@ -32,7 +32,7 @@ class Finding:
         blames: how many of the cases blame whom ("": nobody).
         passes: how many of the calls that came to no end did so in their forward pass, their backward pass, or elsewhere ("").
         dtypes: those it was seen in.
-        cells: (dtype, device, quantity) of everything that fails in these cases, roots or not.
+        failing: (dtype, device, quantity) of everything that fails in these cases, roots or not.
         minimised: True where `rows` are of a minimised case, False where the run had no time left to minimise it, None
             where nothing is ever minimised (a frozen case, a check of a trainer).
         settings: those that all its cases share, by name.
@@ -51,7 +51,7 @@ class Finding:
     cases: int
     classes: Mapping[str, int]
     dtypes: tuple[str, ...]
-    cells: frozenset[tuple[str, str, str | None]]
+    failing: frozenset[tuple[str, str, str | None]]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     largest: float | None = None
     off: tuple[float, ...] = ()
@@ -196,7 +196,7 @@ def _finding(roots: frozenset[str], parts: Sequence[_Part]) -> Finding:
         cases=len(parts),
         classes=dict(classes),
         dtypes=tuple(sorted({p.source.dtype for p in parts})),
-        cells=frozenset((r.dtype, r.device, r.quantity) for p in parts for r in p.failing),
+        failing=frozenset((r.dtype, r.device, r.quantity) for p in parts for r in p.failing),
         minimised=_minimised(source.rows, parts),
         blames=collections.Counter(lead_of(p.leads).blame or "" for p in parts),
         passes=collections.Counter(

@@ -88,9 +88,11 @@ def _quantity(suite: ET.Element, line: Line, tally: Tally, summary: Summary) -> 
 
 
 def _findings(found: Iterable[Finding], entry: Line, quantity: str | None) -> list[Finding]:
-    cell = entry.dtype, entry.device, quantity
+    wanted = entry.dtype, entry.device, quantity
     return [
-        f for f in found if f.implementation == entry.implementation and f.family == entry.family and cell in f.cells
+        f
+        for f in found
+        if f.implementation == entry.implementation and f.family == entry.family and wanted in f.failing
     ]
 
 

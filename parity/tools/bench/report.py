@@ -23,7 +23,7 @@ TRITON = ("cce.unfiltered", "trl.ChunkedLogProbFunction", "trl.GRPOTrainer", "li
 
 
 @dataclass(frozen=True)
-class Cell:
+class Benchmark:
     """One implementation at one size: seconds by round, peak bytes, peaks and seconds of phases, or why there are none."""
 
     table: str
@@ -38,17 +38,17 @@ class Cell:
     device: str = "cpu"
     errors: dict[str, float] = field(default_factory=dict)
 
-    def as_accurate_as(self, other: Cell) -> bool:
+    def as_accurate_as(self, other: Benchmark) -> bool:
         """Whether no error is more than twice the other's or twice a float32's rounding: another order, no narrower dtype."""
         limits = {name: 2 * max(other.errors.get(name, 0.0), 2**-23) for name in self.errors}
         return bool(limits) and all(self.errors[name] <= limit for name, limit in limits.items())
 
-    def on_or_below(self, other: Cell) -> bool:
+    def on_or_below(self, other: Benchmark) -> bool:
         """Whether it needs no more memory and, in the median of the rounds, no more time, both within 2 %."""
         ratio = self.ratio(other)
         return ratio is not None and ratio[0] <= 1.02 and (self.peak or 0) <= 1.02 * (other.peak or 0)
 
-    def ratio(self, ours: Cell) -> tuple[float, float, float] | None:
+    def ratio(self, ours: Benchmark) -> tuple[float, float, float] | None:
         """Seconds over ours in the rounds that both were in (a run may be interrupted): median, least, greatest.
 
         None without such a round, as where ours ran out of memory.
@@ -57,8 +57,8 @@ class Cell:
         return (statistics.median(each), min(each), max(each)) if each else None
 
 
-def cells(records: Iterable[dict[str, Any]]) -> list[Cell]:
-    """The cells of pytest-benchmark's records, in their order."""
+def benchmarks(records: Iterable[dict[str, Any]]) -> list[Benchmark]:
+    """One for each implementation, size and dtype of pytest-benchmark's records, in their order."""
     grouped: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for record in records:
         info = record["extra_info"]
@@ -71,11 +71,11 @@ def cells(records: Iterable[dict[str, Any]]) -> list[Cell]:
         phases = {p: statistics.median(s[p] for s in by_phase) for p in by_phase[0]}
         peak, peaks = info.get("peak"), info.get("peaks", {})
         where, errors = info.get("device", "cpu"), info.get("errors", {})
-        found.append(Cell(table, size, dtype, name, timed, peak, peaks, phases, info["why"], where, errors))
+        found.append(Benchmark(table, size, dtype, name, timed, peak, peaks, phases, info["why"], where, errors))
     return found
 
 
-def tables(found: Sequence[Cell]) -> str:
+def tables(found: Sequence[Benchmark]) -> str:
     """Markdown: one table for each size and dtype."""
     out = []
     for table, size, dtype in dict.fromkeys((c.table, c.size, c.dtype) for c in found):
@@ -86,12 +86,14 @@ def tables(found: Sequence[Cell]) -> str:
         errors = list(ours.errors)
         head = ["", ">time ÷ ours", ">seconds", ">peak ÷ ours", ">peak MB", *(f">error of the {e}" for e in errors)]
         head += [f">{p}: s, MB" for p in phases]
-        rows = (_cells(cell, ours, phases, errors) for cell in sorted(group, key=lambda c: c.name != ours.name))
+        rows = (
+            _cells(benchmark, ours, phases, errors) for benchmark in sorted(group, key=lambda c: c.name != ours.name)
+        )
         out += [*measured.table(head, rows), ""]
     return "\n".join(out)
 
 
-def decisions(found: Sequence[Cell]) -> str:
+def decisions(found: Sequence[Benchmark]) -> str:
     """Markdown: ours against the fastest and the leanest correct peer, the frontier, and whether a Triton path would pay.
 
     The frontier: peers that none of our points (plain, `memory_budget`, `narrow_products`) of their accuracy is on or below.
@@ -122,30 +124,30 @@ def decisions(found: Sequence[Cell]) -> str:
     return "\n".join([*measured.table(head, out), ""])
 
 
-def _pays(kernel: tuple[Cell, tuple[float, float, float]] | None) -> str:
+def _pays(kernel: tuple[Benchmark, tuple[float, float, float]] | None) -> str:
     if kernel is None:
         return "not decided: no Triton kernel was timed"
-    cell, (median, least, greatest) = kernel
-    sentence = f"{cell.name} takes {median:.2f} ({least:.2f} to {greatest:.2f}) of our torch path's time"
+    benchmark, (median, least, greatest) = kernel
+    sentence = f"{benchmark.name} takes {median:.2f} ({least:.2f} to {greatest:.2f}) of our torch path's time"
     return f"{'pays' if greatest < 1 else 'does not pay' if least > 1 else 'rounds disagree'}: {sentence}"
 
 
-def _cells(cell: Cell, ours: Cell, phases: Sequence[str], errors: Sequence[str]) -> list[str]:
-    if cell.why:
-        return [cell.name, cell.why, *[""] * (3 + len(phases) + len(errors))]
-    ratio, seconds = cell.ratio(ours), statistics.median(cell.seconds.values())
-    assert cell.peak is not None
-    out = [cell.name, "" if ratio is None else "{:.2f} ({:.2f} to {:.2f})".format(*ratio), f"{seconds:.3g}"]
-    out += [f"{cell.peak / ours.peak:.2f}" if ours.peak else "", f"{cell.peak / 1e6:,.0f}"]
-    out += [f"{cell.errors[e]:.1e}" if e in cell.errors else "" for e in errors]
-    return out + [f"{cell.phases[p]:.2f}, {cell.peaks.get(p, 0) / 1e6:,.0f}" for p in phases]
+def _cells(benchmark: Benchmark, ours: Benchmark, phases: Sequence[str], errors: Sequence[str]) -> list[str]:
+    if benchmark.why:
+        return [benchmark.name, benchmark.why, *[""] * (3 + len(phases) + len(errors))]
+    ratio, seconds = benchmark.ratio(ours), statistics.median(benchmark.seconds.values())
+    assert benchmark.peak is not None
+    out = [benchmark.name, "" if ratio is None else "{:.2f} ({:.2f} to {:.2f})".format(*ratio), f"{seconds:.3g}"]
+    out += [f"{benchmark.peak / ours.peak:.2f}" if ours.peak else "", f"{benchmark.peak / 1e6:,.0f}"]
+    out += [f"{benchmark.errors[e]:.1e}" if e in benchmark.errors else "" for e in errors]
+    return out + [f"{benchmark.phases[p]:.2f}, {benchmark.peaks.get(p, 0) / 1e6:,.0f}" for p in phases]
 
 
 COLOURS = ("#1b6ca8", "#c0392b", "#27864e", "#8e44ad", "#b9770e", "#555555", "#0e7c7b", "#a04000")
 WIDTH, HEIGHT, MARGIN, LIMIT = 760, 420, 60, 16.0
 
 
-def plot(found: Sequence[Cell]) -> str:
+def plot(found: Sequence[Benchmark]) -> str:
     """SVG: time against peak memory, both over ours and logarithmic; ours is the point (1, 1). Step tables left out."""
     points = [
         (c, ratio[0], (c.peak or 0) / (ours.peak or 1))
@@ -171,10 +173,10 @@ def plot(found: Sequence[Cell]) -> str:
     out.append(
         f'<text transform="translate(16 {HEIGHT / 2}) rotate(-90)" text-anchor="middle">peak memory ÷ ours</text>'
     )
-    for cell, time, memory in points:
-        colour = COLOURS[names.index(cell.name) % len(COLOURS)]
-        fill = colour if cell.dtype == "fp32" else "none"
-        title = f"{cell.name}, {cell.size}, {cell.dtype}: time {time:.2f}, memory {memory:.2f}"
+    for benchmark, time, memory in points:
+        colour = COLOURS[names.index(benchmark.name) % len(COLOURS)]
+        fill = colour if benchmark.dtype == "fp32" else "none"
+        title = f"{benchmark.name}, {benchmark.size}, {benchmark.dtype}: time {time:.2f}, memory {memory:.2f}"
         circle = f'<circle cx="{_x(time):.1f}" cy="{_y(memory):.1f}" r="5" fill="{fill}" stroke="{colour}">'
         out.append(f"{circle}<title>{title}</title></circle>")
     for i, name in enumerate([*names, "filled: fp32, open: bf16"]):
@@ -204,7 +206,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     data = json.loads(options.records.read_text())
-    found = cells(data["benchmarks"])
+    found = benchmarks(data["benchmarks"])
     machine = data["machine_info"]
     print(measured.head("Time and memory of the fixes", "python -m parity.tools.bench.report", "performance.md"))
     print(f"{machine['cpu'].get('brand_raw', machine['processor'])}, {data['datetime'][:10]}\n")
