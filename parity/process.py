@@ -92,6 +92,7 @@ def environment(device: str, threads: int) -> dict[str, str]:
         "UNSLOTH_ALLOW_CPU": "1",
         "PYTHONWARNINGS": "ignore",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",  # torch 2.13: a third value of a clamp's limit gets the program of the second
     }
     return out | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
 

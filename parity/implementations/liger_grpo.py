@@ -136,9 +136,20 @@ def fused(x: Inputs) -> Outputs:
     return _fused_loss(x, compiled=False)
 
 
+_compiled_for: list[Any] = []
+"""The settings of the last case that was compiled."""
+
+
 @implementation("liger.FusedLinearGRPOLoss.compiled", opt_in=True, every=20, **FUSED)
 def fused_compiled(x: Inputs) -> Outputs:
-    """`LigerFusedLinearGRPOLoss(compiled=True)`, its default; the first call of a shape compiles for seconds."""
+    """`LigerFusedLinearGRPOLoss(compiled=True)`, its default; the first call of a shape compiles for seconds.
+
+    Programs of other settings are dropped, so that a verdict depends on its case alone: where the batch has grown since
+    the call before, torch 2.13 crashes.
+    """
+    if _compiled_for[:] != [x.settings]:
+        torch.compiler.reset()
+        _compiled_for[:] = [x.settings]
     return _fused_loss(x, compiled=True)
 
 

@@ -1,0 +1,45 @@
+"""A compiled implementation is judged by its case alone, whatever was compiled before in the same process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from parity.case.case import Case
+from parity.judging.execute import execute
+from parity.process import environment
+from parity.registry import oracle_of, select
+
+CLAMPS = """
+import torch
+
+function = torch.compile(lambda x, limit: torch.clamp(x, 1 - limit, 1 + limit).sum())
+for limit in (0.25, 0.5, 0.75):
+    x = torch.tensor([0.0, 2.0, 3.0], requires_grad=True)
+    out = function(x, limit)
+    out.backward()
+    assert out.item() == torch.clamp(x, 1 - limit, 1 + limit).sum().item(), (limit, out)
+"""
+
+
+def test_a_batch_that_grows_from_case_to_case_is_compiled_anew():
+    eager, compiled = select(["liger.FusedLinearGRPOLoss"])[-1], select(["liger.FusedLinearGRPOLoss.compiled"])[-1]
+    settings = {"T": 3, "V": 7, "H": 4, "loss_type": "bnpo", "mask_dtype": "fp32"}
+    for rows in (2, 3):
+        inputs = oracle_of(Case("policy", 1, "fp32", settings | {"B": rows})).inputs
+        expected, found = execute(eager, inputs), execute(compiled, inputs)
+        assert found.verdict == "ran", found.message
+        torch.testing.assert_close(found.quantities["loss"], expected.quantities["loss"])
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_compiled_code_never_gets_the_program_of_another_limit(wrong, tmp_path):
+    """A fault of torch 2.13's cache of programs that have a backward; a worker has none."""
+    settings = environment("cpu", 1) | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    if wrong:
+        settings["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "1"
+    done = subprocess.run([sys.executable, "-c", CLAMPS], env=os.environ | settings, capture_output=True, text=True)
+    assert ("AssertionError: (0.75" in done.stderr) == wrong, done.stderr
+    assert bool(done.returncode) == wrong
