@@ -126,7 +126,11 @@ def _sampled(trainer: str, window: Sequences, s: SimpleNamespace, model: Any) ->
 
 
 def _without_reference(trainer: str, window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> Values:
-    """CPO's and ORPO's: rewards are β log π of a completion, of ORPO its mean over the tokens."""
+    """CPO's and ORPO's: rewards are β log π of a completion, of ORPO its mean over the tokens.
+
+    Not judged: `logits/chosen` and `logits/rejected`. TRL averages the logits of every position of the padded batch, so
+    that prompts and padding count. Such a number is no property of the sequences, and its name defines no other.
+    """
     averaged = trainer == "orpo-trainer"
     tokens = [windows.completion_logps(model, side) for side in window]
     chosen, rejected = (torch.stack([t.mean() if averaged else t.sum() for t in side]) for side in tokens)
