@@ -129,7 +129,7 @@ def _without_reference(trainer: str, window: tuple[Sequences, Sequences], s: Sim
     """CPO's and ORPO's: rewards are β log π of a completion, of ORPO its mean over the tokens.
 
     Not judged: `logits/chosen` and `logits/rejected`. TRL averages the logits of every position of the padded batch, so
-    that prompts and padding count. Such a number is no property of the sequences, and its name defines no other.
+    that prompts and padding count; DPO's of the same name are of the completions. Nothing installed says which is meant.
     """
     averaged = trainer == "orpo-trainer"
     tokens = [windows.completion_logps(model, side) for side in window]
