@@ -376,6 +376,14 @@ def test_markdown_escapes():
     assert "<img" not in text
 
 
+def test_a_crash_is_not_given_the_reason_of_what_was_unsupported():
+    rows = [declined("unsupported", "no bias parameter"), declined("crashed", "boom") | {"case": "policy-2"}]
+    text = markdown.render(summarise(HEADER, rows))
+    (cell,) = [line for line in text.splitlines() if line.startswith("| policy")]
+    assert "CRASHED" in cell
+    assert "no bias" not in cell
+
+
 def test_markdown_fits_a_comment():
     rows = [
         GRADIENT | {"case": f"policy-{k}", "implementation": f"lib.loss{k}", "message": "x" * 300} for k in range(150)

@@ -93,7 +93,7 @@ def _table(lines: Sequence[Line]) -> list[str]:
             f"{line.counts.unsupported + line.counts.refused:,}",
             wording.line_headroom(line),
             escape(wording.at(line.worst)),
-            escape(verdict if line.counts.compared or not line.reason else f"{verdict}: {line.reason}"),
+            escape(f"{verdict}: {line.reason}" if line.verdict in ("refused", "unsupported") else verdict),
         ]
         rows.append(cells)
     heads = ["family", "implementation", "dtype", ">compared", ">unsupported", ">worst headroom", "at", "verdict"]
