@@ -48,7 +48,7 @@ def replay(
     references = [i for i in select(()) if i.family == case.family and i.role == "reference" and i.id not in wanted]
     rows = list(run_case(case, [*references, *chosen], device))
     if issue:
-        return _issue(case, chosen, rows, console)
+        return _issue(case, chosen, rows, console, name)
     for implementation in chosen:
         its_rows = [r for r in rows if r.implementation == implementation.id]
         failure.render_finding(its_rows, console)
@@ -70,11 +70,11 @@ def exit_code(rows: Sequence[Row]) -> int:
     return AGREES
 
 
-def entry_of(case: Case, rows: Sequence[Row]) -> Entry | None:
-    """The shipped ledger's entry of a case's failing rows."""
-    ledger = Ledger.load(data.ledger_file())
-    found = {ledger.match(row, facts(case)) for row in rows if row.failing}
-    return next((e for e in ledger.entries if e.id in found), None)
+def entry_of(case: Case, rows: Sequence[Row], name: str = "") -> Entry | None:
+    """The shipped ledger's entry of a case's failing rows: the one of this name, where it covers any, else the first."""
+    ledger, known = Ledger.load(data.ledger_file()), facts(case)
+    covering = [e for e in ledger.entries if any(row.failing and e.covers(row, known) for row in rows)]
+    return next((e for e in covering if e.id == name), next(iter(covering), None))
 
 
 def _by_hand(name: str, console: Console) -> int | None:
@@ -89,8 +89,8 @@ def _by_hand(name: str, console: Console) -> int | None:
     return found.done.code if found.done is not None and found.done.code in (AGREES, DISAGREES) else NO_JUDGEMENT
 
 
-def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], console: Console) -> int:
-    """Print the upstream report of the first implementation that disagrees."""
+def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], console: Console, name: str = "") -> int:
+    """Print the upstream report of the first implementation that disagrees; `name`: what was asked for."""
     from parity.tools.issue import issue_text
 
     if case.tensors:
@@ -100,7 +100,7 @@ def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], co
     for implementation in chosen:
         its_rows = [r for r in rows if r.implementation == implementation.id]
         if any(r.failing for r in its_rows):
-            console.file.write(issue_text(case, implementation, rows, entry_of(case, its_rows)) + "\n")
+            console.file.write(issue_text(case, implementation, rows, entry_of(case, its_rows, name)) + "\n")
             return DISAGREES
     console.print(f"case {case.id}: nothing to report, no implementation disagrees here", markup=False)
     return exit_code(rows)

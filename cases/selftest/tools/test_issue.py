@@ -150,6 +150,14 @@ def test_replay_prints_the_report_of_an_entry_by_its_name(monkeypatch):
     assert text.startswith("# liger-kernel ") and "```diff\n--- a/liger_kernel/" in text and "| a | b |" in text
 
 
+def test_replay_gives_the_reason_of_the_entry_that_was_asked_for():
+    out = io.StringIO()
+    id = "liger-fused-divergence-transposed-head"  # its case also falls under an entry above it
+    assert replay(id, (), "cpu", True, Console(file=out)) == 1
+    (entry,) = [e for e in Ledger.load(data.ledger_file()).entries if e.id == id]
+    assert out.getvalue().split("\n\n")[1] == entry.reason
+
+
 SILENT = 'import iniconfig\n\nprint("x")\nraise SystemExit(int(not hasattr(iniconfig, "mended")))\n'
 
 
