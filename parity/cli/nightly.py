@@ -135,7 +135,9 @@ def history_of_command(what: str, reports: Path) -> None:
 
     past = memory.runs(reports / "history", _warn)
     if not past:
-        raise UsageError(f"{reports / 'history'}: no earlier run is there; parity run and parity nightly write them")
+        raise UsageError(
+            f"{reports / 'history'}: no earlier run is there; parity nightly keeps its runs, parity run those without a filter"
+        )
     table = Table(box=None, pad_edge=False)
     for name in ("run", "profile", "compared", "worst headroom", "at", "findings", "versions"):
         table.add_column(name)
