@@ -98,10 +98,15 @@ def _write(x: Inputs, values: Inputs) -> None:
 def _asked(x: Inputs, outputs: Outputs, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Gradients of some leaves as `torch.autograd.grad` gives them; a reentrant checkpoint gives none in this way."""
     pairs = differentiated(x, outputs)
-    if not pairs or not names or x.context == "checkpoint":
+    if not pairs or not names:
         return {}
     outs, above = zip(*pairs.values(), strict=True)
-    given = torch.autograd.grad(outs, [x.tensors[n] for n in names], above, allow_unused=True)
+    try:
+        given = torch.autograd.grad(outs, [x.tensors[n] for n in names], above, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        return {}
     return {gradient_name(n): g for n, g in zip(names, given, strict=True) if g is not None}
 
 

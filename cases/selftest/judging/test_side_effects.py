@@ -173,6 +173,22 @@ def test_a_compiled_function_keeps_no_graph():
     assert side_effects.accumulation(implementation, inputs()) == []
 
 
+def test_a_reentrant_checkpoint_gives_no_gradient_alone():
+    """torch refuses `autograd.grad` there; each leaf alone is not asked, and the rest of the protocol is."""
+
+    def call(x):
+        def inside(hidden):
+            return PLAIN.call(x.replace(hidden=hidden))["logps"]
+
+        return {"logps": torch.utils.checkpoint.checkpoint(inside, x.hidden, use_reentrant=True)}
+
+    given = inputs(entropy="none")
+    first = execute(wrong(call), given)
+    assert first.verdict == "ran"
+    assert side_effects.accumulation(wrong(call), given) == []
+    assert side_effects.repeated(wrong(call), given, inputs(seed=4, entropy="none"), first) == []
+
+
 class Skewed(torch.autograd.Function):
     """A backward that is not linear in what comes from above."""
 
