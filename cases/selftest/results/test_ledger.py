@@ -167,7 +167,13 @@ def test_under_a_softcap_a_ban_is_finite_and_no_entry_about_it_covers_a_failure(
     settings |= {"entropy_coef": 0.3} if "entropy_coef" in scope else {}
     settings |= {"V": 4200} if "V beyond a chunk" in scope else {}
     name = next(n for n in entry.implementations if "*" not in n)
-    failed = row(family=entry.family, implementation=name, quantity=entry.quantities[0], gate=(*entry.gates, None)[0])
+    failed = row(
+        family=entry.family,
+        implementation=name,
+        quantity=entry.quantities[0],
+        gate=(*entry.gates, None)[0],
+        cls=entry.cls,
+    )
     for softcap, covered in ((None, True), (30.0, False)):
         case = family(entry.family).case(1, "fp32", settings | {"softcap": softcap})
         assert entry.covers(failed, facts(case)) is covered
