@@ -1,6 +1,7 @@
 # TRL 1.7 to 1.13: GMPOTrainer with use_liger_kernel=True trains GRPO's loss
 # GRPOTrainer.compute_loss calls compute_liger_loss; GMPOTrainer overrides _compute_loss alone, and nothing warns.
 import datasets
+import transformers
 from setup_grpo import rewarded, torch
 from setup_liger_trainer import LIGER, compared
 from setup_tiny import options, tiny, tokenizer
@@ -20,6 +21,7 @@ def trained(**way):
         processing_class=tokenizer,
     )
     torch.manual_seed(0)
+    trainer.remove_callback(transformers.PrinterCallback)  # its lines would stand above the table
     trainer.train()
     return [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "grad_norm" in row]
 

@@ -1,6 +1,7 @@
 # TRL 1.16: online DPO's logged KL and entropy count the padding behind a completion's end (the loss is right)
 # training_step sums log-probs over every position of the padded batch for objective/kl and objective/entropy.
 import torch
+import transformers
 from setup_online import online
 from setup_tiny import tiny
 
@@ -27,6 +28,7 @@ def recorded(model, prompt_ids, prompt_mask, completion_ids, completion_mask, *m
 
 trainer._forward = recorded
 torch.manual_seed(0)
+trainer.remove_callback(transformers.PrinterCallback)  # its lines would stand above the table
 trainer.train()
 found = [[row[name] for name in names] for row in trainer.state.log_history if names[0] in row]
 print("| step | logged KL | without padding | logged entropy | without padding |\n|---|---|---|---|---|")

@@ -1,6 +1,7 @@
 # TRL 1.16: with completions of one token, GRPO's logged entropy counts masked completions too
 # global_masked_mean takes a tensor of width 1 for one value a sequence and leaves the mask out.
 import torch
+import transformers
 from setup_grpo import grpo
 from setup_tiny import tiny
 
@@ -24,6 +25,7 @@ def recorded(model, inputs):
 
 trainer._compute_loss = recorded
 torch.manual_seed(0)
+trainer.remove_callback(transformers.PrinterCallback)  # its lines would stand above the table
 trainer.train()
 found = [row["entropy"] for row in trainer.state.log_history if "entropy" in row]
 print("| step | completions that count, of 8 | logged entropy | mean over those that count |\n|---|---|---|---|")
