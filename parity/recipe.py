@@ -45,6 +45,8 @@ class Recipe:
         softmax: dtype of the log-softmax over the vocabulary, as stored and as read again by its backward.
         log_sum: dtype to which a log-softmax rounds its sum of exponentials and their logarithm on the way, where it is not
             that of the softmax: torch's CPU kernels do so, its CUDA kernels keep float32 (SoftMax.cu).
+        log_sum_exp: dtype in which the log-sum-exp is stored where log-probs are z - logsumexp(z), "fp32" or None where it is
+            kept in float32 or the largest logit is subtracted first, as torch's log_softmax does.
         accumulate: dtype in which partial gradients are summed across chunks.
         partials: how many partial gradients are summed so (the roundings grow with its square root).
         partial_terms: how many terms each of them sums, where they are added one by one into a sum of that dtype in memory,
@@ -72,6 +74,7 @@ class Recipe:
     elementwise: str = "fp32"
     softmax: str = "fp32"
     log_sum: str | None = None
+    log_sum_exp: str | None = None
     accumulate: str = "fp32"
     partials: int = 1
     partial_terms: int = 0
@@ -94,6 +97,7 @@ class Recipe:
             teacher_softmax=_other(out.teacher_softmax, out.elementwise, out.softmax),
             teacher_elementwise=_other(out.teacher_elementwise, out.elementwise),
             log_sum=_other(out.log_sum, out.softmax, *(() if out.teacher_softmax is None else (out.teacher_softmax,))),
+            log_sum_exp=_other(out.log_sum_exp, "fp32"),
             dinputs=_other(out.dinputs, out.inputs),
             bias=_other(out.bias, out.inputs or "fp32", out.logits, out.dlogits),
         )

@@ -48,7 +48,7 @@ DEFAULT_RECIPE = Recipe(output="any")
 def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
     """What a function declares, float32 if nothing; bf16 in what it makes of autocast's logits.
 
-    Every operation of plain torch that follows an autocast product rounds to bf16, the log-softmax too on the CPU.
+    Every operation of plain torch that follows an autocast product rounds to bf16, logsumexp too, and on the CPU log_softmax.
     """
     declared = getattr(function, "recipe", DEFAULT_RECIPE)
     if not (isinstance(declared, Recipe) or callable(declared)):
@@ -60,7 +60,7 @@ def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
         if x.context != "autocast":
             return found
         softmax = found.softmax if x.device.type == "cuda" else plain.autocast_softmax(x)
-        return dataclasses.replace(found, elementwise="bf16", softmax=softmax)
+        return dataclasses.replace(found, elementwise="bf16", softmax=softmax, log_sum_exp="bf16")
 
     return recipe
 

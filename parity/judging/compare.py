@@ -20,6 +20,7 @@ from parity.judging.execute import Outcome, execute
 from parity.judging.gates import Judgement
 from parity.judging.rows import Blame, empty_row, flaky, size
 from parity.judging.settle import settle
+from parity.judging.undeclared import undeclared
 from parity.recipe import IEEE_FP32
 from parity.results.row import Row, finite
 from parity.timings import within
@@ -134,13 +135,15 @@ def _rows(whole: CaseOracle, implementation: Implementation, thorough: bool) -> 
         finer = judge_all(oracle, implementation, outcome, dataclasses.replace(IEEE_FP32, output=recipe.output))
         base.recipe_measured = "fp32" if all(j.agrees for j in finer.values()) else recipe.describe()
     classes = classify(oracle, implementation, failing) if failing else {}
+    rounded = undeclared(oracle, implementation, outcome, failing) if "precision" in classes.values() else None
     for name, j in judged.items():
         row = _judged_row(base, oracle, name, j, outcome)
         if not j.agrees:
             row.verdict = "nondeterministic" if name in unsteady else "disagree"
             row.cls = classes[name]
             row.variant = variant
-            row.message = "; ".join(filter(None, [j.message, *diagnose.hints(oracle, name, outcome)]))
+            row.message = "; ".join(filter(None, [j.message, *diagnose.hints(oracle, name, outcome), rounded]))
+            rounded = None  # said once
         yield row
     if thorough:
         other = oracle.beside

@@ -113,6 +113,11 @@ class Errors:
         """Of each row: an entry's absolute value, or the norm of the last dimension."""
         return x.abs() if self.entrywise else x.norm(dim=-1)
 
+    def multiplied(self, floor: torch.Tensor) -> torch.Tensor:
+        """exp(mean + 6·std) of log size of e_r in each row, sizes below `floor` taken for it."""
+        logs = torch.maximum(self.size(self.each), floor).log()
+        return (logs.mean(0) + ROW * logs.std(0, correction=0)).clamp(max=700.0).exp()
+
     @functools.cached_property
     def direction(self) -> tuple[torch.Tensor, float, float]:
         """p = o/|o|∞, ‖p‖² and √Σp⁴."""
@@ -190,7 +195,8 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     Gates (o the oracle, e = value - o, e_r the replicas' errors, u the unit roundoff of `dtype`, η half its subnormal
     spacing): structure; zero; norm ‖e‖ ≤ 3·max(rms‖e_r‖, u‖o‖, η√n); max |e|∞ ≤ 6·max(rms|e_r|∞, u|o|∞, η); row, the
     same per last dimension (6 becomes (exp(6·√log(1+s²)) - 1)/s, at most (max|e_r|/unit)², where the unit is a large
-    share s of the row); slope |Σe·o|/‖o‖² ≤ 6·max(std s_r, u/√3·√Σo⁴/‖o‖², 2u_c) + 2·|mean s_r|; for a scalar
+    share s of the row; where a replica is off by more than 6·rms, also exp(mean + 6·std of log‖e_r‖)); slope
+    |Σe·o|/‖o‖² ≤ 6·max(std s_r, u/√3·√Σo⁴/‖o‖², 2u_c) + 2·|mean s_r|; for a scalar
     |e| ≤ max(10·first order, 6·rms e_r, u|o|, u_c·terms); for a count |e| ≤ 4·2⁻²⁴·max(|o|, 1). All but structure, zero
     and the count also allow `WORST` times the worst replica (the row gate: of that row; slope: also as stored in 16 bits).
     """
@@ -300,6 +306,10 @@ def _tensor_gates(
         tail = (row_worst / unit).square()  # long only where the replicas show it: additive noise has none
         multiple = torch.minimum(factor, tail).clamp(min=ROW)
         allowed_row = torch.maximum(multiple * unit, WORST * row_worst)
+        tailed = row_worst > ROW * row_rms  # no additive error is that far off: these are factors, whose logarithms add
+        if bool(tailed.any()):
+            floor = (u * size).clamp(min=eta * width**0.5)
+            allowed_row = torch.where(tailed, torch.maximum(allowed_row, errors.multiplied(floor)), allowed_row)
         gates["row"] = float((errors.size(e) / allowed_row).amax())
         by_row = allowed_row if errors.entrywise else allowed_row.unsqueeze(-1)
     if errors.top > eta:  # below, the quantity is zero in its dtype and has no direction

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.recipe import LARGEST, NARROW, UNIT_ROUNDOFF, Recipe
 from parity.rounding.blocks import on_grid
-from parity.rounding.long_sums import MANY, exponentials, terms
+from parity.rounding.long_sums import LANES, MANY, exponentials, terms
 from parity.rounding.noise import Noise
 from parity.rounding.products import SPLIT_FROM, cut, split
 
@@ -36,6 +36,8 @@ _EXACT = frozenset(
 )
 
 
+MANY_TERMS = 1024
+"""Terms of a product's sum from which on equal ones drift."""
 MANY_PARTS = 16
 """Terms of a sum from which on its partial sums may be many times their size."""
 
@@ -114,7 +116,9 @@ class MonteCarlo(TorchDispatchMode):
             )  # p·Σg with a p below the smallest normal
             scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum) + flushed
             if args[0].shape[args[2]] >= MANY:
-                scale = scale + args[1].exp() * terms(args[0].abs(), args[2], self.u_sum)
+                scale = scale + args[1].exp() * terms(args[0].abs(), args[2], self.u_sum, self._lanes(out))
+            if self.recipe.log_sum_exp:
+                out = torch.where(self._stored_sum(out), self._through_stored_sum(*args[:3]), out)
             return self.rounded(self.scattered(out, scale), self.softmax)
         if name == "logsumexp":  # the sum of exponentials rounds relatively, so its logarithm by an absolute amount
             walk = 1 + (args[0].numel() / max(out.numel(), 1)) ** 0.5 / 4
@@ -137,13 +141,29 @@ class MonteCarlo(TorchDispatchMode):
         top = out.amax(dim, keepdim=True)
         lse = (z.amax(dim, keepdim=True) - top).nan_to_num_(0.0, 0.0, 0.0).abs_() * self._shifted(out)
         top = top.nan_to_num_(0.0, 0.0, 0.0)
-        scale = self.u_sum * (2 * lse + exponentials(out, dim, self.u_sum))
+        scale = self.u_sum * (2 * lse + exponentials(out, dim, self.u_sum, self._lanes(out)))
         on_the_way = self.recipe.log_sum or self.softmax
         if UNIT_ROUNDOFF[on_the_way] > NARROW:
             out = out - self.off(-top, on_the_way)
         else:
             scale = scale + UNIT_ROUNDOFF[on_the_way] * (1 + top.abs())
-        return out + (self.scattered(top, scale) - top)
+        out = out + (self.scattered(top, scale) - top)
+        if self.recipe.log_sum_exp:
+            whole = z.amax(dim, keepdim=True) - top
+            off = (self._grid(whole, self.recipe.log_sum_exp) - whole).nan_to_num_(0.0, 0.0, 0.0)
+            out = torch.where(self._stored_sum(out), self._grid(out - off, self.recipe.log_sum_exp), out)
+        return out
+
+    def _through_stored_sum(self, grad: torch.Tensor, logps: torch.Tensor, dim: int) -> torch.Tensor:
+        """grad - p·Σgrad, where p, Σgrad and their product are each stored as the log-sum-exp is."""
+        dtype = self.recipe.log_sum_exp
+        assert dtype is not None
+        p, total = self._grid(logps.exp(), dtype), self._grid(grad.sum(dim, keepdim=True), dtype)
+        return grad - self._grid(p * total, dtype)
+
+    def _stored_sum(self, out: torch.Tensor) -> torch.Tensor:
+        """Half of the replicas, the same ones forward and backward, (R, 1, …): those that store a narrow log-sum-exp."""
+        return self.noise.constant(math.e, out) > 0
 
     def off(self, log_sum: torch.Tensor, dtype: str) -> torch.Tensor:
         """By how much log Σ exp(z - max) is off: torch's CPU kernels round the sum and its logarithm to a narrow dtype.
@@ -152,6 +172,10 @@ class MonteCarlo(TorchDispatchMode):
         """
         stored = self._grid(self._grid(log_sum.exp(), dtype).log(), dtype)
         return torch.where(torch.isfinite(stored) & (log_sum > 0), stored - log_sum, 0.0)
+
+    def _lanes(self, out: torch.Tensor) -> torch.Tensor:
+        """1 in half of the replicas and 16 in the others, (R, 1, …): in how many lanes a sum over the vocabulary is added."""
+        return torch.where(self.noise.each(out) > 0, 1.0, float(LANES))
 
     def _shifted(self, out: torch.Tensor) -> torch.Tensor:
         """√2 in half of the replicas and 0 in the others, (R, 1, …): two correct algorithms for a log-softmax.
@@ -244,7 +268,7 @@ class MonteCarlo(TorchDispatchMode):
         left, right = (a * by_a).float(), (b * by_b).float()
         by = by_a * by_b
         size = matmul(left.abs(), right.abs()).double() / by
-        if a.dim() == 3 and a.shape[-1] >= MANY:
+        if a.dim() == 3 and a.shape[-1] >= MANY_TERMS:
             # a kernel adds in lanes, or in turn, as those for two rows do: equal terms drift up to twenty times as far
             half = (len(left) + 1) // 2 if len(left) > 1 else self.noise.choice((0, 1))
             out = [torch.bmm(left[:half].contiguous(), right[:half].contiguous())]

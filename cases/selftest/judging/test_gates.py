@@ -250,6 +250,30 @@ def test_a_row_with_additive_noise_keeps_its_six_rms():
     assert not judge(v.float(), u, torch.float32).agrees
 
 
+def test_rows_that_are_uncertain_by_orders_of_magnitude_are_judged_by_their_logarithms():
+    """Of four thousand rows off by e^±11·N each, one lies beyond all of 480 replicas; one off by e^90 is wrong."""
+    normal = sum(noise((481, 4000), seed) for seed in range(12)) / 2
+    drawn = 1e-9 * (11 * normal).exp()
+    exact = torch.full((4000,), 1e-12, dtype=torch.float64)
+    u = Unit(exact, exact + drawn[1:], entrywise=True)
+    v = exact + drawn[0]
+    found = judge(v.float(), u, torch.float32)
+    few = judge(v.float(), Unit(exact, exact + drawn[1:13], entrywise=True), torch.float32)
+    assert found.gates["row"] < 1 < few.gates["row"], found.gates  # judged again, with more replicas
+    v[5] = 1e-9 * math.exp(79)
+    assert judge(v.float(), u, torch.float32).gates["row"] > 1
+
+
+def test_one_replica_far_off_alone_is_no_tail():
+    """Errors that are alike in all replicas but one have no spread of logarithms, however far off that one is."""
+    exact = torch.ones(3, 4, dtype=torch.float64)
+    replicas = exact + 1e-5 * noise((480, 3, 4), 5)
+    replicas[7] += 1.0
+    v = exact.clone()
+    v[1] += 2.2
+    assert judge(v.float(), Unit(exact, replicas), torch.float32).gates["row"] > 1
+
+
 def test_one_number_may_lie_twice_as_far_as_the_worst_replica():
     """With one entry the norm is one number: three rms would be a 3σ test of it."""
     exact = torch.ones(1, 1, dtype=torch.float64)

@@ -96,6 +96,18 @@ BEGINS_WITH_THE_BIAS = {"H": 300, "T": 9, "V": 257, "bias": "banned", "chunk_siz
                         "grad": "hidden", "layouts": "mixed", "peak": 0.05, "softcap": 30.0,
                         "temperature": 0.03527}  # fmt: skip
 
+ONE_ACCUMULATOR = {"B": 1, "H": 4, "T": 2, "V": 1023, "entropy": "gradient", "padded_rows": "equal"}
+STORED_LOG_SUM_EXP = {"H": 64, "T": 6, "V": 255, "bias": "random", "cotangent": "scaled", "ignored": "some",
+                      "layout": "transposed", "logit_scale": 0.3, "peak": 50.0, "softcap": 35.0,
+                      "temperature": 0.9}  # fmt: skip
+
+ORDERS_OF_MAGNITUDE = {"H": 16, "T": 2, "V": 4097, "advantages": "zero", "bias": "random", "chunk_size": 2,
+                       "cotangent": "ones", "epsilon": 0.3, "epsilon_high": 0.28, "grad": "weight", "holes": True,
+                       "ids_dtype": "int32", "layout": "transposed", "layouts": "expanded", "level": 150.0,
+                       "loss_type": "bnpo", "mask_dtype": "bool", "padded_rows": "equal", "sampler": "nan",
+                       "sapo_temperature_neg": 2.0, "temperature": 0.05671, "use_bias_correction_kl": True,
+                       "vespo_lambda_neg": 1.0, "vespo_lambda_pos": 1.5}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     "case",
@@ -119,6 +131,9 @@ BEGINS_WITH_THE_BIAS = {"H": 300, "T": 9, "V": 257, "bias": "banned", "chunk_siz
         Case("policy", 1901, "fp32", BESIDE_A_TARGET),
         Case("logprobs", 0, "fp16", IN_TURN),
         Case("logprobs", 1502, "fp32", BEGINS_WITH_THE_BIAS),
+        Case("logprobs", 1, "fp32", ONE_ACCUMULATOR),
+        Case("logprobs", 128, "fp16", STORED_LOG_SUM_EXP),
+        Case("policy", 6635, "bf16", ORDERS_OF_MAGNITUDE),
     ],
     ids=[
         "one use of a tied head overflows",
@@ -140,6 +155,9 @@ BEGINS_WITH_THE_BIAS = {"H": 300, "T": 9, "V": 257, "bias": "banned", "chunk_siz
         "one backward pass adds equal terms of the entropy to the target's",
         "1,030 equal terms, for five rows of the head at a time",
         "the product of two tokens adds 300 terms to the bias",
+        "a log-softmax along another dimension than the last has one accumulator",
+        "the log-sum-exp is stored in float16, and so are the probabilities",
+        "rounded logits move gradients by thirteen orders of magnitude",
     ],
 )
 def test_cases_that_alarmed(case):

@@ -15,7 +15,7 @@ from parity.implementations.user import from_function
 from parity.recipe import Recipe
 from parity.registry import loss_families, loss_family
 from parity.selftest.controls.divergence import ROADS
-from parity.selftest.controls.logprobs import HEADS, Head
+from parity.selftest.controls.logprobs import HEADS, NARROW, Head
 from parity.selftest.controls.policy import METRICS, REORDERED, loss_of
 
 PAIRED = frozenset({"reordered", "online", "permuted"})
@@ -65,7 +65,7 @@ CONTROLS: dict[str, tuple[Implementation, ...]] = {
             contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
         )
         for name, head in HEADS.items()
-        if name != "narrow"  # log-probs in bf16 cannot be told from an old policy's on the wrong side of a clip
+        if name not in NARROW  # log-probs in bf16 cannot be told from an old policy's on the wrong side of a clip
     ),
     "divergence": tuple(
         _of("divergence", name, call=road, recipe=road.recipe, contexts=frozenset({"plain", "checkpoint", "compile"}))

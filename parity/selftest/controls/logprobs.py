@@ -66,6 +66,13 @@ def narrow(x: Inputs) -> Recipe:
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output=dtype)
 
 
+def gathered(x: Inputs) -> Recipe:
+    """As `narrow`, with a log-sum-exp stored so; under autocast in bf16 on CUDA too."""
+    found = narrow(x)
+    dtype = "bf16" if x.settings.context == "autocast" else plain.head_dtype(x)
+    return dataclasses.replace(found, log_sum_exp=dtype)
+
+
 def narrow_product(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
     """`product` in the dtype of the head."""
     hidden = plain.cast(x, hidden)
@@ -169,6 +176,22 @@ def by_softmax(x: Inputs, z: torch.Tensor) -> Pair:
     return chosen, -(finite.exp() * (logps > -torch.inf) * finite).sum(-1)
 
 
+def along_rows(x: Inputs, z: torch.Tensor) -> Pair:
+    """As `by_softmax`, along the first dimension, as `cross_entropy(z.transpose(1, 2), ids)` takes it: added in turn."""
+    logps = log_softmax(z.movedim(-1, 0).contiguous(), 0)
+    chosen = logps.gather(0, targets(x).unsqueeze(0)).squeeze(0)
+    finite = logps.masked_fill(logps == -torch.inf, 0.0)
+    return chosen, -(finite.exp() * (logps > -torch.inf) * finite).sum(0)
+
+
+def by_log_sum_exp(x: Inputs, z: torch.Tensor) -> Pair:
+    """z[id] - logsumexp(z), with the log-sum-exp stored in the dtype of the logits; entropy from the same log-probs."""
+    logps = z - z.logsumexp(-1, keepdim=True)
+    finite = logps.masked_fill(logps == -torch.inf, 0.0)
+    chosen = logps.gather(-1, targets(x).unsqueeze(-1)).squeeze(-1)
+    return chosen, -(finite.exp() * (logps > -torch.inf) * finite).sum(-1)
+
+
 class _Online(torch.autograd.Function):
     """Log-sum-exp and entropy in one pass over blocks of the vocabulary, with the gradient written by hand."""
 
@@ -251,11 +274,13 @@ def permuted(x: Inputs) -> Pair:
     return kept(x, logps), kept(x, entropy)
 
 
-def _half_sums(x: Inputs, z: torch.Tensor) -> Pair:
-    in_range = x.weight.dtype != torch.float16 or len(x.weight) < 65504
-    require(in_range, "torch sums the exponentials of a float16 softmax in float16 on the CPU")
-    return by_softmax(x, z)
+def _in_range(x: Inputs, z: torch.Tensor) -> torch.Tensor:
+    fits = x.weight.dtype != torch.float16 or len(x.weight) < 65504
+    require(fits, "torch sums the exponentials of a float16 softmax in float16 on the CPU")
+    return finish(x, z)
 
+
+ALL_NARROW = Steps(states=plain.states, product=narrow_product, finish=_in_range)
 
 HEADS = {
     "plain": Head(Steps(states=plain.states, product=stored_product, pair=by_softmax).head, stored),
@@ -265,5 +290,9 @@ HEADS = {
     "chunked": Head(chunked, split),
     "tiles": Head(tiles, tiled),
     "permuted": Head(permuted, ieee),
-    "narrow": Head(Steps(states=plain.states, product=narrow_product, pair=_half_sums).head, narrow),
+    "along rows": Head(Steps(pair=along_rows).head, ieee),
+    "narrow": Head(dataclasses.replace(ALL_NARROW, pair=by_softmax).head, narrow),
+    "gathered": Head(dataclasses.replace(ALL_NARROW, pair=by_log_sum_exp).head, gathered),
 }
+NARROW = frozenset({"narrow", "gathered"})
+"""Those whose log-probs are stored in the dtype of the head."""
