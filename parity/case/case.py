@@ -102,16 +102,20 @@ class _File(msgspec.Struct):
     implementation: str | None = None
     implementations: tuple[str, ...] | None = None
     fast: bool = False
+    recorded: tuple[dict[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """A case file: the case, whom it was found with, who runs on it (None: all), and whether without repeated calls."""
+    """A case file: the case, whom it was found with, who runs on it (None: all), whether without repeated calls, and what it
+    gave when it was measured (`parity.results.recorded`).
+    """
 
     case: Case
     implementation: str | None = None
     implementations: tuple[str, ...] | None = None
     fast: bool = False
+    recorded: tuple[dict[str, Any], ...] = ()
 
     @classmethod
     def load(cls, path: str | Path) -> Frozen:
@@ -126,7 +130,7 @@ class Frozen:
             return cls(_beside(Path(path), Case.from_json(data, where)))
         raw = convert(_File, data, where)
         case = _beside(Path(path), Case.from_json(raw.case, where))
-        return cls(case, raw.implementation, raw.implementations, raw.fast)
+        return cls(case, raw.implementation, raw.implementations, raw.fast, raw.recorded)
 
 
 def _beside(path: Path, case: Case) -> Case:

@@ -99,6 +99,8 @@ class Family:
 
     Attributes:
         drawn: profile -> number of drawn cases.
+        settled: (dtype, every setting) -> the same with those at their defaults that have no meaning beside others; `draw`
+            ends with it, and two settings that it does not leave together are no pair that a run owes.
         example: number -> settings of a small case without special values; the audit, `parity compare` and the matrix
             start from it.
         probes: what `parity audit` moves; empty: every choice and every number, see `parity.case.probe.derived`.
@@ -135,6 +137,7 @@ class Family:
     place: Callable[[Inputs, str, tuple[int, ...]], dict[str, Any]] = lambda inputs, quantity, index: {}
     factors: Callable[[Inputs], dict[str, float]] = numbers
     drawn: Mapping[str, int] = dataclasses.field(default_factory=lambda: DRAWN)
+    settled: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda dtype, settings: settings
     example: Callable[[int], dict[str, Any]] = lambda number: {}
     probes: tuple[Probe, ...] = ()
     columns: Mapping[str, tuple[str, Mapping[str, Any]]] = dataclasses.field(default_factory=lambda: DTYPES_AS_COLUMNS)

@@ -267,6 +267,7 @@ FAMILY: Family = Family(
     name="divergence",
     settings=inputs_of.SETTINGS,
     draw=inputs_of.draw,
+    settled=inputs_of.settled,
     build=_build,
     stored=inputs_of.STORED,
     derived=lambda tensors, where: inputs_of.derived(FAMILY, tensors, where),

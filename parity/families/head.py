@@ -264,10 +264,19 @@ def draw_head(draw: Any, st: Any, dtype: str, *, profile: str, contexts: tuple[s
     if many:
         out["B"], out["T"] = draw(st.sampled_from([(1, 130), (2, 300), (1, 1030), (3, 400)]))
         out |= {"V": min(vocabulary, 40), "H": draw(st.sampled_from([1, 2, 7, 33, 130]))}
-    if out["bias"] == "none" and out["grad"] == "bias":
-        out["grad"] = "weight"
     if out["softcap"] is not None and draw(st.integers(0, 3)):  # it holds every logit at its bound
         out["level"] = 0.0
+    return settled(dtype, out)
+
+
+def settled(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a case, with those at their defaults that say nothing beside the others."""
+    if dtype == "fp32":  # the head has it anyway
+        out["head_dtype"] = "same"
+    elif out["context"] in ("autocast", "tf32"):  # of float32 parameters
+        out["context"] = "plain"
+    if out["bias"] == "none" and out["grad"] == "bias":
+        out["grad"] = "weight"
     return out
 
 

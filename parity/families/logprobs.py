@@ -59,14 +59,23 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         st.sampled_from(["random"] * 3 + ["fine"] * 2 + ["ones", "zero", "scaled", "small", "sparse"])
     )
     if dtype != "fp32" and draw(st.integers(0, 15)) == 15:
-        plain = ["temperature", "softcap", "logit_scale", "bias", "level", "padded_rows"]
-        plain += draw(st.sampled_from([PLAIN, ()]))
-        out |= {n: SETTINGS[n].default for n in plain}
-        out |= {"B": 1, "T": min(out["T"], 4), "V": 2 * RARE_BLOCK, "H": min(out["H"], 16), "targets": "likely"}
+        out |= {n: SETTINGS[n].default for n in draw(st.sampled_from([PLAIN, ()]))}
         out["rare"] = round(draw(st.sampled_from(RARE)), 4)
+    return settled(dtype, out)
+
+
+def settled(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a case, with those at their defaults that say nothing beside the others: what moves the logits of a rare
+    block would make it common."""
+    if dtype == "fp32":
+        out["rare"] = None
+    if out.get("rare") is not None:
+        moving = ("temperature", "softcap", "logit_scale", "bias", "level", "padded_rows")
+        out |= {n: SETTINGS[n].default for n in moving}
+        out |= {"B": 1, "T": min(out["T"], 4), "V": 2 * RARE_BLOCK, "H": min(out["H"], 16), "targets": "likely"}
         if "weight" not in out["grad"]:
             out["grad"] = "hidden weight"
-    return out
+    return head.settled(dtype, out)
 
 
 def _with_rare_blocks(case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | None]) -> None:
@@ -191,6 +200,7 @@ FAMILY: Family = Family(
     name="logprobs",
     settings=SETTINGS,
     draw=draw,
+    settled=settled,
     build=build,
     oracle=oracle,
     outputs=("logps", "entropy"),

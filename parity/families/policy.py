@@ -358,6 +358,7 @@ FAMILY: Family = Family(
     name="policy",
     settings=settings_of.SETTINGS,
     draw=settings_of.draw,
+    settled=settings_of.settled,
     build=_build,
     oracle=oracle,
     outputs=("loss", "kl", "entropy", "clip_ratio", "clip_low", "clip_high"),

@@ -168,8 +168,17 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
             out["grad"] = "weight"
     if draw(st.integers(0, 19)) == 19:  # a batch without a loss token, whatever else moves
         out["lengths"] = [0] * rows
+    return settled(dtype, out)
+
+
+def settled(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a case, with those at their defaults that say nothing beside the others."""
+    if out["loss_type"] in ("cispo", "sapo", "vespo"):
+        out["delta"] = None
+    if out["ratio"] == "none":
+        out |= {"ratio_range": "unit", "recording": "none"}
     if out["head"] != "plain":  # the adapter and the embeddings have the dtype of the model
         out["head_dtype"] = "same"
     if out["head"] == "tied":  # its square would be added
         out["level"] = 0.0
-    return out
+    return head.settled(dtype, out)

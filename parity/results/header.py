@@ -79,6 +79,9 @@ class Part(msgspec.Struct, kw_only=True):
         default_factory=dict
     )
     shown: Annotated[list[tuple[str, str | None]] | None, described("of a finding: what a fresh process shows")] = None
+    apart: Annotated[
+        dict[str, list[tuple[str, str, str]]], described("implementation -> pairs that it does not run with, and why")
+    ] = field(default_factory=dict)
 
 
 class Parted(Written, kw_only=True):

@@ -58,6 +58,8 @@ class Accepting:
 
     announce: Callable[[Case], bool]
     """Called before the implementation runs; says whether it may."""
+    verdict, why = "", ""
+    """Of the last call: "ran" or what became of it instead, and why."""
 
     def __init__(self, implementation: Implementation, device: str):
         self.implementation, self.device = implementation, device
@@ -116,18 +118,26 @@ class Accepting:
         settings = {**kept, **{k: v for k, v in self.base.items() if k not in kept}}
         small = {k: v for k, v in settings.items() if k not in SIZES and not isinstance(v, list)}
         for chosen, dtype in itertools.product((settings, small), (case.dtype, self.dtype)):
-            moved = Case(case.family, case.seed, dtype, chosen)
-            if self._skipped(moved) is None:
-                found = self._together(moved) if self._stands(moved) else None
+            moved = self._settled(Case(case.family, case.seed, dtype, chosen))
+            if self.skipped(moved) is None:
+                found = self._together(moved) if self.stands(moved) else None
                 found = found and self._with_more(found, moved, case)
                 return found if found != case else None
         return None
+
+    def _settled(self, case: Case) -> Case:
+        """The case without what says nothing beside its other settings, or in its dtype."""
+        default = {name: setting.default for name, setting in self.family.settings.items()}
+        full = default | dict(case.settings)
+        other = {n: v for n, v in self.family.settled(case.dtype, dict(full)).items() if v != full[n]}
+        kept = {n: v for n, v in case.settings.items() if n not in other}
+        return dataclasses.replace(case, settings=kept | {n: v for n, v in other.items() if v != default[n]})
 
     def _with_more(self, found: Case, moved: Case, case: Case) -> Case:
         """`found`, or `moved` with each setting of the case that it lost and that the implementation takes there."""
         for name in sorted(case.settings.keys() - moved.settings.keys()):
             more = dataclasses.replace(moved, settings={**moved.settings, name: case.settings[name]})
-            if more != case and self._accepts(more):
+            if more != case and self.accepts(more):
                 found = moved = more
         return found
 
@@ -137,7 +147,7 @@ class Accepting:
         One that has many values stays before one that has few, and both before a number: so many draws fewer move it to
         the value that it has here.
         """
-        if self._accepts(case):
+        if self.accepts(case):
             return case
         base = self.base or {}
         moved = [name for name, value in case.settings.items() if name not in SIZES and value != base.get(name)]
@@ -148,14 +158,14 @@ class Accepting:
             return dataclasses.replace(case, settings={**base, **kept})
 
         for name in order:
-            if self._accepts(near := back([name])):
+            if self.accepts(near := back([name])):
                 return near
-        away = next((n for n in range(2, len(order) + 1) if self._accepts(back(order[:n]))), None)
+        away = next((n for n in range(2, len(order) + 1) if self.accepts(back(order[:n]))), None)
         if away is None:
             return None
         gone = order[:away]
         for name in gone[-2::-1]:  # the last one went because it had to
-            gone = less if self._accepts(back(less := [n for n in gone if n != name])) else gone
+            gone = less if self.accepts(back(less := [n for n in gone if n != name])) else gone
         return back(gone)
 
     @functools.cached_property
@@ -170,10 +180,10 @@ class Accepting:
 
     def takes(self, name: str, value: Any) -> bool:
         """Whether it takes a setting's value, or one of its kind, where all others are at the base."""
-        kind = _kind(value)
-        if (name, str(kind)) not in self.alone:
-            self.alone[name, str(kind)] = self._runs({**(self.base or {}), name: kind})
-        return self.alone[name, str(kind)]
+        like = kind(value)
+        if (name, str(like)) not in self.alone:
+            self.alone[name, str(like)] = self._runs({**(self.base or {}), name: like}, name)
+        return self.alone[name, str(like)]
 
     def takes_beside(self, name: str, case: Case) -> bool:
         """Whether it takes a setting that it may refuse alone beside the choices of the case that a probe of it has."""
@@ -184,7 +194,7 @@ class Accepting:
                 key = name, json.dumps(probe.among, sort_keys=True, default=str)
                 if all(case.settings.get(k) == v for k, v in chosen.items()):
                     if key not in self.alone:
-                        self.alone[key] = self._runs({**base, **probe.among, name: probe.value})
+                        self.alone[key] = self._runs({**base, **probe.among, name: probe.value}, name)
                     if self.alone[key]:
                         return True
         return False
@@ -193,19 +203,32 @@ class Accepting:
         """The settings of a case that it takes alone; sizes are not asked about."""
         return {name for name, value in case.settings.items() if name in SIZES or self.takes(name, value)}
 
-    def _runs(self, settings: Mapping[str, Any]) -> bool:
-        return self._accepts(Case(self.family.name, 0, self.dtype, settings))
+    def _runs(self, settings: Mapping[str, Any], name: str = "") -> bool:
+        """Whether it runs with these settings; in a dtype in which the named one means something, if there is one."""
+        full = {one: setting.default for one, setting in self.family.settings.items()} | dict(settings)
+        every = (self.dtype, *(dtype for dtype in ("fp32", "fp16", "bf16") if dtype in self.implementation.dtypes))
+        means = (d for d in every if name and self.family.settled(d, dict(full))[name] == settings[name])
+        return self.accepts(Case(self.family.name, 0, next(means, self.dtype), settings))
 
-    def _accepts(self, case: Case) -> bool:
-        if self._skipped(case) or not self._stands(case) or not self.announce(case):
+    def accepts(self, case: Case) -> bool:
+        """Whether it runs on a case; it is called once."""
+        self.verdict, self.why = "unsupported", self.skipped(case) or ""
+        if self.why or not self.stands(case) or not self.announce(case):
             return False
         inputs = oracle_of(case, self.device).offered(self.implementation).inputs
-        return execute(self.implementation, inputs).verdict not in REFUSED
+        outcome = execute(self.implementation, inputs)
+        self.verdict, self.why = outcome.verdict, outcome.message or ""
+        return outcome.verdict not in REFUSED
 
-    def _skipped(self, case: Case) -> str | None:
+    def runs(self, case: Case) -> bool:
+        """Whether it comes to its end on a case; what crashes is accepted and does not."""
+        return self.accepts(case) and self.verdict == "ran"
+
+    def skipped(self, case: Case) -> str | None:
+        """Why it does not claim a case, before it is called."""
         return skip_reason(self.family, self.implementation, case, self.family.full_settings(case), self.device)
 
-    def _stands(self, case: Case) -> bool:
+    def stands(self, case: Case) -> bool:
         """Whether it is a case at all: some values stand only beside others."""
         try:
             self.family.build(case)
@@ -214,7 +237,7 @@ class Accepting:
         return True
 
 
-def _kind(value: Any) -> Any:
+def kind(value: Any) -> Any:
     """One value for all that an implementation takes or refuses together: numbers between 0 and 1, above, below; lists."""
     if isinstance(value, list):
         return LENGTHS

@@ -48,6 +48,14 @@ class Confirmed(_Event, frozen=True):
     shown: list[tuple[str, str | None]]
 
 
+class Apart(_Event, frozen=True):
+    """Pairs of settings that an implementation does not run with, each with the reason: no run owes them. Beside "" stands one
+    that it refuses alone."""
+
+    implementation: str
+    pairs: list[tuple[str, str, str]]
+
+
 class ShardDone(_Event, frozen=True):
     """The shard came to its end, or after `cases` of its cases to that of the run's time; it took `seconds` of CPU time,
     `spent` as `parity.timings.spent` tells."""
@@ -70,7 +78,7 @@ class Lost(_Event, frozen=True):
     message: str
 
 
-Event: TypeAlias = At | Started | Judged | Checked | Confirmed | ShardDone | Retired | Lost
+Event: TypeAlias = At | Started | Judged | Checked | Confirmed | Apart | ShardDone | Retired | Lost
 
 
 def line_of(event: Event) -> str:

@@ -35,7 +35,8 @@ MEMORY = 4 << 30
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What the command line asked for. `confirm`: a new finding counts once a fresh process shows it, in any profile; `ray`: the
-    address of a Ray cluster whose nodes run the shards."""
+    address of a Ray cluster whose nodes run the shards; `only`: files of frozen cases that alone are run, whatever they gave when
+    they were measured."""
 
     profile: str = "pr"
     families: tuple[str, ...] = ()
@@ -53,6 +54,7 @@ class Options:
     resume: Path | None = None
     confirm: bool = False
     ray: str | None = None
+    only: tuple[str, ...] = ()
 
     @property
     def file(self) -> Path:
@@ -104,19 +106,20 @@ class Sought(msgspec.Struct, frozen=True, kw_only=True):
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """`count` cases of a family, from number `start` on: frozen ones, those of a trainer's checks, or of the `of` that are
-    drawn in stream `index`; or a finding.
+    drawn in stream `index`; the pairs that no draw shows an `implementation`, which count as one case; or a finding.
 
     `resume` cases at the start were done, and the pairs (case, implementation) of `done`, before a worker died; `references`:
     (case, reference that was judged on it) of those; `skip` names pairs that killed it, `exclude` implementations left out.
     """
 
     family: str
-    kind: Literal["frozen", "checks", "drawn", "finding"]
+    kind: Literal["frozen", "checks", "drawn", "pairs", "finding"]
     seed: int
     count: int
     start: int = 0
     index: int = 0
     of: int = 0
+    implementation: str = ""
     sought: Sought | None = None
     resume: int = 0
     done: tuple[tuple[str, str], ...] = ()
@@ -129,7 +132,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         """The same in every run with this seed and profile."""
         if self.sought is not None:
             return " ".join([self.family, "finding", *map(str, self.sought.signature)])
-        return f"{self.family} {self.kind} {self.index}.{self.start}"
+        return f"{self.family} {self.kind} {self.implementation or f'{self.index}.{self.start}'}"
 
 
 class Plan(msgspec.Struct, kw_only=True):
@@ -192,20 +195,26 @@ def planned(options: Options, device: str, seed: int) -> Plan:
     ledger_path = options.ledger or data.ledger_file()
     profile = PROFILES[options.profile]
     wanted = named(options.families)
-    have = {i.family for i in described(options.implementations, options.families)}
+    chosen = described(options.implementations, options.families)
+    have = {i.family for i in chosen}
     known = loss_families()
     families = [f for f in wanted or known if f in known and f in have]
     checked = catalogue.chosen(wanted, have)
     frozen = [f for f in frozen_cases(ledger_path) if profile.frozen_trainers or f[1]["family"] in known]
     frozen = [f for f in frozen if not options.dtypes or f[1]["dtype"] in options.dtypes]
+    if options.only:
+        frozen = [(name, case, remarks | {"recorded": []}) for name, case, remarks in frozen if name in options.only]
     shards: list[Shard] = []
     for name in (*families, *checked):
         total = sum(case["family"] == name for _, case, _ in frozen)
         shards += slices(total, FROZEN, family=name, kind="frozen", seed=seed)
-    for name in families:
+    for name in families if not options.only else ():
         for index, of in enumerate(streams(loss_family(name).drawn.get(options.profile, 0), device)):
             shards += slices(of, SHARD, family=name, kind="drawn", seed=seed, index=index, of=of)
-    for name in checked:
+    for one in chosen if profile.cost == 1 and not options.only else ():
+        if one.family in families:
+            shards += [Shard(family=one.family, kind="pairs", seed=seed, count=1, implementation=one.id)]
+    for name in checked if not options.only else ():
         total = len(catalogue.cases(name, options.profile, seed))
         shards += slices(total, CHECKS, family=name, kind="checks", seed=seed)
     count, why = workers(options.workers, len(shards))
@@ -257,14 +266,25 @@ def memory(count: int) -> int:
 
 def frozen_cases(ledger_path: Path) -> list[tuple[str, Any, dict[str, Any]]]:
     """(name, case JSON, remarks) of the shipped frozen cases and of the cases that the ledger names."""
-    paths = {p.name: p for p in data.frozen_cases()}
-    for entry, _ in Ledger.load(ledger_path).frozen():
-        paths.setdefault(Path(entry.case).name, ledger_path.parent / entry.case)
     out = []
-    for name, path in sorted(paths.items()):
+    for name, path in sorted(frozen_files(ledger_path).items()):
         found = Frozen.load(path)
-        out.append((name, found.case.to_json(), {"implementations": found.implementations, "fast": found.fast}))
+        out.append(
+            (
+                name,
+                found.case.to_json(),
+                {"implementations": found.implementations, "fast": found.fast, "recorded": found.recorded},
+            )
+        )
     return out
+
+
+def frozen_files(ledger_path: Path) -> dict[str, Path]:
+    """The files of the shipped frozen cases and of the cases that the ledger names, by name."""
+    paths = {p.name: p for p in data.frozen_cases()}
+    for entry in Ledger.load(ledger_path).entries:
+        paths.setdefault(Path(entry.case).name, ledger_path.parent / entry.case)
+    return paths
 
 
 def _digest(path: Path) -> str:

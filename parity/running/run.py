@@ -26,7 +26,7 @@ from parity.results.row import Row
 from parity.results.turns import Turns
 from parity.running import outcome, resume, supervisor
 from parity.running.deck import Deck
-from parity.running.events import At, Checked, Confirmed, Judged, Lost, ShardDone, Started
+from parity.running.events import Apart, At, Checked, Confirmed, Judged, Lost, ShardDone, Started
 from parity.running.findings import Findings
 from parity.running.nodes import Nodes
 from parity.running.plan import Options, check, planned
@@ -166,6 +166,7 @@ def _follow(
     roles = {i.id: i.role for i in (load() | catalogue.implementations()).values()}
     checked: dict[str, dict[str, bool | None]] = {}
     shown: dict[str, list[tuple[str, str | None]]] = {}
+    apart: dict[str, dict[str, list[tuple[str, str, str]]]] = {}
     begun: set[str] = set()
     now = ""
     for shard, event in events:
@@ -186,6 +187,8 @@ def _follow(
             case Confirmed():
                 shown[shard.name] = event.shown
                 found.confirmed(shard, event.shown)
+            case Apart():
+                apart[shard.name] = {event.implementation: event.pairs}
             case Lost():
                 state.lost.append(event.message)
             case Started():
@@ -197,6 +200,7 @@ def _follow(
                 if event.cases == shard.count:
                     part = Part(name=shard.name, cases=event.cases, seconds=event.seconds, spent=event.spent)
                     part.checked, part.shown = checked.get(part.name, {}), shown.get(part.name)
+                    part.apart = apart.get(part.name, {})
                     state.parts[part.name] = part
                     write(Parted(part=part, run=run))
                     if shard.kind == "checks":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -21,11 +22,15 @@ from parity.case.drawing import batch, batches, cases
 from parity.case.family import Family
 from parity.case.profiles import Profile, streams
 from parity.implementations.implementation import Implementation
+from parity.judging.rows import replay_line
 from parity.registry import facts, loss_family, run_case
+from parity.results import recorded
 from parity.results.ledger import Ledger, stale
+from parity.results.recorded import Recorded
 from parity.results.row import Row
 from parity.running.accepting import Accepting, Draws, refused
-from parity.running.events import At, Checked, Confirmed, Event, Judged, Started
+from parity.running.events import Apart, At, Checked, Confirmed, Event, Judged, Started
+from parity.running.pairs import Pairs
 from parity.running.plan import Shard, Sought, signature_of
 from parity.timings import within
 from parity.trainers import catalogue
@@ -56,6 +61,8 @@ class Session:
         if shard.kind == "finding":
             self.finding(shard)
             return 1
+        if shard.kind == "pairs":
+            return int(self._paired(shard))
         kinds: Mapping[str, Callable[[Any, Shard], None]]
         kinds = {"frozen": self._frozen, "checks": self._check, "drawn": self._drawn}
         for number, case in enumerate(self._cases(shard)):
@@ -141,6 +148,25 @@ class Session:
             for row in self._run(near, [*references, *chosen], shard, thorough=False):
                 self.emit(Judged(row))
 
+    def _paired(self, shard: Shard) -> bool:
+        """The pairs of settings that an implementation takes and that no draw shows it; whether the time was enough."""
+        for i in self.implementations:
+            if i.id != shard.implementation:
+                continue
+            self.emit(At(0))
+            takes, draws = self._accepting(i, shard), self._draws(i, shard)
+            if takes.base is None:
+                continue
+            pairs = Pairs(takes, draws)
+            for case in pairs.cases():
+                if self.deadline is not None and time.time() > self.deadline:
+                    return False
+                references = [r for r in self._of(case) if r.role == "reference" and r is not i]
+                for row in self._run(case, [*references, i], shard, thorough=False):
+                    self.emit(Judged(row))
+            self.emit(Apart(i.id, pairs.apart))
+        return True
+
     def _draws(self, implementation: Implementation, shard: Shard) -> Draws:
         """The first draws of a shard's family, as an implementation has them."""
 
@@ -220,7 +246,7 @@ class Session:
         """Tell of it, with the file that it will be in (`Findings.freeze`)."""
         row = finding.row
         path = self.findings_dir / f"{finding.case.id}.json"
-        line = f"parity replay {_shown(path)} --implementation {row.implementation}"
+        line = replay_line(_shown(path), row.implementation)
         chosen = [i for i in self._of(finding.case) if i.id == row.implementation or i.role == "reference"]
         for again in self._run(finding.case, chosen, None, thorough=True):
             if again.implementation == row.implementation:
@@ -247,6 +273,7 @@ class Session:
         ):
             if row.failing:
                 row.known = self._known(row, case, extends[row.implementation], agreed)
+                self._hold(row, case)
             else:
                 agreed.add((row.implementation, row.quantity))
             last = row.implementation
@@ -260,6 +287,23 @@ class Session:
         if found or not extended or (extended, row.quantity) in agreed:
             return found
         return self.ledger.match(replace(row, implementation=extended), facts(case))
+
+    def _hold(self, row: Row, case: Case) -> None:
+        """A known finding that is not what its frozen case gave when that was measured is a new one, and says so."""
+        entry = next((e for e in self.ledger.entries if e.id == row.known), None)
+        if entry and (said := recorded.altered(row, entry, [one for _, one in self.recorded.get(case.id, ())])):
+            known = f"{entry.id} is known ({self.ledger.line_of(entry.id)}), but in its frozen case it was not so"
+            who = f" --implementation {row.implementation}" if ".py:" in row.implementation else ""
+            remedy = f"if it is right now: parity ledger measure {self.recorded[case.id][0][0]}{who}"
+            row.known, row.message = None, "; ".join(filter(None, [row.message, f"{known}: {said}", remedy]))
+
+    @functools.cached_property
+    def recorded(self) -> dict[str, list[tuple[str, Recorded]]]:
+        """Id of a frozen case -> what it gave when it was measured, each with the name of its file."""
+        out = collections.defaultdict[str, list[tuple[str, Recorded]]](list)
+        for name, case, extra in self.frozen:
+            out[case.id] += [(Path(name).stem, one) for one in recorded.read(extra.get("recorded", ()), name)]
+        return out
 
 
 class Stream:

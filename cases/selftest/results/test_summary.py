@@ -1,13 +1,16 @@
 """Counting: implementation-cases, findings, coverage."""
 
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 from msgspec import convert
+from msgspec.structs import replace
 
-from parity.results.header import About, Header
+from parity.results.header import About, Header, Part
 from parity.results.report import brief, wording
+from parity.results.report.coverage import shared
 from parity.results.report.outcomes import headroom
 from parity.results.report.summary import summarise
 from parity.results.row import Row
@@ -297,6 +300,23 @@ def test_pairs_are_counted_for_each_implementation_within_what_it_takes():
     }
     (family,) = s.coverage
     assert family.never == ()
+
+
+def test_pairs_that_an_implementation_does_not_run_with_are_not_owed():
+    rows = [row("a", settings={"beta": 0.1}), row("b", settings={"delta": 2.0}), row("c", settings={"holes": True})]
+    pairs = [("beta", "delta", "one at a time"), ("B", "beta", "said of what is never away")]
+    part = Part(name="policy pairs", cases=1, apart={rows[0].implementation: pairs})
+    s = summarise(replace(HEADER, parts=[part]), rows)
+    (own,), (family,) = s.takers.values(), s.coverage
+    for found in (own, family):
+        assert (found.pairs, found.never) == (2, (("beta", "holes"), ("delta", "holes")))
+        assert found.apart == (("beta", "delta", "one at a time"),)
+    part = Part(name="policy pairs", cases=1, apart={rows[0].implementation: [("holes", "", "refused alone")]})
+    s = summarise(replace(HEADER, parts=[part]), rows)
+    assert s.takers[rows[0].implementation].never == (("beta", "delta"),)
+    wide = dataclasses.replace(own, apart=())
+    assert shared([own, wide]) == [] and shared([own]) == list(own.apart)
+    assert shared([own, dataclasses.replace(wide, dimensions=())]) == list(own.apart)
 
 
 def test_shapes_at_their_default_are_not_away():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from msgspec import UNSET
+from msgspec import UNSET, to_builtins
 from msgspec.structs import replace
 
 from parity import data
@@ -15,6 +15,7 @@ from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, Profile, streams
 from parity.implementations.implementation import Implementation, require
 from parity.registry import NAMES, from_file, load, loss_family, select
+from parity.results import recorded
 from parity.results.ledger import Ledger
 from parity.results.ledger_edit import toml
 from parity.running import shard as shard_module
@@ -246,6 +247,67 @@ def test_an_entry_that_covers_nothing_is_named_with_its_line(tmp_path, change, s
     assert [e.stale for e in events if isinstance(e, Checked)] == [stale]
     reasons = judge_run(Options(ledger=path), rows(events), ["one"] if stale else [], [], "cpu")[1]
     assert [r for r in reasons if "ledger" in r] == ([f"ledger entry one {said}: {path} line 3"] if stale else [])
+
+
+@pytest.fixture
+def known(tmp_path):
+    """A wrong kernel whose finding the ledger knows; a function that runs its frozen case, measured so."""
+    case = Case("logprobs", 1, "fp32", {})
+    (tmp_path / "mine.json").write_text(json.dumps(case.to_json()))
+    fields = {"id": "one", "family": "logprobs", "implementations": [f"{KERNELS}:scaled"], "quantities": ["*"]}
+    fields |= {"reason": "it is", "date": "2026-11-22", "link": "here", "case": "mine.json"}
+    path = tmp_path / "ledger.toml"
+    path.write_text("# mine\n" + toml(fields))
+
+    def ran(*records):
+        own, events = session("scaled", tmp_path)
+        own.ledger = Ledger.load(path)
+        own.frozen = [("mine.json", case, {"fast": True, "recorded": [to_builtins(one) for one in records]})]
+        own.run(Shard(family="logprobs", kind="frozen", count=1, seed=1))
+        assert [e.stale for e in events if isinstance(e, Checked)] == [False]
+        return [row for row in rows(events) if row.failing], path
+
+    return ran
+
+
+def measured(ran):
+    """The record of the case as it is, whose it is, and what fails."""
+    gave = recorded.of(ran()[0], "cpu", {})
+    ((who, failing),) = gave.failing.items()
+    return gave, who, failing
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda failing: failing, ""),
+        (lambda failing: failing | {"logps": ("logic", failing["logps"][1] / 2.9)}, ""),
+        (lambda failing: failing | {"logps": ("logic", failing["logps"][1] / 3.1)}, "headroom"),
+        (lambda failing: failing | {"logps": ("precision", failing["logps"][1])}, "class logic, which was precision"),
+        (lambda failing: {q: v for q, v in failing.items() if q != "logps"}, "logps fails, which it did not"),
+        (lambda failing: {}, "logps fails, which it did not"),
+    ],
+)
+def test_a_known_finding_that_is_not_what_its_frozen_case_gave_is_new(known, change, said):
+    gave, who, failing = measured(known)
+    found, path = known(replace(gave, failing={who: change(failing)}))
+    new = {row.quantity: row.message for row in found if row.new}
+    assert (said in new.get("logps", "")) if said else not new
+    code, _ = judge_run(Options(ledger=path), found, [], [], "cpu")
+    assert code == (1 if said else 0)
+    for message in new.values():
+        assert f"one is known ({path} line 3)" in message and message.endswith(
+            f"parity ledger measure mine --implementation {who}"
+        )
+
+
+def test_what_was_measured_elsewhere_says_nothing(known):
+    gave, who, failing = measured(known)
+    small = replace(gave, failing={who: failing | {"logps": ("logic", 1e-9)}})
+    for other in (replace(small, device="cuda"), replace(small, versions={"torch": "999"})):
+        assert not [row for row in known(other)[0] if row.new]
+    assert [row for row in known(small)[0] if row.new]
+    assert not [row for row in known(small, gave)[0] if row.new]
 
 
 def test_one_dtype_leaves_out_frozen_cases_of_others():

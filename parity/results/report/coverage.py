@@ -43,6 +43,8 @@ class Coverage:
         dimensions: every dimension, the least exercised first.
         pairs: pairs of dimensions that were each exercised.
         never: those of them that were never away from their defaults together in a compared implementation-case.
+        apart: pairs that count as neither, because an implementation does not run with them, each with the reason. A setting
+            that it refuses alone runs where it says nothing, such as a softcap where every token is ignored.
     """
 
     family: str
@@ -50,6 +52,7 @@ class Coverage:
     dimensions: tuple[Dimension, ...]
     pairs: int
     never: tuple[tuple[str, str], ...]
+    apart: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def unexercised(self) -> tuple[Dimension, ...]:
@@ -106,8 +109,13 @@ def openings(cases: Iterable[ImplementationCase]) -> list[Openings]:
     return out
 
 
-def coverage(family: str, cases: Sequence[ImplementationCase], defaults: Mapping[str, Any]) -> Coverage:
-    """Coverage of one family; `defaults` names all its dimensions."""
+def coverage(
+    family: str,
+    cases: Sequence[ImplementationCase],
+    defaults: Mapping[str, Any],
+    apart: Sequence[tuple[str, str, str]] = (),
+) -> Coverage:
+    """Coverage of one family; `defaults` names all its dimensions, `apart` the pairs that no case can have; "": any other."""
     names = sorted(set(defaults) | {k for c in cases for k in c.rows[0].settings})
     bit = {name: 1 << k for k, name in enumerate(names)}
     drawn: collections.Counter[str] = collections.Counter()
@@ -138,7 +146,26 @@ def coverage(family: str, cases: Sequence[ImplementationCase], defaults: Mapping
         for n in names
     ]
     dimensions.sort(key=lambda d: (d.exercised, d.name))
-    return Coverage(family, compared, tuple(dimensions), len(met) * (len(met) - 1) // 2, tuple(never))
+    why = {frozenset(one[:2]) - {""}: one[2] for one in apart}
+    found = [
+        (pair, why.get(frozenset(pair)) or why.get(frozenset(pair[:1])) or why.get(frozenset(pair[1:])))
+        for pair in never
+    ]
+    without = tuple((*pair, reason) for pair, reason in found if reason)
+    never = [pair for pair, reason in found if not reason]
+    pairs = len(met) * (len(met) - 1) // 2 - len(without)
+    return Coverage(family, compared, tuple(dimensions), pairs, tuple(never), without)
+
+
+def shared(takers: Iterable[Coverage]) -> list[tuple[str, str, str]]:
+    """The pairs that are apart for each implementation that was compared with both of their settings away from the default."""
+    found, own = dict[tuple[str, str], str](), list(takers)
+    for one in own:
+        found |= {(a, b): why for a, b, why in one.apart}
+    for one in own:
+        apart, met = {(a, b) for a, b, _ in one.apart}, {d.name for d in one.dimensions if d.exercised}
+        found = {pair: why for pair, why in found.items() if pair in apart or not met.issuperset(pair)}
+    return [(*pair, why) for pair, why in found.items()]
 
 
 def reasons(cases: Iterable[ImplementationCase]) -> list[Reason]:

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from parity.results.header import About, End, Header
-from parity.results.report.coverage import Coverage, Openings, Reason, coverage, openings, reasons
+from parity.results.report.coverage import Coverage, Openings, Reason, coverage, openings, reasons, shared
 from parity.results.report.findings import Finding, findings, tier
 from parity.results.report.matrix import Grid, Lines, StepOne, errors, grids, step_one
 from parity.results.report.outcomes import ImplementationCase, about_run, grouped, headroom
@@ -159,6 +159,7 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
     found = findings(everything)
     dimensions = header.header.dimensions or {}
     families = list(dict.fromkeys([c.family for c in cases]))
+    takers = _takers(cases, dimensions, {i: p for part in header.parts or () for i, p in part.apart.items()})
     return Summary(
         run=header.run,
         header=header.header,
@@ -169,8 +170,16 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         lines=tuple(_lines(everything)),
         findings=tuple(f for f in found if f.known is None),
         known=tuple(f for f in found if f.known is not None),
-        coverage=tuple(coverage(f, [c for c in cases if c.family == f], dimensions.get(f, {})) for f in families),
-        takers=_takers(cases, dimensions),
+        coverage=tuple(
+            coverage(
+                f,
+                [c for c in cases if c.family == f],
+                dimensions.get(f, {}),
+                shared(own for own in takers.values() if own.family == f),
+            )
+            for f in families
+        ),
+        takers=takers,
         reasons=tuple(reasons(cases)),
         undecided=sum(r.undecided for c in cases for r in c.judged),
         unjudged=_unjudged(cases),
@@ -182,11 +191,18 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
     )
 
 
-def _takers(cases: Iterable[ImplementationCase], dimensions: Mapping[str, Mapping[str, object]]) -> dict[str, Coverage]:
+def _takers(
+    cases: Iterable[ImplementationCase],
+    dimensions: Mapping[str, Mapping[str, object]],
+    apart: Mapping[str, Sequence[tuple[str, str, str]]],
+) -> dict[str, Coverage]:
     own: dict[str, list[ImplementationCase]] = collections.defaultdict(list)
     for case in cases:
         own[case.implementation].append(case)
-    seen = {name: coverage(found[0].family, found, dimensions.get(found[0].family, {})) for name, found in own.items()}
+    seen = {
+        name: coverage(found[0].family, found, dimensions.get(found[0].family, {}), apart.get(name, ()))
+        for name, found in own.items()
+    }
     return {name: one for name, one in seen.items() if one.compared}
 
 

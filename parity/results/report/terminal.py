@@ -171,7 +171,10 @@ def _never(found: Coverage) -> str:
 
 
 def _pairs(found: Coverage) -> str:
+    apart = f", {len(found.apart)} more do not go together" if found.apart else ""
     if not found.never:
-        return ""
+        return apart
     text = ", ".join(f"{a} + {b}" for a, b in found.never[:PAIRS])
-    return f"; never together: {text}" + (f" and {len(found.never) - PAIRS} more" if len(found.never) > PAIRS else "")
+    return f"{apart}; never together: {text}" + (
+        f" and {len(found.never) - PAIRS} more" if len(found.never) > PAIRS else ""
+    )
