@@ -10,6 +10,7 @@ from parity.case.case import Case
 from parity.plugin import device
 from parity.registry import facts, run_case, select
 from parity.results.ledger import Ledger
+from parity.results.recorded import altered, read
 from parity.results.report.failure import text_of
 
 
@@ -23,6 +24,11 @@ def test_frozen(path: Path) -> None:
     if absent and len(absent) == len(rows):
         pytest.skip(absent[0])
     ledger = Ledger.load(data.ledger_file())
+    entries = {e.id: e for e in ledger.entries}
+    records = read(raw.get("recorded", ()), path.name)
+    for row in rows:
+        entry = entries.get(ledger.match(row, facts(case)) or "") if row.failing else None
+        assert not altered(row, entry, records), f"{row.implementation}: {altered(row, entry, records)}"
     new = [r for r in rows if r.failing and ledger.match(r, facts(case)) is None]
     assert not new, "\n".join(text_of([r for r in rows if r.implementation == new[0].implementation]).splitlines())
     judged = [

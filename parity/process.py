@@ -16,6 +16,8 @@ from typing import Any
 
 WATCHED = "PARITY_WATCHED"
 """Environment variable by which a child is told where to report to: "DESCRIPTOR:NONCE:PID OF THE PARENT"."""
+WITH = "PARITY_WITH"
+"""Environment variable with the options `--with` of a command that was started in an environment of other versions."""
 PACKAGES = ("site-packages", "dist-packages")
 """Where pip installs; the second is that of Debian's own Python."""
 _PR_SET_PDEATHSIG = 1
@@ -36,6 +38,12 @@ def installed(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def elsewhere() -> str:
+    """What a command line needs besides to run in this environment: ` --with PKG==VER` in one of other versions, else nothing."""
+    words = os.environ.get(WITH, "")
+    return f" {words}" if words else ""
 
 
 def interpreter(target: str) -> list[str]:

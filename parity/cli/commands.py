@@ -63,7 +63,7 @@ def run_command(specs: tuple[str, ...], max_time: str | None, detail: Detail, **
     if specs and options["ray"]:
         raise UsageError("--ray and --with cannot be used together: other releases are installed on this machine only")
     if specs:
-        sys.exit(_inside(specs))
+        sys.exit(inside(specs))
     from parity.running.run import Options, execute
 
     limit = nightly.duration(max_time).total_seconds() if max_time else None
@@ -76,7 +76,7 @@ def run_command(specs: tuple[str, ...], max_time: str | None, detail: Detail, **
     sys.exit(result.exit_code)
 
 
-def _inside(specs: tuple[str, ...]) -> int:
+def inside(specs: tuple[str, ...]) -> int:
     """Run the same command inside an environment of other versions."""
     from parity.versions.commands.inside import run_inside
 
@@ -186,7 +186,7 @@ def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: 
     if specs and releases:
         raise UsageError("--with and --release cannot be used together: name every package of a release in --release")
     if specs:
-        sys.exit(_inside(specs))
+        sys.exit(inside(specs))
     from parity.tools.audit.command import AuditOptions, run
 
     chosen = AuditOptions(**options)
@@ -204,6 +204,7 @@ def audit_command(specs: tuple[str, ...], releases: tuple[str, ...], **options: 
 @options.WITH
 @click.option("--issue", is_flag=True, help="print a bug report with a stand-alone script, for upstream")
 @options.path("--minimise", "write the smallest part of a captured batch that still disagrees", metavar="FILE")
+@options.path("--reports", "folder of the run that had the case", "reports")
 def replay_command(
     case: str,
     implementations: tuple[str, ...],
@@ -211,16 +212,17 @@ def replay_command(
     specs: tuple[str, ...],
     issue: bool,
     minimise: Path | None,
+    reports: Path,
 ) -> None:
     """Run one case again and show every number.
 
     CASE is a case file, a ledger entry, or the id of a case. Exit code: 0 agrees, 1 disagrees, 125 not judged.
     """
     if specs:
-        sys.exit(_inside(specs))
+        sys.exit(inside(specs))
     from parity.tools.replay import replay
 
-    sys.exit(replay(case, implementations, device, issue, console(), minimise))
+    sys.exit(replay(case, implementations, device, issue, console(), minimise, reports))
 
 
 @main.command("findings")
@@ -258,7 +260,7 @@ def upstream_command(
     removes it, else 1.
     """
     if specs:
-        sys.exit(_inside(specs))
+        sys.exit(inside(specs))
     from parity import data
     from parity.results.turns import Turns
     from parity.tools.upstream import upstream

@@ -1,6 +1,8 @@
-"""`parity ledger add` and `accept`: entries written from what a run found."""
+"""`parity ledger add`, `accept` and `measure`: entries, and what frozen cases give, written from what a run found."""
 
 import datetime
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,12 @@ import click
 
 from parity import data
 from parity.cli import options
+from parity.cli.group import NOTHING
 from parity.cli.nightly import duration
+from parity.cli.progress import Shown
 from parity.errors import UsageError
 from parity.results.header import Header
+from parity.results.row import Row
 
 _RESULTS = click.option(
     "--run", "results", type=click.Path(path_type=Path), default=Path("reports/results.ndjson"), show_default=True
@@ -20,7 +25,7 @@ _LEDGER = options.path("--ledger", "default: cases/ledger.toml")
 
 @click.group("ledger")
 def ledger_command() -> None:
-    """Add findings to the list of known ones."""
+    """Add findings to the list of known ones; measure those anew."""
 
 
 @ledger_command.command("add")
@@ -35,14 +40,14 @@ def add_command(
     case: str, implementation: str | None, reason: str, link: str, expires: str, results: Path, ledger: Path
 ) -> None:
     """Add the new finding that the last run has on CASE."""
-    _, found = _found(results)
+    header, rows, found = _found(results)
     chosen = [f for f in found if f.lead.case == case and implementation in (None, f.implementation)]
     if not chosen:
         known = ", ".join(f"{f.lead.case} ({f.implementation})" for f in found)
         raise UsageError(
             f"case {case!r}: {results} has no new finding on it, choose from {known or 'none: it has no new findings'}"
         )
-    for id in _write(chosen, results, ledger, reason, link, expires):
+    for id in _write(chosen, header, rows, results, ledger, reason, link, expires):
         click.echo(f"entered {id}")
 
 
@@ -57,7 +62,7 @@ def accept_command(expires: str, results: Path, ledger: Path) -> None:
 
     Each is marked as unexplained, and turns a run red when it expires.
     """
-    header, found = _found(results)
+    header, rows, found = _found(results)
     if header.interrupted is True:
         raise UsageError(
             f"{results}: the run did not finish, so findings may be missing: first parity run --resume {results}"
@@ -65,20 +70,88 @@ def accept_command(expires: str, results: Path, ledger: Path) -> None:
     if not found:
         click.echo(f"{results}: no new findings, nothing to accept")
         return
-    for id in _write(found, results, ledger, f"Unexplained: accepted from run {header.run}.", "", expires):
+    reason = f"Unexplained: accepted from run {header.run}."
+    for id in _write(found, header, rows, results, ledger, reason, "", expires):
         click.echo(f"accepted {id}")
 
 
-def _found(results: Path) -> tuple[Header, list[Any]]:
+@ledger_command.command("measure")
+@click.argument("names", nargs=-1, metavar="[ENTRY|CASE]...", shell_complete=options.values(options.cases))
+@options.IMPLEMENTATIONS
+@options.DEVICE
+@options.WITH
+@_LEDGER
+def measure_command(
+    names: tuple[str, ...], implementations: tuple[str, ...], device: str, specs: tuple[str, ...], ledger: Path | None
+) -> None:
+    """Write into the frozen cases what known findings are there now.
+
+    A later run shows a finding as new that grew threefold there, changed its class, or fails in another quantity. Without a
+    name: all frozen cases.
+    """
+    if specs:
+        from parity.cli.commands import inside
+
+        sys.exit(inside(specs))
+    from parity.results import recorded
+    from parity.results.ledger import Ledger
+    from parity.running.plan import Options, frozen_files
+    from parity.running.run import execute
+
+    ledger = ledger or data.ledger_file()
+    files = frozen_files(ledger)
+    with tempfile.TemporaryDirectory() as folder, Shown() as progress:
+        chosen = _cases(names, files, ledger)
+        asked = Options(
+            implementations=implementations, device=device, ledger=ledger, reports=Path(folder), only=chosen
+        )
+        run = execute(asked, progress, progress.say)
+    about = run.header.header
+    loose = {e.id for e in Ledger.load(ledger).entries if "nondeterministic" in e.verdicts}
+    for name in chosen:
+        rows = [r for r in run.rows if r.frozen == name]
+        now = recorded.of(rows, about.device or "cpu", about.versions, loose)
+        state = "written" if recorded.save(files[name], now) else "as it was"
+        new = sorted({r.implementation for r in rows if r.new})
+        click.echo(f"{name}: {state}{', left out as it is new: ' + ', '.join(new) if new else ''}")
+    for line in run.lost:
+        click.echo(f"parity: a worker was lost: {line}", err=True)
+    sys.exit(NOTHING if run.lost or not any(r.judged for r in run.rows) else 0)
+
+
+def _cases(names: tuple[str, ...], files: dict[str, Path], ledger: Path) -> tuple[str, ...]:
+    """The files of entries and frozen cases by name; of none, all."""
+    from parity.registry import meant
+    from parity.results.ledger import Ledger
+
+    known = {Path(name).stem: name for name in files}
+    known |= {entry.id: Path(entry.case).name for entry in Ledger.load(ledger).entries}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{name!r} is no entry of {ledger} and no frozen case, {meant(name, known)}")
+    return tuple(sorted({known[name] for name in names} if names else files))
+
+
+def _found(results: Path) -> tuple[Header, list[Row], list[Any]]:
     from parity.results.report.rows import read
     from parity.results.report.summary import summarise
 
     header, rows = read(results)
-    return header, list(summarise(header, rows).findings)
+    return header, rows, list(summarise(header, rows).findings)
 
 
-def _write(findings: list[Any], results: Path, ledger: Path | None, reason: str, link: str, expires: str) -> list[str]:
+def _write(
+    findings: list[Any],
+    header: Header,
+    rows: list[Row],
+    results: Path,
+    ledger: Path | None,
+    reason: str,
+    link: str,
+    expires: str,
+) -> list[str]:
     from parity.registry import family, load
+    from parity.results import recorded
     from parity.results.ledger_edit import append, entry
     from parity.running.find import find
 
@@ -93,5 +166,7 @@ def _write(findings: list[Any], results: Path, ledger: Path | None, reason: str,
         case, _ = find(finding.lead.case, results.parent)
         shapes = [*family(case.family).shapes, "lengths"]
         library = libraries.get(finding.implementation, "")
-        entries.append((entry(case, finding, library, reason, link, until, shapes), case))
+        its = [r for r in rows if (r.case, r.implementation) == (case.id, finding.implementation)]
+        gave = recorded.of(its, finding.lead.device, header.header.versions, entered=True)
+        entries.append((entry(case, finding, library, reason, link, until, shapes), case, gave))
     return append(ledger or data.ledger_file(), entries, again=not link)

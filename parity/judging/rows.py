@@ -9,6 +9,7 @@ from typing import Any
 
 from parity.case.case import Case
 from parity.case.family import AnyFamily
+from parity.process import elsewhere
 from parity.results.row import DECIDED, STOPPED, Row
 
 
@@ -27,9 +28,14 @@ def empty_row(family: AnyFamily, case: Case, implementation: str, device: str, *
         "seed": case.seed,
         "settings": dict(case.settings) | shapes,
         "features": dict(family.features(case)),
-        "replay": f"parity replay {replayed} --implementation {implementation}",
+        "replay": replay_line(replayed, implementation),
     }
     return Row(**base | fields)
+
+
+def replay_line(case: str, implementation: str) -> str:
+    """The command that shows a case again, with the versions that `--with` named."""
+    return f"parity replay {case} --implementation {implementation}{elsewhere()}"
 
 
 def flaky(failing: Collection[str], again: Callable[[], Mapping[str, bool]]) -> set[str]:

@@ -27,7 +27,8 @@ from parity.results.row import Class, Row, Verdict
 from parity.results.user import ForUser, Severity
 
 GROWTH = 3.0
-"""A known finding may be so many times as large as when it was entered; beyond that it is a new one."""
+"""A known finding may be so many times as large as when it was entered; beyond that it is a new one. A CPU without AVX-512, and
+one without AVX, changed none on its frozen case by more than 1.4 (precision: 1.05)."""
 
 Text = Annotated[str, Meta(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Meta(min_length=1)]
@@ -40,7 +41,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     absent is "none". `variants` are names of definitions other than the oracle's: a row is inside when one of them explains
     all that failed with it. `cls`, in the file "class", is the class of the disagreement. `headroom` is how large it was: a
     row of more than `GROWTH` times as much, or of no finite size, is not covered. A finding whose size its case decides
-    has none: its growth is shown (`parity.results.trend`) and turns nothing red. `link` says where it is discussed, or
+    has none, and is held on its frozen case alone (`parity.results.recorded`). `link` says where it is discussed, or
     `unlinked` why nowhere. From the day `expires` on (2026-12-31) the entry must be looked at again, and turns a run red
     until it is. `rests_on` are devices on whose rounding its case rests: elsewhere it may agree, and the entry is not stale.
     """

@@ -12,6 +12,7 @@ from parity.decoding import write
 from parity.errors import UsageError
 from parity.process import installed
 from parity.results.ledger import Ledger
+from parity.results.recorded import Recorded, save
 from parity.results.report.findings import Finding
 
 CASES = "regressions"
@@ -60,8 +61,9 @@ def entry(
     return out
 
 
-def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case]], again: bool = False) -> list[str]:
-    """Write entries behind those that a ledger has, each with its case; their ids. With `again` those it has are left out.
+def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case, Recorded]], again: bool = False) -> list[str]:
+    """Write entries behind those that a ledger has, each with its case and what that gave; their ids. With `again` those it has
+    are left out.
 
     The ledger is read again before it replaces the old one: a file that cannot be read is never left behind.
 
@@ -69,8 +71,9 @@ def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case]], again: bo
         UsageError: for an id that the ledger has, or a ledger that could not be read afterwards.
     """
     known = {e.id for e in Ledger.load(path).entries} if path.exists() else set()
-    entries = [pair for pair in entries if not again or pair[0]["id"] not in known]
-    for one, case in entries:
+    gave = [(path.parent / one["case"], record) for one, _, record in entries]
+    entries = [new for new in entries if not again or new[0]["id"] not in known]
+    for one, case, _ in entries:
         if case.tensors:
             raise UsageError(
                 f"{path}: case {case.id} has stored tensors: put it and its tensors beside the ledger by hand"
@@ -79,7 +82,7 @@ def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case]], again: bo
             raise UsageError(f"{path}: id {one['id']!r} is there already: {Ledger.load(path).line_of(one['id'])}")
         known.add(one["id"])
     text = path.read_text(encoding="utf-8") if path.exists() else "# Known findings\n"
-    for one, case in entries:
+    for one, case, _ in entries:
         target = path.parent / one["case"]
         if not target.exists():
             write(target, json.dumps(case.to_json(), indent=1) + "\n")
@@ -91,7 +94,9 @@ def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case]], again: bo
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    return [one["id"] for one, _ in entries]
+    for target, record in gave:
+        save(target, record)
+    return [one["id"] for one, *_ in entries]
 
 
 def toml(fields: Mapping[str, Any]) -> str:

@@ -30,7 +30,8 @@ def followed(ids: Sequence[str], found_with: str | None, case: Case) -> tuple[st
 
 
 def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
-    """A case by file, by the id of a ledger entry, or by the id of a case in reports/; with the implementation it names.
+    """A case by file, by the id of a ledger entry, or by the id of a case in reports/ or a folder of it; with the
+    implementation it names.
 
     Raises:
         UsageError: when nothing has this name.
@@ -43,19 +44,27 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
     for entry, case in ledger.frozen():
         if entry.id == name:
             return case, None
+    folders = [reports, *sorted(file.parent for file in reports.glob("*/results.ndjson"))]
     recorded = sorted((data.cases_dir() / "history").glob("*.json"))
-    for file in [*data.frozen_cases(), *recorded, *sorted((reports / "findings").glob("*.json"))]:
+    for file in [
+        *data.frozen_cases(),
+        *recorded,
+        *(f for r in folders for f in sorted((r / "findings").glob("*.json"))),
+    ]:
         found = Frozen.load(file)
         if name in (found.case.id, file.stem):
             return found.case, found.implementation
     for case in (case for trainer in catalogue.names() for case in catalogue.cases(trainer, "pr", 0)):
         if case.id == name:
             return case, f"{case.family}.released"
-    drawn = _from_rows(name, reports / "results.ndjson")
-    if drawn is not None:
-        return drawn, None
+    for folder in folders:
+        if (drawn := _from_rows(name, folder / "results.ndjson")) is not None:
+            return drawn, None
     ids = ", ".join(e.id for e in ledger.entries)
-    raise UsageError(f"case {name[:200]!r}: no such file, ledger entry ({ids}) or case in {reports}/results.ndjson")
+    raise UsageError(
+        f"case {name[:200]!r}: no such file, ledger entry ({ids}) or case in {reports}/results.ndjson; another folder of "
+        "reports: --reports"
+    )
 
 
 def _there(path: Path) -> bool:

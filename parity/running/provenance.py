@@ -12,7 +12,7 @@ from pathlib import Path
 import parity
 from parity import recording
 from parity.errors import UsageError
-from parity.process import installed
+from parity.process import elsewhere, installed
 from parity.results.header import About, Header
 
 PACKAGES = (
@@ -94,6 +94,6 @@ def header(run: str, device: str, profile: str, seed: int) -> Header:
         git=revision(),
         rollouts=recording.description(),
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=" ".join(["parity", *sys.argv[1:]]),
+        command=" ".join(["parity", *sys.argv[1:]]) + elsewhere(),
     )
     return Header(run=run, header=about)

@@ -144,6 +144,12 @@ def _silent(worker: Worker, limit: float) -> tuple[str, bool]:
     return (f"no answer for {waited:.0f} s, {spent:.0f} s of them CPU time" if over else ""), asleep
 
 
+def _late(worker: Worker) -> bool:
+    """Whether the time of the run is over: what hangs now is waited for once, on the frozen cases that are left too."""
+    deadline = worker.plan.get("deadline")
+    return deadline is not None and time.time() > deadline
+
+
 class Watch:
     """Deals shards to workers and makes of what they say the events of a run."""
 
@@ -306,7 +312,7 @@ class Watch:
                 message += f"{IN_ITS}{part}" if part else ""
                 yield shard, Judged(self.row(worker, started, verdict, message, part), lost=True)
             skip = (*skip, pair)
-            self.hold(pair[1], out)
+            self.hold(pair[1], out or (verdict == "timed-out" and _late(worker)))
         worker.again = last is not None
         worker.shard = replace(shard, resume=worker.at, done=tuple(sorted(worker.done)), skip=skip)
         self.start(worker, blocking=once_more)

@@ -20,17 +20,23 @@ AGREES, DISAGREES, NO_JUDGEMENT = 0, 1, 125
 
 
 def replay(
-    name: str, ids: Sequence[str], device: str, issue: bool, console: Console, smallest: Path | None = None
+    name: str,
+    ids: Sequence[str],
+    device: str,
+    issue: bool,
+    console: Console,
+    smallest: Path | None = None,
+    reports: Path = Path("reports"),
 ) -> int:
     """Run the case through the named implementations (else the one it was found with, else all) and print the findings.
 
-    `smallest`: a file for the smallest part of a stored case that still disagrees.
+    `smallest`: a file for the smallest part of a stored case that still disagrees; `reports`: where a case is looked for by id.
     """
     from parity.results.report import failure, wording
 
     if issue and not ids and (code := _by_hand(name, console)) is not None:
         return code
-    case, found_with = find(name)
+    case, found_with = find(name, reports)
     device = resolve_device(device)
     prepare(device, threads=1)
     chosen = [i for i in select(followed(ids, found_with, case)) if i.family == case.family]

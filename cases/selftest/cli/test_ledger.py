@@ -1,11 +1,13 @@
 """`parity ledger add` and `accept`: what was new is known afterwards, and nothing beside it."""
 
+import json
 import shutil
 
 import pytest
 from click.testing import CliRunner
 
 from parity import data
+from parity.case.case import Frozen
 from parity.cli.commands import main
 from parity.results.ledger import Ledger
 from parity.results.report.rows import read
@@ -36,25 +38,26 @@ def run(folder):
     return CliRunner().invoke(main, [*words, "--reports", f"{folder}/reports"])
 
 
-def ledger(folder, *words):
-    at = ["--run", f"{folder}/reports/results.ndjson", "--ledger", f"{folder}/cases/ledger.toml"]
+def ledger(folder, *words, into=None):
+    at = ["--run", f"{folder}/reports/results.ndjson", "--ledger", f"{into or folder}/cases/ledger.toml"]
     return CliRunner().invoke(main, ["ledger", *words, *at])
 
 
-def test_add_writes_one_narrow_entry(red):
+def test_add_writes_one_narrow_entry(red, tmp_path):
+    shutil.copytree(data.cases_dir(), tmp_path / "cases")
     _, rows = read(red / "reports" / "results.ndjson")
     case = next(r.case for r in rows if r.new and r.settings)
-    done = ledger(red, "add", case, "--reason", "half as much again", "--link", "kernel.py")
+    done = ledger(red, "add", case, "--reason", "half as much again", "--link", "kernel.py", into=tmp_path)
     if done.exit_code == 2:  # the case of the finding is the minimised one
         case = done.output.rpartition("choose from ")[2].split()[0]
-        done = ledger(red, "add", case, "--reason", "half as much again", "--link", "kernel.py")
+        done = ledger(red, "add", case, "--reason", "half as much again", "--link", "kernel.py", into=tmp_path)
     assert done.exit_code == 0, done.output
-    entry = Ledger.load(red / "cases" / "ledger.toml").entries[-1]
+    entry = Ledger.load(tmp_path / "cases" / "ledger.toml").entries[-1]
     assert (
         entry.implementations == (f"{red}/kernel.py:loss",) and "bf16" not in entry.dtypes and entry.link == "kernel.py"
     )
-    assert (red / "cases" / entry.case).exists() and "B" not in entry.settings
-    again = ledger(red, "add", case, "--reason", "x", "--link", "y")
+    assert (tmp_path / "cases" / entry.case).exists() and "B" not in entry.settings
+    again = ledger(red, "add", case, "--reason", "x", "--link", "y", into=tmp_path)
     assert again.exit_code == 2 and "is there already" in again.output and "line" in again.output
 
 
@@ -63,9 +66,38 @@ def test_what_is_accepted_is_known_in_the_next_run(red):
     assert done.exit_code == 0, done.output
     entries = Ledger.load(red / "cases" / "ledger.toml").entries
     accepted = [e for e in entries if "Unexplained" in e.reason]
-    assert all(e.expires and e.unlinked for e in accepted)
+    assert accepted and all(e.expires and e.unlinked for e in accepted)
     after = run(red)
     assert after.exit_code == 0, after.output[-2000:]
+    ours = f"{red}/kernel.py:loss"
+    for entry in accepted:
+        (gave,) = Frozen.load(red / "cases" / entry.case).recorded
+        assert gave["failing"][ours] and gave["versions"]["torch"]
+
+
+def test_measured_anew_what_grew_is_known_again(red):
+    """After the baseline: the kernel is four times as wrong."""
+    entry = next(e for e in Ledger.load(red / "cases" / "ledger.toml").entries if "Unexplained" in e.reason)
+    path = red / "cases" / entry.case
+    own, kernel = f"{red}/kernel.py:loss", (red / "kernel.py").read_text()
+    (red / "kernel.py").write_text(kernel.replace("1.5", "3.0"))
+    before = path.read_text()
+    at = ["--ledger", f"{red}/cases/ledger.toml", "--device", "cpu"]
+    done = CliRunner().invoke(main, ["ledger", "measure", entry.id, "--implementation", own, *at])
+    (red / "kernel.py").write_text(kernel)
+    assert done.exit_code == 0 and f"{path.name}: written" in done.output, done.output
+    sizes = [json.loads(text)["recorded"][0]["failing"][own]["logps"][1] for text in (before, path.read_text())]
+    assert 3.9 < sizes[1] / sizes[0] < 4.1
+    path.write_text(before)
+
+
+def test_measure_knows_its_names(red):
+    done = ledger_of(red, "measure", "liger-luspo-paddin")
+    assert done.exit_code == 2 and "did you mean liger-luspo-padding?" in done.output
+
+
+def ledger_of(folder, *words):
+    return CliRunner().invoke(main, ["ledger", *words, "--ledger", f"{folder}/cases/ledger.toml"])
 
 
 def test_half_a_run_is_no_baseline(red, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from parity import data
+from parity.case.case import Case
 from parity.results.row import Row
 from parity.running import cpu_limit, nodes, supervisor
 from parity.running.deck import Deck
@@ -167,6 +168,17 @@ def nothing_twice(events):
     told = [e.row for e in events if isinstance(e, Judged) and not e.row.minimised]
     keys = [(row.case, row.implementation, row.quantity) for row in told]
     assert len(keys) == len(set(keys)), "a row stands twice"
+
+
+@pytest.mark.parametrize(("deadline", "waits"), [(None, 2), (0.0, 1)])
+def test_past_the_time_of_a_run_what_hangs_is_waited_for_once(tmp_path, deadline, waits):
+    cases = [Case("logprobs", seed, "fp32", {"V": 5}) for seed in (1, 2)]
+    plan = plan_of(tmp_path, ["fixtures/kernels.py:spins"], ["trl.selective_log_softmax"]) | {"deadline": deadline}
+    plan["frozen"] = [(f"{case.seed}.json", case.to_json(), {"fast": True}) for case in cases]
+    shard = Shard(family="logprobs", kind="frozen", count=2, seed=1)
+    events = [event for _, event in supervisor.run([plan], Deck([shard]), 3.0, 120.0)]
+    assert verdicts(events, "spins") == ["timed-out"] * waits
+    assert [e.cases for e in events if isinstance(e, ShardDone)] == [2]
 
 
 def test_one_that_is_killed_from_outside_has_a_second_chance(tmp_path):

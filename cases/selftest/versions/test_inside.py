@@ -40,6 +40,8 @@ def test_a_case_is_replayed_with_the_other_version_and_its_exit_code_passed_on(m
     assert done.returncode == 1, done.stderr
     assert "trl 0.28.0" in done.stderr.splitlines()[0]
     assert "disagree" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("replay ")]
+    assert line.endswith(f"--implementation trl.GRPOTrainer.liger --with {ASKED}")
 
 
 def test_the_versions_are_told_on_one_line_with_what_does_not_import(made):
@@ -87,7 +89,7 @@ def test_a_signal_reaches_the_command_inside_which_ends_in_order(monkeypatch, tm
         partners, checkouts, imports = "nothing", {}, {}
 
         @staticmethod
-        def run(argv):
+        def run(argv, settings):
             return subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdin=subprocess.DEVNULL, check=False)
 
     def send():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import click
 import psutil
 
+from parity.process import WITH
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
 from parity.versions.env.spec import Spec
@@ -29,7 +31,8 @@ def run_inside(specs: Sequence[str | Spec], argv: Sequence[str]) -> int:
         made = Environment.of(specs)
         click.echo(described(made), err=True)
         with forwarded():
-            return made.run(["python", "-m", "parity", *argv]).returncode
+            words = shlex.join(word for spec in specs for word in ("--with", str(spec)))
+            return made.run(["python", "-m", "parity", *argv], settings={WITH: words}).returncode
     except EnvironmentUnusable as error:
         click.echo(f"parity: {error}", err=True)
         return NO_JUDGEMENT if list(argv[:1]) == ["replay"] else UNUSABLE
