@@ -38,8 +38,31 @@ def test_online_dpo_counts_padding_and_the_fix_does_not():
 @pytest.mark.parametrize(
     ("trainer", "logged"),
     [
-        ("dpo-trainer", {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "entropy"}),
-        ("kto-trainer", {"rewards/chosen", "rewards/rejected", "rewards/margins", "kl", "entropy", "logps/chosen"}),
+        (
+            "dpo-trainer",
+            {
+                "logits/chosen",
+                "logits/rejected",
+                "rewards/chosen",
+                "rewards/rejected",
+                "rewards/margins",
+                "rewards/accuracies",
+                "entropy",
+            },
+        ),
+        (
+            "kto-trainer",
+            {
+                "logits/chosen",
+                "logits/rejected",
+                "rewards/chosen",
+                "rewards/rejected",
+                "rewards/margins",
+                "kl",
+                "entropy",
+                "logps/chosen",
+            },
+        ),
         ("sft-trainer", {"entropy"}),
         ("grpo-trainer", {"kl", "entropy", "reward", "completions/mean_length"}),
         ("rloo-trainer", {"kl", "entropy", "reward", "completions/mean_length"}),
@@ -55,6 +78,13 @@ def test_a_reward_without_beta_is_seen():
     edit = next(e for e in EDITS["dpo-trainer"] if e.name == "reward")
     with drive.using(mutated("dpo-trainer", edit)):
         assert disagreeing(verdicts("dpo-trainer")) >= {"rewards/chosen", "rewards/margins"}
+
+
+@pytest.mark.parametrize(("trainer", "seen"), [("dpo-trainer", "logits/chosen"), ("kto-trainer", "logits/rejected")])
+def test_logged_logits_divided_by_the_wrong_count_are_seen(trainer, seen):
+    edit = next(e for e in EDITS[trainer] if e.name == "logits-count")
+    with drive.using(mutated(trainer, edit)):
+        assert disagreeing(verdicts(trainer)) == {seen}
 
 
 def test_the_entropy_of_the_prompt_is_seen(monkeypatch):
@@ -82,6 +112,9 @@ def test_a_batch_by_hand():
     assert found.ref.item() == pytest.approx(float(base[0, 11] + base[1, 4]))
     assert found.entropy.item() == pytest.approx(float(-(own.exp() * own).sum(-1).mean()))
     assert found.lengths.tolist() == [2.0]
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, 1:3]
+    assert found.averages[0].tolist() == pytest.approx(logits.mean(-1).tolist())
 
 
 def test_scalars_are_judged_by_replicas():

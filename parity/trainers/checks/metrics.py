@@ -16,6 +16,7 @@ from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, training_step, windows
 from parity.trainers.rig import drive, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Sequences
+from parity.upstream import trl
 
 MODELS = ("llama", "qwen2", "gemma2")
 SETTINGS = {
@@ -41,11 +42,13 @@ class Batch:
         logps: log π(completion), (N,); ref: log π_ref(completion), (N,).
         tokens: log π of every token of every completion, one after the other; ref_tokens likewise.
         entropy: mean over them of -Σ π log π.
+        averages: means over the vocabulary of the logits of every completion token, a tensor (tokens,) for each completion.
     """
 
     def __init__(self, window: Sequences, architecture: str, model: Any):
-        scored, dists = [], []
+        scored, dists, self.averages = [], [], []
         for z, (tokens, start) in zip(training_step.logits(model, [t for t, _ in window]), window, strict=True):
+            self.averages.append(z[start - 1 : -1].mean(-1))
             dists.append(torch.log_softmax(z[start - 1 : -1], -1))
             scored.append(dists[-1].gather(-1, torch.tensor(tokens[start:]).unsqueeze(-1))[:, 0])
         base = windows.completion_logps(stored_window.reference(architecture), window)
@@ -58,7 +61,8 @@ class Batch:
 def _dpo(window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> Values:
     """DPO's own: rewards are β(log π - log π_ref) of a whole completion, means over the pairs."""
     batch = Batch([*window[0], *window[1]], s.model, model)
-    return _pairs(batch, s.beta) | {"entropy": batch.entropy}
+    chosen = torch.arange(len(batch.logps)) < len(window[0])
+    return _pairs(batch, s.beta) | _mean_logits(batch, chosen) | {"entropy": batch.entropy}
 
 
 def _pairs(batch: Batch, beta: float) -> Values:
@@ -67,6 +71,15 @@ def _pairs(batch: Batch, beta: float) -> Values:
     delta = batch.logps - batch.ref
     accuracy = (delta[:count] > delta[count:]).double().mean()
     return _preferences(batch, torch.arange(2 * count) < count, beta) | {"rewards/accuracies": accuracy}
+
+
+def _mean_logits(batch: Batch, chosen: Tensor) -> Values:
+    """Mean over the vocabulary, then over the tokens of all completions of a side (`mean_logits` of TRL's fused LM head)."""
+    sides = {"chosen": chosen, "rejected": ~chosen}
+    return {
+        f"logits/{name}": torch.cat([z for z, kept in zip(batch.averages, side, strict=True) if kept]).mean()
+        for name, side in sides.items()
+    }
 
 
 def _preferences(batch: Batch, chosen: Tensor, beta: float) -> Values:
@@ -99,7 +112,9 @@ def _scores(window: Sequences) -> Tensor:
 def _unpaired(window: Sequences, labels: Sequence[bool], s: SimpleNamespace, model: Any) -> Values:
     """KTO's: as DPO's, over the desirable and over the undesirable completions; KL on completions of other prompts."""
     batch = Batch(window, s.model, model)
-    return _preferences(batch, torch.tensor(labels), s.beta) | {
+    chosen = torch.tensor(labels)
+    return _preferences(batch, chosen, s.beta) | {
+        **_mean_logits(batch, chosen),
         "kl": preference.shift(preference.mismatched(window), s.model, model),
         "entropy": batch.entropy,
     }
@@ -196,6 +211,8 @@ def metrics(call: CheckCall) -> Iterator[CheckResult]:
     exact = functools.partial(stored_window.policy, s.model, torch.float64)
     truth = shared(call, "logged", lambda: training_step.Scalars(exact(), _defined(trainer, s)))
     names = [name for name in truth.exact if name in logged]
+    if not trl.mentions("mean_logits", trl.class_named(call.trainer)):  # other releases say nowhere which mean is meant
+        names = [name for name in names if not name.startswith("logits/")]
     if not names:
         raise Unsupported(f"{call.trainer} of the installed version logs none of {', '.join(truth.exact)}")
     for name in names:
