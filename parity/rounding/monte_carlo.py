@@ -52,17 +52,18 @@ class MonteCarlo(TorchDispatchMode):
     """Round every operation of a float64 computation, forward and backward, as a `Recipe` would.
 
     A result is rounded to the bits of its dtype on a grid that is stretched at random, once an operation and replica; with
-    `own_grid` the first replica's is not stretched, for what is systematic about the numbers that a dtype has (a float32
-    head, rounded, may be the teacher's). Before that a matrix product over K terms is summed in float32 and gets
-    max(2, √K/2)·u·(|A|·|B|)·ξ (in tf32 its operands are cut to that grid, stretched too), a sum of n terms
-    max(2, √n/2)·u·Σ|x|·ξ, a log-softmax or log-sum-exp its row's u·(2|logsumexp| + 1 + √V/4)·ξ. A value decides its ξ in
-    ±1 (`Noise.shaken`), so that equal tokens are off alike, as they are in real code; so does a constant, τ or the softcap.
+    `own_grids` those of the first replicas are not stretched, for what is systematic about the numbers that a dtype has (a
+    float32 head, rounded, may be the teacher's; two values nearly alike may lie on both sides of a tie). Before that a
+    matrix product over K terms is summed in float32 and gets max(2, √K/2)·u·(|A|·|B|)·ξ (in tf32 its operands are cut to
+    that grid, stretched too), a sum of n terms max(2, √n/2)·u·Σ|x|·ξ, a log-softmax or log-sum-exp its row's
+    u·(2|logsumexp| + 1 + √V/4)·ξ. A value decides its ξ in ±1 (`Noise.shaken`), so that equal tokens are off alike, as they
+    are in real code; so does a constant, τ or the softcap.
     Results that no rounding touches are left unchanged. An exponential beyond the range of the elementwise dtype is infinite.
     """
 
-    def __init__(self, recipe: Recipe, dtype: str, seed: int, own_grid: bool = False):
+    def __init__(self, recipe: Recipe, dtype: str, seed: int, own_grids: int = 0):
         super().__init__()
-        self.own_grid = own_grid
+        self.own_grids = own_grids
         self.recipe = recipe.resolve(dtype)
         self.dtype = dtype
         self.noise = Noise(seed)
@@ -220,9 +221,9 @@ class MonteCarlo(TorchDispatchMode):
     def _stretch(self, x: torch.Tensor) -> torch.Tensor:
         """A factor in 1 to 2, one a replica: (R, 1, …)."""
         stretch = self.noise.stretch(x)
-        if self.own_grid and x.dim() > 0:
+        if self.own_grids > 0 and x.dim() > 0:
             stretch = stretch.clone()
-            stretch[0] = 1.0
+            stretch[: self.own_grids] = 1.0
         return stretch
 
     def product(

@@ -77,16 +77,25 @@ def exact(family: Family, inputs: Inputs) -> Quantities:
 
 @within("phase", "replicas")
 def replicas(
-    family: Family, inputs: Inputs, recipe: Recipe, count: int, seed: int, gradients: bool = True
+    family: Family,
+    inputs: Inputs,
+    recipe: Recipe,
+    count: int,
+    seed: int,
+    gradients: bool = True,
+    own_grids: int = 1,
 ) -> Quantities:
-    """`count` replicas of every quantity (or all but gradients) under the recipe's rounding, stacked on the CPU: (count, …)."""
+    """`count` replicas of every quantity (or all but gradients) under the recipe's rounding, stacked on the CPU: (count, …).
+
+    The first `own_grids` of them round to the numbers that a dtype has, the others to a grid stretched at random.
+    """
     size = math.prod(family.sizes(inputs.settings))
     stack = max(1, min(count, STACK_LIMIT // size))
     parts: list[Mapping[str, torch.Tensor]] = []
     done = 0
     while done < count:
         width = min(stack, count - done)
-        mode = MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + done, own_grid=done == 0)
+        mode = MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + done, own_grids - done)
         x = to_double(inputs, width, family.replicated)
         with mode:
             part = {name: value.cpu() for name, value in _run(family, x, recipe_mark(mode), mode, gradients).items()}

@@ -136,7 +136,7 @@ def test_a_narrow_log_softmax_is_torchs_own(dtype):
     generator = torch.Generator().manual_seed(0)
     for v in (2, 7, 41, 300):
         z = torch.randn(200, v, generator=generator).to(DTYPES[dtype])
-        with MonteCarlo(Recipe(softmax=dtype), dtype, 1, own_grid=True):
+        with MonteCarlo(Recipe(softmax=dtype), dtype, 1, own_grids=1):
             replica = torch.log_softmax(z.double()[None], -1)
         real, once = torch.log_softmax(z, -1), torch.log_softmax(z.double(), -1).to(DTYPES[dtype])
         same = float((replica[0].to(DTYPES[dtype]) == real).double().mean())
@@ -149,12 +149,12 @@ def test_a_narrow_log_sum_exp_loses_what_torchs_loses(dtype):
     generator = torch.Generator().manual_seed(0)
     for v in (2, 7, 41, 300):
         z = (torch.randn(200, v, generator=generator) * 6).to(DTYPES[dtype])
-        with MonteCarlo(Recipe(elementwise=dtype), dtype, 1, own_grid=True):
+        with MonteCarlo(Recipe(elementwise=dtype), dtype, 1, own_grids=1):
             replica = torch.logsumexp(z.double()[None], -1)[0].to(DTYPES[dtype])
         real, once = torch.logsumexp(z, -1), torch.logsumexp(z.double(), -1).to(DTYPES[dtype])
         assert float((replica == real).double().mean()) >= float((once == real).double().mean()), v
     x = torch.tensor([[[-0.0029259, -9.19, -12.5]]], dtype=torch.float64).half()
-    with MonteCarlo(Recipe(elementwise="fp16"), "fp16", 1, own_grid=True):
+    with MonteCarlo(Recipe(elementwise="fp16"), "fp16", 1, own_grids=1):
         lost = torch.logsumexp(x.double(), -1)
     assert float(lost) == float(torch.logsumexp(x, -1)) == float(x[0, 0, 0])
 

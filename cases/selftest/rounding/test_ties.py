@@ -49,7 +49,7 @@ def test_the_first_replica_rounds_on_the_own_grid_of_the_dtype():
     """A float32 head cast to bf16 may be the teacher's, and then every gradient is 0: no random grid shows that."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 30, generator=generator, dtype=torch.float64)
-    mode = MonteCarlo(Recipe(), "bf16", 1, own_grid=True)
+    mode = MonteCarlo(Recipe(), "bf16", 1, own_grids=1)
     with mode:
         stored = mode.store(x, "bf16")
     own = [torch.equal(stored[r], x[r].bfloat16().double()) for r in range(4)]
