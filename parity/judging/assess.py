@@ -268,7 +268,8 @@ def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outco
     An implementation may be more precise than its recipe: where float16 flushes a gradient to 0 in every replica, they
     have no spread, and the float32 value seems wrong. Or two of its values that are nearly alike lie on both sides of a
     tie, which no stretched grid has there: among 30,000 rows one does. So what still disagrees is judged again with added
-    replicas, some that store nothing in 16 bits, some on the dtypes' own numbers. A result in which autocast changes no bit is judged as without autocast.
+    replicas, some that store nothing in 16 bits, some on the dtypes' own numbers. A result in which autocast changes no
+    bit is judged as without autocast.
     """
     recipe = implementation.recipe_for(oracle.inputs)
     counts = ladder(largest(oracle))
