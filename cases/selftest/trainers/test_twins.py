@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -325,3 +326,20 @@ def test_what_no_full_window_on_its_own_policy_shows(trainer, settings, mutant):
     with drive.using(mutated(trainer, next(e for e in EDITS[trainer] if e.name == mutant))):
         found = verdicts(outcome(trainer, "windows", **settings))
     assert {"loss", "gradient of window 2", "gradient of step 2"} & {q for q, v in found.items() if v == "disagree"}
+
+
+def test_generated_completions_are_filled_up_with_the_padding_token_of_the_tokenizer():
+    """Distillation up to 1.9 calls `model.generate`, which fills up with what the tokenizer pads with, <eos> perhaps."""
+    prompt = (5, 6)
+    for pad, end, filled in ((1, 1, [7, 1, 1, 1]), (0, 1, [7, 1, 0, 0]), (0, 9, [7, 9, 0, 0]), (1, 9, None)):
+        tokenizer = SimpleNamespace(pad_token_id=pad, eos_token_id=1)
+        trainer = SimpleNamespace(processing_class=tokenizer, model=SimpleNamespace())
+        stored = {prompt: [[7, end], [7, 8, 8, 1]]}
+        if filled is None:
+            with pytest.raises(Unsupported, match="does not end with it"):
+                twin_runs._generate_in_model(trainer, stored)
+            continue
+        twin_runs._generate_in_model(trainer, stored)
+        ids = torch.tensor([prompt, prompt])
+        out = trainer.model.generate(ids, torch.ones_like(ids)).sequences
+        assert out[:, 2:].tolist() == [filled, [7, 8, 8, 1]]

@@ -254,14 +254,23 @@ def _hand_out(trainer: Any, chosen: Sequence[Row]) -> None:
 def _generate_in_model(trainer: Any, stored: Mapping[tuple[int, ...], Sequence[list[int]]]) -> None:
     """The stored completions in place of `model.generate`, which distillation up to 1.9 calls for each micro-batch."""
     turns = {prompt: itertools.cycle(completions) for prompt, completions in stored.items()}
+    ends = trainer.processing_class.eos_token_id
+    if trainer.processing_class.pad_token_id == ends and any(c[-1] != ends for own in stored.values() for c in own):
+        raise Unsupported("model.generate fills up with <eos> here, and a stored completion does not end with it")
 
     def generate(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
         prompts = [tuple(tokens[seen.bool()].tolist()) for tokens, seen in zip(input_ids, attention_mask, strict=True)]
         completions = [torch.tensor(next(turns[prompt])) for prompt in prompts]
-        new = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True, padding_value=models.PAD)
+        new = _padded(completions, trainer)
         return SimpleNamespace(sequences=torch.cat([input_ids, new.to(input_ids)], 1))
 
     trainer.model.generate = generate
+
+
+def _padded(completions: list[Tensor], trainer: Any) -> Tensor:
+    """Completions of one length, as `model.generate` fills them up: with the padding token of the trainer's tokenizer."""
+    value = trainer.processing_class.pad_token_id
+    return torch.nn.utils.rnn.pad_sequence(completions, batch_first=True, padding_value=value)
 
 
 def handed_names(generate: Any) -> list[str]:
@@ -290,7 +299,7 @@ def _generate_stored(trainer: Any, chosen: Sequence[Row]) -> None:
         completions = []
         for i, (tokens, seen) in enumerate(zip(input_ids, attention_mask, strict=True)):
             completions.append(torch.tensor(stored[tuple(tokens[seen.bool()].tolist())][i // count]))
-        new = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True, padding_value=models.PAD)
+        new = _padded(completions, trainer)
         return torch.cat([input_ids, new.to(input_ids)], 1)
 
     trainer.model.generate = generate
