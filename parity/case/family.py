@@ -103,6 +103,7 @@ class Family:
             ends with it, and two settings that it does not leave together are no pair that a run owes.
         example: number -> settings of a small case without special values; the audit, `parity compare` and the matrix
             start from it.
+        bases: settings with which an implementation may run that refuses the defaults, as early releases do.
         probes: what `parity audit` moves; empty: every choice and every number, see `parity.case.probe.derived`.
         columns: columns of the version matrix, name -> (dtype, settings).
         examples: settings of the cases of a column; empty: the first two of `example`.
@@ -139,6 +140,7 @@ class Family:
     drawn: Mapping[str, int] = dataclasses.field(default_factory=lambda: DRAWN)
     settled: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda dtype, settings: settings
     example: Callable[[int], dict[str, Any]] = lambda number: {}
+    bases: tuple[Mapping[str, Any], ...] = ()
     probes: tuple[Probe, ...] = ()
     columns: Mapping[str, tuple[str, Mapping[str, Any]]] = dataclasses.field(default_factory=lambda: DTYPES_AS_COLUMNS)
     examples: tuple[Mapping[str, Any], ...] = ()

@@ -359,6 +359,7 @@ FAMILY: Family = Family(
     settings=settings_of.SETTINGS,
     draw=settings_of.draw,
     settled=settings_of.settled,
+    bases=({"old": "absent", "beta": 0.04},),
     build=_build,
     oracle=oracle,
     outputs=("loss", "kl", "entropy", "clip_ratio", "clip_low", "clip_high"),

@@ -1,11 +1,15 @@
 """TRL's real GRPOTrainer on the tensors of a case: the trainer's own code computes logits, log-probs and loss.
 
-Works for TRL 0.17 to 1.16. What a version does not have is unsupported when the case moves it; what its loss reads from
+Works for TRL 0.15 to 1.16. What a version does not have is unsupported when the case moves it; what its loss reads from
 the trainer rather than from its inputs (tools, num_iterations, the vLLM switch) is set as a training run would have it.
 """
 
+import contextlib
 import functools
+import sys
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -89,7 +93,7 @@ def trainer(x: Inputs, liger: bool = False, kind: Any = None, shared: bool = Fal
     extra: dict[str, Any] = {}
     if s.head == "lora":
         extra["peft_config"] = trl.lora(["lm_head"], lora_alpha=2)
-    with trl.quiet(), trl.environment_kept(), trl.generators_kept():
+    with trl.quiet(), trl.environment_kept(), trl.generators_kept(), _without_reference_model():
         built = model(x, shared and made.__module__.startswith("trl."))
         args = arguments(x, liger, kind)
         beta, args.beta = args.beta, 0.0  # reference log-probs are given: no reference model has to be loaded
@@ -114,6 +118,17 @@ def trainer(x: Inputs, liger: bool = False, kind: Any = None, shared: bool = Fal
     return out
 
 
+@contextlib.contextmanager
+def _without_reference_model() -> Iterator[None]:
+    """TRL up to 0.15 copies the model for a reference at any beta; reference log-probs are given."""
+    module: Any = sys.modules[trl.class_named("GRPOTrainer").__module__]
+    if not hasattr(module, "create_reference_model"):
+        yield
+        return
+    with mock.patch.object(module, "create_reference_model", lambda model: None):
+        yield
+
+
 def batch(x: Inputs, out: Any) -> dict[str, Any]:
     """The inputs dict of `compute_loss`: prompts padded left, completions right, and what the case adds."""
     s = x.settings
@@ -122,6 +137,10 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
     require(x.tool_mask is None or trl.mentions("tool_mask", kind), "the installed version reads no tool_mask")
     given = s.beta == 0.0 or trl.mentions('"ref_per_token_logps"', kind)
     require(given, "the installed version takes reference log-probs from its own reference model")
+    asks = x.ref_logps is not None or trl.mentions("self.beta != 0", kind) or not trl.mentions("self.beta", kind)
+    require(asks, "the installed version reads reference log-probs at beta 0 too")
+    on_policy = x.old_logps is None or trl.mentions("old_per_token_logps", kind)
+    require(on_policy, "the installed version reads no old_per_token_logps")
     fused = any(getattr(out, name, None) is not None for name in LIGER)
     shaped = x.advantages.dim() == 1 or (trl.mentions("advantages.dim()", kind) and not fused)
     require(shaped, f"{'its Liger path' if fused else 'the installed version'} takes advantages of shape (B,) only")
@@ -175,7 +194,7 @@ def _computed(x: Inputs, out: Any) -> Outputs:
     _install_adapter(x, out)
     with trl.quiet():
         loss = out.compute_loss(out.model, batch(x, out))
-    logged = out._metrics["train" if x.settings.mode == "train" else "eval"]
+    logged = out._metrics.get("train" if x.settings.mode == "train" else "eval", out._metrics)  # one for both up to 0.15
     found = {"loss": loss}
     for name, keys in METRICS.items():
         for key in keys:
@@ -221,7 +240,8 @@ def _liger_recipe(x: Inputs) -> Recipe:
 
 LIGER = ("liger_grpo_loss", "liger_loss")
 """Attributes in which releases before 1.14 keep Liger's loss."""
-METRIC_NAMES = frozenset(METRICS) - (frozenset() if trl.since("0.20") else {"entropy"})
+_SINCE = {"kl": "0.15", "clip_ratio": "0.16", "clip_low": "0.17", "clip_high": "0.17", "entropy": "0.20"}
+METRIC_NAMES = frozenset(name for name, version in _SINCE.items() if trl.since(version))
 
 
 @implementation(

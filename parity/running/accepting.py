@@ -171,7 +171,7 @@ class Accepting:
     @functools.cached_property
     def base(self) -> Mapping[str, Any] | None:
         """The first of the family's bases on which the implementation runs, in float32 or else in float16."""
-        bases = [{}, *(base for probe in self.family.probes for base in probe.bases)]
+        bases = [{}, *self.family.bases, *(base for probe in self.family.probes for base in probe.bases)]
         once = {tuple(sorted(base.items())): base for base in bases}
         for self.dtype, base in itertools.product(("fp32", "fp16"), once.values()):
             if self._runs(base):

@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from parity.case.case import Case
+from parity.implementations.implementation import require
 from parity.registry import run_case, select
 from parity.running.accepting import Accepting, Draws, refused
 
@@ -147,3 +148,19 @@ def test_of_large_cases_more_are_moved():
         for size in ({"V": 40}, {"V": 8193, "T": 2}, {"V": 4, "B": 1, "T": 300})
     ]
     assert shares[0] < 400 // 6 and all(150 < share < 250 for share in shares[1:])
+
+
+def test_an_early_release_that_refuses_the_defaults_starts_from_another_base():
+    """TRL 0.15 reads reference log-probs at any beta, and no old ones."""
+    made, _ = accepting("trl.GRPOTrainer")
+    call = made.implementation.call
+
+    def early(x):
+        require(x.ref_logps is not None and x.old_logps is None, "not in this version")
+        return call(x)
+
+    object.__setattr__(made.implementation, "call", early)
+    try:
+        assert made.base == {"old": "absent", "beta": 0.04}
+    finally:
+        object.__setattr__(made.implementation, "call", call)

@@ -13,7 +13,7 @@ import pytest
 from packaging.version import Version
 
 from parity.errors import Unsupported
-from parity.implementations import interpreter
+from parity.implementations import interpreter, trl_trainer
 from parity.implementations.trl import softcap
 from parity.judging.assess import CaseOracle
 from parity.judging.compare import interpreter_limit
@@ -135,3 +135,24 @@ def test_what_a_kernel_stores_in_bf16_is_not_judged_in_the_interpreter(monkeypat
     case = family.case(1, dtype, {"context": context})
     limit = interpreter_limit(family, case, CaseOracle.of(family, case, "cpu").inputs.settings)
     assert limit is None if why is None else why in (limit or "")
+
+
+def test_what_a_version_reads_is_looked_for_in_its_loss_up_to_0_16_too():
+    class Early:
+        def compute_loss(self, model, inputs):
+            return inputs["ref_per_token_logps"]
+
+    class Late(Early):
+        def _compute_loss(self, model, inputs):
+            return inputs["old_per_token_logps"]
+
+    assert trl.mentions('"ref_per_token_logps"', Early) and not trl.mentions("old_per_token_logps", Early)
+    assert trl.mentions('"ref_per_token_logps"', Late) and trl.mentions("old_per_token_logps", Late)
+
+
+def test_no_reference_model_is_copied_where_reference_log_probs_are_given(monkeypatch):
+    module = sys.modules[trl.class_named("GRPOTrainer").__module__]
+    monkeypatch.setattr(module, "create_reference_model", lambda model: "a copy", raising=False)
+    with trl_trainer._without_reference_model():
+        assert module.create_reference_model("a model") is None
+    assert module.create_reference_model("a model") == "a copy"
