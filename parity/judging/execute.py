@@ -301,6 +301,8 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     if implementation.is_function:  # its adapter is the harness's for every function: what fails is the user's
         clear = raised and isinstance(error, REFUSALS) and not isinstance(error, TypeError | KeyError)
         return Outcome("refused" if clear else "crashed", message=message)
+    if module := _not_importable(error):
+        return Outcome("unsupported", message=f"{module} does not import here: {message}")
     if (
         implementation.interpreted
         and any("triton" in Path(f).parts for f in files[-4:])
@@ -332,6 +334,13 @@ def _not_installed(error: BaseException) -> str:
     except importlib.metadata.PackageNotFoundError:
         return package
     return ""
+
+
+def _not_importable(error: BaseException) -> str:
+    """The module of a library in whose import it was raised, as where a release imports with a GPU only; else empty."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    importing = [f for f in frames if f.f_code.co_name == "<module>" and _is_library(f.f_code.co_filename)]
+    return str(importing[-1].f_globals["__name__"]) if importing else ""
 
 
 def _of_library(module: str | None, implementation: Implementation) -> bool:
