@@ -191,7 +191,9 @@ def mentions(text: str, kind: Any = None) -> bool:
     Of a subclass `kind` its own losses count too, and those that they override.
     """
     bases = (kind or class_named("GRPOTrainer")).__mro__
-    methods = [vars(base).get(name) for base in bases for name in ("compute_loss", "_compute_loss", "compute_liger_loss")]
+    methods = [
+        vars(base).get(name) for base in bases for name in ("compute_loss", "_compute_loss", "compute_liger_loss")
+    ]
     return any(text in inspect.getsource(method) for method in methods if method is not None)
 
 

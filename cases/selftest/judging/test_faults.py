@@ -66,7 +66,9 @@ def test_a_package_that_is_not_installed_is_nobodys_failure(error, needed):
 def test_a_library_that_does_not_import_here_is_said_once_and_is_no_crash(tmp_path, monkeypatch):
     """Liger 0.5.4 asks for torch.hip where there is no CUDA."""
     (tmp_path / "needs_a_gpu.py").write_text("def infer():\n    return torch.hip\n\n\nimport torch\n\ninfer()\n")
-    (tmp_path / "imports_later.py").write_text("def loss():\n    import needs_a_gpu\n\n\ndef wrong():\n    loss.nowhere\n")
+    (tmp_path / "imports_later.py").write_text(
+        "def loss():\n    import needs_a_gpu\n\n\ndef wrong():\n    loss.nowhere\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     implementation = next(i for i in load().values() if not i.is_trainer)
     outcome = execute.guarded(implementation, lambda: importlib.import_module("imports_later").loss())
