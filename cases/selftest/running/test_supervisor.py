@@ -20,6 +20,8 @@ from parity.running.deck import Deck
 from parity.running.events import At, Event, Judged, Lost, ShardDone, Started, genuine, read, signed
 from parity.running.plan import Shard, frozen_cases
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 
 def run(tmp_path: Path, names: list[str], timeout: float) -> list[Event]:
     plan = {
