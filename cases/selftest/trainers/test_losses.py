@@ -152,6 +152,21 @@ def test_a_mistake_in_it_is_seen(trainer, settings, mutant):
         assert {r.quantity for r in run_case(case, chosen) if r.verdict == "disagree"} >= {"loss"}
 
 
+@pytest.mark.parametrize(("trainer", "loss"), [("cpo-trainer", "sigmoid"), ("orpo-trainer", "orpo")])
+def test_with_chosen_sequences_of_one_length_only_the_division_by_the_window_can_be_wrong(trainer, loss):
+    """Beside a mean over the tokens of each micro-batch, which the ledger knows, a window that nobody divides would hide."""
+    case = family(trainer).case(0, "fp32", {"check": "losses", "loss": loss, "split": "2x4", "even": True})
+    chosen = [i for i in select(()) if i.id == f"{trainer}.released"]
+    assert {r.verdict for r in run_case(case, chosen)} == {"agree"}
+
+    class Undivided(drive.trl_class(check.TRAINERS[trainer])):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) * self.args.gradient_accumulation_steps
+
+    with drive.using(Undivided):
+        assert {r.quantity for r in run_case(case, chosen) if r.verdict == "disagree"} == {"loss", "gradient"}
+
+
 def test_a_loss_of_another_trainer_is_not_run():
     case = family("kto-trainer").case(0, "fp32", {"check": "losses", "loss": "hinge"})
     rows = list(run_case(case, [i for i in select(()) if i.id == "kto-trainer.released"]))

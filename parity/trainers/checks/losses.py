@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,7 @@ SETTINGS = {
     "whole": Setting(False, "SFT: completion_only_loss=False, prompts are trained on", (False, True)),
     "precomputed": Setting(False, "precompute_ref_log_probs", (False, True)),
     "split": Setting("8x1", "batch x accumulation; without it where `twins` has the trainer", ("8x1", "2x4")),
+    "even": Setting(False, "chosen sequences of one length: a mean in each micro-batch is the mean of all", (False, True)),
     "model": Setting(
         "llama", "tiny model; KTO's estimate of the KL is positive for llama, negative for qwen2", ("llama", "qwen2")
     ),
@@ -119,8 +121,10 @@ def _moved(trainer: str, loss: str) -> Iterator[dict[str, Any]]:
     if trainer == "orpo-trainer":
         yield {"beta": 0.05, "model": "qwen2"}
         yield {"split": "2x4"}
+        yield {"split": "2x4", "even": True}
     if trainer == "cpo-trainer":
         yield {"split": "2x4"}
+        yield {"split": "2x4", "even": True}
         yield {"split": "2x4", "nll": 0.0}
         yield {"nll": 0.0, "beta": 0.05, "model": "qwen2"}
         if loss in ("sigmoid", "simpo"):
@@ -156,6 +160,8 @@ def losses(call: CheckCall) -> Iterator[CheckResult]:
     trainer, s = call.case.family, call.settings
     if s.loss not in OWN[trainer]:
         raise Unsupported(f"{trainer} has no loss type {s.loss}: {', '.join(OWN[trainer])}")
+    if s.even and trainer not in ("cpo-trainer", "orpo-trainer"):
+        raise Unsupported("only CPO's and ORPO's likelihood is a mean over the tokens of a micro-batch")
     known = trl.fields(drive.config(call.trainer))
     needed = NEEDED | ({"smoothing": "label_smoothing_factor"} if trainer == "sft-trainer" else {})
     missing = [f for name, f in needed.items() if getattr(s, name) != SETTINGS[name].default and f not in known]
@@ -214,8 +220,17 @@ def _options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
 
 def _rows(trainer: str, s: SimpleNamespace) -> list[stored_window.Row]:
     """The rows; with a penalty on a missing end the longest completions lose theirs."""
+    rows = twin_runs.rows(trainer)
+    if s.even:
+        rows = [dataclasses.replace(r, prompt=rows[0].prompt, completion=_as_long(r, rows[0])) for r in rows]
     limit = 6 if s.penalty else None
-    return [dataclasses.replace(r, limit=limit) for r in twin_runs.rows(trainer)]
+    return [dataclasses.replace(r, limit=limit) for r in rows]
+
+
+def _as_long(row: stored_window.Row, other: stored_window.Row) -> str:
+    """The row's completion, cut or repeated to as many words as the other's has."""
+    words = itertools.cycle(row.completion.split())
+    return " ".join(itertools.islice(words, len(other.completion.split())))
 
 
 def _window(trainer: str) -> stored_window.Sequences:
