@@ -47,6 +47,7 @@ A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("dpo-trainer", {"model": "gemma2", "checkpointing": drive.NON_REENTRANT}),
     ("online-dpo-trainer", {"model": "llama"}),
     *((trainer, {"checkpointing": drive.CUSTOM}) for trainer in TRAINERS),
+    *((trainer, {"model": "gemma2"}) for trainer in ("grpo-trainer", "rloo-trainer")),  # softcap on attention scores
 )
 
 
