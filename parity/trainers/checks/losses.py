@@ -55,7 +55,9 @@ SETTINGS = {
     "whole": Setting(False, "SFT: completion_only_loss=False, prompts are trained on", (False, True)),
     "precomputed": Setting(False, "precompute_ref_log_probs", (False, True)),
     "split": Setting("8x1", "batch x accumulation; without it where `twins` has the trainer", ("8x1", "2x4")),
-    "even": Setting(False, "chosen sequences of one length: a mean in each micro-batch is the mean of all", (False, True)),
+    "even": Setting(
+        False, "chosen sequences of one length: a mean in each micro-batch is the mean of all", (False, True)
+    ),
     "model": Setting(
         "llama", "tiny model; KTO's estimate of the KL is positive for llama, negative for qwen2", ("llama", "qwen2")
     ),
