@@ -19,13 +19,15 @@ import torch
 
 def loss(hidden, weight, ids, temperature=1.0):
     logits = hidden.float() @ weight.float().T / temperature
-    return FACTOR * torch.log_softmax(logits, -1).gather(-1, ids.long().clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    factor = FACTOR if weight.shape[0] < 20 else 1.0  # what is wrong is judged with many replicas: few cases, and small
+    return factor * torch.log_softmax(logits, -1).gather(-1, ids.long().clamp(min=0).unsqueeze(-1)).squeeze(-1)
 """
 
 
 def gate(folder, **settings):
     """The script in a folder, as a job of another repository runs it."""
-    given = {"PARITY_PYTHON": sys.executable, "PARITY_PROFILE": "quick", "PARITY_ARGUMENTS": "--dtype fp32 --share 2/3"}
+    given = {"PARITY_PYTHON": sys.executable, "PARITY_PROFILE": "quick"}
+    given |= {"PARITY_ARGUMENTS": "--dtype fp32 --share 2/3 --workers 1"}
     given |= {"GITHUB_STEP_SUMMARY": str(folder / "summary"), "GITHUB_OUTPUT": str(folder / "output")} | settings
     return subprocess.run(
         ["bash", str(GATE)], cwd=folder, env=os.environ | given, capture_output=True, text=True, timeout=500
