@@ -19,6 +19,7 @@ from parity.running.chosen import described
 
 LOGPROBS = family("logprobs")
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
 ROOT = Path(parity.__file__).parent.parent
 KERNEL = """
 import os, sys
@@ -50,8 +51,8 @@ def finding(folder: Path, implementation) -> str:
 
 def test_code_that_a_finding_names_is_not_loaded(tmp_path):
     spec = kernel(tmp_path, outside=f"open({str(tmp_path / 'loaded')!r}, 'w')")
-    done = run("replay", finding(tmp_path, spec))
-    assert done.returncode == 125, done.stderr
+    done = CliRunner().invoke(commands.main, ["replay", finding(tmp_path, spec)])
+    assert done.exit_code == 125, done.output
     assert f"add --implementation {spec}" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "loaded").exists()
@@ -73,8 +74,9 @@ def test_a_file_that_ends_the_process_is_named(tmp_path, outside, says):
 
 
 def test_a_run_over_such_a_file_is_exit_2(tmp_path):
-    done = run("run", "--implementation", kernel(tmp_path, outside="os._exit(0)"), "--reports", str(tmp_path))
-    assert done.returncode == 2, done.stdout + done.stderr
+    words = ["run", "--implementation", kernel(tmp_path, outside="os._exit(0)"), "--reports", str(tmp_path)]
+    done = CliRunner().invoke(commands.main, words)
+    assert done.exit_code == 2, done.output
     assert "kernel.py" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -128,13 +130,13 @@ def rows_file(folder: Path) -> Path:
 
 def test_a_reader_that_stops_reading_changes_nothing(tmp_path):
     path = rows_file(tmp_path)
-    whole = run("report", str(path), "--reports", str(tmp_path / "whole"))
+    whole = CliRunner().invoke(commands.main, ["report", str(path), "--reports", str(tmp_path / "whole")])
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "parity", "report", str(path), "--reports", str(tmp_path / "cut")]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(write)
-    assert (done.returncode, done.stderr) == (whole.returncode, "") == (0, "")
+    assert (done.returncode, done.stderr) == (whole.exit_code, "") == (0, "")
     assert {p.name for p in (tmp_path / "cut").iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
 
 

@@ -17,6 +17,8 @@ from parity.running.outcome import judge_run
 from parity.running.plan import Options, check
 from parity.tools.replay import NO_JUDGEMENT, replay
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 FAMILY = family("logprobs")
 
 
