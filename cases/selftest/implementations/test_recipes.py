@@ -13,7 +13,7 @@ DIVERGENCE = {"B": 1, "T": 2, "V": 32769, "H": 1, "peak": 0.05, "targets": "like
 def test_a_float32_gradient_of_a_head_that_is_cast_does_not_lose_what_float16_cannot_hold():
     rows = [
         r
-        for seed in (0, 2, 3)  # 1 takes twenty seconds more and sees nothing
+        for seed in range(4)  # 1, of twenty seconds, is right by replicas on float16's own numbers alone
         for r in run_case(Case("divergence", seed, "fp16", DIVERGENCE), select(["trl.ChunkedDivergenceFunction"]))
     ]
     assert {r.quantity for r in rows} >= {"grad_weight", "grad_bias"}
