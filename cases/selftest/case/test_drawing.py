@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import subprocess
 import sys
@@ -87,9 +88,14 @@ class Drawn:
     moved: list[set[str]]
 
 
+@functools.cache
+def stream(name: str) -> list[Case]:
+    return list(drawn_cases(name, 0))
+
+
 @pytest.fixture(scope="module", params=sorted(EXCLUDED))
 def drawn(request: pytest.FixtureRequest) -> Drawn:
-    found = list(drawn_cases(request.param, 0))
+    found = stream(request.param)
     moved = [set(case.settings) | ({"dtype"} if case.dtype != "fp32" else set()) for case in found]
     return Drawn(request.param, found, moved)
 
@@ -163,7 +169,7 @@ def test_every_fact_is_drawn_both_ways(drawn: Drawn) -> None:
 
 def test_every_loss_type_meets_every_dimension() -> None:
     """The policy family is eight losses: each with each dimension away from its default, other than those excluded."""
-    found = list(drawn_cases("policy", 0))
+    found = stream("policy")
     names = _dimensions("policy") - {"loss_type", "dtype"}
     seen = {(case.settings.get("loss_type", "grpo"), name) for case in found for name in case.settings}
     losses = family("policy").settings["loss_type"].choices or ()
@@ -174,7 +180,7 @@ def test_every_loss_type_meets_every_dimension() -> None:
 def test_every_group_of_policy_settings_moves_nearly_alone() -> None:
     """With the loss type and at most one more group, each at least twice, in a quarter of the cases: a failure of one setting
     then hides behind no other. Batches without a loss token come often enough to meet every metric."""
-    found = list(drawn_cases("policy", 0))
+    found = stream("policy")
     moved = [[group for group in GROUPS if case.settings.keys() & set(group)] for case in found]
     few = [groups for groups in moved if len(groups) <= 2]
     counts = collections.Counter(group for groups in few for group in groups)

@@ -34,10 +34,16 @@ def test_a_batch_that_grows_from_case_to_case_is_compiled_anew():
         torch.testing.assert_close(found.quantities["loss"], expected.quantities["loss"])
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Where compiled kernels lie: g++ takes most of the time, and makes the same ones for both."""
+    return tmp_path_factory.mktemp("inductor")
+
+
 @pytest.mark.parametrize("wrong", [False, True])
-def test_compiled_code_never_gets_the_program_of_another_limit(wrong, tmp_path):
+def test_compiled_code_never_gets_the_program_of_another_limit(wrong, compiled):
     """A fault of torch 2.13's cache of programs that have a backward; a worker has none."""
-    settings = environment("cpu", 1) | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    settings = environment("cpu", 1) | {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
     if wrong:
         settings["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "1"
     done = subprocess.run([sys.executable, "-c", CLAMPS], env=os.environ | settings, capture_output=True, text=True)
