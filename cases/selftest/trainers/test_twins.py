@@ -343,3 +343,11 @@ def test_generated_completions_are_filled_up_with_the_padding_token_of_the_token
         ids = torch.tensor([prompt, prompt])
         out = trainer.model.generate(ids, torch.ones_like(ids)).sequences
         assert out[:, 2:].tolist() == [filled, [7, 8, 8, 1]]
+
+
+def test_the_evaluation_of_early_kto_is_not_judged_by_a_definition_of_another(monkeypatch):
+    """Up to TRL 1.2: each prompt begins with <bos>, and the KL's pairs are those of training batches."""
+    early = SimpleNamespace(eval_dataset=SimpleNamespace(column_names=["answer_input_ids"]))
+    monkeypatch.setattr(twin_runs, "build", lambda *args, **kwargs: early)
+    with pytest.raises(Unsupported, match="<bos>"):
+        list(twin_windows._evaluation("kto-trainer", "released", SimpleNamespace()))
