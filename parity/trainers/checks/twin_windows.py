@@ -83,7 +83,9 @@ def _evaluation(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckRe
     """The loss that evaluation reports on the window is the loss that training takes its gradient of."""
     run = twin_runs.build(trainer, s, per_device_eval_batch_size=8, num_generations_eval=stored_window.GENERATIONS)
     if "answer_input_ids" in getattr(run.eval_dataset, "column_names", ()):
-        raise Unsupported("KTO of the installed version puts <bos> before each prompt, and pairs as training batches are")
+        raise Unsupported(
+            "KTO of the installed version puts <bos> before each prompt, and pairs as training batches are"
+        )
     with trl.quiet():
         loss = float(run.evaluate()["eval_loss"])
     step = by_definition(trainer, s)
