@@ -18,6 +18,7 @@ from parity.judging import diagnose, side_effects
 from parity.judging.assess import CaseOracle, classify, confirmed, followed_variant, judge_all
 from parity.judging.execute import Outcome, execute
 from parity.judging.gates import Judgement
+from parity.judging.kept import Calls
 from parity.judging.rows import Blame, empty_row, flaky, size
 from parity.judging.settle import settle
 from parity.judging.undeclared import undeclared
@@ -154,6 +155,8 @@ def _rows(whole: CaseOracle, implementation: Implementation, thorough: bool) -> 
             leaks += side_effects.unrecorded(
                 implementation, inputs, outcome, functools.partial(_agree, oracle, implementation)
             )
+            leaks += side_effects.unneeded(implementation, inputs)
+            leaks += [] if failing else Calls.of(whole).stale(implementation)
             related = side_effects.relations(oracle.family, implementation, inputs, outcome)
         for name, (holds, message) in related.items():
             yield _logic_row(base, f"relation: {name}", "relation", holds, message)

@@ -1,0 +1,210 @@
+"""What is kept by shape and belongs to a call: a second case of the same shapes shows it, and honest code shows nothing."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from parity.errors import UsageError
+from parity.implementations.implementation import Implementation
+from parity.judging import side_effects
+from parity.judging.execute import execute
+from parity.judging.kept import ONE_IN, ONE_IN_FUNCTION, Calls, calls, number
+from parity.registry import family, run_case
+from parity.selftest.controls import CONTROLS, control
+from parity.selftest.mutants.steps import through
+
+FAMILIES = {name: family(name) for name in ("logprobs", "policy", "divergence")}
+BASES = {"logprobs": "honest.logprobs.plain", "policy": "honest.policy.plain", "divergence": "honest.divergence.ieee"}
+MOVED: dict[str, dict] = {
+    "logprobs": {"temperature": 0.7, "softcap": 3.0, "bias": "random", "B": 2, "T": 3, "V": 11, "H": 5},
+    "policy": {"temperature": 0.7, "beta": 0.04, "epsilon": 0.3, "B": 2, "T": 3, "V": 11, "H": 5},
+    "divergence": {"temperature": 0.7, "beta": 0.1, "softcap": 3.0, "B": 2, "T": 3, "V": 11, "H": 5},
+}
+
+
+KINDS = {"to the defaults": 0, "numbers": 1, "from the defaults": 2}
+SHAPES = {"B": 2, "T": 3, "V": 11, "H": 5}
+
+
+def cases(name, kind, count=1, dtype="fp32"):
+    """The first cases that have calls of a kind."""
+    fam = FAMILIES[name]
+    found = ((c, calls(fam, c)) for c in (fam.case(seed, dtype, MOVED[name]) for seed in itertools.count()))
+    found = ((c, pair) for c, pair in found if not number(c) % ONE_IN)
+    return [c for c, _ in itertools.islice((f for f in found if f[1] and kind_of(*f) == kind), count)]
+
+
+def kind_of(case, pair):
+    if pair[0] != case:
+        return "from the defaults"
+    return "numbers" if "temperature" in pair[1].settings else "to the defaults"
+
+
+def keeping(name, *kept):
+    """The honest one, with settings kept by shape from the first call."""
+    base, first = control(BASES[name]), dict[tuple, dict]()
+
+    def call(x):
+        key = tuple(x.hidden.shape), tuple(x.weight.shape)
+        theirs = first.setdefault(key, {n: getattr(x.settings, n) for n in kept})
+        before = dict(vars(x.settings))
+        vars(x.settings).update(theirs)
+        try:
+            return base.call(x)
+        finally:
+            vars(x.settings).update(before)
+
+    return Implementation("wrong", name, "candidate", call, base.recipe, outputs=base.outputs)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_the_calls_have_the_same_shapes_and_other_settings(name):
+    fam = FAMILIES[name]
+    (to,), (numbers,), (start,) = (cases(name, kind, dtype="bf16") for kind in KINDS)
+    assert calls(fam, to) == (to, fam.case(to.seed + 1, "fp32", SHAPES))
+    first, then = calls(fam, numbers)
+    assert first == numbers
+    assert then.settings["temperature"] == pytest.approx(0.525)
+    assert then.settings.get("beta", 0) == pytest.approx(0.75 * MOVED[name].get("beta", 0))
+    assert then.settings.keys() == numbers.settings.keys()
+    assert then.dtype == "bf16"
+    first, then = calls(fam, start)
+    assert (first.settings, then.settings) == ({"V": 11, "H": 6}, start.settings | {"H": 6})
+    assert len({start.seed, first.seed, then.seed}) == 3
+    assert not any(calls(fam, fam.case(seed, "fp32", {"V": 1 << 17})) for seed in range(20))
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("logprobs", "temperature"),
+        ("logprobs", "softcap"),
+        ("policy", "epsilon"),
+        ("policy", "temperature"),
+        ("divergence", "beta"),
+        ("divergence", "temperature"),
+    ],
+)
+def test_a_setting_kept_by_shape_is_seen(name, kept, kind):
+    fam = FAMILIES[name]
+    said = []
+    for case in cases(name, kind, 6):
+        implementation = keeping(name, kept)
+        inputs = fam.build(case)
+        first = execute(implementation, inputs)
+        for check in (side_effects.repeated, side_effects.interleaved):
+            assert not check(implementation, inputs, fam.build(fam.case(case.seed + 1, "fp32", case.settings)), first)
+        said += Calls(fam, case, "cpu").stale(implementation)
+    assert said
+    assert all("wrong in a call right after one of the same shapes, right in others: " in line for line in said), said
+
+
+def test_an_upstream_gradient_kept_by_shape_is_seen():
+    base, first = control(BASES["policy"]), dict[tuple, torch.Tensor]()
+
+    def call(x):
+        key = tuple(x.hidden.shape)
+        out = base.call(x)
+        return out | {"loss": through(out["loss"], lambda g: first.setdefault(key, g.clone()))}
+
+    implementation = Implementation("wrong", "policy", "candidate", call, base.recipe, outputs=base.outputs)
+    case = cases("policy", "to the defaults")[0]
+    rows = list(run_case(case, [implementation]))
+    failing = [row for row in rows if row.verdict == "disagree"]
+    assert [row.quantity for row in failing] == ["protocol"]
+    assert (
+        "grad_hidden, grad_weight wrong in a call right after one of the same shapes, right in others: "
+        in failing[0].message
+    )
+
+
+def test_a_users_function_has_more_of_them():
+    fam, implementation = FAMILIES["logprobs"], keeping("logprobs", "temperature")
+    wanted = [c for c in (fam.case(seed, "fp32", MOVED["logprobs"]) for seed in range(400)) if number(c) // ONE_IN % 3]
+    often = [c for c in wanted if number(c) % ONE_IN and not number(c) % ONE_IN_FUNCTION][:3]
+    theirs = dataclasses.replace(implementation, id="mine.py:loss")
+    assert theirs.is_function
+    for case in often:
+        execute(implementation, fam.build(case))
+        assert not Calls(fam, case, "cpu").stale(implementation)
+        assert Calls(fam, case, "cpu").stale(theirs)
+
+
+def test_what_is_wrong_in_any_shape_is_not_kept():
+    base, fam = control(BASES["logprobs"]), FAMILIES["logprobs"]
+
+    def call(x):
+        return {n: v * (1.0 if x.settings.temperature == 0.7 else 1.01) for n, v in base.call(x).items()}
+
+    implementation = Implementation("wrong", "logprobs", "candidate", call, base.recipe, outputs=base.outputs)
+    for case in cases("logprobs", "numbers", 3):
+        assert not Calls(fam, case, "cpu").stale(implementation)
+        assert [r for r in run_case(calls(fam, case)[1], [implementation]) if r.verdict == "disagree"]
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_honest_code_keeps_nothing(name):
+    for implementation in CONTROLS[name]:
+        for kind in KINDS:
+            for case in cases(name, kind, 2, "bf16"):
+                execute(implementation, FAMILIES[name].build(case))
+                assert not Calls(FAMILIES[name], case, "cpu").stale(implementation)
+
+
+def test_what_cannot_be_built_or_what_is_refused_says_nothing():
+    def refuse(case):
+        raise UsageError("no")
+
+    case = cases("logprobs", "to the defaults")[0]
+    implementation = keeping("logprobs", "temperature")
+    execute(implementation, FAMILIES["logprobs"].build(case))
+    assert Calls(FAMILIES["logprobs"], case, "cpu").stale(implementation)
+    narrow = Implementation("n", "logprobs", "candidate", implementation.call, dtypes=frozenset({"bf16"}))
+    assert not Calls(FAMILIES["logprobs"], case, "cpu").stale(narrow)
+
+    unbuilt = dataclasses.replace(FAMILIES["logprobs"], build=refuse)
+    assert not Calls(unbuilt, case, "cpu").stale(implementation)
+
+
+class Both(torch.autograd.Function):
+    """Two outputs of one input; the backward takes the second's upstream gradient for given."""
+
+    @staticmethod
+    def forward(ctx, logps, entropy):
+        ctx.set_materialize_grads(False)
+        return logps.clone(), entropy.clone()
+
+    @staticmethod
+    def backward(ctx, *above):
+        return (None, above[1]) if above[0] is None else (above[0], above[0] * 0 + above[1])
+
+
+class Forgetful(Both):
+    @staticmethod
+    def backward(ctx, *above):
+        return (None, None) if above[0] is None else above
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (Both, "a backward of some outputs alone fails: TypeError"),
+        (Forgetful, "grad_hidden of entropy alone differs from grad_hidden of entropy with zeros for the rest"),
+    ],
+)
+def test_an_output_that_nobody_uses_has_no_upstream_gradient(function, says):
+    base = control(BASES["logprobs"])
+
+    def call(x):
+        out = base.call(x)
+        return dict(zip(("logps", "entropy"), function.apply(out["logps"], out["entropy"]), strict=True))
+
+    implementation = Implementation("wrong", "logprobs", "candidate", call, base.recipe, outputs=base.outputs)
+    inputs = FAMILIES["logprobs"].build(FAMILIES["logprobs"].case(3, "fp32", {"entropy": "gradient"}))
+    found = side_effects.unneeded(implementation, inputs)
+    assert any(says in line for line in found), found
+    assert not side_effects.unneeded(base, inputs)
+    assert any(says in row.message for row in run_case(inputs.case, [implementation]))

@@ -1,0 +1,147 @@
+"""What a call keeps by shape: a second call of the same shapes with other settings must not find the first's.
+
+`side_effects.repeated` calls again with other values at the same settings. A temperature, a mask's dtype or an upstream
+gradient that is kept by shape is right there, and wrong as soon as a caller changes it: in a schedule, in evaluation, for a
+second model. So a share of the cases is followed by a second one, judged as any case is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+
+import torch
+
+from parity.case.case import Case
+from parity.case.family import Family
+from parity.case.inputs import Inputs
+from parity.errors import UsageError
+from parity.implementations.implementation import Implementation
+from parity.judging.assess import CaseOracle, confirmed
+from parity.judging.execute import execute
+from parity.rounding.oracle import gradient_name
+from parity.timings import within
+
+LARGEST = 1 << 16
+"""Entries of the largest tensor of a case that a second one follows: its replicas cost as much as the case's own."""
+MOVED = 0.75
+"""Factor of a number: a temperature stays positive, a share stays one, what is switched off stays off."""
+ZEROS = 3
+"""Columns of zeros that make other shapes of the same case."""
+ONE_IN, ONE_IN_FUNCTION = 8, 1
+"""Of the cases with repeated calls, by the case's id; more for a user's own function, about which nothing is known."""
+
+
+def calls(family: Family, case: Case) -> tuple[Case, Case] | None:
+    """Two cases of the same shapes and other seeds, the second to be judged after the first.
+
+    In turn, by the case's id: the case, then all but the shapes at its default and in float32; the case, then every number
+    moved that is not at its default (what is off by default may be kept only while it is on); the defaults, then the case,
+    in shapes of their own, for the case's have been seen. None for large cases, and where there is nothing to move.
+    """
+    kind = number(case) // ONE_IN % 3
+    s = family.full_settings(case)
+    rows, length = family.sizes(s)
+    if rows * length > LARGEST or case.tensors is not None:
+        return None
+    shapes = {n: getattr(s, n) for n in family.shapes if hasattr(s, n)}
+    if kind == 0:
+        return case, family.case(case.seed + 1, "fp32", shapes)
+    if kind == 1:
+        moved = {
+            n: float(f"{v * MOVED:.4g}") for n, v in case.settings.items() if isinstance(v, float) and n not in shapes
+        }
+        later = family.case(case.seed + 1, case.dtype, family.settled(case.dtype, vars(s) | moved))
+        return (case, later) if moved else None
+    own = {family.shapes[-1]: shapes.get(family.shapes[-1], 0) + 1}
+    later = family.case(case.seed + 1, case.dtype, vars(s) | own)
+    return family.case(case.seed + 2, case.dtype, shapes | own), later
+
+
+def number(case: Case) -> int:
+    """Of a case's id; a CRC is linear, so its bits are bound to the same ones of any other share (`shard.repeated`)."""
+    return zlib.crc32(f"kept/{case.id}".encode()) >> 16
+
+
+@dataclasses.dataclass
+class Calls:
+    """The two calls that belong to a case; the second's oracle is computed when the first implementation asks for it."""
+
+    family: Family
+    case: Case
+    device: str
+
+    @classmethod
+    def of(cls, oracle: CaseOracle) -> Calls:
+        """Those of a case, the same for each implementation that is judged on it in turn."""
+        case, device = oracle.inputs.case, oracle.inputs.device.type
+        if not _last or _last[0].case is not case or _last[0].device != device:
+            _last[:] = [cls(oracle.family, case, device)]
+        return _last[0]
+
+    @functools.cached_property
+    def _built(self) -> tuple[Case, Inputs | None, CaseOracle] | None:
+        """The first, its inputs unless it is the case itself, and the second's oracle; None where there are none."""
+        pair = calls(self.family, self.case)
+        try:
+            if pair is None:
+                return None
+            first = None if pair[0] == self.case else CaseOracle.of(self.family, pair[0], self.device).inputs
+            return pair[0], first, CaseOracle.of(self.family, pair[1], self.device)
+        except UsageError:  # what was moved does not fit the rest
+            return None
+
+    @within("stage", "protocol")
+    def stale(self, implementation: Implementation) -> list[str]:
+        """What disagrees with the definition in a call right after one of the same shapes, and agrees in others.
+
+        What an implementation refuses says nothing, and what is wrong in any shape has findings of its own.
+        """
+        one_in = ONE_IN_FUNCTION if implementation.is_function else ONE_IN
+        if number(self.case) % one_in or self._built is None:
+            return []
+        before, first, oracle = self._built
+        oracle = oracle.offered(implementation)
+        if not {before.dtype, oracle.inputs.case.dtype} <= implementation.dtypes:
+            return []
+        if first is not None and execute(implementation, first).verdict != "ran":
+            return []
+        outcome = execute(implementation, oracle.inputs)
+        if outcome.verdict != "ran":
+            return []
+        wrong = [name for name, j in confirmed(oracle, implementation, outcome).items() if not j.agrees]
+        if not wrong or not _right_elsewhere(oracle, implementation):
+            return []
+        after = _changes(before, oracle.inputs.case)
+        return [f"{', '.join(wrong)} wrong in a call right after one of the same shapes, right in others: {after}"]
+
+
+_last: list[Calls] = []
+
+
+def _right_elsewhere(oracle: CaseOracle, implementation: Implementation) -> bool:
+    """Whether the same case agrees with columns of zeros beside its hidden states and head, which change no logit."""
+    inputs, letters = oracle.inputs, oracle.family.stored
+    names = [n for n, t in inputs.tensors.items() if t is not None and letters.get(n, "").endswith("H")]
+    wider = {n: torch.nn.functional.pad(inputs.tensors[n], (0, ZEROS)) for n in names}
+    outcome = execute(implementation, inputs.replace(**wider))
+    if outcome.verdict != "ran":
+        return False
+    cut = {gradient_name(n) for n in names}
+    found = {n: v[..., :-ZEROS] if n in cut and v is not None else v for n, v in outcome.quantities.items()}
+    judged = confirmed(oracle, implementation, dataclasses.replace(outcome, quantities=found))
+    return all(j.agrees for j in judged.values())
+
+
+def _changes(first: Case, then: Case) -> str:
+    """What the second call has otherwise."""
+    names = sorted(n for n in {*first.settings, *then.settings} if first.settings.get(n) != then.settings.get(n))
+    moved = [f"{n} {_shown(first, n)} → {_shown(then, n)}" for n in names]
+    if first.dtype != then.dtype:
+        moved.append(f"{first.dtype} → {then.dtype}")
+    return ", ".join([*moved, f"seed {first.seed} → {then.seed}"])
+
+
+def _shown(case: Case, name: str) -> str:
+    return repr(case.settings[name]) if name in case.settings else "default"
