@@ -14,6 +14,7 @@ from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, Profile, streams
 from parity.implementations.implementation import Implementation, require
+from parity.judging import kept
 from parity.registry import NAMES, from_file, load, loss_family, select
 from parity.results import recorded
 from parity.results.ledger import Ledger
@@ -363,3 +364,16 @@ def test_a_costly_implementation_gets_every_case_that_tests_what_it_alone_does()
     theirs = [case for case in found if selected(seeking, case, 1, "cpu")]
     assert [case for case in found if "rare" in case.settings] == theirs
     assert 1 < len(theirs) < 30
+
+
+def test_a_share_of_a_share_is_drawn_from_all_of_it() -> None:
+    """Costly implementations get some cases, some of these with repeated calls, and some of those a second case behind them:
+    by hashes of the same id, no one of which decides another."""
+    found = list(draws(cases(loss_family("logprobs"), DTYPES, "pr"), "shares", 600))
+    for name in ("liger.cross_entropy", "fixes.selective_log_probs.kept", "trl.logprob_entropy_kernel", "mine"):
+        one = dataclasses.replace(load()["liger.cross_entropy"], id=name, every=4, interpreted=False)
+        theirs = [case for case in found if selected(one, case, 1, "cpu")]
+        again = [case for case in theirs if shard_module.repeated(one, case, 1)]
+        assert len(theirs) / 40 < len(again) < len(theirs) / 8, name
+        often = [case for case in found if shard_module.repeated(dataclasses.replace(one, every=1), case, 4)]
+        assert len(often) / 16 < sum(not kept.number(case) % kept.ONE_IN for case in often) < len(often) / 4, name
