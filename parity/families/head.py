@@ -262,7 +262,7 @@ def draw_head(draw: Any, st: Any, dtype: str, *, profile: str, contexts: tuple[s
         "context": draw(st.sampled_from(contexts)),
     }
     if many:
-        out["B"], out["T"] = draw(st.sampled_from([(1, 130), (2, 300), (1, 1030), (3, 400)]))
+        out["B"], out["T"] = draw(st.sampled_from([(1, 129), (2, 256), (1, 1025), (3, 400)]))
         out |= {"V": min(vocabulary, 40), "H": draw(st.sampled_from([1, 2, 7, 33, 130]))}
     if out["softcap"] is not None and draw(st.integers(0, 3)):  # it holds every logit at its bound
         out["level"] = 0.0

@@ -139,6 +139,14 @@ def test_sizes_at_which_kernels_change_their_path(drawn: Drawn) -> None:
     assert any(s.V > 16384 for s, _ in of)
 
 
+def test_last_tiles_are_full_and_of_one_token(drawn: Drawn) -> None:
+    """Behind a full tile, among all tokens and in a row."""
+    of = [family(drawn.name).full_settings(case) for case in drawn.cases]
+    for sizes in ([s.B * s.T for s in of], [s.T for s in of]):
+        for tile, left in itertools.product((32, 64, 128), (0, 1)):
+            assert any(n > tile and n % tile == left for n in sizes), (tile, left)
+
+
 def test_what_changes_logits_meets_sizes_beyond_a_chunk_and_a_tile(drawn: Drawn) -> None:
     """A vocabulary beyond 4,096, and more than 128 tokens, each beside every setting of the logits and every kind of bias."""
     of = [(case, family(drawn.name).full_settings(case)) for case in drawn.cases]
