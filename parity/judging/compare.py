@@ -156,8 +156,8 @@ def _rows(whole: CaseOracle, implementation: Implementation, thorough: bool) -> 
                 implementation, inputs, outcome, functools.partial(_agree, oracle, implementation)
             )
             leaks += side_effects.unneeded(implementation, inputs)
-            leaks += [] if failing else Calls.of(whole).stale(implementation)
             related = side_effects.relations(oracle.family, implementation, inputs, outcome)
+        leaks += [] if failing else Calls.of(whole).stale(implementation)  # its oracle knows no patch of what it judges
         for name, (holds, message) in related.items():
             yield _logic_row(base, f"relation: {name}", "relation", holds, message)
     leaks += world.broken()
