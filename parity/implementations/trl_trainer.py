@@ -200,9 +200,7 @@ def _computed(x: Inputs, out: Any) -> Outputs:
     _install_adapter(x, out)
     with trl.quiet():
         loss = out.compute_loss(out.model, batch(x, out))
-    logged = out._metrics.get(
-        "train" if x.settings.mode == "train" else "eval", out._metrics
-    )  # one for both up to 0.15
+    logged = out._metrics.get(x.settings.mode, out._metrics)  # one for both modes up to 0.15
     found = {"loss": loss}
     for name, keys in METRICS.items():
         for key in keys:

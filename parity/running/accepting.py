@@ -98,7 +98,7 @@ class Accepting:
             beside: dict[str, set[str]] = {}
             self.new = found = set[str]()
             for case in share + others:
-                kept = self.kept(case) | {name for name in case.settings if self.takes_beside(name, case)}
+                kept = self.kept_beside(case)
                 if any(kept - beside.get(name, set()) for name in kept):
                     found.add(case.id)
                     for name in kept:
@@ -184,6 +184,10 @@ class Accepting:
         if (name, str(like)) not in self.alone:
             self.alone[name, str(like)] = self._runs({**(self.base or {}), name: like}, name)
         return self.alone[name, str(like)]
+
+    def kept_beside(self, case: Case) -> set[str]:
+        """The settings of a case that it takes alone, or beside the choices of the case."""
+        return self.kept(case) | {name for name in case.settings if self.takes_beside(name, case)}
 
     def takes_beside(self, name: str, case: Case) -> bool:
         """Whether it takes a setting that it may refuse alone beside the choices of the case that a probe of it has."""

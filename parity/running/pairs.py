@@ -42,7 +42,7 @@ class Pairs:
         self.dtypes = list(dict.fromkeys([takes.dtype, *sorted({case.dtype for case in drawn}, reverse=True)]))
         values: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
         for case in drawn:
-            for name in self._kept(case):
+            for name in self.takes.kept_beside(case):
                 value = case.settings[name]
                 values[name][repr(value if name in SIZES else kind(value))][json.dumps(value)] += 1
         self.moves: dict[str, list[tuple[Any, Mapping[str, Any]]]] = {}
@@ -73,7 +73,7 @@ class Pairs:
         Draws that promise much for their size are tried first.
         """
         gets = [case for case in self.draws.cases() if self.draws.gets(case) or self.takes.wants(case, self.draws)]
-        promised = {n: self._mask(self._kept(case)) for n, case in enumerate(gets)}
+        promised = {n: self._mask(self.takes.kept_beside(case)) for n, case in enumerate(gets)}
         size = [1 + self._size(case) // 256 for case in gets]
         open_ = (1 << len(self._bits)) - 1
         while promised:
@@ -139,13 +139,10 @@ class Pairs:
 
     def _shown(self, case: Case) -> int:
         """The pairs that a run compares with this draw, as it is or moved."""
-        if self._kept(case) >= case.settings.keys() and self.takes.accepts(case):
+        if self.takes.kept_beside(case) >= case.settings.keys() and self.takes.accepts(case):
             return self._mask(case.settings) if self.takes.verdict == "ran" else 0
         moved = self.takes.without_refused(case) if self.takes.deals(case, self.draws) else None
         return 0 if moved is None else self._mask(moved.settings)
-
-    def _kept(self, case: Case) -> set[str]:
-        return self.takes.kept(case) | {name for name in case.settings if self.takes.takes_beside(name, case)}
 
     def _mask(self, names: Iterable[str]) -> int:
         return sum(self._bits[pair] for pair in itertools.combinations(sorted(self.moves.keys() & set(names)), 2))
