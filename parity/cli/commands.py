@@ -227,13 +227,14 @@ def replay_command(
 
 @main.command("findings")
 @options.path("--ledger", "another ledger of known findings")
-def findings_command(ledger: Path | None) -> None:
-    """Print the known findings, most severe first."""
+@click.option("--mended", is_flag=True, help="those that newer releases have mended")
+def findings_command(ledger: Path | None, mended: bool) -> None:
+    """Print the known findings of the newest releases, most severe first."""
     from parity import data
     from parity.results.ledger import Ledger
     from parity.results.report.known import page
 
-    click.echo(page(Ledger.load(ledger or data.ledger_file())), nl=False)
+    click.echo(page(Ledger.load(ledger or data.ledger_file()), mended), nl=False)
 
 
 @main.command("upstream")

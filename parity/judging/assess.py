@@ -18,7 +18,7 @@ from parity.case.layouts import elsewhere
 from parity.implementations.implementation import Implementation
 from parity.judging.execute import Outcome, execute, same_bits
 from parity.judging.gates import Judgement, Unit, failed, judge
-from parity.judging.settle import REPLICAS, ladder, settle
+from parity.judging.settle import REPLICAS, if_near, ladder, settle
 from parity.recipe import Recipe
 from parity.results.row import Class
 from parity.rounding.oracle import Quantities, exact, gradient_name, replicas
@@ -272,7 +272,7 @@ def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outco
     bit is judged as without autocast.
     """
     recipe = implementation.recipe_for(oracle.inputs)
-    counts = ladder(largest(oracle))
+    counts, near = ladder(largest(oracle)), if_near(largest(oracle))
     judged: dict[str, Judgement] = {}
 
     def wrong() -> list[str]:
@@ -282,7 +282,7 @@ def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outco
         judged.update(judge_all(oracle, implementation, outcome, recipe, count, only=wrong() if judged else None))
         return judged
 
-    settle(judge_with, counts)
+    settle(judge_with, counts, near=near)
     if recipe != recipe.stored_wide() and any(judged[name].open for name in wrong()):
         finer = judge_all(oracle, implementation, outcome, recipe, counts[-1], finer=True, only=wrong())
         judged.update({name: j for name, j in finer.items() if j.agrees})

@@ -6,8 +6,8 @@ import msgspec
 
 Severity = Literal["high", "medium", "low", "convention"]
 SEVERITIES: dict[Severity, str] = {
-    "high": "default or common settings, newest release",
-    "medium": "settings that recipes of today use, or a crash, or logs alone, or older releases",
+    "high": "default or common settings",
+    "medium": "settings that recipes of today use, or a crash, or logs alone",
     "low": "extremes",
     "convention": "a choice of the library, not counted as a defect",
 }

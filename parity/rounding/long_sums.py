@@ -10,6 +10,8 @@ LANES = 16
 """In which a vector unit adds along the last dimension; along another one it adds in turn, in one."""
 MANY = 64
 """Terms of a sum from which on equal ones are counted."""
+TIE = 2.0**-12
+"""Logits that differ by less count as equal: rounded in 16 bits they may be."""
 
 
 def exponentials(logs: torch.Tensor, dim: int, u: float, lanes: torch.Tensor) -> torch.Tensor | float:
@@ -24,9 +26,21 @@ def exponentials(logs: torch.Tensor, dim: int, u: float, lanes: torch.Tensor) ->
         return walk
     small = bool((logs < math.log(u)).any())
     lost = _lost(logs.exp(), 1.0, dim, u, lanes) if small else 0.0
-    top = logs >= logs.amax(dim, keepdim=True) - 2.0**-12
+    top = logs >= logs.amax(dim, keepdim=True) - TIE
     equal = top.sum(dim, keepdim=True) / 4 + _beside(logs, top, dim).sum(dim, keepdim=True)
     return walk + lost / u + equal / lanes
+
+
+def mass_of_maxima(logs: torch.Tensor, dim: int) -> torch.Tensor:
+    """Σ exp(logs) while an entry is the largest so far along `dim`, 0 where it never is; ties are all the largest.
+
+    What an online log-sum-exp, which rescales its sum when the maximum grows, has added up with this maximum.
+    """
+    logs = logs.movedim(dim, -1).contiguous()
+    largest = logs.cummax(-1).values
+    last = torch.searchsorted(largest, logs + TIE, right=True).sub_(1).clamp_(min=0)
+    mass = logs.exp().cumsum(-1).gather(-1, last)
+    return torch.where(logs >= largest - TIE, mass, 0.0).movedim(-1, dim)
 
 
 def terms(sizes: torch.Tensor, dim: int, u: float, lanes: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.recipe import LARGEST, NARROW, UNIT_ROUNDOFF, Recipe
 from parity.rounding.blocks import on_grid
-from parity.rounding.long_sums import LANES, MANY, exponentials, terms
+from parity.rounding.long_sums import LANES, MANY, exponentials, mass_of_maxima, terms
 from parity.rounding.noise import Noise
 from parity.rounding.products import SPLIT_FROM, cut, split
 
@@ -112,10 +112,10 @@ class MonteCarlo(TorchDispatchMode):
         if name == "_log_softmax":
             return self.rounded(self.log_softmax(out, args[0], args[1]), self.softmax)
         if name == "_log_softmax_backward_data":
-            flushed = (
-                args[0].sum(args[2], keepdim=True).abs_().mul_(self.eta)
-            )  # p·Σg with a p below the smallest normal
+            total = args[0].sum(args[2], keepdim=True).abs_()
+            flushed = total * self.eta  # p·Σg with a p below the smallest normal
             scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum) + flushed
+            scale = scale + total * self._through_maxima(out, args[1], args[2])
             if args[0].shape[args[2]] >= MANY:
                 scale = scale + args[1].exp() * terms(args[0].abs(), args[2], self.u_sum, self._lanes(out))
             if self.recipe.log_sum_exp:
@@ -161,6 +161,15 @@ class MonteCarlo(TorchDispatchMode):
         assert dtype is not None
         p, total = self._grid(logps.exp(), dtype), self._grid(grad.sum(dim, keepdim=True), dtype)
         return grad - self._grid(p * total, dtype)
+
+    def _through_maxima(self, out: torch.Tensor, logps: torch.Tensor, dim: int) -> torch.Tensor:
+        """What the gradient of a maximum is off by, in Σgrad: nothing in half of the replicas, whose maximum carries none.
+
+        logsumexp(z) = m + log Σ exp(z - m) for any m: the gradient of m is 1 - Σp = 0, or what rounding leaves of it.
+        """
+        kept = self.noise.constant(math.pi, out) > 0
+        cost = 2 + exponentials(logps, dim, self.u_sum, self._lanes(out))
+        return kept * (self.u_sum * cost * mass_of_maxima(logps[:1], dim))
 
     def _stored_sum(self, out: torch.Tensor) -> torch.Tensor:
         """Half of the replicas, the same ones forward and backward, (R, 1, …): those that store a narrow log-sum-exp."""

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from parity.judging.gates import Judgement
-from parity.judging.settle import CERTAIN, CONFIRMATION, LAST_WORD, REPLICAS, ladder, settle
+from parity.judging.settle import CERTAIN, CONFIRMATION, LAST_WORD, REPLICAS, if_near, ladder, settle
 
 
 def ladder_of(headrooms, **fields):
@@ -27,6 +27,12 @@ def test_what_agrees_is_judged_once():
 def test_what_more_replicas_mend_agrees():
     judge_with, asked = ladder_of({12: 50.0, 60: 1.2, 480: 0.8})
     assert settle(judge_with, (12, 60, 480))["x"].agrees and asked == [12, 60, 480]
+
+
+@pytest.mark.parametrize(("last", "asks"), [(1.02, True), (4.0, False), (0.9, False)])
+def test_what_nearly_agrees_is_asked_of_more(last, asks):
+    judge_with, asked = ladder_of({12: 50.0, 60: last, 480: 0.4})
+    assert settle(judge_with, (12, 60), near=480)["x"].agrees == (last < 3.0) and asked == [12, 60] + [480] * asks
 
 
 def test_what_none_mends_disagrees():
@@ -68,3 +74,4 @@ def test_the_last_count_follows_the_size_of_a_replica():
     assert ladder(1) == (REPLICAS, CONFIRMATION, LAST_WORD)
     assert ladder(1 << 16) == (REPLICAS, CONFIRMATION, 128)
     assert ladder(1 << 30) == (REPLICAS, CONFIRMATION, CONFIRMATION)
+    assert (if_near(1), if_near(1 << 18), if_near(1 << 30)) == (LAST_WORD, 128, CONFIRMATION)

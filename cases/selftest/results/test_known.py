@@ -9,18 +9,27 @@ from parity import data
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.results.ledger import Ledger
-from parity.results.report.known import page, releases
+from parity.results.report.known import is_mended, page, releases
 from parity.results.user import SEVERITIES
 
-PAGE = Path(__file__).parents[3] / "docs" / "findings.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE, MENDED = DOCS / "findings.md", DOCS / "measured" / "findings-mended.md"
 LEDGER = Ledger.load(data.ledger_file())
 BY_ID = {entry.id: entry for entry in LEDGER.entries}
 
 
-def test_the_committed_page_is_what_the_command_prints():
-    printed = CliRunner().invoke(main, ["findings"])
+@pytest.mark.parametrize(("committed", "option"), [(PAGE, []), (MENDED, ["--mended"])], ids=["newest", "mended"])
+def test_the_committed_page_is_what_the_command_prints(committed, option):
+    printed = CliRunner().invoke(main, ["findings", *option])
     assert printed.exit_code == 0
-    assert PAGE.read_text() == printed.output
+    assert committed.read_text() == printed.output
+
+
+def test_an_entry_that_a_release_ends_stands_among_the_mended_alone():
+    assert BY_ID["gmpo-liger"].versions == {"trl": ">=1.7,<1.14"}
+    assert "| gmpo-liger |" in page(LEDGER, mended=True)
+    assert "| gmpo-liger |" not in page(LEDGER)
+    assert "| gc-overwrite |" not in page(LEDGER, mended=True)
 
 
 def test_it_can_be_sent_to_a_friend():
@@ -43,7 +52,8 @@ def test_every_entry_says_what_it_means_to_a_user(entry):
     assert entry.user.effect.endswith(".")
     assert entry.user.fix
     assert entry.user.applies
-    assert f"| {entry.user.effect} | {releases(entry)} |" in PAGE.read_text()
+    committed = MENDED if is_mended(entry) else PAGE
+    assert f"| {entry.user.effect} | {releases(entry)} |" in committed.read_text()
 
 
 def test_severe_ones_come_first_and_conventions_apart_at_the_end():

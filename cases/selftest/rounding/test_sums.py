@@ -5,6 +5,7 @@ import torch
 
 from parity.judging.gates import Unit, judge
 from parity.recipe import Recipe
+from parity.rounding.long_sums import mass_of_maxima
 from parity.rounding.monte_carlo import MonteCarlo
 
 
@@ -21,6 +22,29 @@ def test_a_log_sum_exp_near_zero_rounds_absolutely():
     spread = torch.stack([(under_seed(k, lambda v: torch.logsumexp(v, -1), x) - x.logsumexp(-1)) for k in range(24)])
     assert 2.0**-25 < float(spread.abs().max()) < 8 * 2.0**-24
     assert float(real) <= float(spread.abs().max())
+
+
+def test_the_mass_of_a_maximum_grows_until_a_larger_one_comes():
+    """Online: 0.1 has met itself and the 0.05 behind it; 0.4 stays the largest, beside what equals it."""
+    p = torch.tensor([[0.1, 0.05, 0.4, 0.02, 0.4, 0.03]], dtype=torch.float64)
+    expected = torch.tensor([[0.15, 0, 1, 0, 1, 0]], dtype=torch.float64)
+    torch.testing.assert_close(mass_of_maxima(p.log(), -1), expected)
+    torch.testing.assert_close(mass_of_maxima(p.T.log(), 0), expected.T)
+    banned = torch.tensor([[-torch.inf, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(mass_of_maxima(banned, -1), banned.exp())
+
+
+def test_the_gradient_of_a_maximum_cancels_but_for_rounding_in_half_of_the_replicas():
+    logits = torch.zeros(200, 1, 1025, dtype=torch.float64).normal_(0, 0.01, generator=torch.Generator().manual_seed(0))
+    logits[:] = logits[:1]
+    largest, z = int(logits[0, 0].argmax()), logits.clone().requires_grad_()
+    with MonteCarlo(Recipe(), "fp32", 0) as mode:
+        out = torch.log_softmax(z, -1)[..., 0].sum()
+        mode.backward = True
+        (grad,) = torch.autograd.grad(out, z)
+    off = (grad[:, 0, largest] + logits[0, 0].softmax(-1)[largest]).abs() * 2**24
+    assert 60 < int((off > 0.1).sum()) < 120
+    assert 3 < float(off.max()) < 40
 
 
 def test_partial_sums_beyond_the_range_of_their_dtype_are_undecided():

@@ -107,6 +107,7 @@ ORDERS_OF_MAGNITUDE = {"H": 16, "T": 2, "V": 4097, "advantages": "zero", "bias":
                        "loss_type": "bnpo", "mask_dtype": "bool", "padded_rows": "equal", "sampler": "nan",
                        "sapo_temperature_neg": 2.0, "temperature": 0.05671, "use_bias_correction_kl": True,
                        "vespo_lambda_neg": 1.0, "vespo_lambda_pos": 1.5}  # fmt: skip
+FLAT = {"B": 1, "H": 3, "T": 2, "V": 1025, "peak": 0.05}
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,8 @@ ORDERS_OF_MAGNITUDE = {"H": 16, "T": 2, "V": 4097, "advantages": "zero", "bias":
         Case("logprobs", 1, "fp32", ONE_ACCUMULATOR),
         Case("logprobs", 128, "fp16", STORED_LOG_SUM_EXP),
         Case("policy", 6635, "bf16", ORDERS_OF_MAGNITUDE),
+        Case("logprobs", 1, "fp32", FLAT),
+        Case("logprobs", 12, "fp32", FLAT),
     ],
     ids=[
         "one use of a tied head overflows",
@@ -158,6 +161,8 @@ ORDERS_OF_MAGNITUDE = {"H": 16, "T": 2, "V": 4097, "advantages": "zero", "bias":
         "a log-softmax along another dimension than the last has one accumulator",
         "the log-sum-exp is stored in float16, and so are the probabilities",
         "rounded logits move gradients by thirteen orders of magnitude",
+        "the maximum of a log-sum-exp carries a gradient",
+        "each running maximum carries one",
     ],
 )
 def test_cases_that_alarmed(case):

@@ -10,18 +10,27 @@ _HEAD = """# Findings: what released libraries compute wrong
 Each was measured against a float64 reference. `parity replay NAME --issue` (NAME: last column) prints a script that shows
 it; `parity upstream --all` writes script, text and, if known, patch of each. Unsloth's and the 4-bit head's need
 `pip install 'llm-parity[unsloth,kbit]'`. `apply` is `parity.fixes.apply(trainer)`: [fixes.md](fixes.md). Written by
-`parity findings`.
+`parity findings`. What newer releases have mended: [findings-mended.md](measured/findings-mended.md).
+"""
+_HEAD_MENDED = """# Findings that newer releases have mended
+
+Written by `parity findings --mended`. The others: [findings.md](../findings.md).
 """
 
 
-def page(ledger: Ledger) -> str:
-    """The page, in Markdown."""
-    return "\n".join(_lines(ledger))
+def page(ledger: Ledger, mended: bool = False) -> str:
+    """The page, in Markdown: what the newest releases compute wrong, or with `mended` what only older ones do."""
+    return "\n".join(_lines(ledger, mended))
 
 
-def _lines(ledger: Ledger) -> Iterator[str]:
-    yield _HEAD
-    whole = [e for e in ledger.entries if not e.user.part_of]
+def is_mended(entry: Entry) -> bool:
+    """Whether some release of a library ends the entry's scope."""
+    return any("<" in specifier for specifier in entry.versions.values())
+
+
+def _lines(ledger: Ledger, mended: bool) -> Iterator[str]:
+    yield _HEAD_MENDED if mended else _HEAD
+    whole = [e for e in ledger.entries if not e.user.part_of and is_mended(e) == mended]
     for severity, meaning in SEVERITIES.items():
         entries = sorted((e for e in whole if e.severity == severity), key=lambda e: (e.user.rank, e.id))
         if not entries:

@@ -167,9 +167,16 @@ class Steps:
         )
 
 
+def by_maximum(z: torch.Tensor) -> torch.Tensor:
+    """z - m - log Σ exp(z - m) by autograd, through the maximum m too."""
+    m = z.max(-1, keepdim=True).values
+    return z - (m + (z - m).exp().sum(-1, keepdim=True).log())
+
+
 ROADS = {
     "ieee": Steps(),
     "stored": Steps("stored", divided=lambda x, per_token: (per_token / count(x)).sum()),
+    "maximum": Steps(log_softmax=by_maximum),
     "blocks": Steps("stored", measure=by_blocks),
     "narrow": Steps("narrow", divided=lambda x, per_token: (per_token / count(x)).sum()),
 }

@@ -220,7 +220,7 @@ class Jury:
         inputs = self.oracle.inputs
         self.recipe = self.honest.recipe_for(inputs)
         self.dtypes = expected(self.oracle, self.honest, self.recipe)
-        self.counts = ladder(largest(self.oracle))
+        self.counts, self.near = ladder(largest(self.oracle)), if_near(largest(self.oracle))
         self._units: dict[tuple[str, int], Any] = {}
 
     def first(self, values: Values, name: str, count: int = REPLICAS) -> Judgement:
@@ -242,7 +242,9 @@ class Jury:
     def _upheld(self, values: Values, name: str) -> bool:
         if name not in values:
             return True
-        return not settle(lambda count: {name: self.first(values, name, count)}, self.counts)[name].agrees
+        return not settle(lambda count: {name: self.first(values, name, count)}, self.counts, near=self.near)[
+            name
+        ].agrees
 
     def outside(self, values: Values, names: list[str], label: str) -> bool:
         """Whether a fixed tolerance calls one of the quantities wrong, beside the exact value rounded to its dtype."""
