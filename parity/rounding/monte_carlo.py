@@ -168,8 +168,10 @@ class MonteCarlo(TorchDispatchMode):
         logsumexp(z) = m + log Σ exp(z - m) for any m: the gradient of m is 1 - Σp = 0, or what rounding leaves of it.
         """
         kept = self.noise.constant(math.pi, out) > 0
-        cost = 2 + exponentials(logps, dim, self.u_sum, self._lanes(out))
-        return kept * (self.u_sum * cost * mass_of_maxima(logps[:1], dim))
+        unit = self.u_sum * (2 + exponentials(logps, dim, self.u_sum, self._lanes(out)))
+        if UNIT_ROUNDOFF[self.softmax] > NARROW:  # the sum is stored so, and divides each term
+            unit = unit + 2 * UNIT_ROUNDOFF[self.softmax]
+        return kept * (unit * mass_of_maxima(logps[:1], dim))
 
     def _stored_sum(self, out: torch.Tensor) -> torch.Tensor:
         """Half of the replicas, the same ones forward and backward, (R, 1, …): those that store a narrow log-sum-exp."""

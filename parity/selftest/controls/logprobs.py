@@ -230,13 +230,13 @@ def online(x: Inputs, z: torch.Tensor) -> Pair:
 
 def rescaled(x: Inputs, z: torch.Tensor) -> Pair:
     """The same by autograd, through the maximum too, which cancels; half of the cases in one block."""
-    top = z.new_full(z.shape[:-1], torch.finfo(z.dtype).min)
+    top = z.detach().masked_fill(z == -torch.inf, torch.inf).amin(-1)
     total, moment = torch.zeros_like(top), torch.zeros_like(top)
     for block in z.split(z.shape[-1] if x.case.seed % 2 else max(BLOCK, -(-z.shape[-1] // 16)), -1):
         new = torch.maximum(top, block.amax(-1))
-        shifted = block.masked_fill(block == -torch.inf, torch.finfo(z.dtype).min) - new.unsqueeze(-1)
+        shifted = block - new.unsqueeze(-1)
         weights, scale = shifted.exp(), (top - new).exp()
-        moment = scale * (moment + (top - new).clamp(min=-1e3) * total) + (weights * shifted).sum(-1)
+        moment = scale * (moment + (top - new) * total) + (weights * shifted.masked_fill(weights == 0, 0.0)).sum(-1)
         total, top = scale * total + weights.sum(-1), new
     return z.gather(-1, targets(x).unsqueeze(-1)).squeeze(-1) - (top + total.log()), total.log() - moment / total
 
