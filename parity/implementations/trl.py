@@ -49,10 +49,13 @@ def _stored(x: Inputs) -> Recipe:
 def tiles(x: Inputs) -> Recipe:
     """A tile of logits and of their gradient in the dtype of the hidden states, to which the head is cast.
 
-    The gradients of head and bias are summed in float32 and take their dtypes from there.
+    The gradients of head and bias are summed in float32 and take their dtypes from there. Before there were kernels
+    (1.15) the logits' gradient was float32.
     """
     cast: dict[str, Any] = {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
-    return Recipe(logits="input", dlogits="input", tanh=softcap(x), **cast)
+    if plain.installed("trl.kernels.chunked_logprob"):
+        cast["dlogits"] = "input"
+    return Recipe(logits="input", tanh=softcap(x), **cast)
 
 
 def _kernel(x: Inputs) -> Recipe:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
@@ -21,6 +22,7 @@ from parity.implementations.implementation import (
     taking,
 )
 from parity.implementations.trl import softcap
+from parity.process import installed
 from parity.recipe import Recipe
 from parity.upstream import trl
 
@@ -145,9 +147,14 @@ CHUNK = 256
 
 
 def _walked(x: Inputs) -> Recipe:
-    """`_tiles`, or where the release walks in chunks: logits leave the product narrow, and head gradients sum in its dtype."""
+    """`_tiles`, or where the release walks in chunks: logits leave the product narrow, and head gradients sum in its dtype.
+
+    Up to 1.12 nothing takes autocast's logits back to float32, and all that follows is plain torch.
+    """
     if plain.installed("trl.kernels.chunked_divergence"):
         return _tiles(x)
+    if x.settings.context == "autocast" and Version(installed("trl") or "2") < Version("1.13"):
+        return materialised(x)
     chunks = math.ceil(x.settings.B * x.settings.T / (x.settings.chunk_size or CHUNK))
     return dataclasses.replace(
         _tiles(x),

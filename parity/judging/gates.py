@@ -19,7 +19,7 @@ from parity.timings import within
 NORM, MAX, ROW, SLOPE, SCALAR, FIRST_ORDER = 3.0, 6.0, 6.0, 6.0, 6.0, 10.0
 """Multiples of the unit that each gate allows; docs/judging.md holds the measurements behind them."""
 WORST = 2.0
-"""Every gate but zero and exact also allows this multiple of the worst replica's error: where one entry carries the error,
+"""Every gate but zero, and a count in float32, also allows this multiple of a replica's worst error: where one entry carries it,
 3·rms is a 3σ test of one number; where rounding moves an exponent (a KL term at τ = 1e-3) or decides whether a tail
 1 - Σp is clamped, rms says nothing of the tail. Twelve replicas cannot show one longer than √12·rms."""
 
@@ -142,13 +142,15 @@ class Errors:
 class Judgement:
     """The verdict on one quantity: headroom of every gate, the tightest first in `gate`.
 
-    `overflows`: nothing but infinities breaks its structure, beside entries where replicas overflow.
+    `overflows`: nothing but infinities breaks its structure, beside entries where replicas overflow. `rounded`: what it
+    counts is decided by values rounded in 16 bits.
     """
 
     gates: dict[str, float]
     message: str = ""
     undecided: int = 0
     overflows: bool = False
+    rounded: bool = False
     max_abs: float | None = None
     max_rel: float | None = None
     dist: float | None = None
@@ -170,8 +172,8 @@ class Judgement:
 
     @property
     def open(self) -> bool:
-        """Whether more replicas could change it: its tightest gate is neither infinite nor without them, as a count's is."""
-        return self.gate != "exact" and math.isfinite(self.headroom)
+        """Whether more replicas could change it: its tightest gate is neither infinite nor a count that float32 decides."""
+        return (self.gate != "exact" or self.rounded) and math.isfinite(self.headroom)
 
     @property
     def agrees(self) -> bool:
@@ -198,7 +200,7 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     share s of the row; where a replica is off by more than 6·rms, also exp(mean + 6·std of log‖e_r‖)); slope
     |Σe·o|/‖o‖² ≤ 6·max(std s_r, u/√3·√Σo⁴/‖o‖², 2u_c) + 2·|mean s_r|; for a scalar
     |e| ≤ max(10·first order, 6·rms e_r, u|o|, u_c·terms); for a count |e| ≤ 4·2⁻²⁴·max(|o|, 1). All but structure, zero
-    and the count also allow `WORST` times the worst replica (the row gate: of that row; slope: also as stored in 16 bits).
+    and a count in float32 also allow `WORST` times the worst replica (row: of that row; slope: also as stored in 16 bits).
     """
     if value is None:
         return failed("missing")
@@ -254,8 +256,10 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     by_row = None
     top = float(e.abs().amax())
     if unit.counted:
-        gates["exact"] = top / (4 * UNIT_ROUNDOFF["fp32"] * max(1.0, errors.top))
-        allowed = 4 * UNIT_ROUNDOFF["fp32"]
+        allowed = 4 * UNIT_ROUNDOFF["fp32"] * max(1.0, errors.top)
+        if UNIT_ROUNDOFF[unit.compute] > NARROW:  # a log-prob in 16 bits may be on the other side of a clip
+            allowed = max(allowed, WORST * errors.tops[1])
+        gates["exact"] = top / allowed
     elif unit.scalar:
         u_c = UNIT_ROUNDOFF[unit.compute]
         rms, worst = errors.tops
@@ -272,6 +276,7 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         gates=gates,
         message=message or (f"came in {_NAMES[value.dtype]}, expected {name}" if coarse else ""),
         overflows=overflows,
+        rounded=UNIT_ROUNDOFF[unit.compute] > NARROW,
         undecided=0 if skip is None else int(skip.sum()),
         max_abs=top,
         max_rel=_finite_ratio(top, errors.top),

@@ -30,6 +30,9 @@ GROWTH = 3.0
 """A known finding may be so many times as large as when it was entered; beyond that it is a new one. A CPU without AVX-512, and
 one without AVX, changed none on its frozen case by more than 1.4 (precision: 1.05)."""
 
+OLDER = "ledger-older.toml"
+"""Beside the ledger: findings that a newer release has mended, for runs with an older one. Its entries tell users nothing."""
+
 Text = Annotated[str, Meta(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Meta(min_length=1)]
 
@@ -129,13 +132,14 @@ class Ledger:
 
     @classmethod
     def load(cls, path: Path) -> Ledger:
-        """Read a ledger file.
+        """Read a ledger file, and of `OLDER` beside it the entries that are in force with what is installed.
 
         Raises:
             UsageError: for an entry without a mandatory field, with an unknown one, or whose case does not exist.
         """
-        file = convert(_File, toml_of(text_of(path, "ledger"), str(path), "ledger"), str(path))
-        entries = [_entry(raw, path) for raw in file.finding]
+        entries = _entries(path)
+        if (older := path.with_name(OLDER)).exists() and older != path:
+            entries += [e for e in _entries(older) if e.in_force()]
         ids = [e.id for e in entries]
         for double in {i for i in ids if ids.count(i) > 1}:
             raise UsageError(f"{path}: id {double!r} is used twice")
@@ -157,10 +161,12 @@ class Ledger:
 
     def line_of(self, id: str) -> str:
         """`ledger.toml line 12` of an entry."""
-        for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(), 1):
-            name, sign, value = line.partition("=")
-            if sign and name.strip() == "id" and value.strip().strip("\"'") == id:
-                return f"{self.path} line {number}"
+        for path in (self.path, self.path.with_name(OLDER)):
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            for number, line in enumerate(lines, 1):
+                name, sign, value = line.partition("=")
+                if sign and name.strip() == "id" and value.strip().strip("\"'") == id:
+                    return f"{path} line {number}"
         return str(self.path)
 
     def match(self, row: Row, facts: Mapping[str, Any]) -> str | None:
@@ -174,6 +180,11 @@ class Ledger:
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     finding: list[dict[str, Any]] = []
+
+
+def _entries(path: Path) -> list[Entry]:
+    file = convert(_File, toml_of(text_of(path, "ledger"), str(path), "ledger"), str(path))
+    return [_entry(raw, path) for raw in file.finding]
 
 
 def _entry(raw: dict[str, Any], path: Path) -> Entry:

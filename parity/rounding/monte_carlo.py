@@ -115,11 +115,14 @@ class MonteCarlo(TorchDispatchMode):
             total = args[0].sum(args[2], keepdim=True).abs_()
             flushed = total * self.eta  # p·Σg with a p below the smallest normal
             scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum) + flushed
-            scale = scale + total * self._through_maxima(out, args[1], args[2])
+            own = self.noise.constant(math.pi, out) > 0  # a log-sum-exp of its own, by autograd
+            scale = scale + own * total * self._through_maxima(out, args[1], args[2])
             if args[0].shape[args[2]] >= MANY:
                 scale = scale + args[1].exp() * terms(args[0].abs(), args[2], self.u_sum, self._lanes(out))
             if self.recipe.log_sum_exp:
                 out = torch.where(self._stored_sum(out), self._through_stored_sum(*args[:3]), out)
+            else:
+                out = torch.where(own, args[0] - args[1].softmax(args[2]) * args[0].sum(args[2], keepdim=True), out)
             return self.rounded(self.scattered(out, scale), self.softmax)
         if name == "logsumexp":  # the sum of exponentials rounds relatively, so its logarithm by an absolute amount
             walk = 1 + (args[0].numel() / max(out.numel(), 1)) ** 0.5 / 4
@@ -163,15 +166,14 @@ class MonteCarlo(TorchDispatchMode):
         return grad - self._grid(p * total, dtype)
 
     def _through_maxima(self, out: torch.Tensor, logps: torch.Tensor, dim: int) -> torch.Tensor:
-        """What the gradient of a maximum is off by, in Σgrad: nothing in half of the replicas, whose maximum carries none.
+        """What the gradient of a maximum is off by, in Σgrad.
 
         logsumexp(z) = m + log Σ exp(z - m) for any m: the gradient of m is 1 - Σp = 0, or what rounding leaves of it.
         """
-        kept = self.noise.constant(math.pi, out) > 0
         unit = self.u_sum * (2 + exponentials(logps, dim, self.u_sum, self._lanes(out)))
         if UNIT_ROUNDOFF[self.softmax] > NARROW:  # the sum is stored so, and divides each term
             unit = unit + 2 * UNIT_ROUNDOFF[self.softmax]
-        return kept * (unit * mass_of_maxima(logps[:1], dim))
+        return unit * mass_of_maxima(logps[:1], dim)
 
     def _stored_sum(self, out: torch.Tensor) -> torch.Tensor:
         """Half of the replicas, the same ones forward and backward, (R, 1, …): those that store a narrow log-sum-exp."""

@@ -385,3 +385,18 @@ def test_an_infinity_beside_overflowing_replicas_is_worth_more_replicas():
         found = judge(torch.tensor(value), Unit(truth, replicas, entrywise=True), torch.float32)
         assert not found.agrees
         assert found.overflows is expected
+
+
+def test_a_count_that_rounding_decides_is_held_to_its_replicas_in_16_bits_alone():
+    """A log-prob of -8.91 in bf16 is on the other side of a clip in some replicas."""
+    exact, replicas = torch.tensor(0.0, dtype=torch.float64), torch.zeros(12, dtype=torch.float64)
+    replicas[3] = 1 / 3
+    judged = {
+        (compute, value): judge(
+            torch.tensor(value), Unit(exact, replicas, compute, scalar=True, counted=True), torch.float32
+        )
+        for compute in ("fp32", "bf16")
+        for value in (1 / 3, 1.0)
+    }
+    assert [j.agrees for j in judged.values()] == [False, False, True, False]
+    assert [j.open for j in judged.values()] == [False, False, True, True]

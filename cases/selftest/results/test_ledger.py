@@ -11,7 +11,8 @@ from parity import data
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.registry import facts, family
-from parity.results.ledger import Ledger, stale
+from parity.results import ledger as ledger_module
+from parity.results.ledger import OLDER, Ledger, stale
 from parity.results.row import Row
 
 ENTRY = """
@@ -195,3 +196,17 @@ def test_a_nan_of_the_entropy_is_one_entry():
         assert len(covering) == known["a log-prob of -inf"], (settings, covering)
         seen += covering
     assert set(seen) == {e.id for e in both}
+
+
+def test_entries_of_older_releases_are_read_beside_the_ledger_where_they_are_in_force(monkeypatch):
+    path = data.ledger_file()
+    older = {e.id: e for e in Ledger.load(path.with_name(OLDER)).entries}
+    assert len(older) >= 40 and not older.keys() & {e.id for e in Ledger.load(path).entries}
+    assert all(any("<" in spec for spec in e.versions.values()) for e in older.values())
+    assert all(e.id.startswith("older-") and e.severity is None for e in older.values())
+    versions = {"trl": "1.12.0", "liger-kernel": "0.8.2", "transformers": "5.17.0"}
+    monkeypatch.setattr(ledger_module, "installed", lambda name: versions.get(name, "9"))
+    then = Ledger.load(path)
+    assert "older-grpo-liger-softcap" in {e.id for e in then.entries}
+    assert "older-grpo-dapo-window" not in {e.id for e in then.entries}
+    assert "ledger-older.toml line" in then.line_of("older-grpo-liger-softcap")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parity.errors import Unsupported
 from parity.trainers.definitions import training_step
-from parity.trainers.rig import drive, models, recorder, stored_window
+from parity.trainers.rig import drive, models, recorder, stored_window, twin_runs
 from parity.trainers.rig.teacher_server import Teacher
 from parity.upstream import trl
 
@@ -89,9 +89,11 @@ def trainer(teacher: Teacher, architecture: str, split: str, **settings: Any) ->
             train_dataset=dataset(messages=not samples),
             processing_class=models.tokenizer(),
         )
+    stored = {tuple(stored_window.ids(row["prompt"])): stored_window.ids(row["completion"]) for row in rows()}
     if samples:
-        stored = {tuple(stored_window.ids(row["prompt"])): stored_window.ids(row["completion"]) for row in rows()}
         made._generate_single_turn = lambda prompt_ids, *_: [list(stored[tuple(p)]) for p in prompt_ids]
+    elif not hasattr(made.args, "lmbda"):  # 1.9, which always samples
+        twin_runs.generate_in_model(made, {prompt: [completion] for prompt, completion in stored.items()})
     return made
 
 

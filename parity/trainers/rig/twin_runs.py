@@ -235,7 +235,7 @@ def _hand_out(trainer: Any, chosen: Sequence[Row]) -> None:
 
     if original is None:
         trainer._local_teacher_tokenizer_matches_student = True  # it has one vocabulary, and no files to be read from
-        _generate_in_model(trainer, stored)
+        generate_in_model(trainer, stored)
         return
     names = handed_names(original)
 
@@ -251,7 +251,7 @@ def _hand_out(trainer: Any, chosen: Sequence[Row]) -> None:
     trainer._generate_single_turn = generate
 
 
-def _generate_in_model(trainer: Any, stored: Mapping[tuple[int, ...], Sequence[list[int]]]) -> None:
+def generate_in_model(trainer: Any, stored: Mapping[tuple[int, ...], Sequence[list[int]]]) -> None:
     """The stored completions in place of `model.generate`, which distillation up to 1.9 calls for each micro-batch."""
     turns = {prompt: itertools.cycle(completions) for prompt, completions in stored.items()}
     ends = trainer.processing_class.eos_token_id
