@@ -138,12 +138,17 @@ class Ledger:
             UsageError: for an entry without a mandatory field, with an unknown one, or whose case does not exist.
         """
         entries = _entries(path)
-        if (older := path.with_name(OLDER)).exists() and older != path:
-            entries += [e for e in _entries(older) if e.in_force()]
+        entries += [e for e in cls.older(path) if e.in_force()]
         ids = [e.id for e in entries]
         for double in {i for i in ids if ids.count(i) > 1}:
             raise UsageError(f"{path}: id {double!r} is used twice")
         return cls(tuple(entries), path)
+
+    @staticmethod
+    def older(path: Path) -> list[Entry]:
+        """The entries of `OLDER` beside a ledger, in force or not."""
+        older = path.with_name(OLDER)
+        return _entries(older) if older.exists() and older != path else []
 
     def expired(self, today: datetime.date) -> list[str]:
         """A line for each entry that must be looked at again, with the place to edit."""

@@ -41,6 +41,19 @@ def _lines(ledger: Ledger, mended: bool) -> Iterator[str]:
         for e in entries:
             yield f"| {_capital(e.user.when)} | {e.user.effect} | {releases(e)} | {e.user.fix} | {e.id} |"
         yield ""
+    if mended:
+        yield from _older(Ledger.older(ledger.path))
+
+
+def _older(entries: list[Entry]) -> Iterator[str]:
+    yield "## Known to runs with an older release\n"
+    yield "`parity replay NAME --with PKG==VER` shows one.\n"
+    yield "| where | what is wrong | releases | NAME |"
+    yield "|---|---|---|---|"
+    for e in entries:
+        where = ", ".join(f"`{i}`" for i in e.implementations)
+        yield f"| {where} | {e.reason} | {releases(e)} | {e.id} |"
+    yield ""
 
 
 def releases(entry: Entry) -> str:
