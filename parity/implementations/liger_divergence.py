@@ -143,7 +143,12 @@ def jsd(x: Inputs) -> Outputs:
     return {"loss": loss(student, teacher, _labels(x))}
 
 
-@offer("liger.kl_div", recipe=_kernel, sources=("liger_kernel.ops.kl_div.LigerKLDivLossFunction",), **KERNEL)
+def _teachers_gradient(x: Inputs) -> Recipe:
+    """As `_kernel`; the gradient of the student's log-probs, -q, is stored in the dtype of the teacher's."""
+    return dataclasses.replace(_kernel(x), teacher_elementwise="input")
+
+
+@offer("liger.kl_div", recipe=_teachers_gradient, sources=("liger_kernel.ops.kl_div.LigerKLDivLossFunction",), **KERNEL)
 def kl_div(x: Inputs) -> Outputs:
     """`LigerKLDIVLoss(reduction="batchmean", log_target=True)` on the label positions' log-probs."""
     import liger_kernel.transformers.kl_div as module
