@@ -210,3 +210,17 @@ def test_entries_of_older_releases_are_read_beside_the_ledger_where_they_are_in_
     assert "older-grpo-liger-softcap" in {e.id for e in then.entries}
     assert "older-grpo-dapo-window" not in {e.id for e in then.entries}
     assert "ledger-older.toml line" in then.line_of("older-grpo-liger-softcap")
+
+
+def test_what_a_scope_excludes_is_a_value_of_its_setting():
+    """`{ not = X }` with an X that does not exist excludes nothing."""
+    path, checked = data.ledger_file(), 0
+    for e in (*Ledger.load(path).entries, *Ledger.load(path.with_name(OLDER)).entries):
+        declared = family(e.family).settings if "*" not in e.family else {}
+        for name, wanted in e.settings.items():
+            setting = declared.get(name) if isinstance(wanted, dict) and "not" in wanted else None
+            if setting is None or not setting.choices:
+                continue
+            checked += 1
+            assert wanted["not"] in {"none" if v is None else v for v in (setting.default, *setting.choices)}, (e.id, name)
+    assert checked >= 5
