@@ -222,5 +222,8 @@ def test_what_a_scope_excludes_is_a_value_of_its_setting():
             if setting is None or not setting.choices:
                 continue
             checked += 1
-            assert wanted["not"] in {"none" if v is None else v for v in (setting.default, *setting.choices)}, (e.id, name)
+            assert wanted["not"] in {"none" if v is None else v for v in (setting.default, *setting.choices)}, (
+                e.id,
+                name,
+            )
     assert checked >= 5
