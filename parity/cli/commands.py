@@ -229,7 +229,7 @@ def replay_command(
 @options.path("--ledger", "another ledger of known findings")
 @click.option("--mended", is_flag=True, help="those that newer releases have mended")
 def findings_command(ledger: Path | None, mended: bool) -> None:
-    """Print the known findings of the newest releases, most severe first."""
+    """Print the known findings, most severe first."""
     from parity import data
     from parity.results.ledger import Ledger
     from parity.results.report.known import page

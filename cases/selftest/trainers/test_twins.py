@@ -337,9 +337,9 @@ def test_generated_completions_are_filled_up_with_the_padding_token_of_the_token
         stored = {prompt: [[7, end], [7, 8, 8, 1]]}
         if filled is None:
             with pytest.raises(Unsupported, match="does not end with it"):
-                twin_runs._generate_in_model(trainer, stored)
+                twin_runs.generate_in_model(trainer, stored)
             continue
-        twin_runs._generate_in_model(trainer, stored)
+        twin_runs.generate_in_model(trainer, stored)
         ids = torch.tensor([prompt, prompt])
         out = trainer.model.generate(ids, torch.ones_like(ids)).sequences
         assert out[:, 2:].tolist() == [filled, [7, 8, 8, 1]]
