@@ -39,6 +39,8 @@ class Recipe:
             included, where it is not that of `elementwise` and `softmax`, or None.
         teacher_elementwise: dtype in which elementwise operations on a teacher's log-probs alone round their result,
             where it is not that of `elementwise`, or None.
+        log_probs: dtype in which a kernel stores the gradient of the log-probs it was given, where it is not that of
+            `softmax`, or None.
         bias: dtype in which a bias is used, its sum with the logits is held and their gradient is summed for it, where it
             is not that of `inputs`, `logits` and `dlogits`, or None.
         elementwise: dtype in which every elementwise operation rounds its result.
@@ -70,6 +72,7 @@ class Recipe:
     teacher: str | None = None
     teacher_softmax: str | None = None
     teacher_elementwise: str | None = None
+    log_probs: str | None = None
     bias: str | None = None
     elementwise: str = "fp32"
     softmax: str = "fp32"
@@ -96,6 +99,7 @@ class Recipe:
             teacher=_other(out.teacher, out.logits),
             teacher_softmax=_other(out.teacher_softmax, out.elementwise, out.softmax),
             teacher_elementwise=_other(out.teacher_elementwise, out.elementwise),
+            log_probs=_other(out.log_probs, out.softmax),
             log_sum=_other(out.log_sum, out.softmax, *(() if out.teacher_softmax is None else (out.teacher_softmax,))),
             log_sum_exp=_other(out.log_sum_exp, "fp32"),
             dinputs=_other(out.dinputs, out.inputs),

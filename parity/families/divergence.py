@@ -48,7 +48,7 @@ def _loss(x: Inputs, mark: Mark, measure: Any, zero_padded: bool = False) -> dic
     z = head.logits(x, mark)
     if zero_padded:
         z = torch.cat([z, torch.zeros_like(z[..., :1]).expand(*z.shape[:-1], s.extra_vocabulary)], -1)
-    logps = torch.log_softmax(z, -1)
+    logps = mark("log-probs", torch.log_softmax(z, -1))
     if s.sparse != "none":
         rows = (~ignored).nonzero().squeeze(-1)
         lp, lq, gone = sparse(x, logps[..., rows, :], rows)

@@ -27,9 +27,23 @@ offer = functools.partial(implementation, family="logprobs", library="liger-kern
 
 def chunked(x: Inputs, **more: Any) -> Recipe:
     """Tiles of logits in the dtype of the hidden states, to which the head is cast; from there float32, in which the bias is
-    added and the gradient of the head is summed."""
+    added and the gradient of the head is summed.
+
+    Before 0.8 autograd goes through whole logits of the head's dtype, which bias and temperature round to again.
+    """
+    if not streams_vocabulary():
+        dtype = "bf16" if x.settings.context == "autocast" else plain.head_dtype(x)
+        return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, folded=plain.factor(x), **more)
     cast: dict[str, Any] = {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
     return Recipe(logits="input", bias="fp32", **cast, **more)
+
+
+@functools.cache
+def streams_vocabulary() -> bool:
+    """Whether the installed release's GRPO loss never holds all logits of a token, as since 0.8."""
+    import liger_kernel.chunked_loss.fused_linear_ppo as module
+
+    return hasattr(module, "_ChunkedSelectiveLogProbFunction")
 
 
 def _fused(x: Inputs) -> Recipe:

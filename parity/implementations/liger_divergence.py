@@ -144,8 +144,8 @@ def jsd(x: Inputs) -> Outputs:
 
 
 def _teachers_gradient(x: Inputs) -> Recipe:
-    """As `_kernel`; the gradient of the student's log-probs, -q, is stored in the dtype of the teacher's."""
-    return dataclasses.replace(_kernel(x), teacher_elementwise="input")
+    """As `_kernel`; the gradient of the student's log-probs, -q over the rows, is stored in the dtype of the teacher's."""
+    return dataclasses.replace(_kernel(x), log_probs="input")
 
 
 @offer("liger.kl_div", recipe=_teachers_gradient, sources=("liger_kernel.ops.kl_div.LigerKLDivLossFunction",), **KERNEL)

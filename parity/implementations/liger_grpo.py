@@ -9,7 +9,7 @@ from parity.case.inputs import Inputs
 from parity.families.policy import CLIPPED, WINDOW_NORMALISED
 from parity.implementations import plain
 from parity.implementations.implementation import Outputs, accepted, implementation, require, taking
-from parity.implementations.liger import chunked
+from parity.implementations.liger import chunked, streams_vocabulary
 from parity.recipe import Recipe
 
 
@@ -96,6 +96,8 @@ def _fused_loss(x: Inputs, compiled: bool) -> Outputs:
     _common(x)
     require(s.softcap is None, "no softcap parameter")
     require(s.logit_scale == 1.0, "no logit-scale parameter")
+    one = streams_vocabulary() or s.context == "autocast" or x.weight.dtype == x.hidden.dtype
+    require(one, "hidden states and head of one dtype only before 0.8")
     low, high = _epsilons(x)
     loss = kind(
         compiled=compiled,

@@ -31,11 +31,11 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
     products take the same tensor and each stores its gradient as it stores its logits', `mark("logits", z)` on logits
     as a matrix product leaves them and `mark("biased", z, size)` on their sum with a bias, with `size()` what is to be
     added where a kernel's running sum begins with the bias, `mark("teacher", z, …)` on a teacher's in both places,
-    `mark("selected", logps, size)` on the selected log-probs, with `size()` the root of the sum of squares of the products
-    that make the selected logit, and `mark("entropy", h, size, along)` on an entropy, with `size()` the terms of
-    logsumexp(z) - E[z], as which it may be computed, and `along()` a function of the logits along whose gradient the
-    rounding of E[z] enters the entropy's gradient; `mark("divergence", zero, size, along)` makes of 0 such a rounding of the
-    student's divergence.
+    `mark("log-probs", logps)` on log-probs that a kernel takes, whose gradient it may store, `mark("selected", logps, size)`
+    on the selected log-probs, with `size()` the root of the sum of squares of the products that make the selected logit, and
+    `mark("entropy", h, size, along)` on an entropy, with `size()` the terms of logsumexp(z) - E[z], as which it may be
+    computed, and `along()` a function of the logits along whose gradient the rounding of E[z] enters the entropy's gradient;
+    `mark("divergence", zero, size, along)` makes of 0 such a rounding of the student's divergence.
     """
     recipe = mode.recipe
     table = {
@@ -47,6 +47,7 @@ def recipe_mark(mode: MonteCarlo) -> Mark:
         "logits": (recipe.logits, recipe.dlogits),
         "biased": (recipe.bias or recipe.logits, recipe.bias or recipe.dlogits),
         "teacher": (recipe.teacher or recipe.logits, recipe.dlogits),
+        "log-probs": (None, recipe.log_probs),
     }
 
     def mark(

@@ -52,6 +52,15 @@ def test_a_recipe_names_what_it_moves():
     assert Recipe().describe() == "fp32"
 
 
+def test_a_kernel_stores_the_gradient_of_the_log_probs_it_takes():
+    lp = torch.full((2, 3), -1.0, dtype=torch.float64, requires_grad=True)
+    for dtype, expected in ((None, 1e-9), ("fp16", 0.0)):
+        mode = MonteCarlo(Recipe(log_probs=dtype), "fp16", 0)
+        with mode:
+            (grad,) = torch.autograd.grad(recipe_mark(mode)("log-probs", lp), lp, torch.full_like(lp, 1e-9))
+        assert grad.flatten().tolist() == pytest.approx([expected] * 6)
+
+
 def test_a_bias_is_summed_from_what_is_stored_or_not():
     """The gradient of the logits flushes to 0 in float16; the bias sums the tile before that, or after."""
     b = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)

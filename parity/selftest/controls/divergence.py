@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn.functional import linear
@@ -96,6 +96,25 @@ def by_log_mixture(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Ten
     return (beta * _weighted(lq, m) + (1 - beta) * _weighted(lp, m)).sum(-1)
 
 
+class _ForwardKL(torch.autograd.Function):
+    """Σ q (log q - log p) per token, as a kernel: the gradient -q takes the teacher's dtype."""
+
+    @staticmethod
+    def forward(ctx, lp: torch.Tensor, lq: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(lq)
+        return _weighted(lq.float(), lp.float()).sum(-1)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[no-untyped-def]
+        (lq,) = ctx.saved_tensors
+        return -(lq.exp() * grad.to(lq.dtype).unsqueeze(-1)), None
+
+
+def by_kernel(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Tensor:
+    """The forward KL by a kernel; the others have none."""
+    return _ForwardKL.apply(lp, lq) if beta == 0.0 else by_log_mixture(lp, lq, beta)
+
+
 def by_blocks(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Tensor:
     """Per block of the vocabulary, from the last to the first."""
     parts = zip(lp.split(BLOCK, -1), lq.split(BLOCK, -1), strict=True)
@@ -162,9 +181,14 @@ class Steps:
         stored = Recipe(logits=dtype, dlogits=dtype, teacher=teacher)
         if self.width == "stored":
             return stored
-        return dataclasses.replace(
-            stored, elementwise=dtype, softmax=dtype, teacher_softmax=teacher, teacher_elementwise=teacher
-        )
+        narrow: dict[str, Any] = {
+            "elementwise": dtype,
+            "softmax": dtype,
+            "teacher_softmax": teacher,
+            "teacher_elementwise": teacher,
+        }
+        kernel = self.measure is by_kernel and x.settings.beta == 0.0
+        return dataclasses.replace(stored, **narrow, log_probs=teacher if kernel else None)
 
 
 def by_maximum(z: torch.Tensor) -> torch.Tensor:
@@ -179,4 +203,5 @@ ROADS = {
     "maximum": Steps(log_softmax=by_maximum),
     "blocks": Steps("stored", measure=by_blocks),
     "narrow": Steps("narrow", divided=lambda x, per_token: (per_token / count(x)).sum()),
+    "kernel": Steps("narrow", measure=by_kernel),
 }
