@@ -18,6 +18,9 @@ USAGE, NOTHING, FAULT, NO_JUDGEMENT, INTERRUPTED, TERMINATED = 2, 3, 70, 125, 13
 IN_PROCESS = frozenset({"replay", "audit"})
 """Commands that run implementations in their own process, and so in a child whose end is watched."""
 
+REMOVED: dict[str, str] = {}
+"""Commands of earlier versions, and the sentence that says how to do their work today."""
+
 
 class Quiet(Console):
     """A console whose reader may go away: the rest is not printed, and nothing else changes."""
@@ -48,6 +51,14 @@ class Group(click.Group):
         if words[:1] and words[0] in IN_PROCESS and not {"-h", "--help"} & set(words):
             sys.exit(_watched(words))
         return super().__call__(*args, **kwargs)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command; one that was removed names its successor."""
+        if args and args[0] in REMOVED:
+            raise UsageError(f"`parity {args[0]}` was removed: {REMOVED[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command and end as the module says."""
