@@ -1,7 +1,7 @@
 """CPU time counts for the innermost block of each kind, and for nothing twice."""
 
-from parity import timings
-from parity.timings import spent, within
+from parity.judge import timings
+from parity.judge.timings import spent, within
 
 
 def test_an_inner_block_is_left_out_of_the_outer_one(monkeypatch):

@@ -24,7 +24,6 @@ from parity.decoding import convert, json_of, of_schema, shown, text_of
 from parity.errors import UsageError
 
 SCHEMA = 1
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _GOLDEN = 0x9E3779B97F4A7C15
 

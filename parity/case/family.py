@@ -15,19 +15,7 @@ from parity.case.inputs import Inputs, Setting, fits
 from parity.case.probe import Probe, derived
 from parity.decoding import shown
 from parity.errors import UsageError
-
-
-class Mark(Protocol):
-    """What an oracle calls where a recipe may store or round; see `recipe_mark`."""
-
-    def __call__(
-        self,
-        name: str,
-        x: torch.Tensor,
-        size: Callable[[], torch.Tensor] | None = None,
-        along: Callable[[], torch.Tensor] | None = None,
-    ) -> torch.Tensor: ...
-
+from parity.judge.marks import Mark
 
 LARGEST_SIZE, LARGEST_CASE = 1 << 24, 1 << 28
 """Of one dimension, and entries of the logits or of a head: 2 GiB in the float64 of the oracle."""

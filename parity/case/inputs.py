@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from parity.case.case import DTYPES, Case
+from parity.case.case import Case
+from parity.judge.recipe import DTYPES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from parity import decoding
-from parity.case.case import DTYPES, Case
+from parity.case.case import Case
 from parity.case.family import LARGEST_CASE, Family
 from parity.errors import UsageError
+from parity.judge.recipe import DTYPES
 
 MAY_BE_INFINITE = frozenset(
     "bias teacher_bias support_logps top1_logps label_logps sampling_logps teacher_logits".split()

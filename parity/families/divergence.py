@@ -24,14 +24,14 @@ import torch
 
 from parity.case import layouts
 from parity.case.case import Case
-from parity.case.family import Family, Mark, Relation
+from parity.case.family import Family, Relation
 from parity.case.inputs import Inputs
 from parity.families import divergence_inputs as inputs_of
 from parity.families import head, stored
 from parity.families.logprobs import IGNORE_INDEX
 from parity.families.probes import DIVERGENCE
-from parity.recipe import LARGEST
-from parity.rounding.marks import of_teacher
+from parity.judge.marks import Mark, of_teacher
+from parity.judge.recipe import LARGEST
 
 LARGEST_LOG_MASS = -1e-7
 """Ceiling of log Σ exp before the tail is taken, so that the tail stays a probability (TRL's `_add_tail_bucket`)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parity.case.case import DTYPES, Case, normal, rounded, uniform
+from parity.case.case import Case, normal, rounded, uniform
 from parity.case.family import Family
 from parity.case.inputs import Inputs, Setting
 from parity.case.layouts import arranged
@@ -16,7 +16,8 @@ from parity.case.stored import sizes
 from parity.errors import UsageError
 from parity.families import head, stored
 from parity.families.logprobs import IGNORE_INDEX
-from parity.rounding.marks import exact_mark
+from parity.judge.marks import exact_mark
+from parity.judge.recipe import DTYPES
 
 SETTINGS = head.SETTINGS | {
     "beta": Setting(0.5, "0 forward KL(q‖p), 1 reverse KL(p‖q), between JSD; the teacher's weight in the mixture"),

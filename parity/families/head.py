@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from parity.case import layouts
-from parity.case.case import DTYPES, Case, integers, normal, uniform
-from parity.case.family import Mark
+from parity.case.case import Case, integers, normal, uniform
 from parity.case.inputs import Inputs, Setting
 from parity.errors import UsageError
-from parity.recipe import LARGEST
+from parity.judge.marks import Mark
+from parity.judge.recipe import DTYPES, LARGEST
 
 SETTINGS = {
     "B": Setting(2, "sequences, at least 1"),

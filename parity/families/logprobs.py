@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from parity.case import layouts
-from parity.case.case import DTYPES, Case, uniform
-from parity.case.family import Family, Mark, Relation
+from parity.case.case import Case, uniform
+from parity.case.family import Family, Relation
 from parity.case.inputs import Inputs, Setting
 from parity.case.layouts import arranged, like
 from parity.errors import UsageError
 from parity.families import head, stored
 from parity.families.probes import LOGPROBS
-from parity.recipe import LARGEST
-from parity.rounding.marks import log_softmax_again
+from parity.judge.marks import Mark, log_softmax_again
+from parity.judge.recipe import DTYPES, LARGEST
 
 IGNORE_INDEX = -100
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from parity.case.case import Case
-from parity.case.family import Family, Mark, Relation
+from parity.case.family import Family, Relation
 from parity.case.inputs import Inputs
 from parity.case.layouts import like
 from parity.families import head, policy_stored
 from parity.families import policy_inputs as inputs_of
 from parity.families import policy_settings as settings_of
 from parity.families.probes import POLICY
-from parity.rounding.marks import log_softmax_again
+from parity.judge.marks import Mark, log_softmax_again
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 WINDOW_NORMALISED = ("dapo", "cispo", "vespo")

@@ -20,8 +20,8 @@ from parity.case.layouts import arranged
 from parity.errors import UsageError
 from parity.families import head
 from parity.families.policy_settings import MASKS
-from parity.recipe import UNIT_ROUNDOFF
-from parity.rounding.marks import exact_mark
+from parity.judge.marks import exact_mark
+from parity.judge.recipe import UNIT_ROUNDOFF
 
 
 def build(case: Case, s: SimpleNamespace) -> Inputs:

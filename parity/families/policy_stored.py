@@ -17,7 +17,7 @@ from parity.errors import UsageError
 from parity.families import head, stored
 from parity.families.policy_inputs import check, error_bound, thresholds
 from parity.families.policy_settings import MASKS
-from parity.rounding.marks import exact_mark
+from parity.judge.marks import exact_mark
 
 TENSORS = stored.HEAD | {
     "mask": "BT",

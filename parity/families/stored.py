@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.case.case import DTYPES, Case
+from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.case.layouts import arranged, laid_out
 from parity.case.stored import check_values, read, sizes
 from parity.errors import UsageError
 from parity.families import head
+from parity.judge.recipe import DTYPES
 
 HEAD = {"hidden": "BTH", "weight": "VH", "bias": "V", "ids": "BT"}
 """Letters of the dimensions of each tensor; a letter is one size throughout."""

@@ -15,7 +15,7 @@ import torch
 from parity.case.inputs import Inputs
 from parity.implementations import plain
 from parity.implementations.implementation import EVERY_CONTEXT, Outputs, implementation, require, taking
-from parity.recipe import Recipe
+from parity.judge.recipe import Recipe
 
 SOURCES = (
     "cut_cross_entropy.linear_cross_entropy.linear_cross_entropy",

@@ -10,7 +10,7 @@ from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import cce, plain
 from parity.implementations.implementation import EVERY_CONTEXT, Outputs, implementation, require
 from parity.implementations.trl_trainer import METRICS
-from parity.recipe import Recipe
+from parity.judge.recipe import Recipe
 
 
 def _chunked(x: Inputs) -> Recipe:

@@ -19,9 +19,9 @@ import torch
 
 from parity.case.inputs import Inputs
 from parity.errors import Unsupported, UsageError
+from parity.judge import products
+from parity.judge.recipe import IEEE_FP32, Recipe
 from parity.process import installed, packaged
-from parity.recipe import IEEE_FP32, Recipe
-from parity.rounding import products
 
 Outputs = dict[str, torch.Tensor]
 

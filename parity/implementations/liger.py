@@ -19,7 +19,7 @@ from parity.implementations.implementation import (
     require,
     taking,
 )
-from parity.recipe import Recipe
+from parity.judge.recipe import Recipe
 
 offer = functools.partial(implementation, family="logprobs", library="liger-kernel")
 """The decorator of this file."""

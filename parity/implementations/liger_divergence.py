@@ -11,7 +11,7 @@ from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.implementation import KERNEL, Outputs, accepted, implementation, require, taking
 from parity.implementations.trl_divergence import heads, teacher_logits
-from parity.recipe import Recipe
+from parity.judge.recipe import Recipe
 
 offer = functools.partial(implementation, family="divergence", library="liger-kernel")
 """The decorator of this file."""

@@ -10,7 +10,7 @@ from parity.families.policy import CLIPPED, WINDOW_NORMALISED
 from parity.implementations import plain
 from parity.implementations.implementation import Outputs, accepted, implementation, require, taking
 from parity.implementations.liger import chunked, streams_vocabulary
-from parity.recipe import Recipe
+from parity.judge.recipe import Recipe
 
 
 def _fused(x: Inputs) -> Recipe:

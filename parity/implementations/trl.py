@@ -18,7 +18,7 @@ from parity.implementations.implementation import (
     require,
     taking,
 )
-from parity.recipe import Recipe
+from parity.judge.recipe import Recipe
 from parity.upstream import trl
 
 offer = functools.partial(implementation, family="logprobs", library="trl", outputs=frozenset({"entropy"}))

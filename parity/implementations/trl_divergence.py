@@ -22,8 +22,8 @@ from parity.implementations.implementation import (
     taking,
 )
 from parity.implementations.trl import softcap
+from parity.judge.recipe import Recipe
 from parity.process import installed
-from parity.recipe import Recipe
 from parity.upstream import trl
 
 offer = functools.partial(implementation, family="divergence", library="trl")

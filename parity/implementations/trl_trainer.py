@@ -19,7 +19,7 @@ from parity.implementations import plain
 from parity.implementations.implementation import Implementation, Outputs, implementation, require
 from parity.implementations.trl import tiles
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
-from parity.recipe import Recipe
+from parity.judge.recipe import Recipe
 from parity.upstream import live, trl
 
 SETTINGS = (

@@ -18,7 +18,7 @@ from parity.families.policy import WINDOW_NORMALISED
 from parity.implementations import plain
 from parity.implementations.implementation import Outputs, accepted, by_token, implementation, require, taking
 from parity.implementations.trl_divergence import heads
-from parity.recipe import Recipe
+from parity.judge.recipe import Recipe
 
 JSD_CHUNK = 256
 """Default of `distillation_chunked_jsd`."""

@@ -2,7 +2,7 @@
 
 A function, a module or another callable is called by the names of its parameters: it takes what it needs of a family's
 tensors and settings, by name; a case that moves anything it has no parameter for is unsupported. It may carry attributes
-`recipe` (a `parity.recipe.Recipe`), `outputs` (optional outputs it returns) and `contexts`. A subclass of one of TRL's
+`recipe` (a `parity.judge.recipe.Recipe`), `outputs` (optional outputs it returns) and `contexts`. A subclass of one of TRL's
 trainers goes through the checks of that trainer, see `parity.trainers.user_trainer`.
 """
 
@@ -25,8 +25,8 @@ from parity.case.inputs import Inputs
 from parity.errors import Returned, UsageError
 from parity.implementations import plain
 from parity.implementations.implementation import Implementation, Named, Outputs, require
+from parity.judge.recipe import Recipe
 from parity.process import tell
-from parity.recipe import Recipe
 
 ALIASES = {
     "input_ids": "ids",

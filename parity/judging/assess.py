@@ -11,19 +11,19 @@ from types import SimpleNamespace
 
 import torch
 
-from parity.case.case import DTYPES, Case
+from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.case.layouts import elsewhere
 from parity.implementations.implementation import Implementation
+from parity.judge.escalation import REPLICAS, if_near, ladder, settle
+from parity.judge.gates import Judgement, Unit, failed, judge
+from parity.judge.products import CutOperands
+from parity.judge.recipe import DTYPES, Recipe
+from parity.judge.timings import within
 from parity.judging.execute import Outcome, execute, same_bits
-from parity.judging.gates import Judgement, Unit, failed, judge
-from parity.judging.settle import REPLICAS, if_near, ladder, settle
-from parity.recipe import Recipe
+from parity.judging.oracle import Quantities, exact, gradient_name, replicas
 from parity.results.row import Class
-from parity.rounding.oracle import Quantities, exact, gradient_name, replicas
-from parity.rounding.products import CutOperands
-from parity.timings import within
 
 COARSEST = Recipe(logits="input", dlogits="input", elementwise="input", softmax="input", inputs="input", output="input")
 
@@ -263,7 +263,7 @@ def largest(oracle: CaseOracle) -> int:
 
 
 def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
-    """The judgement of every quantity, settled (see `parity.judging.settle`).
+    """The judgement of every quantity, settled (see `parity.judge.escalation`).
 
     An implementation may be more precise than its recipe: where float16 flushes a gradient to 0 in every replica, they
     have no spread, and the float32 value seems wrong. Or two of its values that are nearly alike lie on both sides of a

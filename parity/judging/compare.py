@@ -14,17 +14,17 @@ from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.inputs import context_of
 from parity.implementations.implementation import Implementation
+from parity.judge.escalation import settle
+from parity.judge.gates import Judgement
+from parity.judge.recipe import IEEE_FP32
+from parity.judge.timings import within
 from parity.judging import diagnose, side_effects
 from parity.judging.assess import CaseOracle, classify, confirmed, followed_variant, judge_all
 from parity.judging.execute import Outcome, execute
-from parity.judging.gates import Judgement
 from parity.judging.kept import Calls
 from parity.judging.rows import Blame, empty_row, flaky, size
-from parity.judging.settle import settle
 from parity.judging.undeclared import undeclared
-from parity.recipe import IEEE_FP32
 from parity.results.row import Row, finite
-from parity.timings import within
 
 
 def run_case(

@@ -23,10 +23,10 @@ from parity.case.inputs import Inputs
 from parity.case.layouts import elsewhere
 from parity.errors import HarnessError, OracleError, Returned, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
+from parity.judge.timings import within
 from parity.judging import faults
+from parity.judging.oracle import gradient_name
 from parity.process import packaged
-from parity.rounding.oracle import gradient_name
-from parity.timings import within
 from parity.world.tensors import matmul_precision
 
 OWN = str(Path(parity.__file__).parent)

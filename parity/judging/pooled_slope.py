@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from parity.judging.gates import SLOPE
+from parity.judge.gates import SLOPE
 from parity.results.row import Row
 
 POOL_MINIMUM = 30

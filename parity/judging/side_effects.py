@@ -13,6 +13,7 @@ from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.case.layouts import like
 from parity.implementations.implementation import Implementation, Outputs
+from parity.judge.timings import within
 from parity.judging.execute import (
     Outcome,
     backward,
@@ -25,8 +26,7 @@ from parity.judging.execute import (
     same_bits,
     surroundings,
 )
-from parity.rounding.oracle import gradient_name
-from parity.timings import within
+from parity.judging.oracle import gradient_name
 
 
 @within("stage", "first call")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.case.case import DTYPES
 from parity.errors import UsageError
+from parity.judge.recipe import DTYPES
 from parity.recording import Recording
 from parity.rollouts import models
 from parity.rollouts.scoring import PLAIN, Scores, Trainer

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from parity import recording
-from parity.case.case import DTYPES, hashes
+from parity.case.case import hashes
 from parity.errors import UsageError
+from parity.judge.recipe import DTYPES
 from parity.recording import Recording
 from parity.rollouts import models, scoring, server, transformers_engine, vllm_engine
 from parity.rollouts.request import Request, Sampled

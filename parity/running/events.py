@@ -58,7 +58,7 @@ class Apart(_Event, frozen=True):
 
 class ShardDone(_Event, frozen=True):
     """The shard came to its end, or after `cases` of its cases to that of the run's time; it took `seconds` of CPU time,
-    `spent` as `parity.timings.spent` tells."""
+    `spent` as `parity.judge.timings.spent` tells."""
 
     cases: int = 0
     seconds: float = 0.0

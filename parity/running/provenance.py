@@ -77,7 +77,7 @@ def header(run: str, device: str, profile: str, seed: int) -> Header:
     """The first row of a results file."""
     import torch
 
-    from parity.rounding.products import products
+    from parity.judge.products import products
 
     cuda = device == "cuda"
     about = About(

@@ -22,6 +22,7 @@ from parity.case.drawing import batch, batches, cases
 from parity.case.family import Family
 from parity.case.profiles import Profile, streams
 from parity.implementations.implementation import Implementation
+from parity.judge.timings import within
 from parity.judging.rows import replay_line
 from parity.registry import facts, loss_family, run_case
 from parity.results import recorded
@@ -32,7 +33,6 @@ from parity.running.accepting import Accepting, Draws, refused
 from parity.running.events import Apart, At, Checked, Confirmed, Event, Judged, Started
 from parity.running.pairs import Pairs
 from parity.running.plan import Shard, Sought, signature_of
-from parity.timings import within
 from parity.trainers import catalogue
 
 STREAMS = 4

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from parity.decoding import decode
+from parity.judge.timings import spent, within
 from parity.process import die_with, prepare
 from parity.running import gpu
-from parity.timings import spent, within
 
 
 def main(path: str) -> int:

@@ -24,10 +24,10 @@ from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES
 from parity.implementations.implementation import Implementation
+from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle, confirmed, judge_all
 from parity.judging.compare import skip_reason
 from parity.judging.execute import execute
-from parity.judging.gates import Judgement
 from parity.process import prepare
 from parity.registry import loss_families, loss_family, oracle_of, resolved
 from parity.results.report import measured

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.case.case import DTYPES
 from parity.case.family import Family
 from parity.case.stored import write
 from parity.errors import UsageError
 from parity.families import policy_stored
 from parity.implementations.user import canonical, family_of, named_outputs
+from parity.judge.recipe import DTYPES
 from parity.registry import family, loss_families, loss_family
 
 POLICY_SETTINGS = (

@@ -14,11 +14,11 @@ import torch
 from parity.case.inputs import Inputs
 from parity.errors import Unsupported
 from parity.implementations.implementation import Implementation, Outputs
+from parity.judge.recipe import Recipe
 from parity.judging.assess import ON_DEVICE
-from parity.recipe import Recipe
+from parity.judging.oracle import exact, replicas
 from parity.registry import loss_family
 from parity.results.report import measured
-from parity.rounding.oracle import exact, replicas
 from parity.running.provenance import resolve_device
 
 SIZES = (128, 1_024, 8_192, 32_768, 131_072, 262_144)

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parity.case.case import DTYPES, Case
+from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.stored import read, write
 from parity.errors import UsageError
 from parity.families import policy_stored
 from parity.implementations.implementation import Implementation
+from parity.judge.recipe import DTYPES
 from parity.registry import loss_family, run_case
 
 AXES = ("B", "T", "V", "H")

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from parity.case.case import Case
 from parity.case.inputs import Setting
 from parity.errors import UsageError
-from parity.judging.gates import Judgement
+from parity.judge.gates import Judgement
 from parity.judging.rows import size
 
 Made = TypeVar("Made")
@@ -107,7 +107,7 @@ def reported(quantity: str, value: float, message: str = "") -> CheckResult:
 
 
 def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "") -> CheckResult:
-    """A quantity judged by the gates of `parity.judging.gates`; tensors show as their norm."""
+    """A quantity judged by the gates of `parity.judge.gates`; tensors show as their norm."""
     return CheckResult(
         quantity,
         j.gates,

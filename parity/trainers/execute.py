@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from parity import world
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
+from parity.judge.timings import within
 from parity.judging.execute import Outcome, guarded
 from parity.judging.rows import Blame, empty_row, flaky
 from parity.results.row import Row, finite
-from parity.timings import within
 from parity.trainers.catalogue import family, path_of
 from parity.trainers.check import REPORTED, Check, CheckCall, CheckResult
 from parity.trainers.rig import drive

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from parity.errors import HarnessError
-from parity.timings import within
+from parity.judge.timings import within
 
 CHECKED = 50
 """One in so many trainers that share is compared with one that is built from nothing."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from parity.timings import within
+from parity.judge.timings import within
 from parity.world import bindings, interpreter, process, tensors
 from parity.world.watch import Watch
 

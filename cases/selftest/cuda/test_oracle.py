@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fixtures.pretended_cuda import pretended
+from parity.judge.recipe import Recipe
 from parity.judging import assess
 from parity.judging.assess import CaseOracle
-from parity.recipe import Recipe
 from parity.registry import family
 
 CASES = [

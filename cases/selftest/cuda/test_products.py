@@ -7,14 +7,14 @@ import torch
 
 from fixtures.pretended_cuda import pretended
 from parity.implementations.implementation import Implementation
+from parity.judge import products
+from parity.judge.products import CutOperands, Products, cut
+from parity.judge.recipe import TF32, TF32_TRUNCATED, Recipe
 from parity.judging.assess import CaseOracle, _on, confirmed, judge_all
 from parity.judging.execute import execute
-from parity.recipe import TF32, TF32_TRUNCATED, Recipe
+from parity.judging.oracle import exact
 from parity.registry import family, run_case
 from parity.results.report.failure import text_of
-from parity.rounding import products
-from parity.rounding.oracle import exact
-from parity.rounding.products import CutOperands, Products, cut
 from parity.running.provenance import header
 from parity.selftest.controls import control
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from parity.implementations.implementation import Implementation
+from parity.judge.marks import exact_mark
 from parity.judging.assess import confirmed
 from parity.judging.execute import execute
+from parity.judging.oracle import exact, to_double
 from parity.registry import family, oracle_of
-from parity.rounding.marks import exact_mark
-from parity.rounding.oracle import exact, to_double
 from parity.selftest.controls.divergence import ROADS
 from parity.selftest.false_alarms import drawn
 

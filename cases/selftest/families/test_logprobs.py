@@ -11,9 +11,9 @@ from cases.selftest.families.written_out import Values
 from parity.errors import UsageError
 from parity.families import head
 from parity.families.logprobs import RARE, RARE_BLOCK
+from parity.judge.marks import exact_mark
+from parity.judging.oracle import exact, to_double
 from parity.registry import family
-from parity.rounding.marks import exact_mark
-from parity.rounding.oracle import exact, to_double
 
 FAMILY = family("logprobs")
 CHOICES = {

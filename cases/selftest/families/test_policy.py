@@ -9,9 +9,9 @@ import torch
 
 from cases.selftest.families.written_out import Policy, Values
 from parity.families.policy_settings import LOSS_TYPES
+from parity.judge.marks import exact_mark
+from parity.judging.oracle import exact, to_double
 from parity.registry import family
-from parity.rounding.marks import exact_mark
-from parity.rounding.oracle import exact, to_double
 
 FAMILY = family("policy")
 E = float(mp.e)

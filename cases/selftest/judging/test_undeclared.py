@@ -8,8 +8,8 @@ from torch.nn.functional import linear
 
 from parity.case.case import Case
 from parity.implementations.user import from_function
+from parity.judge.recipe import Recipe
 from parity.judging.compare import run_case
-from parity.recipe import Recipe
 from parity.registry import loss_family
 
 LOGPROBS = loss_family("logprobs")

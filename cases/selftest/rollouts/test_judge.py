@@ -8,9 +8,10 @@ from click.testing import CliRunner
 
 from cases.selftest.rollouts.controls import CONTROLS
 from parity import data, recording
-from parity.case.case import DTYPES, normal
+from parity.case.case import normal
 from parity.cli.commands import main
 from parity.errors import UsageError
+from parity.judge.recipe import DTYPES
 from parity.rollouts import models, report
 from parity.rollouts.judge import FULL, judge
 from parity.rollouts.scoring import Scores, Trainer, kept_mass, score

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from parity.errors import Unsupported
+from parity.judging.oracle import exact
 from parity.registry import load, loss_family
 from parity.results.report import accuracy
 from parity.results.row import Row
-from parity.rounding.oracle import exact
 from parity.tools.bench import losses, measure, rate, report, same, step
 
 MB = 1 << 20

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from parity.recipe import IEEE_FP32
+from parity.judge.recipe import IEEE_FP32
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.replicated import Replicas
 from parity.trainers.definitions.step_rounding import StepRounding

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity.recipe import IEEE_FP32
+from parity.judge.recipe import IEEE_FP32
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.bf16_model import BackboneRounding, Wide
 from parity.trainers.definitions.gradients import forward_order, gradients

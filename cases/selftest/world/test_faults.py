@@ -17,7 +17,7 @@ import torch
 
 from parity import world
 from parity.implementations import user
-from parity.judging import gates
+from parity.judge import gates
 from parity.registry import NAMES, loss_family, run_case
 from parity.selftest.controls import control
 

@@ -23,8 +23,8 @@ import torch
 
 from parity import world
 from parity.implementations.implementation import Implementation
+from parity.judge.recipe import UNIT_ROUNDOFF
 from parity.judging.execute import execute
-from parity.recipe import UNIT_ROUNDOFF
 from parity.registry import family, from_file, run_case
 from parity.selftest.controls import control
 from parity.world import bindings, interpreter, process, snapshot
@@ -135,7 +135,7 @@ def rebind(owner, name, value=lambda *args, **kwargs: torch.zeros(())):
         (torch, "float64"),
         (torch, "inf"),
         (builtins, "sum"),
-        (sys.modules["parity.rounding.oracle"], "exact"),
+        (sys.modules["parity.judging.oracle"], "exact"),
     ],
     ids=lambda v: v if isinstance(v, str) else v.__name__,
 )

@@ -12,7 +12,7 @@ from typing import Any
 from parity.case.inputs import Inputs
 from parity.implementations.implementation import Implementation, Outputs
 from parity.implementations.user import from_function
-from parity.recipe import Recipe
+from parity.judge.recipe import Recipe
 from parity.registry import loss_families, loss_family
 from parity.selftest.controls.divergence import ROADS
 from parity.selftest.controls.logprobs import HEADS, NARROW, Head

@@ -17,7 +17,7 @@ from parity.families.divergence import LARGEST_LOG_MASS
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.implementation import Outputs
-from parity.recipe import Recipe
+from parity.judge.recipe import Recipe
 
 BLOCK = 5
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -11,7 +11,7 @@ from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.implementation import Outputs, require
-from parity.recipe import Recipe
+from parity.judge.recipe import Recipe
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

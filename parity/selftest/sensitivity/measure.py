@@ -17,11 +17,11 @@ import torch
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.implementations.implementation import Implementation, Outputs
+from parity.judge.escalation import REPLICAS, if_near, ladder, settle
+from parity.judge.gates import Judgement, judge
 from parity.judging.assess import CaseOracle, expected, largest
 from parity.judging.execute import Outcome, execute
-from parity.judging.gates import Judgement, judge
 from parity.judging.pooled_slope import allowed_slope
-from parity.judging.settle import REPLICAS, if_near, ladder, settle
 from parity.registry import loss_family
 from parity.selftest.controls import controls_of
 from parity.selftest.controls.divergence import ROADS

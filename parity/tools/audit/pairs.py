@@ -11,8 +11,8 @@ from typing import Any
 from parity.case.case import Case
 from parity.case.probe import Probe
 from parity.judging.assess import CaseOracle
+from parity.judging.oracle import exact
 from parity.registry import loss_family
-from parity.rounding.oracle import exact
 
 MOVES = 0.05
 """Least relative change of a quantity of the definition: a hundred times the rounding of float16, twelve of bfloat16."""

@@ -10,13 +10,13 @@ import torch
 from parity.case.case import Case
 from parity.case.probe import Probe
 from parity.implementations.implementation import Implementation
+from parity.judge.escalation import CERTAIN, settle
+from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle, expected, judge_all
 from parity.judging.compare import skip_reason
 from parity.judging.execute import Outcome
-from parity.judging.gates import Judgement
-from parity.judging.settle import CERTAIN, settle
+from parity.judging.oracle import Quantities
 from parity.results.row import Row
-from parity.rounding.oracle import Quantities
 from parity.tools.audit import source_lines
 from parity.tools.audit.call import entry_points, run
 from parity.tools.audit.pairs import Pair, Pairs

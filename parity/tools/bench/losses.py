@@ -5,14 +5,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from parity.case.case import DTYPES, Case
+from parity.case.case import Case
 from parity.case.inputs import Inputs
 from parity.errors import Unsupported
 from parity.fixes import selective_log_probs
 from parity.implementations.implementation import Implementation
+from parity.judge.recipe import DTYPES
 from parity.judging import execute
+from parity.judging.oracle import exact
 from parity.registry import family, loss_family
-from parity.rounding.oracle import exact
 
 Pass = Callable[[], dict[str, torch.Tensor]]
 

@@ -148,7 +148,7 @@ class TimedStep:
 def _model(shape: Shape, dtype: str, device: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from parity.case.case import DTYPES
+    from parity.judge.recipe import DTYPES
 
     torch.manual_seed(0)
     config = LlamaConfig(

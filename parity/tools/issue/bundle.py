@@ -17,7 +17,7 @@ from typing import Any
 
 from parity.case.inputs import Inputs, Setting
 from parity.errors import Unsupported
-from parity.rounding.marks import of_teacher
+from parity.judge.marks import of_teacher
 from parity.tools.issue.fold import Fold, tidied
 
 OWN = "parity."

@@ -13,7 +13,7 @@ from torch import Tensor
 from parity.case.case import uniform
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.recipe import UNIT_ROUNDOFF
+from parity.judge.recipe import UNIT_ROUNDOFF
 from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check
 from parity.trainers.rig import drive, models
 from parity.upstream import trl

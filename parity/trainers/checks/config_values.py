@@ -16,9 +16,9 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.judging.gates import Judgement, Unit, judge
-from parity.judging.settle import CERTAIN, settle
-from parity.recipe import IEEE_FP32
+from parity.judge.escalation import CERTAIN, settle
+from parity.judge.gates import Judgement, Unit, judge
+from parity.judge.recipe import IEEE_FP32
 from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, judged, shared
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.step_rounding import Double, StepRounding

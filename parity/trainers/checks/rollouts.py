@@ -20,7 +20,7 @@ from parity.case.case import Case
 from parity.case.inputs import Inputs, Setting, defaults
 from parity.errors import Unsupported
 from parity.families import policy
-from parity.rounding.marks import exact_mark
+from parity.judge.marks import exact_mark
 from parity.trainers.check import CheckCall, CheckResult, check, holds, reported
 from parity.trainers.checks.twins import SETTINGS, plain_twin
 from parity.trainers.definitions import twin_losses, windows

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.case.case import DTYPES, Case, normal
+from parity.case.case import Case, normal
 from parity.case.inputs import Inputs, Setting, defaults
 from parity.errors import Unsupported
 from parity.families import logprobs
+from parity.judge.escalation import CERTAIN, settle
+from parity.judge.gates import Judgement, judge
+from parity.judge.recipe import DTYPES, Recipe
 from parity.judging.assess import CaseOracle
-from parity.judging.gates import Judgement, judge
-from parity.judging.settle import CERTAIN, settle
-from parity.recipe import Recipe
-from parity.rounding.oracle import exact as by_oracle
+from parity.judging.oracle import exact as by_oracle
 from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, holds, judged
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.bf16_model import BackboneRounding

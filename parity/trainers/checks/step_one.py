@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.judging.gates import Unit, judge
+from parity.judge.gates import Unit, judge
 from parity.trainers.check import CheckCall, CheckCase, CheckResult, bounded, by_profile, check, holds, judged, pairwise
 from parity.trainers.definitions import log_probs
 from parity.trainers.definitions.log_probs import Truth, U

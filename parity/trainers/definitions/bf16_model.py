@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.recipe import LARGEST, Recipe
+from parity.judge.recipe import LARGEST, Recipe
 from parity.trainers.definitions.step_rounding import Double, StepRounding
 
 aten = torch.ops.aten

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from parity.judging.gates import Judgement
+from parity.judge.gates import Judgement
 from parity.trainers.check import CheckResult, holds, judged
 from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig.recorder import Steps

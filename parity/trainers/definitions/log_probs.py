@@ -5,9 +5,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from parity.judging.gates import ROW
-from parity.judging.settle import REPLICAS
-from parity.recipe import IEEE_FP32, UNIT_ROUNDOFF
+from parity.judge.escalation import REPLICAS
+from parity.judge.gates import ROW
+from parity.judge.recipe import IEEE_FP32, UNIT_ROUNDOFF
 from parity.trainers.check import CheckCall
 from parity.trainers.definitions.step_rounding import Double, StepRounding
 from parity.trainers.rig import checkpointing, drive, models

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from parity.rounding.monte_carlo import MonteCarlo
+from parity.judge.monte_carlo import MonteCarlo
 
 aten = torch.ops.aten
 

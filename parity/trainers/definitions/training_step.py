@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from parity.errors import OracleError
-from parity.judging.gates import Judgement, Unit, judge
-from parity.judging.settle import CERTAIN, settle
-from parity.recipe import IEEE_FP32
+from parity.judge.escalation import CERTAIN, settle
+from parity.judge.gates import Judgement, Unit, judge
+from parity.judge.recipe import IEEE_FP32
 from parity.trainers.definitions.replicated import Replicas, Results
 from parity.trainers.definitions.step_rounding import StepRounding
 from parity.trainers.rig.architectures import PAD

@@ -16,7 +16,7 @@ from parity.case.case import Case
 from parity.case.inputs import Inputs, defaults
 from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
-from parity.rounding.marks import exact_mark
+from parity.judge.marks import exact_mark
 from parity.trainers.definitions import training_step
 from parity.trainers.rig import stored_window
 from parity.trainers.rig.stored_window import Reference, Sequences

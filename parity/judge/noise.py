@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from parity.rounding.blocks import shaken
+from parity.judge.blocks import shaken
 
 CPU = torch.device("cpu")
 

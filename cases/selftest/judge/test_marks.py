@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from cases.selftest.rounding.arithmetic import under
-from parity.recipe import Recipe
-from parity.rounding.marks import of_teacher, recipe_mark
-from parity.rounding.monte_carlo import MonteCarlo
+from cases.selftest.judge.arithmetic import under
+from parity.judge.marks import of_teacher, recipe_mark
+from parity.judge.monte_carlo import MonteCarlo
+from parity.judge.recipe import Recipe
 
 
 def test_a_teacher_rounds_in_its_own_dtype():

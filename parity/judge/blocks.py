@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from parity.case.case import DTYPES
-from parity.recipe import HALF_SUBNORMAL, UNIT_ROUNDOFF
+from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, UNIT_ROUNDOFF
 
 BLOCK = 1 << 15
 """Entries: three buffers of 256 KiB, which the second-level cache of a core holds."""

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from cases.selftest.rounding.arithmetic import under
-from parity.recipe import Recipe
-from parity.rounding.marks import recipe_mark
-from parity.rounding.monte_carlo import MonteCarlo
+from cases.selftest.judge.arithmetic import under
+from parity.judge.marks import recipe_mark
+from parity.judge.monte_carlo import MonteCarlo
+from parity.judge.recipe import Recipe
 
 
 def test_equal_values_round_equally_in_a_narrow_dtype():

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
-from parity.case.family import Mark
-from parity.rounding.monte_carlo import RUNNING, MonteCarlo
+from parity.judge.monte_carlo import RUNNING, MonteCarlo
+
+
+class Mark(Protocol):
+    """What an oracle calls where a recipe may store or round; see `recipe_mark`."""
+
+    def __call__(
+        self,
+        name: str,
+        x: torch.Tensor,
+        size: Callable[[], torch.Tensor] | None = None,
+        along: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor: ...
 
 
 def exact_mark(

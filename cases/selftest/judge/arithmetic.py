@@ -1,6 +1,6 @@
 """Functions under Monte Carlo arithmetic, for the tests of this room."""
 
-from parity.rounding.monte_carlo import MonteCarlo
+from parity.judge.monte_carlo import MonteCarlo
 
 
 def under(recipe, dtype, function, *tensors):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from parity.judging.gates import Judgement
-from parity.judging.settle import CERTAIN, CONFIRMATION, LAST_WORD, REPLICAS, if_near, ladder, settle
+from parity.judge.escalation import CERTAIN, CONFIRMATION, LAST_WORD, REPLICAS, if_near, ladder, settle
+from parity.judge.gates import Judgement
 
 
 def ladder_of(headrooms, **fields):

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from parity.case.case import DTYPES
-
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TF32, TF32_TRUNCATED = "tf32", "tf32-truncated"
 UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 NARROW = 2.0**-20
@@ -28,7 +27,7 @@ class Recipe:
 
     Attributes:
         matmul: precision in which forward products are multiplied: "ieee", "tf32" (operands rounded to its grid) or
-            "tf32-truncated" (cut to it); which of the two a device does is probed, see `parity.rounding.products`.
+            "tf32-truncated" (cut to it); which of the two a device does is probed, see `parity.judge.products`.
         matmul_backward: the same for the backward products.
         logits: dtype in which logits (or a tile of them) are stored.
         dlogits: dtype in which the gradient of the logits is stored.

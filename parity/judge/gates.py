@@ -12,9 +12,8 @@ import math
 
 import torch
 
-from parity.case.case import DTYPES
-from parity.recipe import HALF_SUBNORMAL, LARGEST, NARROW, UNIT_ROUNDOFF
-from parity.timings import within
+from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, LARGEST, NARROW, UNIT_ROUNDOFF
+from parity.judge.timings import within
 
 NORM, MAX, ROW, SLOPE, SCALAR, FIRST_ORDER = 3.0, 6.0, 6.0, 6.0, 6.0, 10.0
 """Multiples of the unit that each gate allows; docs/judging.md holds the measurements behind them."""

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from parity.judging import gates as judging
-from parity.judging.gates import Unit, judge
+from parity.judge import gates as judging
+from parity.judge.gates import Unit, judge
 
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 N = 4096

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from parity.case.case import Case
+from parity.judge.escalation import LAST_WORD
+from parity.judge.gates import Unit, judge
+from parity.judge.recipe import Recipe
 from parity.judging.assess import confirmed, judge_all
 from parity.judging.execute import execute
-from parity.judging.gates import Unit, judge
-from parity.judging.settle import LAST_WORD
-from parity.recipe import Recipe
+from parity.judging.oracle import replicas
 from parity.registry import family, load, oracle_of
-from parity.rounding.oracle import replicas
 from parity.selftest.controls import control
 
 FAMILY = family("logprobs")

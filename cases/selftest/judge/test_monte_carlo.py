@@ -5,14 +5,13 @@ import math
 import pytest
 import torch
 
-from cases.selftest.rounding.arithmetic import under
-from parity.case.case import DTYPES
+from cases.selftest.judge.arithmetic import under
 from parity.implementations.implementation import Implementation
+from parity.judge.monte_carlo import MonteCarlo
+from parity.judge.recipe import DTYPES, Recipe
 from parity.judging.execute import execute
-from parity.recipe import Recipe
+from parity.judging.oracle import exact, replicas
 from parity.registry import family
-from parity.rounding.monte_carlo import MonteCarlo
-from parity.rounding.oracle import exact, replicas
 from parity.selftest.controls import control
 
 FAMILY = family("logprobs")

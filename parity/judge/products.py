@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity.recipe import TF32, TF32_TRUNCATED
+from parity.judge.recipe import TF32, TF32_TRUNCATED
 
 BITS = 11
 """Significant bits that tf32 keeps, the leading one included."""

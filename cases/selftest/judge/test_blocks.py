@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from parity.recipe import Recipe
-from parity.rounding import blocks
-from parity.rounding.monte_carlo import MonteCarlo
+from parity.judge import blocks
+from parity.judge.monte_carlo import MonteCarlo
+from parity.judge.recipe import Recipe
 
 SHAPES = [(12, 7, 33), (3, 1000), (500,), (2, 3, 200)]
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from parity.judging.gates import Unit, judge
-from parity.recipe import Recipe
-from parity.rounding.long_sums import mass_of_maxima
-from parity.rounding.monte_carlo import MonteCarlo
+from parity.judge.gates import Unit, judge
+from parity.judge.long_sums import mass_of_maxima
+from parity.judge.monte_carlo import MonteCarlo
+from parity.judge.recipe import Recipe
 
 
 def under_seed(seed, function, *tensors):

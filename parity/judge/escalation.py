@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from parity.judging.gates import Judgement
+from parity.judge.gates import Judgement
 
 REPLICAS = 12
 """Replicas of a first judgement: enough for what agrees. They underestimate the spread of some entry now and then."""

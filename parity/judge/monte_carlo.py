@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity.recipe import LARGEST, NARROW, UNIT_ROUNDOFF, Recipe
-from parity.rounding.blocks import on_grid
-from parity.rounding.long_sums import LANES, MANY, exponentials, mass_of_maxima, terms
-from parity.rounding.noise import Noise
-from parity.rounding.products import SPLIT_FROM, cut, split
+from parity.judge.blocks import on_grid
+from parity.judge.long_sums import LANES, MANY, exponentials, mass_of_maxima, terms
+from parity.judge.noise import Noise
+from parity.judge.products import SPLIT_FROM, cut, split
+from parity.judge.recipe import LARGEST, NARROW, UNIT_ROUNDOFF, Recipe
 
 aten = torch.ops.aten
 _MATMULS = {aten.mm.default, aten.bmm.default}

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import torch
 
-from parity.case.family import Family, Mark
+from parity.case.family import Family
 from parity.case.inputs import Inputs
-from parity.recipe import Recipe
-from parity.rounding.marks import exact_mark, recipe_mark
-from parity.rounding.monte_carlo import MonteCarlo
-from parity.timings import within
+from parity.judge.marks import Mark, exact_mark, recipe_mark
+from parity.judge.monte_carlo import MonteCarlo
+from parity.judge.recipe import Recipe
+from parity.judge.timings import within
 
 STACK_LIMIT = 1 << 22
 """Largest number of entries of the largest tensor (logits) in one stack of replicas; beyond it a stack is split."""
