@@ -43,7 +43,7 @@ def _put_interpreter(value: tuple[Any, ...]) -> None:
     (faulthandler.enable if fatal else faulthandler.disable)()
 
 
-TABLES = (("parity.judge.recipe", "UNIT_ROUNDOFF HALF_SUBNORMAL LARGEST"), ("parity.case.case", "DTYPES"))
+TABLES = (("parity.judge.recipe", "DTYPES UNIT_ROUNDOFF HALF_SUBNORMAL LARGEST"),)
 """Numbers of the judge that stand in a dictionary, which is the same one when it is written to."""
 
 
