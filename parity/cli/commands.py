@@ -343,25 +343,16 @@ def case_command(path: str) -> None:
 @options.count("--cases", "cases for each seed; default: as many as profile pr")
 @options.count("--workers", "processes", 2)
 @click.option("--markdown", is_flag=True, help="print the table as a Markdown page")
-@click.option(
-    "--machine",
-    "sources",
-    multiple=True,
-    type=click.Choice(["controls", "fixes", "trl"]),
-    help="edit this correct code automatically instead; continues what reports/ has",
-)
-@options.count("--sample", "with --machine: random edits of each", 200)
-@click.option("--seed", type=int, default=0, show_default=True, help="with --machine: of edits and cases")
 @options.TURNS
 @options.device("cpu")
-def mutants_command(sources: tuple[str, ...], sample: int, seed: int, **options: Any) -> None:
+def mutants_command(**options: Any) -> None:
     """Test the harness itself with wrong implementations.
 
     Exit code: 0 if every wrong one is caught and no correct one is, else 1.
     """
-    from parity.selftest.mutants.command import run, run_machine
+    from parity.selftest.mutants.command import run
 
-    sys.exit(run_machine(sources, seed, sample, options["markdown"]) if sources else run(console(), **options))
+    sys.exit(run(console(), **options))
 
 
 for _command in (*versions.COMMANDS, *nightly.COMMANDS, ledger_command, rollouts.rollouts):

@@ -9,11 +9,10 @@ from parity.errors import UsageError
 from parity.registry import meant
 from parity.results.report import measured
 from parity.results.turns import Turns
-from parity.selftest.mutants import FAMILIES, TRAINERS, machine, machine_page, table
-from parity.selftest.mutants.laboratory import Mutated
+from parity.selftest.mutants import FAMILIES, TRAINERS, table
 from parity.selftest.mutants.matrix import Fate, kill_matrix
 
-ROWS, MACHINE = Path("reports/mutants.ndjson"), "reports/mutants-machine-{source}-{seed}.ndjson"
+ROWS = Path("reports/mutants.ndjson")
 
 
 def run(
@@ -49,17 +48,3 @@ def run(
     else:
         table.show(found, console)
     return int(not all(line.right for line in found))
-
-
-def run_machine(sources: tuple[str, ...], seed: int, sample: int, markdown: bool) -> int:
-    """Run a sample of the mutants by machine from each source, and print what became of them: 0 when none survives."""
-    found: list[Mutated] = []
-    for source in sources:
-        done: list[Mutated] = []
-        for done in machine.run(source, seed, sample, Path(MACHINE.format(source=source, seed=seed))):
-            click.echo(f"{source}: {machine_page.summary(done)}", err=True)
-        found += done
-    if markdown:
-        click.echo(measured.head("Mutants by machine", "parity", "machine-mutants.md"))
-    click.echo(machine_page.markdown(found), nl=False)
-    return int(any(m.fate == "survived" for m in found))
