@@ -100,7 +100,6 @@ def inside(specs: tuple[str, ...]) -> int:
     "--checks", metavar="TRAINER", help="the checks of this trainer", shell_complete=options.values(options.trainers)
 )
 @click.option("--profiles", is_flag=True, help="the profiles, with how many cases each draws")
-@click.option("--uncovered", is_flag=True, help="the trainers of the installed TRL that have no check")
 @click.option("--coverage", metavar="RESULTS", help="settings, config fields and metrics that a results file judged")
 @click.option("--sweep", is_flag=True, help="in which other releases each implementation works")
 @click.option("--release", "releases", multiple=True, metavar="PKG==VER", help="with --sweep: only this release")
@@ -129,7 +128,7 @@ def list_command(
 
     chosen = [(name, value) for name, value in sections.items() if value]
     if len(chosen) + bool(families) > 1:
-        raise UsageError("list: use one of --family, --settings, --checks, --profiles, --uncovered, --coverage")
+        raise UsageError("list: use one of --family, --settings, --checks, --profiles, --coverage")
     if chosen:
         (name, value) = chosen[0]
         found: list[Any] = listing.SECTIONS[name](*([] if value is True else [value]))

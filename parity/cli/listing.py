@@ -17,7 +17,6 @@ from parity.results.json_output import (
     ImplementationOut,
     ProfileOut,
     SettingOut,
-    UncoveredOut,
     filled,
 )
 from parity.trainers import catalogue
@@ -86,14 +85,6 @@ def profiles() -> list[ProfileOut]:
         )
         for name, profile in PROFILES.items()
     ]
-
-
-def uncovered() -> list[UncoveredOut]:
-    """The trainers of the installed TRL without a check, each with the reason."""
-    from parity.trainers.checks import installed
-
-    reasons = ((name, why.removeprefix("no check: ")) for name, why in installed.described())
-    return [UncoveredOut(trainer=name, why=why) for name, why in reasons if name not in installed.covered()]
 
 
 def coverage(results: Any) -> list[CoveredOut]:
@@ -179,7 +170,6 @@ SECTIONS: dict[str, Callable[..., list[Any]]] = {
     "settings": settings,
     "checks": checks,
     "profiles": profiles,
-    "uncovered": uncovered,
     "coverage": coverage,
 }
 """Option of `parity list` -> what it shows instead of the implementations."""

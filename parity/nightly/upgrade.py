@@ -145,13 +145,13 @@ def compared(before: str, after: str, device: str, limit: float) -> Part:
     said = [text for n, text in ((worse, f"{worse} worse"), (better, f"{better} better")) if n]
     said += [f"{other - lost} otherwise moved"] if other > lost else []
     said += [why] if lost else []
-    summary = "; ".join([*said, *found.changes]) or "nothing moved"
+    summary = "; ".join([*said, *found.notes]) or "nothing moved"
     one, two = found.judged
     if worse:
         return Part(COMPARE, NOT_SAFE, summary, found.text())
     if two < SHARE * one:
         return Part(COMPARE, UNKNOWN, f"{two:,} of {one:,} quantities could be judged there; {summary}", found.text())
-    return Part(COMPARE, CHANGED if said or found.changes else SAFE, summary, found.text())
+    return Part(COMPARE, CHANGED if said or found.notes else SAFE, summary, found.text())
 
 
 def _lost(found: Sequence[Difference]) -> tuple[int, str]:

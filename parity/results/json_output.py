@@ -102,13 +102,6 @@ class ProfileOut(msgspec.Struct, kw_only=True):
     cases: Annotated[dict[str, int], described("loss family -> cases drawn")]
 
 
-class UncoveredOut(msgspec.Struct, kw_only=True):
-    """`parity list --uncovered --json` prints a list of these: trainers of the installed TRL."""
-
-    trainer: Annotated[str, described("class in TRL")]
-    why: Annotated[str, described("why it has no check")]
-
-
 class CoveredOut(msgspec.Struct, kw_only=True):
     """`parity list --coverage RESULTS --json` prints a list of these, what was never judged first."""
 
@@ -187,7 +180,7 @@ class BisectOut(msgspec.Struct, kw_only=True):
 
 
 EVERY = (
-    *(RunOut, FindingOut, CellOut, ImplementationOut, SettingOut, CheckOut, ProfileOut, UncoveredOut, CoveredOut),
+    *(RunOut, FindingOut, CellOut, ImplementationOut, SettingOut, CheckOut, ProfileOut, CoveredOut),
     *(DoctorOut, EnvironmentOut, CompareOut, MovedOut, BisectOut),
 )
 

@@ -30,12 +30,9 @@ MODULES = (
     "truncation",
     "experts",
     "twin_windows",
-    "rollouts",
     "twin_processes",
     "distillation",
     "distillation_control",
-    "asynchronous",
-    "installed",
 )
 
 

@@ -47,10 +47,6 @@ PATHS = {
 }
 
 
-REPORTED = "reported"
-"""Gate of a quantity that is shown and not judged."""
-
-
 @dataclasses.dataclass(frozen=True)
 class CheckResult:
     """One judged quantity of a check.
@@ -99,11 +95,6 @@ def holds(
 ) -> CheckResult:
     """A yes-or-no quantity: headroom 0 when it holds, infinite when it does not."""
     return CheckResult(quantity, {gate: 0.0 if condition else math.inf}, value, exact, "" if condition else message)
-
-
-def reported(quantity: str, value: float, message: str = "") -> CheckResult:
-    """A number that is shown and not judged, its message with it."""
-    return CheckResult(quantity, {REPORTED: 0.0}, value, message=message)
 
 
 def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "") -> CheckResult:

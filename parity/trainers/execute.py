@@ -14,7 +14,7 @@ from parity.judging.execute import Outcome, guarded
 from parity.judging.rows import Blame, empty_row, flaky
 from parity.results.row import Row, finite
 from parity.trainers.catalogue import family, path_of
-from parity.trainers.check import REPORTED, Check, CheckCall, CheckResult
+from parity.trainers.check import Check, CheckCall, CheckResult
 from parity.trainers.rig import drive
 
 
@@ -110,5 +110,5 @@ def _row(base: Row, result: CheckResult, unsteady: bool) -> Row:
         max_abs=finite(result.max_abs),
         max_rel=finite(result.max_rel),
         worst=[] if agrees else [dict(w) for w in result.worst],
-        message="" if agrees and gate != REPORTED else result.message,
+        message="" if agrees else result.message,
     )

@@ -31,7 +31,6 @@ def test_ids_are_whole_and_lines_fit():
         (["--settings", "dpo-trainer"], json_output.SettingOut, "alpha_divergence"),
         (["--checks", "gkd-trainer"], json_output.CheckOut, "run as: released"),
         (["--profiles"], json_output.ProfileOut, "nightly"),
-        (["--uncovered"], json_output.UncoveredOut, "experimental"),
     ],
 )
 def test_each_section_as_a_table_and_as_json(words, kind, says):

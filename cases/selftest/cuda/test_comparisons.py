@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import itertools
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from parity.tools import replay
 from parity.tools.audit.pairs import Pairs
 from parity.tools.audit.verdicts import answer
 from parity.trainers.catalogue import is_trainer
-from parity.trainers.checks import rollouts
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.training_step import ExactStep
@@ -191,24 +189,6 @@ def test_gradients_of_a_trainer():
         result = gradients(step, wrong)
     told = f"{sum('q_proj' in n for n in right)} of {len(right)} parameters disagree"
     assert result.message.startswith(told) and "is 2 times the definition's" in result.message
-
-
-def test_a_loss_by_definition_of_a_batch_on_the_device():
-    """Advantages and reference log-probs of a real rollout stay where the trainer has them."""
-    window = stored_window.sequences(stored_window.rows())
-    model = stored_window.policy("llama", torch.float64)
-    s = SimpleNamespace(loss="grpo", beta=0.04, model="llama")
-    call = SimpleNamespace(settings=SimpleNamespace(sampling="sampled"))
-    advantages = torch.linspace(-1.0, 1.0, len(window))
-    given = torch.full((len(window), max(len(ids) - start for ids, start in window)), -1.5)
-
-    def loss(move):
-        batch = {"advantages": move(advantages)}
-        return rollouts._definition(call, s, model, None, batch, window, move(given))
-
-    right = loss(lambda t: t)
-    with pretended():
-        assert loss(lambda t: t.cuda()) == right
 
 
 @pytest.mark.parametrize(

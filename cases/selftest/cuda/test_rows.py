@@ -35,5 +35,5 @@ def test_a_check_hands_the_device_on_or_says_that_it_does_not():
         source = inspect.getsource(sys.modules[one.run.__module__])
         if name == "step-one":
             source += inspect.getsource(first_step)
-        hands_on = "call.device" in source.replace("on {call.device} trains", "") and name != "same-rollouts"
+        hands_on = "call.device" in source.replace("on {call.device} trains", "")
         assert one.moves == hands_on, name

@@ -1,10 +1,5 @@
-"""`apply` under DeepSpeed's ZeRO-3: what it says of models in shards, and that training is as without it."""
+"""`apply` on models in shards, of DeepSpeed's ZeRO-3 and of FSDP2: what it says, and what our kernel computes there."""
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 import types
 
 import pytest
@@ -12,7 +7,7 @@ import torch
 
 from parity.fixes import patches
 from parity.fixes.kernel import use_selective_log_probs
-from parity.trainers.rig import models, ranks, zero
+from parity.trainers.rig import models
 
 trl_utils = pytest.importorskip("trl.trainer.utils")
 pytestmark = [
@@ -138,79 +133,3 @@ def test_a_policy_of_fsdp2(tmp_path):
         assert "of the same hidden states: their weights differ. " in said
         assert same == [True, True]
         assert norm > 0
-
-
-ZERO = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install deepspeed"
-)
-
-
-@ZERO
-@pytest.mark.parametrize("stage", [2, 3])
-def test_training_in_shards_is_as_without_it(tmp_path, stage):
-    """GRPO, two processes over gloo, beside TRL's kernel: step-1 KL 0.
-
-    In ZeRO-3 policy and reference are loaded in shards, TRL's kernel stays, gradients are those to the last bit. In ZeRO-2
-    ours scores both, in float32.
-    """
-    port = ranks._free_port()
-    running = []
-    for rank in range(2):
-        joining = dict(zip(ranks.JOINING, map(str, (rank, rank, 2, 2, "127.0.0.1", port)), strict=True))
-        with open(tmp_path / f"{rank}.log", "wb") as log:
-            running.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, str(tmp_path), str(stage)],
-                    env=os.environ | joining | zero.SETTINGS | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    codes = [process.wait(timeout=240) for process in running]
-    assert codes == [0, 0], (tmp_path / "0.log").read_text()[-2000:]
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found["kl"] == [0.0, 0.0] and found["norm"] > 0
-        if stage == 3:
-            assert found["sharded"] > 10 and found["apart"] == 0.0 and found["calls"] == 0
-            assert "shards of the heads are alike" in found["said"]
-        else:
-            assert found["sharded"] == 0 and found["calls"] >= 2
-            assert found["apart"] < 1e-5 * found["norm"]
-            assert "make the same logits of the same hidden states" in found["said"]
-
-
-def trained_as_a_rank(folder, stage):
-    """Trains for a step as released and after `apply`; writes how far apart the gradients are."""
-    from parity.fixes import apply, kernel
-    from parity.process import prepare
-    from parity.trainers.rig import drive
-
-    prepare("cpu", 1)
-    joining = {name: os.environ.pop(name) for name in ranks.JOINING}  # with them a model is saved on one rank alone
-    path = models.saved("llama")
-    os.environ.update(joining)
-    settings = {"gradient_checkpointing": False, "beta": 0.1, "num_generations": 2, "per_device_train_batch_size": 2}
-    config = zero.CONFIG if stage == "3" else zero.STAGE_2
-    gradients, kl, said, sharded, calls = [], [], "", 0, []
-    ours = kernel.selective_log_probs
-    kernel.selective_log_probs = lambda *a, **k: calls.append(1) or ours(*a, **k)
-    for applied in (False, True):
-        with zero.recorded() as stepped:
-            args = drive.arguments(drive.config("GRPOTrainer"), "cpu", settings | config)
-            trainer = drive.build("GRPOTrainer", str(path), args)
-            assert (trainer.model.lm_head.weight.numel() == 0) == (stage == "3")
-            said = str(apply(trainer)) if applied else ""
-            torch.manual_seed(joining["RANK"] == "1")
-            kl.append(drive.train(trainer)["kl"])
-        sharded = stepped[0][0]
-        gradients.append(stepped[0][1])
-    apart = max(float((gradients[0][n] - g).abs().max()) for n, g in gradients[1].items())
-    norm = max(float(g.norm()) for g in gradients[1].values())
-    found = {"sharded": sharded, "apart": apart, "norm": norm, "kl": kl, "said": said, "calls": len(calls)}
-    with open(f"{folder}/{joining['RANK']}.json", "w") as file:
-        json.dump(found, file)
-
-
-if __name__ == "__main__":
-    trained_as_a_rank(*sys.argv[1:])

@@ -61,7 +61,7 @@ def test_the_verdict_is_about_the_own_settings_where_there_are_some(own, others,
 
 
 HERE = Environment(None, {}, {}, None, "index", {})
-SAME = Compared((HERE, HERE), 9, (100, 100), (), ["sampled tokens: the same"])
+SAME = Compared((HERE, HERE), 9, (100, 100), (), [])
 RIGHT, WRONG = row(), row(verdict="disagree", headroom=3.0)
 NOT_THERE, NOR_THIS = (row(verdict="unsupported", quantity=None, message=f"{n} blocks | too many") for n in (137, 1100))
 DEFAULT = "GRPOConfig, defaults changed: pad_to_multiple_of 'auto' -> None"
@@ -76,7 +76,7 @@ def pair(before, after):
     [
         ({}, SAFE, "nothing moved"),
         (
-            {"moved": [pair(RIGHT, WRONG), pair(WRONG, RIGHT)], "changes": [DEFAULT]},
+            {"moved": [pair(RIGHT, WRONG), pair(WRONG, RIGHT)], "notes": [DEFAULT]},
             NOT_SAFE,
             "1 worse; 1 better; GRPO",
         ),
@@ -86,7 +86,7 @@ def pair(before, after):
             CHANGED,
             "1 otherwise moved; 2 judged before and not there: 1100 blocks | too many (2)",
         ),
-        ({"changes": [DEFAULT]}, CHANGED, DEFAULT),
+        ({"notes": [DEFAULT]}, CHANGED, DEFAULT),
         (
             {"judged": (100, 79), "moved": [pair(RIGHT, NOT_THERE)]},
             UNKNOWN,

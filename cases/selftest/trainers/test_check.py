@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from parity.running.supervisor import lost_row
 from parity.tools.replay import exit_code
 from parity.trainers import catalogue
 from parity.trainers.check import CHECKS, CheckCall, CheckResult, bounded, check, holds, pairwise
+from parity.trainers.rig import drive
 
 SETTINGS = {"kind": Setting("right", "what it does", ("right", "wrong", "absent", "raises", "moody", "silent"))}
 CALLS: list[CheckCall] = []
@@ -173,3 +175,25 @@ def test_checks_come_in_one_order_whichever_module_was_imported_first(monkeypatc
     before = modules()
     monkeypatch.setattr(catalogue, "CHECKS", dict(reversed(CHECKS.items())))
     assert modules() == before == sorted(before, key=catalogue.MODULES.index)
+
+
+class PolicyTrainer:
+    """As RLOOTrainer was before TRL 0.21: another trainer under the same name."""
+
+    def __init__(self, config, processing_class, policy, ref_policy, reward_model):
+        raise AssertionError("nobody builds it")
+
+
+def test_another_trainer_under_the_name_is_refused_by_name(monkeypatch):
+    released = drive.trl_class
+    monkeypatch.setattr(drive, "trl_class", lambda name: PolicyTrainer if name == "RLOOTrainer" else released(name))
+    case = family("rloo-trainer").case(0, "fp32", {"check": "advantages"})
+    found = list(run_case(case, select(["rloo-trainer.released"])))
+    assert {row.verdict for row in found} == {"unsupported"}
+    assert all("RLOOTrainer is another one: it takes no `model`" in row.message for row in found)
+
+
+def test_a_release_that_scores_inside_its_loss_has_no_method_to_ask():
+    assert drive.scorer(SimpleNamespace(_get_per_token_logps=None)) == "_get_per_token_logps"
+    with pytest.raises(Unsupported, match="scores inside its loss"):
+        drive.scorer(SimpleNamespace())

@@ -135,23 +135,6 @@ def test_a_boundary_is_as_recorded_when_it_lies_between_the_recorded_sides(low, 
     assert not dataclasses.replace(found, outcome="alike").as_recorded
 
 
-@pytest.mark.parametrize(
-    ("after", "expected"),
-    [
-        ([[5, 6, 7], [8, 9]], "the same, 5 in 2 completions"),
-        ([[5, 6, 7], [8, 4]], "1 of 2 completions of GRPOTrainer differ, first in completion 1, token 1: 9 -> 4"),
-        ([[5, 6], [8, 4]], "2 of 2 completions of GRPOTrainer differ, first in completion 0, token 2: 7 -> the end"),
-        (
-            [[5, 6, 7], [8, 9], [1]],
-            "1 of 3 completions of GRPOTrainer differ, first in completion 2, token 0: the end -> 1",
-        ),
-        ("Unsupported: no", "none to compare, after: Unsupported: no"),
-    ],
-)
-def test_the_first_sampled_token_that_differs_is_named(after, expected):
-    assert expected in compare.sampled_moved([[5, 6, 7], [8, 9]], after)
-
-
 def test_compare_runs_every_trainer_once_and_a_named_implementation_only_its_own_cases():
     twins = dict(compare.twins())
     assert {case.family for case in twins.values()} >= {"grpo-trainer", "sft-trainer", "dpo-trainer", "kto-trainer"}
@@ -318,7 +301,6 @@ class Made:
 
 def test_a_comparison_under_each_sides_defaults_shows_what_moved_inside_the_gates(monkeypatch):
     looks = [Look([row(headroom=0.1, value=v)], {"beta": 0.0, "top_k": k}) for v, k in ((1.0, None), (2.0, 0))]
-    looks[1] = dataclasses.replace(looks[1], sampled="Unsupported: no trainer")
     stub = type("E", (), {"partners": "torch", "versions": {"trl": "1"}, "of": classmethod(lambda cls, specs: cls)})
     monkeypatch.setattr(compare, "Environment", stub)
     monkeypatch.setattr(compare, "cases", lambda: [("named", CASE)])
@@ -326,7 +308,6 @@ def test_a_comparison_under_each_sides_defaults_shows_what_moved_inside_the_gate
     plain = compare.compare((["trl==1"], ["trl==2"])).text()
     assert "0 worse (+), 0 better (-), 0 otherwise moved (~)" in plain
     assert "GRPOConfig, defaults changed: top_k None -> 0" in plain
-    assert "sampled tokens: none to compare, before: None; after: Unsupported: no trainer" in plain
     own = compare.compare((["trl==1"], ["trl==2"]), all_defaults=True)
     assert "1 otherwise moved (~)" in own.text() and own.exit_code == 0
     looks[1] = Look([row(**WRONG)], {})

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from parity.errors import Unsupported
 from parity.process import environment
-from parity.trainers.rig import batches, zero
+from parity.trainers.rig import batches
 
 TIMEOUT = 300.0
 JOINING = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -55,13 +55,10 @@ class Plan:
 
     Attributes:
         trainers: families whose twins they train, one after the other -> settings of the twin, as `twins.SETTINGS`.
-        bare: trainer -> rows whose completions are left out of the loss.
-        sharding: "none", "configured" (fsdp="full_shard" as a user writes it), "fsdp2" (the same where accelerate would
-            not shard on this device) or "zero3" (DeepSpeed).
+        sharding: "none" or "fsdp2".
     """
 
     trainers: Mapping[str, Mapping[str, Any]]
-    bare: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
     sharding: str = "none"
 
 
@@ -74,7 +71,7 @@ def launch(plan: Plan, ranks: int) -> dict[str, list[Rank]]:
     with tempfile.TemporaryDirectory(prefix="parity-ranks-") as name:
         folder, port = Path(name), _free_port()
         (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
-        running = [_start(folder, rank, ranks, port, plan.sharding) for rank in range(ranks)]
+        running = [_start(folder, rank, ranks, port) for rank in range(ranks)]
         _wait(running, folder)
         return {trainer: [_read(folder, trainer, rank) for rank in range(ranks)] for trainer in plan.trainers}
 
@@ -86,11 +83,9 @@ def _free_port() -> int:
         return port
 
 
-def _start(folder: Path, rank: int, ranks: int, port: int, sharding: str) -> subprocess.Popen[bytes]:
+def _start(folder: Path, rank: int, ranks: int, port: int) -> subprocess.Popen[bytes]:
     joining = dict(zip(JOINING, (rank, rank, ranks, ranks, "127.0.0.1", port), strict=True))
     settings = {name: str(value) for name, value in joining.items()} | {"ACCELERATE_USE_CPU": "true"}
-    if sharding == "zero3":
-        settings |= zero.SETTINGS
     with open(folder / f"{rank}.log", "wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "parity.trainers.rig.ranks", str(folder / "plan.json")],
@@ -152,34 +147,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _trained(plan: Plan, trainer: str) -> Rank:
-    from parity.trainers.rig import recorder, stored_window, twin_runs
+    from parity.trainers.rig import recorder, twin_runs
 
-    bare = plan.bare.get(trainer, ())
-    part = stored_window.without(twin_runs.rows(trainer), bare)
-    stepped: list[tuple[int, dict[str, Tensor]]] = []
     try:
-        with zero.recorded() if plan.sharding == "zero3" else contextlib.nullcontext(stepped) as stepped:
-            settings = SimpleNamespace(**plan.trainers[trainer])
-            run = twin_runs.build(trainer, settings, part=part, **CONFIGS[plan.sharding])
-            steps = recorder.train(run)
+        settings = SimpleNamespace(**plan.trainers[trainer])
+        run = twin_runs.build(trainer, settings, **(FULL_SHARD if plan.sharding == "fsdp2" else {}))
+        steps = recorder.train(run)
     except Exception as error:  # on every rank alike, or the others wait for this one until the launch gives up
         traceback.print_exc()
         return Rank({}, [], failure=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}")
-    gradients = {n: g for n, g in steps.gradients[0].items() if g is not None}
-    sharded, found = stepped[0] if stepped else (steps.sharded, gradients)
+    gradients = {n: g.contiguous() for n, g in steps.gradients[0].items() if g is not None}
     kind = run.accelerator.distributed_type.value
-    return Rank({n: g.contiguous() for n, g in found.items()}, batches.sequences_of(steps.window(0)), sharded, kind)
+    return Rank(gradients, batches.sequences_of(steps.window(0)), steps.sharded, kind)
 
 
 FULL_SHARD: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
 """What turns FSDP2 on in a config, each decoder layer a unit of its own."""
-CONFIGS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "configured": FULL_SHARD,
-    "fsdp2": FULL_SHARD,
-    "zero3": zero.CONFIG,
-}
-"""Plan.sharding -> arguments of the trainer's config."""
 
 
 @contextlib.contextmanager

@@ -52,12 +52,9 @@ def rows(trainer: str) -> list[Row]:
 
 
 def expected(trainer: str, part: Sequence[Row] | None = None) -> Sequences:
-    """The token sequences that must reach the loss, each once; of one that is not counted what the trainer keeps."""
+    """The token sequences that must reach the loss, each once."""
     chosen = rows(trainer) if part is None else part
     scored = sequences(trainer, chosen)
-    if trainer in SAMPLED:  # a truncated completion is taken out of the attention too
-        prompts = [stored_window.ids(r.prompt) for r in chosen]
-        scored = [s if r.counted else (p, len(p)) for s, r, p in zip(scored, chosen, prompts, strict=True)]
     return scored + _of(trainer, chosen, "other") if trainer in PAIRED else scored
 
 
@@ -84,10 +81,6 @@ def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
         return Dataset.from_dict({"messages": [[{"role": "user", "content": p}] for p in prompts]})
     if trainer in PROMPTED:
         return Dataset.from_dict({"prompt": list(dict.fromkeys(prompts)) if trainer in GROUPED else prompts})
-    if not all(r.counted for r in chosen):
-        scored = stored_window.sequences(chosen)
-        masks = [[0] * start + [1] * (len(tokens) - start) for tokens, start in scored]
-        return Dataset.from_dict({"input_ids": [tokens for tokens, _ in scored], "completion_mask": masks})
     columns: dict[str, list[Any]] = {"prompt": prompts, "completion": [r.completion for r in chosen]}
     if trainer in ("dpo-trainer", *BEGUN):
         columns = {"prompt": prompts, "chosen": columns["completion"], "rejected": [r.other for r in chosen]}
@@ -149,7 +142,7 @@ def build(
     chosen = rows(trainer) if part is None else part
     config = drive.config(name)
     switches = {} if path == "released" else _fused(config, required=path == "fused")
-    masked = uncounted(trainer, chosen)
+    masked = {} if all(r.counted for r in chosen) else {"mask_truncated_completions": True}
     data = dataset(trainer, chosen)
     given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
     # Before a config that would have every model loaded in shards.
@@ -187,23 +180,6 @@ def build(
 def unfixed(path: str) -> str:
     """The path to build a run on for trainers whose fused loss no fix of ours replaces: "fixed" patches their plain path."""
     return "fused" if path == "fused" else "released"
-
-
-def uncounted(trainer: str, chosen: Sequence[Row]) -> dict[str, Any]:
-    """The config's arguments with which the trainer's own batching leaves out the rows that are not counted.
-
-    Raises:
-        Unsupported: for a trainer whose batching never holds a sequence without a scored token.
-    """
-    if all(r.counted for r in chosen):
-        return {}
-    if trainer in ("dpo-trainer", "kto-trainer"):
-        raise Unsupported("its own preparation ends every completion with <eos> and drops what max_length leaves bare")
-    if trainer in ("distillation-trainer", "online-dpo-trainer"):
-        raise Unsupported("every completion that it generates has one scored token at least")
-    if trainer == "sft-trainer":  # with a max_length it drops what has no label
-        return {"completion_only_loss": True, "max_length": None}
-    return {"mask_truncated_completions": True}
 
 
 def _fused(config: type, required: bool) -> dict[str, Any]:

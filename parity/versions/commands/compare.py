@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 from parity import data
@@ -81,17 +80,13 @@ def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """Two environments: how many cases, the quantities judged in each, what moved, and remarks a line each.
-
-    `changes`: the remarks that tell of a change.
-    """
+    """Two environments: how many cases, the quantities judged in each, what moved, and what else changed, a line each."""
 
     sides: tuple[Environment, Environment]
     cases: int
     judged: tuple[int, int]
     moved: Sequence[Difference]
     notes: Sequence[str]
-    changes: Sequence[str] = ()
 
     @property
     def exit_code(self) -> int:
@@ -164,38 +159,15 @@ def compare(
     asked = [frozen, frozen]
     if all_defaults:
         asked = [_with_defaults(frozen, one.config) for one in both(sides, [[], []], (), device)]
-    seen = both(sides, asked, wanted, device, sampled=not named, clock=clock)
+    seen = both(sides, asked, wanted, device, clock=clock)
     found = [one.rows for one in seen]
     judged = [sum(r.verdict in DECIDED for r in rows) for rows in found]
     if not all(judged):
         raise EnvironmentUnusable(f"compare: {' and '.join(map(str, judged))} judged quantities, nothing to compare")
     different = differences(side(found[0], asked[0]), side(found[1], asked[1]), settings_too=all_defaults)
-    tokens = [one.sampled for one in seen]
-    notes = [] if named else [sampled_moved(*tokens)]
-    changes = notes if all(isinstance(t, list) for t in tokens) and tokens[0] != tokens[1] else []
     settings = _settings_moved(*(one.config for one in seen))
     whole = len(asked[0]), (judged[0], judged[1]), different
-    return Compared((sides[0], sides[1]), *whole, [*notes, *settings], [*changes, *settings])
-
-
-def sampled_moved(before: list[list[int]] | str | None, after: list[list[int]] | str | None) -> str:
-    """One line: whether GRPOTrainer samples the same tokens at the same seed, and the first that differs."""
-    if not isinstance(before, list) or not isinstance(after, list):
-        reasons = [
-            f"{side}: {one}" for side, one in (("before", before), ("after", after)) if not isinstance(one, list)
-        ]
-        return f"sampled tokens: none to compare, {'; '.join(reasons)}"
-    different = [i for i, pair in enumerate(zip_longest(before, after)) if pair[0] != pair[1]]
-    if not different:
-        return f"sampled tokens: the same, {sum(map(len, before))} in {len(before)} completions of GRPOTrainer"
-    i = different[0]
-    one, two = (side[i] if i < len(side) else [] for side in (before, after))
-    at = next(j for j, pair in enumerate(zip_longest(one, two)) if pair[0] != pair[1])
-    tokens = [str(side[at]) if at < len(side) else "the end" for side in (one, two)]
-    return (
-        f"sampled tokens: {len(different)} of {max(len(before), len(after))} completions of GRPOTrainer differ, first "
-        f"in completion {i}, token {at}: {tokens[0]} -> {tokens[1]}"
-    )
+    return Compared((sides[0], sides[1]), *whole, settings)
 
 
 def both(
@@ -204,14 +176,13 @@ def both(
     wanted: Sequence[str],
     device: str,
     *,
-    sampled: bool = False,
     clock: float | None = None,
 ) -> list[Look]:
     """What each environment shows of its cases, the environments at the same time, each in `clock` seconds."""
 
     def one(environment: Environment, frozen: Cases) -> Look:
         given = [case for _, case in frozen]
-        return look(environment, given, wanted, config=True, sampled=sampled, clock=clock, device=device)
+        return look(environment, given, wanted, config=True, clock=clock, device=device)
 
     with ThreadPoolExecutor(len(made)) as pool:
         return list(pool.map(one, made, asked))

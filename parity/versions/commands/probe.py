@@ -1,7 +1,7 @@
 """Run cases inside an environment and return result rows, for history, bisect and compare.
 
 `python -m parity.versions.commands.probe` reads a plan (JSON) from its standard input and prints one row a line, and the defaults
-of GRPOConfig and the tokens that its trainer samples where the plan asks for them; `look` is the caller's side.
+of GRPOConfig where the plan asks for them; `look` is the caller's side.
 """
 
 from __future__ import annotations
@@ -25,18 +25,15 @@ from parity.versions.env.environment import Environment
 
 CPU_LIMIT = 600.0
 """Seconds of CPU time of a probe, its children included; on the clock `cpu_limit.BACKSTOP` times as many."""
-ROW, CONFIG, SAMPLED = "parity-row ", "parity-config ", "parity-sampled "
+ROW, CONFIG = "parity-row ", "parity-config "
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What a probe saw: result rows; name -> default of the fields of GRPOConfig (empty if not asked for); and the token
-    ids of the completions that its trainer samples, or why there are none (None if not asked for).
-    """
+    """What a probe saw: result rows; name -> default of the fields of GRPOConfig (empty if not asked for)."""
 
     rows: list[Row]
     config: dict[str, Any]
-    sampled: list[list[int]] | str | None = None
 
 
 def rows(made: Environment, cases: Sequence[Case], implementations: Sequence[str], device: str = "cpu") -> list[Row]:
@@ -49,7 +46,6 @@ def look(
     implementations: Sequence[str],
     *,
     config: bool = False,
-    sampled: bool = False,
     exactly: Mapping[str, Sequence[str]] | None = None,
     cpu_limit: float = CPU_LIMIT,
     clock: float | None = None,
@@ -64,7 +60,6 @@ def look(
     `clock` on the clock, by default `cpu_limit.BACKSTOP` times as many; the message says which.
     """
     plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations), "config": config}
-    plan["sampled"] = sampled
     plan["device"] = device
     plan["exactly"] = {case: list(ids) for case, ids in (exactly or {}).items()}
     done = ran(made, "parity.versions.commands.probe", json.dumps(plan), cpu_limit, device, clock)
@@ -72,8 +67,7 @@ def look(
         found = [decode(Row, line, f"environment {made.name}") for line in printed(done, ROW)]
     except UsageError as error:
         raise EnvironmentUnusable(str(error)) from None
-    said = [json.loads(line) for mark in (CONFIG, SAMPLED) for line in printed(done, mark)]
-    return Look(found, said[0] if config else {}, said[-1] if sampled else None)
+    return Look(found, json.loads(next(iter(printed(done, CONFIG)))) if config else {})
 
 
 def printed(done: subprocess.CompletedProcess[str], mark: str) -> list[str]:
@@ -129,19 +123,7 @@ def main() -> int:
             print_json(ROW, row.to_json())
     if plan["config"]:
         print_json(CONFIG, _config())
-    if plan["sampled"]:
-        print_json(SAMPLED, _sampled())
     return 0
-
-
-def _sampled() -> list[list[int]] | str:
-    """The sampled tokens; a release that cannot build its own trainer here is no reason to lose the rows."""
-    from parity.trainers.rig import sampled
-
-    try:
-        return sampled.tokens()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def print_json(mark: str, content: Any) -> None:
