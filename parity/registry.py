@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from parity.case.case import Case
@@ -16,6 +17,7 @@ from parity.implementations import user
 from parity.implementations.implementation import REGISTRY, Implementation, origin
 from parity.judging import compare
 from parity.judging.assess import CaseOracle
+from parity.protocol import process_state
 from parity.results.row import Row
 from parity.trainers import catalogue, execute, user_trainer
 from parity.trainers.catalogue import TrainerFamily, is_trainer
@@ -79,7 +81,7 @@ def resolved(name: str) -> str:
     """
     if ".py:" not in name:
         return family(name).name
-    found = user.loaded(name)
+    found = user.loaded(name, process_state.importing)
     if not isinstance(found, Family):
         raise UsageError(f"family {name!r} is a {type(found).__name__}, expected a parity.case.family.Family")
     return add_family(found).name
@@ -165,7 +167,9 @@ def from_file(spec: str) -> list[Implementation]:
     Raises:
         UsageError: when the file, the name or the family cannot be found.
     """
-    found, id = user.loaded(spec), user.path_id(spec)
+    found, id = user.loaded(spec, process_state.importing), user.path_id(spec)
+    file = str(Path(spec.rpartition(":")[0]).resolve())
+    process_state.belongs(found.id if isinstance(found, Implementation) else id, file)
     if isinstance(found, Implementation):
         return [found]
     if isinstance(found, Family):

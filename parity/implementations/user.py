@@ -13,13 +13,13 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from parity import world
 from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.errors import Returned, UsageError
@@ -42,6 +42,7 @@ ALIASES = {
 }
 """Other spellings of a parameter, TRL's and transformers' among them."""
 
+Importing = Callable[[str], AbstractContextManager[None]]
 DEFAULT_RECIPE = Recipe(output="any")
 
 
@@ -65,8 +66,8 @@ def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
     return recipe
 
 
-def loaded(spec: str) -> Any:
-    """What FILE.py:NAME names: a callable, an `Implementation` or a `Family`. The file is executed once.
+def loaded(spec: str, importing: Importing) -> Any:
+    """What FILE.py:NAME names: a callable, an `Implementation` or a `Family`. The file is executed once, within `importing`.
 
     Raises:
         UsageError: when there is no such file or name, or the file does not import.
@@ -77,7 +78,7 @@ def loaded(spec: str) -> Any:
         raise UsageError(f"implementation {spec!r}: {path} is not a file")
     tell(importing=path)
     try:
-        module = _module(file)
+        module = _module(file, importing)
     except KeyboardInterrupt:
         raise
     except SystemExit as error:
@@ -86,7 +87,6 @@ def loaded(spec: str) -> Any:
         raise UsageError(f"implementation {spec!r}: importing {path} fails: {type(error).__name__}: {error}") from error
     tell(importing=None)
     found = getattr(module, name, None)
-    world.belongs(found.id if isinstance(found, Implementation) else path_id(spec), str(file))
     if not isinstance(found, Implementation | Family) and not callable(found):
         defined = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
         public = [
@@ -98,7 +98,7 @@ def loaded(spec: str) -> Any:
 
 
 @functools.cache
-def _module(file: Path) -> ModuleType:
+def _module(file: Path, importing: Importing) -> ModuleType:
     for folder in (str(file.parent), str(Path.cwd())):  # its neighbours are found, behind what is installed
         if folder not in sys.path:
             sys.path.append(folder)
@@ -106,7 +106,7 @@ def _module(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    with world.importing(str(file)):
+    with importing(str(file)):
         spec.loader.exec_module(module)
     return module
 

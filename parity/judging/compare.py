@@ -9,7 +9,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from parity import world
 from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.inputs import context_of
@@ -24,6 +23,7 @@ from parity.judging.execute import Outcome, execute
 from parity.judging.kept import Calls
 from parity.judging.rows import Blame, empty_row, flaky, size
 from parity.judging.undeclared import undeclared
+from parity.protocol import process_state
 from parity.results.row import Row, finite
 
 
@@ -44,7 +44,7 @@ def run_case(
     oracle = CaseOracle.of(family, case, device)
     blame = Blame()
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
-        if world.broken():  # a fresh process goes on from here: `parity.running.shard.Retired`
+        if process_state.broken():  # a fresh process goes on from here: `parity.running.shard.Retired`
             return
         announce(implementation)
         deep = thorough if isinstance(thorough, bool) else thorough(implementation)
@@ -101,7 +101,7 @@ def _rows(whole: CaseOracle, implementation: Implementation, thorough: bool) -> 
         yield replace(base, message=reason)
         return
     outcome, leaks = side_effects.watched(implementation, inputs)
-    unfit = world.broken()
+    unfit = process_state.broken()
     if unfit and outcome.verdict == "ran":  # nothing in this process can be believed, least of all the replicas
         yield _logic_row(base, "protocol", "protocol", False, "; ".join(leaks + unfit))
         return
@@ -148,7 +148,7 @@ def _rows(whole: CaseOracle, implementation: Implementation, thorough: bool) -> 
         yield row
     if thorough:
         other = oracle.beside
-        with world.together(implementation.id):
+        with process_state.together(implementation.id):
             leaks += side_effects.repeated(implementation, inputs, other, outcome)
             leaks += side_effects.interleaved(implementation, inputs, other, outcome)
             leaks += side_effects.accumulation(implementation, inputs)
@@ -160,7 +160,7 @@ def _rows(whole: CaseOracle, implementation: Implementation, thorough: bool) -> 
         leaks += [] if failing else Calls.of(whole).stale(implementation)  # its oracle knows no patch of what it judges
         for name, (holds, message) in related.items():
             yield _logic_row(base, f"relation: {name}", "relation", holds, message)
-    leaks += world.broken()
+    leaks += process_state.broken()
     base.unjudged = list(outcome.unknown)
     yield _logic_row(base, "protocol", "protocol", not leaks, "; ".join(leaks))
 

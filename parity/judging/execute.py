@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 import parity
-from parity import world
 from parity.case.family import LARGEST_CASE
 from parity.case.inputs import Inputs
 from parity.case.layouts import elsewhere
@@ -27,7 +26,8 @@ from parity.judge.timings import within
 from parity.judging import faults
 from parity.judging.oracle import gradient_name
 from parity.process import packaged
-from parity.world.tensors import matmul_precision
+from parity.protocol import process_state
+from parity.protocol.switches import matmul_precision
 
 OWN = str(Path(parity.__file__).parent)
 STDLIB = sysconfig.get_path("stdlib")
@@ -237,12 +237,12 @@ def guarded(implementation: Implementation, run: Callable[[], Outcome], *shared:
     kept = [(inputs, copies(inputs), dict(vars(inputs.settings))) for inputs in shared]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        before = world.take()
-        inside = world.its_own(implementation.id)
+        before = process_state.take()
+        inside = process_state.its_own(implementation.id)
         with faults.running("call"):
             outcome = _caught(implementation, run)
         if faults.lost():  # nothing on the device can be read any more
-            world.abandon(faults.lost())
+            process_state.abandon(faults.lost())
             return outcome
         leaks = (inside or before).restore(implementation.id)
         if inside is not None:

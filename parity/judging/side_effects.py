@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from parity import world
 from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.case.layouts import like
@@ -27,11 +26,12 @@ from parity.judging.execute import (
     surroundings,
 )
 from parity.judging.oracle import gradient_name
+from parity.protocol import process_state
 
 
 @within("stage", "first call")
 def watched(implementation: Implementation, inputs: Inputs) -> tuple[Outcome, list[str]]:
-    """Execute, and what it left changed: `parity.world` and the inputs, all of which is put back."""
+    """Execute, and what it left changed: `parity.protocol.process_state` and the inputs, all of which is put back."""
     outcome = execute(implementation, inputs)
     return outcome, list(outcome.leaks)
 
@@ -41,7 +41,7 @@ def confirmed(implementation: Implementation, inputs: Inputs, leaks: list[str]) 
 
     The second runs without what the first patched; what was rebound with nothing imported counts at once.
     """
-    with world.without(implementation.id):
+    with process_state.without(implementation.id):
         again = watched(implementation, inputs)[1]
     return [leak for leak in leaks if leak in again or leak.startswith("rebound")] + [
         leak for leak in again if leak.startswith("rebound") and leak not in leaks

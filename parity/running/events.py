@@ -66,7 +66,7 @@ class ShardDone(_Event, frozen=True):
 
 
 class Retired(_Event, frozen=True):
-    """After this pair the process judges nobody any more (`parity.world.broken`): a fresh one goes on."""
+    """After this pair the process judges nobody any more (`parity.protocol.process_state`): a fresh one goes on."""
 
     case: str
     implementation: str

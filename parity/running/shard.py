@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from hypothesis.errors import Flaky
 from msgspec.structs import replace
 
-from parity import world
 from parity.case.case import Case
 from parity.case.drawing import batch, batches, cases
 from parity.case.family import Family
@@ -24,6 +23,7 @@ from parity.case.profiles import Profile, streams
 from parity.implementations.implementation import Implementation
 from parity.judge.timings import within
 from parity.judging.rows import replay_line
+from parity.protocol import process_state
 from parity.registry import facts, loss_family, run_case
 from parity.results import recorded
 from parity.results.ledger import Ledger, stale
@@ -278,7 +278,7 @@ class Session:
                 agreed.add((row.implementation, row.quantity))
             last = row.implementation
             yield row
-        if world.broken():
+        if process_state.broken():
             raise Retired(case.id, last)
 
     def _known(self, row: Row, case: Case, extended: str, agreed: Set[tuple[str, str | None]]) -> str | None:
@@ -320,7 +320,7 @@ class Stream:
 
 
 class Retired(BaseException):
-    """(case, implementation) after which this process must not judge anybody: `parity.world.broken`.
+    """(case, implementation) after which this process must not judge anybody: `parity.protocol.process_state.broken`.
 
     No Exception: Hypothesis would minimise it.
     """

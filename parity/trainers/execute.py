@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from msgspec.structs import replace
 
-from parity import world
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
 from parity.judge.timings import within
 from parity.judging.execute import Outcome, guarded
 from parity.judging.rows import Blame, empty_row, flaky
+from parity.protocol import process_state
 from parity.results.row import Row, finite
 from parity.trainers.catalogue import family, path_of
 from parity.trainers.check import Check, CheckCall, CheckResult
@@ -31,7 +31,7 @@ def rows(
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
         if path_of(implementation) not in found.paths:
             continue
-        if world.broken():  # a fresh process goes on from here
+        if process_state.broken():  # a fresh process goes on from here
             return
         announce(implementation)
         used = device if found.moves else "cpu"  # the row tells the device that was used

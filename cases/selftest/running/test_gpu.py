@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from fixtures.pretended_cuda import pretended
-from parity import bootstrap, process, world
+from parity import bootstrap, process
 from parity.case.profiles import SHARDS, SHARDS_CUDA
 from parity.judging.execute import execute
+from parity.protocol import process_state
+from parity.protocol.switches import matmul_precision
 from parity.registry import family, oracle_of
 from parity.running import gpu, one_kernel, outcome, run, supervisor
 from parity.running.outcome import NOTHING
 from parity.running.plan import Options, planned
 from parity.selftest.controls import control
 from parity.trainers.rig import ranks
-from parity.world.tensors import matmul_precision
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def test_the_line_that_says_why_a_process_died(stderr, why, tmp_path):
 
 def test_torchs_newer_precision_switch_is_seen_and_put_back(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    before = world.take()
+    before = process_state.take()
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
         torch.backends.cudnn.conv.fp32_precision = "ieee"  # beside cudnn.allow_tf32, which raises now
@@ -176,7 +177,7 @@ def test_what_a_gpu_has_of_its_own_is_watched_and_put_back():
         )
 
     with pretended():
-        before, was = world.take(), state()
+        before, was = process_state.take(), state()
         torch.rand(1, device="cuda")
         torch.set_autocast_enabled("cuda", True)
         for name in SWITCHES:

@@ -1,23 +1,17 @@
 """Faults of many kinds, planted in a user's implementation: each costs that one a verdict, and nobody else anything."""
 
-import faulthandler
-import gc
-import io
 import json
-import logging
 import os
 import sys
-import threading
 import time
-import warnings
 
 import numpy as np
 import pytest
 import torch
 
-from parity import world
 from parity.implementations import user
 from parity.judge import gates
+from parity.protocol import process_state
 from parity.registry import NAMES, loss_family, run_case
 from parity.selftest.controls import control
 
@@ -64,18 +58,6 @@ def kept_mode():
 
 
 LEAVES = {
-    "a module exchanged": lambda h: sys.modules.update({"numpy.linalg": object()}),
-    "a module removed": lambda h: sys.modules.pop("json.decoder"),
-    "a finder that fails": lambda h: sys.meta_path.insert(0, object()),
-    "garbage collection at every object": lambda h: gc.set_threshold(1),
-    "a callback of the garbage collector": lambda h: gc.callbacks.append(print),
-    "a slow switch between threads": lambda h: sys.setswitchinterval(1.0),
-    "a profile of every new thread": lambda h: threading.setprofile(lambda *a: None),
-    "a hook on errors of threads": lambda h: setattr(threading, "excepthook", print),
-    "a handler of every log": lambda h: logging.getLogger().addHandler(logging.StreamHandler(io.StringIO())),
-    "torch's log turned on": lambda h: logging.getLogger("torch").setLevel(1),
-    "warnings that fail": lambda h: setattr(warnings, "formatwarning", lambda *a, **k: raised(OSError())),
-    "no traceback of a crash": lambda h: (faulthandler.disable if faulthandler.is_enabled() else faulthandler.enable)(),
     "doubled saved tensors": lambda h: torch.autograd.graph.saved_tensors_hooks(
         lambda t: t * 2, lambda t: t
     ).__enter__(),
@@ -84,15 +66,11 @@ LEAVES = {
     "a clock that stands": lambda h: setattr(time, "monotonic", lambda: 0.0),
     "numpy without values": lambda h: setattr(np, "full", lambda shape, *a, **k: np.zeros(shape)),
     "a wide gate": lambda h: setattr(gates, "NORM", 1e9),
-    "standard output closed": lambda h: sys.stdout.close(),
-    "descriptor 1 closed": lambda h: os.close(1),
-    "a lower priority": lambda h: os.nice(1),
     "harm done when it dies": lambda h: Late() and None,
     "memory of an input freed": lambda h: h.untyped_storage().resize_(0),
     "an error without words": lambda h: raised(NoWords()),
     "an error of unprintable words": lambda h: raised(RuntimeError("\udcff\x00\x1b[2J")),
     "a KeyboardInterrupt": lambda h: raised(KeyboardInterrupt()),
-    "its own arguments": lambda h: sys.argv.clear(),
 }
 RETURNS = {
     "no memory behind it": lambda logps: logps.to("meta"),
@@ -137,7 +115,7 @@ def test_a_fault_costs_its_own_implementation_a_verdict_and_nobody_else_anything
         after = [r for r in run_case(CASE, [PLAIN]) if r.verdict != "agree"]
         printed = [os.fstat(1).st_ino > 0, not sys.stdout.closed]
         told = [[r.quantity, r.verdict, r.message, r.blame] for r in own]
-        return dumps([told, len(after), printed, world.broken()])
+        return dumps([told, len(after), printed, process_state.broken()])
 
     own, after, printed, broken = json.loads(in_a_fork(body) or "[[], -1, [], []]")
     assert own and all(verdict in ("disagree", "crashed") for _, verdict, _, _ in own), own
@@ -150,7 +128,7 @@ def test_a_mode_that_nothing_leaves_costs_the_process(monkeypatch):
 
     def body():
         rows = [r.message for r in run_case(CASE, [planted("inference mode"), PLAIN])]
-        return json.dumps([rows, world.broken()])
+        return json.dumps([rows, process_state.broken()])
 
     rows, broken = json.loads(in_a_fork(body))
     del LEAVES["inference mode"]

@@ -1,10 +1,8 @@
-"""The world of a call: taken before it, compared and put back after it."""
+"""The state of the process that all parties share: taken before a call, put back after it, and who left it changed."""
 
 import contextlib
 import dataclasses
-import faulthandler
 import gc
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +10,8 @@ from typing import Any
 import torch
 
 from parity.judge.timings import within
-from parity.world import bindings, interpreter, process, tensors
-from parity.world.watch import Watch
+from parity.protocol import bindings
+from parity.protocol.switches import WATCHES, Watch
 
 _X = torch.linspace(-1.5, 2.0, 16, dtype=torch.float64).view(4, 4)
 _IDS = torch.arange(4).unsqueeze(-1)
@@ -22,7 +20,7 @@ _IDS = torch.arange(4).unsqueeze(-1)
 def arithmetic() -> bytes:
     """The bits of a small float64 computation of every operation that the definitions are made of, and of a gradient.
 
-    It tells whether arithmetic still is what it was, for whatever the lists of this package do not name.
+    It tells whether arithmetic still is what it was, for whatever is not watched.
     """
     x = _X.detach().requires_grad_()
     z = torch.tanh(x @ x.T)
@@ -30,30 +28,20 @@ def arithmetic() -> bytes:
     (gradient,) = torch.autograd.grad(total, x)
     z, total = z.detach(), total.detach()
     p, picked = torch.softmax(z, -1), z.gather(-1, _IDS).squeeze(-1)
-    rest = (
-        torch.sigmoid(picked) + torch.nn.functional.softplus(picked) + torch.min(picked, torch.clamp(picked, 0.8, 1.2))
-    )
-    mixed = (
-        torch.where(picked > 1, picked, rest).mean()
-        + torch.log1p(p).sum()
-        + torch.bmm(p[None], z[None]).abs().sqrt().sum()
-    )
+    least = torch.min(picked, torch.clamp(picked, 0.8, 1.2))
+    rest = torch.sigmoid(picked) + torch.nn.functional.softplus(picked) + least
+    roots = torch.bmm(p[None], z[None]).abs().sqrt().sum()
+    mixed = torch.where(picked > 1, picked, rest).mean() + torch.log1p(p).sum() + roots
     narrow = z.to(torch.bfloat16).float() + z.to(torch.float16).float()
     product = torch.nn.functional.linear(narrow, narrow).double()
     return torch.cat([total.view(1), mixed.view(1), gradient.flatten(), product.flatten()]).numpy().tobytes()
-
-
-WATCHES: tuple[Watch, ...] = (tensors.MODES, *process.WATCHES, *interpreter.WATCHES, *tensors.WATCHES)
-"""In the order in which they are put back."""
 
 
 def differing(before: dict[str, Any]) -> Iterator[tuple[Watch, Any]]:
     """Each entry that is not as it was, with what it is now."""
     for watch in WATCHES:
         now = watch.get()
-        was = before[watch.name]
-        same = now is was or now == was  # a dictionary compares all of itself with itself
-        if not same and watch.differences(was, now):
+        if now != before[watch.name] and watch.differences(before[watch.name], now):
             yield watch, now
 
 
@@ -66,33 +54,28 @@ _together: list[str] = []
 _reference: list[bytes] = []
 _unprobed: list[str] = []
 """Who was called since arithmetic was last tried."""
-FATAL = ("threads", "inference mode")
-"""Watches that nothing puts back: a process in which a user's function changed one judges nobody else."""
 LEFT = 10
 """Bindings of one call that are named one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Everything of `WATCHES` and `bindings`, as it was in process `pid`; without `names` within `together`."""
+    """Everything of `WATCHES` and `bindings`; without `names` within `together`."""
 
     states: dict[str, Any]
     names: bindings.Names | None
     modules: int
-    pid: int
 
-    @within("phase", "world")
+    @within("phase", "process state")
     def restore(self, whose: str = "") -> list[str]:
         """Put everything back; the names of what was changed. `whose`: the implementation that was called.
 
         What an import rebound is not named: it stays in force for calls of the same library (`its_own`), and only there.
-        What cannot be put back (a user's thread that goes on, an operation that still computes something else) makes the
-        process `broken`. A fork of the process that came here ends: what it would do next is its parent's work.
+        Where a user's function left what cannot be put back, or an operation computes something else since, the process is
+        `broken`.
         """
-        if os.getpid() != self.pid:
-            os._exit(0)
-        faulthandler.cancel_dump_traceback_later()
-        if ".py:" in whose:
+        users = ".py:" in whose
+        if users:
             gc.collect(1)  # what its objects do when they die is its own doing
         found: list[str] = []
         rebound = list(bindings.changes(self.names)) if self.names is not None else []
@@ -107,24 +90,18 @@ class Snapshot:
             found += watch.differences(before, now)
             if watch.put is not None:
                 watch.put(before)
-            elif (
-                watch.name in FATAL
-                and ".py:" in whose
-                and not (watch.name == "threads" and process.helpers(now - before))
-            ):
-                _broken.append(
-                    f"{whose} left a change that nothing undoes: {', '.join(watch.differences(before, now))}"
-                )
+            elif users:
+                _broken.append(f"{whose} left a change that nothing undoes: {watch.name} changed")
         _unprobed.append(whose)
         return found
 
 
-@within("phase", "world")
+@within("phase", "process state")
 def take() -> Snapshot:
     if not _reference:
         _reference.append(arithmetic())
     names = None if _together else bindings.take()
-    return Snapshot({w.name: w.get() for w in WATCHES}, names, len(sys.modules), os.getpid())
+    return Snapshot({w.name: w.get() for w in WATCHES}, names, len(sys.modules))
 
 
 @contextlib.contextmanager
@@ -144,7 +121,7 @@ def abandon(reason: str) -> None:
     _broken.append(reason)
 
 
-@within("phase", "world")
+@within("phase", "process state")
 def broken() -> list[str]:
     """Why this process must not judge anybody else any more; empty where all is well. Asked after the calls of each party."""
     if _unprobed and not _unchanged():
@@ -183,7 +160,7 @@ def belongs(id: str, file: str) -> None:
 
 
 def its_own(whose: str) -> Snapshot | None:
-    """Put in force what `whose` file or library patched when it was imported; the world then, None where that is nothing.
+    """Put in force what `whose` file or library patched when it was imported; the state then, None where that is nothing.
 
     The caller restores the one that it had before.
     """

@@ -1,19 +1,10 @@
-"""Every entry of the world: a call that changes it is named, and the next party finds it as it was."""
+"""Everything that is watched: a call that changes it is named, and the next party finds it as it was."""
 
 import builtins
-import cProfile
 import gc
-import importlib.abc
-import locale
-import logging
 import os
 import random
-import resource
-import signal
-import subprocess
 import sys
-import threading
-import time
 import warnings
 from types import ModuleType
 
@@ -21,14 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from parity import world
 from parity.implementations.implementation import Implementation
-from parity.judge.recipe import UNIT_ROUNDOFF
 from parity.judging.execute import execute
+from parity.protocol import bindings, process_state
+from parity.protocol.process_state import WATCHES, differing
 from parity.registry import family, from_file, run_case
 from parity.selftest.controls import control
-from parity.world import bindings, interpreter, process, snapshot
-from parity.world.snapshot import WATCHES, differing
 
 LOGPROBS = family("logprobs")
 PLAIN = control("honest.logprobs.plain")
@@ -45,31 +34,11 @@ def hook(*args):
 
 EFFECTS = {
     "environment variables": lambda: os.environ.update(UNSLOTH_RETURN_HIDDEN_STATES="1"),
-    "working folder": lambda: os.chdir("/"),
-    "umask": lambda: os.umask(0o77),
-    "locale": lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8" if locale.setlocale(locale.LC_ALL) == "C" else "C"),
-    "signal handlers": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
-    "timers": lambda: signal.setitimer(signal.ITIMER_VIRTUAL, 1000),
-    "resource limits": lambda: resource.setrlimit(
-        resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    ),
-    "warnings filters": lambda: warnings.simplefilter("error"),
-    "logging": lambda: logging.disable(logging.CRITICAL),
-    "blocked signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]),
-    "finders of modules": lambda: sys.meta_path.insert(0, importlib.abc.MetaPathFinder()),
-    "loaded modules": lambda: sys.modules.update({"json.decoder": None}),
-    "print options": lambda: torch.set_printoptions(precision=1),
-    "scheduling": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
-    "numbers of the judge": lambda: UNIT_ROUNDOFF.update(fp32=1.0),
     "hooks on saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t).__enter__(),
     "profiler": lambda: torch.autograd.profiler.profile(use_kineto=False).__enter__(),
     "torch.set_warn_always": lambda: torch.set_warn_always(not torch.is_warn_always_enabled()),
-    "interpreter settings": lambda: (sys.setrecursionlimit(5000), gc.disable()),
-    "sys.path": lambda: sys.path.insert(0, "/nowhere"),
-    "standard streams": lambda: setattr(sys, "stdout", open(os.devnull, "w")),  # noqa: SIM115
     "python RNG": lambda: random.seed(1),
     "numpy RNG": lambda: np.random.seed(1),  # noqa: NPY002
-    "numpy error handling": lambda: np.seterr(all="raise"),
     "torch RNG": lambda: torch.manual_seed(1),
     "grad mode": lambda: torch.set_grad_enabled(False),
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
@@ -85,7 +54,7 @@ EFFECTS = {
     "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "hooks on every module": lambda: torch.nn.modules.module.register_module_forward_hook(hook),
 }
-WATCHED_ONLY = {"threads", "file descriptors", "child processes", "inference mode"}
+WATCHED_ONLY = {"inference mode"}
 ON_CUDA = {"CUDA RNG"}
 
 
@@ -108,12 +77,10 @@ def test_every_entry_is_tried_here():
 def test_an_entry_is_named_and_put_back(name):
     before = {w.name: w.get() for w in WATCHES}
     found = execute(after(EFFECTS[name]), LOGPROBS.build(CASE))
-    left = {watch.name for watch, _ in differing(before)}
-    assert left <= {"file descriptors"}, left
+    assert not list(differing(before))
     says = {"environment variables": "environment variable UNSLOTH_RETURN_HIDDEN_STATES", "switches": "cudnn.benchmark"}
-    says["loaded modules"] = "sys.modules['json.decoder'] changed"
     assert any(says.get(name, f"{name} changed") in leak for leak in found.leaks), found.leaks
-    assert not world.broken()
+    assert not process_state.broken()
 
 
 def rebind(owner, name, value=lambda *args, **kwargs: torch.zeros(())):
@@ -151,24 +118,6 @@ def test_a_rebound_name_is_named_and_put_back(owner, name):
     assert any(leak.startswith("rebound ") and leak.endswith(f".{name}") for leak in found.leaks), found.leaks
 
 
-def test_so_it_is_where_dictionaries_have_no_versions(monkeypatch):
-    monkeypatch.setattr(bindings, "VERSIONED", False)
-    monkeypatch.setattr(bindings, "_modules", 0)
-    was = torch.log_softmax
-    found = execute(after(rebind(torch, "log_softmax", max)), LOGPROBS.build(CASE))
-    assert torch.log_softmax is was and not bindings._versions
-    assert "rebound torch.log_softmax" in found.leaks
-    bindings._modules = 0
-
-
-def test_settings_of_the_interpreter_are_put_back_under_a_profiler_in_c():
-    """It used to raise: Python cannot set cProfile's again."""
-    limit = sys.getrecursionlimit()
-    found = cProfile.Profile().runcall(execute, after(lambda: sys.setrecursionlimit(limit + 9)), LOGPROBS.build(CASE))
-    assert (found.verdict, found.leaks) == ("ran", ("interpreter settings changed",))
-    assert sys.getrecursionlimit() == limit
-
-
 REAL = torch.log_softmax
 
 
@@ -198,7 +147,7 @@ def test_who_patches_torch_is_named_and_nobody_else_pays(evil, always):
 
 def test_what_no_list_names_makes_the_process_unfit(monkeypatch):
     """A kernel registered for `aten::tanh`: no name is rebound, and every definition computes something else."""
-    monkeypatch.setattr(snapshot, "_broken", [])
+    monkeypatch.setattr(process_state, "_broken", [])
     library = torch.library.Library("aten", "IMPL")
 
     def effect():
@@ -214,49 +163,7 @@ def test_what_no_list_names_makes_the_process_unfit(monkeypatch):
         library._destroy()
     assert [(r.implementation, r.quantity, r.verdict) for r in rows] == [("own.leaves", "protocol", "disagree")]
     assert "operations of torch compute something else" in rows[0].message
-    assert world.broken()
-
-
-def test_what_is_left_behind_is_named(tmp_path):
-    opened, threads, children = [], [], []
-    halt = threading.Event()
-
-    def effect():
-        opened.append(open(tmp_path / "x", "w"))  # noqa: SIM115
-        threads.append(threading.Thread(target=halt.wait, daemon=True))
-        threads[-1].start()
-        children.append(subprocess.Popen(["sleep", "60"]))
-
-    try:
-        leaks = execute(after(effect), LOGPROBS.build(CASE)).leaks
-        assert {"1 thread left running", "1 process left running"} <= set(leaks)
-        assert any("file descriptor left open" in leak for leak in leaks)
-    finally:
-        halt.set()
-        for file in opened:
-            file.close()
-        for child in children:
-            child.kill()
-            child.wait()
-
-
-def test_a_fork_that_comes_back_ends(tmp_path):
-    """It would write rows of its own beside its parent's."""
-    seen = tmp_path / "seen"
-
-    def call(x):
-        os.fork()
-        return PLAIN.call(x)
-
-    outcome = execute(
-        Implementation("own.forks", "logprobs", "candidate", call, PLAIN.recipe, outputs=PLAIN.outputs),
-        LOGPROBS.build(CASE),
-    )
-    with seen.open("a") as file:
-        file.write("x")
-    time.sleep(0.3)
-    assert outcome.verdict == "ran"
-    assert seen.read_text() == "x"
+    assert process_state.broken()
 
 
 def test_what_a_file_patches_at_import_holds_in_its_own_calls_only(tmp_path):
@@ -293,26 +200,3 @@ def test_code_that_torch_compile_drops_is_no_change(monkeypatch):
         pytest.skip(f"torch {torch.__version__} keeps compiled code elsewhere")
     assert not set(compiled) & set(vars(module))
     assert not list(bindings.changes(before))
-
-
-def test_a_changed_logger_is_named(monkeypatch):
-    watch = next(w for w in interpreter.WATCHES if w.name == "logging")
-    before = watch.get()
-    monkeypatch.setattr(logging.getLogger("trl"), "propagate", not logging.getLogger("trl").propagate)
-    assert watch.differences(before, watch.get()) == ["logging changed: trl (propagate)"]
-
-
-def test_a_thread_of_a_library_ends_no_process():
-    """torch.compile starts the monitor of a progress bar, in a user's function too; the user's own thread is another matter."""
-    tqdm = pytest.importorskip("tqdm")
-    halt = threading.Event()
-    monitor = tqdm._monitor.TMonitor(tqdm.tqdm, 60)
-    own = threading.Thread(target=halt.wait, daemon=True)
-    own.start()
-    try:
-        assert process.helpers({monitor.ident})
-        assert not process.helpers({own.ident})
-        assert not process.helpers({monitor.ident, own.ident})
-    finally:
-        halt.set()
-        monitor.exit()

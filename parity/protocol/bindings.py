@@ -1,8 +1,6 @@
 """What names mean: the functions of torch, of the libraries under test and of the harness, where a call may rebind them."""
 
 import contextlib
-import ctypes
-import gc
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -31,86 +29,27 @@ MISSING = object()
 _owners: list[tuple[str, Any]] = []
 _modules = 0
 _copies: dict[int, dict[str, Any]] = {}
-_versions: list[ctypes.c_uint64] = []
-"""Of each owner's dictionary; empty where this interpreter has none."""
-_last: tuple[list[int], Names] = [], []
-"""The versions at which `take` looked last, and what it gave; nothing after an import."""
 
 
 def owners() -> list[tuple[str, Any]]:
     """(name, module or class) of everything that is watched; looked for anew after an import."""
-    global _modules, _last
+    global _modules
     if len(sys.modules) == _modules:
         return _owners
     _modules = len(sys.modules)
     _owners[:] = [(name, sys.modules[name]) for name in OPERATIONS if name in sys.modules]
     _owners.extend((f"{c.__module__}.{c.__qualname__}", c) for c in CLASSES)
     for name, module in list(sys.modules.items()):
-        if (
-            isinstance(module, ModuleType)
-            and name.partition(".")[0] in UNDER_TEST
-            and not name.startswith("parity.world")
-        ):
+        if isinstance(module, ModuleType) and name.partition(".")[0] in UNDER_TEST:
             _owners.append((name, module))
             classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
             _owners.extend((f"{name}.{c.__qualname__}", c) for c in classes)
-    _versions[:] = [version(_dictionary(owner)) for _, owner in _owners] if VERSIONED else []
-    _last = [], []
     return _owners
 
 
 def take() -> Names:
     """The bindings of everything. A copy is made only of what changed since the last time."""
-    global _last
-    found, now = owners(), _now()
-    seen, names = _last
-    if not seen:
-        names = [(name, owner, _copy(owner)) for name, owner in found]
-    elif changed := _changed(now, seen):
-        names = list(names)
-        for i in changed:
-            names[i] = (*found[i], _copy(found[i][1]))
-    _last = now, names
-    return names
-
-
-def _now() -> list[int]:
-    return [version.value for version in _versions]
-
-
-def _changed(now: list[int], seen: list[int]) -> list[int]:
-    return [] if now == seen else [i for i, (a, b) in enumerate(zip(now, seen, strict=True)) if a != b]
-
-
-def _dictionary(owner: Any) -> dict[str, Any]:
-    """The dictionary behind a module or class."""
-    attributes = vars(owner)
-    found: dict[str, Any] = attributes if isinstance(attributes, dict) else gc.get_referents(attributes)[0]
-    return found
-
-
-def version(of: dict[str, Any]) -> ctypes.c_uint64:
-    """The version of a dictionary, where CPython keeps it: new at every change (PEP 509)."""
-    return ctypes.c_uint64.from_address(id(of) + 24)
-
-
-def _versioned() -> bool:
-    """Whether this interpreter has them: a new name, a rebound one and one that is gone are seen. CPython 3.14 has none."""
-    if sys.implementation.name != "cpython" or ctypes.sizeof(ctypes.c_void_p) != 8:
-        return False
-    seen = []
-    for owner in (ModuleType("tried"), type("Tried", (), {"y": 0})):
-        now = version(_dictionary(owner))
-        seen.append(now.value)
-        for change in (lambda o: setattr(o, "x", 1), lambda o: setattr(o, "x", 2), lambda o: delattr(o, "x")):
-            change(owner)
-            if now.value in seen:
-                return False
-            seen.append(now.value)
-    return True
-
-
-VERSIONED = _versioned()
+    return [(name, owner, _copy(owner)) for name, owner in owners()]
 
 
 def _copy(owner: Any) -> dict[str, Any]:
@@ -129,9 +68,7 @@ def changes(before: Names) -> Iterator[tuple[str, Change]]:
 
     A name that merely appeared, by an import or a cache, is no change; neither is a flag, a counter or compiled code.
     """
-    seen, names = _last
-    known = before is names and bool(seen)
-    for label, owner, then in [before[i] for i in _changed(_now(), seen)] if known else before:
+    for label, owner, then in before:
         now = _copy(owner)
         if now is then:
             continue

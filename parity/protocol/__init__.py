@@ -1,0 +1,1 @@
+"""What a call must not change."""

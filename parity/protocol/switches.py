@@ -1,0 +1,210 @@
+"""What is watched beside names: the environment, random states, and torch's modes, defaults and switches."""
+
+import dataclasses
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.modules import module as nn_module
+from torch.utils._device import DeviceContext
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """One thing that a call must leave alone: `get` reads it, `put` restores what `get` gave.
+
+    Without `put` nothing can undo it: see `Snapshot.restore`. `named` tells from both readings what changed, where the name
+    alone says too little. `kept`: what a user's file sets at import stays in force for its own calls.
+    """
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], Any] | None = None
+    named: Callable[[Any, Any], list[str]] | None = None
+    kept: bool = True
+
+    def differences(self, before: Any, now: Any) -> list[str]:
+        """How the change is named."""
+        return self.named(before, now) if self.named else [f"{self.name} changed"]
+
+
+def _variables() -> dict[bytes, bytes]:
+    """As `os.environ` keeps them: to read them by it decodes each."""
+    return dict(vars(os.environ)["_data"])
+
+
+def _named_variables(before: dict[bytes, bytes], now: dict[bytes, bytes]) -> list[str]:
+    keys = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
+    return [f"environment variable {os.fsdecode(k)}" for k in keys[:3]]
+
+
+def _put_variables(value: dict[bytes, bytes]) -> None:
+    os.environb.clear()
+    os.environb.update(value)
+
+
+def _numpy_rng() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 the global one is what is watched
+    return kind, np.asarray(keys).tobytes(), *rest
+
+
+def _put_numpy_rng(value: tuple[Any, ...]) -> None:
+    kind, keys, *rest = value
+    np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))  # noqa: NPY002
+
+
+def _put_torch_rng(value: bytes) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+
+
+def _cuda_rng() -> tuple[bytes, ...]:
+    return tuple(s.numpy().tobytes() for s in torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
+
+
+def _put_cuda_rng(value: tuple[bytes, ...]) -> None:
+    if value:
+        torch.cuda.set_rng_state_all([torch.frombuffer(bytearray(v), dtype=torch.uint8) for v in value])
+
+
+def _modes() -> tuple[int, int]:
+    """How many are entered; the default device, which torch keeps at the bottom as a mode, is an entry of its own."""
+    depth = torch._C._len_torch_function_stack()
+    functions = sum(not isinstance(torch._C._get_function_stack_at(k), DeviceContext) for k in range(depth))
+    return functions, torch._C._len_torch_dispatch_stack()
+
+
+def _put_modes(value: tuple[int, int]) -> None:
+    while _modes()[0] > value[0]:
+        torch._C._pop_torch_function_stack()
+    while torch._C._len_torch_dispatch_stack() > value[1]:
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+def _saved_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _put_saved_hooks(value: Any) -> None:
+    while (now := _saved_hooks()) is not None and now != value:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+HOOKS = tuple(n for n in vars(nn_module) if n.startswith("_global_") and isinstance(vars(nn_module)[n], dict))
+"""Hooks on every module of the process."""
+
+
+def _put_hooks(value: tuple[dict[int, Any], ...]) -> None:
+    for name, hooks in zip(HOOKS, value, strict=True):
+        table = vars(nn_module)[name]
+        table.clear()
+        table.update(hooks)
+
+
+def _autocast() -> tuple[Any, ...]:
+    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+
+
+def _put_autocast(value: tuple[Any, ...]) -> None:
+    for device, enabled, dtype in value:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+def matmul_precision() -> str:
+    """`torch.get_float32_matmul_precision()`; "mixed" where it raises: somebody set torch's newer `fp32_precision`."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "mixed"
+
+
+_TINY = [5e-324]
+
+
+def _flushes() -> bool:
+    """Whether subnormal numbers count as 0 on this thread: torch can set it and not say it."""
+    return _TINY[0] * 1.0 == 0.0
+
+
+SWITCHES: tuple[tuple[str, Any, str], ...] = (
+    ("torch.backends.cudnn", torch.backends.cudnn, "enabled"),
+    ("torch.backends.cudnn", torch.backends.cudnn, "benchmark"),
+    ("torch.backends.cudnn", torch.backends.cudnn, "deterministic"),
+    ("torch.backends.cudnn", torch.backends.cudnn, "allow_tf32"),
+    ("torch.backends.cuda.matmul", torch.backends.cuda.matmul, "allow_tf32"),
+    ("torch.backends.cuda.matmul", torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    ("torch.backends.cuda.matmul", torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    ("torch.backends.mkldnn", torch.backends.mkldnn, "enabled"),
+    ("torch.utils.deterministic", torch.utils.deterministic, "fill_uninitialized_memory"),
+)
+SDP = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+
+
+def _switch(owner: Any, name: str) -> bool | str:
+    """A switch; "mixed" where somebody set torch's newer `fp32_precision`, beside which `allow_tf32` raises."""
+    try:
+        return bool(getattr(owner, name))
+    except RuntimeError:
+        return "mixed"
+
+
+def _switches() -> dict[str, bool | str]:
+    out = {f"{label}.{name}": _switch(owner, name) for label, owner, name in SWITCHES}
+    return out | {f"torch.backends.cuda.{name}": getattr(torch.backends.cuda, f"{name}_enabled")() for name in SDP}
+
+
+def _put_switches(value: dict[str, bool | str]) -> None:
+    for label, owner, name in SWITCHES:
+        if _switch(owner, name) != (on := value[f"{label}.{name}"]):
+            setattr(owner, name, on)
+    for name in SDP:
+        getattr(torch.backends.cuda, f"enable_{name}")(value[f"torch.backends.cuda.{name}"])
+
+
+WATCHES: tuple[Watch, ...] = (
+    Watch("torch modes", _modes, _put_modes),  # first: an entered mode changes what later entries do
+    Watch("environment variables", _variables, _put_variables, _named_variables),
+    Watch("python RNG", random.getstate, random.setstate, kept=False),
+    Watch("numpy RNG", _numpy_rng, _put_numpy_rng, kept=False),
+    Watch("torch RNG", lambda: torch.get_rng_state().numpy().tobytes(), _put_torch_rng, kept=False),
+    Watch("CUDA RNG", _cuda_rng, _put_cuda_rng, kept=False),
+    Watch("inference mode", torch.is_inference_mode_enabled),
+    Watch("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    Watch(
+        "anomaly mode",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda v: torch.set_anomaly_enabled(*v),
+    ),
+    Watch("hooks on saved tensors", _saved_hooks, _put_saved_hooks),
+    Watch(
+        "profiler", torch.autograd._profiler_enabled, lambda on: on or torch.autograd._disable_profiler(), kept=False
+    ),
+    Watch("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
+    Watch("autograd threads", torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
+    Watch("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Watch(
+        "default device",
+        lambda: str(torch.get_default_device()),
+        lambda d: torch.set_default_device(None if d == "cpu" else d),
+    ),
+    Watch("float32_matmul_precision", matmul_precision, torch.set_float32_matmul_precision),
+    Watch(
+        "deterministic algorithms",
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1]),
+    ),
+    Watch(
+        "switches",
+        _switches,
+        _put_switches,
+        lambda before, now: [f"switch {name} changed" for name in before if before[name] != now[name]],
+    ),
+    Watch("autocast", _autocast, _put_autocast),
+    Watch("flushing of subnormal numbers", _flushes, torch.set_flush_denormal),
+    Watch("number of threads", torch.get_num_threads, torch.set_num_threads),
+    Watch("hooks on every module", lambda: tuple(dict(vars(nn_module)[n]) for n in HOOKS), _put_hooks),
+)
+"""In the order in which they are put back."""
