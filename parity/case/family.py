@@ -25,7 +25,6 @@ Oracle = Callable[[Inputs, Mark], dict[str, torch.Tensor]]
 
 DRAWN: Mapping[str, int] = {"quick": 60, "pr": 400, "nightly": 6000, "soak": 60000}
 """Profile -> cases of a family that it draws, over all shards."""
-DTYPES_AS_COLUMNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {d: (d, {}) for d in ("fp32", "fp16", "bf16")}
 
 
 def numbers(inputs: Inputs) -> dict[str, float]:
@@ -89,12 +88,10 @@ class Family:
         drawn: profile -> number of drawn cases.
         settled: (dtype, every setting) -> the same with those at their defaults that have no meaning beside others; `draw`
             ends with it, and two settings that it does not leave together are no pair that a run owes.
-        example: number -> settings of a small case without special values; the audit, `parity compare` and the matrix
-            start from it.
+        example: number -> settings of a small case without special values; the audit and `parity compare` start
+            from it.
         bases: settings with which an implementation may run that refuses the defaults, as early releases do.
         probes: what `parity audit` moves; empty: every choice and every number, see `parity.case.probe.derived`.
-        columns: columns of the version matrix, name -> (dtype, settings).
-        examples: settings of the cases of a column; empty: the first two of `example`.
         config_fields: settings that a field of the same name decides in the configuration of TRL's trainer.
         stored: tensors that a case may store -> their dimensions, a letter each ("BTH", "BT|B1" where there are two ways);
             what `build` then makes of `case.tensors`. Empty: cases of the family store none.
@@ -130,8 +127,6 @@ class Family:
     example: Callable[[int], dict[str, Any]] = lambda number: {}
     bases: tuple[Mapping[str, Any], ...] = ()
     probes: tuple[Probe, ...] = ()
-    columns: Mapping[str, tuple[str, Mapping[str, Any]]] = dataclasses.field(default_factory=lambda: DTYPES_AS_COLUMNS)
-    examples: tuple[Mapping[str, Any], ...] = ()
     config_fields: tuple[str, ...] = ()
     stored: Mapping[str, str] = dataclasses.field(default_factory=dict)
     derived: Callable[[Mapping[str, torch.Tensor], str], dict[str, Any]] = lambda tensors, where: {}
@@ -195,14 +190,6 @@ class Family:
     def audited(self) -> tuple[Probe, ...]:
         """What an audit moves."""
         return self.probes or derived(self.settings, self.example(0))
-
-    def matrix(self, seed: int) -> dict[str, list[Case]]:
-        """Column -> cases of the version matrix."""
-        each = self.examples or (self.example(0), self.example(1))
-        return {
-            column: [self.case(seed + n, dtype, {**settings, **moved}) for n, settings in enumerate(each)]
-            for column, (dtype, moved) in self.columns.items()
-        }
 
 
 @dataclasses.dataclass(frozen=True)

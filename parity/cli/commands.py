@@ -101,28 +101,16 @@ def inside(specs: tuple[str, ...]) -> int:
 )
 @click.option("--profiles", is_flag=True, help="the profiles, with how many cases each draws")
 @click.option("--coverage", metavar="RESULTS", help="settings, config fields and metrics that a results file judged")
-@click.option("--sweep", is_flag=True, help="in which other releases each implementation works")
-@click.option("--release", "releases", multiple=True, metavar="PKG==VER", help="with --sweep: only this release")
-@options.TURNS
 @options.JSON
 def list_command(
     families: tuple[str, ...],
     as_json: bool,
-    sweep: bool,
-    releases: tuple[str, ...],
-    turns: Path | None,
     **sections: Any,
 ) -> None:
     """Show implementations; or settings, checks, profiles.
 
     Each implementation is shown with its version, or with the reason why it cannot run here.
     """
-    if (releases or turns) and not sweep:
-        raise UsageError("list: --release and --turns need --sweep")
-    if sweep:
-        from parity.versions.commands.sweep import command
-
-        sys.exit(command(releases, turns))
     from parity.cli import listing
     from parity.results.json_output import text
 

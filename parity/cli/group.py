@@ -18,7 +18,9 @@ USAGE, NOTHING, FAULT, NO_JUDGEMENT, INTERRUPTED, TERMINATED = 2, 3, 70, 125, 13
 IN_PROCESS = frozenset({"replay", "audit"})
 """Commands that run implementations in their own process, and so in a child whose end is watched."""
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "matrix": "compare two releases with `parity compare PKG==VER PKG==VER`, find the one that changed with `parity bisect PKG`",
+}
 """Commands of earlier versions, and the sentence that says how to do their work today."""
 
 

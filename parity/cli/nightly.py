@@ -44,9 +44,7 @@ def duration(text: str) -> datetime.timedelta:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
 @click.option("--seed", type=int, default=None, help="default: a new one, which is printed")
 @options.path("--ledger", "another ledger of known findings")
-@click.option(
-    "--skip", multiple=True, metavar="NAME", help="leave out history, mutants, upstream, sweep, unsloth or rollouts"
-)
+@click.option("--skip", multiple=True, metavar="NAME", help="leave out history, mutants, upstream, unsloth or rollouts")
 @click.option(
     "--with",
     "specs",

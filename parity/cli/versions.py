@@ -1,4 +1,4 @@
-"""The commands about versions: history, bisect, compare, matrix, env."""
+"""The commands about versions: history, bisect, compare, env."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def _progress(line: str) -> None:
 
 @click.command("history")
 @click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; may be repeated")
-@click.option("--bisect", "search", is_flag=True, help="instead: find the exact release of each change")
 @click.option("--blind", is_flag=True, help="instead: which records are found by random cases alone")
 @click.option(
     "--profile", type=click.Choice(["quick", "pr", "nightly"]), default="pr", help="with --blind: how many cases"
@@ -53,9 +52,7 @@ def _progress(line: str) -> None:
 @options.TURNS
 @options.device("cpu")
 @_usable
-def history_command(
-    ids: tuple[str, ...], search: bool, blind: bool, profile: str, turns: Path | None, device: str
-) -> int:
+def history_command(ids: tuple[str, ...], blind: bool, profile: str, turns: Path | None, device: str) -> int:
     """Run recorded failures of older releases again.
 
     Each must show in the bad releases and be gone in the good ones.
@@ -63,13 +60,8 @@ def history_command(
     from parity.results.report import measured
     from parity.results.turns import Turns
     from parity.versions.commands import history
-    from parity.versions.search import boundaries
 
     records = history.load(ids)
-    if search:
-        found = boundaries.boundaries(records, _progress, device)
-        click.echo(f"{measured.head('Where each boundary lies', 'parity', 'boundaries.md')}\n{boundaries.table(found)}")
-        return boundaries.exit_code(found)
     if blind:
         from parity.versions.commands import blind as drawn
 
@@ -220,36 +212,6 @@ def compare_command(
     return found.exit_code
 
 
-@click.command("matrix")
-@click.argument("package", metavar="PKG")
-@click.argument("releases", metavar="LOW..HIGH")
-@click.option(
-    "--family", "name", default="policy", show_default=True, metavar="NAME|FILE.py:NAME", help="a loss family"
-)
-@click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
-@options.count("--workers", "releases that run at the same time", 2)
-@options.path("--html", default="reports/matrix.html")
-@options.device("cpu")
-@_usable
-def matrix_command(
-    package: str, releases: str, name: str, implementations: tuple[str, ...], workers: int, html: Path, device: str
-) -> int:
-    """Headroom in each release, as a table and a page.
-
-    If it is killed, the same command continues. Exit code 1 if the newest release has a finding that is not in the ledger.
-    """
-    from rich.console import Console
-
-    from parity.versions.commands import matrix, matrix_page
-
-    package = str(canonicalize_name(package))
-    lines = matrix.matrix(package, releases, name, implementations, workers, _progress, device)
-    matrix_page.render(package, lines, Console(highlight=False))
-    matrix_page.write(package, name, lines, html)
-    click.echo(f"page: {html}")
-    return matrix.exit_code(lines)
-
-
 @click.group("env")
 def env_command() -> None:
     """Show or remove environments of other versions."""
@@ -310,4 +272,4 @@ def env_prune(names: tuple[str, ...], days: int) -> int:
     return FOUND
 
 
-COMMANDS = (history_command, bisect_command, compare_command, matrix_command, env_command)
+COMMANDS = (history_command, bisect_command, compare_command, env_command)

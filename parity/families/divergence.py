@@ -260,7 +260,6 @@ def _build(case: Case) -> Inputs:
     return stored.inputs(FAMILY, case)
 
 
-KINDS = {"forward KL": 0.0, "JSD": 0.5, "reverse KL": 1.0}
 GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
 
 FAMILY: Family = Family(
@@ -285,11 +284,6 @@ FAMILY: Family = Family(
     factors=head.factors,
     example=lambda number: {**head.example(number), "cotangent": "ones"},
     probes=DIVERGENCE,
-    columns={kind: ("fp32", {"beta": beta}) for kind, beta in KINDS.items()},
-    examples=(
-        {**head.RAGGED, "teacher_H": 8},
-        {**head.RAGGED, "teacher_H": 8, "ignored": "some", "temperature": 2.0},
-    ),
     relations={
         "cotangent x2": Relation(_double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in its input"),
         "items x2": Relation(_double_items, dict.fromkeys(("loss", *GRADIENTS), 0.5), "it divides the loss"),

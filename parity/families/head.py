@@ -334,7 +334,3 @@ def example(number: int) -> dict[str, Any]:
     """Settings of a small case: logits well spread, no dimension equal to another or a multiple of a block."""
     shapes = ({"B": 3, "T": 6, "V": 11, "H": 5}, {"B": 2, "T": 5, "V": 37, "H": 8})
     return {**shapes[number % 2], "peak": 2.0, "grad": "hidden weight"}
-
-
-RAGGED: dict[str, Any] = {"B": 4, "T": 9, "V": 37, "H": 8, "peak": 2.0}
-"""Shapes of the cases of a version matrix."""

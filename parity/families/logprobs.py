@@ -218,7 +218,6 @@ FAMILY: Family = Family(
     probes=LOGPROBS,
     stored=stored.HEAD,
     derived=derived,
-    examples=(head.RAGGED, {**head.RAGGED, "bias": "random", "temperature": 0.7, "targets": "likely"}),
     relations={
         "cotangent x2": Relation(
             _double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in the upstream gradient"

@@ -348,10 +348,6 @@ CONFIG_FIELDS = tuple(
         "vespo_k_neg vespo_lambda_neg max_completion_length"
     ).split()
 )
-_RAGGED = {**head.RAGGED, "lengths": [9, 4, 7, 1], "epsilon_high": 0.28, "max_completion_length": 16}
-_WINDOW = {"accumulation": 2, "steps_per_generation": 2, "other_tokens": 17}
-# Plain; with a KL term and unequal micro-batches; with the sampler's ratio and a tool mask. A case that a release cannot
-# express leaves the others to speak for it.
 QUANTITIES = ("loss", "grad_hidden", "grad_weight", "grad_bias")
 
 FAMILY: Family = Family(
@@ -381,8 +377,6 @@ FAMILY: Family = Family(
     probes=POLICY,
     stored=policy_stored.TENSORS,
     derived=lambda tensors, where: policy_stored.derived(FAMILY, tensors, where),
-    columns={one: ("fp32", {"loss_type": one}) for one in settings_of.LOSS_TYPES},
-    examples=(_RAGGED, {**_RAGGED, **_WINDOW, "beta": 0.04}, {**_RAGGED, "ratio": "token", "holes": True}),
     config_fields=CONFIG_FIELDS,
     relations={
         "advantages x2": Relation(

@@ -71,7 +71,6 @@ class Night:
         ("history", ("history",), 0.12),
         ("mutants", ("mutants",), 0.09),
         ("upstream", ("upstream", "--all"), 0.03),
-        ("sweep", ("list", "--sweep"), 0.03),
         ("unsloth", ("run", "--with", f"unsloth-zoo=={UNSLOTH}", "--implementation", "unsloth"), 0.06),
         *([("rollouts", ("rollouts", "live"), 0.06)] if vllm_engine.distribution() else []),
     )

@@ -28,7 +28,7 @@ from parity.running import outcome
 COMMAND = (sys.executable, "-P", "-m", "parity")
 GRACE = 10.0
 """Seconds to end in after SIGTERM."""
-TURNS = ("history", "mutants", "upstream", "list")
+TURNS = ("history", "mutants", "upstream")
 """Commands that begin with what was looked at longest ago, so that no night begins with the same and none is left out."""
 SHARE_OF_RUN = 0.8
 """Of the time of `parity run`; the rest is for its environment and its report."""

@@ -22,10 +22,9 @@ from parity.selftest import false_alarms
 from parity.selftest.mutants import FAMILIES, controls, matrix, mutants, trainers
 from parity.selftest.sensitivity import __main__ as limits
 from parity.selftest.sensitivity import measure
-from parity.versions.commands import matrix as releases_matrix
 from parity.versions.commands import probe
 from parity.versions.env.environment import Environment
-from parity.versions.search import boundaries, releases
+from parity.versions.search import releases
 from parity.versions.search.checks import CaseCheck
 
 CASE = family("logprobs").case(3, "fp32", {"V": 5, "T": 2})
@@ -85,21 +84,14 @@ def test_history_and_compare(asked):
     assert len(asked.devices) >= 4 and set(asked.devices) == {"cuda"}
 
 
-def test_boundaries_matrix_and_upgrade_check(asked, monkeypatch, tmp_path):
-    monkeypatch.setattr(boundaries, "releases", lambda *_: [])
-    monkeypatch.setattr(boundaries, "cache_folder", lambda *_: tmp_path)
-    parity("history", "--bisect", "--record", "delta")
-    monkeypatch.setattr(releases_matrix, "span", lambda *_: [SimpleNamespace(version="1.15.0")])
-    monkeypatch.setattr(releases_matrix, "cache_folder", lambda *_: tmp_path)
-    parity("matrix", "trl", "1.15.0..1.15.0", "--family", "logprobs", "--html", str(tmp_path / "page.html"))
+def test_upgrade_check(asked, monkeypatch, tmp_path):
     config, ran = tmp_path / "team.json", []
     config.write_text('{"beta": 0.04}')
     monkeypatch.setattr(
         upgrade.steps, "run", lambda name, words, *_: ran.append(words) or CommandOutcome(name, "", 0, 0.0, "")
     )
-    before = len(asked.devices)
     parity("upgrade-check", "trl==1.15.0", "--config", str(config), "--reports", str(tmp_path))
-    assert before >= 2 and len(asked.devices) - before >= 4, "own settings and compare, of two releases each"
+    assert len(asked.devices) >= 4, "own settings and compare, of two releases each"
     assert set(asked.devices) == {"cuda"}
     assert len(ran) == 2 and all("--device cuda" in " ".join(words) for words in ran)
 

@@ -65,8 +65,6 @@ def test_a_whole_short_night_and_the_next_one(tmp_path, warm_workers):
         "unsloth",
         "--skip",
         "upstream",
-        "--skip",
-        "sweep",
         "--max-time",
         "4m",
         "--seed",

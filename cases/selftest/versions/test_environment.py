@@ -15,7 +15,7 @@ import parity
 from parity.versions.env import build, client, environment, resolve
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
-from parity.versions.env.releases import release, releases, span
+from parity.versions.env.releases import release, releases
 from parity.versions.env.spec import SpecError
 
 ASKED = "trl==0.27.2"
@@ -231,7 +231,3 @@ def test_releases_come_with_their_dates_in_order(cache):
     found = releases("liger-kernel", "0.6.4", "0.8.0")
     assert [one.version for one in found] == ["0.6.4", "0.6.5", "0.7.0", "0.8.0"]
     assert str(found[0].date)[:10] == "2025-11-21"
-    assert [one.version for one in span("cut-cross-entropy", "24.12..24.12")] == ["24.12.1", "24.12.2", "24.12.3"]
-    for text in ("0.19", "a..b"):
-        with pytest.raises(SpecError, match="write LOW..HIGH"):
-            span("trl", text)

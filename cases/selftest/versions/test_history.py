@@ -104,8 +104,7 @@ def test_a_record_that_cannot_be_read_says_why(tmp_path, monkeypatch, changed, m
         (["bisect", "torch", "--good", "1.0.0", "--bad", "1.1.0", "--check", "is-ratio"], "is about trl, not torch"),
         (["compare", "trl==1.0.0", "trl==1.0.0"], "name two"),
         (["compare", "trl", "trl==1.0.0"], "neither a version nor a path"),
-        (["matrix", "trl", "1.0.0", "--family", "policy"], "write LOW..HIGH"),
-        (["matrix", "trl", "1.0.0..", "--family", "nope"], "family 'nope' is unknown"),
+        (["matrix", "trl", "1.0.0.."], "`parity matrix` was removed: compare two releases"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, message):

@@ -1,56 +1,80 @@
-"""What became of an adapter in a release: the states, and how an adapter binds by the installed signature."""
+"""Adapters and the releases that they claim: what a call says of an unknown signature, and every release in turn."""
 
-import dataclasses
+import json
 import types
 
 import pytest
 
+from cases.selftest.versions import called
 from parity.errors import Unsupported
+from parity.implementations import trl
 from parity.implementations.implementation import Implementation, taking
-from parity.versions.commands import sweep
+from parity.process import environment
+from parity.registry import load
+from parity.versions.env.client import EnvironmentUnusable
+from parity.versions.env.environment import Environment
+
+RELEASES = {
+    "trl": "0.14.0 0.15.2 0.17.0 0.20.0 0.22.2 0.24.0 0.26.2 0.28.0 0.29.1 1.1.0 1.5.0 1.6.0 1.9.2 1.10.0 1.13.0 1.14.2 1.16.0",
+    "liger-kernel": "0.4.0 0.4.1 0.5.0 0.5.3 0.5.4 0.5.5 0.5.6 0.5.7 0.5.10 0.6.3 0.6.4 0.7.0 0.8.1 0.8.3 0.8.5",
+    "cut-cross-entropy": "24.11.3 25.1.1",
+    "unsloth-zoo": "2025.2.7 2025.5.11 2025.11.6 2026.1.4 2026.9.9 2026.10.9",
+}
+"""Each brings the others of its era, which are judged too.
+
+The first and the last of each library, and the releases where the signature of something in `Implementation.sources` changed
+(read from every wheel of Liger and cut-cross-entropy, the last of each minor of TRL and of each second month of
+unsloth-zoo). TRL's configs change with every minor: there the functions alone decide, and the releases where a failure of
+`parity history` begins or ends.
+"""
+SPECS = [f"{package}=={version}" for package, versions in RELEASES.items() for version in versions.split()]
+LIMIT = 900.0
+"""Seconds of CPU time in one environment."""
 
 
-def call(verdict, message="", blame=None, case="plain"):
-    return sweep.Call("a.b", "a", "1", case, verdict, message, blame)
+@pytest.mark.slow
+@pytest.mark.timeout(6 * LIMIT)
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_release_is_unknown_to_an_adapter(spec):
+    try:
+        made = Environment.of([spec])
+    except EnvironmentUnusable as error:
+        pytest.skip(str(error))
+    settings = environment("cpu", 1) | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    command = ["python", "-W", "ignore", called.__file__]
+    done = made.run(command, settings=settings, capture=True, stdin="", cpu_limit=LIMIT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.removeprefix(called.MARK) for line in done.stdout.splitlines() if line.startswith(called.MARK)]
+    found = [json.loads(line) for line in lines]
+    assert any(call["verdict"] == "ran" for call in found)
+    assert not [call for call in found if call["blame"] == "harness"]
 
 
-@pytest.mark.parametrize(
-    ("calls", "state"),
-    [
-        ([call("ran"), call("unsupported", "the adapter a.b does not fit", "harness", "beta=0.5")], "unknown"),
-        ([call("unsupported", "no beta"), call("ran")], "judged"),
-        ([call("crashed", "IndexError")], "judged"),
-        ([call("refused", "ValueError"), call("unsupported", "no bias")], "refused"),
-        ([call("unsupported", "no trl.kernels in the installed version")], "absent"),
-        ([call("unsupported", "bf16 only")], "nothing"),
-    ],
-)
-def test_one_unknown_call_makes_the_adapter_unknown_and_one_that_ran_makes_it_judged(calls, state):
-    assert sweep.cell(calls).state == state
+def adapter(call, **names):
+    """A function as an adapter of the harness has it: its frame is the last one."""
+    code = call.__code__.replace(co_filename=trl.__file__)
+    return types.FunctionType(code, globals() | names, closure=call.__closure__)
 
 
-def test_an_adapter_that_does_not_know_a_signature_is_unknown(monkeypatch):
+def blamed(call, monkeypatch, library="trl"):
+    """(verdicts, blames) of an implementation's calls."""
+    one = Implementation("a.b", "logprobs", "candidate", call, library=library)
+    monkeypatch.setattr(called, "load", lambda: {"a.b": one})
+    monkeypatch.setattr(called, "loss_families", lambda: ("logprobs",))
+    monkeypatch.setattr(called.catalogue, "names", lambda: ())
+    found = list(called.calls())
+    return {one["verdict"] for one in found}, {one["blame"] for one in found}, found[0]["message"]
+
+
+def test_a_signature_that_an_adapter_does_not_know_is_the_harnesss_fault(monkeypatch):
     def narrow(hidden, weight):
         raise AssertionError("never called")
 
     def call(x):
         return {"logps": narrow(x.hidden, x.weight, x.ids)}
 
-    # as an adapter of the harness: its frame is the last one
-    code = call.__code__.replace(co_filename=sweep.__file__)
-    adapter = types.FunctionType(code, globals() | {"narrow": narrow}, closure=call.__closure__)
-    one = Implementation("a.b", "logprobs", "candidate", adapter, library="trl")
-    monkeypatch.setattr(sweep, "load", lambda: {"a.b": one})
-    monkeypatch.setattr(sweep, "loss_families", lambda: ("logprobs",))
-    found = list(sweep.calls())
-    assert sweep.cell(found).state == "unknown"
-    assert "positional arguments" in sweep.cell(found).why
-    seen = {"trl": {"a.b": {"1.0": sweep.cell(found)}}}
-    assert sweep.exit_code(seen, []) == 1
-    assert "| `a.b` | **U** |" in sweep.markdown(seen, [])
-    fine = {"trl": {"a.b": {"1.0": dataclasses.replace(sweep.cell(found), state="judged")}}}
-    assert sweep.exit_code(fine, []) == 0
-    assert sweep.exit_code(fine, ["trl==9: does not exist"]) == 3
+    _, blames, message = blamed(adapter(call, narrow=narrow), monkeypatch)
+    assert blames == {"harness"} and "positional arguments" in message
 
 
 def test_a_setting_is_handed_over_where_the_signature_has_it_and_needed_only_where_it_is_moved():
@@ -62,18 +86,14 @@ def test_a_setting_is_handed_over_where_the_signature_has_it_and_needed_only_whe
         taking(older, {"delta": (1.8, None)})
 
 
-@pytest.mark.parametrize(("library", "verdict"), [("trl", "absent"), ("cut-cross-entropy", "unknown")])
-def test_a_module_that_the_library_lacks_is_absent_and_one_of_another_is_not(library, verdict, monkeypatch):
+@pytest.mark.parametrize(("library", "blame"), [("trl", None), ("cut-cross-entropy", "harness")])
+def test_a_module_that_the_library_lacks_is_absent_and_one_of_another_is_not(library, blame, monkeypatch):
     def call(x):
         import trl.nowhere.deep  # noqa: F401
 
-    adapter = types.FunctionType(call.__code__.replace(co_filename=sweep.__file__), globals())
-    one = Implementation("a.b", "logprobs", "candidate", adapter, library=library)
-    monkeypatch.setattr(sweep, "load", lambda: {"a.b": one})
-    monkeypatch.setattr(sweep, "loss_families", lambda: ("logprobs",))
-    assert sweep.cell(list(sweep.calls())).state == verdict
+    verdicts, blames, _ = blamed(adapter(call), monkeypatch, library)
+    assert blames == {blame} and verdicts == {"unsupported"}
 
 
 def test_every_release_that_is_swept_is_a_version_of_a_library_with_adapters():
-    libraries = {i.library for i in sweep.load().values()}
-    assert set(sweep.RELEASES) <= libraries
+    assert set(RELEASES) <= {i.library for i in load().values()}

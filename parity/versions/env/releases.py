@@ -9,10 +9,9 @@ import tomllib
 from dataclasses import dataclass
 from datetime import datetime
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from parity.versions.env.client import EnvironmentUnusable, UvFailed, uv
-from parity.versions.env.spec import SpecError
 
 
 @dataclass(frozen=True)
@@ -47,29 +46,6 @@ def releases(package: str, low: str | None = None, high: str | None = None) -> l
     if low is not None:
         release(package, low)
     return _down_from(release(package, high) if high is not None else newest(package), low)
-
-
-def span(package: str, text: str) -> list[Release]:
-    """Releases in a range written `LOW..HIGH`, oldest first; either end may be left out.
-
-    A HIGH of two numbers names a series: 0.19..1.3 ends with the newest 1.3 release. SpecError when the text is no
-    range, EnvironmentUnusable when nothing is in it.
-    """
-    low, dots, high = (part.strip() for part in text.partition(".."))
-    try:
-        numbers = [len(Version(end).release) if end else 0 for end in (low, high)]
-    except InvalidVersion:
-        dots = ""
-    if not dots:
-        raise SpecError(f"range {text!r}: write LOW..HIGH, LOW.. or ..HIGH, such as 0.19..1.3")
-    limits = [f">={low}"] if low else []
-    if high:
-        limits.append(f"=={high}.*" if numbers[1] < 3 else f"<={high}")
-    try:
-        newest = _newest(package + ",".join(limits))
-    except UvFailed as failure:
-        raise EnvironmentUnusable(f"{package} {text}: {failure}") from None
-    return _down_from(newest, low or None)
 
 
 def _down_from(newest: Release, low: str | None) -> list[Release]:

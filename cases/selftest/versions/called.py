@@ -1,0 +1,97 @@
+"""Run by an environment's python: every adapter and trainer there called once or more; each call is a line on standard output.
+
+Each loss's adapter is called on the plain case and on each case of an audit with one setting moved (Triton's kernels run on the
+plain one alone), each trainer's ways run one cell. Nothing is compared with the definition.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from parity.judging.compare import skip_reason
+from parity.judging.execute import execute
+from parity.process import prepare
+from parity.registry import load, loss_families, loss_family, run_case
+from parity.trainers import catalogue
+
+MARK = "called "
+
+
+def cases(name, dtype):
+    """Label -> case of a loss family: the plain ones, then each setting of an audit moved by itself on each of them."""
+    family = loss_family(name)
+    probes = [probe for probe in family.audited() if not probe.data]
+    plain = [dict(base) for probe in probes for base in probe.bases] or [{}]
+    out: dict[str, dict[str, Any]] = {"plain": {}} | {_label(base): base for base in plain}
+    for probe in probes:
+        for base in probe.bases:
+            moved = {**base, **probe.among, probe.setting: probe.value}
+            out[_label(moved)] = moved
+    return {label: family.case(0, dtype, settings) for label, settings in out.items()}
+
+
+def _label(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items()) or "plain"
+
+
+def calls() -> Iterator[dict[str, Any]]:
+    """Every call in this process's own environment, each implementation in the first dtype that it takes."""
+    there = [i for i in load().values() if i.library and i.missing() is None and not i.opt_in]
+    for name in loss_families():
+        ran: set[str] = set()
+        for dtype in ("fp32", "fp16"):
+            left = [i for i in there if i.family == name and i.id not in ran]
+            made = {label: loss_family(name).build(case) for label, case in cases(name, dtype).items()} if left else {}
+            for implementation in left:
+                for label, x in made.items():
+                    with contextlib.nullcontext() if label == "plain" else _kernels_skipped():
+                        verdict, message, blame = _called(implementation, x)
+                    ran |= {implementation.id} if verdict == "ran" else set()
+                    yield _told(implementation, f"{dtype}, {label}", verdict, message, blame)
+    for name in catalogue.names():
+        in_family = {i.id: i for i in there if i.family == name}
+        listed = catalogue.cases(name, "pr", 0) or catalogue.cases(name, "nightly", 0)
+        case = min(listed, key=lambda case: len(case.settings))
+        for row in run_case(case, in_family.values()):
+            yield _told(
+                in_family[row.implementation], case.settings["check"], row.verdict or "", row.message, row.blame
+            )
+
+
+@contextlib.contextmanager
+def _kernels_skipped() -> Iterator[None]:
+    """Triton's interpreter runs no program: whether the arguments of a call fit shows without its numbers."""
+    try:
+        from triton.runtime.interpreter import GridExecutor
+    except ImportError:
+        yield
+        return
+    run = GridExecutor.__call__
+    GridExecutor.__call__ = lambda self, *args, **options: None
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = run
+
+
+def _called(implementation, x):
+    family = loss_family(implementation.family)
+    reason = skip_reason(family, implementation, x.case, x.settings, "cpu")
+    if reason:
+        return "unsupported", str(reason), None
+    wanted = {n: g for n, g in x.cotangents.items() if n not in family.optional or n in implementation.outputs}
+    tried = execute(implementation, dataclasses.replace(x, cotangents=wanted))
+    return tried.verdict, tried.message, tried.blame
+
+
+def _told(implementation, case, verdict, message, blame):
+    names = {"implementation": implementation.id, "version": str(implementation.version()), "case": case}
+    return names | {"verdict": verdict, "message": message, "blame": blame}
+
+
+if __name__ == "__main__":
+    prepare("cpu", threads=1)
+    for call in calls():
+        print(f"\n{MARK}{json.dumps(call)}", flush=True)
