@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parity import data
-from parity.judging.execute import execute, fresh
+from parity.protocol.call import execute, fresh
 from parity.registry import facts, family, oracle_of, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report.failure import text_of

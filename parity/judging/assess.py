@@ -13,7 +13,7 @@ import torch
 
 from parity.case.case import Case
 from parity.case.family import Family
-from parity.case.inputs import Inputs
+from parity.case.inputs import Inputs, gradient_name
 from parity.case.layouts import elsewhere
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import REPLICAS, if_near, ladder, settle
@@ -21,8 +21,9 @@ from parity.judge.gates import Judgement, Unit, failed, judge
 from parity.judge.products import CutOperands
 from parity.judge.recipe import DTYPES, Recipe
 from parity.judge.timings import within
-from parity.judging.execute import Outcome, execute, same_bits
-from parity.judging.oracle import Quantities, exact, gradient_name, replicas
+from parity.judging.oracle import Quantities, exact, replicas
+from parity.protocol.call import execute
+from parity.protocol.exceptions import Outcome, same_bits
 from parity.results.row import Class
 
 COARSEST = Recipe(logits="input", dlogits="input", elementwise="input", softmax="input", inputs="input", output="input")

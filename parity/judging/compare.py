@@ -17,13 +17,14 @@ from parity.judge.escalation import settle
 from parity.judge.gates import Judgement
 from parity.judge.recipe import IEEE_FP32
 from parity.judge.timings import within
-from parity.judging import diagnose, side_effects
+from parity.judging import diagnose
 from parity.judging.assess import CaseOracle, classify, confirmed, followed_variant, judge_all
-from parity.judging.execute import Outcome, execute
 from parity.judging.kept import Calls
 from parity.judging.rows import Blame, empty_row, flaky, size
 from parity.judging.undeclared import undeclared
-from parity.protocol import process_state
+from parity.protocol import process_state, side_effects
+from parity.protocol.call import execute
+from parity.protocol.exceptions import Outcome
 from parity.results.row import Row, finite
 
 
@@ -100,13 +101,15 @@ def _rows(whole: CaseOracle, implementation: Implementation, thorough: bool) -> 
     if reason:
         yield replace(base, message=reason)
         return
-    outcome, leaks = side_effects.watched(implementation, inputs)
+    with within("stage", "first call"):
+        outcome = execute(implementation, inputs)
+    leaks = list(outcome.leaks)
     unfit = process_state.broken()
     if unfit and outcome.verdict == "ran":  # nothing in this process can be believed, least of all the replicas
         yield _logic_row(base, "protocol", "protocol", False, "; ".join(leaks + unfit))
         return
     if leaks and not unfit:
-        leaks = side_effects.confirmed(implementation, inputs, leaks)
+        leaks = side_effects.left_again(implementation, inputs, leaks)
     if outcome.verdict != "ran":
         yield replace(base, verdict=outcome.verdict, message=outcome.message, blame=outcome.blame)
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parity.judge.recipe import TF32, TF32_TRUNCATED
-from parity.judging.execute import Outcome
+from parity.protocol.exceptions import Outcome
 
 if TYPE_CHECKING:
     from parity.judging.assess import CaseOracle

@@ -15,13 +15,12 @@ import torch
 
 from parity.case.case import Case
 from parity.case.family import Family
-from parity.case.inputs import Inputs
+from parity.case.inputs import Inputs, gradient_name
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.judge.timings import within
 from parity.judging.assess import CaseOracle, confirmed
-from parity.judging.execute import execute
-from parity.judging.oracle import gradient_name
+from parity.protocol.call import execute
 
 LARGEST = 1 << 16
 """Entries of the largest tensor of a case that a second one follows: its replicas cost as much as the case's own."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from parity.case.family import Family
-from parity.case.inputs import Inputs
+from parity.case.inputs import Inputs, gradient_name
 from parity.judge.marks import Mark, exact_mark, recipe_mark
 from parity.judge.monte_carlo import MonteCarlo
 from parity.judge.recipe import Recipe
@@ -18,11 +18,6 @@ STACK_LIMIT = 1 << 22
 """Largest number of entries of the largest tensor (logits) in one stack of replicas; beyond it a stack is split."""
 
 Quantities = dict[str, torch.Tensor]
-
-
-def gradient_name(leaf: str) -> str:
-    """The quantity that holds the gradient of a leaf."""
-    return f"grad_{leaf}"
 
 
 def to_double(inputs: Inputs, stack: int | None = None, replicated: frozenset[str] | None = None) -> Inputs:

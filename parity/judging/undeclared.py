@@ -9,7 +9,7 @@ from typing import Any
 from parity.implementations.implementation import Implementation
 from parity.judge.timings import within
 from parity.judging.assess import CaseOracle, judge_all
-from parity.judging.execute import Outcome
+from parity.protocol.exceptions import Outcome
 
 
 @within("stage", "undeclared")

@@ -1,1 +1,1 @@
-"""What a call must not change."""
+"""One call of an implementation, and what it must not change."""

@@ -18,7 +18,7 @@ from parity.case.case import Case
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.judging.compare import skip_reason
-from parity.judging.execute import execute
+from parity.protocol.call import execute
 from parity.registry import loss_family, oracle_of
 from parity.results.row import Row
 

@@ -24,8 +24,8 @@ import psutil
 from msgspec.structs import replace
 
 from parity.errors import UsageError
-from parity.judging import faults
 from parity.process import interpreter
+from parity.protocol import faults
 from parity.results.row import IN_ITS, NO_REFERENCE, STOPPED, UNKNOWN, Row, Verdict
 from parity.running import cpu_limit, gpu
 from parity.running.deck import Deck

@@ -47,7 +47,7 @@ def main(path: str) -> int:
 
         from parity.case.case import Case
         from parity.case.profiles import PROFILES
-        from parity.judging import faults
+        from parity.protocol import faults
         from parity.registry import resolved, select
         from parity.results.ledger import Ledger
         from parity.running.events import Event, Judged, ShardDone, signed

@@ -27,8 +27,8 @@ from parity.implementations.implementation import Implementation
 from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle, confirmed, judge_all
 from parity.judging.compare import skip_reason
-from parity.judging.execute import execute
 from parity.process import prepare
+from parity.protocol.call import execute
 from parity.registry import loss_families, loss_family, oracle_of, resolved
 from parity.results.report import measured
 from parity.running.provenance import resolve_device

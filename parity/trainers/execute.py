@@ -9,9 +9,10 @@ from msgspec.structs import replace
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
 from parity.judge.timings import within
-from parity.judging.execute import Outcome, guarded
 from parity.judging.rows import Blame, empty_row, flaky
 from parity.protocol import process_state
+from parity.protocol.call import guarded
+from parity.protocol.exceptions import Outcome
 from parity.results.row import Row, finite
 from parity.trainers.catalogue import family, path_of
 from parity.trainers.check import Check, CheckCall, CheckResult

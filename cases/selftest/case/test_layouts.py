@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parity.case.layouts import elsewhere, laid_out, like
-from parity.judging.execute import upstream
+from parity.protocol.call import upstream
 from parity.registry import family
 from parity.tools.issue.tensors import assigned
 

@@ -13,7 +13,7 @@ import parity
 from parity.cli import commands, group
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
-from parity.judging.execute import execute
+from parity.protocol.call import execute
 from parity.registry import family
 from parity.running.chosen import described
 

@@ -9,7 +9,7 @@ from fixtures.pretended_cuda import pretended
 from parity.implementations import cce
 from parity.implementations.implementation import Implementation
 from parity.judging.assess import CaseOracle, judge_all
-from parity.judging.execute import execute
+from parity.protocol.call import execute
 from parity.registry import family, load
 
 

@@ -17,7 +17,7 @@ from parity import data
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.judging.assess import CaseOracle, judge_all
-from parity.judging.execute import execute
+from parity.protocol.call import execute
 from parity.registry import facts, family, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report.failure import text_of

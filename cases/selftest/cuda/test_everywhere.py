@@ -14,9 +14,9 @@ from fixtures.pretended_cuda import pretended
 from parity.case.case import Case
 from parity.cli.commands import main as cli
 from parity.decoding import save_json, saved
-from parity.judging.execute import execute
 from parity.nightly import proof, upgrade
 from parity.nightly.steps import CommandOutcome
+from parity.protocol.call import execute
 from parity.registry import family, oracle_of
 from parity.selftest import false_alarms
 from parity.selftest.mutants import FAMILIES, controls, matrix, mutants, trainers

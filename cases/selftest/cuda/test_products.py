@@ -11,8 +11,8 @@ from parity.judge import products
 from parity.judge.products import CutOperands, Products, cut
 from parity.judge.recipe import TF32, TF32_TRUNCATED, Recipe
 from parity.judging.assess import CaseOracle, _on, confirmed, judge_all
-from parity.judging.execute import execute
 from parity.judging.oracle import exact
+from parity.protocol.call import execute
 from parity.registry import family, run_case
 from parity.results.report.failure import text_of
 from parity.running.provenance import header

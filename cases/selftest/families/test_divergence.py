@@ -11,8 +11,8 @@ import torch
 from parity.implementations.implementation import Implementation
 from parity.judge.marks import exact_mark
 from parity.judging.assess import confirmed
-from parity.judging.execute import execute
 from parity.judging.oracle import exact, to_double
+from parity.protocol.call import execute
 from parity.registry import family, oracle_of
 from parity.selftest.controls.divergence import ROADS
 from parity.selftest.false_alarms import drawn

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from parity.case.case import Case
-from parity.judging.execute import execute
 from parity.process import environment
+from parity.protocol.call import execute
 from parity.registry import oracle_of, select
 
 CLAMPS = """

@@ -10,7 +10,7 @@ from rich.console import Console
 from parity.errors import UsageError
 from parity.implementations import user
 from parity.judging.assess import classify, confirmed
-from parity.judging.execute import execute
+from parity.protocol.call import execute
 from parity.registry import NAMES, family, from_file, loss_family, oracle_of, run_case, select
 from parity.results.row import Row
 from parity.running.outcome import judge_run

@@ -9,8 +9,8 @@ from cases.selftest.judge.arithmetic import under
 from parity.implementations.implementation import Implementation
 from parity.judge.monte_carlo import MonteCarlo
 from parity.judge.recipe import DTYPES, Recipe
-from parity.judging.execute import execute
 from parity.judging.oracle import exact, replicas
+from parity.protocol.call import execute
 from parity.registry import family
 from parity.selftest.controls import control
 

@@ -11,8 +11,8 @@ from parity.judge.escalation import LAST_WORD
 from parity.judge.gates import Unit, judge
 from parity.judge.recipe import Recipe
 from parity.judging.assess import confirmed, judge_all
-from parity.judging.execute import execute
 from parity.judging.oracle import replicas
+from parity.protocol.call import execute
 from parity.registry import family, load, oracle_of
 from parity.selftest.controls import control
 

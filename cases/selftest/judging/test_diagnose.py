@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parity.judging.diagnose import hints
-from parity.judging.execute import Outcome
+from parity.protocol.exceptions import Outcome
 from parity.registry import family, oracle_of
 
 

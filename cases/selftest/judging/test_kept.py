@@ -8,9 +8,9 @@ import torch
 
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
-from parity.judging import side_effects
-from parity.judging.execute import execute
 from parity.judging.kept import ONE_IN, ONE_IN_FUNCTION, Calls, calls, number
+from parity.protocol import side_effects
+from parity.protocol.call import execute
 from parity.registry import family, run_case
 from parity.selftest.controls import CONTROLS, control
 from parity.selftest.mutants.steps import through

@@ -7,7 +7,7 @@ from parity.implementations.implementation import Implementation
 from parity.implementations.user import recipe_of
 from parity.judge.recipe import Recipe
 from parity.judging.assess import confirmed
-from parity.judging.execute import execute
+from parity.protocol.call import execute
 from parity.registry import family as family_of
 from parity.registry import oracle_of
 

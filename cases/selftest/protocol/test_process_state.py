@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from parity.implementations.implementation import Implementation
-from parity.judging.execute import execute
 from parity.protocol import bindings, process_state
+from parity.protocol.call import execute
 from parity.protocol.process_state import WATCHES, differing
 from parity.registry import family, from_file, run_case
 from parity.selftest.controls import control

@@ -11,8 +11,8 @@ import torch
 from fixtures.pretended_cuda import pretended
 from parity import bootstrap, process
 from parity.case.profiles import SHARDS, SHARDS_CUDA
-from parity.judging.execute import execute
 from parity.protocol import process_state
+from parity.protocol.call import execute
 from parity.protocol.switches import matmul_precision
 from parity.registry import family, oracle_of
 from parity.running import gpu, one_kernel, outcome, run, supervisor

@@ -4,7 +4,7 @@ import pytest
 
 from parity.judging.assess import confirmed
 from parity.judging.compare import skip_reason
-from parity.judging.execute import execute
+from parity.protocol.call import execute
 from parity.registry import loss_family, oracle_of
 from parity.selftest.controls.wrong import WRONG
 from parity.selftest.false_alarms import drawn

@@ -9,7 +9,7 @@ from parity.case.drawing import cases, draws
 from parity.errors import HarnessError, Unsupported
 from parity.families.policy import FAMILY
 from parity.implementations import trl_replay, trl_trainer
-from parity.judging.execute import backward, execute, fresh, gradients
+from parity.protocol.call import backward, execute, fresh, gradients
 from parity.registry import from_file, oracle_of, select
 from parity.upstream import live, trl
 

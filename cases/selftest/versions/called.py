@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from parity.judging.compare import skip_reason
-from parity.judging.execute import execute
 from parity.process import prepare
+from parity.protocol.call import execute
 from parity.registry import load, loss_families, loss_family, run_case
 from parity.trainers import catalogue
 

@@ -11,10 +11,10 @@ from typing import Any
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, SHARDS
-from parity.judging import side_effects
 from parity.judging.assess import CaseOracle, confirmed
 from parity.judging.compare import _rows
-from parity.judging.execute import Outcome, execute
+from parity.protocol.call import execute
+from parity.protocol.exceptions import Outcome
 from parity.registry import loss_family, oracle_of, resolved
 from parity.results.row import DECIDED
 from parity.results.turns import RIGHT, WRONG, Ending, Turns, in_turn
@@ -102,13 +102,13 @@ def _judged(oracle: CaseOracle, mutant: Mutant, fate: Fate, known: Sequence[Outc
     thorough = repeated(implementation, case, PROFILES[PROFILE].thorough)
     fate = dataclasses.replace(fate, cases=fate.cases + 1)
     if mutant.mistake and mutant.pure:
-        outcome, leaks = side_effects.watched(implementation, oracle.inputs)
+        outcome = execute(implementation, oracle.inputs)
         same = any(outcome.same_as(other) for other in known)
         if outcome.verdict == "ran" and not same:
             for quantity, j in confirmed(oracle, implementation, outcome).items():
                 if not j.agrees:
                     return _dead(fate, case, j.gate, quantity, j.message)
-        if not leaks and not thorough and outcome.verdict in ("ran", "unsupported"):
+        if not outcome.leaks and not thorough and outcome.verdict in ("ran", "unsupported"):
             return dataclasses.replace(fate, judged=fate.judged + len(outcome.quantities))
     for row in _rows(oracle, implementation, thorough):
         fate = dataclasses.replace(fate, judged=fate.judged + (row.verdict in DECIDED))

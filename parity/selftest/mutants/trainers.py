@@ -18,7 +18,7 @@ from typing import Any
 from parity import data
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
-from parity.judging.execute import Outcome
+from parity.protocol.exceptions import Outcome
 from parity.registry import facts, select
 from parity.results.ledger import Ledger
 from parity.selftest.mutants.matrix import Fate

@@ -20,8 +20,9 @@ from parity.implementations.implementation import Implementation, Outputs
 from parity.judge.escalation import REPLICAS, if_near, ladder, settle
 from parity.judge.gates import Judgement, judge
 from parity.judging.assess import CaseOracle, expected, largest
-from parity.judging.execute import Outcome, execute
 from parity.judging.pooled_slope import allowed_slope
+from parity.protocol.call import execute
+from parity.protocol.exceptions import Outcome
 from parity.registry import loss_family
 from parity.selftest.controls import controls_of
 from parity.selftest.controls.divergence import ROADS

@@ -9,8 +9,8 @@ from typing import Any
 
 from parity.case.inputs import Inputs
 from parity.implementations.implementation import Implementation, Outputs
-from parity.judging import side_effects
-from parity.judging.execute import Outcome
+from parity.protocol.call import execute
+from parity.protocol.exceptions import Outcome
 from parity.tools.audit import source_lines
 
 
@@ -26,7 +26,7 @@ def run(implementation: Implementation, inputs: Inputs) -> tuple[Outcome, set[st
             raise
 
     with heard() as said:
-        outcome, _ = side_effects.watched(dataclasses.replace(implementation, call=call), inputs)
+        outcome = execute(dataclasses.replace(implementation, call=call), inputs)
     return outcome, set(said), raised[0] if raised else ""
 
 

@@ -14,8 +14,8 @@ from parity.judge.escalation import CERTAIN, settle
 from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle, expected, judge_all
 from parity.judging.compare import skip_reason
-from parity.judging.execute import Outcome
 from parity.judging.oracle import Quantities
+from parity.protocol.exceptions import Outcome
 from parity.results.row import Row
 from parity.tools.audit import source_lines
 from parity.tools.audit.call import entry_points, run

@@ -11,8 +11,8 @@ from parity.errors import Unsupported
 from parity.fixes import selective_log_probs
 from parity.implementations.implementation import Implementation
 from parity.judge.recipe import DTYPES
-from parity.judging import execute
 from parity.judging.oracle import exact
+from parity.protocol import call
 from parity.registry import family, loss_family
 
 Pass = Callable[[], dict[str, torch.Tensor]]
@@ -102,10 +102,10 @@ def prepared(implementation: Implementation, given: Inputs) -> Pass:
         return _trainer(given)
 
     def both() -> dict[str, torch.Tensor]:
-        x = execute.fresh(given)
+        x = call.fresh(given)
         with implementation.around():
-            outputs = execute.forward(implementation, x)
-            execute.backward(x, outputs)
+            outputs = call.forward(implementation, x)
+            call.backward(x, outputs)
         return _finished(outputs, x)
 
     return both
@@ -157,7 +157,7 @@ def errors(found: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor])
 def _trainer(given: Inputs) -> Pass:
     from parity.implementations import trl_trainer
 
-    x = execute.fresh(given)
+    x = call.fresh(given)
     trainer = trl_trainer.trainer(x)
     batch = trl_trainer.batch(x, trainer)
 
@@ -174,5 +174,5 @@ def _trainer(given: Inputs) -> Pass:
 def _finished(outputs: dict[str, torch.Tensor], x: Inputs) -> dict[str, torch.Tensor]:
     if x.hidden.is_cuda:
         torch.cuda.synchronize()
-    grads = {name: gradient for name, gradient in execute.gradients(x).items() if gradient is not None}
+    grads = {name: gradient for name, gradient in call.gradients(x).items() if gradient is not None}
     return {name: value.detach() for name, value in outputs.items()} | grads

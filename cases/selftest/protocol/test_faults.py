@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parity import process
-from parity.judging import execute, faults
+from parity.protocol import call, exceptions, faults
 from parity.registry import load
 
 
@@ -31,15 +31,15 @@ def test_what_ends_a_context(error, ends):
 def test_a_library_is_one_wherever_pip_put_it(packages):
     """Debian's own Python has dist-packages."""
     folder = f"/usr/local/lib/python3.12/{packages}"
-    assert execute._is_library(f"{folder}/trl/losses.py") and not execute._is_library(
+    assert exceptions.is_library(f"{folder}/trl/losses.py") and not exceptions.is_library(
         f"{folder}/torch/nn/functional.py"
     )
     assert (
         process.packaged(f"{folder}/trl/losses.py") == "trl/losses.py"
         and process.packaged("/home/me/lib/mine.py") is None
     )
-    assert execute._is_library("/home/me/lib/mine.py")
-    assert not execute._is_library(execute.__file__) and not execute._is_library(dataclasses.__file__)
+    assert exceptions.is_library("/home/me/lib/mine.py")
+    assert not exceptions.is_library(exceptions.__file__) and not exceptions.is_library(dataclasses.__file__)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_package_that_is_not_installed_is_nobodys_failure(error, needed):
         raise error
 
     implementation = next(i for i in load().values() if not i.is_trainer)
-    outcome = execute.guarded(implementation, run)
+    outcome = call.guarded(implementation, run)
     assert (outcome.verdict == "unsupported") is bool(needed) and (not needed or f"needs {needed}," in outcome.message)
 
 
@@ -71,8 +71,8 @@ def test_a_library_that_does_not_import_here_is_said_once_and_is_no_crash(tmp_pa
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     implementation = next(i for i in load().values() if not i.is_trainer)
-    outcome = execute.guarded(implementation, lambda: importlib.import_module("imports_later").loss())
+    outcome = call.guarded(implementation, lambda: importlib.import_module("imports_later").loss())
     assert outcome.verdict == "unsupported"
     assert outcome.message.startswith("needs_a_gpu does not import here: AttributeError")
-    outcome = execute.guarded(implementation, lambda: importlib.import_module("imports_later").wrong())
+    outcome = call.guarded(implementation, lambda: importlib.import_module("imports_later").wrong())
     assert outcome.verdict == "crashed"

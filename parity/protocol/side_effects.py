@@ -9,40 +9,22 @@ from contextlib import AbstractContextManager
 import torch
 
 from parity.case.family import Family
-from parity.case.inputs import Inputs
+from parity.case.inputs import Inputs, gradient_name
 from parity.case.layouts import like
 from parity.implementations.implementation import Implementation, Outputs
 from parity.judge.timings import within
-from parity.judging.execute import (
-    Outcome,
-    backward,
-    differentiated,
-    execute,
-    forward,
-    fresh,
-    gradients,
-    guarded,
-    same_bits,
-    surroundings,
-)
-from parity.judging.oracle import gradient_name
 from parity.protocol import process_state
+from parity.protocol.call import backward, differentiated, execute, forward, fresh, gradients, guarded, surroundings
+from parity.protocol.exceptions import Outcome, same_bits
 
 
-@within("stage", "first call")
-def watched(implementation: Implementation, inputs: Inputs) -> tuple[Outcome, list[str]]:
-    """Execute, and what it left changed: `parity.protocol.process_state` and the inputs, all of which is put back."""
-    outcome = execute(implementation, inputs)
-    return outcome, list(outcome.leaks)
-
-
-def confirmed(implementation: Implementation, inputs: Inputs, leaks: list[str]) -> list[str]:
+def left_again(implementation: Implementation, inputs: Inputs, leaks: list[str]) -> list[str]:
     """Those of the leaks of a first call that the second shows too: a first one imports and caches.
 
     The second runs without what the first patched; what was rebound with nothing imported counts at once.
     """
     with process_state.without(implementation.id):
-        again = watched(implementation, inputs)[1]
+        again = execute(implementation, inputs).leaks
     return [leak for leak in leaks if leak in again or leak.startswith("rebound")] + [
         leak for leak in again if leak.startswith("rebound") and leak not in leaks
     ]

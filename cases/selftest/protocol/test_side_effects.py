@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from parity.implementations.implementation import Implementation
-from parity.judging import side_effects
-from parity.judging.execute import Outcome, copies, execute
+from parity.protocol import side_effects
+from parity.protocol.call import copies, execute
+from parity.protocol.exceptions import Outcome
 from parity.registry import family, run_case
 from parity.selftest.controls import CONTROLS, control
 from parity.selftest.mutants.conduct import MISCONDUCT
@@ -72,7 +73,7 @@ def test_a_leak_is_seen_named_and_undone(effect, says):
     try:
         x = inputs()
         kept = copies(x)
-        _, leaks = side_effects.watched(leaving(effect), x)
+        leaks = execute(leaving(effect), x).leaks
         assert any(says in leak for leak in leaks), leaks
         assert torch.is_grad_enabled()
         assert torch.get_default_dtype() == torch.float32
@@ -92,9 +93,13 @@ def test_honest_code_leaks_nothing_and_holds_every_relation(base, dtype):
     fam = family(implementation.family)
     for seed, extra in ((1, {}), (2, {"lengths": [3, 1], "beta": 0.04} if fam is POLICY else {"ignored": "some"})):
         x, other = inputs(fam, dtype, seed, **extra), inputs(fam, dtype, seed + 10, **extra)
-        outcome, leaks = side_effects.watched(implementation, x)
+        outcome = execute(implementation, x)
         assert outcome.verdict == "ran", outcome.message
-        leaks += side_effects.repeated(implementation, x, other, outcome) + side_effects.accumulation(implementation, x)
+        leaks = (
+            [*outcome.leaks]
+            + side_effects.repeated(implementation, x, other, outcome)
+            + side_effects.accumulation(implementation, x)
+        )
         leaks += side_effects.unrecorded(implementation, x, outcome, lambda outcome: False)
         assert not leaks
         found = side_effects.relations(fam, implementation, x, outcome)

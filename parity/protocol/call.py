@@ -4,65 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
-import importlib.util
-import os
-import re
-import sysconfig
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import torch
 
-import parity
 from parity.case.family import LARGEST_CASE
-from parity.case.inputs import Inputs
+from parity.case.inputs import Inputs, gradient_name
 from parity.case.layouts import elsewhere
-from parity.errors import HarnessError, OracleError, Returned, Unsupported
+from parity.errors import Returned, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
 from parity.judge.timings import within
-from parity.judging import faults
-from parity.judging.oracle import gradient_name
-from parity.process import packaged
-from parity.protocol import process_state
+from parity.protocol import faults, process_state
+from parity.protocol.exceptions import Outcome, ended_by, same_bits
 from parity.protocol.switches import matmul_precision
-
-OWN = str(Path(parity.__file__).parent)
-STDLIB = sysconfig.get_path("stdlib")
-FIXES = f"{OWN}{os.sep}fixes{os.sep}"
-"""Our corrected losses stand beside the libraries: what they refuse, their adapters did not."""
-REFUSALS = (ValueError, NotImplementedError, AssertionError, TypeError, KeyError)
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What came of running an implementation.
-
-    Attributes:
-        verdict: "ran", or why there is nothing to judge: refused, unsupported, crashed, out-of-memory.
-        quantities: outputs and gradients by name; None for a gradient that should be there and is not.
-        message: of the exception.
-        blame: "harness" where the exception came from the adapter itself.
-        leaks: what the call left changed in the process; it is put back.
-        unknown: names of what a user's function returned besides, which its family does not have.
-        differentiable: the outputs that carry a gradient.
-    """
-
-    verdict: str
-    quantities: Mapping[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
-    message: str = ""
-    blame: str | None = None
-    leaks: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
-    differentiable: frozenset[str] = frozenset()
-
-    def same_as(self, other: Outcome) -> bool:
-        """Whether both ran and every quantity of this one is in the other to the last bit."""
-        ran = self.verdict == other.verdict == "ran"
-        theirs = other.quantities
-        return ran and all(name in theirs and same_bits(x, theirs[name]) for name, x in self.quantities.items())
 
 
 def fresh(inputs: Inputs) -> Inputs:
@@ -221,15 +176,6 @@ def damaged(inputs: Inputs, kept: Mapping[str, torch.Tensor]) -> list[str]:
     return out
 
 
-def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether two tensors are equal in dtype, shape and every entry, a NaN equal to a NaN; or neither is there."""
-    if a is None or b is None:
-        return a is b
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
 def guarded(implementation: Implementation, run: Callable[[], Outcome], *shared: Inputs) -> Outcome:
     """Run, restore the state of the process and the `shared` inputs, and turn any exception into a verdict."""
     if faults.lost():  # a call before this one lost the context: what another would say is about that
@@ -240,7 +186,10 @@ def guarded(implementation: Implementation, run: Callable[[], Outcome], *shared:
         before = process_state.take()
         inside = process_state.its_own(implementation.id)
         with faults.running("call"):
-            outcome = _caught(implementation, run)
+            try:
+                outcome = run()
+            except BaseException as error:
+                outcome = ended_by(error, implementation)
         if faults.lost():  # nothing on the device can be read any more
             process_state.abandon(faults.lost())
             return outcome
@@ -249,130 +198,8 @@ def guarded(implementation: Implementation, run: Callable[[], Outcome], *shared:
             before.restore()
     for inputs, tensors, settings in kept:
         leaks += damaged(inputs, tensors)
-        leaks += [
-            f"setting {name} changed" for name, value in vars(inputs.settings).items() if settings.get(name) != value
-        ]
-        vars(inputs.settings).clear()
-        vars(inputs.settings).update(settings)
+        now = vars(inputs.settings)
+        leaks += [f"setting {name} changed" for name, value in now.items() if settings.get(name) != value]
+        now.clear()
+        now.update(settings)
     return dataclasses.replace(outcome, leaks=(*outcome.leaks, *leaks))
-
-
-def _caught(implementation: Implementation, run: Callable[[], Outcome]) -> Outcome:
-    try:
-        return run()
-    except Unsupported as error:
-        return Outcome("unsupported", message=str(error))
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        faults.released()
-        return Outcome("out-of-memory", message=_first_line(error))
-    except OracleError as error:
-        return Outcome("crashed", message=f"the harness's own oracle: {_first_line(error)}", blame="harness")
-    except HarnessError as error:
-        return Outcome("crashed", message=f"the harness itself: {_first_line(error)}", blame="harness")
-    except KeyboardInterrupt as error:
-        if "raise" not in (traceback.extract_tb(error.__traceback__)[-1].line or ""):  # Ctrl-C, and no statement
-            raise
-        return _classified(implementation, error)
-    except BaseException as error:  # sys.exit(0) in a loss is no success of the harness
-        if isinstance(error, RuntimeError) and any(words in str(error) for words in faults.MEMORY):
-            return Outcome("out-of-memory", message=_first_line(error))
-        if faults.sticky(error):
-            message = f"{type(error).__name__}: {_first_line(error)}, at {faults.place(error, _is_library)}"
-            faults.lose(message)
-            return Outcome("crashed", message=message)
-        return _classified(implementation, error)
-
-
-def _classified(implementation: Implementation, error: BaseException) -> Outcome:
-    """refused: the library raised a clear error itself; crashed: something below it failed; unsupported: our adapter did."""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    message = f"{type(error).__name__}: {_first_line(error)}"
-    ours = [i for i, f in enumerate(files) if f.startswith(OWN)]
-    theirs = [i for i, f in enumerate(files) if _is_library(f)]
-    raised = bool(theirs) and theirs[-1] == len(files) - 1 and (implementation.is_trainer or _on_purpose(error))
-    if lacking := _not_installed(error):
-        return Outcome("unsupported", message=f"needs {lacking}, which is not installed")
-    if files[-1].startswith(FIXES) and isinstance(error, REFUSALS) and _on_purpose(error):
-        return Outcome("refused", message=message)
-    if isinstance(error, Returned):
-        return Outcome("crashed", message=message)
-    if ours and not theirs and isinstance(error, ModuleNotFoundError) and _of_library(error.name, implementation):
-        return Outcome("unsupported", message=f"no {error.name} in the installed version")
-    if implementation.is_function:  # its adapter is the harness's for every function: what fails is the user's
-        clear = raised and isinstance(error, REFUSALS) and not isinstance(error, TypeError | KeyError)
-        return Outcome("refused" if clear else "crashed", message=message)
-    if module := _not_importable(error):
-        return Outcome("unsupported", message=f"{module} does not import here: {message}")
-    if (
-        implementation.interpreted
-        and any("triton" in Path(f).parts for f in files[-4:])
-        and os.environ.get("TRITON_INTERPRET") == "1"
-    ):
-        return Outcome("unsupported", message=f"Triton's interpreter: {message}")
-    if ours and (not theirs or theirs[-1] < ours[-1]):
-        return Outcome(
-            "unsupported",
-            message=f"the adapter {implementation.id} does not fit this version: {message}",
-            blame="harness",
-        )
-    if raised and isinstance(error, REFUSALS):
-        return Outcome("refused", message=message)
-    return Outcome("crashed", message=message)
-
-
-def _not_installed(error: BaseException) -> str:
-    """The package that an ImportError names as missing and that this environment has not; empty for any other error."""
-    if not isinstance(error, ImportError):
-        return ""
-    named = re.search(r"([\w.-]+)`? is not installed|pip install ([\w.-]+)", str(error))
-    name = error.name or next(filter(None, named.groups() if named else ()), "")
-    package = name.partition(".")[0]
-    if not package or importlib.util.find_spec(package) is not None:
-        return ""
-    try:
-        importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError:
-        return package
-    return ""
-
-
-def _not_importable(error: BaseException) -> str:
-    """The module of a library in whose import it was raised, as where a release imports with a GPU only; else empty."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    importing = [f for f in frames if f.f_code.co_name == "<module>" and _is_library(f.f_code.co_filename)]
-    return str(importing[-1].f_globals["__name__"]) if importing else ""
-
-
-def _of_library(module: str | None, implementation: Implementation) -> bool:
-    """Whether a module would be in the package of the implementation's library."""
-    return (module or "").partition(".")[0] == implementation.library.replace("-", "_")
-
-
-def _on_purpose(error: BaseException) -> bool:
-    """Whether it was raised by a statement: a lookup or a conversion that failed on the way is no refusal.
-
-    torch raises NotImplementedError below Python, for a dtype without a kernel. What fails inside a trainer may be the
-    release's other data format, which its check does not know.
-    """
-    line = traceback.extract_tb(error.__traceback__)[-1].line or "raise"
-    return isinstance(error, NotImplementedError) or re.search(r"\b(raise|assert)\b", line) is not None
-
-
-def _is_library(filename: str) -> bool:
-    """A frame of code under test: not the standard library, torch, triton or the harness."""
-    if filename.startswith((OWN, "<")):
-        return False
-    inside = packaged(filename)
-    if inside is None:
-        return not filename.startswith(STDLIB)
-    return not {"torch", "triton", "importlib", "contextlib.py", "threading.py"} & set(inside.split("/"))
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of its message, as any report can hold it; empty if it has none."""
-    try:
-        text = str(error).strip()
-    except Exception:
-        return "(its message cannot be read)"
-    line = text.splitlines()[0][:300] if text else ""
-    return "".join(c if c.isprintable() else "\ufffd" for c in line)

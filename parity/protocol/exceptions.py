@@ -1,0 +1,170 @@
+"""What came of a call: its quantities, or what the exception means that ended it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+import parity
+from parity.errors import HarnessError, OracleError, Returned, Unsupported
+from parity.implementations.implementation import Implementation
+from parity.process import installed, packaged
+from parity.protocol import faults
+
+OWN = str(Path(parity.__file__).parent)
+STDLIB = sysconfig.get_path("stdlib")
+FIXES = f"{OWN}{os.sep}fixes{os.sep}"
+"""Our corrected losses stand beside the libraries: what they refuse, their adapters did not."""
+REFUSALS = (ValueError, NotImplementedError, AssertionError, TypeError, KeyError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of running an implementation.
+
+    Attributes:
+        verdict: "ran", or why there is nothing to judge: refused, unsupported, crashed, out-of-memory.
+        quantities: outputs and gradients by name; None for a gradient that should be there and is not.
+        message: of the exception.
+        blame: "harness" where the exception came from the adapter itself.
+        leaks: what the call left changed in the process; it is put back.
+        unknown: names of what a user's function returned besides, which its family does not have.
+        differentiable: the outputs that carry a gradient.
+    """
+
+    verdict: str
+    quantities: Mapping[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
+    message: str = ""
+    blame: str | None = None
+    leaks: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    differentiable: frozenset[str] = frozenset()
+
+    def same_as(self, other: Outcome) -> bool:
+        """Whether both ran and every quantity of this one is in the other to the last bit."""
+        ran = self.verdict == other.verdict == "ran"
+        theirs = other.quantities
+        return ran and all(name in theirs and same_bits(x, theirs[name]) for name, x in self.quantities.items())
+
+
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two tensors are equal in dtype, shape and every entry, a NaN equal to a NaN; or neither is there."""
+    if a is None or b is None:
+        return a is b
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def ended_by(error: BaseException, implementation: Implementation) -> Outcome:
+    """The verdict on a call that raised. Raises Ctrl-C again; sys.exit(0) in a loss is no success of the harness."""
+    text = _first_line(error)
+    if isinstance(error, Unsupported):
+        return Outcome("unsupported", message=str(error))
+    if isinstance(error, OracleError | HarnessError):
+        whose = "the harness's own oracle" if isinstance(error, OracleError) else "the harness itself"
+        return Outcome("crashed", message=f"{whose}: {text}", blame="harness")
+    if isinstance(error, KeyboardInterrupt):
+        if "raise" not in (traceback.extract_tb(error.__traceback__)[-1].line or ""):  # no statement: Ctrl-C
+            raise error
+        return _classified(implementation, error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        faults.released()
+        return Outcome("out-of-memory", message=text)
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in faults.MEMORY):
+        return Outcome("out-of-memory", message=text)
+    if faults.sticky(error):
+        message = f"{type(error).__name__}: {text}, at {faults.place(error, is_library)}"
+        faults.lose(message)
+        return Outcome("crashed", message=message)
+    return _classified(implementation, error)
+
+
+def _classified(implementation: Implementation, error: BaseException) -> Outcome:
+    """refused: the library raised a clear error itself; crashed: something below it failed; unsupported: our adapter did."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    message = f"{type(error).__name__}: {_first_line(error)}"
+    ours = [i for i, f in enumerate(files) if f.startswith(OWN)]
+    theirs = [i for i, f in enumerate(files) if is_library(f)]
+    raised = bool(theirs) and theirs[-1] == len(files) - 1 and (implementation.is_trainer or _on_purpose(error))
+    if lacking := _not_installed(error):
+        return Outcome("unsupported", message=f"needs {lacking}, which is not installed")
+    if files[-1].startswith(FIXES) and isinstance(error, REFUSALS) and _on_purpose(error):
+        return Outcome("refused", message=message)
+    if isinstance(error, Returned):
+        return Outcome("crashed", message=message)
+    if ours and not theirs and isinstance(error, ModuleNotFoundError) and _of_library(error.name, implementation):
+        return Outcome("unsupported", message=f"no {error.name} in the installed version")
+    if implementation.is_function:  # its adapter is the harness's for every function: what fails is the user's
+        clear = raised and isinstance(error, REFUSALS) and not isinstance(error, TypeError | KeyError)
+        return Outcome("refused" if clear else "crashed", message=message)
+    if module := _not_importable(error):
+        return Outcome("unsupported", message=f"{module} does not import here: {message}")
+    in_triton = implementation.interpreted and any("triton" in Path(f).parts for f in files[-4:])
+    if in_triton and os.environ.get("TRITON_INTERPRET") == "1":
+        return Outcome("unsupported", message=f"Triton's interpreter: {message}")
+    if ours and (not theirs or theirs[-1] < ours[-1]):
+        said = f"the adapter {implementation.id} does not fit this version: {message}"
+        return Outcome("unsupported", message=said, blame="harness")
+    return Outcome("refused" if raised and isinstance(error, REFUSALS) else "crashed", message=message)
+
+
+def _not_installed(error: BaseException) -> str:
+    """The package that an ImportError names as missing and that this environment has not; empty for any other error."""
+    if not isinstance(error, ImportError):
+        return ""
+    named = re.search(r"([\w.-]+)`? is not installed|pip install ([\w.-]+)", str(error))
+    name = error.name or next(filter(None, named.groups() if named else ()), "")
+    package = name.partition(".")[0]
+    missing = package and importlib.util.find_spec(package) is None and installed(package) is None
+    return package if missing else ""
+
+
+def _not_importable(error: BaseException) -> str:
+    """The module of a library in whose import it was raised, as where a release imports with a GPU only; else empty."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    importing = [f for f in frames if f.f_code.co_name == "<module>" and is_library(f.f_code.co_filename)]
+    return str(importing[-1].f_globals["__name__"]) if importing else ""
+
+
+def _of_library(module: str | None, implementation: Implementation) -> bool:
+    """Whether a module would be in the package of the implementation's library."""
+    return (module or "").partition(".")[0] == implementation.library.replace("-", "_")
+
+
+def _on_purpose(error: BaseException) -> bool:
+    """Whether it was raised by a statement: a lookup or a conversion that failed on the way is no refusal.
+
+    torch raises NotImplementedError below Python, for a dtype without a kernel. What fails inside a trainer may be the
+    release's other data format, which its check does not know.
+    """
+    line = traceback.extract_tb(error.__traceback__)[-1].line or "raise"
+    return isinstance(error, NotImplementedError) or re.search(r"\b(raise|assert)\b", line) is not None
+
+
+def is_library(filename: str) -> bool:
+    """Whether a frame is of code under test: not of the standard library, torch, triton or the harness."""
+    if filename.startswith((OWN, "<")):
+        return False
+    inside = packaged(filename)
+    if inside is None:
+        return not filename.startswith(STDLIB)
+    return not {"torch", "triton", "importlib", "contextlib.py", "threading.py"} & set(inside.split("/"))
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of its message, as any report can hold it; empty if it has none."""
+    try:
+        text = str(error).strip()
+    except Exception:
+        return "(its message cannot be read)"
+    line = text.splitlines()[0][:300] if text else ""
+    return "".join(c if c.isprintable() else "\ufffd" for c in line)
