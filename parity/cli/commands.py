@@ -305,12 +305,11 @@ def merge_command(results: tuple[Path, ...], out: Path) -> None:
 
 
 @main.command("schema", hidden=True)
-@click.option("--json", "as_json", is_flag=True)
-def schema_command(as_json: bool) -> None:
-    """Print docs/results.md, the format of a results file, or docs/measured/json.md, what --json prints."""
-    from parity.results.schema import json_page, page
+def schema_command() -> None:
+    """Print docs/results.md, the format of a results file."""
+    from parity.results.schema import page
 
-    click.echo(json_page() if as_json else page(), nl=False)
+    click.echo(page(), nl=False)
 
 
 @main.command("case", hidden=True)

@@ -150,7 +150,7 @@ def history_of_command(what: str, reports: Path) -> None:
         worst = max(judged, key=lambda j: float("inf") if j.headroom is None else j.headroom, default=None)
         size = "" if worst is None else ratio(float("inf") if worst.headroom is None else worst.headroom)
         at = "" if worst is None else f"{worst.quantity} {worst.dtype}"
-        names = ", ".join(f.known or f"NEW {f.verdict} in {f.quantities}" for f in found)
+        names = ", ".join(f.known or f"NEW {f.verdict} in {', '.join(f.quantities)}" for f in found)
         library = next((p for p in run.versions if what.startswith(p.partition("-")[0])), "torch")
         release = f"{library} {run.versions.get(library, '-')}"
         table.add_row(

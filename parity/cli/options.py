@@ -109,7 +109,7 @@ REPORTS = path("--reports", "folder for reports", "reports")
 WITH = click.option(
     "--with", "specs", multiple=True, metavar="PKG==VER", help="use this version, installed in a separate environment"
 )
-JSON = click.option("--json", "as_json", is_flag=True, help="print JSON (docs/measured/json.md)")
+JSON = click.option("--json", "as_json", is_flag=True, help="print JSON")
 RAY = click.option(
     "--ray", default=None, metavar="HOST:PORT|auto|local", help="run on this Ray cluster (docs/scale.md)"
 )

@@ -34,7 +34,7 @@ def detail(command: Any) -> Any:
 
     for option in (
         click.option("--timings", is_flag=True, help="print where the CPU time went"),
-        click.option("--json", "as_json", is_flag=True, help="print one JSON object (docs/measured/json.md)"),
+        click.option("--json", "as_json", is_flag=True, help="print one JSON object"),
         click.option("-q", "--quiet", is_flag=True, help="print the verdict only"),
         click.option("-v", "--verbose", is_flag=True, help="print every table and finding"),
     ):
@@ -52,9 +52,8 @@ def report(
     keep: bool = False,
 ) -> None:
     """Write the reports of a run into `folder`, then print it; `keep` it among the runs that later ones are compared with."""
-    from parity.cli.page import extras
-    from parity.results import json_output, memory
-    from parity.results.report import brief, html, junit, markdown, terminal, timings
+    from parity.results import json_output, memory, trend
+    from parity.results.report import html, junit, markdown, terminal, timings
     from parity.results.report.summary import summarise
     from parity.results.report.wording import compared, headline, verdict
 
@@ -62,22 +61,21 @@ def report(
     folder.mkdir(parents=True, exist_ok=True)
     if keep:
         memory.remember(summary, code, folder / "history", reasons=reasons)
+    damaged: list[str] = []
+    past = memory.runs(folder / "history", damaged.append)
     junit.write(summary, folder / "junit.xml")  # files first: whoever reads the terminal may stop reading
     markdown.write(summary, folder / "summary.md", code, reasons)
-    beside = extras(header, summary, folder, code, reasons, rows)
-    html.write(summary, folder / "index.html", beside)
-    change = beside.change(summary)
-    grown = change.growth if change else ()
+    html.write(summary, folder / "index.html", code, [*reasons, *damaged], past)
+    change = trend.of(summary.run, past)
+    ending = terminal.Ending(code, reasons, folder, change.growth if change else ())
     screen = console()
     if detail.json:
         click.echo(json_output.text(json_output.of_run(summary, code, reasons)))
     elif detail.quiet:
-        brief.show([(f"{headline(summary)} · {compared(summary)} · {verdict(summary, code)}", "")], screen)
+        terminal.show([(f"{headline(summary)} · {compared(summary)} · {verdict(summary, code)}", "")], screen)
     elif detail.verbose:
-        brief.show(brief.opening(summary, screen.width), screen)
-        terminal.render(summary, screen)
-        brief.show(brief.closing(summary, screen.width, code, reasons, folder, grown), screen)
+        terminal.render_in_full(summary, screen, ending)
     else:
-        brief.render(summary, screen, code, reasons, folder, grown)
+        terminal.render(summary, screen, ending)
     if detail.timings:
-        brief.show([(line, "") for line in timings.lines(header.parts)], screen)
+        terminal.show([(line, "") for line in timings.lines(header.parts)], screen)

@@ -123,9 +123,9 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
     summary = summarise(result.header, result.rows)
 
     def kept(code: int, reasons: Sequence[str], ended: bool = True) -> trend.Change:
-        path = memory.remember(summary, code, night.reports / "history", ended, "", reasons, record.steps)
+        this = memory.remember(summary, code, night.reports / "history", ended, reasons, record.steps)
         record.run, record.kept = True, summary.run
-        return trend.change(memory.read(path), past)
+        return trend.change(this, past)
 
     jobs = [(name, list(words), shares[name]) for name, words, _ in night.others]
     jobs.sort(key=lambda job: list(shares).index(job[0]))

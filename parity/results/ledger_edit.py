@@ -41,10 +41,10 @@ def entry(
         "id": _slug(f"{first.implementation}-{first.quantity or first.verdict}-{case.id}"),
         "family": case.family,
         "implementations": [first.implementation],
-        "quantities": sorted({str(quantity) for _, _, quantity in finding.failing}),
+        "quantities": sorted({str(r.quantity) for r in finding.failing}),
         "verdicts": sorted({r.verdict for r in failing}),
-        "dtypes": sorted({dtype for dtype, _, _ in finding.failing}),
-        "devices": sorted({device for _, device, _ in finding.failing}),
+        "dtypes": sorted({r.dtype for r in finding.failing}),
+        "devices": sorted({r.device for r in finding.failing}),
         "settings": {k: v for k, v in case.settings.items() if k in finding.settings and k not in set(sizes)},
         "versions": {library: f"=={version}"} if library and (version := installed(library)) else {},
         "reason": reason,
@@ -54,8 +54,9 @@ def entry(
     out |= {"link": link} if link else {"unlinked": "accepted as a baseline, not yet explained"}
     if len(classes) == 1 and first.cls:
         out["class"] = first.cls
-    if finding.largest is not None:
-        out["headroom"] = finding.largest
+    sizes_of = [r.headroom for r in finding.failing]
+    if None not in sizes_of:
+        out["headroom"] = max(size for size in sizes_of if size is not None)
     if expires is not None:
         out["expires"] = expires.isoformat()
     return out

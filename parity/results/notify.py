@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from parity.results.memory import Run, Seen
 from parity.results.report.markdown import code, escape
-from parity.results.report.wording import CODES, blamed, count, others, ratio
+from parity.results.report.wording import CODES, count, others, ratio
 from parity.results.step import CommandOutcome
 from parity.results.trend import STILL_FAILS, Change, since
 
@@ -57,10 +57,6 @@ def body(change: Change, page: str = "") -> str:
                 f"- {code(m.implementation)} in {m.family} on {m.device}: {m.cases:,} cases, usually {m.usual:,.0f}"
             )
         out += _more(change.missing)
-    if change.altered:
-        out += ["### Known findings that changed", ""]
-        out += [f"- {code(k)}: {escape(what)}" for k, what in list(change.altered.items())[:SHOWN]]
-        out += _more(change.altered)
     if change.growth:
         out += ["### Headroom that grew", ""]
         for g in change.growth[:SHOWN]:
@@ -95,10 +91,10 @@ def _findings(heading: str, change: Change, keys: Iterable[str]) -> list[str]:
 
 
 def _finding(f: Seen, first: Run, times: int, of: int) -> list[str]:
-    what = f"{f.cls} in {f.quantities}" if f.cls else f.verdict
+    what = f"{f.cls} in {', '.join(f.quantities)}" if f.quantities else f.verdict
     size = "no finite size" if f.headroom is None else f"headroom {ratio(f.headroom)}"
     seen = f"seen in {times} of {count(of, 'run')}, first {first.started:%Y-%m-%d}"
-    whose = escape(blamed(f.blame, f.verdict, f.message))
+    whose = f"wrong: {escape(f.wrong)}"
     lines = [f"- **{code(f.implementation)}**: {escape(what)}; {whose}; {size}; {count(f.cases, 'case')}; {seen}"]
     lines += [f"  {escape(f.message)}"] if f.message else []
     return [*lines, f"  {code(f.replay)}"]

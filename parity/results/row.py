@@ -32,7 +32,7 @@ IN_ITS = ", in its "
 
 
 def described(text: str) -> Meta:
-    """What a field holds, for docs/results.md and docs/measured/json.md."""
+    """What a field holds, for docs/results.md."""
     return Meta(description=text)
 
 

@@ -1,13 +1,11 @@
 """docs/results.md: the format of a results file, written from the structures that read and write it."""
 
-import inspect
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from parity.results.header import About, End, Header
-from parity.results.json_output import EVERY
 from parity.results.row import DECLINED, FAILING, JUDGED, STOPPED, Row
 
 HEAD = """# The results file
@@ -41,16 +39,6 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def json_page() -> str:
-    """The page about `--json`, Markdown."""
-    head = """# What --json prints
-
-Written by `parity schema --json > docs/measured/json.md`; do not edit. null stands for what is not finite.
-"""
-    parts = [f"## {kind.__name__}\n\n{inspect.cleandoc(kind.__doc__ or '')}\n\n{_fields(kind)}" for kind in EVERY]
-    return "\n".join([head, *parts]).rstrip() + "\n"
-
-
 def _fields(kind: type[msgspec.Struct], leave_out: tuple[str, ...] = ()) -> str:
     hints = get_type_hints(kind, include_extras=True)
     lines = []
@@ -79,4 +67,4 @@ def _type(hint: Any) -> str:
         return "list"
     if origin is dict or (isinstance(hint, type) and issubclass(hint, msgspec.Struct)):
         return "object"
-    return {str: "text", int: "integer", float: "number", bool: "true or false", Any: "any value"}[hint]
+    return {str: "text", int: "integer", float: "number", bool: "true or false"}[hint]

@@ -17,8 +17,6 @@ SHARE = 0.8
 """Comparisons may fall to this share of the median of those runs."""
 RARE = 0.01
 """Chance that a run names an implementation whose comparisons fell by chance, over all that it looks at together."""
-KNOWN_GROWTH, KNOWN_RUNS = 3.0, 3
-"""A known finding is altered whose headroom is so many times the largest of earlier runs, of which at least so many had it."""
 GROWTH, WORTH_SHOWING = 1.5, 0.3
 """Headroom that grew by this factor is shown even where it passes, once it uses this share of a gate."""
 
@@ -72,7 +70,6 @@ class Change:
         still: the same, which the one before it had too.
         fixed: what the run before had and this one compared and did not find.
         growth: headrooms that grew.
-        altered: key of a known finding -> what no earlier run had of it: a size, a class, a quantity.
         missing: comparisons that fell.
         moved: package -> (version in the last green run, version now); empty without a green run before.
         green: the last green run before this one, or None.
@@ -88,7 +85,6 @@ class Change:
     missing: tuple[Missing, ...]
     moved: Mapping[str, tuple[str, str]]
     green: Run | None
-    altered: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def failing(self) -> tuple[str, ...]:
@@ -96,6 +92,12 @@ class Change:
         then = {f.key: f for f in self.before.findings} if self.before else {}
         fails = {(f.implementation, f.family) for f in self.run.findings if f.known is None}
         return tuple(k for k in self.fixed if (then[k].implementation, then[k].family) in fails)
+
+
+def of(id: str, past: Sequence[Run]) -> Change | None:
+    """What changed in the kept run of this id; None where it was not kept."""
+    this = next((run for run in past if run.id == id), None)
+    return change(this, past) if this else None
 
 
 def change(run: Run, earlier: Iterable[Run]) -> Change:
@@ -119,7 +121,6 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
         missing=tuple(_missing(run, ended[-NIGHTS:], green)),
         moved=version_changes(green, run) if green else {},
         green=green,
-        altered=dict(_altered(run, ended[-NIGHTS:])),
     )
 
 
@@ -186,31 +187,6 @@ def _growth(run: Run, past: Sequence[Run]) -> Iterable[Growth]:
     return sorted(out, key=lambda g: -(g.now or 1e300) / max(g.before, 1e-300))
 
 
-def _altered(run: Run, past: Sequence[Run]) -> Iterable[tuple[str, str]]:
-    """Known findings that an entry covers although they are not what earlier runs had: its scope may be too wide."""
-    for k in dict.fromkeys(f.key for f in run.findings if f.known):
-        now = [f for f in run.findings if f.key == k]
-        then = [[f for f in r.findings if f.key == k] for r in past]
-        seen = [f for of_run in then for f in of_run]
-        if sum(map(bool, then)) < KNOWN_RUNS:
-            continue
-        size, before = _size(now), _size(seen)
-        classes = sorted({f.cls or f.verdict for f in now} - {f.cls or f.verdict for f in seen})
-        quantities = sorted(_quantities(now) - _quantities(seen))
-        said = [f"headroom {size:.3g}, at most {before:.3g} before"] if size > KNOWN_GROWTH * before else []
-        said += [f"{', '.join(names)} for the first time" for names in (classes, quantities) if names]
-        if said:
-            yield k, "; ".join(said)
-
-
-def _size(found: Iterable[Seen]) -> float:
-    return max(math.inf if f.headroom is None else f.headroom for f in found)
-
-
-def _quantities(found: Iterable[Seen]) -> set[str]:
-    return {name for f in found for name in f.quantities.split(", ") if name}
-
-
 def _missing(run: Run, past: Sequence[Run], green: Run | None) -> Iterable[Missing]:
     """Cases beside those of other nights, where they fell below `SHARE` of the median and chance does not explain it.
 
@@ -248,56 +224,3 @@ def _chance(cases: int, before: int, size: float) -> float:
 def _cases(run: Run, key: tuple[str, str, str]) -> int:
     """Cases of a family on a device: those of the implementation that had the most."""
     return max((n for k, n in run.compared.items() if k[1:] == key[1:]), default=0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Course:
-    """The worst headroom of one quantity over kept runs; `points`: a polyline of 96 x 18, the oldest run first."""
-
-    implementation: str
-    family: str
-    quantity: str
-    dtype: str
-    values: tuple[float, ...]
-    before: float
-    now: float
-    grew: bool
-
-    @property
-    def points(self) -> str:
-        """Logarithmic, so that a factor is the same rise everywhere."""
-        logs = [math.log10(max(v, 1e-3)) for v in self.values]
-        low, high = min(logs), max(max(logs), min(logs) + 0.3)
-        step = 92 / max(len(logs) - 1, 1)
-        return " ".join(f"{2 + k * step:.1f},{16 - 14 * (v - low) / (high - low):.1f}" for k, v in enumerate(logs))
-
-
-@dataclasses.dataclass(frozen=True)
-class Trend:
-    """All courses of a run's profile and device, the steepest first, over so many runs."""
-
-    runs: int
-    lines: tuple[Course, ...]
-
-
-def lines(run: Run, every: Iterable[Run]) -> Trend | None:
-    """The courses of what `run` judged, known findings left out; None where no earlier run can be compared with it."""
-    past = [r for r in every if (r.profile, r.device) == (run.profile, run.device) and r.started < run.started]
-    past = [r for r in sorted(past, key=lambda r: r.started) if r.ended][-NIGHTS:]
-    if not past:
-        return None
-    courses: dict[tuple[str, ...], list[float]] = {}
-    for one in (*past, run):
-        for j in one.judged:
-            if j.headroom is not None and not j.known:
-                courses.setdefault(j.key, []).append(j.headroom)
-    now = {j.key: j.headroom for j in run.judged if j.headroom is not None and not j.known}
-    out = []
-    for key, values in courses.items():
-        if key in now and len(values) > 1:
-            implementation, family, device, dtype, quantity = key
-            before = statistics.median(values[:-1])
-            grew = now[key] > max(GROWTH * before, WORTH_SHOWING)
-            label = dtype if device == "cpu" else f"{dtype} on {device}"
-            out.append(Course(implementation, family, quantity, label, tuple(values), before, now[key], grew))
-    return Trend(len(past) + 1, tuple(sorted(out, key=lambda c: -c.now / max(c.before, WORTH_SHOWING))))

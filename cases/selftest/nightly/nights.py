@@ -1,7 +1,7 @@
 """What tests of kept nights share: their age and their page."""
 
-import contextlib
-import sqlite3
+import datetime
+import json
 
 from parity.cli import show
 from parity.results import memory
@@ -10,9 +10,10 @@ from parity.results.report.rows import read
 
 def yesterday(reports):
     """Let the runs that are kept be of one day earlier."""
-    for path in (reports / "history").glob("*.sqlite"):
-        with contextlib.closing(sqlite3.connect(path)) as base, base:
-            base.execute("UPDATE run SET started = datetime(started, '-1 day') || '+00:00'")
+    for path in (reports / "history").glob("*.json"):
+        kept = json.loads(path.read_text())
+        earlier = datetime.datetime.fromisoformat(kept["started"]) - datetime.timedelta(days=1)
+        path.write_text(json.dumps(kept | {"started": earlier.isoformat()}))
 
 
 def page_of(reports):

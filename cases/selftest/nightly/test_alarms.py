@@ -99,10 +99,10 @@ def test_a_night_under_way_is_not_yet_red(played, tmp_path, monkeypatch):
 def test_a_night_without_proof_of_life_or_whose_file_is_lost_alarms(played, tmp_path, monkeypatch):
     run, _ = played
     run()
-    path = max((tmp_path / "history").glob("*.sqlite"))
+    path = max((tmp_path / "history").glob("*.json"))
     yesterday(tmp_path)
     run()
-    last = max((tmp_path / "history").glob("*.sqlite"), key=lambda p: p.stat().st_mtime)
+    last = max((tmp_path / "history").glob("*.json"), key=lambda p: p.stat().st_mtime)
     assert last != path and told(tmp_path)[0] == 0
     last.write_bytes(b"")
     code, title = told(tmp_path)
@@ -119,7 +119,7 @@ def test_a_damaged_file_of_an_earlier_night_costs_no_verdict(played, tmp_path, c
     run, _ = played
     run()
     yesterday(tmp_path)
-    (old,) = (tmp_path / "history").glob("*.sqlite")
+    (old,) = (tmp_path / "history").glob("*.json")
     old.write_bytes(content)
     for name in ("run", "history"):
         (tmp_path / "turns").mkdir(exist_ok=True)

@@ -1,7 +1,6 @@
 """Time goes to what is new first, to what has failed lately next, to what never failed last; nothing gets none."""
 
 import datetime
-from pathlib import Path
 
 import pytest
 
@@ -13,14 +12,11 @@ NOW = [("trl.f", "policy"), ("liger.f", "policy"), ("trl.g", "logprobs"), ("trl.
 
 
 def night(findings=(), compared=NOW, steps=None, trl="1.0", device="cpu", cut=()):
-    seen = tuple(Seen(f, "trl.f", f, "disagree", None, None, "", None, 1, None, "", "") for f in findings)
+    seen = [Seen(f, "trl.f", f, "disagree", None, "", [], None, 1, None, "", "") for f in findings]
     started = datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)
-    counts = {(i, f, device): 9 for i, f in compared}
-    told = ("id", started, "nightly", device, 1, "", {"trl": trl}, 0, True, 1.0, "", counts, (), seen, Path("x"))
-    done = tuple(
-        CommandOutcome(n, "", code, 1.0, "", "3 of 9" if n in cut else "") for n, code in (steps or {}).items()
-    )
-    return Run(*told, steps=done)
+    done = [CommandOutcome(n, "", code, 1.0, "", "3 of 9" if n in cut else "") for n, code in (steps or {}).items()]
+    told = {"versions": {"trl": trl}, "counts": [(i, f, device, 9) for i, f in compared], "findings": seen}
+    return Run(id="id", started=started, profile="nightly", device=device, steps=done, **told)
 
 
 def test_families():

@@ -1,8 +1,7 @@
 """The search of the first red night after a version moved."""
 
-import dataclasses
-
 import pytest
+from msgspec.structs import replace
 
 from cases.selftest.nightly.nights import yesterday
 from parity.nightly import night, steps
@@ -50,11 +49,11 @@ def test_a_search_is_for_a_librarys_finding_before_a_users_own(played, tmp_path)
     run()
     (green,) = memory.runs(tmp_path / "history")
     seen = [
-        memory.Seen(name, name, "logprobs", "disagree", None, None, "", None, 1, None, "", "parity replay x.json")
+        memory.Seen(name, name, "logprobs", "disagree", None, "", [], None, 1, None, "", "parity replay x.json")
         for name in ("kernel.py:loss", "trl.loss", "kernel.py:other")
     ]
     for found, name in ((seen, "trl.loss"), (seen[:1], "kernel.py:loss")):
-        red = dataclasses.replace(green, id="red", exit_code=1, findings=found, versions=versions | {"trl": "2.0"})
+        red = replace(green, id="red", exit_code=1, findings=found, versions=versions | {"trl": "2.0"})
         (words,) = night.bisects(trend.change(red, [green]), tmp_path)
         assert words[words.index("--implementation") + 1] == name
 
@@ -64,7 +63,7 @@ def test_a_search_asks_for_what_the_finding_is(played, tmp_path, verdict, more):
     run, versions = played
     run()
     (green,) = memory.runs(tmp_path / "history")
-    seen = memory.Seen("k", "fused", "logprobs", verdict, None, None, "", None, 1, None, "", "parity replay x.json")
-    red = dataclasses.replace(green, id="red", exit_code=1, findings=(seen,), versions=versions | {"trl": "2.0"})
+    seen = memory.Seen("k", "fused", "logprobs", verdict, None, "", [], None, 1, None, "", "parity replay x.json")
+    red = replace(green, id="red", exit_code=1, findings=[seen], versions=versions | {"trl": "2.0"})
     (words,) = night.bisects(trend.change(red, [green]), tmp_path)
     assert words[6:-6] == more and words[-6:-4] == ["--case", "x.json"]

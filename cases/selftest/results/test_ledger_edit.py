@@ -4,8 +4,7 @@ import pytest
 
 from parity.case.case import Case
 from parity.results.ledger_edit import entry
-from parity.results.report.findings import findings
-from parity.results.report.outcomes import grouped
+from parity.results.report.findings import findings, grouped
 from parity.results.row import Row
 
 SMALL = {"B": 2, "softcap": 30.0, "temperature": 0.5, "layout": "flat"}

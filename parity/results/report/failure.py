@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parity.results.report import wording
-from parity.results.report.findings import lead_of, roots_of
-from parity.results.report.outcomes import about_run, headroom
+from parity.results.report.findings import about_run, headroom, lead_of, roots_of
 from parity.results.row import STOPPED, Row
 
 COLOURS = {"agree": "green", "known": "yellow", "refused": "dim", "unsupported": "dim"}
@@ -38,12 +37,12 @@ def render_finding(rows: Sequence[Row], console: Console) -> None:
     if judged:
         console.print()
     if measured:
-        console.print(_gates(measured, console.width))
+        console.print(_gates(measured))
     if alone:
         console.print(_grid([(r.verdict, _alone(r)) for r in alone], 9))
     if lead.worst:
         console.print()
-        console.print(_entries(lead, console.width))
+        console.print(_entries(lead))
     hints = wording.hints(rows, lead)
     if hints:
         console.print()
@@ -106,10 +105,10 @@ def _alone(row: Row) -> str:
     return row.subject + (f", headroom {wording.ratio(value)}" if 0 < value < math.inf else "")
 
 
-def columns(title: str, style: str = "") -> Table:
+def columns(title: str = "") -> Table:
     """A table without lines: what is copied into a mail stays readable."""
-    table = Table(title=Text(title) if title else None, box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
-    table.title_justify, table.title_style, table.header_style = "left", style, style
+    table = Table(title=Text(title) if title else None, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.title_justify, table.title_style, table.header_style = "left", "", ""
     return table
 
 
@@ -132,21 +131,16 @@ def _head(lead: Row) -> list[tuple[str, str]]:
     return out
 
 
-def _gates(rows: Sequence[Row], width: int) -> Table:
+def _gates(rows: Sequence[Row]) -> Table:
     gates = wording.gates(rows)
-    written = [[r.subject, r.verdict, *(_gate(r, g).plain for g in gates)] for r in rows]
     table = columns("headroom of every gate")
-    if sum(_widest(["quantity", "verdict", *gates], written)) + 2 * (len(gates) + 2) > width:
-        table.padding = (0, 1, 0, 0)
-    names = max(len(r.subject) for r in rows)
-    table.add_column("quantity", overflow="fold", min_width=min(names, 20))
+    table.add_column("quantity", overflow="fold", min_width=min(max(len(r.subject) for r in rows), 20))
     table.add_column("verdict", overflow="fold", min_width=8)
     for gate in gates:
         table.add_column(gate, justify="right", no_wrap=True)
     for row in rows:
         style = COLOURS["agree"] if row.verdict == "agree" else COLOURS["known"] if row.known else "red"
-        cells = [_gate(row, gate) for gate in gates]
-        table.add_row(Text(row.subject), Text(row.verdict, style=style), *cells)
+        table.add_row(Text(row.subject), Text(row.verdict, style=style), *(_gate(row, gate) for gate in gates))
     return table
 
 
@@ -158,20 +152,11 @@ def _gate(row: Row, gate: str) -> Text:
     return Text(wording.ratio(value), style="" if value <= 1 else "bold red")
 
 
-def _entries(lead: Row, width: int) -> Table:
+def _entries(lead: Row) -> Table:
     headings, cells = wording.entries(lead)
-    if sum(_widest(headings, cells)) + len(headings) > width and "sequence" in headings and "index" in headings:
-        k = headings.index("index")  # sequence and position say which token it is
-        headings, cells = headings[:k] + headings[k + 1 :], [line[:k] + line[k + 1 :] for line in cells]
     table = columns(f"worst entries of {lead.quantity}")
-    if sum(_widest(headings, cells)) + 2 * len(headings) > width:
-        table.padding = (0, 1, 0, 0)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for line in cells:
         table.add_row(*map(Text, line))
     return table
-
-
-def _widest(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(headings, *cells, strict=True)]

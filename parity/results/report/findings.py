@@ -1,13 +1,14 @@
-"""Group failing rows into findings: one for each implementation and set of wrong quantities."""
+"""Rows grouped once: by case and implementation, and what fails into findings, one for each set of wrong quantities."""
 
 import collections
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
-from parity.results.report.outcomes import ImplementationCase, about_run, headroom
-from parity.results.row import STOPPED, Row, stopped_by
+from parity.results.row import JUDGED, STOPPED, Row, stopped_by
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,.]*(e[+-]?\d+)?")
 
@@ -15,54 +16,68 @@ _DTYPE = re.compile(r"\b(?:c10::|torch\.)?(?:BFloat16|Half|Float|Double|bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
-    """Cases in which one implementation fails in the same root quantities, under one ledger entry or none.
-
-    Attributes:
-        implementation: its id.
-        family: of the loss.
-        verdict: disagree, nondeterministic, crashed, timed-out or out-of-memory.
-        roots: the quantities it starts in; empty where there was no result to judge.
-        known: ledger id, or None for a new one.
-        rows: all rows of the smallest case, what `terminal.render_finding` shows.
-        lead: the row of `rows` that fails worst among the roots.
-        worst: the row that fails worst among the roots of all cases.
-        cases: in how many cases.
-        classes: how many of the cases are logic, and how many precision.
-        blames: how many of the cases blame whom ("": nobody).
-        passes: how many of the calls that came to no end did so in their forward pass, their backward pass, or elsewhere ("").
-        dtypes: those it was seen in.
-        failing: (dtype, device, quantity) of everything that fails in these cases, roots or not.
-        minimised: True where `rows` are of a minimised case, False where the run had no time left to minimise it, None
-            where nothing is ever minimised (a frozen case, a check of a trainer).
-        settings: those that all its cases share, by name.
-        largest: headroom of what fails in these cases, the largest; None where one has none.
-        off: ‖error‖ ÷ ‖oracle‖ of its gradients, ascending, where both are finite: how much of the gradient it costs.
-    """
+class ImplementationCase:
+    """One case through one implementation on one device; `rows` has one row a quantity, in order."""
 
     implementation: str
+    case: str
     family: str
-    verdict: str
-    roots: tuple[str, ...]
-    known: str | None
+    dtype: str
+    device: str
     rows: tuple[Row, ...]
-    lead: Row
-    worst: Row
-    cases: int
-    classes: Mapping[str, int]
-    dtypes: tuple[str, ...]
-    failing: frozenset[tuple[str, str, str | None]]
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    largest: float | None = None
-    off: tuple[float, ...] = ()
-    minimised: bool | None = None
-    blames: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    passes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @cached_property
+    def outcome(self) -> str:
+        """compared, or why nothing was: crashed, timed-out, out-of-memory, refused, unsupported."""
+        found = {row.verdict for row in self.rows}
+        if stopped := next((verdict for verdict in STOPPED if verdict in found), None):
+            return stopped
+        if not found.isdisjoint(JUDGED):
+            return "compared"
+        return "refused" if "refused" in found else "unsupported"
+
+    @property
+    def judged(self) -> tuple[Row, ...]:
+        """The rows in which something was compared with the oracle."""
+        return tuple(row for row in self.rows if row.judged)
+
+    @property
+    def failing(self) -> tuple[Row, ...]:
+        """The rows that need an explanation, known or new."""
+        return tuple(row for row in self.rows if row.failing)
+
+    @property
+    def size(self) -> tuple[int, int, int, str]:
+        """Orders cases for the reader: minimised ones first, then small shapes, then few settings."""
+        row = self.rows[0]
+        volume = math.prod(v for v in (row.settings.get(k, 1) for k in "BTVH") if isinstance(v, int))
+        return (row.minimised is not True, volume, len(row.settings), self.case)
 
 
-@dataclasses.dataclass
-class _Part:
-    """The failing rows of one case that share a ledger entry and a root."""
+def headroom(row: Row) -> float:
+    """The headroom of a judged row; infinite where the row has null because the failure has no size."""
+    if row.headroom is not None:
+        return row.headroom
+    return 0.0 if row.verdict == "agree" else math.inf
+
+
+def about_run(row: Row) -> bool:
+    """Whether a row is about the run as a whole (a pooled slope) and not about a case: such rows have no settings."""
+    return not row.settings
+
+
+def grouped(rows: Iterable[Row]) -> list[ImplementationCase]:
+    """Rows by case, implementation and device. Where a case ran twice the later rows count, and count once."""
+    found: dict[tuple[str, str, str, str, str], dict[str | None, Row]] = {}
+    for row in rows:
+        key = row.implementation, row.case, row.family, row.dtype, row.device
+        found.setdefault(key, {})[row.quantity] = row
+    return [ImplementationCase(*key, tuple(by_quantity.values())) for key, by_quantity in found.items()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The failing rows of one case that share a ledger entry and a root. `label`: why a call came to no end."""
 
     source: ImplementationCase
     known: str | None
@@ -73,29 +88,137 @@ class _Part:
 
     @property
     def leads(self) -> list[Row]:
+        """The failing rows of its roots; all where there are none."""
         return [r for r in self.failing if r.quantity in self.roots] or list(self.failing)
 
     @property
     def cls(self) -> str | None:
+        """logic where one of its roots is."""
         found = {r.cls for r in self.leads}
         return "logic" if "logic" in found else "precision" if "precision" in found else None
 
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Cases in which one implementation fails in the same root quantities, under one ledger entry (`known`) or none.
+
+    `shown` is the smallest case, which speaks for all; `wrong_in` are the root quantities, none where there was no result.
+    """
+
+    wrong_in: frozenset[str]
+    parts: tuple[Failure, ...]
+
+    @cached_property
+    def shown(self) -> Failure:
+        """Logic before precision; of calls that came to no end, one of which it is known whose fault it is."""
+        logic = [p for p in self.parts if p.cls == "logic"]
+        return min(
+            logic or self.parts,
+            key=lambda p: (p.verdict in STOPPED and lead_of(p.leads).blame is None, p.source.size),
+        )
+
     @property
-    def key(self) -> tuple[str, str, str, str, str]:
-        return (self.source.implementation, self.source.family, self.known or "", self.verdict, self.label)
+    def implementation(self) -> str:
+        """Whose it is."""
+        return self.shown.source.implementation
+
+    @property
+    def family(self) -> str:
+        """Of the loss."""
+        return self.shown.source.family
+
+    @property
+    def verdict(self) -> str:
+        """disagree, nondeterministic, crashed, timed-out or out-of-memory."""
+        return self.shown.verdict
+
+    @property
+    def known(self) -> str | None:
+        """Its ledger entry; None: it is new."""
+        return self.shown.known
+
+    @property
+    def key(self) -> str:
+        """What it is recognised by in another run: who, in which family, how, in which quantities; or its ledger entry."""
+        if self.known:
+            return f"{self.implementation} {self.known}"
+        return " ".join([self.implementation, self.family, self.verdict, *sorted(self.roots)])
+
+    @cached_property
+    def roots(self) -> tuple[str, ...]:
+        """The quantities it starts in, in their order."""
+        return tuple(
+            dict.fromkeys(q for p in self.parts for r in p.failing if (q := r.quantity) in self.wrong_in and q)
+        )
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """All rows of the smallest case, less failures that belong to another finding."""
+        ids = {id(r) for r in self.shown.failing}
+        return tuple(r for r in self.shown.source.rows if id(r) in ids or not r.failing)
+
+    @cached_property
+    def lead(self) -> Row:
+        """The row of `rows` that fails worst among the roots."""
+        return lead_of(self.shown.leads)
+
+    @cached_property
+    def worst(self) -> Row:
+        """The row that fails worst among the roots of all cases."""
+        return lead_of(r for p in self.parts for r in p.leads)
+
+    @property
+    def cases(self) -> int:
+        """In how many."""
+        return len(self.parts)
+
+    @property
+    def classes(self) -> Mapping[str, int]:
+        """How many of the cases are logic, and how many precision."""
+        return collections.Counter(p.cls for p in self.parts if p.cls)
+
+    @property
+    def blames(self) -> Mapping[str, int]:
+        """How many of the cases blame whom ("": nobody)."""
+        return collections.Counter(lead_of(p.leads).blame or "" for p in self.parts)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Those it was seen in."""
+        return tuple(sorted({p.source.dtype for p in self.parts}))
+
+    @cached_property
+    def failing(self) -> tuple[Row, ...]:
+        """Everything that fails in its cases, roots or not."""
+        return tuple(r for p in self.parts for r in p.failing)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those that all its cases share."""
+        first, *others = (p.source.rows[0].settings for p in self.parts)
+        return {name: value for name, value in first.items() if all(name in s and s[name] == value for s in others)}
+
+    @property
+    def minimised(self) -> bool | None:
+        """Of the case that is shown; False: no time was left for it, None: it is of no kind that is minimised."""
+        if any(r.minimised is True for r in self.shown.source.rows):
+            return True
+        return False if any(r.minimised is False for r in self.failing) else None
+
+    @property
+    def off(self) -> list[float]:
+        """‖error‖ ÷ ‖oracle‖ of its gradients, ascending, where both are finite: how much of the gradient it costs."""
+        gradients = (r for r in self.failing if r.subject.startswith("grad_") and r.gate != "structure")
+        return sorted(r.dist / r.value_oracle for r in gradients if r.dist is not None and r.value_oracle)
 
 
 def findings(cases: Iterable[ImplementationCase]) -> list[Finding]:
     """All findings: crashes and logic before precision, large before small, known ones last."""
-    groups: dict[tuple[str, str, str, str, str], list[_Part]] = collections.defaultdict(list)
+    groups: dict[tuple[str, ...], list[Failure]] = collections.defaultdict(list)
     for case in cases:
-        for part in _parts(case):
-            groups[part.key].append(part)
-    by_roots: dict[tuple[str, str, str, str, str, frozenset[str]], list[_Part]] = {}
-    for key, parts in groups.items():
-        for roots, merged in _merged(parts).items():
-            by_roots[(*key, roots)] = merged
-    out = [_finding(key[-1], parts) for key, parts in by_roots.items()]
+        for part in failures(case):
+            groups[case.implementation, case.family, part.known or "", part.verdict, part.label].append(part)
+    out = [Finding(roots, tuple(parts)) for group in groups.values() for roots, parts in _by_roots(group).items()]
     return sorted(out, key=_order)
 
 
@@ -104,38 +227,33 @@ def normalised(message: str) -> str:
     return _NUMBER.sub("#", message)
 
 
-def _cause(message: str) -> str:
-    """Why a call came to no end, without its numbers, the part that ran, and its dtypes: those of a finding are listed."""
-    return normalised(_DTYPE.sub("dtype", stopped_by(message)[0]))
-
-
 def _order(finding: Finding) -> tuple[bool, int, int, float, str]:
     kinds = ("crashed", "timed-out", "out-of-memory", "disagree", "nondeterministic")
-    worst = headroom(finding.worst)
+    grave = "logic" in finding.classes or finding.verdict in STOPPED
     return (
         finding.known is not None,
-        0 if "logic" in finding.classes or finding.verdict in STOPPED else 1,
+        0 if grave else 1,
         kinds.index(finding.verdict),
-        -worst,
+        -headroom(finding.worst),
         finding.implementation,
     )
 
 
-def _parts(case: ImplementationCase) -> list[_Part]:
+def failures(case: ImplementationCase) -> list[Failure]:
     """A case's failing rows, split by ledger entry; a protocol leak is a finding beside whatever else is wrong."""
     split: dict[tuple[str | None, bool], list[Row]] = collections.defaultdict(list)
     for row in case.failing:
         split[row.known, row.quantity == "protocol"].append(row)
     out = []
     for (known, _), rows in split.items():
-        stopped = [r for r in rows if r.verdict in STOPPED]
-        if stopped:
-            verdict, label = stopped[0].verdict, _cause(stopped[0].message)
-            out.append(_Part(case, known, verdict, frozenset(), label, tuple(rows)))
+        if stopped := [r for r in rows if r.verdict in STOPPED]:
+            # The same cause whatever the numbers, the part that ran, and the dtypes, which a finding lists.
+            label = normalised(_DTYPE.sub("dtype", stopped_by(stopped[0].message)[0]))
+            out.append(Failure(case, known, stopped[0].verdict, frozenset(), label, tuple(rows)))
             continue
         roots = roots_of(rows)
         flaky = all(r.verdict == "nondeterministic" for r in rows if r.quantity in roots)
-        out.append(_Part(case, known, "nondeterministic" if flaky else "disagree", roots, "", tuple(rows)))
+        out.append(Failure(case, known, "nondeterministic" if flaky else "disagree", roots, "", tuple(rows)))
     return out
 
 
@@ -160,79 +278,23 @@ def tier(row: Row) -> int:
     return 1 if quantity.startswith("grad_") else 0
 
 
-def _merged(parts: Sequence[_Part]) -> dict[frozenset[str], list[_Part]]:
+def _by_roots(parts: Sequence[Failure]) -> dict[frozenset[str], list[Failure]]:
     """Parts by root set. A case that asked for fewer gradients joins the set that it shows as far as it was judged."""
     sets = sorted({p.roots for p in parts}, key=lambda s: (-len(s), sorted(s)))
-    out: dict[frozenset[str], list[_Part]] = collections.defaultdict(list)
+    out: dict[frozenset[str], list[Failure]] = collections.defaultdict(list)
     for part in parts:
-        judged = {r.quantity for r in part.source.judged}
-        gradients = part.roots and all(q.startswith("grad_") for q in part.roots)
         target = part.roots
-        if gradients:
-            target = next(s for s in sets if s & judged == part.roots and all(q.startswith("grad_") for q in s))
+        if target and _gradients(target):
+            judged = {r.quantity for r in part.source.judged}
+            target = next(s for s in sets if s & judged == target and _gradients(s))
         out[target].append(part)
     return out
 
 
-def _finding(roots: frozenset[str], parts: Sequence[_Part]) -> Finding:
-    classes = collections.Counter(p.cls for p in parts if p.cls)
-    cls = "logic" if "logic" in classes else None
-    alike = [p for p in parts if cls is None or p.cls == cls]
-    # Whose fault it is that a call came to no end is known only of some cases: one of those speaks.
-    shown = min(alike, key=lambda p: (p.verdict in STOPPED and lead_of(p.leads).blame is None, p.source.size))
-    every = [row for p in parts for row in p.leads]
-    source = shown.source
-    order = [q for q in (r.quantity for p in parts for r in p.failing) if q in roots]
-    sizes = [r.headroom for p in parts for r in p.failing]
-    return Finding(
-        implementation=source.implementation,
-        family=source.family,
-        verdict=shown.verdict,
-        roots=tuple(dict.fromkeys(q for q in order if q)),
-        known=shown.known,
-        rows=_without_others(source.rows, shown.failing),
-        lead=lead_of(shown.leads),
-        worst=lead_of(every),
-        cases=len(parts),
-        classes=dict(classes),
-        dtypes=tuple(sorted({p.source.dtype for p in parts})),
-        failing=frozenset((r.dtype, r.device, r.quantity) for p in parts for r in p.failing),
-        minimised=_minimised(source.rows, parts),
-        blames=collections.Counter(lead_of(p.leads).blame or "" for p in parts),
-        passes=collections.Counter(
-            stopped_by(next(r for r in p.failing if r.verdict in STOPPED).message)[1]
-            for p in parts
-            if p.verdict in STOPPED
-        ),
-        settings=_shared([p.source.rows[0].settings for p in parts]),
-        largest=None if None in sizes else max(size for size in sizes if size is not None),
-        off=tuple(sorted(off for p in parts for r in p.failing if (off := _off(r)) is not None)),
-    )
-
-
-def _shared(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    first, *others = settings
-    return {name: value for name, value in first.items() if all(name in s and s[name] == value for s in others)}
-
-
-def _minimised(shown: Iterable[Row], parts: Iterable[_Part]) -> bool | None:
-    if any(r.minimised is True for r in shown):
-        return True
-    return False if any(r.minimised is False for p in parts for r in p.failing) else None
-
-
-def _off(row: Row) -> float | None:
-    """‖error‖ ÷ ‖oracle‖ of a gradient; None of anything else, and where one of them is not finite."""
-    gradient = row.subject.startswith("grad_") and row.gate != "structure"
-    return row.dist / row.value_oracle if gradient and row.dist is not None and row.value_oracle else None
+def _gradients(roots: Iterable[str]) -> bool:
+    return all(q.startswith("grad_") for q in roots)
 
 
 def lead_of(rows: Iterable[Row]) -> Row:
     """The failing row that speaks for the others: logic before precision, then the largest headroom."""
     return max((r for r in rows if r.failing), key=lambda r: (r.cls == "logic", headroom(r)))
-
-
-def _without_others(rows: Sequence[Row], failing: Sequence[Row]) -> tuple[Row, ...]:
-    """The rows of a case, without failures that belong to another finding of the same case (they have their own)."""
-    ids = {id(r) for r in failing}
-    return tuple(r for r in rows if id(r) in ids or not r.failing)

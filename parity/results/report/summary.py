@@ -2,50 +2,47 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from parity.results.header import About, End, Header
-from parity.results.report.coverage import Coverage, Openings, Reason, coverage, openings, reasons, shared
-from parity.results.report.findings import Finding, findings, tier
-from parity.results.report.matrix import Grid, Lines, StepOne, errors, grids, step_one
-from parity.results.report.outcomes import ImplementationCase, about_run, grouped, headroom
-from parity.results.row import STOPPED, Row
+from parity.results.report.findings import (
+    Finding,
+    ImplementationCase,
+    about_run,
+    findings,
+    grouped,
+    headroom,
+    normalised,
+    tier,
+)
+from parity.results.report.measured import share
+from parity.results.row import DECLINED, STOPPED, Row
+
+DTYPES = ("fp64", "fp32", "fp16", "bf16")
+ABSENT = re.compile(r" has no parameter (.+)$")
+"""How `parity.implementations.user` says which parameters a case needs."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Counts:
-    """Implementation-cases by verdict; each is in exactly one of the first six.
+class Counts(collections.Counter[str]):
+    """Implementation-cases: `compared`, of which agree, known (all that fails is in the ledger), nondeterministic and disagree;
+    refused, unsupported, crashed, timed-out, out-of-memory."""
 
-    `compared` is divided once more: agree, known (every failing row is in the ledger), nondeterministic, disagree.
-    """
-
-    compared: int = 0
-    refused: int = 0
-    unsupported: int = 0
-    crashed: int = 0
-    timed_out: int = 0
-    out_of_memory: int = 0
-    agree: int = 0
-    known: int = 0
-    nondeterministic: int = 0
-    disagree: int = 0
+    @classmethod
+    def of(cls, cases: Iterable[ImplementationCase]) -> "Counts":
+        """Each case in one outcome, a compared one in its verdict too."""
+        out = cls()
+        for case in cases:
+            out[case.outcome] += 1
+            if case.outcome == "compared":
+                out[_verdict(case.failing)] += 1
+        return out
 
     @property
-    def total(self) -> int:
-        """All implementation-cases."""
-        return self.compared + self.refused + self.unsupported + self.crashed + self.timed_out + self.out_of_memory
-
-
-@dataclasses.dataclass(frozen=True)
-class Tally:
-    """One quantity of a line: in how many cases it was judged, its worst row, and the verdict over all of them."""
-
-    quantity: str
-    judged: int
-    failing: int
-    worst: Row
-    known: tuple[str, ...]
-    verdict: str
+    def stopped(self) -> int:
+        """Those that came to no end."""
+        return sum(self[verdict] for verdict in STOPPED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +54,6 @@ class Line:
         family: of the loss.
         dtype: of the parameters under test.
         device: it ran on.
-        role: reference or candidate.
         counts: of its implementation-cases.
         worst: the judged row of largest headroom, or None; where something fails anew, the worst of its root
             quantities; known findings left out where anything else was judged.
@@ -65,20 +61,49 @@ class Line:
         verdict: disagree, crashed, timed-out, out-of-memory, nondeterministic, known, agree, or the commoner of refused
             and unsupported where nothing was compared.
         reason: the commonest reason for what was not compared, or "".
-        tallies: the same, by quantity.
+        judged: quantity -> its rows.
     """
 
     implementation: str
     family: str
     dtype: str
     device: str
-    role: str
     counts: Counts
     worst: Row | None
     known: tuple[str, ...]
     verdict: str
     reason: str
-    tallies: tuple[Tally, ...] = ()
+    judged: Mapping[str, Sequence[Row]]
+
+    @property
+    def new(self) -> bool:
+        """Whether something fails that no ledger entry covers."""
+        return self.verdict not in ("agree", "known", *DECLINED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why implementation-cases were unsupported or refused; `share` is of those with the same verdict."""
+
+    verdict: str
+    message: str
+    count: int
+    share: str
+    implementations: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """How many of a family's comparisons had each setting away from its default, the most exercised first."""
+
+    family: str
+    compared: int
+    settings: Mapping[str, int]
+
+    @property
+    def never(self) -> list[str]:
+        """The settings that no comparison had away from its default."""
+        return [name for name, count in self.settings.items() if not count]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,20 +116,12 @@ class Summary:
         incomplete: how far a run came that did not finish; empty for one that did.
         ended: whether it came to its end in order, if only because its time was over.
         counts: of all implementation-cases.
-        compared: device -> implementation-cases compared there.
         lines: the table, by family, implementation and dtype.
         findings: new ones.
         known: findings that the ledger has.
         coverage: of each family.
-        takers: implementation -> the coverage of its own cases, where some were compared.
         reasons: for what was unsupported or refused.
-        undecided: entries that no gate judged, because rounding alone decides about them or a replica overflows.
-        unjudged: user's functions -> what they returned that no definition knows.
-        imported: implementations -> the file that their library was imported from, where not in site-packages.
-        grids: headroom by implementation, loss and dtype, for each family.
-        step_one: first steps of real trainers.
-        errors: of each candidate beside the reference's, by family.
-        openings: of each user's function, the parameters that it lacks.
+        notes: what a reader must know of an implementation: where it was imported from, what of it was not judged.
     """
 
     run: str
@@ -112,23 +129,44 @@ class Summary:
     incomplete: str
     ended: bool
     counts: Counts
-    compared: Mapping[str, int]
     lines: tuple[Line, ...]
     findings: tuple[Finding, ...]
     known: tuple[Finding, ...]
     coverage: tuple[Coverage, ...]
-    takers: Mapping[str, Coverage]
     reasons: tuple[Reason, ...]
-    undecided: int
-    grids: tuple[Grid, ...]
-    step_one: tuple[StepOne, ...]
-    errors: tuple[tuple[str, list[str], Lines], ...]
-    unjudged: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    imported: tuple[tuple[str, str], ...] = ()
-    openings: tuple[Openings, ...] = ()
+    notes: tuple[str, ...]
+
+    @property
+    def compared(self) -> Mapping[str, int]:
+        """Device -> implementation-cases compared there."""
+        out = collections.Counter[str]()
+        for line in self.lines:
+            out[line.device] += line.counts["compared"]
+        return out
 
 
-DTYPES = ("fp64", "fp32", "fp16", "bf16")
+def summarise(header: Header, rows: Iterable[Row]) -> Summary:
+    """Count a run; `header` is the file's first row, `rows` all others (`rows.read` returns the two)."""
+    everything = grouped(rows)
+    cases = [c for c in everything if not about_run(c.rows[0])]
+    found = findings(everything)
+    dimensions = header.header.dimensions or {}
+    return Summary(
+        run=header.run,
+        header=header.header,
+        incomplete=_incomplete(header, rows),
+        ended=not interrupted(header),
+        counts=Counts.of(cases),
+        lines=tuple(_lines(everything)),
+        findings=tuple(f for f in found if f.known is None),
+        known=tuple(f for f in found if f.known is not None),
+        coverage=tuple(
+            _coverage(family, [c for c in cases if c.family == family], dimensions.get(family, {}))
+            for family in dict.fromkeys(c.family for c in cases)
+        ),
+        reasons=tuple(reasons(cases)),
+        notes=tuple(_notes(everything, found)),
+    )
 
 
 def interrupted(header: Header) -> bool:
@@ -151,74 +189,6 @@ def _incomplete(header: Header, rows: Iterable[Row]) -> str:
     return f"interrupted: stopped after {count:,} of {sum(plan.values()):,} cases, the file ends before the run did"
 
 
-def summarise(header: Header, rows: Iterable[Row]) -> Summary:
-    """Count a run; `header` is the file's first row, `rows` all others (`rows.read` returns the two)."""
-    everything = grouped(rows)
-    cases = [c for c in everything if not about_run(c.rows[0])]
-    ordered = sorted(cases, key=_where)
-    found = findings(everything)
-    dimensions = header.header.dimensions or {}
-    families = list(dict.fromkeys([c.family for c in cases]))
-    takers = _takers(cases, dimensions, {i: p for part in header.parts or () for i, p in part.apart.items()})
-    return Summary(
-        run=header.run,
-        header=header.header,
-        incomplete=_incomplete(header, rows),
-        ended=not interrupted(header),
-        counts=_counts(cases),
-        compared=collections.Counter(c.device for c in cases if c.outcome == "compared"),
-        lines=tuple(_lines(everything)),
-        findings=tuple(f for f in found if f.known is None),
-        known=tuple(f for f in found if f.known is not None),
-        coverage=tuple(
-            coverage(
-                f,
-                [c for c in cases if c.family == f],
-                dimensions.get(f, {}),
-                shared(own for own in takers.values() if own.family == f),
-            )
-            for f in families
-        ),
-        takers=takers,
-        reasons=tuple(reasons(cases)),
-        undecided=sum(r.undecided for c in cases for r in c.judged),
-        unjudged=_unjudged(cases),
-        openings=tuple(openings(cases)),
-        imported=tuple({(r.imported_from, r.implementation): 0 for c in everything for r in c.rows if r.imported_from}),
-        grids=tuple(grids(ordered, dimensions, DTYPES)),
-        step_one=tuple(step_one(ordered)),
-        errors=tuple(errors(cases, DTYPES)),
-    )
-
-
-def _takers(
-    cases: Iterable[ImplementationCase],
-    dimensions: Mapping[str, Mapping[str, object]],
-    apart: Mapping[str, Sequence[tuple[str, str, str]]],
-) -> dict[str, Coverage]:
-    own: dict[str, list[ImplementationCase]] = collections.defaultdict(list)
-    for case in cases:
-        own[case.implementation].append(case)
-    seen = {
-        name: coverage(found[0].family, found, dimensions.get(found[0].family, {}), apart.get(name, ()))
-        for name, found in own.items()
-    }
-    return {name: one for name, one in seen.items() if one.compared}
-
-
-def _unjudged(cases: Iterable[ImplementationCase]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    found: dict[str, dict[str, None]] = {}
-    for row in (r for c in cases for r in c.rows if r.unjudged):
-        found.setdefault(row.implementation, {}).update(dict.fromkeys(row.unjudged))
-    return tuple((who, tuple(names)) for who, names in found.items())
-
-
-def _counts(cases: Iterable[ImplementationCase]) -> Counts:
-    counter = collections.Counter(c.outcome.replace("-", "_") for c in cases)
-    judged = collections.Counter(_verdict(c.failing) for c in cases if c.outcome == "compared")
-    return Counts(**counter, **judged)
-
-
 def _verdict(failing: Sequence[Row]) -> str:
     """The verdict over failing rows, the gravest of the new ones first."""
     new = {r.verdict for r in failing if not r.known}
@@ -228,61 +198,107 @@ def _verdict(failing: Sequence[Row]) -> str:
     return "known" if failing else "agree"
 
 
-def _known(failing: Iterable[Row]) -> tuple[str, ...]:
-    return tuple(sorted({r.known for r in failing if r.known}))
-
-
-def _worst(rows: Sequence[Row]) -> Row | None:
+def worst(rows: Sequence[Row]) -> Row | None:
     """The row to name: of what fails anew the worst among the roots, else the largest headroom outside the ledger."""
-    new = [r for r in rows if r.new]
-    if new:
+    if new := [r for r in rows if r.new]:
         return max(new, key=lambda r: (-tier(r), headroom(r)))
     return max([r for r in rows if not r.known] or rows, key=headroom, default=None)
 
 
-def _where(case: ImplementationCase) -> tuple[str, str, int, str, str]:
+def _where(case: ImplementationCase) -> tuple[str, str, bool, str, int, str]:
     """Family, references first, then implementation and dtype: the order of every table."""
-    dtype = f"{DTYPES.index(case.dtype) if case.dtype in DTYPES else 9}{case.dtype}"
-    return case.family, case.device, int(case.rows[0].role != "reference"), case.implementation, dtype
+    dtype = DTYPES.index(case.dtype) if case.dtype in DTYPES else len(DTYPES)
+    return case.family, case.device, case.rows[0].role != "reference", case.implementation, dtype, case.dtype
 
 
-def _lines(everything: Iterable[ImplementationCase]) -> list[Line]:
-    groups: dict[tuple[str, str, int, str, str], list[ImplementationCase]] = collections.defaultdict(list)
+def _lines(everything: Iterable[ImplementationCase]) -> Iterable[Line]:
+    groups: dict[tuple[Any, ...], list[ImplementationCase]] = collections.defaultdict(list)
     for case in everything:
         groups[_where(case)].append(case)
-    out = []
     for _, found in sorted(groups.items()):
         first = found[0]
         cases = [c for c in found if not about_run(c.rows[0])]
         failing = [r for c in found for r in c.failing]
-        judged = [r for c in found for r in c.judged]
-        counted = reasons(cases)
+        judged = collections.defaultdict[str, list[Row]](list)
+        for row in (r for c in found for r in c.judged):
+            judged[row.subject].append(row)
+        common = max(reasons(cases), key=lambda r: r.count, default=None)
         verdict = _verdict(failing)
         if not failing and not judged:
-            verdict = max(counted, key=lambda r: r.count).verdict if counted else "unsupported"
-        out.append(
-            Line(
-                implementation=first.implementation,
-                family=first.family,
-                dtype=first.dtype,
-                device=first.device,
-                role=first.rows[0].role,
-                counts=_counts(cases),
-                worst=_worst(judged),
-                known=_known(failing),
-                verdict=verdict,
-                reason=max(counted, key=lambda r: r.count).message if counted else "",
-                tallies=tuple(_tallies(judged)),
-            )
+            verdict = common.verdict if common else "unsupported"
+        yield Line(
+            *(first.implementation, first.family, first.dtype, first.device),
+            counts=Counts.of(cases),
+            worst=worst([r for of_one in judged.values() for r in of_one]),
+            known=tuple(sorted({r.known for r in failing if r.known})),
+            verdict=verdict,
+            reason=common.message if common else "",
+            judged=judged,
         )
-    return out
 
 
-def _tallies(judged: Iterable[Row]) -> Iterator[Tally]:
-    by_quantity: dict[str, list[Row]] = collections.defaultdict(list)
-    for row in judged:
-        by_quantity[row.subject].append(row)
-    for quantity, rows in by_quantity.items():
-        failing, worst = [r for r in rows if r.failing], _worst(rows)
-        assert worst is not None
-        yield Tally(quantity, len(rows), len(failing), worst, _known(failing), _verdict(failing))
+def _coverage(family: str, cases: Sequence[ImplementationCase], defaults: Mapping[str, Any]) -> Coverage:
+    compared = [c.rows[0].settings for c in cases if c.outcome == "compared"]
+    names = {*defaults, *(k for c in cases for k in c.rows[0].settings)}
+    counts = {n: sum(n in s and not (n in defaults and _same(s[n], defaults[n])) for s in compared) for n in names}
+    return Coverage(family, len(compared), dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equality that tells True from 1: a flag that was turned on is away from a default of 1."""
+    return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
+
+
+def reasons(cases: Iterable[ImplementationCase]) -> list[Reason]:
+    """Why nothing was compared, the most frequent first; messages that differ in a number only are one reason."""
+    totals: collections.Counter[str] = collections.Counter()
+    groups: dict[tuple[str, str], list[ImplementationCase]] = collections.defaultdict(list)
+    first: dict[tuple[str, str], str] = {}
+    for case in cases:
+        if case.outcome not in DECLINED:
+            continue
+        message = next((r.message for r in case.rows if r.verdict == case.outcome), "")
+        message = ABSENT.sub(" has no parameter for what the case moves", message)
+        key = case.outcome, normalised(message)
+        totals[case.outcome] += 1
+        groups[key].append(case)
+        first.setdefault(key, message or "no reason given")
+    out = [
+        Reason(
+            *(key[0], first[key], len(found), share(len(found), totals[key[0]])),
+            implementations=tuple(sorted({c.implementation for c in found})),
+        )
+        for key, found in groups.items()
+    ]
+    return sorted(out, key=lambda r: (r.verdict != "unsupported", -r.count, r.message))
+
+
+def _notes(cases: Iterable[ImplementationCase], found: Sequence[Finding]) -> Iterable[str]:
+    imported = collections.defaultdict[str, dict[str, None]](dict)
+    unjudged = collections.defaultdict[str, dict[str, None]](dict)
+    needs = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
+    for case in cases:
+        for row in case.rows:
+            if row.imported_from:
+                imported[row.imported_from][row.implementation] = None
+            unjudged[row.implementation] |= dict.fromkeys(row.unjudged)
+        if case.outcome == "unsupported" and (absent := ABSENT.search(case.rows[0].message)):
+            needs[case.implementation].update(absent[1].split(", "))
+    for file, names in imported.items():
+        yield f"imported from {file}, not from site-packages: {', '.join(names)}"
+    for who, names in unjudged.items():
+        if names:
+            yield not_judged(who, names)
+    for who, counted in needs.items():
+        lacking = ", ".join(f"{name} ({count:,})" for name, count in counted.most_common(8))
+        yield f"{who}: cases that need parameters which it has not: {lacking}"
+    if drawn := sum(f.known is None and f.minimised is False for f in found):
+        yield (
+            f"{drawn:,} of the new findings are shown as drawn: the time for minimising was used up; "
+            "run with --implementation to minimise one"
+        )
+
+
+def not_judged(who: str, names: Iterable[str]) -> str:
+    """What a user's function returned that no definition knows."""
+    return f"{who} returned {', '.join(names)}: not judged, its family has no quantity of that name"

@@ -1,180 +1,241 @@
-"""Everything of a run on a terminal (`-v`): 80 columns and up, complete without colour. The one screen of it: `brief`."""
+"""What a terminal shows of a run: one screen that opens with what is new and ends with the verdict and the next command; in full
+every finding, table and reason."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import collections
+import dataclasses
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from parity.results.report import wording
-from parity.results.report.coverage import Coverage
-from parity.results.report.failure import COLOURS, columns, render_finding, say
-from parity.results.report.findings import Finding
-from parity.results.report.summary import Counts, Line, Summary
+from parity.results.report.failure import COLOURS, columns, plain, render_finding
+from parity.results.report.findings import Finding, headroom
+from parity.results.report.summary import DTYPES, Line, Summary
+from parity.results.row import STOPPED
+from parity.results.trend import Growth
 
-__all__ = ["render", "render_finding"]
+LINES, WIDTH = 60, 110
+"""What a summary may fill; wider terminals get no longer lines."""
+MATRIX = 14
+"""Lines that the table has in any case."""
+NOTES = 5
+"""Notes, of up to two lines each: new findings come first."""
 
-IN_FULL = 10
-"""New findings printed in full; the others get three lines each and are in full in the HTML report."""
-REASONS = 10
-PAIRS = 12
-
-
-def render(summary: Summary, console: Console) -> None:
-    """Print counts, tables, new findings in full, known findings and coverage."""
-    say(console, " · ".join(wording.counts(summary.counts)))
-    for family in dict.fromkeys(line.family for line in summary.lines):
-        console.print()
-        _table(family, [line for line in summary.lines if line.family == family], console)
-    for line in wording.imported(summary):
-        say(console, line, "yellow")
-    for who, names in summary.unjudged:
-        say(console, wording.unjudged(who, names), "yellow")
-    if summary.findings:
-        console.print()
-        console.print(Rule("New findings", align="left", style="red"))
-        if line := wording.as_drawn(summary):
-            say(console, line)
-        for number, finding in enumerate(summary.findings, 1):
-            console.print()
-            _finding_in_summary(number, finding, console, full=number <= IN_FULL)
-    if summary.known:
-        console.print()
-        console.print(Rule("Known findings", align="left", style="yellow"))
-        for number, finding in enumerate(summary.known, 1):
-            _finding_in_summary(number, finding, console, full=False)
-    console.print()
-    console.print(Rule("Coverage", align="left", style="dim"))
-    _coverage(summary, console)
+Out = list[tuple[str, str]]
+"""Lines and their styles."""
 
 
-def _table(family: str, lines: Sequence[Line], console: Console) -> None:
-    """A table. Names that do not fit beside the numbers get a line of their own; none is cut.
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How a run ended: exit code, why it is not 0, where its reports are, headrooms that grew, the steepest first."""
 
-    Below it which known findings each implementation has, and why some were not compared.
-    """
-    devices = sorted({line.device for line in lines})
-    counters: Mapping[str, Callable[[Counts], int]] = {
-        "compared": lambda c: c.compared,
-        "unsupp.": lambda c: c.unsupported,
-        "refused": lambda c: c.refused,
-        "stopped": lambda c: c.crashed + c.timed_out + c.out_of_memory,
-    }
-    shown = {k: f for k, f in counters.items() if k == "compared" or any(f(line.counts) for line in lines)}
-    groups: dict[str, list[Line]] = {}
-    for line in lines:
-        name = line.implementation if len(devices) == 1 else f"{line.implementation} ({line.device})"
-        groups.setdefault(name, []).append(line)
-    longest = max(map(len, groups))
-    beside = longest + sum(len(k) + 2 for k in shown) + 50 <= console.width
-    console.print(Text(f"{family} · {', '.join(devices)}", style="bold"))
-    table = _numbers(shown, longest if beside else 0)
-    for name, found in groups.items():
-        for k, cells in enumerate(_cells(found, list(shown.values()))):
-            table.add_row(Text(name if beside and k == 0 else ""), *cells)
-        if not beside:
-            say(console, name)
-            console.print(table)
-            table = _numbers(shown, 0, header=False)
-    if beside:
-        console.print(table)
-    for name, found in groups.items():
-        if known := sorted({id for line in found for id in line.known}):
-            say(console, f"  known in {name}: {', '.join(known)}", "dim")
-    idle = dict.fromkeys(
-        (n, x.reason) for n, found in groups.items() for x in found if not x.counts.compared and x.reason
+    code: int = 0
+    reasons: Sequence[str] = ()
+    folder: Path = Path("reports")
+    grown: Sequence[Growth] = ()
+
+
+IN_ORDER = Ending()
+
+
+def render(summary: Summary, console: Console, ending: Ending = IN_ORDER) -> None:
+    """Print the summary in at most `LINES` lines of at most the console's width; replay lines are never broken."""
+    width = min(console.width, WIDTH)
+    head, tail = _opening(summary, width), _closing(summary, width, ending)
+    found = _findings(summary.findings, width, LINES - len(head) - len(tail) - MATRIX)
+    show([*head, *found], console)
+    _matrix(summary.lines, console, width, LINES - len(head) - len(tail) - len(found))
+    show(tail, console)
+
+
+def render_in_full(summary: Summary, console: Console, ending: Ending = IN_ORDER) -> None:
+    """The same with every finding, every line of the table, what was not compared and why, and what was never exercised."""
+    width = min(console.width, WIDTH)
+    show(_opening(summary, width), console)
+    show([(wording.counts(summary.counts), "")], console)
+    for number, finding in enumerate(summary.findings, 1):
+        show([("", ""), (f"new {number} · {finding.implementation} · {wording.title(finding)}", "bold red")], console)
+        show([(wording.spread(finding), "")], console)
+        render_finding(finding.rows, console)
+    for finding in summary.known:
+        said = (
+            f"known {finding.known} · {finding.implementation} · {wording.title(finding)} · {wording.spread(finding)}"
+        )
+        show([("", ""), *_wrapped(said, width, style="yellow"), (finding.lead.replay, "dim")], console)
+    _matrix(summary.lines, console, width, len(summary.lines) * 9)
+    show([("", ""), ("not compared, and why", "bold")], console)
+    for reason in summary.reasons:
+        show(_wrapped(wording.reason(reason), width, "  "), console)
+    show([("", ""), ("settings away from their default, in how many of the comparisons", "bold")], console)
+    for one in summary.coverage:
+        show(_wrapped(wording.coverage(one), width, "  "), console)
+    show(_closing(summary, width, ending, notes=len(summary.notes)), console)
+
+
+def show(lines: Out, console: Console) -> None:
+    """Print lines as they are: the terminal may break one that is too long for it, this never does."""
+    for text, style in lines:
+        console.print(Text(plain(text.rstrip()), style=style), soft_wrap=True)
+
+
+def _opening(summary: Summary, width: int) -> Out:
+    """What is new, what is known, what was compared where; and that a run did not come to its end."""
+    out = _wrapped(f"{wording.headline(summary)} · {wording.compared(summary)}", width, style="bold")
+    if summary.incomplete:
+        out += _wrapped(f"the run was {summary.incomplete}", width, style="yellow")
+    return out
+
+
+def _closing(summary: Summary, width: int, ending: Ending, notes: int = NOTES) -> Out:
+    """Versions, reports, the verdict, why, what is new, what is known, and the next command to type."""
+    new = collections.Counter(f.implementation for f in summary.findings)
+    known = collections.Counter(str(f.known) for f in summary.known)
+    why = wording.others(ending.reasons)
+    more = [f"and {wording.count(len(summary.notes) - notes, 'more note')}: parity report -v"] * (
+        len(summary.notes) > notes
     )
-    for name, reason in idle:
-        say(console, f"  {name}: {reason}", "dim")
+    parts = [("idle", _idle(summary), 1, "")]
+    parts += [("note", note, 2, "yellow") for note in [*summary.notes[:notes], *more]]
+    parts += [
+        ("run", f"{wording.versions(summary)} · {wording.about(summary)}", 4, "dim"),
+        ("page", f"{ending.folder}/index.html", 1, "dim"),
+        ("verdict", wording.verdict(summary, ending.code), 2, "bold red" if ending.code else "bold green"),
+        *(("", reason, 2, "") for reason in why[:4]),
+        ("", f"and {len(why) - 4} more reasons" if len(why) > 4 else "", 1, ""),
+        ("new", _counted(new) or "none", 2, "bold red" if new else ""),
+        ("known", _counted(known) or "none", 3, ""),
+        ("grew", "; ".join(map(_grew, ending.grown)), 2, "yellow"),
+    ]
+    out: Out = [("", "")]
+    for label, text, most, style in parts:
+        lines = _wrapped(text, width, " " * 9, most, style) if text else []
+        out += [(f"{label:<9}{line[9:]}" if not number else line, style) for number, (line, _) in enumerate(lines)]
+    replay = next((f.lead.replay for f in summary.findings if f.lead.replay), "")
+    compared = any(summary.compared.values())
+    again = f"parity report {ending.folder / 'results.ndjson'} -v" if compared else "parity doctor"
+    return [*out, (f"{'next':<9}{replay or again}", "bold")]
 
 
-def _cells(found: Sequence[Line], counters: Sequence[Callable[[Counts], int]]) -> Iterator[list[str | Text]]:
-    """The cells beside an implementation's name: a row for each dtype, or one row where nothing could run."""
-    if len(found) > 1 and all(line.verdict == "unsupported" for line in found):
-        totals = [f"{sum(f(line.counts) for line in found):,}" for f in counters]
-        yield ["all", *totals, "", "", Text("unsupported", style=COLOURS.get("unsupported", ""))]
+def _findings(found: Sequence[Finding], width: int, room: int) -> Out:
+    """The new findings that there is room for, the gravest first, each with its replay line."""
+    out: Out = []
+    for number, finding in enumerate(found, 1):
+        lead = finding.lead
+        title = f"new {number} · {finding.implementation} · {wording.title(finding)}"
+        one = [("", ""), *_wrapped(title, width, "", 3, "bold red")]
+        one += _wrapped(f"wrong: {wording.wrong(lead)} · {wording.spread(finding)}", width, "  ", 2)
+        one += _wrapped(lead.message, width, "  ", 2)
+        one.append((f"  {lead.replay}", "dim"))
+        if len(out) + len(one) > room - 1:
+            out.append((f"and {wording.count(len(found) - number + 1, 'more new finding')}: parity report -v", "bold"))
+            return out
+        out += one
+    return out
+
+
+def _matrix(lines: Sequence[Line], console: Console, width: int, room: int) -> None:
+    """Worst headroom by implementation and dtype: what fails first, then the tightest; the rest is counted."""
+    groups: dict[tuple[str, str, str], dict[str, Line]] = {}
+    for line in lines:
+        groups.setdefault((line.family, line.implementation, line.device), {})[line.dtype] = line
+    busy = {k: v for k, v in groups.items() if any(x.counts["compared"] or x.verdict in STOPPED for x in v.values())}
+    if not busy:
         return
-    for line in found:
-        verdict = Text(wording.line_verdict(line, ids=False), style=COLOURS.get(line.verdict, "bold red"))
-        counts = [f"{f(line.counts):,}" for f in counters]
-        yield [line.dtype, *counts, wording.line_headroom(line), Text(wording.at(line.worst)), verdict]
+    order = sorted(busy, key=lambda k: _rank(busy[k].values()), reverse=True)
+    kept = len(order)
+    while kept > 1 and len(console.render_lines(_table(busy, order[:kept], width), pad=False)) > room - 3:
+        kept -= 1
+    show([("", ""), ("worst headroom = error ÷ allowed; ! new, above 1 fails; (known finding)", "dim")], console)
+    console.print(_table(busy, order[:kept], width))
+    if rest := order[kept:]:
+        most = wording.ratio(max(_rank(busy[k].values())[2] for k in rest))
+        known = ", unless known" if any(x.known for k in rest for x in busy[k].values()) else ""
+        others = wording.count(len(rest), "implementation")
+        show([(f"  and {others} with at most {most}{known}: parity report -v", "dim")], console)
 
 
-def _numbers(counters: Iterable[str], longest: int, header: bool = True) -> Table:
-    table = columns("", "bold")
-    table.show_header = header
-    table.add_column("implementation" if longest else "", no_wrap=True, width=longest or 1)
-    table.add_column("dtype", no_wrap=True, width=5)
-    for heading in (*counters, "headroom"):
-        table.add_column(heading, justify="right", no_wrap=True, width=len(heading))
-    table.add_column("at", overflow="fold", width=20 if longest else 16)
-    table.add_column("verdict", overflow="fold", min_width=8)
+def _table(
+    busy: dict[tuple[str, str, str], dict[str, Line]], kept: Sequence[tuple[str, str, str]], width: int
+) -> Table:
+    dtypes = sorted({d for v in busy.values() for d in v}, key=lambda d: (d not in DTYPES, d and DTYPES.index(d)))
+    many = len({device for _, _, device in busy}) > 1
+    table = columns()
+    table.width = None if width >= 100 else width
+    table.add_column("", overflow="fold")
+    for name in (*dtypes, "compared", "known"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=7)
+    for family in dict.fromkeys(k[0] for k in busy if k in kept):
+        table.add_row(Text(family, style="bold"))
+        for key in (k for k in busy if k[0] == family and k in kept):
+            found = busy[key]
+            cells = [_cell(found[d]) if d in found else "" for d in dtypes]
+            known = {i for x in found.values() for i in x.known}
+            cells += [f"{sum(x.counts['compared'] for x in found.values()):,}", f"{len(known) or ''}"]
+            name = f"  {key[1]} ({key[2]})" if many else f"  {key[1]}"
+            table.add_row(Text(name), *cells, style=_style(found.values()))
     return table
 
 
-def _which(finding: Finding) -> str:
-    return "; the smallest of those drawn:" if finding.minimised is False else "; the smallest:"
+def _rank(found: Iterable[Line]) -> tuple[bool, bool, float]:
+    lines = list(found)
+    fresh = [headroom(x.worst) for x in lines if x.worst and not x.worst.known]
+    return any(x.new for x in lines), bool(fresh), max(fresh, default=0.0)
 
 
-def _finding_in_summary(number: int, finding: Finding, console: Console, full: bool) -> None:
-    mark = f"known {finding.known}" if finding.known else f"new {number}"
-    say(console, f"{mark} · {finding.implementation} · {wording.title(finding)}", "bold" if full else "")
-    say(console, f"  {wording.spread(finding)}{_which(finding) if full else ''}")
-    if full:
-        render_finding(finding.rows, console)
-        return
-    if finding.lead.message:
-        say(console, f"  {finding.lead.message}")
-    if finding.lead.replay:
-        console.print(Text(f"  {finding.lead.replay}", style="dim"), soft_wrap=True)
+def _style(found: Iterable[Line]) -> str:
+    lines = list(found)
+    return "bold red" if any(x.new for x in lines) else COLOURS["known"] if any(x.known for x in lines) else ""
 
 
-def _coverage(summary: Summary, console: Console) -> None:
-    for found in summary.coverage:
-        say(
-            console,
-            f"{found.family}: share of {found.compared:,} compared implementation-cases away from each default",
-            "bold",
-        )
-        met = [d for d in reversed(found.dimensions) if d.exercised]
-        say(console, "  " + " · ".join(f"{d.name} {wording.percent(d.share)}" for d in met))
-        say(console, f"  never: {_never(found)}", "yellow" if found.unexercised else "")
-        say(console, f"  pairs: {found.pairs - len(found.never):,} of {found.pairs:,} met{_pairs(found)}")
-        for name, own in summary.takers.items():
-            if own.family == found.family and own.never:
-                share = f"{own.pairs - len(own.never):,} of {own.pairs:,}"
-                say(console, f"    {name}: {share} of what it takes{_pairs(own)}", "dim")
-    if summary.undecided:
-        say(
-            console,
-            f"{summary.undecided:,} entries undecided: correct rounding alone can change them, or a replica overflows",
-            "dim",
-        )
-    for opening in summary.openings:
-        say(console, wording.openings(opening), "yellow")
-    for verdict in ("unsupported", "refused"):
-        reasons = [r for r in summary.reasons if r.verdict == verdict]
-        if reasons:
-            say(console, f"{verdict}, by reason:", "bold")
-        for reason in reasons[:REASONS]:
-            say(console, f"  {wording.percent(reason.share):>5}  {reason.message} ({wording.who(reason)})")
-        if len(reasons) > REASONS:
-            say(console, f"         and {len(reasons) - REASONS} more reasons (all in the HTML report)", "dim")
+def _cell(line: Line) -> str:
+    """Headroom; ! where it is new, in brackets where all that was judged is a known finding."""
+    if line.verdict in STOPPED:
+        return {"crashed": "crash!", "timed-out": "hung!", "out-of-memory": "memory!"}[line.verdict]
+    if line.worst is None:
+        return "·"
+    size = wording.ratio(headroom(line.worst))
+    return f"({size})" if line.worst.known else f"{size}!" if line.worst.new else size
 
 
-def _never(found: Coverage) -> str:
-    return (
-        ", ".join(f"{d.name} ({d.drawn:,} drawn, none compared)" if d.drawn else d.name for d in found.unexercised)
-        or "none"
+def _idle(summary: Summary) -> str:
+    """The implementations that compared nothing, in one line: how many, and why."""
+    by: dict[str, list[Line]] = {}
+    for line in summary.lines:
+        by.setdefault(line.implementation, []).append(line)
+    idle = {
+        name: max(v, key=lambda x: x.counts.total()).reason
+        for name, v in by.items()
+        if not any(x.counts["compared"] or x.verdict in STOPPED for x in v)
+    }
+    if len(idle) <= 2:
+        return "; ".join(f"{name}: {reason}" for name, reason in idle.items())
+    why = "; ".join(f"{n}: {reason}" for reason, n in collections.Counter(idle.values()).most_common())
+    return f"{wording.count(len(idle), 'implementation')} compared nothing ({why})"
+
+
+def _grew(g: Growth) -> str:
+    now = "no finite size" if g.now is None else wording.ratio(g.now)
+    return f"{g.implementation} {g.quantity} {g.dtype}: {wording.ratio(g.before)} to {now}"
+
+
+def _counted(found: collections.Counter[str]) -> str:
+    return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in found.most_common())
+
+
+def _wrapped(text: str, width: int, indent: str = "", most: int = 0, style: str = "") -> Out:
+    """Lines that break between words alone; what does not fit into `most` ends in …."""
+    lines = textwrap.wrap(
+        " ".join(text.split()),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        max_lines=most or None,
+        placeholder=" …",
     )
-
-
-def _pairs(found: Coverage) -> str:
-    apart = f", {len(found.apart)} more do not go together" if found.apart else ""
-    if not found.never:
-        return apart
-    text = ", ".join(f"{a} + {b}" for a, b in found.never[:PAIRS])
-    return f"{apart}; never together: {text}" + (
-        f" and {len(found.never) - PAIRS} more" if len(found.never) > PAIRS else ""
-    )
+    return [(line, style) for line in lines]

@@ -8,11 +8,10 @@ from typing import Any
 
 from msgspec import UNSET
 
-from parity.results.report.coverage import Openings, Reason
-from parity.results.report.findings import Finding
-from parity.results.report.outcomes import headroom
-from parity.results.report.summary import Counts, Line, Summary
-from parity.results.row import IN_ITS, NO_REFERENCE, STOPPED, UNKNOWN, Row, stopped_by
+from parity.results.report.findings import Finding, headroom
+from parity.results.report.measured import share
+from parity.results.report.summary import Counts, Coverage, Line, Reason, Summary
+from parity.results.row import DECLINED, NO_REFERENCE, STOPPED, UNKNOWN, Row
 
 ENTRY = ("parameter", "sequence", "position", "token", "masked", "index", "value", "oracle", "error")
 HEADINGS = {"token": "token id", "masked": "masked?", "oracle": "float64"}
@@ -23,25 +22,13 @@ def count(n: int, noun: str, plural: str = "") -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {plural or noun + 's'}"
 
 
-def percent(share: float) -> str:
-    """A share; what is not nothing never reads 0 %, what is not all never 100 %."""
-    if 0 < share < 0.01:
-        return "<1 %"
-    return ">99 %" if 0.99 < share < 1 else f"{share * 100:.0f} %"
-
-
 def ratio(value: float) -> str:
-    """A headroom."""
-    if math.isinf(value):
-        return "∞"
+    """A headroom; beyond 1,000 its size says nothing."""
+    if math.isinf(value) or value > 1000:
+        return "∞" if math.isinf(value) else ">1000"
     if value == 0:
         return "0"
     return f"{value:.2g}" if value < 0.1 else f"{value:.2f}" if value < 100 else f"{value:.3g}"
-
-
-def capped(value: float) -> str:
-    """A headroom for a narrow cell: beyond 1,000 its size says nothing."""
-    return ">1000" if 1000 < value < math.inf else ratio(value)
 
 
 def number(value: Any) -> str:
@@ -51,18 +38,12 @@ def number(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def judged(c: Counts) -> str:
-    """What became of the compared implementation-cases."""
-    parts = [f"{c.agree:,} agree"]
-    parts += [f"{n:,} {word}" for n, word in ((c.known, "known"), (c.nondeterministic, "nondeterministic")) if n]
-    return ", ".join([*parts, f"{c.disagree:,} disagree"])
-
-
-def counts(c: Counts) -> list[str]:
-    """What was compared, and what was not."""
-    out = [f"{c.compared:,} compared ({judged(c)})", f"{c.refused:,} refused", f"{c.unsupported:,} unsupported"]
-    out.append(f"{c.crashed:,} crashed")
-    return out + [f"{n:,} {word}" for n, word in ((c.timed_out, "timed out"), (c.out_of_memory, "out of memory")) if n]
+def counts(c: Counts) -> str:
+    """What was compared, what became of it, and what was not compared."""
+    said = [f"{c['compared']:,} compared", f"{c['agree']:,} agree"]
+    for name in ("known", "nondeterministic", "disagree", *DECLINED, *STOPPED):
+        said += [f"{c[name]:,} {name}"] if c[name] else []
+    return " · ".join(said)
 
 
 CODES = {
@@ -76,8 +57,6 @@ CODES = {
     143: "it was asked to end",
 }
 """What an exit code says."""
-NOTHING = ("refused", "unsupported")
-"""Verdicts of a line of the table where nothing was compared."""
 
 
 def headline(summary: Summary) -> str:
@@ -99,30 +78,8 @@ def verdict(summary: Summary, code: int) -> str:
 
 def compared(summary: Summary) -> str:
     """How many implementation-cases were compared on each kind of device; on a CUDA device nothing stands for another."""
-    cpu, cuda = (summary.compared.get(device, 0) for device in ("cpu", "cuda"))
-    return f"{_number(cpu)} compared on CPU, {_number(cuda)} on CUDA"
-
-
-def _number(n: int) -> str:
-    return f"{n:,}" if n else "none"
-
-
-def outcome(summary: Summary) -> str:
-    """One line: new and known findings."""
-    new, known = len(summary.findings), len(summary.known)
-    text = count(new, "new finding") if new else "no new findings"
-    return f"{text}{' so far' if summary.incomplete else ''}, {known:,} known{', incomplete' if summary.incomplete else ''}"
-
-
-def as_drawn(summary: Summary) -> str:
-    """How many new findings are shown unminimised, because a run gives minimising a limited time; "" for none."""
-    drawn = sum(f.minimised is False for f in summary.findings)
-    if not drawn:
-        return ""
-    return (
-        f"{drawn:,} of {count(len(summary.findings), 'new finding')} as drawn: the time for minimising was used up; "
-        f"run with --implementation to minimise one"
-    )
+    cpu, cuda = (f"{n:,}" if (n := summary.compared.get(device, 0)) else "none" for device in ("cpu", "cuda"))
+    return f"{cpu} compared on CPU, {cuda} on CUDA"
 
 
 def about(summary: Summary) -> str:
@@ -160,18 +117,14 @@ def at(row: Row | None) -> str:
     return f"{quantity} {gate}" if gate and gate not in quantity else quantity
 
 
-def line_headroom(line: Line) -> str:
-    """The worst headroom of a line of the table."""
-    return "" if line.worst is None else ratio(headroom(line.worst))
-
-
-def line_verdict(line: Line, ids: bool = True) -> str:
-    """The verdict of a line of the table, with the ledger ids it rests on or how many they are."""
-    new = line.verdict.upper() if line.verdict not in ("agree", "known", "refused", "unsupported") else line.verdict
+def verdict_of(line: Line) -> str:
+    """The verdict of a line of the table, with the ledger ids it rests on, or why nothing was compared."""
     known = ", ".join(line.known)
-    if not ids:
-        return f"{len(line.known)} known" if line.verdict == "known" else new
-    return f"known: {known}" if line.verdict == "known" else f"{new}; known: {known}" if known else new
+    if line.verdict == "known":
+        return f"known: {known}"
+    if line.new:
+        return line.verdict.upper() + (f"; known: {known}" if known else "")
+    return f"{line.verdict}: {line.reason}" if line.verdict in DECLINED else line.verdict
 
 
 def wrong(row: Row) -> str:
@@ -189,9 +142,8 @@ def wrong(row: Row) -> str:
         return f"both the candidate {name} and the reference {against or ''}".rstrip()
     if blame == "harness":
         return f"the harness, in its adapter for {name}"
-    if row.verdict in STOPPED:
-        return f"{name}, or what calls it ({blamed(None, row.verdict, row.message)})"
-    return f"{name}, or what calls it (not decided)"
+    why = UNKNOWN + (row.message.partition(UNKNOWN)[2] or NO_REFERENCE) if row.verdict in STOPPED else "not decided"
+    return f"{name}, or what calls it ({why})"
 
 
 def title(finding: Finding) -> str:
@@ -208,21 +160,6 @@ def cls(row: Row) -> str:
     return str(row.cls or row.verdict)
 
 
-def blamed(blame: str | None, verdict: str, message: str) -> str:
-    """Whose fault it is, in a few words; where nobody is blamed for a call that came to no end, why not."""
-    if verdict in STOPPED:
-        ran = ": the reference ran this case" if blame == "candidate" else ""
-        return f"the {blame}'s fault{ran}" if blame else UNKNOWN + (message.partition(UNKNOWN)[2] or NO_REFERENCE)
-    several = {"both": "the candidate and the reference are wrong", None: "nobody is blamed"}
-    return several.get(blame, f"the {blame} is wrong")
-
-
-def ended(row: Row) -> str:
-    """How and where a call came to no end, without whose fault it is; nothing of a row that was judged."""
-    cause, part = stopped_by(row.message)
-    return (f"{cause}{IN_ITS}{part}" if part else cause) if row.verdict in STOPPED else ""
-
-
 def spread(finding: Finding) -> str:
     """In how many cases and dtypes a finding shows, its worst headroom, and what it costs of the gradient."""
     parts = [count(finding.cases, "case"), " ".join(finding.dtypes)]
@@ -231,10 +168,6 @@ def spread(finding: Finding) -> str:
     if len(finding.blames) > 1:
         parts.append(
             "wrong: " + ", ".join(f"{k or 'not known who'} in {v:,}" for k, v in sorted(finding.blames.items())[::-1])
-        )
-    if len(finding.passes) > 1:
-        parts.append(
-            ", ".join(f"{v:,} in its {k}" if k else f"{v:,} elsewhere" for k, v in sorted(finding.passes.items())[::-1])
         )
     if finding.roots:
         parts.append(f"worst headroom {ratio(headroom(finding.worst))} at {at(finding.worst)}")
@@ -277,10 +210,18 @@ def sizes(row: Row) -> str:
     return " · ".join(parts)
 
 
-def who(reason: Reason) -> str:
-    """The implementations that a reason is about, by name where they are few."""
-    names = reason.implementations
-    return ", ".join(names) if len(names) <= 3 else f"{len(names)} implementations"
+def reason(r: Reason) -> str:
+    """Why some cases were not compared, their share, and of which implementations, by name where they are few."""
+    names = r.implementations
+    whose = ", ".join(names) if len(names) <= 3 else f"{len(names)} implementations"
+    return f"{r.verdict}, {r.share}: {r.message} ({whose})"
+
+
+def coverage(c: Coverage) -> str:
+    """Which settings a family's comparisons had away from their default, and which never."""
+    met = ", ".join(f"{name} {share(count, c.compared)}" for name, count in c.settings.items() if count)
+    never = ", ".join(c.never) or "none"
+    return f"{c.family}: {c.compared:,} compared; away from the default: {met or 'nothing'}; never: {never}"
 
 
 def gates(rows: Sequence[Row]) -> list[str]:
@@ -296,43 +237,17 @@ def hints(rows: Sequence[Row], lead: Row) -> list[str]:
 
 
 def entries(lead: Row) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the worst entries of a row."""
-    found = lead.worst
-    names = [k for k in ENTRY if any(k in e for e in found)]
-    if "sequence" in names and all(len(e.get("index", ())) <= 2 for e in found):
-        names.remove("index")  # sequence and position say it already
-    return [HEADINGS.get(k, k) for k in names], [[_cell(e, k) for k in names] for e in found]
+    """Headings and cells of the worst entries of a row; where sequence and position are known they stand for the index."""
+    names = [k for k in ENTRY if any(k in e for e in lead.worst)]
+    if "sequence" in names and "index" in names:
+        names.remove("index")
+    return [HEADINGS.get(k, k) for k in names], [[_cell(e, k) for k in names] for e in lead.worst]
 
 
 def _cell(entry: Mapping[str, Any], name: str) -> str:
-    if name not in entry:
-        return ""
-    value = entry[name]
-    if name == "masked":
+    value = entry.get(name, "")
+    if name == "masked" and value != "":
         return "yes" if value else "no"
-    if name == "index":
-        return str(list(value))
-    if name == "parameter":
+    if name in ("index", "parameter"):
         return str(value)
     return "not finite" if value is None else number(value)
-
-
-def unjudged(who: str, names: Sequence[str]) -> str:
-    """What a user's function returned that no definition knows."""
-    return f"{who} returned {', '.join(names)}: not judged, its family has no quantity of that name"
-
-
-def imported(summary: Summary) -> list[str]:
-    """A line for each file that a library was imported from instead of site-packages."""
-    found: dict[str, list[str]] = {}
-    for file, who in summary.imported:
-        found.setdefault(file, []).append(who)
-    return [f"imported from {file}, not from site-packages: {', '.join(names)}" for file, names in found.items()]
-
-
-def openings(found: Openings, most: int = 8) -> str:
-    """The parameters that a function should take first, and the share of its cases that each opens."""
-    steps = [f"{name} (+{percent(count / found.cases)})" for name, count in found.steps]
-    rest = [f"and {len(steps) - most} more"] if len(steps) > most else []
-    share = percent(found.unsupported / found.cases)
-    return f"{found.implementation}: {share} of its cases need other parameters; add first {', '.join(steps[:most] + rest)}"
