@@ -11,9 +11,9 @@ import time
 import pytest
 import torch
 
+from cases.bench import losses, measure
 from parity.errors import Unsupported
 from parity.registry import load
-from parity.tools.bench import losses, measure
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = os.environ.get("PARITY_BENCH_DTYPES", "fp32 bf16" if DEVICE == "cpu" else "bf16").split()

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
+from cases.bench import measure, step
 from parity.errors import Unsupported
-from parity.tools.bench import measure, step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = "fp32" if DEVICE == "cpu" else "bf16"

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from fixtures.large import embedded
 from parity import data
 from parity.implementations.implementation import Implementation
 from parity.registry import facts, family, load, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report.failure import text_of
 from parity.running.shard import VOCABULARIES
-from parity.tools.large import embedded
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

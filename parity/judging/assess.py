@@ -30,7 +30,7 @@ COARSEST = Recipe(logits="input", dlogits="input", elementwise="input", softmax=
 
 ON_DEVICE = 1 << 20
 """Entries of the logits or of the head from which on oracle and replicas run on the device of the case, where launches of
-kernels (some 10 µs) cost less than the CPU's arithmetic. A guess: `parity.tools.large`, in `make cuda-first`, measures it."""
+kernels (some 10 µs) cost less than the CPU's arithmetic. A guess; cases/bench/test_replicas.py measures it."""
 
 
 @dataclasses.dataclass

@@ -64,11 +64,10 @@ def steps() -> tuple[FirstHourCommand, ...]:
         )
         for words in (["faults"], ["large", "vocabularies"], ["large", "beyond"], ["large", "lock"], ["contexts"])
     ]
-    for name in ("filtering", "large"):
-        out.append(
-            FirstHourCommand(f"tools {name}", (sys.executable, "-m", f"parity.tools.{name}", "--device", "cuda"))
-        )
-    return (*out, FirstHourCommand("bench", (*pytest, "cases/bench", "--benchmark-only")))
+    for name in ("replicas", "losses", "step"):
+        words = (f"cases/bench/test_{name}.py", "--benchmark-only")
+        out.append(FirstHourCommand(f"bench {name}", (*pytest, *words)))
+    return tuple(out)
 
 
 def run(step: FirstHourCommand, limit: float = LIMIT) -> Done:

@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from cases.bench.measure import peak
 from cases.selftest.fixes.test_logprobs import SETTINGS, TINY, compare, definition, draw, gradients
 from parity.fixes import FusedLinearGRPOLoss, chunked, selective_log_probs
-from parity.tools.bench.measure import peak
 
 LOW = (torch.float16, torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Records of pytest-benchmark -> the tables, the decisions and the plot of docs/performance.md, as a page of docs/measured.
+"""The records of cases/bench, which pytest-benchmark writes, as the tables and the picture of docs/measured/performance.md.
 
 `python -m parity.tools.bench.report reports/benchmark.json [--plot docs/measured/performance.svg]`
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,31 @@ from parity.results.report import measured
 
 OURS = {"logprobs": "fixes.selective_log_probs", "policy": "fixes.FusedLinearGRPOLoss", "step": "ours"}
 INEXACT = ("cce.default",)  # drops gradients below its filter, so it is no peer to be as fast as
-TRITON = ("cce.unfiltered", "trl.ChunkedLogProbFunction", "trl.GRPOTrainer", "liger.triton_grpo_loss")
-"""Peers that run Triton kernels of their own on CUDA; on the CPU they are interpreted or take a torch path."""
+WITHIN = 1.02
+"""What counts as no more time and no more memory."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One implementation at one size: seconds by round, peak bytes, peaks and seconds of phases, or why there are none."""
+    """One implementation at one size: seconds by round, and of the first round what cases/bench told besides."""
 
     table: str
     size: str
     dtype: str
     name: str
     seconds: dict[int, float]
-    peak: int | None
-    peaks: dict[str, int]
     phases: dict[str, float]
-    why: str | None
-    device: str = "cpu"
-    errors: dict[str, float] = field(default_factory=dict)
+    told: dict[str, Any]
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return self.told.get("peak") or 0
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Of the value and of the gradient; empty where nothing was compared."""
+        return self.told.get("errors", {})
 
     def as_accurate_as(self, other: Benchmark) -> bool:
         """Whether no error is more than twice the other's or twice a float32's rounding: another order, no narrower dtype."""
@@ -44,9 +49,9 @@ class Benchmark:
         return bool(limits) and all(self.errors[name] <= limit for name, limit in limits.items())
 
     def on_or_below(self, other: Benchmark) -> bool:
-        """Whether it needs no more memory and, in the median of the rounds, no more time, both within 2 %."""
+        """Whether it needs no more memory and, in the median of the rounds, no more time."""
         ratio = self.ratio(other)
-        return ratio is not None and ratio[0] <= 1.02 and (self.peak or 0) <= 1.02 * (other.peak or 0)
+        return ratio is not None and ratio[0] <= WITHIN and self.peak <= WITHIN * other.peak
 
     def ratio(self, ours: Benchmark) -> tuple[float, float, float] | None:
         """Seconds over ours in the rounds that both were in (a run may be interrupted): median, least, greatest.
@@ -58,162 +63,108 @@ class Benchmark:
 
 
 def benchmarks(records: Iterable[dict[str, Any]]) -> list[Benchmark]:
-    """One for each implementation, size and dtype of pytest-benchmark's records, in their order."""
-    grouped: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    """One for each implementation, size and dtype that pytest-benchmark has records of, in their order."""
+    grouped: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
     for record in records:
-        info = record["extra_info"]
-        grouped.setdefault(tuple(info[k] for k in ("table", "size", "dtype", "name")), []).append(record)
+        if "table" not in (info := record["extra_info"]):
+            continue
+        grouped.setdefault((info["table"], info["size"], info["dtype"], info["name"]), []).append(record)
     found = []
-    for (table, size, dtype, name), rounds in grouped.items():
-        info = rounds[0]["extra_info"]
-        timed = {} if info["why"] else {r["extra_info"]["turn"]: r["stats"]["mean"] for r in rounds}
+    for key, rounds in grouped.items():
+        told = rounds[0]["extra_info"]
+        timed = {} if told["why"] else {r["extra_info"]["turn"]: r["stats"]["mean"] for r in rounds}
         by_phase = [r["extra_info"].get("seconds", {}) for r in rounds]
         phases = {p: statistics.median(s[p] for s in by_phase) for p in by_phase[0]}
-        peak, peaks = info.get("peak"), info.get("peaks", {})
-        where, errors = info.get("device", "cpu"), info.get("errors", {})
-        found.append(Benchmark(table, size, dtype, name, timed, peak, peaks, phases, info["why"], where, errors))
+        found.append(Benchmark(*key, timed, phases, told))
     return found
 
 
+def groups(found: Sequence[Benchmark]) -> Iterator[tuple[Benchmark, list[Benchmark]]]:
+    """(ours, all of them) of each size and dtype, ours first."""
+    for key in dict.fromkeys((c.table, c.size, c.dtype) for c in found):
+        group = [c for c in found if (c.table, c.size, c.dtype) == key]
+        ours = next(c for c in group if c.name == OURS[key[0]])
+        yield ours, sorted(group, key=lambda c: c is not ours)
+
+
 def tables(found: Sequence[Benchmark]) -> str:
-    """Markdown: one table for each size and dtype."""
+    """Markdown, loss by loss; a peer that no point of ours of its accuracy is on or below is marked."""
     out = []
-    for table, size, dtype in dict.fromkeys((c.table, c.size, c.dtype) for c in found):
-        group = [c for c in found if (c.table, c.size, c.dtype) == (table, size, dtype)]
-        ours = next(c for c in group if c.name == OURS[table])
-        out += [f"**{table}, {size}, {dtype}**", ""]
-        phases = list(next((c.phases for c in group if c.phases), ()))
-        errors = list(ours.errors)
-        head = ["", ">time ÷ ours", ">seconds", ">peak ÷ ours", ">peak MB", *(f">error of the {e}" for e in errors)]
-        head += [f">{p}: s, MB" for p in phases]
-        rows = (
-            _cells(benchmark, ours, phases, errors) for benchmark in sorted(group, key=lambda c: c.name != ours.name)
-        )
-        out += [*measured.table(head, rows), ""]
+    for table in dict.fromkeys(c.table for c in found):
+        of_table = [*groups([c for c in found if c.table == table])]
+        phases = next((list(c.phases) for _, group in of_table for c in group if c.phases), [])
+        errors = next((list(ours.errors) for ours, _ in of_table if ours.errors), [])
+        head = ["size", "dtype", "", ">time ÷ ours", ">seconds", ">peak ÷ ours", ">peak MB"]
+        head += [*(f">error of the {e}" for e in errors), *(f">{p}: s, MB" for p in phases)]
+        rows = [
+            [ours.size, ours.dtype, *_cells(one, ours, errors, phases, one in below(group))]
+            for ours, group in of_table
+            for one in group
+        ]
+        out += [f"## {table}", "", *measured.table(head, rows), ""]
     return "\n".join(out)
 
 
-def decisions(found: Sequence[Benchmark]) -> str:
-    """Markdown: ours against the fastest and the leanest correct peer, the frontier, and whether a Triton path would pay.
-
-    The frontier: peers that none of our points (plain, `memory_budget`, `narrow_products`) of their accuracy is on or below.
-
-    A Triton path pays where a peer's Triton kernel was faster than our torch path in every round, it does not where it was slower
-    in every round; else the rounds disagree and more of them are needed.
-    """
-    head = ["", "fastest peer: our time ÷ its", "leanest peer: our peak ÷ its", "below ours"]
-    head.append("a Triton path of our own")
-    out = []
-    for table, size, dtype in dict.fromkeys((c.table, c.size, c.dtype) for c in found if c.table != "step"):
-        group = [c for c in found if (c.table, c.size, c.dtype) == (table, size, dtype) and not c.why]
-        ours = next((c for c in group if c.name == OURS[table]), None)
-        where = f"{table}, {size}, {dtype}"
-        if ours is None:
-            out.append([where, "ours was not measured", "", "", ""])
-            continue
-        own = [c for c in group if c.name.startswith("fixes.")]
-        peers = [(c, r) for c in group if c not in own and c.name not in INEXACT and (r := c.ratio(ours))]
-        below = [c.name for c, _ in peers if not any(o.as_accurate_as(c) and o.on_or_below(c) for o in own)]
-        fast = min(peers, key=lambda peer: peer[1][0], default=None)
-        lean = min((c for c, _ in peers if c.peak), key=lambda c: c.peak or 0, default=None)
-        kernels = [(c, r) for c, r in peers if c.name in TRITON and c.device == "cuda"]
-        row = [where, "no peer" if fast is None else f"{fast[0].name}: {1 / fast[1][0]:.2f}"]
-        row.append("no peer" if lean is None else f"{lean.name}: {(ours.peak or 0) / (lean.peak or 1):.2f}")
-        row.append((", ".join(below) or "none") if ours.errors else "no reference")
-        out.append([*row, _pays(min(kernels, key=lambda peer: peer[1][0], default=None))])
-    return "\n".join([*measured.table(head, out), ""])
+def below(group: Sequence[Benchmark]) -> list[Benchmark]:
+    """The peers that none of our points (plain, `memory_budget`, `narrow_products`) of their accuracy is on or below."""
+    own = [c for c in group if c.name.startswith("fixes.") and c.errors]
+    peers = [c for c in group if c not in own and c.name not in INEXACT and not c.told["why"]]
+    return [c for c in peers if own and not any(o.as_accurate_as(c) and o.on_or_below(c) for o in own)]
 
 
-def _pays(kernel: tuple[Benchmark, tuple[float, float, float]] | None) -> str:
-    if kernel is None:
-        return "not decided: no Triton kernel was timed"
-    benchmark, (median, least, greatest) = kernel
-    sentence = f"{benchmark.name} takes {median:.2f} ({least:.2f} to {greatest:.2f}) of our torch path's time"
-    return f"{'pays' if greatest < 1 else 'does not pay' if least > 1 else 'rounds disagree'}: {sentence}"
-
-
-def _cells(benchmark: Benchmark, ours: Benchmark, phases: Sequence[str], errors: Sequence[str]) -> list[str]:
-    if benchmark.why:
-        return [benchmark.name, benchmark.why, *[""] * (3 + len(phases) + len(errors))]
-    ratio, seconds = benchmark.ratio(ours), statistics.median(benchmark.seconds.values())
-    assert benchmark.peak is not None
-    out = [benchmark.name, "" if ratio is None else "{:.2f} ({:.2f} to {:.2f})".format(*ratio), f"{seconds:.3g}"]
-    out += [f"{benchmark.peak / ours.peak:.2f}" if ours.peak else "", f"{benchmark.peak / 1e6:,.0f}"]
-    out += [f"{benchmark.errors[e]:.1e}" if e in benchmark.errors else "" for e in errors]
-    return out + [f"{benchmark.phases[p]:.2f}, {benchmark.peaks.get(p, 0) / 1e6:,.0f}" for p in phases]
-
-
-COLOURS = ("#1b6ca8", "#c0392b", "#27864e", "#8e44ad", "#b9770e", "#555555", "#0e7c7b", "#a04000")
-WIDTH, HEIGHT, MARGIN, LIMIT = 760, 420, 60, 16.0
-
-
-def plot(found: Sequence[Benchmark]) -> str:
-    """SVG: time against peak memory, both over ours and logarithmic; ours is the point (1, 1). Step tables left out."""
-    points = [
-        (c, ratio[0], (c.peak or 0) / (ours.peak or 1))
-        for c in found
-        if c.table != "step" and not c.why
-        for ours in found
-        if (ours.table, ours.size, ours.dtype, ours.name) == (c.table, c.size, c.dtype, OURS[c.table])
-        if (ratio := c.ratio(ours))
-    ]
-    names = list(dict.fromkeys(c.name for c, _, _ in points))
+def _cells(one: Benchmark, ours: Benchmark, errors: Sequence[str], phases: Sequence[str], is_below: bool) -> list[str]:
+    if one.told["why"]:
+        return [one.name, one.told["why"], *[""] * (3 + len(errors) + len(phases))]
+    ratio, seconds = one.ratio(ours), statistics.median(one.seconds.values())
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 220} {HEIGHT}" font-family="sans-serif" '
-        'font-size="12"><rect width="100%" height="100%" fill="white"/>'
+        f"{one.name} (below ours)" if is_below else one.name,
+        "" if ratio is None else "{:.2f} ({:.2f} to {:.2f})".format(*ratio),
+        f"{seconds:.3g}",
     ]
-    for tick in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16):
-        x, y = _x(tick), _y(tick)
-        colour = "#888" if tick == 1 else "#ddd"
-        label = f"{tick:g}" if tick >= 1 else f"1/{1 / tick:g}"
-        out.append(f'<path d="M{x:.0f} {MARGIN / 2}V{HEIGHT - MARGIN}M{MARGIN} {y:.0f}H{WIDTH}" stroke="{colour}"/>')
-        out.append(f'<text x="{x:.0f}" y="{HEIGHT - MARGIN + 16}" text-anchor="middle">{label}</text>')
-        out.append(f'<text x="{MARGIN - 6}" y="{y + 4:.0f}" text-anchor="end">{label}</text>')
-    out.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 20}" text-anchor="middle">time ÷ ours</text>')
-    out.append(
-        f'<text transform="translate(16 {HEIGHT / 2}) rotate(-90)" text-anchor="middle">peak memory ÷ ours</text>'
-    )
-    for benchmark, time, memory in points:
-        colour = COLOURS[names.index(benchmark.name) % len(COLOURS)]
-        fill = colour if benchmark.dtype == "fp32" else "none"
-        title = f"{benchmark.name}, {benchmark.size}, {benchmark.dtype}: time {time:.2f}, memory {memory:.2f}"
-        circle = f'<circle cx="{_x(time):.1f}" cy="{_y(memory):.1f}" r="5" fill="{fill}" stroke="{colour}">'
-        out.append(f"{circle}<title>{title}</title></circle>")
-    for i, name in enumerate([*names, "filled: fp32, open: bf16"]):
-        colour = COLOURS[i % len(COLOURS)] if i < len(names) else "#000"
-        out.append(f'<text x="{WIDTH + 14}" y="{MARGIN + 20 * i}" fill="{colour}">{name}</text>')
-    return "\n".join([*out, "</svg>", ""])
+    out += [f"{one.peak / ours.peak:.2f}" if ours.peak else "", f"{one.peak / 1e6:,.0f}"]
+    out += [f"{one.errors[e]:.1e}" if e in one.errors else "" for e in errors]
+    return out + [f"{one.phases[p]:.2f}, {one.told.get('peaks', {}).get(p, 0) / 1e6:,.0f}" for p in phases]
 
 
-def _x(ratio: float) -> float:
-    return MARGIN + (WIDTH - MARGIN) * _place(ratio)
+def plot(found: Sequence[Benchmark], path: Path) -> None:
+    """Time against peak memory, both over ours and logarithmic; ours is the point (1, 1). Steps left out."""
+    from matplotlib.figure import Figure
 
-
-def _y(ratio: float) -> float:
-    return HEIGHT - MARGIN - (HEIGHT - 1.5 * MARGIN) * _place(ratio)
-
-
-def _place(ratio: float) -> float:
-    """0 at 1/8, 1 at 16; what lies beyond sits on the edge."""
-    low, high = math.log2(1 / 8), math.log2(LIMIT)
-    return (min(max(math.log2(ratio), low), high) - low) / (high - low)
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    points: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for ours, group in groups([c for c in found if c.table != "step"]):
+        for one in group:
+            if (ratio := one.ratio(ours)) and ours.peak:
+                points.setdefault((one.name, one.dtype), []).append((ratio[0], one.peak / ours.peak))
+    names = list(dict.fromkeys(name for name, _ in points))
+    for (name, dtype), each in points.items():
+        colour = f"C{names.index(name) % 10}"
+        fill = colour if dtype == "fp32" else "none"
+        axes.plot(*zip(*each, strict=True), "o", color=colour, label=f"{name}, {dtype}", markerfacecolor=fill)
+    axes.set(xlabel="time ÷ ours", ylabel="peak memory ÷ ours")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.grid(visible=True, alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize="small")
+    figure.savefig(path)
 
 
 def main() -> None:
-    """Prints tables and decisions of a pytest-benchmark JSON file; `--plot FILE` writes the plot."""
+    """Prints the tables of a pytest-benchmark JSON file; `--plot FILE` writes the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("records", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=Path, metavar="FILE")
     options = parser.parse_args()
     data = json.loads(options.records.read_text())
-    found = benchmarks(data["benchmarks"])
-    machine = data["machine_info"]
+    found, machine = benchmarks(data["benchmarks"]), data["machine_info"]
     print(measured.head("Time and memory of the fixes", "python -m parity.tools.bench.report", "performance.md"))
     print(f"{machine['cpu'].get('brand_raw', machine['processor'])}, {data['datetime'][:10]}\n")
     print(tables(found))
-    print(decisions(found))
     if options.plot:
-        options.plot.write_text(plot(found))
+        plot(found, options.plot)
 
 
 if __name__ == "__main__":

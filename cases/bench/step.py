@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cases.bench import losses
+from cases.bench.measure import phase
 from parity.case.inputs import Inputs
 from parity.errors import Unsupported
 from parity.fixes import policy
 from parity.registry import load
-from parity.tools.bench import losses
-from parity.tools.bench.measure import phase
 
 PHASES = ("old", "reference", "forward", "backward", "optimizer")
 ITERATIONS = 4
