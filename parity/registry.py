@@ -12,10 +12,10 @@ from typing import Any
 
 from parity.case.case import Case
 from parity.case.family import Family
+from parity.compare import one_case
 from parity.errors import UsageError
 from parity.implementations import user
 from parity.implementations.implementation import REGISTRY, Implementation, origin
-from parity.judging import compare
 from parity.judging.assess import CaseOracle
 from parity.protocol import process_state
 from parity.results.row import Row
@@ -217,8 +217,8 @@ def run_case(
     thorough: bool | Callable[[Implementation], bool] = True,
     announce: Callable[[Implementation], Any] = lambda implementation: None,
 ) -> Iterator[Row]:
-    """Rows of a case for each implementation, the reference first: of a loss by `judging.compare`, of a trainer's check by
-    `trainers.execute`.
+    """Rows of a case for each implementation, the reference first: of a loss by `parity.compare.one_case`, of a
+    trainer's check by `trainers.execute`.
 
     `thorough` (or what it says of an implementation) adds the repeated calls of the protocol gate and the exact relations
     to a loss; `announce` is called with each implementation before it runs.
@@ -227,7 +227,7 @@ def run_case(
     if is_trainer(case.family):
         rows = execute.rows(case, implementations, device, announce)
     else:
-        rows = compare.run_case(loss_family(case.family), case, implementations, device, thorough, announce)
+        rows = one_case.run_case(loss_family(case.family), case, implementations, device, thorough, announce)
     libraries = {i.id: i.library for i in implementations if i.library}
     files: dict[str, str | None] = {}
     for row in rows:

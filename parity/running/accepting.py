@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from parity.case.case import Case
+from parity.compare.one_case import skip_reason
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
-from parity.judging.compare import skip_reason
 from parity.protocol.call import execute
 from parity.registry import loss_family, oracle_of
 from parity.results.row import Row

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from parity.case.inputs import defaults
 from parity.case.profiles import PROFILES
+from parity.compare.pooled_slope import pooled
 from parity.errors import UsageError
-from parity.judging.pooled_slope import pooled
 from parity.process import Terminated, stopping
 from parity.registry import family, load, loss_families
 from parity.results.header import Asked, End, Header, Last, Part, Parted

@@ -20,9 +20,9 @@ from parity.case.case import Case
 from parity.case.drawing import batch, batches, cases
 from parity.case.family import Family
 from parity.case.profiles import Profile, streams
+from parity.compare.result_rows import replay_line
 from parity.implementations.implementation import Implementation
 from parity.judge.timings import within
-from parity.judging.rows import replay_line
 from parity.protocol import process_state
 from parity.registry import facts, loss_family, run_case
 from parity.results import recorded

@@ -389,7 +389,7 @@ def lost_row(
     A `reference` that was judged on the case shows that it can be run: then the candidate is to blame.
     """
     from parity.case.case import Case
-    from parity.judging.rows import empty_row
+    from parity.compare.result_rows import empty_row
     from parity.registry import family, load
     from parity.trainers import catalogue
 

@@ -23,10 +23,10 @@ import torch
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES
+from parity.compare.one_case import skip_reason
 from parity.implementations.implementation import Implementation
 from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle, confirmed, judge_all
-from parity.judging.compare import skip_reason
 from parity.process import prepare
 from parity.protocol.call import execute
 from parity.registry import loss_families, loss_family, oracle_of, resolved

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from parity.case.case import Case
 from parity.case.inputs import Setting
+from parity.compare.result_rows import size
 from parity.errors import UsageError
 from parity.judge.gates import Judgement
-from parity.judging.rows import size
 
 Made = TypeVar("Made")
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from msgspec.structs import replace
 
 from parity.case.case import Case
+from parity.compare.blame import Blame, flaky
+from parity.compare.result_rows import empty_row
 from parity.implementations.implementation import Implementation
 from parity.judge.timings import within
-from parity.judging.rows import Blame, empty_row, flaky
 from parity.protocol import process_state
 from parity.protocol.call import guarded
 from parity.protocol.exceptions import Outcome
@@ -25,7 +26,7 @@ def rows(
     device: str = "cpu",
     announce: Callable[[Implementation], None] = lambda implementation: None,
 ) -> Iterator[Row]:
-    """Rows of a case for each implementation of its trainer, the released one first; see `parity.judging.compare.run_case`."""
+    """Rows of a case for each implementation of its trainer, the released one first; see `parity.compare.one_case.run_case`."""
     fam = family(case.family)
     settings, found = fam.full_settings(case), fam.check(case)
     blame = Blame()

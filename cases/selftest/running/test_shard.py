@@ -13,8 +13,8 @@ from parity import data
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, Profile, streams
+from parity.compare import stale_cache
 from parity.implementations.implementation import Implementation, require
-from parity.judging import kept
 from parity.registry import NAMES, from_file, load, loss_family, select
 from parity.results import recorded
 from parity.results.ledger import Ledger
@@ -376,4 +376,6 @@ def test_a_share_of_a_share_is_drawn_from_all_of_it() -> None:
         again = [case for case in theirs if shard_module.repeated(one, case, 1)]
         assert len(theirs) / 40 < len(again) < len(theirs) / 8, name
         often = [case for case in found if shard_module.repeated(dataclasses.replace(one, every=1), case, 4)]
-        assert len(often) / 16 < sum(not kept.number(case) % kept.ONE_IN for case in often) < len(often) / 4, name
+        assert (
+            len(often) / 16 < sum(not stale_cache.number(case) % stale_cache.ONE_IN for case in often) < len(often) / 4
+        ), name

@@ -2,8 +2,8 @@
 
 import pytest
 
+from parity.compare.one_case import skip_reason
 from parity.judging.assess import confirmed
-from parity.judging.compare import skip_reason
 from parity.protocol.call import execute
 from parity.registry import loss_family, oracle_of
 from parity.selftest.controls.wrong import WRONG

@@ -12,11 +12,11 @@ import warnings
 import pytest
 from packaging.version import Version
 
+from parity.compare.one_case import interpreter_limit
 from parity.errors import Unsupported
 from parity.implementations import interpreter, trl_trainer
 from parity.implementations.trl import softcap
 from parity.judging.assess import CaseOracle
-from parity.judging.compare import interpreter_limit
 from parity.registry import loss_family
 from parity.upstream import trl
 

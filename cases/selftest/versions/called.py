@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parity.judging.compare import skip_reason
+from parity.compare.one_case import skip_reason
 from parity.process import prepare
 from parity.protocol.call import execute
 from parity.registry import load, loss_families, loss_family, run_case

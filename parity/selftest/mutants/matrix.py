@@ -11,8 +11,8 @@ from typing import Any
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, SHARDS
+from parity.compare.one_case import rows_of
 from parity.judging.assess import CaseOracle, confirmed
-from parity.judging.compare import _rows
 from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
 from parity.registry import loss_family, oracle_of, resolved
@@ -110,7 +110,7 @@ def _judged(oracle: CaseOracle, mutant: Mutant, fate: Fate, known: Sequence[Outc
                     return _dead(fate, case, j.gate, quantity, j.message)
         if not outcome.leaks and not thorough and outcome.verdict in ("ran", "unsupported"):
             return dataclasses.replace(fate, judged=fate.judged + len(outcome.quantities))
-    for row in _rows(oracle, implementation, thorough):
+    for row in rows_of(oracle, implementation, thorough):
         fate = dataclasses.replace(fate, judged=fate.judged + (row.verdict in DECIDED))
         if row.failing:
             return _dead(fate, case, row.gate or row.verdict, row.quantity or "", row.message)

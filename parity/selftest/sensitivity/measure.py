@@ -16,11 +16,11 @@ import torch
 
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
+from parity.compare.pooled_slope import allowed_slope
 from parity.implementations.implementation import Implementation, Outputs
 from parity.judge.escalation import REPLICAS, if_near, ladder, settle
 from parity.judge.gates import Judgement, judge
 from parity.judging.assess import CaseOracle, expected, largest
-from parity.judging.pooled_slope import allowed_slope
 from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
 from parity.registry import loss_family

@@ -4,7 +4,7 @@ import collections
 import math
 from collections.abc import Iterable, Sequence
 
-from parity.judging.pooled_slope import POOL_FLOOR, POOL_MINIMUM, POOL_SIGMAS, mean_slope
+from parity.compare.pooled_slope import POOL_FLOOR, POOL_MINIMUM, POOL_SIGMAS, mean_slope
 from parity.registry import loss_family
 from parity.results.report import measured
 from parity.selftest.sensitivity.measure import DTYPES, GATES, JUDGES, NEVER, DetectionLimit, label_of

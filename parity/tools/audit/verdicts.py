@@ -9,11 +9,11 @@ import torch
 
 from parity.case.case import Case
 from parity.case.probe import Probe
+from parity.compare.one_case import skip_reason
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import CERTAIN, settle
 from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle, expected, judge_all
-from parity.judging.compare import skip_reason
 from parity.judging.oracle import Quantities
 from parity.protocol.exceptions import Outcome
 from parity.results.row import Row

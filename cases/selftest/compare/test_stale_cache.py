@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 
+from parity.compare.stale_cache import ONE_IN, ONE_IN_FUNCTION, Calls, calls, number
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
-from parity.judging.kept import ONE_IN, ONE_IN_FUNCTION, Calls, calls, number
 from parity.protocol import side_effects
 from parity.protocol.call import execute
 from parity.registry import family, run_case

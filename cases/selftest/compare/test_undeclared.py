@@ -7,9 +7,9 @@ import torch
 from torch.nn.functional import linear
 
 from parity.case.case import Case
+from parity.compare.one_case import run_case
 from parity.implementations.user import from_function
 from parity.judge.recipe import Recipe
-from parity.judging.compare import run_case
 from parity.registry import loss_family
 
 LOGPROBS = loss_family("logprobs")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from parity.judging.pooled_slope import POOL_FLOOR, POOL_MINIMUM, mean_slope, pooled
+from parity.compare.pooled_slope import POOL_FLOOR, POOL_MINIMUM, mean_slope, pooled
 from parity.results.row import Row
 
 

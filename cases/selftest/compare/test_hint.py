@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parity.judging.diagnose import hints
+from parity.compare.hint import hints
 from parity.protocol.exceptions import Outcome
 from parity.registry import family, oracle_of
 

@@ -1,41 +1,9 @@
-"""Rows of losses and of trainer checks: the empty row, a second call after a failure, and who is to blame."""
-
-from __future__ import annotations
+"""Who is to blame on a case, and what does not fail twice: one rule for losses and for trainers."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
-from typing import Any
 
-from parity.case.case import Case
-from parity.case.family import AnyFamily
-from parity.process import elsewhere
 from parity.results.row import DECIDED, STOPPED, Row
-
-
-def empty_row(family: AnyFamily, case: Case, implementation: str, device: str, **fields: Any) -> Row:
-    """A row of the results contract in which nothing was judged: unsupported, unless `fields` say otherwise."""
-    s = family.full_settings(case)
-    shapes = {k: getattr(s, k) for k in family.shapes if hasattr(s, k)}
-    replayed = str(Path(case.tensors).with_suffix(".json")) if case.tensors else case.id
-    base: dict[str, Any] = {
-        "case": case.id,
-        "family": case.family,
-        "implementation": implementation,
-        "dtype": case.dtype,
-        "device": device,
-        "verdict": "unsupported",
-        "seed": case.seed,
-        "settings": dict(case.settings) | shapes,
-        "features": dict(family.features(case)),
-        "replay": replay_line(replayed, implementation),
-    }
-    return Row(**base | fields)
-
-
-def replay_line(case: str, implementation: str) -> str:
-    """The command that shows a case again, with the versions that `--with` named."""
-    return f"parity replay {case} --implementation {implementation}{elsewhere()}"
 
 
 def flaky(failing: Collection[str], again: Callable[[], Mapping[str, bool]]) -> set[str]:
@@ -75,11 +43,3 @@ class Blame:
         if wrong and row.variant is None:
             row.blame = "both" if beside and beside.verdict == "disagree" else "candidate"
         return row
-
-
-def size(x: Any) -> float | None:
-    """A scalar's value, a tensor's norm."""
-    if x is None or isinstance(x, float):
-        return x
-    x = x.detach().double()
-    return float(x) if x.dim() == 0 else float(x.norm())

@@ -1,16 +1,17 @@
-"""Names for patterns in an error: what a maintainer would look for first."""
+"""Hints at a cause: patterns in an error, and the recipe that an author may have meant and did not declare."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Collection
 
 import torch
 
+from parity.implementations.implementation import Implementation
 from parity.judge.recipe import TF32, TF32_TRUNCATED
+from parity.judge.timings import within
+from parity.judging.assess import CaseOracle, judge_all
 from parity.protocol.exceptions import Outcome
-
-if TYPE_CHECKING:
-    from parity.judging.assess import CaseOracle
 
 
 def hints(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
@@ -89,3 +90,51 @@ def _named_factor(oracle: CaseOracle, factor: float) -> str:
             if value not in (0.0, 1.0) and not (value == -1.0 and power != 1) and abs(factor / value**power - 1) < 2e-3:
                 return f", which is {text}"
     return ""
+
+
+SUMS = {"accumulate": "input", "partials": 64}
+"""A sum of partial gradients in 16 bits: a recipe has their number, and it is not known here."""
+LOGITS = {"logits": "input", "dlogits": "input"}
+SOFTMAX = LOGITS | {"softmax": "input"}
+FORWARD = (
+    LOGITS,
+    LOGITS | SUMS,
+    SOFTMAX,
+    SOFTMAX | {"log_sum_exp": "input"},
+    SOFTMAX | {"elementwise": "input"},
+    SOFTMAX | {"elementwise": "input", "log_sum_exp": "input"},
+)
+"""Fields of recipes, step by step, of what plain torch keeps in 16 bits."""
+BACKWARD = ({"dlogits": "input"}, SUMS, {"dlogits": "input"} | SUMS)
+"""The same of its backward pass alone."""
+
+
+@within("stage", "undeclared")
+def undeclared(
+    oracle: CaseOracle, implementation: Implementation, outcome: Outcome, failing: Collection[str]
+) -> str | None:
+    """A sentence with the fields of the first recipe under which every failing quantity agrees, or None.
+
+    Only for a user's function on 16-bit inputs or under autocast, where plain torch rounds what nobody asked it to.
+    """
+    autocast = oracle.inputs.context == "autocast"
+    dtype = "bf16" if autocast else oracle.inputs.case.dtype
+    if not implementation.is_function or dtype == "fp32":
+        return None
+    recipe = implementation.recipe_for(oracle.inputs)
+    for fields in BACKWARD if _is_wide(oracle, outcome, failing) else FORWARD:
+        wider = dataclasses.replace(recipe, **fields).resolve(dtype)
+        if wider == recipe:
+            continue
+        judged = judge_all(oracle, implementation, outcome, wider, only=failing)  # few replicas: a hint, no verdict
+        if all(q in judged and judged[q].agrees for q in failing):
+            named = ", ".join(f"{k}={v!r}" for k, v in fields.items())
+            return f"right for code that rounds so: Recipe({named}); declare it if that is meant"
+    return None
+
+
+def _is_wide(oracle: CaseOracle, outcome: Outcome, failing: Collection[str]) -> bool:
+    """Whether what is returned shows that all before it was computed in float32: it came so, and agrees."""
+    names = [name for name in oracle.family.outputs if name in outcome.quantities]
+    came = [outcome.quantities[name] for name in names]
+    return not set(names) & set(failing) and all(v is not None and v.dtype.itemsize >= 4 for v in came)

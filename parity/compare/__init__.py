@@ -1,0 +1,1 @@
+"""One case through every implementation: run, judge, blame, hint, rows."""

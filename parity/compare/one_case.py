@@ -1,0 +1,215 @@
+"""One case through every implementation: each is called, judged and explained, and becomes a row for each quantity."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from parity.case.case import Case
+from parity.case.family import Family
+from parity.case.inputs import context_of
+from parity.compare import hint
+from parity.compare.blame import Blame, flaky
+from parity.compare.result_rows import empty_row, judged_row, logic_row
+from parity.compare.stale_cache import Calls
+from parity.implementations.implementation import Implementation
+from parity.judge.escalation import settle
+from parity.judge.gates import Judgement
+from parity.judge.recipe import IEEE_FP32
+from parity.judge.timings import within
+from parity.judging.assess import CaseOracle, classify, confirmed, followed_variant, judge_all
+from parity.protocol import process_state, side_effects
+from parity.protocol.call import execute
+from parity.protocol.exceptions import Outcome
+from parity.results.row import Class, Row
+
+
+def run_case(
+    family: Family,
+    case: Case,
+    implementations: Iterable[Implementation],
+    device: str = "cpu",
+    thorough: bool | Callable[[Implementation], bool] = True,
+    announce: Callable[[Implementation], None] = lambda implementation: None,
+) -> Iterator[Row]:
+    """Rows of a case for each implementation, the reference first.
+
+    `thorough` (or what it says of an implementation) adds the repeated calls of the protocol gate and the exact
+    relations; `announce` is called with each implementation before it runs, so that the supervisor knows which one to
+    blame if the process dies.
+    """
+    oracle = CaseOracle.of(family, case, device)
+    blame = Blame()
+    for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
+        if process_state.broken():  # a fresh process goes on from here: `parity.running.shard.Retired`
+            return
+        announce(implementation)
+        deep = thorough if isinstance(thorough, bool) else thorough(implementation)
+        with within("implementation", implementation.id):
+            rows = list(rows_of(oracle, implementation, deep))
+        yield from map(blame.decide, rows)
+
+
+def skip_reason(family: Family, implementation: Implementation, case: Case, settings: Any, device: str) -> str | None:
+    """Why an implementation does not claim this case, before it is called."""
+    missing = implementation.missing()
+    if missing:
+        return missing
+    if case.dtype not in implementation.dtypes:
+        return f"dtype {case.dtype} is not among {', '.join(sorted(implementation.dtypes))}"
+    context = context_of(settings)
+    if (context if context != "tf32" else "plain") not in implementation.contexts:
+        return f"context {context} is not supported"
+    return interpreter_limit(family, case, settings) if implementation.interpreted and device == "cpu" else None
+
+
+INTERPRETER_BLOCKS = 400
+
+
+def interpreter_limit(family: Family, case: Case, settings: Any) -> str | None:
+    """Why Triton's interpreter cannot judge a kernel on this case: probed, or too many blocks for its pace."""
+    from parity.implementations import interpreter
+
+    interpreter.patching_by_name()
+    if (case.dtype == "bf16" or context_of(settings) == "autocast") and interpreter.truncates_bfloat16():
+        return "Triton's interpreter truncates to bfloat16 where hardware rounds"
+    rows, length = family.sizes(settings)
+    blocks = rows * (1 + length // 512)
+    if blocks > INTERPRETER_BLOCKS or length > 4 * 4096:
+        return f"{blocks} blocks are too many for Triton's interpreter (at most {INTERPRETER_BLOCKS}): run it on CUDA"
+    return None
+
+
+def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -> Iterator[Row]:
+    """Rows of one implementation: of each quantity, of each relation, and of what the calls left changed."""
+    oracle = whole.offered(implementation)
+    case, settings, device = oracle.inputs.case, oracle.inputs.settings, oracle.inputs.device.type
+    recipe = implementation.recipe_for(oracle.inputs)
+    about = {"role": implementation.role, "recipe": recipe.describe(), "undecided": oracle.inputs.undecided}
+    base = empty_row(oracle.family, case, implementation.id, device, **about)
+    if reason := skip_reason(oracle.family, implementation, case, settings, device):
+        yield replace(base, message=reason)
+        return
+    with within("stage", "first call"):
+        outcome = execute(implementation, oracle.inputs)
+    leaks, unfit = list(outcome.leaks), process_state.broken()
+    if leaks and not unfit:
+        leaks = side_effects.left_again(implementation, oracle.inputs, leaks)
+    if outcome.verdict != "ran":
+        yield replace(base, verdict=outcome.verdict, message=outcome.message, blame=outcome.blame)
+        return
+    if unfit:  # nothing in this process can be believed, least of all the replicas
+        yield logic_row(base, "protocol", False, "; ".join(leaks + unfit))
+        return
+    found = _judge(whole, implementation, outcome)
+    why = _explain(found)
+    if thorough and not found.failing and recipe.describe() != "fp32":
+        wide = dataclasses.replace(IEEE_FP32, output=recipe.output)
+        finer = judge_all(found.oracle, found.implementation, found.outcome, wide)
+        base.recipe_measured = "fp32" if all(j.agrees for j in finer.values()) else recipe.describe()
+    for name, j in found.judged.items():
+        row = judged_row(base, found.oracle, name, j, found.outcome)
+        yield row if j.agrees else why.told(row, hint.hints(found.oracle, name, found.outcome))
+    if thorough:
+        left, related = _repeated_calls(found)
+        leaks += left
+        leaks += [] if found.failing else Calls.of(whole).stale(found.implementation)  # its oracle knows no patch
+        for name, (holds, message) in related.items():
+            yield logic_row(base, f"relation: {name}", holds, message)
+    leaks += process_state.broken()
+    base.unjudged = list(found.outcome.unknown)
+    yield logic_row(base, "protocol", not leaks, "; ".join(leaks))
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A call on a case, and what the judge says of each of its quantities."""
+
+    oracle: CaseOracle
+    implementation: Implementation
+    outcome: Outcome
+    judged: Mapping[str, Judgement]
+
+    @property
+    def failing(self) -> list[str]:
+        """The quantities that disagree with the definition."""
+        return [name for name, j in self.judged.items() if not j.agrees]
+
+    def again(self) -> dict[str, bool]:
+        """Of the quantities of one more such call, whether they agree."""
+        second = execute(self.implementation, self.oracle.inputs)
+        if self.outcome.same_as(second):
+            return dict.fromkeys(self.failing, False)
+        found = confirmed(self.oracle, self.implementation, second) if second.verdict == "ran" else {}
+        return {name: j.agrees for name, j in found.items()}
+
+
+def _judge(whole: CaseOracle, implementation: Implementation, outcome: Outcome) -> Found:
+    """The first call held against the definition; what a user's function returns is judged, declared or not."""
+    oracle = whole.offered(implementation)
+    returned = implementation.outputs | (oracle.family.optional & set(outcome.quantities))
+    if implementation.is_function and returned != implementation.outputs:
+        implementation = dataclasses.replace(implementation, outputs=implementation.outputs | outcome.differentiable)
+        if whole.offered(implementation) is not oracle:
+            oracle = whole.offered(implementation)
+            outcome = execute(implementation, oracle.inputs)
+        implementation = dataclasses.replace(implementation, outputs=returned)
+    with within("stage", "judgement"):
+        return Found(oracle, implementation, outcome, confirmed(oracle, implementation, outcome))
+
+
+@dataclasses.dataclass
+class Why:
+    """What explains the quantities that disagree."""
+
+    variant: str | None = None
+    unsteady: Collection[str] = ()
+    classes: Mapping[str, Class] = dataclasses.field(default_factory=dict)
+    rounded: str | None = None
+
+    def told(self, row: Row, hints: Sequence[str]) -> Row:
+        """The row of such a quantity; which recipe would explain them all is said in the first."""
+        assert row.quantity is not None
+        row.verdict = "nondeterministic" if row.quantity in self.unsteady else "disagree"
+        row.cls, row.variant = self.classes[row.quantity], self.variant
+        row.message = "; ".join(filter(None, [row.message, *hints, self.rounded]))
+        self.rounded = None
+        return row
+
+
+def _explain(found: Found) -> Why:
+    failing, about = found.failing, (found.oracle, found.implementation)
+    if not failing:
+        return Why()
+    variant = followed_variant(*about, found.outcome, failing)
+    with within("stage", "second call"):
+        unsteady = flaky(failing, found.again)
+    classes = classify(*about, failing)
+    rounded = hint.undeclared(*about, found.outcome, failing) if "precision" in classes.values() else None
+    return Why(variant, unsteady, classes, rounded)
+
+
+def _repeated_calls(found: Found) -> tuple[list[str], dict[str, tuple[bool, str]]]:
+    """What several calls change, and the exact relations: name -> (holds, message)."""
+    implementation, inputs, outcome = found.implementation, found.oracle.inputs, found.outcome
+    other = found.oracle.beside
+    with process_state.together(implementation.id):
+        leaks = side_effects.repeated(implementation, inputs, other, outcome)
+        leaks += side_effects.interleaved(implementation, inputs, other, outcome)
+        leaks += side_effects.accumulation(implementation, inputs)
+        leaks += side_effects.unrecorded(implementation, inputs, outcome, functools.partial(_agree, found))
+        leaks += side_effects.unneeded(implementation, inputs)
+        related = side_effects.relations(found.oracle.family, implementation, inputs, outcome)
+    return leaks, related
+
+
+def _agree(found: Found, outcome: Outcome) -> bool:
+    """Whether whatever outputs another call gave agree with the definition."""
+    oracle, implementation = found.oracle, found.implementation
+    recipe, only = implementation.recipe_for(oracle.inputs), frozenset(outcome.quantities)
+    judged = settle(functools.partial(judge_all, oracle, implementation, outcome, recipe, only=only), together=True)
+    return all(j.agrees for j in judged.values())

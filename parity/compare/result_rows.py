@@ -1,0 +1,95 @@
+"""Rows of a case: the empty one, that of a judged quantity, that of a yes or no."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from parity.case.case import Case
+from parity.case.family import AnyFamily
+from parity.judge.gates import Judgement
+from parity.judging.assess import CaseOracle
+from parity.process import elsewhere
+from parity.protocol.exceptions import Outcome
+from parity.results.row import Row, finite
+
+
+def empty_row(family: AnyFamily, case: Case, implementation: str, device: str, **fields: Any) -> Row:
+    """A row of the results contract in which nothing was judged: unsupported, unless `fields` say otherwise."""
+    s = family.full_settings(case)
+    shapes = {k: getattr(s, k) for k in family.shapes if hasattr(s, k)}
+    replayed = str(Path(case.tensors).with_suffix(".json")) if case.tensors else case.id
+    base: dict[str, Any] = {
+        "case": case.id,
+        "family": case.family,
+        "implementation": implementation,
+        "dtype": case.dtype,
+        "device": device,
+        "verdict": "unsupported",
+        "seed": case.seed,
+        "settings": dict(case.settings) | shapes,
+        "features": dict(family.features(case)),
+        "replay": replay_line(replayed, implementation),
+    }
+    return Row(**base | fields)
+
+
+def replay_line(case: str, implementation: str) -> str:
+    """The command that shows a case again, with the versions that `--with` named."""
+    return f"parity replay {case} --implementation {implementation}{elsewhere()}"
+
+
+def size(x: Any) -> float | None:
+    """A scalar's value, a tensor's norm."""
+    if x is None or isinstance(x, float):
+        return x
+    x = x.detach().double()
+    return float(x) if x.dim() == 0 else float(x.norm())
+
+
+NUMBERS = ("headroom", "max_abs", "max_rel", "dist", "atol", "rtol", "slope")
+"""Fields that a judgement and its row have in common."""
+
+
+def judged_row(base: Row, oracle: CaseOracle, name: str, j: Judgement, outcome: Outcome) -> Row:
+    """The row of a quantity that was held against the definition."""
+    numbers: dict[str, Any] = {field: finite(getattr(j, field)) for field in NUMBERS}
+    return replace(
+        base,
+        quantity=name,
+        verdict="agree" if j.agrees else "disagree",
+        gate=j.gate,
+        gates={k: finite(v) for k, v in j.gates.items()},
+        undecided=oracle.inputs.undecided + j.undecided,
+        value=finite(size(outcome.quantities.get(name))),
+        value_oracle=finite(size(oracle.exact.get(name))),
+        allclose=j.allclose,
+        worst=[] if j.agrees else [_entry(oracle, name, *w) for w in j.worst],
+        message=j.message,
+        **numbers,
+    )
+
+
+def _entry(
+    oracle: CaseOracle, name: str, index: tuple[int, ...], value: float, truth: float, error: float
+) -> dict[str, Any]:
+    """One of the worst entries, with what it belongs to (`Family.place`): sequence, position, token id and mask of a token."""
+    out = {"index": list(index), "value": finite(value), "oracle": finite(truth), "error": finite(error)}
+    return out | oracle.family.place(oracle.inputs, name, index)
+
+
+def logic_row(base: Row, quantity: str, holds: bool, message: str) -> Row:
+    """The row of a relation ("relation: …") or of the protocol: it holds, or it does not."""
+    gate, headroom = quantity.partition(":")[0], 0.0 if holds else None
+    return replace(
+        base,
+        quantity=quantity,
+        verdict="agree" if holds else "disagree",
+        cls=None if holds else "logic",
+        gate=gate,
+        headroom=headroom,
+        gates={gate: headroom},
+        message=message,
+    )
