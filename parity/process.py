@@ -82,10 +82,16 @@ def under_watch() -> bool:
 
 
 def tell(**event: Any) -> None:
-    """Report to the process that watches this one, if one does; a fork of it is not heard."""
+    """Report to the process that watches this one, if one does; a fork of it is not heard (`parity.running.child`).
+
+    Raises:
+        ValueError: for a NaN or an infinity.
+    """
     if _told is not None and _told[2] == os.getpid():
         descriptor, nonce, pid = _told
-        os.write(descriptor, json.dumps({"nonce": nonce, "pid": pid, **event}).encode() + b"\n")
+        line = f"{nonce} {pid} {json.dumps(event, allow_nan=False)}\n".encode()
+        while line:
+            line = line[os.write(descriptor, line) :]
 
 
 def environment(device: str, threads: int) -> dict[str, str]:

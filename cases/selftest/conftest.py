@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from fixtures import warm
-from parity.running import child, supervisor
+from parity.running import child
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +14,5 @@ def warm_workers():
     """Workers, and the children in which a user's file is imported, begin behind their imports: `fixtures.warm`."""
     names = SimpleNamespace(Popen=warm.popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (supervisor, child):
-            patch.setattr(module, "subprocess", names)
+        patch.setattr(child, "subprocess", names)
         yield

@@ -76,7 +76,7 @@ def loaded(spec: str, importing: Importing) -> Any:
     file = Path(path).resolve()
     if not file.is_file():
         raise UsageError(f"implementation {spec!r}: {path} is not a file")
-    tell(importing=path)
+    tell(event="importing", path=path)
     try:
         module = _module(file, importing)
     except KeyboardInterrupt:
@@ -85,7 +85,7 @@ def loaded(spec: str, importing: Importing) -> Any:
         raise UsageError(f"implementation {spec!r}: importing {path} calls sys.exit({error.code!r})") from error
     except BaseException as error:
         raise UsageError(f"implementation {spec!r}: importing {path} fails: {type(error).__name__}: {error}") from error
-    tell(importing=None)
+    tell(event="importing", path=None)
     found = getattr(module, name, None)
     if not isinstance(found, Implementation | Family) and not callable(found):
         defined = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}

@@ -1,16 +1,21 @@
-"""What a worker tells its supervisor: one strict JSON object a line, told apart by the key "event"."""
+"""What a worker tells its supervisor, told apart by the key "event"."""
 
-import json
 from typing import Any, TypeAlias
 
 import msgspec
+from msgspec import field
 
-from parity.decoding import decode
 from parity.results.row import Row
 
 
 class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower):
     pass
+
+
+class Importing(_Event, frozen=True):
+    """A user's file is imported, or no more."""
+
+    path: str | None
 
 
 class At(_Event, frozen=True):
@@ -62,7 +67,7 @@ class ShardDone(_Event, frozen=True):
 
     cases: int = 0
     seconds: float = 0.0
-    spent: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    spent: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Retired(_Event, frozen=True):
@@ -73,35 +78,9 @@ class Retired(_Event, frozen=True):
 
 
 class Lost(_Event, frozen=True):
-    """A worker was given up, and the rest of its shard; told by the supervisor, not by a worker."""
+    """A worker was given up, and the rest of its shard. Told by the supervisor, or by a worker that must not take part."""
 
     message: str
 
 
-Event: TypeAlias = At | Started | Judged | Checked | Confirmed | Apart | ShardDone | Retired | Lost
-
-
-def line_of(event: Event) -> str:
-    """The event as a line. Raises ValueError for a NaN or an infinity in it."""
-    return json.dumps(msgspec.to_builtins(event), allow_nan=False) + "\n"
-
-
-def signed(nonce: str, pid: int, event: Event) -> str:
-    """The line of an event of the process `pid` that was told the nonce."""
-    return f"{nonce} {pid} {line_of(event)}"
-
-
-def genuine(line: str, nonce: str, pid: int) -> str | None:
-    """A signed line without its signature; None for what a fork, a library or an implementation wrote, or a line cut short."""
-    head = f"{nonce} {pid} "
-    return line[len(head) :] if line.startswith(head) and line.endswith("\n") else None
-
-
-def read(line: str, source: str) -> Event:
-    """The event of a line.
-
-    Raises:
-        UsageError: naming `source` and what is wrong with the line.
-    """
-    found: Event = decode(Event, line, source)
-    return found
+Event: TypeAlias = Importing | At | Started | Judged | Checked | Confirmed | Apart | ShardDone | Retired | Lost

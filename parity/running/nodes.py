@@ -32,8 +32,8 @@ GPU_SHARE = 1 / 16
 
 @dataclass(eq=False)
 class Slot:
-    """An actor and the shard that it has. `waits`: for its header, or for more of the shard's events; `at`, `done`,
-    `references` and `skip`: as in `supervisor.Worker` and `Shard`, of what was heard."""
+    """An actor and the shard that it has. `waits`: for its header, or for more of the shard's events; `at` and
+    `skip`: as `Shard.resume` and `Shard.skip`, of what was heard."""
 
     actor: Any
     waits: Any
@@ -41,16 +41,13 @@ class Slot:
     shard: Shard | None = None
     seconds: float | None = None
     at: int = 0
-    done: set[tuple[str, str]] = field(default_factory=set)
-    references: dict[str, str] = field(default_factory=dict)
     skip: list[tuple[str, str]] = field(default_factory=list)
     streams: list[tuple[str, int]] = field(default_factory=list)
 
     def deal(self, shard: Shard) -> None:
         """Give the actor a shard."""
         self.shard, self.seconds = shard, None
-        self.at, self.done, self.skip = shard.resume, {*shard.done}, [*shard.skip]
-        self.references = dict(shard.references)
+        self.at, self.skip = shard.resume, [*shard.skip]
         self.streams += [(shard.family, shard.index)] if shard.kind == "drawn" else []
         self.waits = self.actor.run.options(num_returns="streaming", name=shard.name).remote(shard)
 
@@ -58,15 +55,8 @@ class Slot:
         """Keep what another actor would have to know."""
         match event:
             case Judged():
-                pair = event.row.case, event.row.implementation
-                self.done.add(pair)
-                self.skip += [pair] if event.lost else []
-                if event.row.role == "reference" and event.row.judged:
-                    self.references.setdefault(*pair)
+                self.skip += [(event.row.case, event.row.implementation)] if event.lost else []
             case At():
-                if event.number != self.at:
-                    self.done.clear()
-                    self.references.clear()
                 self.at = event.number
             case ShardDone():
                 self.seconds = event.seconds
@@ -74,8 +64,7 @@ class Slot:
     def rest(self) -> Shard:
         """What another actor has to do of the shard, and has to know."""
         assert self.shard is not None
-        done, skip, references = sorted(self.done), self.skip, sorted(self.references.items())
-        return replace(self.shard, resume=self.at, done=tuple(done), references=tuple(references), skip=tuple(skip))
+        return replace(self.shard, resume=self.at, skip=tuple(self.skip))
 
 
 class Nodes:

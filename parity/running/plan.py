@@ -108,8 +108,8 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """`count` cases of a family, from number `start` on: frozen ones, those of a trainer's checks, or of the `of` that are
     drawn in stream `index`; the pairs that no draw shows an `implementation`, which count as one case; or a finding.
 
-    `resume` cases at the start were done, and the pairs (case, implementation) of `done`, before a worker died; `references`:
-    (case, reference that was judged on it) of those; `skip` names pairs that killed it, `exclude` implementations left out.
+    `resume` cases at the start were done before a worker died; `skip` names pairs (case, implementation) that killed it,
+    `exclude` implementations left out.
     """
 
     family: str
@@ -122,8 +122,6 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     implementation: str = ""
     sought: Sought | None = None
     resume: int = 0
-    done: tuple[tuple[str, str], ...] = ()
-    references: tuple[tuple[str, str], ...] = ()
     skip: tuple[tuple[str, str], ...] = ()
     exclude: tuple[str, ...] = ()
 

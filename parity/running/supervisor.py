@@ -9,7 +9,6 @@ import json
 import os
 import queue
 import re
-import secrets
 import shutil
 import subprocess
 import tempfile
@@ -23,14 +22,15 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
+from parity.decoding import decode
 from parity.errors import UsageError
 from parity.process import interpreter
 from parity.protocol import faults
 from parity.results.row import IN_ITS, NO_REFERENCE, STOPPED, UNKNOWN, Row, Verdict
 from parity.running import cpu_limit, gpu
+from parity.running.child import Child
 from parity.running.deck import Deck
-from parity.running.events import At, Event, Judged, Lost, Retired, ShardDone, Started, genuine
-from parity.running.events import read as read_event
+from parity.running.events import At, Event, Judged, Lost, Retired, ShardDone, Started
 from parity.running.plan import Shard
 
 MAX_RESTARTS = 20
@@ -41,42 +41,54 @@ ASLEEP = 0.05
 THRICE = 3
 """Losses of workers to one implementation after which it is left out."""
 
+Pair: TypeAlias = tuple[str, str]
+"""Case and implementation."""
+Told: TypeAlias = tuple[Shard, Event]
+
 
 @dataclasses.dataclass
 class Worker:
-    """A worker process with the shard it has.
+    """A worker process with the shard it has. `files`: where it writes its stderr and keeps its place, without suffix.
 
     `last`: when it said something last; `computed`: its CPU time and how long it had waited for a core when it had been
-    silent since, None before that.
-    `kept`: rows of the implementation that runs, passed on when it is done, so that none is there twice when it runs
-    again in a fresh process; `done`: (case, implementation) pairs passed on since the case `at` began. `retried`: pairs
-    that had a second chance, with what a lost CUDA context said; `retired`: the pair after which the process asked for a
-    successor; `again`: its first case was begun before; `references`: case -> a reference
-    that was judged on it. `streams`: what the process has drawn from.
+    silent since, None before that. `rows`: of the case that runs, passed on when it is done, so that none is there twice
+    when a fresh process runs the case again; `kept`: those that a fresh process does not repeat. `retried`: pairs that had a
+    second chance -> what was started, and what a lost CUDA context said; `retired`: the pair after which the process
+    asked for a successor. `streams`: what the process has drawn from.
     """
 
     plan: dict[str, Any]
+    files: Path
     shard: Shard | None = None
-    process: subprocess.Popen[str] | None = None
-    nonce: str = ""
+    child: Child | None = None
     started: Started | None = None
-    at: int = 0
     last: float = 0.0
     computed: tuple[float, float] | None = None
     restarts: int = 0
-    errors: Path | None = None
     finished: bool = False
-    kept: list[Judged] = dataclasses.field(default_factory=list)
-    done: set[tuple[str, str]] = dataclasses.field(default_factory=set)
-    retried: dict[tuple[str, str] | None, str] = dataclasses.field(default_factory=dict)
-    retired: Retired | None = None
-    references: dict[str, str] = dataclasses.field(default_factory=dict)
-    again: bool = False
     blocking: bool = False
+    rows: list[Judged] = dataclasses.field(default_factory=list)
+    kept: list[Judged] = dataclasses.field(default_factory=list)
+    retried: dict[Pair | None, tuple[Started | None, str]] = dataclasses.field(default_factory=dict)
+    retired: Retired | None = None
     streams: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
+    @property
+    def errors(self) -> Path:
+        """What it writes to stderr."""
+        return self.files.with_suffix(".stderr")
 
-Told: TypeAlias = tuple[Shard, Event]
+    def end(self) -> None:
+        """Kill its process and what that started."""
+        if self.child is not None:
+            self.child.end()
+        self.child = None
+
+    def row(self, at: Started, verdict: Verdict, message: str, part: str) -> Judged:
+        """The row of what did not come back from this part of it."""
+        told = (one.row for one in (*self.kept, *self.rows) if one.row.case == at.case and one.row.judged)
+        reference = next((row.implementation for row in told if row.role == "reference"), None)
+        return Judged(lost_row(at, verdict, message, self.plan["device"], part, reference), lost=True)
 
 
 def run(plans: Sequence[dict[str, Any]], deck: Deck, timeout: float, first_timeout: float) -> Iterator[Told]:
@@ -87,7 +99,7 @@ def run(plans: Sequence[dict[str, Any]], deck: Deck, timeout: float, first_timeo
     which it waited for a core left out, is killed: its row is timed-out. A process that ends before it is done is given
     one more chance, for it may have been ended from outside; the second time its row is crashed, and a CUDA context that
     was lost once only is crashed too.
-    Then a new process goes on behind the case, without that implementation on it. A finding that ends its process is not
+    Then a new process runs the case again, without that implementation on it. A finding that ends its process is not
     looked at again.
     """
     with watching(plans, deck) as watch:
@@ -99,14 +111,12 @@ def watching(plans: Sequence[dict[str, Any]], deck: Deck) -> Iterator[Watch]:
     """A watch with a worker for every plan; their processes are ended at the end."""
     remove_abandoned()
     with tempfile.TemporaryDirectory(prefix=f"parity-{os.getpid()}-", ignore_cleanup_errors=True) as folder:
-        watch = Watch(deck, Path(folder))
-        watch.workers = [Worker(plan, errors=Path(folder) / f"stderr-{n}") for n, plan in enumerate(plans)]
+        watch = Watch(deck, [Worker(plan, Path(folder) / str(n)) for n, plan in enumerate(plans)])
         try:
             yield watch
         finally:
             for worker in watch.workers:
-                if worker.process is not None:
-                    _end(worker.process)
+                worker.end()
 
 
 def remove_abandoned() -> None:
@@ -118,47 +128,31 @@ def remove_abandoned() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Kill a worker and what it started."""
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):
-        process.stdin.close()
-    if process.poll() is None:
-        cpu_limit.end(process.pid)
-        process.wait()
-
-
-def _silent(worker: Worker, limit: float) -> tuple[str, bool]:
+def silent(worker: Worker, limit: float) -> tuple[str, bool]:
     """Why a worker has been silent for too long, or nothing, and whether it slept; on a loaded machine the clock says little."""
-    if worker.shard is None or worker.process is None:
+    if worker.shard is None or worker.child is None:
         return "", False
+    pid = worker.child.process.pid
     if worker.computed is None:
-        worker.computed = cpu_limit.cpu_time(worker.process.pid), cpu_limit.starved(worker.process.pid)
+        worker.computed = cpu_limit.cpu_time(pid), cpu_limit.starved(pid)
     waited = time.monotonic() - worker.last
     if waited <= limit:
         return "", False
-    spent = cpu_limit.cpu_time(worker.process.pid) - worker.computed[0]
-    waited -= max(0.0, cpu_limit.starved(worker.process.pid) - worker.computed[1])  # for a core
+    spent = cpu_limit.cpu_time(pid) - worker.computed[0]
+    waited -= max(0.0, cpu_limit.starved(pid) - worker.computed[1])  # for a core
     asleep = waited > SLEEPING * limit and spent < ASLEEP * waited
     over = asleep or spent > limit or waited > cpu_limit.BACKSTOP * limit
     return (f"no answer for {waited:.0f} s, {spent:.0f} s of them CPU time" if over else ""), asleep
 
 
-def _late(worker: Worker) -> bool:
-    """Whether the time of the run is over: what hangs now is waited for once, on the frozen cases that are left too."""
-    deadline = worker.plan.get("deadline")
-    return deadline is not None and time.time() > deadline
-
-
 class Watch:
     """Deals shards to workers and makes of what they say the events of a run."""
 
-    def __init__(self, deck: Deck, folder: Path):
-        self.deck, self.folder = deck, folder
-        self.workers: list[Worker] = []
-        self.events: queue.Queue[tuple[Worker, subprocess.Popen[str], Event | None]] = queue.Queue()
+    def __init__(self, deck: Deck, workers: list[Worker]):
+        self.deck, self.workers = deck, workers
+        self.events: queue.Queue[tuple[Worker, Child, Event | None]] = queue.Queue()
         self.excluded: list[str] = []
-        self.losses: collections.Counter[str] = collections.Counter()
+        self.losses = collections.Counter[str]()
 
     def follow(self, timeout: float, first_timeout: float) -> Iterator[Told]:
         """The events of the workers until no shard is left; their processes wait for more."""
@@ -168,16 +162,15 @@ class Watch:
             if not any(w.shard for w in self.workers):
                 return
             try:
-                worker, process, event = self.events.get(timeout=0.5)
+                worker, child, event = self.events.get(timeout=0.5)
             except queue.Empty:
                 for worker in self.workers:
-                    message, asleep = _silent(worker, timeout if worker.started else first_timeout)
-                    if message:
-                        assert worker.process is not None and worker.errors is not None
-                        message += gpu.where(worker.process, worker.errors)
+                    message, asleep = silent(worker, timeout if worker.started else first_timeout)
+                    if message and worker.child:
+                        message += gpu.where(worker.child.process, worker.errors)
                         yield from self.lost(worker, message, "timed-out", out=asleep)
                 continue
-            if process is not worker.process:  # what one that was given up had still to say
+            if child is not worker.child:  # what one that was given up had still to say
                 continue
             worker.last, worker.computed = time.monotonic(), None
             if isinstance(event, Lost):
@@ -185,89 +178,85 @@ class Watch:
             elif event is not None:
                 yield from self.passed_on(worker, event)
             elif worker.shard is not None:
-                yield from self.lost(worker, _death(worker), "crashed")
+                yield from self.lost(worker, death(child.how, worker.errors.read_text(errors="replace")), "crashed")
             else:  # it ended between two shards: the next one has a new process
-                _end(process)
-                worker.process = None
+                worker.end()
 
     def deal(self, worker: Worker) -> None:
         """The next shard for a worker that has none."""
-        if worker.shard is not None or worker.finished:
-            return
-        worker.shard = self.deck.take(worker.streams)
-        if worker.shard is None:
-            return
-        worker.at, worker.again, worker.started = worker.shard.resume, False, None
-        worker.done, worker.references = {*worker.shard.done}, dict(worker.shard.references)
-        worker.retried.clear()
-        fresh = worker.shard.sought is not None and worker.shard.sought.fresh
-        if (fresh or worker.blocking) and worker.process is not None:
-            _end(worker.process)
-            worker.process = None
-        self.start(worker)
+        if worker.shard is None and not worker.finished and (shard := self.deck.take(worker.streams)):
+            worker.shard = shard
+            if worker.blocking or (shard.sought is not None and shard.sought.fresh):
+                worker.end()
+            self.start(worker)
 
     def start(self, worker: Worker, blocking: bool = False) -> None:
         """Tell a worker its shard; where it has no process, a new one; `blocking`: one that waits for each CUDA kernel."""
         assert worker.shard is not None
-        if worker.process is None:
-            _start(worker, self.events, self.folder, blocking)
-            worker.streams, worker.blocking = [], blocking
-        assert worker.process is not None and worker.process.stdin is not None
+        child = worker.child
+        if child is None:
+            child = worker.child = begun(worker, blocking)
+            worker.streams, worker.blocking, worker.started = [], blocking, None
+            threading.Thread(target=self.hear, args=(worker, child), daemon=True).start()
         shard = replace(worker.shard, exclude=(*worker.shard.exclude, *self.excluded))
         if shard.kind == "drawn":
             worker.streams.append((shard.family, shard.index))
         worker.last, worker.computed = time.monotonic(), None
+        assert child.process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended: an event says so
-            worker.process.stdin.write(json.dumps(msgspec.to_builtins(shard)) + "\n")
-            worker.process.stdin.flush()
+            child.process.stdin.write(json.dumps(msgspec.to_builtins(shard)) + "\n")
+            child.process.stdin.flush()
+
+    def hear(self, worker: Worker, child: Child) -> None:
+        """Queue what a process tells, and None when it has ended."""
+        event: Event | None
+        for line in child.events():
+            try:
+                event = decode(Event, line, "a worker's event")
+            except UsageError as error:
+                child.process.kill()
+                event = Lost(str(error))
+            self.events.put((worker, child, event))
+        self.events.put((worker, child, None))
 
     def passed_on(self, worker: Worker, event: Event) -> Iterator[Told]:
-        """The event, after the rows that were held back; keeps what a new process would have to know."""
+        """The event, after the rows of a case that is done; keeps what a new process would have to know."""
         shard = worker.shard
         if shard is None:
             return
-        if isinstance(event, Judged):
-            worker.kept.append(event)
-            return
-        for judged in worker.kept:
-            worker.done.add((judged.row.case, judged.row.implementation))
-            if judged.row.role == "reference" and judged.row.judged:
-                worker.references.setdefault(judged.row.case, judged.row.implementation)
-            yield shard, judged
-        yield from self.not_again(worker, shard)
-        worker.kept.clear()
         match event:
+            case Judged():
+                worker.rows.append(event)
+                return
             case Started():
                 worker.started = event
-            case At():
-                if event.number != worker.at:
-                    worker.done.clear()
-                    worker.references.clear()
-                worker.at = event.number
-                if worker.again:  # the process before this one has said so
-                    worker.again = False
-                    return
-            case ShardDone():
-                worker.shard = None
-                self.deck.back(shard, event.seconds)
             case Retired():
                 worker.retired = event
+            case At() if event.number != shard.resume:  # else the process before this one has said so
+                yield from ((shard, one) for one in self.of_case(worker))
+                worker.shard = replace(shard, resume=event.number)
+            case ShardDone():
+                yield from ((shard, one) for one in self.of_case(worker))
+                worker.shard = None
+                self.deck.back(shard, event.seconds)
         yield shard, event
 
-    def not_again(self, worker: Worker, shard: Shard) -> Iterator[Told]:
-        """A row for what lost a CUDA context and came back the second time: a race, or a fault that waiting hides."""
-        at = worker.started
-        first = worker.retried.get((at.case, at.implementation)) if at else None
-        if at is None or not first or any(one.row.verdict in STOPPED for one in worker.kept):
-            return
-        worker.retried[at.case, at.implementation] = ""
-        message = f"{first}; not again{f' with {faults.BLOCKING}=1' if worker.blocking else ''}"
-        yield shard, Judged(self.row(worker, at, "crashed", message, "call"), lost=True)
-        self.hold(at.implementation)
+    def of_case(self, worker: Worker) -> list[Judged]:
+        """The rows of the case that is done.
 
-    def row(self, worker: Worker, at: Started, verdict: Verdict, message: str, part: str) -> Row:
-        """The row of what did not come back from this part of it."""
-        return lost_row(at, verdict, message, worker.plan["device"], part, worker.references.get(at.case))
+        With one for what lost a CUDA context and came back the second time: a race, or a fault that waiting hides.
+        """
+        rows = [*worker.kept, *worker.rows]
+        for pair, (at, message) in worker.retried.items():
+            stopped = any((r.row.case, r.row.implementation) == pair and r.row.verdict in STOPPED for r in rows)
+            if at is not None and message and not stopped:
+                hidden = f" with {faults.BLOCKING}=1" if worker.blocking else ""
+                rows.append(worker.row(at, "crashed", f"{message}; not again{hidden}", "call"))
+                self.hold(at.implementation)
+        worker.started = None
+        for done in (worker.retried, worker.kept, worker.rows):
+            done.clear()
+        return rows
 
     def hold(self, implementation: str, out: bool = False) -> None:
         """One more loss of a worker to this implementation; after THRICE, or `out`, it is left out of all further cases."""
@@ -276,10 +265,11 @@ class Watch:
             self.excluded.append(implementation)
 
     def given_up(self, worker: Worker, message: str) -> Iterator[Told]:
-        """A worker that is not started again, and its shard."""
+        """A worker that is not started again, and its shard, with the rows that there are."""
         shard, worker.shard, worker.finished = worker.shard, None, True
         if shard is not None:
             self.deck.back(shard)
+            yield from ((shard, one) for one in self.of_case(worker))
             yield shard, Lost(message)
 
     def lost(self, worker: Worker, message: str, verdict: Verdict, out: bool = False) -> Iterator[Told]:
@@ -287,98 +277,61 @@ class Watch:
 
         `out`: the implementation is left out of all further cases at once.
         """
-        worker.kept.clear()
         shard, started, retired = worker.shard, worker.started, worker.retired
-        assert shard is not None and worker.process is not None
-        _end(worker.process)
-        worker.process, worker.retired = None, None
-        part = faults.kept_place(place_of(worker))
-        if shard.kind == "finding":
-            worker.shard = None
-            self.deck.back(shard)
-            return
+        assert shard is not None
+        worker.end()
+        worker.retired = None
         last = retired or started
         pair = (last.case, last.implementation) if last else None
-        skip = shard.skip
+        if shard.kind == "finding":
+            worker.shard = None
+            worker.rows.clear()
+            self.deck.back(shard)
+            return
         once_more = verdict == "crashed" and not retired and pair not in worker.retried
         if once_more:
-            worker.retried[pair] = message if faults.says(message) else ""
+            worker.retried[pair] = started, message if faults.says(message) else ""
         else:
             worker.restarts += 1
             if pair is None or worker.restarts > MAX_RESTARTS:
                 yield from self.given_up(worker, message)
                 return
-            if started is not None and not retired and pair not in worker.done:
-                message += f"{IN_ITS}{part}" if part else ""
-                yield shard, Judged(self.row(worker, started, verdict, message, part), lost=True)
-            skip = (*skip, pair)
-            self.hold(pair[1], out or (verdict == "timed-out" and _late(worker)))
-        worker.again = last is not None
-        worker.shard = replace(shard, resume=worker.at, done=tuple(sorted(worker.done)), skip=skip)
+            if retired:
+                worker.kept += [one for one in worker.rows if (one.row.case, one.row.implementation) == pair]
+            elif started:
+                part = faults.kept_place(worker.files.with_suffix(".place"))
+                worker.kept.append(worker.row(started, verdict, message + (f"{IN_ITS}{part}" if part else ""), part))
+            deadline = worker.plan.get("deadline")
+            late = deadline is not None and time.time() > deadline  # what hangs now is waited for once
+            self.hold(pair[1], out or (verdict == "timed-out" and late))
+            worker.shard = replace(shard, skip=(*shard.skip, pair))
+        worker.rows.clear()
         self.start(worker, blocking=once_more)
 
 
-def _start(worker: Worker, events: Any, folder: Path, blocking: bool = False) -> None:
-    assert worker.errors is not None
-    plan = folder / f"{worker.errors.name}.json"
-    worker.nonce = secrets.token_hex(8)
-    identity = {"nonce": worker.nonce, "parent": os.getpid()}
-    place_of(worker).unlink(missing_ok=True)  # of the process before it
-    plan.write_text(json.dumps(worker.plan | identity | {"place": str(place_of(worker))}))
-    env = gpu.child(worker.plan["device"], worker.plan["threads"], worker.plan.get("gpu"))
-    env = {**env, faults.BLOCKING: "1"} if blocking else env
-    command = [*interpreter("parity.running.worker:main"), str(plan)]
+def begun(worker: Worker, blocking: bool = False) -> Child:
+    """A new process of a worker."""
+    place, plan = worker.files.with_suffix(".place"), worker.files.with_suffix(".json")
+    place.unlink(missing_ok=True)  # of the process before it
+    plan.write_text(json.dumps(worker.plan | {"place": str(place)}))
+    env = dict(gpu.child(worker.plan["device"], worker.plan["threads"], worker.plan.get("gpu")))
+    env |= {faults.BLOCKING: "1"} if blocking else {}
     with worker.errors.open("w") as errors:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
+        return Child(
+            [*interpreter("parity.running.worker:main"), str(plan)],
             env=env,
+            stdin=subprocess.PIPE,
+            stdout=errors,
+            stderr=errors,
             text=True,
             start_new_session=True,  # Ctrl-C is for the watcher, who ends its workers
         )
-    worker.process, worker.last, worker.started, worker.computed = process, time.monotonic(), None, None
-    nonce = worker.nonce
-
-    def read() -> None:
-        assert process.stdout is not None
-        with process.stdout as lines:
-            for line in lines:
-                payload = genuine(line, nonce, process.pid)
-                if payload is None:
-                    continue
-                try:
-                    events.put((worker, process, read_event(payload, "a worker's event")))
-                except UsageError as error:
-                    process.kill()
-                    events.put((worker, process, Lost(str(error))))
-                    break
-        process.wait()
-        events.put((worker, process, None))
-
-    def ended() -> None:  # a descendant that holds the pipe open keeps nobody waiting
-        process.wait()
-        time.sleep(5.0)
-        events.put((worker, process, None))
-
-    threading.Thread(target=read, daemon=True).start()
-    threading.Thread(target=ended, daemon=True).start()
 
 
-def _death(worker: Worker) -> str:
-    assert worker.process is not None and worker.errors is not None
-    code = worker.process.returncode
-    said = worker.errors.read_text(errors="replace")
+def death(how: str, said: str) -> str:
+    """How a process ended, where a signal ended it, and the line of its stderr that says why."""
     why = gpu.cause(said.splitlines())
-    how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return " ".join(filter(None, [f"the process ended ({how})", gpu.fatal(said)])) + (f": {why[:300]}" if why else "")
-
-
-def place_of(worker: Worker) -> Path:
-    """The file in which the worker's process keeps which part of an implementation runs."""
-    assert worker.errors is not None
-    return worker.errors.with_suffix(".place")
 
 
 def lost_row(

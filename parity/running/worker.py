@@ -1,9 +1,5 @@
-"""A worker process, in which implementations run: reads a plan, then a shard a line from its standard input, and writes one
-JSON event a line to its standard output.
-
-A separate process, because an implementation may hang or take the process down. Every event carries the nonce of the plan
-and this process's id: what a fork of it, a library or an implementation writes to the same descriptor is no event.
-"""
+"""A worker process, in which implementations run, for one may hang or take the process down: reads a plan, then a shard a
+line from its standard input, and tells events (`parity.running.events`)."""
 
 from __future__ import annotations
 
@@ -19,21 +15,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from parity.decoding import decode
 from parity.judge.timings import spent, within
-from parity.process import die_with, prepare
+from parity.process import prepare, tell, under_watch
 from parity.running import gpu
 
 
 def main(path: str) -> int:
     """Run shards until there are no more."""
     plan: dict[str, Any] = json.loads(Path(path).read_text())
-    die_with(plan["parent"])
+    under_watch()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    events = os.fdopen(os.dup(1), "w", buffering=1)  # not inherited by what an implementation starts
     faulthandler.register(gpu.WHERE)
     faulthandler.enable(all_threads=False)
-    os.dup2(2, 1)  # what libraries print must not mix with events
     shards = os.fdopen(os.dup(0), "rb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -50,7 +46,7 @@ def main(path: str) -> int:
         from parity.protocol import faults
         from parity.registry import resolved, select
         from parity.results.ledger import Ledger
-        from parity.running.events import Event, Judged, ShardDone, signed
+        from parity.running.events import Event, ShardDone
         from parity.running.events import Retired as RetiredEvent
         from parity.running.plan import Shard
         from parity.running.shard import Retired, Session
@@ -58,16 +54,11 @@ def main(path: str) -> int:
         for name in plan.get("families", ()):
             resolved(name)
         known = [i for i in select(plan["implementations"]) if i.id not in plan.get("exclude", ())]
-    done: set[tuple[str, str]] = set()
 
     def emit(event: Event) -> None:
         if os.getpid() != pid:
             os._exit(0)
-        if isinstance(event, Judged):
-            row = event.row
-            if not row.minimised and (row.case, row.implementation) in done:
-                return  # a process before this one has told it
-        events.write(signed(plan["nonce"], pid, event))
+        tell(**msgspec.to_builtins(event))
 
     session = Session(
         implementations=known,
@@ -84,8 +75,6 @@ def main(path: str) -> int:
     faults.keep_place(Path(plan["place"]))
     for line in shards:
         shard: Shard = decode(Shard, line, "a shard")
-        done.clear()
-        done.update(shard.done)
         session.implementations = [i for i in known if i.id not in shard.exclude]
         begun = time.process_time()
         try:

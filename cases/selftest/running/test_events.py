@@ -1,18 +1,24 @@
 """Events between processes: typed, strict JSON, and a line that cannot be read is named."""
 
+import json
+import os
 import sys
 
+import msgspec
 import pytest
 
+from parity import process
+from parity.decoding import decode
 from parity.errors import UsageError
 from parity.results.row import Row
 from parity.running import supervisor
 from parity.running.deck import Deck
-from parity.running.events import At, Checked, Confirmed, Judged, Lost, Retired, ShardDone, Started, line_of, read
+from parity.running.events import At, Checked, Confirmed, Event, Importing, Judged, Lost, Retired, ShardDone, Started
 from parity.running.plan import Shard
 
 ROW = Row(case="c", family="f", implementation="i", dtype="fp32", device="cpu", verdict="agree", settings={"B": 1})
 EVENTS = [
+    Importing("own.py"),
     At(3),
     Started("c", "i", {"seed": 1}),
     Judged(ROW),
@@ -24,28 +30,19 @@ EVENTS = [
 ]
 
 
+def line_of(event):
+    return json.dumps(msgspec.to_builtins(event))
+
+
 @pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
-def test_an_event_is_one_line_and_comes_back(event):
-    line = line_of(event)
-    assert line.count("\n") == 1 and line.endswith("\n")
-    assert read(line, "w") == event
+def test_an_event_comes_back(event):
+    assert decode(Event, line_of(event), "w") == event
 
 
-def test_a_number_that_is_not_finite_is_an_error_of_the_worker():
+def test_a_number_that_is_not_finite_is_an_error_of_the_worker(monkeypatch):
+    monkeypatch.setattr(process, "_told", (1, "aa", os.getpid()))
     with pytest.raises(ValueError, match="JSON compliant"):
-        line_of(
-            Judged(
-                Row(
-                    case="c",
-                    family="f",
-                    implementation="i",
-                    dtype="fp32",
-                    device="cpu",
-                    verdict="agree",
-                    value=float("nan"),
-                )
-            )
-        )
+        process.tell(value=float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -60,16 +57,17 @@ def test_a_number_that_is_not_finite_is_an_error_of_the_worker():
 )
 def test_a_line_that_is_no_event_is_named(line, says):
     with pytest.raises(UsageError) as error:
-        read(line, "w")
+        decode(Event, line, "w")
     assert str(error.value).startswith(says)
 
 
 WORKER = """
-import json, os, sys, time
-nonce = json.load(open(sys.argv[1]))["nonce"]
+import os, sys, time
+sys.path.append({root!r})
+from parity.process import WATCHED
+channel, nonce, _ = os.environ[WATCHED].split(":")
 for event in {events!r}:
-    sys.stdout.write(f"{{nonce}} {{os.getpid()}} " + event)
-    sys.stdout.flush()
+    os.write(int(channel), f"{{nonce}} {{os.getpid()}} {{event}}".encode())
 time.sleep({sleep})
 sys.exit(7)
 """
@@ -77,7 +75,7 @@ sys.exit(7)
 
 def told(monkeypatch, events, sleep=0):
     """What the supervisor makes of a worker that writes these lines, signed, and is silent or ends."""
-    program = WORKER.format(events=events, sleep=sleep)
+    program = WORKER.format(root=os.getcwd(), events=events, sleep=sleep)
     monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", "-c", program])
     shard = Shard(family="logprobs", kind="drawn", count=1, of=1, seed=1)
     return [event for _, event in supervisor.run([{"device": "cpu", "threads": 1}], Deck([shard]), 30.0, 30.0)]
@@ -85,11 +83,11 @@ def told(monkeypatch, events, sleep=0):
 
 def test_a_worker_that_sends_one_is_given_up(monkeypatch):
     """At once: not after the limit of a silent worker."""
-    events = told(monkeypatch, [line_of(At(1)), '{"event"\n', line_of(At(2))], sleep=600)
-    assert events == [At(1), Lost("a worker's event: not a JSON object: Expecting ':' delimiter at line 2, column 1")]
+    events = told(monkeypatch, [line_of(At(1)) + "\n", '{"event"\n', line_of(At(2)) + "\n"], sleep=600)
+    assert events == [At(1), Lost("a worker's event: not a JSON object: Expecting ':' delimiter at column 9")]
 
 
 def test_a_worker_that_dies_within_a_line_is_one_that_died(monkeypatch):
-    events = told(monkeypatch, [line_of(At(1)), '{"event"'])
+    events = told(monkeypatch, [line_of(At(1)) + "\n", '{"event"'])
     assert events[0] == At(1)
     assert isinstance(events[-1], Lost) and "exit code 7" in events[-1].message

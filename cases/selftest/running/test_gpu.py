@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,13 +78,12 @@ def test_the_environment_of_a_worker(monkeypatch, tmp_path):
     assert {**other, "CUDA_VISIBLE_DEVICES": "2"} == on_gpu
 
     def begun(command, env, **_):
-        assert env == on_gpu
+        assert {name: value for name, value in env.items() if name != process.WATCHED} == on_gpu
         raise InterruptedError
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", begun)
-    worker = SimpleNamespace(plan={"device": "cuda", "threads": 1, "gpu": "2"}, errors=tmp_path / "0")
     with pytest.raises(InterruptedError):
-        supervisor._start(worker, None, tmp_path)
+        supervisor.begun(supervisor.Worker({"device": "cuda", "threads": 1, "gpu": "2"}, tmp_path / "0"))
     on_cpu = gpu.child("cpu", 1)
     assert on_cpu["TRITON_INTERPRET"] == "1" and on_cpu["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -142,10 +140,8 @@ def test_shards_do_not_depend_on_workers_and_gpus_are_dealt_out(monkeypatch, tmp
         ("", ""),
     ],
 )
-def test_the_line_that_says_why_a_process_died(stderr, why, tmp_path):
-    (tmp_path / "stderr").write_text(stderr)
-    ended = SimpleNamespace(process=SimpleNamespace(returncode=-6), errors=tmp_path / "stderr")
-    told = supervisor._death(ended)
+def test_the_line_that_says_why_a_process_died(stderr, why):
+    told = supervisor.death("killed by signal 6", stderr)
     assert told.startswith("the process ended (killed by signal 6)") and why in told
 
 

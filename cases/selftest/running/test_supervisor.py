@@ -1,5 +1,6 @@
 """An implementation that hangs or takes the process down is a verdict, and the run goes on."""
 
+import json
 import os
 import re
 import subprocess
@@ -15,9 +16,11 @@ from msgspec.structs import replace
 from parity import data
 from parity.case.case import Case
 from parity.results.row import Row
-from parity.running import cpu_limit, nodes, supervisor
+from parity.running import child as child_module
+from parity.running import cpu_limit, supervisor
+from parity.running.child import Child
 from parity.running.deck import Deck
-from parity.running.events import At, Event, Judged, Lost, ShardDone, Started, genuine, read, signed
+from parity.running.events import Event, Judged, Lost, ShardDone, Started
 from parity.running.plan import Shard, frozen_cases
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -85,8 +88,8 @@ def test_a_silent_worker_has_its_cpu_time_and_then_the_clock(monkeypatch, progra
     monkeypatch.setattr(cpu_limit, "BACKSTOP", backstop)
     with subprocess.Popen([sys.executable, "-S", "-c", program]) as process:
         try:
-            worker = supervisor.Worker({}, SHARD, process, last=time.monotonic())
-            while not (told := supervisor._silent(worker, 1.0))[0]:
+            worker = supervisor.Worker({}, Path(), SHARD, SimpleNamespace(process=process), last=time.monotonic())
+            while not (told := supervisor.silent(worker, 1.0))[0]:
                 time.sleep(0.1)
             assert re.fullmatch(message, told[0]) and told[1] is sleeps
         finally:
@@ -101,10 +104,10 @@ def test_one_that_computes_now_and_then_has_its_time_on_the_clock(monkeypatch):
     monkeypatch.setattr(cpu_limit, "starved", lambda pid: 0.0)
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
         clock = 0.0
-        worker = supervisor.Worker({}, SHARD, process, last=0.0)
+        worker = supervisor.Worker({}, Path(), SHARD, SimpleNamespace(process=process), last=0.0)
         said = {}
         for clock in (0.0, 1.5, 2.5, 3.5):
-            said[clock] = supervisor._silent(worker, 1.0)
+            said[clock] = supervisor.silent(worker, 1.0)
     nothing = ("", False)
     assert said == {0.0: nothing, 1.5: nothing, 2.5: nothing, 3.5: ("no answer for 4 s, 0 s of them CPU time", False)}
 
@@ -114,12 +117,12 @@ def test_waiting_for_a_core_is_no_hang(monkeypatch):
     spent = iter([0.0, 60.0])
     monkeypatch.setattr(cpu_limit, "cpu_time", lambda pid: next(spent))
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
-        worker = supervisor.Worker({}, SHARD, process, last=time.monotonic() - 600)
-        assert supervisor._silent(worker, 180.0) == ("", False)
+        worker = supervisor.Worker({}, Path(), SHARD, SimpleNamespace(process=process), last=time.monotonic() - 600)
+        assert supervisor.silent(worker, 180.0) == ("", False)
         spent, waited = iter([0.0, 6.0]), iter([10.0, 500.0])
         monkeypatch.setattr(cpu_limit, "starved", lambda pid: next(waited))
         worker.computed = None
-        assert supervisor._silent(worker, 180.0) == ("", False)
+        assert supervisor.silent(worker, 180.0) == ("", False)
 
 
 FAULTS = """
@@ -247,44 +250,30 @@ def test_a_process_that_ends_outside_a_call_blames_nobody_and_says_so():
     assert row.blame == "reference"
 
 
-class Played:
-    """An actor of Ray that only takes its shard."""
-
-    run = property(lambda self: self)
-    options = remote = lambda self, *_, **__: self
-
-
-def test_what_a_lost_node_said_of_a_reference_is_known_on_the_next(tmp_path):
-    """The reference ran the case on one node, which died; the candidate ends its process on another: it is to blame."""
-    (tmp_path / "own.py").write_text(FAULTS.format(counted="", act="os._exit(7)", setup=""))
-    own, reference = f"{tmp_path / 'own.py'}:own", "trl.selective_log_softmax"
-    plan = plan_of(tmp_path, [reference, own])
-    first = next(e.row for e in followed(plan, 1, 60.0) if isinstance(e, Judged) and e.row.implementation == reference)
-    assert first.role == "reference" and first.judged
-    slot = nodes.Slot(Played(), None)
-    slot.deal(SHARD)
-    for event in (At(0), Judged(first)):
-        slot.heard(event)
-    told = [e for _, e in supervisor.run([plan], Deck([slot.rest()]), 60.0, 120.0)]
-    (died,) = [e.row for e in told if isinstance(e, Judged) and e.row.implementation == own]
-    assert (died.blame, died.against) == ("candidate", reference), died.message
-    assert not [e for e in told if isinstance(e, Judged) and e.row.implementation == reference], "it is not run again"
-    slot.heard(At(1))
-    assert slot.rest().references == ()
+WORDS = """
+import os, sys
+sys.path.append({root!r})
+from parity import process
+channel, nonce, _ = os.environ[process.WATCHED].split(":")
+process.under_watch()
+process.tell(number=1)
+words = f'{{nonce}} {{os.getpid() + 1}} 2|aa {{os.getpid()}} 3|{{nonce}} 4|5|[6]'
+os.write(int(channel), words.replace("|", "\\n").encode() + b"\\n")
+if os.fork() == 0:
+    process.tell(number=7)
+    while True:
+        os.write(int(channel), b"8\\n")
+process.tell(number=9)
+os.write(int(channel), f"{{nonce}} {{os.getpid()}} 10".encode())
+os._exit(3)
+"""
 
 
-def test_words_of_others_are_no_events():
-    line = signed("aa", 7, ShardDone())
-    told = genuine(line, "aa", 7)
-    assert told is not None and read(told, "line") == ShardDone()
-    for words, nonce, pid in (
-        (line, "bb", 7),
-        (line, "aa", 8),
-        (told, "aa", 7),
-        ('{"done": true}\n', "aa", 7),
-        (line[:-1], "aa", 7),
-    ):
-        assert genuine(words, nonce, pid) is None
+def test_words_of_others_are_no_events_and_nobody_waits_for_a_fork_that_goes_on(monkeypatch):
+    monkeypatch.setattr(child_module, "GRACE", 0.5)
+    child = Child([sys.executable, "-S", "-c", WORDS.format(root=os.getcwd())])
+    assert [json.loads(event)["number"] for event in child.events(60.0)] == [1, 9]
+    assert child.how == "exit code 3"
 
 
 def test_a_fork_that_goes_on_and_words_on_every_descriptor_change_nothing(tmp_path):
@@ -341,17 +330,17 @@ def test_a_lost_cuda_context_is_one_verdict_with_the_line_of_the_launch_and_a_fr
 def test_a_watcher_that_is_killed_leaves_no_worker_and_its_folder_goes_at_the_next_start(tmp_path):
     root = str(Path(supervisor.__file__).parents[2])
     worker = (
-        f"import json, os, sys, time; sys.path.append({root!r}); from parity.process import die_with; plan = sys.argv[1]; "
-        "die_with(json.load(open(plan))['parent']); open(plan + '.pid', 'w').write(str(os.getpid())); time.sleep(60)"
+        f"import os, sys, time; sys.path.append({root!r}); from parity.process import under_watch; "
+        "under_watch(); open(sys.argv[1] + '.pid', 'w').write(str(os.getpid())); time.sleep(60)"
     )
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom parity.running import supervisor\n"
-        "worker = supervisor.Worker({'device': 'cpu', 'threads': 1}, errors=Path(sys.argv[1]) / 'stderr-0')\n"
+        "worker = supervisor.Worker({'device': 'cpu', 'threads': 1}, Path(sys.argv[1]) / '0')\n"
         f"supervisor.interpreter = lambda target: [sys.executable, '-c', {worker!r}]\n"
-        "supervisor._start(worker, None, Path(sys.argv[1]))\ntime.sleep(60)\n"
+        "child = supervisor.begun(worker)\ntime.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as watcher:
-        told = tmp_path / "stderr-0.json.pid"
+        told = tmp_path / "0.json.pid"
         until = time.monotonic() + 60
         while not (told.exists() and told.read_text()):
             assert time.monotonic() < until
