@@ -15,13 +15,12 @@ from parity.case.inputs import Inputs, Setting, fits
 from parity.case.probe import Probe, derived
 from parity.decoding import shown
 from parity.errors import UsageError
-from parity.judge.marks import Mark
 
 LARGEST_SIZE, LARGEST_CASE = 1 << 24, 1 << 28
 """Of one dimension, and entries of the logits or of a head: 2 GiB in the float64 of the oracle."""
 
 
-Oracle = Callable[[Inputs, Mark], dict[str, torch.Tensor]]
+Oracle = Callable[[Inputs], dict[str, torch.Tensor]]
 
 DRAWN: Mapping[str, int] = {"quick": 60, "pr": 400, "nightly": 6000, "soak": 60000}
 """Profile -> cases of a family that it draws, over all shards."""

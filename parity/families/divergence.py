@@ -27,41 +27,41 @@ from parity.case.case import Case
 from parity.case.family import Family, Relation
 from parity.case.inputs import Inputs
 from parity.families import divergence_inputs as inputs_of
-from parity.families import head, stored
+from parity.families import head, stored_tensors
 from parity.families.logprobs import IGNORE_INDEX
 from parity.families.probes import DIVERGENCE
-from parity.judge.marks import Mark, of_teacher
 from parity.judge.recipe import LARGEST
+from parity.judge.stages import of_teacher, stored
 
 LARGEST_LOG_MASS = -1e-7
 """Ceiling of log Σ exp before the tail is taken, so that the tail stays a probability (TRL's `_add_tail_bucket`)."""
 
 
-def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
+def oracle(x: Inputs) -> dict[str, torch.Tensor]:
     """The loss, (…); `_logps` (…, B·T, V) and `_terms` (…, n, V or K) are what it sums over the n label positions."""
-    return _loss(x, mark, divergence)
+    return _loss(x, divergence)
 
 
-def _loss(x: Inputs, mark: Mark, measure: Any, zero_padded: bool = False) -> dict[str, torch.Tensor]:
+def _loss(x: Inputs, measure: Any, zero_padded: bool = False) -> dict[str, torch.Tensor]:
     s = x.settings
     ignored = (x.ids == IGNORE_INDEX).flatten()
-    z = head.logits(x, mark)
+    z = head.logits(x)
     if zero_padded:
         z = torch.cat([z, torch.zeros_like(z[..., :1]).expand(*z.shape[:-1], s.extra_vocabulary)], -1)
-    logps = mark("log-probs", torch.log_softmax(z, -1))
+    logps = stored(torch.log_softmax(z, -1), "log-probs")
     if s.sparse != "none":
         rows = (~ignored).nonzero().squeeze(-1)
         lp, lq, gone = sparse(x, logps[..., rows, :], rows)
         terms = measure(lp, lq, gone, gone, s.beta)
     else:  # every position: where one overflows in a narrow dtype, so does its gradient, label or not
         with of_teacher("softmax"):
-            w = teacher_logits(x, mark, logps.shape[-1])
+            w = teacher_logits(x, logps.shape[-1])
             lq = torch.log_softmax(w, -1)
         gone_p = _pad(inputs_of.excluded(x.bias, s.softcap, logps), logps)
         terms = measure(logps, lq, gone_p, inputs_of.excluded_by_teacher(x, lq), s.beta)
         terms = terms.masked_fill(ignored.unsqueeze(-1), 0.0)
         if s.beta != 0.0:
-            terms = _of_student(terms, z, logps, w, lq, s.beta, mark)
+            terms = _of_student(terms, z, logps, w, lq, s.beta)
     terms = terms / normaliser(x)
     return {"loss": terms.sum((-2, -1)), "_logps": logps, "_terms": terms}
 
@@ -73,7 +73,6 @@ def _of_student(
     w: torch.Tensor,
     lq: torch.Tensor,
     beta: float,
-    mark: Mark,
 ) -> torch.Tensor:
     """`terms`, where a replica rounds KL(p‖·) as Σ p·(z - w) - log Z_p + log Z_q, which a kernel sums in one pass.
 
@@ -85,7 +84,7 @@ def _of_student(
         return weight * (head.log_partition(z, lp).detach().abs() + head.log_partition(w, lq).abs())
 
     nothing = torch.zeros_like(terms[..., 0]).requires_grad_(z.requires_grad)
-    rounding = mark("divergence", nothing, size, lambda: head.log_partition(z, lp))
+    rounding = stored(nothing, "divergence", size, lambda: head.log_partition(z, lp))
     return torch.cat([terms[..., :1] + rounding.unsqueeze(-1), terms[..., 1:]], -1)
 
 
@@ -100,7 +99,7 @@ def normaliser(x: Inputs) -> float:
     return float((x.ids != IGNORE_INDEX).sum().clamp(min=1))
 
 
-def teacher_logits(x: Inputs, mark: Mark, vocabulary: int) -> torch.Tensor:
+def teacher_logits(x: Inputs, vocabulary: int) -> torch.Tensor:
     """The teacher's z, (…, B·T, vocabulary); rows of its head beyond the vocabulary are padding and left out.
 
     That is what TRL's GKD trainer makes of a larger teacher head (`resize_token_embeddings` to the student's size).
@@ -112,7 +111,7 @@ def teacher_logits(x: Inputs, mark: Mark, vocabulary: int) -> torch.Tensor:
     bias = None if x.teacher_bias is None else x.teacher_bias[..., :vocabulary]
     weight = x.teacher_weight[..., :vocabulary, :]
     teacher: Any = SimpleNamespace(hidden=x.teacher_hidden, weight=weight, bias=bias, settings=settings)
-    return head.logits(teacher, lambda name, *of: mark("teacher" if name in ("logits", "biased") else name, *of))
+    return head.logits(teacher, of_teacher=True)
 
 
 def sparse(x: Inputs, lp: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -171,19 +170,19 @@ def _grid(logps: torch.Tensor) -> torch.Tensor:
     return one * one
 
 
-def exchanged_mixture(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
+def exchanged_mixture(x: Inputs) -> dict[str, torch.Tensor]:
     """M = beta·p + (1 - beta)·q under the same weights, so KL(p‖q) at 0 and KL(q‖p) at 1: TRL's GKD up to 0.15."""
     beta = x.settings.beta
     if beta in (0.0, 1.0):
-        return _loss(x, mark, lambda lp, lq, gone_p, gone_q, _: divergence(lp, lq, gone_p, gone_q, 1 - beta))
-    return _loss(x, mark, functools.partial(divergence, exchanged=True))
+        return _loss(x, lambda lp, lq, gone_p, gone_q, _: divergence(lp, lq, gone_p, gone_q, 1 - beta))
+    return _loss(x, functools.partial(divergence, exchanged=True))
 
 
-def zero_padded(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
+def zero_padded(x: Inputs) -> dict[str, torch.Tensor]:
     """A student with logits of 0 for the tokens that only the teacher's head has, as Liger's chunked loss makes it."""
     if x.settings.sparse != "none" or not x.settings.extra_vocabulary:
-        return oracle(x, mark)
-    return _loss(x, mark, divergence, zero_padded=True)
+        return oracle(x)
+    return _loss(x, divergence, zero_padded=True)
 
 
 def zeros(x: Inputs) -> dict[str, torch.Tensor]:
@@ -257,7 +256,7 @@ def _build(case: Case) -> Inputs:
     if not case.tensors:
         return inputs_of.build(case, s)
     inputs_of.check(case, s)
-    return stored.inputs(FAMILY, case)
+    return stored_tensors.inputs(FAMILY, case)
 
 
 GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")

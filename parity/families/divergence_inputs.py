@@ -14,9 +14,8 @@ from parity.case.inputs import Inputs, Setting
 from parity.case.layouts import arranged
 from parity.case.stored import sizes
 from parity.errors import UsageError
-from parity.families import head, stored
+from parity.families import head, stored_tensors
 from parity.families.logprobs import IGNORE_INDEX
-from parity.judge.marks import exact_mark
 from parity.judge.recipe import DTYPES
 
 SETTINGS = head.SETTINGS | {
@@ -45,7 +44,7 @@ WIRING = ("softcap", "logit_scale", "teacher_softcap", "teacher_logit_scale", "n
 """Settings that bare losses have no parameter for."""
 
 
-STORED = stored.HEAD | {
+STORED = stored_tensors.HEAD | {
     "teacher_hidden": "BTG",
     "teacher_weight": "WG",
     "teacher_bias": "W",
@@ -71,8 +70,8 @@ def derived(family: Family, tensors: Mapping[str, torch.Tensor], where: str) -> 
     found = sizes(family, tensors, where)
     bias = tensors.get("teacher_bias")
     banned = bias is not None and bool((bias == -torch.inf).any())
-    out = stored.of_head(family, tensors, where) | {
-        "ignored": stored.ignored(tensors["ids"]),
+    out = stored_tensors.of_head(family, tensors, where) | {
+        "ignored": stored_tensors.ignored(tensors["ids"]),
         "teacher": "logits" if "teacher_logits" in tensors else "head",
         "teacher_bias": "none" if bias is None else "banned" if banned else "random",
         "sparse": "none" if "support_logps" not in tensors else "mixed" if "top1_logps" in tensors else "topk",
@@ -270,7 +269,7 @@ def raw_logits(s: SimpleNamespace, teacher: dict[str, torch.Tensor | None]) -> t
         bias=None if teacher["teacher_bias"] is None else teacher["teacher_bias"].double(),
         settings=SimpleNamespace(logit_scale=s.teacher_logit_scale, softcap=s.teacher_softcap, temperature=1.0),
     )
-    return head.logits(x, exact_mark)
+    return head.logits(x)
 
 
 def _support(

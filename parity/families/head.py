@@ -11,8 +11,8 @@ from parity.case import layouts
 from parity.case.case import Case, integers, normal, uniform
 from parity.case.inputs import Inputs, Setting
 from parity.errors import UsageError
-from parity.judge.marks import Mark
 from parity.judge.recipe import DTYPES, LARGEST
+from parity.judge.stages import stored
 
 SETTINGS = {
     "B": Setting(2, "sequences, at least 1"),
@@ -134,31 +134,32 @@ def cotangent(case: Case, kind: str, name: str, shape: tuple[int, ...]) -> torch
     return g
 
 
-def logits(x: Inputs, mark: Mark) -> torch.Tensor:
+def logits(x: Inputs, of_teacher: bool = False) -> torch.Tensor:
     """z = softcap(scale·(h Wᵀ + b))/τ, shape (…, B·T, V), float64; every leaf may carry leading replica dimensions.
 
     softcap(z) = c·tanh(z/c). The order scale, softcap, temperature is that of transformers' Gemma-2 and Cohere models
     followed by TRL's sampling temperature.
     """
     s = x.settings
+    unbiased, biased = ("teacher", "teacher") if of_teacher else ("logits", "biased")
     hidden, weight = x.hidden.flatten(-3, -2), x.weight
     if s.__dict__.get("head") == "tied":  # the embedding of the previous token comes from the same matrix
-        embedding, weight = (weight, weight) if s.head_dtype == "fp32" else (mark("use", weight), mark("use", weight))
-        hidden = mark("states", hidden + embedding[..., x.previous_ids.flatten(), :])
-    hidden, weight = mark("parameter", hidden), mark("parameter", weight)
+        embedding, weight = (
+            (weight, weight) if s.head_dtype == "fp32" else (stored(weight, "use"), stored(weight, "use"))
+        )
+        hidden = stored(hidden + embedding[..., x.previous_ids.flatten(), :], "states")
+    hidden, weight = stored(hidden, "parameter"), stored(weight, "parameter")
     adapted = hidden
     if s.__dict__.get("head") == "lora":
-        hidden, adapted = mark("operand", hidden), mark("operand", hidden)
-    z = mark("logits", hidden @ weight.mT)
-    if s.__dict__.get("head") == "lora":
-        low_rank = mark(
-            "parameter", mark("states", adapted @ mark("parameter", x.lora_a).mT)
-        )  # autocast casts all three
-        z = mark("logits", z + mark("logits", low_rank @ mark("parameter", x.lora_b).mT))
+        hidden, adapted = stored(hidden, "operand"), stored(adapted, "operand")
+    z = stored(hidden @ weight.mT, unbiased)
+    if s.__dict__.get("head") == "lora":  # autocast casts all three
+        low_rank = stored(adapted @ stored(x.lora_a, "parameter").mT, "states")
+        z = stored(z + stored(stored(low_rank, "parameter") @ stored(x.lora_b, "parameter").mT, unbiased), unbiased)
     if x.bias is not None:
-        bias = mark("bias", x.bias).unsqueeze(-2)
+        bias = stored(x.bias, "bias").unsqueeze(-2)
         # K roundings of a running sum that begins with b, each up to u·|b|: √K·u·|b| at random
-        z = mark("biased", z + bias, lambda: bias.abs() * (hidden.shape[-1] ** 0.5 / 2))
+        z = stored(z + bias, biased, lambda: bias.abs() * (hidden.shape[-1] ** 0.5 / 2))
     if s.logit_scale != 1.0:
         z = z * s.logit_scale
     if s.softcap is not None:
@@ -166,7 +167,7 @@ def logits(x: Inputs, mark: Mark) -> torch.Tensor:
     return z / s.temperature
 
 
-def selected(x: Inputs, all_logps: torch.Tensor, mark: Mark) -> torch.Tensor:
+def selected(x: Inputs, all_logps: torch.Tensor) -> torch.Tensor:
     """all_logps[…, i, ids[i]] reshaped to (…, B, T)."""
     ids = x.ids.long().clamp(min=0)
     index = ids.reshape(-1, 1).expand(*all_logps.shape[:-1], 1)
@@ -177,10 +178,10 @@ def selected(x: Inputs, all_logps: torch.Tensor, mark: Mark) -> torch.Tensor:
         weight = x.weight[(0,) * (x.weight.dim() - 2)].detach()
         return (hidden * weight[ids]).norm(dim=-1) * abs(x.settings.logit_scale) / x.settings.temperature
 
-    return mark("selected", logps, size)
+    return stored(logps, "selected", size)
 
 
-def entropy(x: Inputs, z: torch.Tensor, all_logps: torch.Tensor, mark: Mark) -> torch.Tensor:
+def entropy(x: Inputs, z: torch.Tensor, all_logps: torch.Tensor) -> torch.Tensor:
     """-Σ p log p over the vocabulary, (…, B, T); a token of probability 0 contributes 0.
 
     Where it is computed as logsumexp(z) - E[z], the gradient p·(E[z] - z) takes the rounding of E[z] as it is: along p,
@@ -195,7 +196,7 @@ def entropy(x: Inputs, z: torch.Tensor, all_logps: torch.Tensor, mark: Mark) -> 
     def total() -> torch.Tensor:
         return log_partition(z, all_logps).unflatten(-1, x.ids.shape)
 
-    return mark("entropy", value, size, total)
+    return stored(value, "entropy", size, total)
 
 
 def log_partition(z: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,10 @@ from parity.case.family import Family, Relation
 from parity.case.inputs import Inputs, Setting
 from parity.case.layouts import arranged, like
 from parity.errors import UsageError
-from parity.families import head, stored
+from parity.families import head, stored_tensors
 from parity.families.probes import LOGPROBS
-from parity.judge.marks import Mark, log_softmax_again
 from parity.judge.recipe import DTYPES, LARGEST
+from parity.judge.stages import log_softmax_again
 
 IGNORE_INDEX = -100
 
@@ -108,7 +108,7 @@ def build(case: Case) -> Inputs:
     if s.rare is not None and not s.rare > 0:
         raise UsageError(f"case {case.id}: rare={s.rare!r} must be positive, or null for none")
     if case.tensors:
-        return stored.inputs(FAMILY, case).replace(ignore_index=None)
+        return stored_tensors.inputs(FAMILY, case).replace(ignore_index=None)
     tensors = head.build(case, s)
     if s.rare is not None:
         _with_rare_blocks(case, s, tensors)
@@ -132,17 +132,17 @@ def build(case: Case) -> Inputs:
 
 def derived(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
     """The settings that stored tensors decide."""
-    return stored.of_head(FAMILY, tensors, where) | {"ignored": stored.ignored(tensors["ids"])}
+    return stored_tensors.of_head(FAMILY, tensors, where) | {"ignored": stored_tensors.ignored(tensors["ids"])}
 
 
-def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
+def oracle(x: Inputs) -> dict[str, torch.Tensor]:
     """logps and entropy, (…, B, T)."""
-    z = head.logits(x, mark)
+    z = head.logits(x)
     all_logps = torch.log_softmax(z, -1)
     ignored = x.ids == IGNORE_INDEX
-    out = {"logps": head.selected(x, all_logps, mark).masked_fill(ignored, 0.0)}
+    out = {"logps": head.selected(x, all_logps).masked_fill(ignored, 0.0)}
     if x.settings.entropy != "none":
-        out["entropy"] = head.entropy(x, z, log_softmax_again(z, all_logps), mark).masked_fill(ignored, 0.0)
+        out["entropy"] = head.entropy(x, z, log_softmax_again(z, all_logps)).masked_fill(ignored, 0.0)
     return out
 
 
@@ -216,7 +216,7 @@ FAMILY: Family = Family(
     drawn={"quick": 80, "pr": 700, "nightly": 6000, "soak": 60000},
     example=head.example,
     probes=LOGPROBS,
-    stored=stored.HEAD,
+    stored=stored_tensors.HEAD,
     derived=derived,
     relations={
         "cotangent x2": Relation(

@@ -22,7 +22,7 @@ from parity.families import head, policy_stored
 from parity.families import policy_inputs as inputs_of
 from parity.families import policy_settings as settings_of
 from parity.families.probes import POLICY
-from parity.judge.marks import Mark, log_softmax_again
+from parity.judge.stages import log_softmax_again
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 WINDOW_NORMALISED = ("dapo", "cispo", "vespo")
@@ -30,17 +30,17 @@ KL_CAP, KL_LOG_RATIO_CAP = 10.0, 20.0
 """Of the variant "capped KL", nats a token: the KL term and |lp_ref - lp|."""
 
 
-def oracle(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
+def oracle(x: Inputs) -> dict[str, torch.Tensor]:
     """The loss of one micro-batch, (…), and its metrics; `_logps` and `_terms` are (…, B, T)."""
-    return _losses(x, mark, divergence)
+    return _losses(x, divergence)
 
 
-def _losses(x: Inputs, mark: Mark, measure: Any) -> dict[str, torch.Tensor]:
+def _losses(x: Inputs, measure: Any) -> dict[str, torch.Tensor]:
     s = x.settings
-    z = head.logits(x, mark)
+    z = head.logits(x)
     all_logps = torch.log_softmax(z, -1)
-    lp = head.selected(x, all_logps, mark)
-    entropy = head.entropy(x, z, all_logps if s.entropy_coef == 0.0 else log_softmax_again(z, all_logps), mark)
+    lp = head.selected(x, all_logps)
+    entropy = head.entropy(x, z, all_logps if s.entropy_coef == 0.0 else log_softmax_again(z, all_logps))
     mask = x.mask.to(torch.float64)
     advantages = x.advantages if x.advantages.dim() == 2 else x.advantages.unsqueeze(-1)
     # a masked token has no part in anything: excluded before its ratio could overflow in a recipe's rounding
@@ -83,12 +83,12 @@ def _capped_divergence(log_r: torch.Tensor, w: torch.Tensor | None) -> torch.Ten
     return divergence(log_r.clamp(-KL_LOG_RATIO_CAP, KL_LOG_RATIO_CAP), w).clamp(max=KL_CAP)
 
 
-def capped_kl(x: Inputs, mark: Mark) -> dict[str, torch.Tensor]:
+def capped_kl(x: Inputs) -> dict[str, torch.Tensor]:
     """The loss with |log r| capped at 20 before k3 and the KL term at 10 after its bias correction, as Unsloth has it.
 
     A token at the cap (log r above 2.6 or below -11 where nothing is corrected) has no gradient from its KL term.
     """
-    return _losses(x, mark, _capped_divergence)
+    return _losses(x, _capped_divergence)
 
 
 def _mean(values: torch.Tensor, mask: torch.Tensor, keepdim: bool = False) -> torch.Tensor:

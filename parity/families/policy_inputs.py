@@ -20,7 +20,6 @@ from parity.case.layouts import arranged
 from parity.errors import UsageError
 from parity.families import head
 from parity.families.policy_settings import MASKS
-from parity.judge.marks import exact_mark
 from parity.judge.recipe import UNIT_ROUNDOFF
 
 
@@ -107,9 +106,9 @@ def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
     """Add what derives from the oracle's own log-probs, computed here in float64 and rounded to 2⁻¹⁰."""
     double = {k: v.double() if v is not None and v.is_floating_point() else v for k, v in x.tensors.items()}
     exact = x.replace(**double)
-    z = head.logits(exact, exact_mark)
+    z = head.logits(exact)
     all_logps = torch.log_softmax(z, -1)
-    lp, entropy = head.selected(exact, all_logps, exact_mark), head.entropy(exact, z, all_logps, exact_mark)
+    lp, entropy = head.selected(exact, all_logps), head.entropy(exact, z, all_logps)
     margin = error_bound(case, s, exact)
     mask = x.mask.bool()
     tensors: dict[str, torch.Tensor | None] = dict.fromkeys(("old_logps", "ref_logps", "sampling_logps"))

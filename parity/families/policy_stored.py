@@ -14,12 +14,11 @@ from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.errors import UsageError
-from parity.families import head, stored
+from parity.families import head, stored_tensors
 from parity.families.policy_inputs import check, error_bound, thresholds
 from parity.families.policy_settings import MASKS
-from parity.judge.marks import exact_mark
 
-TENSORS = stored.HEAD | {
+TENSORS = stored_tensors.HEAD | {
     "mask": "BT",
     "completion_mask": "BT",
     "tool_mask": "BT",
@@ -55,7 +54,7 @@ def derived(family: Family, tensors: Mapping[str, Tensor], where: str) -> dict[s
     Raises:
         UsageError: for masks that contradict one another.
     """
-    out = stored.of_head(family, tensors, where)
+    out = stored_tensors.of_head(family, tensors, where)
     mask, completion, tool = (tensors.get(n) for n in ("mask", "completion_mask", "tool_mask"))
     if mask is None or completion is None or "num_items_in_batch" not in tensors:
         raise UsageError(f"{where}: mask, completion_mask or num_items_in_batch is missing")
@@ -89,7 +88,7 @@ def build(family: Family, case: Case, s: SimpleNamespace) -> Inputs:
         UsageError: for settings outside their range, and where nothing decided is left.
     """
     check(case, s)
-    x = stored.inputs(family, case)
+    x = stored_tensors.inputs(family, case)
     if s.beta != 0.0 and x.ref_logps is None:
         raise UsageError(f"{case.tensors}: beta={s.beta} needs ref_logps")
     if s.head == "lora":
@@ -109,9 +108,9 @@ def build(family: Family, case: Case, s: SimpleNamespace) -> Inputs:
 def _undecided(case: Case, s: SimpleNamespace, x: Inputs) -> Tensor:
     """(B, T) bool: a threshold lies within what rounding may move."""
     exact = x.replace(**{k: v.double() for k, v in x.tensors.items() if v is not None and v.is_floating_point()})
-    z = head.logits(exact, exact_mark)
+    z = head.logits(exact)
     all_logps = torch.log_softmax(z, -1)
-    lp = head.selected(exact, all_logps, exact_mark)
+    lp = head.selected(exact, all_logps)
     margin, mask = error_bound(case, s, exact), x.mask.bool()
     out = torch.zeros_like(mask)
 
@@ -129,7 +128,7 @@ def _undecided(case: Case, s: SimpleNamespace, x: Inputs) -> Tensor:
         gap = mean((sampling - lp).nan_to_num(nan=0.0))
         out |= (gap - s.off_policy_mask_threshold).abs() < margin.amax(-1, keepdim=True)
     if x.top_entropy_quantile is not None and bool(mask.any()):
-        entropy = head.entropy(exact, z, all_logps, exact_mark)
+        entropy = head.entropy(exact, z, all_logps)
         cut = torch.quantile(entropy[mask], 1 - float(x.top_entropy_quantile))
         if bool(((entropy - cut).abs() < 4 * margin)[mask].any()):  # to drop a token would move the quantile itself
             raise UsageError(f"{case.tensors}: rounding alone decides which tokens the entropy quantile keeps")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from parity.judge.gates import Judgement
 
@@ -33,6 +33,35 @@ def if_near(size: int) -> int:
 
 def _last_word(size: int, logits: int) -> int:
     return max(CONFIRMATION, min(LAST_WORD, logits // max(size, 1)))
+
+
+def escalate(
+    judge_with: Callable[[int, bool, Collection[str] | None], Mapping[str, Judgement]],
+    counts: Sequence[int],
+    near: int = 0,
+    finer: bool = False,
+    certain: float = math.inf,
+) -> dict[str, Judgement]:
+    """The verdict on every quantity: `judge_with(count, finer, names)` for counts that grow while something disagrees.
+
+    Each step judges only the names that disagree so far (None: all). What more replicas cannot change stays as it is (see
+    `settle`). With `finer`, what still disagrees is judged with added replicas that are more precise, because an
+    implementation may be. One disagreement from `certain` on ends it for all: the result is wrong. `near` replicas, if
+    more, are asked about what is below `NEAR` in the end.
+    """
+    judged: dict[str, Judgement] = {}
+
+    def wrong() -> list[str]:
+        return [name for name, j in judged.items() if not j.agrees]
+
+    def step(count: int) -> dict[str, Judgement]:
+        judged.update(judge_with(count, False, wrong() if judged else None))
+        return judged
+
+    settle(step, counts, certain, together=certain < math.inf, near=near)
+    if finer and any(judged[name].open and judged[name].headroom < certain for name in wrong()):
+        judged.update({name: j for name, j in judge_with(counts[-1], True, wrong()).items() if j.agrees})
+    return judged
 
 
 def settle(

@@ -61,6 +61,9 @@ class MonteCarlo(TorchDispatchMode):
     Results that no rounding touches are left unchanged. An exponential beyond the range of the elementwise dtype is infinite.
     """
 
+    stages = True
+    """Whether `stored` stores; not in a whole model's step, whose recipe is float32."""
+
     def __init__(self, recipe: Recipe, dtype: str, seed: int, own_grids: int = 0):
         super().__init__()
         self.own_grids = own_grids
@@ -92,9 +95,9 @@ class MonteCarlo(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self.quiet or _rounds_nothing(func) or not torch.is_tensor(out) or not out.is_floating_point():
+        if self.quiet or rounds_nothing(func) or not torch.is_tensor(out) or not out.is_floating_point():
             return out
-        name = _name(func)
+        name = name_of(func)
         if func in _MATMULS:
             return self.product(out, args[0], args[1])
         if func in _SUMS:
@@ -390,14 +393,14 @@ class MonteCarlo(TorchDispatchMode):
 
 
 @functools.cache
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
     name: str = func._schema.name
     return name.split("::")[1]
 
 
 @functools.cache
-def _rounds_nothing(func: Any) -> bool:
-    name = _name(func)
+def rounds_nothing(func: Any) -> bool:
+    name = name_of(func)
     return name in _EXACT or name[-1] == "_"
 
 
@@ -435,12 +438,17 @@ class _Stored(torch.autograd.Function):
     """Identity where a recipe keeps a narrower dtype: perturbs the value forward and its gradient backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, mode: MonteCarlo, forward: str | None, backward: str | None, factor: float
-    ) -> torch.Tensor:
-        ctx.mode, ctx.dtype, ctx.factor = mode, backward, factor
+    def forward(x: torch.Tensor, mode: MonteCarlo, forward: str | None, _: str | None, factor: float) -> torch.Tensor:
         return mode.store(x, forward, factor).view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.mode, _, ctx.dtype, ctx.factor = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return ctx.mode.store(grad, ctx.dtype, 1 / ctx.factor), None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, *how: Any) -> Any:
+        return _Stored.apply(x.movedim(in_dims[0], 0), *how), 0

@@ -60,6 +60,7 @@ class Recipe:
         tanh: "ieee", or "sigmoid" for 2σ(2x) - 1, whose error is absolute near zero.
         selected: dtype to which the products h·W[id] of the selected logit are rounded one by one, where an
             implementation computes it apart from the logits of the log-sum-exp.
+        kept: dtype in which `stored(x)` keeps a value of a definition, or None: that of the inputs.
         output: dtype of values returned, "fp32" or "input", or "any"; gradients have the dtype of their tensor.
     """
 
@@ -86,6 +87,7 @@ class Recipe:
     dinputs: str | None = None
     tanh: str = "ieee"
     selected: str = "fp32"
+    kept: str | None = None
     output: str = "fp32"
 
     def resolve(self, dtype: str) -> Recipe:
@@ -108,7 +110,12 @@ class Recipe:
 
     def stored_wide(self) -> Recipe:
         """The recipe with float32 wherever something is stored, cast or rounded."""
-        return Recipe(self.matmul, self.matmul_backward, tanh=self.tanh, output=self.output)
+        return Recipe(self.matmul, self.matmul_backward, tanh=self.tanh, kept="fp32", output=self.output)
+
+    @property
+    def stores_narrow(self) -> bool:
+        """Whether anything that a family's definition stores is narrower than float32."""
+        return dataclasses.replace(self, kept="fp32") != self.stored_wide()
 
     def describe(self) -> str:
         """The fields away from their default, for a result row: "logits=bf16 dlogits=bf16", or "fp32"."""
@@ -126,3 +133,5 @@ def _other(dtype: str | None, *like: str | None) -> str | None:
 
 
 IEEE_FP32 = Recipe()
+EAGER = Recipe(logits="input", dlogits="input", elementwise="input", softmax="input", inputs="input", output="input")
+"""Plain torch on 16-bit tensors: every operation rounds its result to the dtype of the inputs."""

@@ -8,6 +8,7 @@ import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -16,17 +17,16 @@ from parity.case.family import Family
 from parity.case.inputs import Inputs, gradient_name
 from parity.case.layouts import elsewhere
 from parity.implementations.implementation import Implementation
-from parity.judge.escalation import REPLICAS, if_near, ladder, settle
-from parity.judge.gates import Judgement, Unit, failed, judge
+from parity.judge.escalation import REPLICAS, escalate, if_near, ladder, settle
+from parity.judge.gates import Judgement, failed, judge
+from parity.judge.oracle import Oracle, Quantities
 from parity.judge.products import CutOperands
-from parity.judge.recipe import DTYPES, Recipe
+from parity.judge.recipe import DTYPES, EAGER, Recipe
 from parity.judge.timings import within
-from parity.judging.oracle import Quantities, exact, replicas
+from parity.judging.oracle import exact, replicas
 from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome, same_bits
 from parity.results.row import Class
-
-COARSEST = Recipe(logits="input", dlogits="input", elementwise="input", softmax="input", inputs="input", output="input")
 
 ON_DEVICE = 1 << 20
 """Entries of the logits or of the head from which on oracle and replicas run on the device of the case, where launches of
@@ -40,8 +40,6 @@ class CaseOracle:
     family: Family
     inputs: Inputs
     exact: Quantities
-    _replicas: dict[tuple[Recipe, int, bool, bool], Quantities] = dataclasses.field(default_factory=dict)
-    _units: dict[tuple[str, Recipe, int, bool], Unit] = dataclasses.field(default_factory=dict)
     _cut: dict[str, Quantities] = dataclasses.field(default_factory=dict)
     _narrowed: dict[frozenset[str], CaseOracle] = dataclasses.field(default_factory=dict)
     _variants: dict[str, CaseOracle] = dataclasses.field(default_factory=dict)
@@ -104,64 +102,28 @@ class CaseOracle:
             other, cotangents={n: g for n, g in other.cotangents.items() if n in self.inputs.cotangents}
         )
 
-    def replicas(self, recipe: Recipe, count: int, finer: bool = False, gradients: bool = True) -> Quantities:
-        """Replicas under a resolved recipe, computed once; with `finer` as many more that store nothing in 16 bits, and as
-        many on the dtypes' own numbers.
+    @functools.cached_property
+    def oracle(self) -> Oracle:
+        """What results are compared with: the exact quantities, and replicas of them."""
+        seed = zlib.crc32(self.inputs.case.id.encode())
+        return Oracle(self.exact, functools.partial(replicas, self.family, self.home), self._kind, seed)
 
-        Without `gradients` those need not be there.
-        """
-        # What is returned is stored after all that a replica rounds.
-        recipe = dataclasses.replace(recipe, output="any")
-        whole, key = (recipe, count, finer, True), (recipe, count, finer, gradients)
-        if whole in self._replicas:
-            return self._replicas[whole]
-        if key not in self._replicas:
-            seed = zlib.crc32(self.inputs.case.id.encode())
-            if finer:
-                sets = [self.replicas(r, count, gradients=gradients) for r in (recipe, recipe.stored_wide())]
-                sets.append(replicas(self.family, self.home, recipe, count, seed + 1, gradients, own_grids=count))
-                self._replicas[key] = {
-                    n: torch.cat([q[n] for q in sets]) if sets[0][n].dim() > value.dim() else sets[0][n]
-                    for n, value in self.exact.items()
-                    if n in sets[0]
-                }
-            else:
-                self._replicas[key] = replicas(self.family, self.home, recipe, count, seed, gradients)
-        return self._replicas[key]
-
-    def unit(
-        self, name: str, recipe: Recipe, count: int = REPLICAS, finer: bool = False, gradients: bool = True
-    ) -> Unit:
-        """What quantity `name` is measured with under a recipe, computed once; `finer` and `gradients` as in `replicas`."""
-        key = (name, recipe, count, finer)
-        if key not in self._units:
-            self._units[key] = self._unit(name, recipe, self.replicas(recipe, count, finer, gradients), count)
-        return self._units[key]
-
-    def _unit(self, name: str, recipe: Recipe, found: Quantities, count: int) -> Unit:
-        value = self.exact[name]
-        stack = found[name]
-        if stack.dim() == value.dim():  # no leaf reaches it: one value for all replicas
-            stack = stack.expand(count, *value.shape)
-        scalar = name in self.family.scalars
-        gradient = name.startswith("grad_")
+    def _kind(self, name: str, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        scalar, gradient = name in self.family.scalars, name.startswith("grad_")
         first_order = terms = 0.0
         if scalar and name == self.family.outputs[0] and "_slope" in self.exact:
             spread = (found["_logps"] - self.exact["_logps"]).square().mean(0)
             first_order = float((self.exact["_slope"].square() * spread).nan_to_num().sum().sqrt())
         if scalar and name == self.family.outputs[0] and "_terms" in self.exact:
             terms = float(self.exact["_terms"].norm()) * self.exact["_terms"].numel() ** 0.5
-        return Unit(
-            exact=value,
-            replicas=stack,
-            compute=recipe.elementwise,
-            zero=self.family.zeros(self.on_cpu).get(name),
-            entrywise=not gradient or value.dim() == 1,
-            scalar=scalar,
-            counted=name in self.family.exact,
-            first_order=first_order,
-            terms=terms,
-        )
+        return {
+            "zero": self.family.zeros(self.on_cpu).get(name),
+            "entrywise": not gradient or self.exact[name].dim() == 1,
+            "scalar": scalar,
+            "counted": name in self.family.exact,
+            "first_order": first_order,
+            "terms": terms,
+        }
 
     def cut(self, precision: str) -> Quantities:
         """The definition with the operands of every product on tf32's grid, computed once."""
@@ -242,7 +204,7 @@ def judge_all(
             judged[name] = failed("no gradient" if name.startswith("grad_") else "missing")
             continue
         asked = _asked(oracle, name, dtype, value.dtype)
-        judged[name] = judge(value, oracle.unit(name, recipe, count, finer, gradients), asked)
+        judged[name] = judge(value, oracle.oracle.unit(name, recipe, count, finer, gradients), asked)
     for name in outcome.quantities:
         if name.startswith("grad_") and name not in wanted and (only is None or name in only):
             judged[name] = failed("a gradient where none was asked for")
@@ -273,25 +235,18 @@ def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outco
     bit is judged as without autocast.
     """
     recipe = implementation.recipe_for(oracle.inputs)
-    counts, near = ladder(largest(oracle)), if_near(largest(oracle))
-    judged: dict[str, Judgement] = {}
-
-    def wrong() -> list[str]:
-        return [name for name, j in judged.items() if not j.agrees]
-
-    def judge_with(count: int) -> dict[str, Judgement]:
-        judged.update(judge_all(oracle, implementation, outcome, recipe, count, only=wrong() if judged else None))
-        return judged
-
-    settle(judge_with, counts, near=near)
-    if recipe != recipe.stored_wide() and any(judged[name].open for name in wrong()):
-        finer = judge_all(oracle, implementation, outcome, recipe, counts[-1], finer=True, only=wrong())
-        judged.update({name: j for name, j in finer.items() if j.agrees})
+    counts = ladder(largest(oracle))
+    judged = escalate(
+        lambda count, finer, names: judge_all(oracle, implementation, outcome, recipe, count, finer, names),
+        counts,
+        near=if_near(largest(oracle)),
+        finer=recipe.stores_narrow,
+    )
     if oracle.inputs.context == "autocast":
         plain = oracle.in_float32
         without, asked = execute(implementation, plain.inputs), implementation.recipe_for(plain.inputs)
         same = {n for n, x in without.quantities.items() if same_bits(outcome.quantities.get(n), x)}
-        same -= {*wrong(), *(judged.keys() ^ without.quantities.keys())}
+        same -= {n for n, j in judged.items() if not j.agrees} | (judged.keys() ^ without.quantities.keys())
         if without.verdict == "ran" and same:
             judged |= settle(lambda count: judge_all(plain, implementation, without, asked, count, only=same), counts)
     return judged
@@ -310,7 +265,7 @@ def classify(oracle: CaseOracle, implementation: Implementation, failing: Sequen
         judged = judge_all(precise, implementation, outcome, recipe)
     else:  # it has no float32: would the coarsest recipe of its dtype explain it?
         judged = judge_all(
-            oracle, implementation, execute(implementation, oracle.inputs), COARSEST.resolve(oracle.inputs.case.dtype)
+            oracle, implementation, execute(implementation, oracle.inputs), EAGER.resolve(oracle.inputs.case.dtype)
         )
     return {name: "precision" if name in judged and judged[name].agrees else "logic" for name in failing}
 

@@ -9,15 +9,13 @@ import torch
 
 from parity.case.family import Family
 from parity.case.inputs import Inputs, gradient_name
-from parity.judge.marks import Mark, exact_mark, recipe_mark
 from parity.judge.monte_carlo import MonteCarlo
+from parity.judge.oracle import Quantities
 from parity.judge.recipe import Recipe
 from parity.judge.timings import within
 
 STACK_LIMIT = 1 << 22
 """Largest number of entries of the largest tensor (logits) in one stack of replicas; beyond it a stack is split."""
-
-Quantities = dict[str, torch.Tensor]
 
 
 def to_double(inputs: Inputs, stack: int | None = None, replicated: frozenset[str] | None = None) -> Inputs:
@@ -38,8 +36,8 @@ def to_double(inputs: Inputs, stack: int | None = None, replicated: frozenset[st
     return inputs.replace(**tensors)
 
 
-def _run(family: Family, x: Inputs, mark: Mark, mode: MonteCarlo | None = None, gradients: bool = True) -> Quantities:
-    outputs = family.oracle(x, mark)
+def _run(family: Family, x: Inputs, mode: MonteCarlo | None = None, gradients: bool = True) -> Quantities:
+    outputs = family.oracle(x)
     if not gradients:
         return {name: value.detach() for name, value in outputs.items()}
     named = [name for name in x.cotangents if name in outputs]
@@ -67,7 +65,7 @@ def exact(family: Family, inputs: Inputs) -> Quantities:
 
     `_slope` is ∂loss/∂logps where the family has a loss.
     """
-    return {name: value.cpu() for name, value in _run(family, to_double(inputs), exact_mark).items()}
+    return {name: value.cpu() for name, value in _run(family, to_double(inputs)).items()}
 
 
 @within("phase", "replicas")
@@ -93,7 +91,7 @@ def replicas(
         mode = MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + done, own_grids - done)
         x = to_double(inputs, width, family.replicated)
         with mode:
-            part = {name: value.cpu() for name, value in _run(family, x, recipe_mark(mode), mode, gradients).items()}
+            part = {name: value.cpu() for name, value in _run(family, x, mode, gradients).items()}
         # an output that no leaf reaches has no replica dimension; it is the same for all
         parts.append(part)
         done += width

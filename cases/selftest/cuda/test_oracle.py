@@ -25,7 +25,7 @@ def test_on_the_device_as_on_the_cpu(name, settings, monkeypatch):
     with pretended():
         there = CaseOracle.of(fam, case, "cuda")
         assert there.home.device.type == "cuda"
-        pairs = [(there.exact, here.exact), (there.replicas(recipe, 12), here.replicas(recipe, 12))]
+        pairs = [(there.exact, here.exact), (there.oracle.replicas(recipe, 12), here.oracle.replicas(recipe, 12))]
     for found, right in pairs:
         assert found.keys() == right.keys()
         for quantity, value in found.items():

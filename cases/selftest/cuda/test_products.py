@@ -151,7 +151,7 @@ def test_cudas_log_softmax_is_not_charged_for_the_cpus_rounding(dtype):
         outcome = execute(one, oracle.inputs)
         judged = judge_all(oracle, one, outcome, recipe)
         spreads = [
-            (oracle.replicas(r, 400)["logps"] - oracle.exact["logps"]).square().mean().sqrt()
+            (oracle.oracle.replicas(r, 400)["logps"] - oracle.exact["logps"]).square().mean().sqrt()
             for r in (recipe, dataclasses.replace(recipe, log_sum=None))
         ]
     assert recipe.log_sum == "fp32" and all(j.agrees for j in judged.values())

@@ -11,7 +11,6 @@ from cases.selftest.families.written_out import Values
 from parity.errors import UsageError
 from parity.families import head
 from parity.families.logprobs import RARE, RARE_BLOCK
-from parity.judge.marks import exact_mark
 from parity.judging.oracle import exact, to_double
 from parity.registry import family
 
@@ -91,7 +90,7 @@ def test_gradcheck(seed):
     leaves = tuple(x.tensors[name] for name in x.leaves)
 
     def outputs(*tensors):
-        found = FAMILY.oracle(x.replace(**dict(zip(x.leaves, tensors, strict=True))), exact_mark)
+        found = FAMILY.oracle(x.replace(**dict(zip(x.leaves, tensors, strict=True))))
         return found["logps"], found["entropy"]
 
     assert torch.autograd.gradcheck(outputs, leaves)
@@ -137,7 +136,7 @@ def test_a_softcap_leaves_no_logit_infinite():
     for softcap, temperature, infinite in ((None, 1.0, True), (5.0, 1.0, False)):
         settings = {"bias": "banned", "softcap": softcap, "temperature": temperature}
         case = FAMILY.case(3, "fp32", settings)
-        assert bool(head.logits(to_double(FAMILY.build(case)), exact_mark).isinf().any()) is infinite
+        assert bool(head.logits(to_double(FAMILY.build(case))).isinf().any()) is infinite
         assert FAMILY.features(case)["a log-prob of -inf"] is infinite
     for softcap, temperature, infinite in ((None, 0.01, True), (5.0, 0.01, False), (400.0, 0.01, True)):
         settings = {"level": 150.0, "logit_scale": 16.0, "softcap": softcap, "temperature": temperature}

@@ -62,8 +62,8 @@ def test_replicas_repeat_themselves():
 def test_implementations_share_what_does_not_depend_on_them():
     known = oracle_of(FAMILY.case(1, "bf16", SETTINGS))
     narrow = Recipe(logits="bf16", output="bf16")
-    assert known.replicas(narrow, 2) is known.replicas(dataclasses.replace(narrow, output="fp32"), 2)
-    assert known.replicas(narrow, 2) is not known.replicas(Recipe(output="bf16"), 2)
+    assert known.oracle.replicas(narrow, 2) is known.oracle.replicas(dataclasses.replace(narrow, output="fp32"), 2)
+    assert known.oracle.replicas(narrow, 2) is not known.oracle.replicas(Recipe(output="bf16"), 2)
     assert known.in_float32 is known.in_float32
 
 
@@ -71,8 +71,8 @@ def test_implementations_share_what_does_not_depend_on_them():
 def test_replicas_of_outputs_alone_take_no_gradient_and_have_the_same_bits(finer):
     case, narrow = FAMILY.case(1, "bf16", SETTINGS), Recipe(logits="bf16")
     alone, whole = (
-        oracle_of(case).replicas(narrow, 3, finer, gradients=False),
-        oracle_of(case).replicas(narrow, 3, finer),
+        oracle_of(case).oracle.replicas(narrow, 3, finer, gradients=False),
+        oracle_of(case).oracle.replicas(narrow, 3, finer),
     )
     assert not any(name.startswith("grad_") for name in alone) and "grad_hidden" in whole
     assert all(torch.equal(value, whole[name]) for name, value in alone.items())
@@ -84,7 +84,7 @@ def test_a_wrong_output_is_settled_without_gradients():
     spoilt = dict(outcome.quantities) | {"logps": outcome.quantities["logps"] * 1.1}
     judged = confirmed(oracle, honest, dataclasses.replace(outcome, quantities=spoilt))
     assert [name for name, j in judged.items() if not j.agrees] == ["logps"]
-    assert {key[1:] for key in oracle._replicas} == {(12, False, True), (60, False, False), (480, False, False)}
+    assert {key[1:] for key in oracle.oracle._replicas} == {(12, False, True), (60, False, False), (480, False, False)}
 
 
 def test_what_overflows_in_a_replica_is_skipped_and_counted():

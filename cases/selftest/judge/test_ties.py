@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cases.selftest.judge.arithmetic import under
-from parity.judge.marks import recipe_mark
 from parity.judge.monte_carlo import MonteCarlo
 from parity.judge.recipe import Recipe
+from parity.judge.stages import stored
 
 
 def test_equal_values_round_equally_in_a_narrow_dtype():
@@ -31,9 +31,9 @@ def test_equal_subnormals_round_equally():
         for seed in range(12):
             mode = MonteCarlo(recipe, "fp16", seed)
             with mode:
-                stored = x * 1.0 if recipe.elementwise == "fp16" else recipe_mark(mode)("logits", x)
-            assert float(stored.max() - stored.min()) < 1e-37
-            errors.append(abs(float(stored.mean() - x.mean())) / 2.0**-24)
+                kept = x * 1.0 if recipe.elementwise == "fp16" else stored(x, "logits")
+            assert float(kept.max() - kept.min()) < 1e-37
+            errors.append(abs(float(kept.mean() - x.mean())) / 2.0**-24)
         assert 0.1 < max(errors) <= 0.5
 
 

@@ -227,7 +227,7 @@ class Jury:
     def first(self, values: Values, name: str, count: int = REPLICAS) -> Judgement:
         """One quantity by the gates, with `count` replicas."""
         if (name, count) not in self._units:
-            self._units[name, count] = self.oracle.unit(name, self.recipe, count)
+            self._units[name, count] = self.oracle.oracle.unit(name, self.recipe, count)
         return judge(values[name], self._units[name, count], self.dtypes[name] or values[name].dtype)
 
     def by(self, label: str, edited: Edited, names: list[str]) -> Callable[[float], bool]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from parity.case.inputs import Inputs, Setting
 from parity.errors import Unsupported
-from parity.judge.marks import of_teacher
+from parity.judge.stages import of_teacher
 from parity.tools.issue.fold import Fold, tidied
 
 OWN = "parity."
@@ -246,13 +246,12 @@ class _Rewrite(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> Any:
-        """`accepted(module, "name")` is `module.name`; `mark(name, value, …)` is the value."""
+        """`accepted(module, "name")` is `module.name`; `stored(value, …)` is the value."""
         called = self._called(node)
         if getattr(called, "__name__", "") == "accepted" and isinstance(node.args[1], ast.Constant):
             return self.visit(ast.Attribute(node.args[0], str(node.args[1].value), ast.Load()))
-        is_mark = isinstance(node.func, ast.Name) and node.func.id == "mark"
-        if is_mark and len(node.args) > 1 and not isinstance(node.args[1], ast.Starred):
-            return self.visit(node.args[1])
+        if isinstance(node.func, ast.Name) and node.func.id == "stored":
+            return self.visit(node.args[0])
         if isinstance(called, types.FunctionType) and called.__module__.startswith("parity"):
             names = list(inspect.signature(called).parameters)
             given = zip(names, node.args, strict=False)

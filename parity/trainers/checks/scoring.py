@@ -149,7 +149,7 @@ def _head(
 
 
 def _gates(oracle: CaseOracle, name: str, recipe: Recipe, value: Tensor, count: int) -> Any:
-    return {name: judge(value, oracle.unit(name, recipe, count), value.dtype)}
+    return {name: judge(value, oracle.oracle.unit(name, recipe, count), value.dtype)}
 
 
 def _inputs(head: Tensor, batch: Batch, s: SimpleNamespace, hidden: Tensor) -> Inputs:

@@ -4,58 +4,16 @@ A tiny model's step is a thousand small operations, and twelve replicas of it on
 as one with tensors twelve times as large.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from parity.judge.operations import OwnConstants
 from parity.trainers.definitions.step_rounding import Double, StepRounding
 
 Results = dict[str, Tensor]
-
-
-class Apart(TorchFunctionMode):
-    """Within `torch.vmap`, gives each of `count` replicas its own result where an operation meets constants alone.
-
-    vmap computes such a result (of a frozen reference, of advantages) once for all of them: every replica would then have
-    the same rounding error there, and their spread would not show it.
-    """
-
-    def __init__(self, count: int):
-        super().__init__()
-        self.every = torch.ones(count, dtype=torch.bool)
-        """What vmap goes over besides the weights: where it is true, a constant is taken, which is everywhere."""
-        self.each: Tensor | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if self.each is None or not _plain(out):
-            return out
-        made = out.untyped_storage().data_ptr()
-        if all(x.untyped_storage().data_ptr() == made for x in _operands(args)):  # none, or a view of the only one
-            return out
-        return func(*(self._given(a) for a in args), **kwargs)
-
-    def _given(self, x: Any) -> Any:
-        if _plain(x):
-            return torch.where(self.each, x, x)
-        return type(x)(self._given(y) for y in x) if type(x) in (list, tuple) else x
-
-
-def _plain(x: Any) -> bool:
-    """Whether it is a tensor of floating-point numbers that all replicas share."""
-    return isinstance(x, Tensor) and x.is_floating_point() and not torch._C._functorch.is_batchedtensor(x)
-
-
-def _operands(args: Any) -> Iterator[Tensor]:
-    for x in args:
-        if _plain(x):
-            yield x
-        elif type(x) in (list, tuple):
-            yield from _operands(x)
 
 
 class Replicas:
@@ -120,7 +78,7 @@ class Replicas:
             RuntimeError: where the path through the model depends on its values (a router that sends tokens to experts), or
                 an operation has no batched form: such a model takes one replica at a time.
         """
-        apart, state, leaves = Apart(count), {}, {}
+        apart, state, leaves = OwnConstants(count), {}, {}
         for name, x in (*self._defined.named_parameters(), *self._defined.named_buffers()):
             if x.is_floating_point():
                 state[name] = copies = x.detach().expand(count, *x.shape)

@@ -6,22 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from parity.judge.monte_carlo import MonteCarlo
+from parity.judge.operations import Double
 
 aten = torch.ops.aten
-
-
-class Double(TorchFunctionMode):
-    """Within it a cast to float32 of a model's code goes to float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
-            return args[0].double()
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
-        return func(*(torch.float64 if a is torch.float32 else a for a in args), **kwargs)
 
 
 @contextlib.contextmanager
@@ -42,6 +33,7 @@ class StepRounding(MonteCarlo):
     is added, not of the result, which may be smaller by cancellation.
     """
 
+    stages = False
     vectorised = True
     """Whether `torch.vmap` may run many replicas at once: where nothing is remembered from one operation to a later one."""
 

@@ -16,7 +16,6 @@ from parity.case.case import Case
 from parity.case.inputs import Inputs, defaults
 from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
-from parity.judge.marks import exact_mark
 from parity.trainers.definitions import training_step
 from parity.trainers.rig import stored_window
 from parity.trainers.rig.stored_window import Reference, Sequences
@@ -189,7 +188,7 @@ def grpo(
             found = padded(completion_logps(model, window))
             tensors["importance_sampling_ratio"] = ratio(found, tensors["mask"])
     inputs = Inputs(Case("policy", 0, "fp64"), s, tensors, (), {})
-    return fam.oracle(inputs, exact_mark)["loss"]
+    return fam.oracle(inputs)["loss"]
 
 
 def head_settings(model: Any) -> dict[str, Any]:

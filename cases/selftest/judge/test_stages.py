@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from cases.selftest.judge.arithmetic import under
-from parity.judge.marks import of_teacher, recipe_mark
 from parity.judge.monte_carlo import MonteCarlo
 from parity.judge.recipe import Recipe
+from parity.judge.stages import of_teacher, stored
 
 
 def test_a_teacher_rounds_in_its_own_dtype():
@@ -57,7 +57,7 @@ def test_a_kernel_stores_the_gradient_of_the_log_probs_it_takes():
     for dtype, expected in ((None, 1e-9), ("fp16", 0.0)):
         mode = MonteCarlo(Recipe(log_probs=dtype), "fp16", 0)
         with mode:
-            (grad,) = torch.autograd.grad(recipe_mark(mode)("log-probs", lp), lp, torch.full_like(lp, 1e-9))
+            (grad,) = torch.autograd.grad(stored(lp, "log-probs"), lp, torch.full_like(lp, 1e-9))
         assert grad.flatten().tolist() == pytest.approx([expected] * 6)
 
 
@@ -67,9 +67,8 @@ def test_a_bias_is_summed_from_what_is_stored_or_not():
     h = torch.ones(2, 4, 3, dtype=torch.float64, requires_grad=True)
     for bias, expected in (("fp32", 4e-12), (None, 0.0)):
         mode = MonteCarlo(Recipe(dlogits="fp16", bias=bias), "fp16", 0)
-        mark = recipe_mark(mode)
         with mode:
-            z = mark("biased", mark("logits", h * 1.0) + mark("bias", b).unsqueeze(-2))
+            z = stored(stored(h * 1.0, "logits") + stored(b, "bias").unsqueeze(-2), "biased")
             grad_b, grad_h = torch.autograd.grad(z, [b, h], torch.full_like(z, 1e-12))
         assert float(grad_b.abs().max()) == pytest.approx(expected, rel=1e-3, abs=1e-30), bias
         assert float(grad_h.abs().max()) < 1e-30
@@ -79,12 +78,12 @@ def test_a_stored_float16_overflows():
     x = torch.tensor([1.0, 7e4, -7e4, torch.inf, torch.nan], dtype=torch.float64)
     mode = MonteCarlo(Recipe(logits="fp16"), "fp16", 0)
     with mode:
-        stored = recipe_mark(mode)("logits", x)
-    assert torch.isfinite(stored[0])
-    assert stored[1] == torch.inf
-    assert stored[2] == -torch.inf
-    assert stored[3] == torch.inf
-    assert torch.isnan(stored[4])
+        kept = stored(x, "logits")
+    assert torch.isfinite(kept[0])
+    assert kept[1] == torch.inf
+    assert kept[2] == -torch.inf
+    assert kept[3] == torch.inf
+    assert torch.isnan(kept[4])
     product = under(Recipe(elementwise="fp16"), "fp16", lambda v: v * 2, torch.tensor([4e4], dtype=torch.float64))
     assert product[0] == torch.inf
     wide = under(Recipe(elementwise="bf16"), "bf16", lambda v: v * 2, torch.tensor([4e4], dtype=torch.float64))

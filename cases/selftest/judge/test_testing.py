@@ -1,0 +1,286 @@
+"""The judge for any function: right code agrees, wrong code does not, and what it cannot judge is refused by name."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parity.testing import EAGER, ParityError, Recipe, assert_parity, check_parity, stored, tolerance
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rms_norm(x, weight, eps=1e-6):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def fused_rms_norm(x, weight, eps=1e-6):
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def attention(q, k, v):
+    return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+
+
+def drawn(dtype, **shapes):
+    generator = torch.Generator().manual_seed(5)
+    return {n: torch.randn(shape, generator=generator).to(dtype) for n, shape in shapes.items()}
+
+
+X, W = (6, 96), (96,)
+IDS = torch.tensor([3, 1, 3, 3, 0, 8, 3])
+
+
+def by_torch(function):
+    """torch's own operation is definition and function at once."""
+    return function, function
+
+
+ALIKE = {
+    "rms_norm": (rms_norm, fused_rms_norm, {"x": X, "weight": W}),
+    "torch.rms_norm": (rms_norm, lambda x, weight: F.rms_norm(x, W, weight, 1e-6), {"x": X, "weight": W}),
+    "layer_norm": (*by_torch(lambda x: F.layer_norm(x, W)), {"x": X}),
+    "group_norm": (*by_torch(lambda x: F.group_norm(x, 8)), {"x": X}),
+    "softmax": (lambda x: torch.softmax(x, -1), lambda x: F.softmax(x.float(), -1).to(x.dtype), {"x": X}),
+    "log_softmax": (lambda x: x - x.logsumexp(-1, True), lambda x: F.log_softmax(x.float(), -1), {"x": X}),
+    "logsumexp": (*by_torch(lambda x: torch.logsumexp(x, -1)), {"x": X}),
+    "gelu": (lambda x: x * 0.5 * (1 + torch.erf(x * 0.5**0.5)), lambda x: F.gelu(x), {"x": X}),
+    "silu": (lambda x: x * torch.sigmoid(x), lambda x: F.silu(x), {"x": X}),
+    "swiglu": (lambda x, y: F.silu(x) * y, lambda x, y: (F.silu(x.float()) * y.float()).to(x.dtype), {"x": X, "y": X}),
+    "attention": (
+        attention,
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+        {"q": (2, 5, 8), "k": (2, 7, 8), "v": (2, 7, 8)},
+    ),
+    "matmul": (lambda x, y: x @ y, lambda x, y: torch.einsum("ij,jk->ik", x, y), {"x": (5, 300), "y": (300, 4)}),
+    "conv1d": (*by_torch(lambda x, w: F.conv1d(x, w)), {"x": (3, 4, 20), "w": (6, 4, 3)}),
+    "grouped conv1d": (*by_torch(lambda x, w: F.conv1d(x, w, groups=2)), {"x": (3, 4, 20), "w": (6, 2, 3)}),
+    "embedding": (lambda w: F.embedding(IDS, w), lambda w: w[IDS], {"w": (9, 16)}),
+    "index_add": (*by_torch(lambda x: torch.zeros(9, 96).to(x).index_add(0, IDS[:6], x)), {"x": X}),
+    "cumsum": (*by_torch(lambda x: x.cumsum(-1)), {"x": X}),
+    "prod": (lambda x: x.prod(-1), lambda x: x.float().prod(-1), {"x": (6, 12)}),
+    "in place": (
+        lambda x: x.mul(2).add_(x.exp()).div_(3),
+        lambda x: ((2 * x.float() + x.float().exp()) / 3).to(x.dtype),
+        {"x": X},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ALIKE)
+def test_right_code_agrees(name, dtype):
+    definition, function, shapes = ALIKE[name]
+    for seed in range(3):
+        assert_parity(function, definition, drawn(dtype, **shapes), seed=seed)
+
+
+WRONG = {
+    "eps": lambda x, weight: fused_rms_norm(x, weight, 1e-2),
+    "n - 1": lambda x, weight: fused_rms_norm(x, weight) * (95 / 96) ** 0.5,
+    "weight detached": lambda x, weight: fused_rms_norm(x, weight.detach()),
+    "gradient doubled": lambda x, weight: fused_rms_norm(2 * x - x.detach(), weight),
+    "last column": lambda x, weight: fused_rms_norm(x, torch.cat([weight[:-1], 1.05 * weight[-1:]])),
+    "zeros": lambda x, weight: x * weight * 0,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_code_does_not(name, dtype):
+    inputs = drawn(dtype, x=X, weight=W)
+    with pytest.raises(ParityError, match="class    logic"):
+        assert_parity(WRONG[name], rms_norm, inputs)
+
+
+def test_an_upstream_gradient_that_is_ignored_shows_in_a_scalar():
+    class Mean(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.shape = x.shape
+            return x.mean()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return torch.full(ctx.shape, 1 / 576)
+
+    parity = check_parity(lambda x: Mean.apply(x), lambda x: x.mean(), drawn(torch.float32, x=X))
+    assert list(parity.wrong) == ["grad_x"] and parity.kind == "logic"
+
+
+def test_a_failure_says_which_precision_would_explain_it_and_where_it_is():
+    inputs = drawn(torch.bfloat16, x=(8, 256), weight=(256,))
+    parity = check_parity(rms_norm, rms_norm, inputs)  # plain torch rounds every operation
+    assert parity.kind == "precision" and parity.explained_by == "bf16 after every operation (EAGER)"
+    assert_parity(rms_norm, rms_norm, inputs, recipe=EAGER)
+    doubled = check_parity(lambda x, weight: 2 * fused_rms_norm(x, weight), rms_norm, inputs)
+    assert (
+        doubled.hints["output"][0].startswith("2 times the definition") and "2 times the definition" in doubled.message
+    )
+    column = check_parity(WRONG["last column"], rms_norm, drawn(torch.float32, x=X, weight=W))
+    assert any("only at index 95 of dimension 1" in hint for hint in column.hints["output"])
+    assert column.kind == "logic"
+
+
+def test_stored_says_where_an_implementation_may_keep_16_bits():
+    def definition(x):
+        return stored(x.exp()) - 1
+
+    def kernel(x):
+        return (x.float().exp().to(x.dtype).float() - 1).to(x.dtype)
+
+    inputs = {"x": drawn(torch.bfloat16, x=(64, 64))["x"] / 64}
+    assert_parity(kernel, definition, inputs)
+    assert not check_parity(kernel, lambda x: x.exp() - 1, inputs).agrees
+    assert_parity(lambda x: (x.float().exp() - 1).to(x.dtype), definition, inputs)  # it may be more precise
+    with pytest.raises(ValueError, match="the stages are"):
+        check_parity(kernel, lambda x: stored(x, "nowhere"), inputs)
+
+
+def test_a_definitions_own_casts_say_so_too():
+    def definition(x):
+        return x.float().exp().to(torch.bfloat16) - 1
+
+    inputs = {"x": drawn(torch.bfloat16, x=(64, 64))["x"] / 64}
+    assert_parity(lambda x: (x.float().exp().to(x.dtype).float() - 1).to(x.dtype), definition, inputs)
+
+
+def test_trees_and_modules():
+    def definition(pair, scale):
+        return {"sum": pair["a"] + pair["b"][0] * scale, "both": (pair["a"].sin(), pair["b"][0].argmax(-1))}
+
+    x = drawn(torch.float32, a=(4, 5), b=(4, 5))
+    inputs = {"pair": {"a": x["a"], "b": [x["b"], None]}, "scale": 0.3}
+    parity = check_parity(definition, definition, inputs)
+    assert parity.agrees
+    assert set(parity.quantities) == {"sum", "both[0]", "both[1]", "grad_pair.a", "grad_pair.b[0]"}
+    shifted = check_parity(
+        lambda pair, scale: definition(pair, scale) | {"both": (pair["a"].sin(), pair["b"][0].argmax(-1) + 1)},
+        definition,
+        inputs,
+    )
+    assert list(shifted.wrong) == ["both[1]"]
+
+    layer, other = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)
+    rows = drawn(torch.float32, input=(4, 6))
+    assert set(check_parity(layer, other, rows).quantities) == {"output", "grad_input", "grad_weight", "grad_bias"}
+    assert_parity(layer, lambda input, weight, bias: input @ weight.mT + bias, rows)
+    assert layer.weight.grad is None
+
+
+def test_values_that_a_caller_computed():
+    x = drawn(torch.float32, x=X, weight=W)
+    leaves = {n: t.clone().requires_grad_() for n, t in x.items()}
+    upstream = torch.randn(X)
+    out = fused_rms_norm(**leaves)
+    out.backward(upstream)
+    actual = {"output": out.detach(), "grad_x": leaves["x"].grad, "grad_weight": leaves["weight"].grad}
+    assert_parity(definition=rms_norm, inputs=x, actual=actual, cotangent=upstream)
+    assert_parity(definition=rms_norm, inputs=x, actual={"output": out.detach()})
+    with pytest.raises(ParityError):
+        assert_parity(definition=rms_norm, inputs=x, actual=actual, cotangent=2 * upstream)
+    with pytest.raises(ValueError, match="cotangent="):
+        assert_parity(definition=rms_norm, inputs=x, actual=actual)
+
+
+def test_what_a_call_overwrites_is_declared():
+    def overwrites(x, weight):
+        out = fused_rms_norm(x, weight)
+        with torch.no_grad():
+            x.zero_()
+        return out
+
+    inputs = drawn(torch.float32, x=X, weight=W)
+    parity = check_parity(overwrites, rms_norm, inputs, grad=("weight",))
+    assert not parity.agrees and parity.side_effects == ["input x, in place"]
+    assert_parity(overwrites, rms_norm, inputs, grad=("weight",), in_place=("x",))
+
+
+def test_other_forms_of_a_definition_have_their_share_of_the_replicas():
+    def moments(x):
+        return x.square().mean(-1) - x.mean(-1).square()
+
+    inputs = {"x": drawn(torch.float32, x=(64, 64))["x"] + 30}
+    variance = lambda x: (x - x.mean(-1, keepdim=True)).square().mean(-1)  # noqa: E731
+    assert not check_parity(moments, variance, inputs).agrees
+    assert_parity(moments, variance, inputs, also=(moments,))
+
+
+def test_tolerances_let_right_code_pass_and_wrong_code_not():
+    for dtype in DTYPES:
+        inputs = drawn(dtype, x=(64, 96), weight=W)
+        exact = rms_norm(**{n: t.double() for n, t in inputs.items()})
+        atol, rtol = tolerance(rms_norm, inputs)["output"]
+        torch.testing.assert_close(fused_rms_norm(**inputs).double(), exact, atol=atol, rtol=rtol)
+        wrong = fused_rms_norm(inputs["x"], inputs["weight"], 1.0).double()
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(wrong, exact, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("definition", "said"),
+    [
+        (lambda x: torch.linalg.inv(x @ x.mT), "linalg_inv_ex"),
+        (lambda x: torch.fft.rfft(x).abs(), "_fft_r2c"),
+        (lambda x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)))), "view_as_complex"),
+    ],
+)
+def test_an_operation_without_a_rule_is_refused_by_name(definition, said):
+    wrong = lambda x: definition(x) * 1.5  # noqa: E731
+    with pytest.raises(NotImplementedError, match=said):
+        check_parity(wrong, definition, drawn(torch.float32, x=X))
+
+
+def test_a_definition_that_looks_at_values_takes_one_replica_at_a_time():
+    def definition(x):
+        return x * 2 / 3 if x.sum() > 0 else x.exp() / 3
+
+    inputs = {"x": drawn(torch.float32, x=X)["x"].abs()}
+    assert_parity(definition, definition, inputs)
+    assert not check_parity(lambda x: x * 2 / 3.001, definition, inputs).agrees
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"function": rms_norm}, "definition and inputs"),
+        ({"definition": rms_norm, "inputs": {}}, "not both"),
+        (
+            {"function": rms_norm, "definition": rms_norm, "inputs": {"x": torch.ones(2, dtype=torch.float64)}},
+            "float64",
+        ),
+        (
+            {"function": rms_norm, "definition": rms_norm, "inputs": {"x": torch.ones(2)}, "grad": ("y",)},
+            "inputs are x",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_is_said(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        check_parity(**arguments)
+
+
+def test_the_recipe_holds_float32_to_float32():
+    inputs = drawn(torch.float32, x=X, weight=W)
+    narrow = lambda x, weight: fused_rms_norm(x, weight).bfloat16()  # noqa: E731
+    assert check_parity(narrow, rms_norm, inputs).wrong["output"].gate == "structure"
+    inside = lambda x, weight: fused_rms_norm(x.bfloat16().float(), weight)  # noqa: E731
+    parity = check_parity(inside, rms_norm, inputs)
+    assert parity.explained_by == "bf16 inside" and "logic, or as precise as bf16 inside" in parity.message
+    assert_parity(inside, rms_norm, inputs, recipe=Recipe(elementwise="bf16", softmax="bf16"))
+
+
+def test_it_imports_torch_alone():
+    """Beyond what `import torch` loads: nothing but parity's own modules and the standard library's."""
+    program = """
+import sys, torch
+before = set(sys.modules)
+import parity.testing
+new = {m.partition(".")[0] for m in set(sys.modules) - before}
+print(sorted(new - {"parity", "torch"} - set(sys.stdlib_module_names)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

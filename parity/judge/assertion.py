@@ -1,0 +1,408 @@
+"""`assert_parity`: a function against its definition in float64, forward and backward, with tolerances derived from rounding."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from parity.judge.escalation import CERTAIN, CONFIRMATION, REPLICAS, escalate, ladder
+from parity.judge.gates import MAX, WORST, Judgement, failed, judge
+from parity.judge.hints import hints
+from parity.judge.problem import NAMES, Problem, call, clone, gradient_name, is_floating, named
+from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, UNIT_ROUNDOFF, Recipe
+
+FIRST, SURE = 4, 0.5
+"""Replicas that accept what is below `SURE` of the allowed error: their root mean square is off by a factor of 2 in one of a
+thousand, so that what twelve reject they do not pass."""
+TF32_PRODUCTS = "tf32 products"
+GATES = ("structure", "scalar", "exact", "norm", "max", "row", "slope")
+
+
+class ParityError(AssertionError):
+    """What a test shows; `parity` is the record."""
+
+    def __init__(self, parity: Parity):
+        super().__init__(parity.message)
+        self.parity = parity
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """The verdict on a function.
+
+    Attributes:
+        function: its name.
+        quantities: output, or "grad_" and an input -> its judgement; `headroom` is error ÷ allowed at the tightest gate.
+        kind: "logic", or "precision" where the same inputs in float32 agree, or for float32 inputs tf32 products would; None
+            where all agree.
+        explained_by: the finest of some coarser precisions that would explain it, in words, or None.
+        hints: quantity -> what the error looks like.
+        side_effects: what the call changed and may not.
+        recipe: the recipe it was judged by, in words.
+        inputs: shapes and dtypes, in words.
+        seconds: of wall time that the judgement took.
+    """
+
+    function: str
+    quantities: Mapping[str, Judgement]
+    kind: str | None
+    explained_by: str | None
+    hints: Mapping[str, Sequence[str]]
+    side_effects: Sequence[str]
+    recipe: str
+    inputs: str
+    seconds: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every quantity agrees and nothing was changed."""
+        return not self.wrong and not self.side_effects
+
+    @property
+    def wrong(self) -> dict[str, Judgement]:
+        """The quantities that disagree, the farthest first."""
+        found = {n: j for n, j in self.quantities.items() if not j.agrees}
+        return dict(sorted(found.items(), key=lambda item: -item[1].headroom))
+
+    @property
+    def headroom(self) -> float:
+        """The largest error ÷ allowed of all quantities; above 1 is a disagreement."""
+        return max((j.headroom for j in self.quantities.values()), default=0.0)
+
+    @property
+    def message(self) -> str:
+        """The failure as a test prints it."""
+        lines = [f"{self.function} {'agrees with' if self.agrees else 'differs from'} its definition in float64"]
+        if self.kind:
+            joined = "; as precise as" if self.kind == "precision" else ", or as precise as"
+            lines.append(f"  class    {self.kind}" + (f"{joined} {self.explained_by}" if self.explained_by else ""))
+        lines += [f"  inputs   {self.inputs}", f"  recipe   {self.recipe}"]
+        lines += [f"  changed  {effect}" for effect in self.side_effects]
+        shown = [g for g in GATES if any(g in j.gates for j in self.quantities.values())]
+        width = max([len(n) for n in self.quantities] + [14]) + 2
+        lines.append("  error ÷ allowed".ljust(width + 2) + "".join(g.rjust(10) for g in shown))
+        for name, j in self.quantities.items():
+            cells = "".join((f"{j.gates[g]:.3g}" if g in j.gates else "").rjust(10) for g in shown)
+            lines.append(f"{' ' if j.agrees else '✗'} {name}".ljust(width + 2) + cells)
+        for name, j in self.wrong.items():
+            lines.append(
+                f"  {name}: gate {j.gate}, {j.headroom:.3g} times the allowed error"
+                + (f"; {j.message}" if j.message else "")
+            )
+            lines += [
+                f"    [{', '.join(map(str, index))}]  got {value:.7g}, float64 {exact:.7g}, error {error:.3g}"
+                for index, value, exact, error in j.worst[:3]
+            ]
+            lines += [f"    hint: {hint}" for hint in self.hints.get(name, ())]
+        return "\n".join(lines)
+
+
+def assert_parity(
+    function: Callable[..., Any] | None = None,
+    definition: Callable[..., Any] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    actual: Mapping[str, torch.Tensor] | None = None,
+    grad: Collection[str] | None = None,
+    also: Sequence[Callable[..., Any]] = (),
+    in_place: Collection[str] = (),
+    recipe: Recipe | None = None,
+    cotangent: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+    seed: int = 0,
+) -> None:
+    """Raise `ParityError`, an AssertionError, unless `function` differs from `definition` by no more than rounding explains.
+
+    The definition runs in float64, and as replicas that round every operation at random as code of the given precision would;
+    their spread on these inputs is the allowed error (docs/judging.md). Outputs and gradients are judged; the upstream gradient
+    is random.
+
+    Args:
+        function: the code under test, called with `inputs` as keyword arguments; or a module, whose parameters are inputs too.
+        definition: the same in plain torch, written for any dtype; or a module with parameters of the same names.
+        inputs: name -> tensor, number, or a list, tuple or dictionary of them; float32, float16 or bfloat16, on any device.
+        actual: instead of a function the values that it gave: output -> tensor, and "grad_" + input -> tensor.
+        grad: the inputs and parameters whose gradients are judged; default: every floating-point one ("a.b" in a dictionary,
+            "a[0]" in a list); with `actual` those that it holds.
+        also: other correct forms of the definition, such as one that uses a stored output in its backward pass.
+        in_place: inputs that the function may overwrite.
+        recipe: the precision that the function may have; default: float32 inside, results in the dtype of the inputs.
+        cotangent: the upstream gradient of the output, or output -> gradient; required with gradients in `actual`.
+        seed: of upstream gradient and replicas.
+
+    Raises:
+        ParityError: with the record as its `parity`.
+        ValueError: for inputs that cannot be judged.
+        NotImplementedError: for an operation of the definition without a rounding rule, by name.
+    """
+    __tracebackhide__ = True
+    parity = check_parity(
+        function,
+        definition,
+        inputs,
+        actual=actual,
+        grad=grad,
+        also=also,
+        in_place=in_place,
+        recipe=recipe,
+        cotangent=cotangent,
+        seed=seed,
+    )
+    if not parity.agrees:
+        raise ParityError(parity)
+
+
+def check_parity(
+    function: Callable[..., Any] | None = None,
+    definition: Callable[..., Any] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    actual: Mapping[str, torch.Tensor] | None = None,
+    grad: Collection[str] | None = None,
+    also: Sequence[Callable[..., Any]] = (),
+    in_place: Collection[str] = (),
+    recipe: Recipe | None = None,
+    cotangent: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+    seed: int = 0,
+) -> Parity:
+    """The record of the same judgement as `assert_parity`, which has the arguments; nothing is raised for a disagreement."""
+    began = time.perf_counter()
+    if definition is None or inputs is None:
+        raise ValueError("assert_parity needs a definition and inputs: assert_parity(kernel, definition=f, inputs={…})")
+    if (function is None) == (actual is None):
+        raise ValueError("give a function, or the values that one gave as actual={…}, and not both")
+    problem = _problem(function, definition, inputs, actual, grad, also, cotangent, seed)
+    recipe = (recipe or Recipe(output="input")).resolve(problem.dtype)
+    side_effects: list[str] = []
+    if actual is None:
+        values, side_effects = _run(function, problem, in_place)
+    else:
+        values = dict(actual)
+    quantities = _judged(problem, values, recipe)
+    wrong = {name: values.get(name) for name, j in quantities.items() if not j.agrees}
+    kind = explained = None
+    looks: dict[str, list[str]] = {}
+    if wrong:
+        explained = _explained(problem, values, recipe, wrong)
+        looks = {n: hints(v, problem.oracle.exact[n], problem.tensors, problem.inputs) for n, v in wrong.items()}
+        if any(looks.values()):
+            explained = None  # coarser rounding is spread over all entries, and is no factor
+        kind = "precision" if _in_float32(function, problem, wrong, explained) else "logic"
+    return Parity(
+        function=_name(function) if function is not None else "actual",
+        quantities=quantities,
+        kind=kind,
+        explained_by=explained,
+        hints=looks,
+        side_effects=side_effects,
+        recipe=recipe.describe(),
+        inputs=_described(problem),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def tolerance(
+    definition: Callable[..., Any], inputs: Mapping[str, Any], recipe: Recipe | None = None, *, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """Output, or "grad_" and an input -> (atol, rtol) for `torch.testing.assert_close` with the definition in float64.
+
+    rtol is 6u of the output's dtype, as in the judge's max gate; atol is what correct code may be off by beyond that: 6 times
+    the root mean square over sixty replicas of max(|error| - rtol·|exact|, 0), at least twice the largest.
+    """
+    problem = _problem(None, definition, inputs, None, None, (), None, seed)
+    recipe = (recipe or Recipe(output="input")).resolve(problem.dtype)
+    out = {}
+    for name, exact in problem.oracle.exact.items():
+        dtype = problem.tensors[name.removeprefix("grad_")].dtype if name.startswith("grad_") else DTYPES[problem.dtype]
+        if not exact.is_floating_point():
+            out[name] = (0.0, 0.0)
+            continue
+        rtol = 6 * UNIT_ROUNDOFF[NAMES[dtype]]
+        errors = (problem.oracle.replicas(recipe, CONFIRMATION)[name] - exact).abs() - rtol * exact.abs()
+        beyond = errors.clamp(min=0.0).flatten(1).amax(1) if exact.numel() else torch.zeros(1)
+        atol = max(
+            MAX * float(beyond.square().mean().sqrt()), WORST * float(beyond.max()), 2 * HALF_SUBNORMAL[NAMES[dtype]]
+        )
+        out[name] = (atol, rtol)
+    return out
+
+
+def _problem(
+    function: Any,
+    definition: Any,
+    inputs: Mapping[str, Any],
+    actual: Mapping[str, torch.Tensor] | None,
+    grad: Collection[str] | None,
+    also: Sequence[Any],
+    cotangent: torch.Tensor | Mapping[str, torch.Tensor] | None,
+    seed: int,
+) -> Problem:
+    """What is asked, checked."""
+    module = function if isinstance(function, torch.nn.Module) else None
+    if module is None and isinstance(definition, torch.nn.Module) and function is not None:
+        raise ValueError("the definition is a module and the function is not: give its parameters as inputs")
+    source = module or (definition if isinstance(definition, torch.nn.Module) else None)
+    parameters = {} if source is None else dict(source.named_parameters())
+    tensors = {**named(dict(inputs)), **parameters}
+    if len(tensors) < len(named(dict(inputs))) + len(parameters):
+        raise ValueError(f"inputs and parameters share a name: {', '.join(set(named(dict(inputs))) & set(parameters))}")
+    floating = [name for name, x in tensors.items() if is_floating(x)]
+    wide = [name for name in floating if tensors[name].dtype not in (torch.float32, torch.float16, torch.bfloat16)]
+    if wide:
+        raise ValueError(
+            f"{wide[0]} is {tensors[wide[0]].dtype}: float32, float16 and bfloat16 are judged, against float64"
+        )
+    if grad is None:
+        grad = floating if actual is None else [n for n in floating if gradient_name(n) in actual]
+    unknown = set(grad) - set(floating)
+    if unknown:
+        raise ValueError(f"grad={sorted(unknown)}: the floating-point inputs are {', '.join(floating)}")
+    given = {"output": cotangent} if isinstance(cotangent, torch.Tensor) else dict(cotangent or {})
+    if actual is not None and grad and not given:
+        raise ValueError("gradients in actual={…} are judged with the upstream gradient that made them: cotangent=…")
+    leaves = tuple(n for n in floating if n in set(grad))
+    problem = Problem(definition, inputs, parameters, leaves, tuple(also), given, seed)
+    outputs = problem.cotangents
+    if set(given) - set(outputs):
+        raise ValueError(f"cotangent of {sorted(set(given) - set(outputs))}: the outputs are {', '.join(outputs)}")
+    return problem
+
+
+def _run(
+    function: Any, problem: Problem, in_place: Collection[str]
+) -> tuple[dict[str, torch.Tensor | None], list[str]]:
+    """The function forward and backward: its quantities, and what it changed."""
+    given = {n: x.detach().clone() for n, x in problem.tensors.items()}
+    leaves = {n: x.requires_grad_(n in problem.leaves) for n, x in given.items()}
+    handed = {n: x.clone() if n in in_place and x.requires_grad else x for n, x in leaves.items()}
+    with torch.enable_grad():
+        outputs = named(call(function, clone(problem.inputs), handed, problem.parameters))
+    values: dict[str, torch.Tensor | None] = {n: o.detach().clone() for n, o in outputs.items()}
+    cotangents = {n: g for n, g in problem.cotangents.items() if n in outputs and outputs[n].requires_grad}
+    cotangents = {n: g for n, g in cotangents.items() if g.shape == outputs[n].shape}
+    if cotangents and problem.leaves:
+        upstream = [g.to(outputs[n]).clone() for n, g in cotangents.items()]
+        torch.autograd.backward([outputs[n] for n in cotangents], upstream)
+    for name in problem.leaves:
+        found = leaves[name].grad
+        if found is None and not bool(problem.oracle.exact[gradient_name(name)].any()):
+            found = torch.zeros_like(problem.tensors[name])
+        values[gradient_name(name)] = found
+    allowed = {n for n in given if any(n == i or n.startswith((f"{i}.", f"{i}[")) for i in in_place)}
+    changed = [n for n in given if n not in allowed and not _same(given[n], problem.tensors[n])]
+    return values, [f"input {name}, in place" for name in changed]
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()) if is_floating(a) else torch.equal(a, b)
+
+
+def _judged(problem: Problem, values: Mapping[str, torch.Tensor | None], recipe: Recipe) -> dict[str, Judgement]:
+    """Every quantity: by its dtype's own precision first, which replicas only widen; then with as many as it takes."""
+    exact = problem.oracle.exact
+
+    def judge_with(count: int, finer: bool, names: Collection[str] | None) -> dict[str, Judgement]:
+        return {n: _judge(problem, n, values, recipe, count, finer) for n in exact if names is None or n in names}
+
+    judged = judge_with(0, False, None)
+    few = judge_with(FIRST, False, [n for n, j in judged.items() if not j.agrees and j.open])
+    judged |= {n: j for n, j in few.items() if j.headroom <= SURE}
+    left = [n for n, j in judged.items() if not j.agrees]
+    if left:
+        largest = max(x.numel() for x in (*exact.values(), *problem.tensors.values()))
+        judged |= escalate(
+            lambda count, finer, names: judge_with(count, finer, left if names is None else names),
+            ladder(largest),
+            finer=True,
+            certain=CERTAIN,
+        )
+    return {name: judged[name] for name in exact}
+
+
+def _judge(
+    problem: Problem, name: str, values: Mapping[str, torch.Tensor | None], recipe: Recipe, count: int, finer: bool
+) -> Judgement:
+    value, exact = values.get(name), problem.oracle.exact[name]
+    if value is None:
+        return failed("no gradient" if name.startswith("grad_") else f"missing; returned: {', '.join(values)}")
+    if not exact.is_floating_point():
+        return _judge_exact(problem, name, value, recipe, max(count, REPLICAS))
+    if name.startswith("grad_"):
+        dtype = problem.tensors[name.removeprefix("grad_")].dtype
+    else:  # float32 for float32 inputs, unless the recipe says otherwise
+        asked = DTYPES.get(recipe.output, value.dtype)
+        dtype = torch.float32 if asked == torch.float32 and value.dtype.itemsize < 4 else value.dtype
+    return judge(value, problem.oracle.unit(name, recipe, count, finer), dtype)
+
+
+def _judge_exact(problem: Problem, name: str, value: torch.Tensor, recipe: Recipe, count: int) -> Judgement:
+    """Integers and booleans: equal, wherever the replicas are."""
+    exact = problem.oracle.exact[name]
+    if value.shape != exact.shape:
+        return failed(f"shape {tuple(value.shape)}, expected {tuple(exact.shape)}")
+    decided = (problem.oracle.replicas(recipe, count)[name] == exact).all(0)
+    wrong = (value != exact) & decided
+    if not bool(wrong.any()):
+        return Judgement({"exact": 0.0}, undecided=int((~decided).sum()))
+    index = tuple(int(i) for i in wrong.nonzero()[0])
+    entry = (index, float(value[index]), float(exact[index]), float(value[index]) - float(exact[index]))
+    return Judgement({"exact": float("inf")}, f"{int(wrong.sum())} of {wrong.numel()} entries differ", worst=(entry,))
+
+
+def _explained(
+    problem: Problem, values: Mapping[str, torch.Tensor | None], recipe: Recipe, wrong: Collection[str]
+) -> str | None:
+    """The finest of some coarser precisions under which all that is wrong agrees."""
+    for words, fields in _coarser(problem):
+        other = dataclasses.replace(recipe, **fields).resolve(problem.dtype)
+        if other == recipe:
+            continue
+        if all(_judge(problem, n, values, other, CONFIRMATION, False).agrees for n in wrong):
+            return words
+    return None
+
+
+def _coarser(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
+    logits = {"logits": "input", "dlogits": "input"}
+    if problem.dtype != "fp32":
+        yield f"{problem.dtype} logits", logits
+        fields = (*logits, "elementwise", "softmax", "inputs")
+        yield f"{problem.dtype} after every operation (EAGER)", dict.fromkeys(fields, "input")
+        return
+    yield TF32_PRODUCTS, {"matmul": "tf32", "matmul_backward": "tf32"}
+    for dtype in ("fp16", "bf16"):
+        yield f"{dtype} inside", dict.fromkeys((*logits, "elementwise", "softmax", "inputs"), dtype)
+
+
+def _in_float32(function: Any, problem: Problem, wrong: Collection[str], explained: str | None) -> bool:
+    """Whether what is wrong agrees on the same inputs in float32; for float32 inputs, whether tf32 explains it."""
+    if problem.dtype == "fp32":
+        return explained == TF32_PRODUCTS
+    if function is None:
+        return explained is not None
+    wide = {n: x.detach().float() if is_floating(x) else x for n, x in problem.tensors.items()}
+    arguments = call(lambda **given: given, problem.inputs, wide, ())
+    parameters = {n: wide[n] for n in problem.parameters}
+    precise = Problem(
+        problem.definition, arguments, parameters, problem.leaves, problem.also, problem.cotangents, problem.seed
+    )
+    with contextlib.suppress(Exception):  # a kernel without float32: its dtype's own coarser precisions decide
+        values, _ = _run(function, precise, ())
+        judged = _judged(precise, values, Recipe())
+        return all(judged[n].agrees for n in wrong)
+    return explained is not None
+
+
+def _name(function: Any) -> str:
+    name: str = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return name
+
+
+def _described(problem: Problem) -> str:
+    tensors = [f"{n} {tuple(x.shape)} {NAMES.get(x.dtype, str(x.dtype)[6:])}" for n, x in problem.tensors.items()]
+    others = [f"{n}={x!r}" for n, x in problem.inputs.items() if isinstance(x, int | float | str | bool)]
+    return ", ".join([*tensors, *others, f"seed={problem.seed}"])

@@ -1,0 +1,57 @@
+"""Where an error sits and what it looks like, from the tensors alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+FEW = 6
+"""Indices that a hint names."""
+
+
+def hints(
+    value: torch.Tensor | None, exact: torch.Tensor, tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]
+) -> list[str]:
+    """Short sentences on value - exact: all zero, a factor, one index of a dimension; nothing where shapes differ."""
+    if value is None or value.shape != exact.shape or not exact.numel() or not exact.is_floating_point():
+        return []
+    v, o = value.detach().to(exact), exact
+    if not bool(torch.isfinite(v).all()):
+        return ["not finite"]
+    if not bool(v.any()):
+        return ["all zero where the definition is not"]
+    return [*_factor(v, o, _sizes(tensors, inputs)), *_places(v - o)]
+
+
+def _sizes(tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers by which an error is often too large: sizes of dimensions, and numeric arguments."""
+    found = {f"{n}.shape[{i}]": float(k) for n, x in tensors.items() for i, k in enumerate(x.shape)}
+    numbers = {n: float(x) for n, x in inputs.items() if isinstance(x, int | float) and not isinstance(x, bool)}
+    return {n: x for n, x in {**numbers, **found}.items() if x not in (0.0, 1.0)}
+
+
+def _factor(v: torch.Tensor, o: torch.Tensor, sizes: Mapping[str, float]) -> Iterator[str]:
+    """ "f times the definition", where that leaves a tenth of the error, with the size that f is."""
+    factor = float((v * o).sum() / o.square().sum().clamp(min=1e-300))
+    if not float((v - factor * o).norm()) < 0.1 * float((v - o).norm()):
+        return
+    named = [
+        f" = {sign}{name}"
+        for name, size in sizes.items()
+        for sign, power in (("", 1), ("1/", -1))
+        if abs(factor / size**power - 1) < 2e-3
+    ]
+    yield f"{factor:.4g} times the definition{named[0] if named else ''}"
+
+
+def _places(e: torch.Tensor) -> Iterator[str]:
+    """Indices of a dimension, at most a quarter of it, that hold nearly all of the error."""
+    for d in range(e.dim()):
+        by = e.abs().movedim(d, 0).reshape(e.shape[d], -1).amax(1)
+        large = by > 0.03 * by.max()
+        if 0 < int(large.sum()) <= max(1, e.shape[d] // 4) and bool((by[~large] < 1e-3 * by.max()).all()):
+            where = large.nonzero().flatten().tolist()
+            shown = ", ".join(map(str, where[:FEW])) + ("…" if len(where) > FEW else "")
+            yield f"only at index {shown} of dimension {d}, which has {e.shape[d]}"

@@ -1,0 +1,298 @@
+"""Random rounding for definitions of any kind: every operation has a rule, is taken apart into ones that have, or is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parity.judge.monte_carlo import MonteCarlo, name_of, rounds_nothing
+from parity.judge.recipe import NARROW, UNIT_ROUNDOFF
+from parity.judge.stages import stored
+
+aten = torch.ops.aten
+
+ELEMENTWISE = frozenset(
+    """add sub rsub mul div sqrt reciprocal remainder fmod square addcmul addcdiv lerp hypot frac leaky_relu
+    leaky_relu_backward""".split()
+)
+"""Results that IEEE 754 rounds correctly, or a few of them: half a unit in the last place."""
+INEXACT = frozenset(
+    """exp exp2 expm1 log log2 log1p log10 tanh sigmoid erf erfc erfinv sin cos tan atan atan2 sinh cosh asin
+    acos asinh acosh atanh pow rsqrt lgamma digamma""".split()
+)
+"""Functions of a mathematical library, off by up to 2 units in the last place on CPUs and GPUs (measured: 1.0 to 1.9)."""
+PARTS = frozenset(
+    """native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward _softmax
+    _softmax_backward_data _safe_softmax gelu gelu_backward silu silu_backward var var_mean std std_mean
+    linalg_vector_norm log_sigmoid_forward log_sigmoid_backward softplus softplus_backward nll_loss_forward
+    nll_loss_backward addmm baddbmm addmv sigmoid_backward tanh_backward mish mish_backward _fused_rms_norm
+    _fused_rms_norm_backward hardswish hardswish_backward hardsigmoid hardsigmoid_backward elu elu_backward glu
+    glu_backward huber_loss huber_loss_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward
+    binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits xlogy logit logit_backward
+    logaddexp""".split()
+)
+"""Operations that round as their parts do: a norm, a softmax or a GELU cancels, and its result's own ulp says nothing of it."""
+EXACT = frozenset(
+    """fill zero copy index_copy masked_scatter select_scatter slice_scatter diagonal_scatter as_strided_scatter take
+    masked_select cummax cummin max min median kthvalue mode sgn relu threshold_backward hardtanh hardtanh_backward
+    fmax fmin copysign trunc diag_embed view_copy split_copy _reshape_alias lift new_full empty_strided
+    new_empty_strided argmax argmin broadcast_in_dim collapse_view view_of replication_pad1d reflection_pad1d
+    _unsafe_index upsample_nearest2d""".split()
+)
+"""Operations that move, choose or compare, beside those that `MonteCarlo` knows."""
+INDEXED = frozenset("scatter_add index_add embedding_dense_backward index_put _unsafe_index_put".split())
+"""Sums of the terms that an index sends to one place."""
+PRODUCTS = {"mv": lambda args: args[0].shape[-1], "dot": lambda args: args[0].shape[-1]}
+"""Products besides mm and bmm -> how many terms each of their sums has."""
+
+
+class AnyOperation(MonteCarlo):
+    """`MonteCarlo` for definitions of any kind, `width` replicas at once under `torch.vmap`.
+
+    Elementwise arithmetic is off by half a unit in the last place, a library function by up to 2, a product by
+    max(2, √K/2)·u·(|A|·|B|), a sum that an index makes by max(2, √n/2)·u·Σ|x|. Composite operations are taken apart by torch's
+    decompositions.
+
+    Raises:
+        NotImplementedError: for an operation without a rule, by name, with the remedy.
+    """
+
+    def __init__(self, width: int, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.width = width
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, name_of(func)
+        if self.quiet or name in EXACT:
+            return func(*args, **kwargs)
+        if name[-1] == "_" and name[-2] != "_":
+            return self._in_place(func, name[:-1], types, args, kwargs)
+        if name in INDEXED:
+            return self._indexed(func, name, args, kwargs)
+        if func in REWRITTEN:
+            with self._entered():
+                return REWRITTEN[func](*args, **kwargs)
+        if name in PARTS:
+            taken_apart = _decomposition(func)
+            with self._entered():
+                out = taken_apart(*args, **kwargs)
+            return self.rounded(out, self.softmax) if name == "_softmax" else out
+        if name in PRODUCTS:
+            size = func(*_absolute(args), **kwargs)
+            return self._within(func(*args, **kwargs), size, PRODUCTS[name](args))
+        if name == "convolution":
+            size = func(*_absolute(args), **kwargs)
+            return self._folded(func(*args, **kwargs), size, args[1][0].numel(), self._in_groups(args[8]))
+        if name == "convolution_backward":
+            return self._convolution_backward(func, args, kwargs)
+        if name in ("prod", "cumprod"):
+            out = func(*args, **kwargs)
+            terms = args[0].shape[args[1]] if len(args) > 1 else args[0].numel() // self.width
+            return self._within(out, out.abs() * (max(self.u, self.u_sum) / self.u_sum), terms)
+        if not (rounds_nothing(func) or name in ELEMENTWISE or name in INEXACT or name in OWN_RULE):
+            if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+                with self._entered():
+                    return func.decompose(*args, **kwargs)
+            return _not_a_number(func, func(*args, **kwargs))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if name in INEXACT and not _integer_power(name, args):
+            return self.scattered(out, 2 * self.u_sum * out.abs())
+        if name in ("bmm", "mm") and UNIT_ROUNDOFF[self.elementwise] > NARROW:
+            return self.rounded(out)
+        return out
+
+    def _within(self, out: torch.Tensor, size: torch.Tensor, terms: torch.Tensor | float) -> torch.Tensor:
+        """A sum of products, `size` the same of absolute values: off by max(2, √terms/2)·u·size, then rounded."""
+        walk = (torch.as_tensor(terms, dtype=out.dtype, device=out.device).sqrt() / 2).clamp(min=2.0)
+        return self.rounded(self.scattered(out, size * walk * self.u_sum))
+
+    def _in_place(self, func: Any, name: str, types: Any, args: Any, kwargs: Any) -> Any:
+        """x.op_(…) as x.op(…), copied: what is written in place is rounded too."""
+        overload = getattr(getattr(aten, name, None), func._overloadname, None)
+        if overload is None or name in EXACT or (rounds_nothing(overload) and name not in INDEXED):
+            return func(*args, **kwargs)
+        return args[0].copy_(self.__torch_dispatch__(overload, types, args, kwargs))
+
+    def _indexed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        adds = "index_put" not in name or (args[3] if len(args) > 3 else kwargs.get("accumulate", False))
+        out = func(*args, **kwargs)
+        if not adds or not out.is_floating_point():
+            return out
+        ones = [torch.ones_like(a) if _floating(a) else a for a in args]
+        return self._within(out, func(*_absolute(args), **kwargs), func(*ones, **kwargs))
+
+    def _convolution_backward(self, func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor | None, ...]:
+        grad, weight, grouped = args[0], args[2], self._in_groups(args[9])
+        found, sizes = func(*args, **kwargs), func(*_absolute(args), **kwargs)
+        per_channel = grad.numel() / grad.shape[1]
+        terms = (grad.shape[1] * weight[0, 0].numel() / (self.width if grouped else 1), per_channel, per_channel)
+        return tuple(
+            None if o is None else self._folded(o, size, n, grouped and i == 0)
+            for i, (o, size, n) in enumerate(zip(found, sizes, terms, strict=True))
+        )
+
+    def _in_groups(self, groups: int) -> bool:
+        """Whether vmap made the replicas groups of channels, as it does where input and weight are both replicated."""
+        return groups % self.width == 0
+
+    def _folded(self, out: torch.Tensor, size: torch.Tensor, terms: float, channels: bool) -> torch.Tensor:
+        """`_within` with the replicas in front, which vmap folds into a convolution's channels, or into its first dimension."""
+        dim = int(channels)
+        parts = [x.unflatten(dim, (self.width, -1)).movedim(dim, 0).contiguous() for x in (out, size)]
+        return self._within(parts[0], parts[1], terms).movedim(0, dim).flatten(dim, dim + 1)
+
+    def saved_output(self, x: torch.Tensor) -> torch.Tensor:
+        """A returned value that a backward pass reads again: as it was stored in half of the replicas."""
+        narrow = self.store(x, self.recipe.kept or self.dtype)
+        return x if narrow is x else torch.where(self.noise.constant(math.tau, x) > 0, narrow, x)
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        TorchDispatchMode.__enter__(self)
+        try:
+            yield
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
+
+
+REWRITTEN: dict[Any, Callable[..., Any]] = {
+    torch.ops.prims.sum.default: lambda x, dims, **kwargs: x.sum(dims),
+    torch.ops.prims.convert_element_type.default: lambda x, dtype: x if dtype.is_floating_point else x.to(dtype),
+    torch.ops.prims.var.default: lambda x, dims, correction=1, **kwargs: _variance(x, dims, correction),
+}
+"""Operations of torch's decompositions in terms of others."""
+
+
+def _variance(x: torch.Tensor, dims: list[int], correction: float) -> torch.Tensor:
+    away = x - x.mean(dims, keepdim=True)
+    return away.square().sum(dims) / (x.numel() // max(away.sum(dims).numel(), 1) - correction)
+
+
+OWN_RULE = frozenset("mm bmm sum mean cumsum _log_softmax _log_softmax_backward_data logsumexp".split())
+"""Operations that `MonteCarlo` has a rule for."""
+
+
+def _not_a_number(func: Any, out: Any) -> Any:
+    """A result without floating-point numbers, which no rounding touches."""
+    if any(torch.is_tensor(x) and (x.is_floating_point() or x.is_complex()) for x in _flat((out,))):
+        raise NotImplementedError(
+            f"the definition uses {func}, for which no rounding rule is known: write it in elementary operations "
+            "(+, ·, /, exp, log, sums, matrix products) of real numbers"
+        )
+    return out
+
+
+def _decomposition(func: Any) -> Callable[..., Any]:
+    from torch._decomp import decomposition_table  # half a second: loaded with the first composite operation
+
+    if func not in decomposition_table:
+        raise NotImplementedError(f"the definition uses {func}, which torch cannot take apart: write it out")
+    found: Callable[..., Any] = decomposition_table[func]
+    return found
+
+
+def _flat(args: Any) -> Iterator[Any]:
+    for a in args:
+        if isinstance(a, list | tuple):
+            yield from _flat(a)
+        else:
+            yield a
+
+
+def _floating(x: Any) -> bool:
+    return torch.is_tensor(x) and x.is_floating_point()
+
+
+def _absolute(args: Any) -> list[Any]:
+    return [a.abs() if _floating(a) else a for a in args]
+
+
+def _integer_power(name: str, args: Any) -> bool:
+    return name == "pow" and isinstance(args[1], int | float) and float(args[1]).is_integer() and abs(args[1]) <= 4
+
+
+class Double(TorchFunctionMode):
+    """Within it a cast to float32 goes to float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*(torch.float64 if a is torch.float32 else a for a in args), **kwargs)
+
+
+_NARROW_CASTS = {torch.Tensor.half: "fp16", torch.Tensor.bfloat16: "bf16"}
+_NARROW = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class Definition(Double):
+    """Within it a definition's own casts to 16 bits say where it stores: float64 in an exact run, rounded in a replica."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = _NARROW_CASTS.get(func)
+        if func in (torch.Tensor.to, torch.Tensor.type):
+            name = next((_NARROW[a] for a in (*args[1:], *(kwargs or {}).values()) if a in _NARROW), None)
+        if name is not None and args[0].is_floating_point():
+            return stored(args[0].double(), name)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def as_definition() -> Iterator[None]:
+    """Runs what is inside in float64: constants, casts to float32, attention by its parts."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Definition(), sdpa_kernel([SDPBackend.MATH]):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class OwnConstants(TorchFunctionMode):
+    """Within `torch.vmap`, gives each of `count` replicas its own result where an operation meets constants alone.
+
+    vmap computes such a result (of a frozen reference, of advantages) once for all of them: every replica would then have
+    the same rounding error there, and their spread would not show it.
+    """
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.every = torch.ones(count, dtype=torch.bool)
+        """What vmap goes over besides the weights: where it is true, a constant is taken, which is everywhere."""
+        self.each: torch.Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.each is None or not _plain(out):
+            return out
+        made = out.untyped_storage().data_ptr()
+        if all(x.untyped_storage().data_ptr() == made for x in _operands(args)):  # none, or a view of the only one
+            return out
+        return func(*(self._given(a) for a in args), **kwargs)
+
+    def _given(self, x: Any) -> Any:
+        if _plain(x):
+            return torch.where(self.each, x, x)
+        return type(x)(self._given(y) for y in x) if type(x) in (list, tuple) else x
+
+
+def _plain(x: Any) -> bool:
+    """Whether it is a tensor of floating-point numbers that all replicas share."""
+    return isinstance(x, torch.Tensor) and x.is_floating_point() and not torch._C._functorch.is_batchedtensor(x)
+
+
+def _operands(args: Any) -> Iterator[torch.Tensor]:
+    for x in args:
+        if _plain(x):
+            yield x
+        elif type(x) in (list, tuple):
+            yield from _operands(x)

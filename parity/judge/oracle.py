@@ -1,0 +1,78 @@
+"""A definition on some inputs: its exact values in float64, its replicas by recipe, and the unit of each quantity."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from parity.judge.escalation import REPLICAS
+from parity.judge.gates import Unit
+from parity.judge.recipe import Recipe
+
+Quantities = dict[str, torch.Tensor]
+Draw = Callable[[Recipe, int, int, bool, int], Mapping[str, torch.Tensor]]
+"""(resolved recipe, count, seed, whether with gradients, own grids) -> replicas of each quantity, (count, …).
+
+A quantity that no input reaches may come without the leading dimension."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """What a result is compared with; replicas and units are computed once.
+
+    Attributes:
+        exact: quantity -> its value, float64. Names with a leading underscore are internal.
+        draw: draws replicas.
+        kind: (quantity, replicas) -> the fields of `Unit` besides exact, replicas and compute.
+        seed: of the replicas.
+    """
+
+    exact: Quantities
+    draw: Draw
+    kind: Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, Any]]
+    seed: int
+    _replicas: dict[tuple[Recipe, int, bool, bool], Quantities] = dataclasses.field(default_factory=dict, repr=False)
+    _units: dict[tuple[str, Recipe, int, bool], Unit] = dataclasses.field(default_factory=dict, repr=False)
+
+    def replicas(self, recipe: Recipe, count: int, finer: bool = False, gradients: bool = True) -> Quantities:
+        """Replicas under a resolved recipe; with `finer` as many more that store nothing in 16 bits, and as many on the
+        dtypes' own numbers.
+
+        Without `gradients` those need not be there.
+        """
+        # What is returned is stored after all that a replica rounds.
+        recipe = dataclasses.replace(recipe, output="any")
+        whole, key = (recipe, count, finer, True), (recipe, count, finer, gradients)
+        if whole in self._replicas:
+            return self._replicas[whole]
+        if key not in self._replicas:
+            if finer:
+                sets = [self.replicas(r, count, gradients=gradients) for r in (recipe, recipe.stored_wide())]
+                sets.append(dict(self.draw(recipe, count, self.seed + 1, gradients, count)))
+                self._replicas[key] = {
+                    n: torch.cat([q[n] for q in sets]) if sets[0][n].dim() > value.dim() else sets[0][n]
+                    for n, value in self.exact.items()
+                    if n in sets[0]
+                }
+            else:
+                self._replicas[key] = dict(self.draw(recipe, count, self.seed, gradients, 1))
+        return self._replicas[key]
+
+    def unit(
+        self, name: str, recipe: Recipe, count: int = REPLICAS, finer: bool = False, gradients: bool = True
+    ) -> Unit:
+        """The unit in which quantity `name` is judged under a recipe; `count` 0: its dtype's own precision alone."""
+        key = (name, recipe, count, finer)
+        if key not in self._units:
+            value = self.exact[name]
+            found = (
+                self.replicas(recipe, count, finer, gradients) if count else {n: x[None] for n, x in self.exact.items()}
+            )
+            stack = found[name]
+            if stack.dim() == value.dim():  # no leaf reaches it: one value for all replicas
+                stack = stack.expand(count, *value.shape)
+            self._units[key] = Unit(value, stack, recipe.elementwise, **self.kind(name, found))
+        return self._units[key]

@@ -1,0 +1,218 @@
+"""Any definition as an `Oracle`: plain torch on a tree of tensors, or a module; `torch.vmap` stacks its replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+
+from parity.judge.operations import AnyOperation, OwnConstants, as_definition
+from parity.judge.oracle import Oracle, Quantities
+from parity.judge.recipe import DTYPES, UNIT_ROUNDOFF, Recipe
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LARGEST_STACK = 1 << 22
+"""Entries of the largest tensor in one stack of replicas; beyond it a stack is split."""
+
+Definition = Callable[..., Any]
+
+
+def gradient_name(leaf: str) -> str:
+    """The quantity that holds the gradient of a leaf."""
+    return f"grad_{leaf}"
+
+
+def is_floating(x: Any) -> bool:
+    """Whether it is a tensor of floating-point numbers."""
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def named(tree: Any, root: str = "output") -> dict[str, torch.Tensor]:
+    """The tensors of a tree by name: "loss" under the key of a dictionary, "output" alone, "output[0]" in a tuple."""
+    out: dict[str, torch.Tensor] = {}
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        keys = [str(k.key) if hasattr(k, "key") else f"[{getattr(k, 'idx', getattr(k, 'name', k))}]" for k in path]
+        name = ""
+        for key in keys:
+            name += key if key.startswith("[") else f".{key}" if name else key
+        out[name if keys and not name.startswith("[") else root + name] = leaf
+    return out
+
+
+def cotangent(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
+    """A random upstream gradient in ±4 of quarters of 2⁻⁴, which every dtype holds exactly, and never 0 for a scalar."""
+    generator = torch.Generator().manual_seed(seed * 1009 + sum(map(ord, name)))
+    g = (torch.randn(like.shape, generator=generator, dtype=torch.float64) * 64).round().clamp(-255, 255) / 64
+    return (g if like.dim() else g.sign() * (g.abs() + 0.5)).to(like.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A definition, the inputs that it and a function are given, and which gradients are judged.
+
+    Attributes:
+        definition: plain torch, or a module whose parameters have the names of `parameters`.
+        inputs: name -> tensor, number, or a tree of them.
+        parameters: name -> tensor: those of the module that is judged; a definition that is a function takes them by name.
+        leaves: names of the tensors whose gradients are judged.
+        also: other correct forms of the definition, which have their share of the replicas.
+        given: output -> upstream gradient; missing ones are random.
+        seed: of upstream gradients and replicas.
+    """
+
+    definition: Definition
+    inputs: Mapping[str, Any]
+    parameters: Mapping[str, torch.Tensor]
+    leaves: tuple[str, ...]
+    also: tuple[Definition, ...] = ()
+    given: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Inputs and parameters by name."""
+        return {**named(dict(self.inputs)), **self.parameters}
+
+    @functools.cached_property
+    def dtype(self) -> str:
+        """The coarsest dtype among the inputs: that of the recipe's "input"."""
+        found = [x.dtype for x in self.tensors.values() if is_floating(x)]
+        return NAMES[max(found, key=lambda d: UNIT_ROUNDOFF[NAMES[d]])] if found else "fp32"
+
+    @functools.cached_property
+    def cotangents(self) -> dict[str, torch.Tensor]:
+        """Upstream gradients of the outputs, by name."""
+        return {
+            name: self.given[name].double() if name in self.given else cotangent(name, value, self.seed)
+            for name, value in self._values.items()
+            if value.is_floating_point()
+        }
+
+    @functools.cached_property
+    def _values(self) -> Quantities:
+        with torch.no_grad(), as_definition():
+            return self._call(self.definition, self._double(None))
+
+    @functools.cached_property
+    def oracle(self) -> Oracle:
+        """Exact values, replicas and units of outputs and gradients."""
+        with as_definition(), torch.enable_grad():
+            leaves = self._double(None)
+            exact = self._with_gradients(leaves, self._call(self.definition, leaves))
+        return Oracle(exact, self._replicas, self._kind, self.seed)
+
+    def _kind(self, name: str, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        value, gradient = found[name][0], name.startswith("grad_")
+        return {"scalar": value.dim() == 0 and not gradient, "entrywise": not gradient or value.dim() == 1}
+
+    def _double(self, stack: int | None) -> dict[str, torch.Tensor]:
+        """Fresh tensors in float64, `stack` of them in front."""
+        out = {}
+        for name, x in self.tensors.items():
+            if is_floating(x):
+                x = x.detach().double()
+                x = x if stack is None else x.expand(stack, *x.shape)
+                x = x.detach().requires_grad_(name in self.leaves)
+            out[name] = x
+        return out
+
+    def _call(self, form: Definition, tensors: Mapping[str, torch.Tensor]) -> Quantities:
+        return named(call(form, self.inputs, tensors, self.parameters))
+
+    def _with_gradients(self, x: Mapping[str, torch.Tensor], outputs: Quantities) -> Quantities:
+        out = {name: o.detach() for name, o in outputs.items()}
+        reached = [n for n, o in outputs.items() if o.requires_grad and n in self.cotangents]
+        leaves = [x[n] for n in self.leaves]
+        found: Sequence[torch.Tensor | None] = [None] * len(leaves)
+        if reached and leaves:
+            upstream = [self.cotangents[n].to(outputs[n]).expand_as(outputs[n]) for n in reached]
+            found = torch.autograd.grad([outputs[n] for n in reached], leaves, upstream, allow_unused=True)
+        grads = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+        return out | {gradient_name(n): g.detach() for n, g in zip(self.leaves, grads, strict=True)}
+
+    def _replicas(self, recipe: Recipe, count: int, seed: int, gradients: bool, own_grids: int) -> Quantities:
+        sizes = [x.numel() for x in (*self.tensors.values(), *self._values.values())]
+        at_once = max(1, LARGEST_STACK // max(sizes))
+        parts: list[Quantities] = []
+        done = 0
+        for i, form in enumerate(forms := (self.definition, *self.also)):
+            upto = count * (i + 1) // len(forms)
+            while done < upto:
+                width = min(upto - done, at_once)
+                parts.append(self._stack(form, recipe, width, seed * 1009 + done, own_grids - done))
+                done += width
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _stack(self, form: Definition, recipe: Recipe, width: int, seed: int, own_grids: int) -> Quantities:
+        """One run of `torch.vmap`, or one run a replica where the path through the definition depends on values."""
+        try:
+            return self._together(form, recipe, width, seed, own_grids)
+        except NotImplementedError:
+            raise
+        except RuntimeError:
+            if width == 1:
+                raise
+            each = [self._together(form, recipe, 1, seed + i, own_grids - i, vmap=False) for i in range(width)]
+            return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+
+    def _together(
+        self, form: Definition, recipe: Recipe, width: int, seed: int, own_grids: int, vmap: bool = True
+    ) -> Quantities:
+        mode = AnyOperation(width, recipe, self.dtype, seed, own_grids)
+        x = self._double(width if vmap else None)
+        floats = [name for name, t in x.items() if is_floating(t)]
+        keys: list[str] = []
+        constants = OwnConstants(width)
+
+        def one(each: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            constants.each = each
+            try:
+                outputs = self._call(form, {**x, **dict(zip(floats, tensors, strict=True))})
+            finally:
+                constants.each = None
+            keys[:] = outputs
+            return tuple(outputs.values())
+
+        with as_definition(), torch.enable_grad():
+            if not vmap:
+                with mode:
+                    outputs = self._call(form, x)
+                    mode.backward = True
+                    alone = self._with_gradients(x, outputs)
+                return {name: value.unsqueeze(0) for name, value in alone.items()}
+            returned: set[int] = set()
+
+            def read_again(saved: torch.Tensor) -> torch.Tensor:
+                return mode.saved_output(saved) if saved.data_ptr() in returned and is_floating(saved) else saved
+
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, read_again)
+            with constants, mode, hooks:
+                values = torch.vmap(one, randomness="different")(constants.every, *(x[n] for n in floats))
+                mode.backward = True
+                returned.update(value.data_ptr() for value in values)
+                return self._with_gradients(x, dict(zip(keys, values, strict=True)))
+
+
+def call(
+    function: Any, inputs: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], parameters: Collection[str]
+) -> Any:
+    """A function, or a module, on `inputs` with its tensors exchanged for those of the same name in `tensors`."""
+    flat, spec = tree_flatten(dict(inputs))
+    names = iter(named(dict(inputs)))
+    filled = [tensors[next(names)] if isinstance(x, torch.Tensor) else x for x in flat]
+    arguments = tree_unflatten(filled, spec)
+    state = {name: tensors[name] for name in parameters}
+    if isinstance(function, torch.nn.Module):
+        return torch.func.functional_call(function, state, (), arguments)
+    return function(**arguments, **state)
+
+
+def clone(tree: Any) -> Any:
+    """A tree with its own copies of the tensors, laid out alike."""
+    return tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, tree)

@@ -1,0 +1,101 @@
+"""Where a definition lets an implementation store a narrower dtype: `stored`. An exact run stores nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+
+from parity.judge.monte_carlo import RUNNING, MonteCarlo
+from parity.judge.recipe import DTYPES
+
+Sized = Callable[[], torch.Tensor]
+
+
+def stored(
+    x: torch.Tensor, stage: str = "input", size: Sized | None = None, along: Sized | None = None
+) -> torch.Tensor:
+    """x, in a definition, where an implementation may keep it, and its gradient, in a narrower dtype.
+
+    An exact run returns x. A replica rounds it as the recipe says of the stage:
+
+    - "input": in the dtype of the inputs; "fp16" or "bf16": in that dtype whatever the recipe;
+    - "parameter": hidden states and weight before use; "bias": a bias; "states": what a model keeps in its own dtype
+      whatever the implementation; "use": a parameter at each of several uses, whose gradients autograd stores in its dtype
+      and adds; "operand": what several products take, each of which stores its gradient as it stores its logits';
+    - "logits": logits as a matrix product leaves them; "biased": their sum with a bias, with `size()` what is to be added where
+      a kernel's running sum begins with the bias; "teacher": a teacher's in both places;
+    - "log-probs": log-probs that a kernel takes, whose gradient it may store; "selected": the selected ones, with `size()`
+      the root of the sum of squares of the products that make the selected logit;
+    - "entropy": an entropy, with `size()` the terms of logsumexp(z) - E[z], as which it may be computed, and `along()` a
+      function of the logits along whose gradient the rounding of E[z] enters the entropy's gradient; "divergence" makes of
+      0 such a rounding of the student's divergence.
+
+    Raises:
+        ValueError: for a stage that is none of these.
+    """
+    if not RUNNING or not RUNNING[-1].stages:
+        return x
+    mode = RUNNING[-1]
+    if stage in ("entropy", "divergence"):
+        return x if size is None else mode.spread(x, size, "fp32", along)
+    if stage == "selected":
+        return x if mode.recipe.selected == "fp32" or size is None else mode.spread(x, size, mode.recipe.selected)
+    forward, backward = _dtypes(mode, stage)
+    x = x if size is None else mode.spread(x, size, "fp32")
+    x = mode.held(x) if stage == "bias" else x
+    return mode.stored(x, forward, backward, mode.recipe.folded if stage in ("logits", "biased") else 1.0)
+
+
+def _dtypes(mode: MonteCarlo, stage: str) -> tuple[str | None, str | None]:
+    """In which dtypes a stage stores its value and its gradient; None: as they are."""
+    recipe = mode.recipe
+    table = {
+        "input": (recipe.kept or mode.dtype, recipe.kept or mode.dtype),
+        "parameter": (recipe.inputs, recipe.dinputs or recipe.inputs),
+        "states": (mode.dtype, mode.dtype),
+        "use": (None, mode.dtype),
+        "operand": (None, recipe.dlogits),
+        "bias": (recipe.bias or recipe.inputs, recipe.bias or recipe.dinputs or recipe.inputs),
+        "logits": (recipe.logits, recipe.dlogits),
+        "biased": (recipe.bias or recipe.logits, recipe.bias or recipe.dlogits),
+        "teacher": (recipe.teacher or recipe.logits, recipe.dlogits),
+        "log-probs": (None, recipe.log_probs),
+    } | {name: (name, name) for name in DTYPES}
+    if stage not in table:
+        raise ValueError(f"stored(x, {stage!r}): the stages are {', '.join(table)}, selected, entropy, divergence")
+    return table[stage]
+
+
+def log_softmax_again(z: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
+    """log-softmax of z, (…, V), for a second use beside `logps`: in half of the replicas that same, in the others its own.
+
+    One backward pass adds both gradients up before it sums them over the vocabulary, and equal terms drift with the
+    largest of either; two passes round each gradient by itself, where together they may cancel. Both are correct.
+    """
+    if not RUNNING:
+        return logps
+    own = torch.log_softmax(z, -1)
+    return torch.where(RUNNING[-1].noise.each(own) > 0, own, logps)
+
+
+@contextlib.contextmanager
+def of_teacher(part: Literal["softmax", "elementwise"]) -> Iterator[None]:
+    """What an oracle computes of a teacher alone, without gradient: rounded as the recipe's `teacher_<part>` says.
+
+    "softmax" is the way from its logits to its log-probs, "elementwise" what is computed of its log-probs. An exact run
+    rounds nothing.
+    """
+    mode = RUNNING[-1] if RUNNING else None
+    dtype = None if mode is None else getattr(mode.recipe, f"teacher_{part}")
+    if mode is None or dtype is None:
+        yield
+        return
+    before = mode.elementwise, mode.softmax
+    mode.take(dtype, dtype)
+    try:
+        yield
+    finally:
+        mode.take(*before)
