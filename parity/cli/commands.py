@@ -230,7 +230,6 @@ def findings_command(ledger: Path | None, mended: bool) -> None:
 @options.path("--ledger", "another ledger of known findings")
 @options.path("--reports", default="reports")
 @options.count("--workers", "processes", 2)
-@options.TURNS
 @options.WITH
 def upstream_command(
     ids: tuple[str, ...],
@@ -238,7 +237,6 @@ def upstream_command(
     ledger: Path | None,
     reports: Path,
     workers: int,
-    turns: Path | None,
     specs: tuple[str, ...],
 ) -> None:
     """Write bug reports for known findings, and test them.
@@ -250,13 +248,12 @@ def upstream_command(
     if specs:
         sys.exit(inside(specs))
     from parity import data
-    from parity.results.turns import Turns
     from parity.tools.upstream import upstream
 
     if bool(ids) == every:
         raise UsageError("upstream: name entries of the ledger, or --all")
     done = []
-    for sent in upstream(ids, ledger or data.ledger_file(), reports / "upstream", workers, Turns.read(turns)):
+    for sent in upstream(ids, ledger or data.ledger_file(), reports / "upstream", workers):
         done.append(sent)
         click.echo(f"{sent.id}: {'' if sent.right else 'WRONG: '}{sent.outcome}")
     wrong, idle = sum(not sent.right for sent in done), sum(not sent.ran for sent in done)
@@ -329,7 +326,6 @@ def case_command(path: str) -> None:
 @options.count("--cases", "cases for each seed; default: as many as profile pr")
 @options.count("--workers", "processes", 2)
 @click.option("--markdown", is_flag=True, help="print the table as a Markdown page")
-@options.TURNS
 @options.device("cpu")
 def mutants_command(**options: Any) -> None:
     """Test the harness itself with wrong implementations.

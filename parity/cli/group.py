@@ -19,6 +19,7 @@ IN_PROCESS = frozenset({"replay", "audit"})
 """Commands that run implementations in their own process, and so in a child whose end is watched."""
 
 REMOVED: dict[str, str] = {
+    "history-of": "`parity notify` says since when each finding is seen; kept runs are JSON in reports/history/",
     "matrix": "compare two releases with `parity compare PKG==VER PKG==VER`, find the one that changed with `parity bisect PKG`",
 }
 """Commands of earlier versions, and the sentence that says how to do their work today."""

@@ -1,4 +1,4 @@
-"""The commands of the gate: `parity nightly`, `notify`, `history-of`."""
+"""The commands of the gate: `parity nightly`, `notify`, `upgrade-check`."""
 
 import datetime
 import re
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from parity.cli import options
 from parity.cli.progress import Shown
@@ -44,7 +42,7 @@ def duration(text: str) -> datetime.timedelta:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
 @click.option("--seed", type=int, default=None, help="default: a new one, which is printed")
 @options.path("--ledger", "another ledger of known findings")
-@click.option("--skip", multiple=True, metavar="NAME", help="leave out history, mutants, upstream, unsloth or rollouts")
+@click.option("--skip", multiple=True, metavar="NAME", help="leave out history, mutants, upstream or unsloth")
 @click.option(
     "--with",
     "specs",
@@ -60,12 +58,12 @@ def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...]
 
     First a planted mistake must be caught. Then a long run with new cases, then history, mutants and more.
     """
-    from parity.nightly.night import Night, run
+    from parity.nightly.night import COMMANDS, Night, run
     from parity.results.notify import title
 
-    others = tuple(o for o in Night.others if o[0] not in skip)
-    if unknown := set(skip) - {o[0] for o in Night.others}:
-        raise UsageError(f"--skip {sorted(unknown)[0]!r}: choose from {', '.join(o[0] for o in Night.others)}")
+    others = tuple(o for o in COMMANDS if o[0] not in skip)
+    if unknown := set(skip) - {o[0] for o in COMMANDS}:
+        raise UsageError(f"--skip {sorted(unknown)[0]!r}: choose from {', '.join(o[0] for o in COMMANDS)}")
     libraries = [name for name in options["implementations"] if ".py:" not in name]
     only = [word for name in options["families"] for word in ("--family", name)]
     only += [word for name in libraries for word in ("--implementation", name)]
@@ -97,20 +95,16 @@ def notify_command(stale: str, profile: str, page: str, out: Path | None, report
     Prints its title. Exit code: 0 green, close the issue; 1 red, open or update it; 3 no run within --stale, or the last
     night died.
     """
-    from parity.nightly.record import last_sign, standing
+    from parity.nightly.journal import standing
     from parity.results import memory, notify, trend
 
     past = [run for run in memory.runs(reports / "history", _warn) if run.profile == profile]
-    last = standing(reports, profile, {run.id for run in past})
-    if last.under_way:  # tonight's verdict is not there yet
-        past = [run for run in past if run.id != last.kept]
+    under_way, lost = standing(reports, profile, {run.id for run in past})
+    past = [run for run in past if run.id != under_way]
     late = trend.stale(past, duration(stale), datetime.datetime.now(datetime.UTC))
-    if last.lost or late:
-        text = f"parity: no night: {last.lost or late.replace('such run', f'run of profile {profile}')}"
-        body = f"**{text}**\n\n"
-        body += "" if last.lost else "The machine, its timer or its runner is down.\n"
-        if sign := last_sign(reports):
-            body += f"Its last sign of life: {sign}.\n"
+    if lost or late:
+        text = f"parity: no night: {lost or late.replace('such run', f'run of profile {profile}')}"
+        body = f"**{text}**\n\n" + ("" if lost else "The machine, its timer or its runner is down.\n")
         code = 3
     else:
         changed = trend.change(past[-1], past[:-1])
@@ -121,45 +115,6 @@ def notify_command(stale: str, profile: str, page: str, out: Path | None, report
     if out is None:
         click.echo(body)
     sys.exit(code)
-
-
-@click.command("history-of")
-@click.argument("what", metavar="IMPLEMENTATION|FINDING")
-@options.REPORTS
-def history_of_command(what: str, reports: Path) -> None:
-    """Show earlier runs of one implementation or finding."""
-    from parity.results import memory
-    from parity.results.report.wording import ratio
-
-    past = memory.runs(reports / "history", _warn)
-    if not past:
-        raise UsageError(
-            f"{reports / 'history'}: no earlier run is there; parity nightly keeps its runs, parity run those without a filter"
-        )
-    table = Table(box=None, pad_edge=False)
-    for name in ("run", "profile", "compared", "worst headroom", "at", "findings", "versions"):
-        table.add_column(name)
-    shown = 0
-    for run in past:
-        judged = [j for j in run.judged if j.implementation == what]
-        found = [f for f in run.findings if what in (f.implementation, f.known, f.key)]
-        compared = sum(n for (i, _, _), n in run.compared.items() if i == what)
-        if not judged and not found:
-            continue
-        shown += 1
-        worst = max(judged, key=lambda j: float("inf") if j.headroom is None else j.headroom, default=None)
-        size = "" if worst is None else ratio(float("inf") if worst.headroom is None else worst.headroom)
-        at = "" if worst is None else f"{worst.quantity} {worst.dtype}"
-        names = ", ".join(f.known or f"NEW {f.verdict} in {', '.join(f.quantities)}" for f in found)
-        library = next((p for p in run.versions if what.startswith(p.partition("-")[0])), "torch")
-        release = f"{library} {run.versions.get(library, '-')}"
-        table.add_row(
-            f"{run.started:%Y-%m-%d %H:%M}", run.profile, f"{compared:,}" if compared else "", size, at, names, release
-        )
-    if not shown:
-        every = sorted({j.implementation for r in past for j in r.judged} | {f.key for r in past for f in r.findings})
-        raise UsageError(f"{what!r} is in no earlier run, choose from {', '.join(every)}")
-    Console(width=160 if not sys.stdout.isatty() else None, highlight=False).print(table)
 
 
 @click.command("upgrade-check")
@@ -191,4 +146,4 @@ def upgrade_check_command(spec: str, config: Path | None, max_time: str, device:
     sys.exit(upgrade.CODES[found])
 
 
-COMMANDS = (nightly_command, notify_command, history_of_command, upgrade_check_command)
+COMMANDS = (nightly_command, notify_command, upgrade_check_command)

@@ -113,11 +113,6 @@ JSON = click.option("--json", "as_json", is_flag=True, help="print JSON")
 RAY = click.option(
     "--ray", default=None, metavar="HOST:PORT|auto|local", help="run on this Ray cluster (docs/scale.md)"
 )
-TURNS = path(
-    "--turns",
-    "start with what was run longest ago; FILE remembers when",
-    metavar="FILE",
-)
 
 
 def device(default: str) -> Option:

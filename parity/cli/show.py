@@ -60,7 +60,7 @@ def report(
     summary = summarise(header, rows)
     folder.mkdir(parents=True, exist_ok=True)
     if keep:
-        memory.remember(summary, code, folder / "history", reasons=reasons)
+        memory.keep(memory.of(summary, code, reasons), folder / "history")
     damaged: list[str] = []
     past = memory.runs(folder / "history", damaged.append)
     junit.write(summary, folder / "junit.xml")  # files first: whoever reads the terminal may stop reading

@@ -49,16 +49,14 @@ def _progress(line: str) -> None:
 @click.option(
     "--profile", type=click.Choice(["quick", "pr", "nightly"]), default="pr", help="with --blind: how many cases"
 )
-@options.TURNS
 @options.device("cpu")
 @_usable
-def history_command(ids: tuple[str, ...], blind: bool, profile: str, turns: Path | None, device: str) -> int:
+def history_command(ids: tuple[str, ...], blind: bool, profile: str, device: str) -> int:
     """Run recorded failures of older releases again.
 
     Each must show in the bad releases and be gone in the good ones.
     """
     from parity.results.report import measured
-    from parity.results.turns import Turns
     from parity.versions.commands import history
 
     records = history.load(ids)
@@ -68,7 +66,7 @@ def history_command(ids: tuple[str, ...], blind: bool, profile: str, turns: Path
         seen = drawn.recall(records, profile, _progress, device)
         click.echo(f"{measured.head('What plain draws find', 'parity', 'blind.md')}\n{drawn.table(seen, profile)}")
         return FOUND
-    findings = history.recall(records, _progress, device, Turns.read(turns))
+    findings = history.recall(records, _progress, device)
     click.echo(f"{measured.head('Real upstream failures', 'parity', 'history.md')}\n{history.table(findings)}")
     return history.exit_code(findings)
 

@@ -1,7 +1,7 @@
 """One night: proof of life, the long run, the other commands, what changed since the night before, one exit code.
 
 The exit code is the gravest of its parts: 3 before 1 before 4, as for `parity run`. Everything is kept in the reports folder:
-results.ndjson, night.json (the steps), issue.md, and one file of sums in history/.
+results.ndjson, night.json (what is done), issue.md, and one file of sums in history/.
 """
 
 from __future__ import annotations
@@ -9,53 +9,44 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import secrets
-import shlex
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from packaging.utils import canonicalize_name
-from packaging.version import Version
+from msgspec.structs import replace
 
 from parity import data
-from parity.errors import UsageError
-from parity.nightly import budget, steps
-from parity.nightly import record as records
+from parity.nightly import journal, steps
+from parity.nightly.journal import Journal
 from parity.nightly.proof import proof
-from parity.nightly.record import Record
 from parity.process import prepare
 from parity.results import memory, notify, trend
-from parity.results.memory import Run
-from parity.results.report.rows import read
 from parity.results.report.summary import summarise
 from parity.results.report.wording import count
-from parity.results.row import STOPPED
-from parity.results.turns import TRIES, Turns, set_aside
-from parity.rollouts import vllm_engine
 from parity.running import outcome
 from parity.running import run as running
-from parity.running.chosen import described
-from parity.running.provenance import resolve_device, versions
+from parity.running.provenance import resolve_device
 
-RUN, CUDA = "run", "cuda"
-SHARE_OF_CUDA = 0.06
-"""Share of a night that the tests of cases/cuda usually take on a GPU box."""
 UNSLOTH = "2026.10.9"
 """Release of unsloth-zoo that a night judges, in an environment of its own: it does not install beside the newest TRL."""
-BISECTED = ("trl", "liger-kernel", "transformers", "cut-cross-entropy", "unsloth-zoo")
-"""Packages between whose releases `parity bisect` can search."""
-SEARCHED = (0, 1)
-"""Exit codes of a search that came to its end."""
-SEARCH = 0.25
-"""Of a night after a version moved, what its long run leaves for a search at the least."""
-BISECTS, BISECT_SHARE = 2, 0.5
-"""Packages that are searched on the first red night, and the share of what time is left for that."""
+Job = tuple[str, tuple[str, ...], float]
+"""Name, words of `parity` or `pytest …`, share of a night."""
+COMMANDS: tuple[Job, ...] = (
+    ("history", ("history",), 0.12),
+    ("mutants", ("pytest", "-q", "-m", "slow", str(data.cases_dir() / "selftest" / "mutants")), 0.09),
+    ("upstream", ("upstream", "--all"), 0.06),
+    ("unsloth", ("run", "--with", f"unsloth-zoo=={UNSLOTH}", "--implementation", "unsloth"), 0.06),
+)
+CUDA: Job = ("cuda", ("pytest", "-q", str(data.cases_dir() / "cuda")), 0.06)
+"""Faults, real vocabularies, Inductor."""
+LEAST = 0.3
+"""Share of a night that its long run has in any case."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Night:
-    """What to do, and where. `max_time` in seconds on the clock; `others`: (name, words of `parity`, usual share of a night)."""
+    """What to do, and where. `max_time` in seconds on the clock."""
 
     max_time: float = 6 * 3600.0
     profile: str = "nightly"
@@ -67,118 +58,21 @@ class Night:
     reports: Path = Path("reports")
     resume: bool = False
     ray: str | None = None
-    others: tuple[tuple[str, tuple[str, ...], float], ...] = (
-        ("history", ("history",), 0.12),
-        ("mutants", ("mutants",), 0.09),
-        ("upstream", ("upstream", "--all"), 0.03),
-        ("unsloth", ("run", "--with", f"unsloth-zoo=={UNSLOTH}", "--implementation", "unsloth"), 0.06),
-        *([("rollouts", ("rollouts", "live"), 0.06)] if vllm_engine.distribution() else []),
-    )
+    others: tuple[Job, ...] = COMMANDS
 
 
 def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, trend.Change | None]:
     """The night from proof to page; the exit code, and what changed since the run before (None: it never began)."""
-    record = _begun(night)
-    say(f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {record.seed} · {record.device}")
-    record.write(night.reports, "proof")
-    prepare(record.device, threads=1)
-    record.proofs = record.proofs or proof(record.device, record.seed)
-    for one in record.proofs:
-        say(str(one))
-    if not all(one.holds for one in record.proofs):
-        say("the harness does not see a planted mistake: nothing that it says tonight would mean anything")
-        record.exit_code = outcome.NOTHING
-        record.write(night.reports, "done")
-        return outcome.NOTHING, None
-
-    damaged = [*filter(None, (set_aside(path) for path in sorted((night.reports / "turns").glob("*.json"))))]
-    past = memory.runs(night.reports / "history", damaged.append)
-    going_on, already = (
-        night.resume and running.has(night.reports / "results.ndjson", record.seed, record.profile),
-        None,
-    )
-    if going_on:  # tonight may be kept already
-        tonight = read(night.reports / "results.ndjson")[0].run
-        already = next((one for one in past if record.run and one.id == tonight), None)
-        past = [one for one in past if one.id != tonight]
-    for line in damaged:
-        say(line)
-    usual = {name: share for name, _, share in night.others}
-    shares = budget.parts(past, usual | {RUN: max(0.3, 1.0 - sum(usual.values()))})
-    green, here = next((one for one in reversed(past) if one.green), None), versions()
-    if green is not None and any(green.versions.get(name, "") != here.get(name, "") for name in BISECTED):
-        shares[RUN] = min(shares[RUN], 1.0 - SEARCH)
-    record.write(night.reports, RUN)
-    share = shares.pop(RUN)
-    if already:
-        result = running.read_back(night.reports / "results.ndjson", already.exit_code, already.reasons)
-    else:
-        result = _long_run(night, record, past, share, going_on, say, progress)
-    result.reasons += [line for line in damaged if line not in result.reasons]
-    for reason in result.reasons:
-        say(reason)
-    if result.exit_code in (outcome.INTERRUPTED, outcome.TERMINATED):
-        say("the night was stopped: parity nightly --resume goes on")
-        return result.exit_code, None
-    summary = summarise(result.header, result.rows)
-
-    def kept(code: int, reasons: Sequence[str], ended: bool = True) -> trend.Change:
-        this = memory.remember(summary, code, night.reports / "history", ended, reasons, record.steps)
-        record.run, record.kept = True, summary.run
-        return trend.change(this, past)
-
-    jobs = [(name, list(words), shares[name]) for name, words, _ in night.others]
-    jobs.sort(key=lambda job: list(shares).index(job[0]))
-    begun = kept(result.exit_code, result.reasons, ended=False)  # killed from here on, the night is not green
-    record.write(night.reports, RUN)
-    searches = list(bisects(begun, night.reports))
-    tests = data.cases_dir() / CUDA
-    if record.device == "cuda" and night.others and tests.is_dir():  # faults, real vocabularies, Inductor
-        jobs.insert(0, (CUDA, ["-q", str(tests)], SHARE_OF_CUDA))
-    jobs[:0] = [(f"bisect {words[1]}", words, BISECT_SHARE / len(searches)) for words in searches]
-    for number, (name, words, share) in enumerate(jobs):
-        if name in {step.name for step in record.steps}:
-            continue
-        left = night.max_time - (time.time() - record.began)
-        limit = left * share / sum(one[2] for one in jobs[number:])
-        record.write(night.reports, name, max(limit, 0.0))
-        say(f"{name}: at most {max(limit, 0) / 60:.0f} min")
-        record.steps.append(steps.part(name, words, night.reports, limit, "pytest" if name == CUDA else ""))
-        say(f"{name}: {record.steps[-1].verdict}, {record.steps[-1].seconds / 60:.0f} min")
-
-    code = worst([result.exit_code, *(step.counts for step in record.steps if step.counts is not None)])
-    bad = [step for step in record.steps if step.counts or not (step.whole or step.search)]
-    reasons = [*dict.fromkeys([*result.reasons, *(f"{step.name}: {step.verdict}" for step in bad)])]
-    changed = kept(code, reasons)
-    if changed.missing and code in (outcome.AGREE, outcome.NEW, outcome.STALE):
-        code = outcome.NOTHING
-        changed = kept(code, [*reasons, f"compared less than usual: {count(len(changed.missing), 'implementation')}"])
-    (night.reports / "issue.md").write_text(notify.body(changed), encoding="utf-8")
-    record.exit_code = code
-    record.write(night.reports, "done")
-    return code, changed
+    with journal.alone(night.reports):
+        return _run(night, _begun(night), say, progress)
 
 
-def _begun(night: Night) -> Record:
-    """A new night, or with `resume` the one that was killed.
-
-    Raises:
-        UsageError: where another one is under way.
-    """
-    if other := records.alive(night.reports):
-        raise UsageError(f"{night.reports}: process {other} is running a night there; choose another --reports")
+def _begun(night: Night) -> Journal:
     if night.resume:
-        profile = None if night.profile == Night.profile else night.profile
-        device = None if night.device == "auto" else night.device
-        return Record.read(
-            night.reports,
-            seed=night.seed,
-            device=device,
-            profile=profile,
-            families=list(night.families),
-            implementations=list(night.implementations),
-        )
-    return Record(
+        given: dict[str, Any] = {name: list(getattr(night, name)) for name in ("families", "implementations")}
+        given |= {n: v for n in ("seed", "device", "profile") if (v := getattr(night, n)) != getattr(Night, n)}
+        return Journal.again(night.reports, **given)
+    return Journal(
         seed=secrets.randbits(31) if night.seed is None else night.seed,
         device=resolve_device(night.device),
         profile=night.profile,
@@ -188,68 +82,84 @@ def _begun(night: Night) -> Record:
     )
 
 
+def _run(night: Night, book: Journal, say: Callable[[str], None], progress: Any) -> tuple[int, trend.Change | None]:
+    say(f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {book.seed} · {book.device}")
+    book.save(night.reports)
+    prepare(book.device, threads=1)
+    book.proofs = book.proofs or proof(book.device, book.seed)
+    for one in book.proofs:
+        say(str(one))
+    if not all(one.holds for one in book.proofs):
+        say("the harness does not see a planted mistake: nothing that it says tonight would mean anything")
+        book.exit_code = outcome.NOTHING
+        book.save(night.reports)
+        return outcome.NOTHING, None
+
+    damaged: list[str] = []
+    every = memory.runs(night.reports / "history", damaged.append)
+    jobs = [CUDA, *night.others] if book.device == "cuda" and night.others else list(night.others)
+    jobs = [job for job in jobs if job[1][0] != "pytest" or Path(job[1][-1]).is_dir()]  # a wheel has no tests
+    result = _long_run(night, book, every, max(LEAST, 1.0 - sum(share for *_, share in jobs)), say, progress)
+    result.reasons += [line for line in damaged if line not in result.reasons]
+    for reason in result.reasons:
+        say(reason)
+    if result.exit_code in (outcome.INTERRUPTED, outcome.TERMINATED):
+        say("the night was stopped: parity nightly --resume goes on")
+        return result.exit_code, None
+    summary = summarise(result.header, result.rows)
+    # Killed from here on, the night is not green.
+    memory.keep(memory.of(summary, result.exit_code, result.reasons, ended=False), night.reports / "history")
+    book.kept = summary.run
+    book.save(night.reports)
+    for number, (name, words, share) in enumerate(jobs):
+        if name in {step.name for step in book.steps}:
+            continue
+        left = night.max_time - (time.time() - book.began)
+        limit = max(left * share / sum(one[2] for one in jobs[number:]), 0.0)
+        say(f"{name}: at most {limit / 60:.0f} min")
+        book.steps.append(steps.part(name, words, night.reports, limit))
+        book.save(night.reports)
+        say(f"{name}: {book.steps[-1].verdict}, {book.steps[-1].seconds / 60:.0f} min")
+
+    code = worst([result.exit_code, *(step.counts for step in book.steps)])
+    bad = [f"{step.name}: {step.verdict}" for step in book.steps if step.counts or not step.whole]
+    this = memory.of(summary, code, [*dict.fromkeys([*result.reasons, *bad])], steps=book.steps)
+    changed = trend.change(this, every)
+    if changed.missing and code in (outcome.AGREE, outcome.NEW, outcome.STALE):
+        code = outcome.NOTHING
+        why = f"compared less than usual: {count(len(changed.missing), 'implementation')}"
+        this = replace(this, exit_code=code, reasons=[*this.reasons, why])
+        changed = trend.change(this, every)
+    memory.keep(this, night.reports / "history")
+    (night.reports / "issue.md").write_text(notify.body(changed), encoding="utf-8")
+    book.exit_code = code
+    book.save(night.reports)
+    return code, changed
+
+
 def _long_run(
-    night: Night,
-    record: Record,
-    past: Sequence[Run],
-    share: float,
-    going_on: bool,
-    say: Callable[[str], None],
-    progress: Any,
+    night: Night, book: Journal, every: Sequence[memory.Run], share: float, say: Callable[[str], None], progress: Any
 ) -> running.RunResult:
-    """The run of tonight's seed, begun or gone on with."""
+    """The run of tonight's seed: begun, gone on with, or where it had ended when the night was killed, read."""
     path = night.reports / "results.ndjson"
-    left = max(1.0, night.max_time - (time.time() - record.began))
-    now = [(i.id, i.family) for i in described(tuple(record.implementations), tuple(record.families))]
+    ended = next((one for one in every if night.resume and one.id == book.kept), None)
+    if ended is not None:
+        return running.read_back(path, ended.exit_code, ended.reasons)
+    going_on = night.resume and running.has(path, book.seed, book.profile)
     options = running.Options(
-        profile=record.profile,
-        families=tuple(record.families),
-        implementations=tuple(record.implementations),
+        profile=book.profile,
+        families=tuple(book.families),
+        implementations=tuple(book.implementations),
         device=night.device,
-        seed=record.seed,
-        require=() if going_on else required(past, record.profile, record.device, {id for id, _ in now}),
+        seed=book.seed,
         ledger=night.ledger,
         reports=night.reports,
         confirm=True,
         ray=night.ray,
-        max_time=share * left,
+        max_time=share * max(1.0, night.max_time - (time.time() - book.began)),
         resume=path if going_on else None,
     )
-    alive = record.beating(night.reports, RUN)
-
-    def seen(*told: Any) -> None:
-        alive()
-        progress(*told)
-
-    weights = budget.families(past, record.device, now, versions())
-    return running.execute(options, seen, say, weights, Turns.read(night.reports / "turns" / "run.json"))
-
-
-def bisects(changed: trend.Change, reports: Path) -> Iterator[list[str]]:
-    """The searches of the first red night after a version moved: between the last green night's release and tonight's.
-
-    Again, `TRIES` times in all, where it had no end for want of time or of an environment. The library of the finding first; the
-    words of `parity`.
-    """
-    green, before = changed.green, changed.before
-    if green is None or before is None:
-        return
-    owed = any(step.search and step.exit_code not in SEARCHED for step in before.steps)
-    again = [key for key in changed.still if owed and changed.lives[key].times <= TRIES]
-    keys = changed.new if before.id == green.id else again
-    findings = [f for k in keys if (f := changed.lives[k].now) is not None and f.replay]
-    if not findings:
-        return
-    finding = min(findings, key=lambda f: ".py:" in f.implementation)  # a release hardly explains a user's own
-    moved = [name for name in BISECTED if name in changed.moved and "-" not in changed.moved[name]]
-    moved.sort(key=lambda name: not finding.implementation.startswith(name.partition("-")[0]))
-    for name in moved[:BISECTS]:
-        good, bad = changed.moved[name]
-        find = ["--find", "fixed"] if Version(bad) < Version(good) else []  # a release was taken back
-        case = shlex.split(finding.replay)[2]
-        wrong = ["--failure", finding.verdict] if finding.verdict in STOPPED else []
-        words = ["bisect", str(canonicalize_name(name)), "--good", good, "--bad", bad, *find, *wrong, "--case", case]
-        yield [*words, "--implementation", finding.implementation, "--reports", str(reports)]
+    return running.execute(options, progress, say)
 
 
 def worst(codes: Sequence[int]) -> int:
@@ -257,18 +167,3 @@ def worst(codes: Sequence[int]) -> int:
     order = (outcome.NOTHING, outcome.USAGE, outcome.NEW, outcome.STALE)
     others = [c for c in codes if c not in (*order, outcome.AGREE)]
     return others[0] if others else next((c for c in order if c in codes), outcome.AGREE)
-
-
-def required(past: Sequence[Run], profile: str, device: str, known: Collection[str]) -> tuple[str, ...]:
-    """What the last green run of this profile and device compared, as far as it is `known` tonight, to be held to it.
-
-    What is not is missed by `trend.change`.
-    """
-    green = [r for r in past if r.green and (r.profile, r.device) == (profile, device)]
-    if not green:
-        return ()
-    counts: dict[tuple[str, str], int] = {}
-    for (implementation, _, where), cases in green[-1].compared.items():
-        counts[implementation, where] = counts.get((implementation, where), 0) + cases
-    enough = outcome.MINIMUM_REQUIRED
-    return tuple(f"{i}:{d}" for (i, d), n in sorted(counts.items()) if n >= enough and i in known)

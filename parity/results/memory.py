@@ -65,7 +65,7 @@ class Judged(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A kept run; times are UTC, `seconds` on the clock, `counts`: implementation, family, device, cases compared.
+    """A kept run; times are UTC; `counts`: implementation, family, device, cases compared.
 
     `ended`: it came to its end in order; `whole`: it did all that it had planned, which one whose time is limited need not.
     `reasons`: why its exit code is not 0; `steps`: of a night, its other commands.
@@ -81,7 +81,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     exit_code: int = 0
     ended: bool = True
     whole: bool = True
-    seconds: float = 0.0
     counts: list[tuple[str, str, str, int]] = []
     judged: list[Judged] = []
     findings: list[Seen] = []
@@ -104,22 +103,17 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return out
 
 
-def remember(
+def of(
     summary: Summary,
     exit_code: int,
-    folder: Path,
-    ended: bool = True,
     reasons: Sequence[str] = (),
+    ended: bool = True,
     steps: Sequence[CommandOutcome] = (),
 ) -> Run:
-    """Write a run's file: complete or not at all, and once: a run that is remembered again replaces its file.
-
-    Raises:
-        UsageError: when the folder cannot be written.
-    """
+    """A run as it is kept."""
     about = summary.header
     started = datetime.datetime.fromisoformat(about.started or datetime.datetime.now(datetime.UTC).isoformat())
-    run = Run(
+    return Run(
         id=summary.run,
         started=started.astimezone(datetime.UTC),
         profile=about.profile,
@@ -130,7 +124,6 @@ def remember(
         exit_code=exit_code,
         ended=ended and summary.ended,
         whole=not summary.incomplete,
-        seconds=0.0 if about.seconds is msgspec.UNSET else about.seconds,
         counts=[(x.implementation, x.family, x.device, x.counts["compared"]) for x in summary.lines],
         judged=_judged(summary),
         findings=[
@@ -140,11 +133,18 @@ def remember(
         reasons=list(reasons),
         steps=list(steps),
     )
+
+
+def keep(run: Run, folder: Path) -> None:
+    """Write a run's file: complete or not at all, and once: a run that is kept again replaces its file.
+
+    Raises:
+        UsageError: when the folder cannot be written.
+    """
     try:
         save_json(folder / f"{run.started:%Y%m%dT%H%M%S}-{run.id}.json", run)
     except OSError as error:
         raise UsageError(f"{folder}: the run cannot be kept: {error}") from None
-    return run
 
 
 def runs(folder: Path, say: Callable[[str], object] | None = None) -> list[Run]:

@@ -1,10 +1,14 @@
-"""What changed since earlier runs: findings that are new or gone, headroom that grows, comparisons that are missing."""
+"""A run beside those before it: what is new, still there or gone, headroom that grew, comparisons that are missing."""
 
+import contextlib
 import dataclasses
 import datetime
 import math
+import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+
+from packaging.version import InvalidVersion, Version
 
 from parity.results.memory import Run, Seen
 from parity.results.row import STOPPED
@@ -19,15 +23,16 @@ RARE = 0.01
 """Chance that a run names an implementation whose comparisons fell by chance, over all that it looks at together."""
 GROWTH, WORTH_SHOWING = 1.5, 0.3
 """Headroom that grew by this factor is shown even where it passes, once it uses this share of a gate."""
+BISECTED = ("trl", "liger-kernel", "transformers", "cut-cross-entropy", "unsloth-zoo")
+"""Packages between whose releases `parity bisect` can search."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Life:
-    """A finding over all runs that could have seen it: those which compared its implementation in its family."""
+    """A finding over all runs that could have seen it, those which compared its implementation in its family: the first that did,
+    how often, of how many; and as this run has it."""
 
-    key: str
     first: Run
-    last: Run
     times: int
     of: int
     now: Seen | None
@@ -65,6 +70,7 @@ class Change:
     Attributes:
         run: the run in question.
         before: the run before it of the same profile and device, or None.
+        green: the last green one of these, or None.
         lives: by key, every finding of this run and of the one before it.
         new: keys of what this run finds and no ledger entry covers, and the one before it had not.
         still: the same, which the one before it had too.
@@ -72,11 +78,11 @@ class Change:
         growth: headrooms that grew.
         missing: comparisons that fell.
         moved: package -> (version in the last green run, version now); empty without a green run before.
-        green: the last green run before this one, or None.
     """
 
     run: Run
     before: Run | None
+    green: Run | None
     lives: Mapping[str, Life]
     new: tuple[str, ...]
     still: tuple[str, ...]
@@ -84,7 +90,6 @@ class Change:
     growth: tuple[Growth, ...]
     missing: tuple[Missing, ...]
     moved: Mapping[str, tuple[str, str]]
-    green: Run | None
 
     @property
     def failing(self) -> tuple[str, ...]:
@@ -92,6 +97,24 @@ class Change:
         then = {f.key: f for f in self.before.findings} if self.before else {}
         fails = {(f.implementation, f.family) for f in self.run.findings if f.known is None}
         return tuple(k for k in self.fixed if (then[k].implementation, then[k].family) in fails)
+
+    @property
+    def search(self) -> str:
+        """The command that finds the release which brought a new finding, where a library moved since the last green run."""
+        found = [f for k in (*self.new, *self.still) if (f := self.lives[k].now) is not None and f.replay]
+        moved = [name for name in BISECTED if "-" not in self.moved.get(name, "-")]
+        if not found or not moved:
+            return ""
+        finding = min(found, key=lambda f: ".py:" in f.implementation)  # a release hardly explains a user's own
+        name = min(moved, key=lambda name: not finding.implementation.startswith(name.partition("-")[0]))
+        good, bad = self.moved[name]
+        words = ["parity", "bisect", name, "--good", good, "--bad", bad]
+        with contextlib.suppress(InvalidVersion):
+            words += ["--find", "fixed"] if Version(bad) < Version(good) else []  # a release was taken back
+        words += ["--failure", finding.verdict] if finding.verdict in STOPPED else []
+        return shlex.join(
+            [*words, "--case", shlex.split(finding.replay)[2], "--implementation", finding.implementation]
+        )
 
 
 def of(id: str, past: Sequence[Run]) -> Change | None:
@@ -104,7 +127,7 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
     """`run` beside `earlier` ones, of which those with its profile and device count."""
     past = [r for r in earlier if (r.profile, r.device) == (run.profile, run.device) and r.id != run.id]
     past = sorted((r for r in past if r.started <= run.started), key=lambda r: r.started)
-    ended = [r for r in past if r.ended]
+    ended = [r for r in past if r.ended][-NIGHTS:]
     before = past[-1] if past else None
     now = {f.key: f for f in run.findings}
     then = {f.key: f for f in before.findings} if before else {}
@@ -113,29 +136,22 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
     return Change(
         run=run,
         before=before,
-        lives={k: life(k, [*past, run]) for k in {**then, **now}},
+        green=green,
+        lives={k: _life(f, [*past, run]) for k, f in {**then, **now}.items()},
         new=tuple(k for k in fresh if k not in then),
         still=tuple(k for k in fresh if k in then),
         fixed=tuple(k for k, f in then.items() if k not in now and _compared(run, f)),
-        growth=tuple(_growth(run, ended[-NIGHTS:])),
-        missing=tuple(_missing(run, ended[-NIGHTS:], green)),
+        growth=tuple(_growth(run, ended)),
+        missing=tuple(_missing(run, ended, green)),
         moved=version_changes(green, run) if green else {},
-        green=green,
     )
 
 
-def life(key: str, past: Sequence[Run]) -> Life:
-    """When a finding was seen first and last, and how often.
-
-    Raises:
-        ValueError: where no run has it.
-    """
-    having = {r.id: next(f for f in r.findings if f.key == key) for r in past if any(f.key == key for f in r.findings)}
-    if not having:
-        raise ValueError(f"no run has the finding {key!r}")
+def _life(finding: Seen, past: Sequence[Run]) -> Life:
+    having = {r.id: f for r in past for f in r.findings if f.key == finding.key}
     seen = [r for r in past if r.id in having]
-    could = [r for r in past if r.id in having or _compared(r, having[seen[0].id])]
-    return Life(key, seen[0], seen[-1], len(seen), len(could), having.get(past[-1].id))
+    could = [r for r in past if r.id in having or _compared(r, finding)]
+    return Life(seen[0], len(seen), len(could), having.get(past[-1].id))
 
 
 def since(first: Run, run: Run, now: str = "since tonight") -> str:
@@ -151,10 +167,9 @@ def since(first: Run, run: Run, now: str = "since tonight") -> str:
 
 def version_changes(before: Run, now: Run) -> dict[str, tuple[str, str]]:
     """Package -> its versions in both runs, where they differ; "-" where it was not installed."""
-    names = sorted({*before.versions, *now.versions})
-    pairs = {n: (before.versions.get(n, "-"), now.versions.get(n, "-")) for n in names}
-    out = {n: pair for n, pair in pairs.items() if pair[0] != pair[1]}
-    return out | ({"harness": (before.revision, now.revision)} if before.revision != now.revision else {})
+    both = [run.versions | {"harness": run.revision} for run in (before, now)]
+    pairs = {n: (both[0].get(n, "-"), both[1].get(n, "-")) for n in sorted({*both[0], *both[1]})}
+    return {n: pair for n, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def stale(past: Sequence[Run], limit: datetime.timedelta, at: datetime.datetime) -> str:
@@ -172,17 +187,12 @@ def _compared(run: Run, finding: Seen) -> bool:
 
 def _growth(run: Run, past: Sequence[Run]) -> Iterable[Growth]:
     usual: dict[tuple[str, ...], list[float]] = {}
-    for one in past:
-        for j in one.judged:
-            if j.headroom is not None and not j.known:
-                usual.setdefault(j.key, []).append(j.headroom)
+    for j in (j for one in past for j in one.judged if j.headroom is not None and not j.known):
+        usual.setdefault(j.key, []).append(j.headroom or 0.0)
     out = []
-    for j in run.judged:
-        if j.known or j.key not in usual:
-            continue
+    for j in (j for j in run.judged if not j.known and j.key in usual):
         before = statistics.median(usual[j.key])
-        large = j.headroom is None or j.headroom > max(GROWTH * before, WORTH_SHOWING)
-        if large:
+        if j.headroom is None or j.headroom > max(GROWTH * before, WORTH_SHOWING):
             out.append(Growth(*j.key, before=before, now=j.headroom, case=j.worst))
     return sorted(out, key=lambda g: -(g.now or 1e300) / max(g.before, 1e-300))
 

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +24,12 @@ from parity.registry import family, load, loss_families
 from parity.results.header import Asked, End, Header, Last, Part, Parted
 from parity.results.report.rows import parts, read, rewrite, writer
 from parity.results.row import Row
-from parity.results.turns import Turns
 from parity.running import outcome, resume, supervisor
 from parity.running.deck import Deck
 from parity.running.events import Apart, At, Checked, Confirmed, Judged, Lost, ShardDone, Started
 from parity.running.findings import Findings
 from parity.running.nodes import Nodes
-from parity.running.plan import Options, check, planned
+from parity.running.plan import Options, Shard, check, planned
 from parity.running.provenance import header, resolve_device
 from parity.trainers import catalogue
 
@@ -76,13 +76,11 @@ def execute(
     options: Options,
     progress: Callable[[list[Row], int, int, str, str, float | None], None],
     say: Callable[[str], None] = lambda line: None,
-    shares: Mapping[str, float] | None = None,
-    turns: Turns | None = None,
 ) -> RunResult:
     """Run, writing rows as they come; `progress` is called at every event with the rows, cases done and planned, what runs now,
     which new finding is looked at again ("" before), and the seconds until no more cases are dealt; `say` with lines.
 
-    `shares`: family -> its weight where the time is limited; `turns`: of the checks of trainers, then.
+    Where the time is limited, checks of trainers are in an order of the seed: none is the last every night.
     """
     before = None
     if options.resume is not None:
@@ -111,9 +109,6 @@ def execute(
             say(f"going on after {state.done:,} of {of:,} cases")
             rewrite(path, replace(head, parts=list(state.parts.values())), state.rows)
         found = Findings(state.rows, profile, len(plan.extra), options.max_time, options.confirm, options.findings)
-        turns = turns or Turns()
-        order = turns.order([shard.name for shard in plan.shards if shard.kind == "checks"])
-        place = {name: number for number, name in enumerate(order)}
         deadline = found.deadline(plan.settings)
 
         def tell(now: str, stage: str) -> None:
@@ -122,10 +117,10 @@ def execute(
         deck = Deck(
             sorted(
                 (shard for shard in plan.shards if shard.name in mine and shard.name not in state.parts),
-                key=lambda shard: place.get(shard.name, 0),
+                key=lambda shard: _place(shard, seed) if options.max_time is not None else 0.0,
             ),
             known,
-            shares if shares or options.max_time is None else {},
+            None if options.max_time is None else {},
             deadline,
             lambda: found.sought(plan.shards, state.parts),
         )
@@ -144,7 +139,6 @@ def execute(
                             if nodes
                             else supervisor.run(workers, deck, *limits),
                             found,
-                            turns,
                             write,
                             tell,
                         )
@@ -153,11 +147,14 @@ def execute(
         return finish(options, state, device, path, ended, cannot, found.changed, begun)
 
 
+def _place(shard: Shard, seed: int) -> float:
+    return random.Random(f"{seed} {shard.name}").random() if shard.kind == "checks" else 0.0
+
+
 def _follow(
     state: State,
     events: Iterator[supervisor.Told],
     found: Findings,
-    turns: Turns,
     write: Callable[[Any], None],
     progress: Callable[[str, str], None],
 ) -> None:
@@ -167,12 +164,8 @@ def _follow(
     checked: dict[str, dict[str, bool | None]] = {}
     shown: dict[str, list[tuple[str, str | None]]] = {}
     apart: dict[str, dict[str, list[tuple[str, str, str]]]] = {}
-    begun: set[str] = set()
     now = ""
     for shard, event in events:
-        if shard.kind == "checks" and shard.name not in begun:  # what is cut on the way was begun as well
-            begun.add(shard.name)
-            turns.begin(shard.name)
         match event:
             case Judged():
                 role = roles.get(event.row.implementation, event.row.role)
@@ -203,8 +196,6 @@ def _follow(
                     part.apart = apart.get(part.name, {})
                     state.parts[part.name] = part
                     write(Parted(part=part, run=run))
-                    if shard.kind == "checks":
-                        turns.end(shard.name, "")
         progress(now, found.stage(shard) if shard.kind == "finding" else "")
 
 

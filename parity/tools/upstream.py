@@ -13,7 +13,6 @@ from parity.errors import UsageError
 from parity.process import prepare
 from parity.registry import facts, load, run_case
 from parity.results.ledger import Entry, Ledger
-from parity.results.turns import RIGHT, WRONG, Turns, in_turn
 from parity.tools.issue.entry import Shown, shown, text
 from parity.tools.issue.ran import ran
 from parity.tools.issue.text import script_of
@@ -84,12 +83,10 @@ def _task(id: str, ledger_file: Path, folder: Path) -> Sent:
         return Sent(id, False, f"{type(error).__name__}: {error}")
 
 
-def upstream(
-    ids: Sequence[str], ledger_file: Path, folder: Path, workers: int, turns: Turns | None = None
-) -> Iterator[Sent]:
-    """Write the folders of some entries, all if none is named, in their `turns`, as many at a time as there are workers."""
+def upstream(ids: Sequence[str], ledger_file: Path, folder: Path, workers: int) -> Iterator[Sent]:
+    """Write the folders of some entries, all if none is named, as many at a time as there are workers."""
     wanted = [e.id for e in entries(Ledger.load(ledger_file), ids)]
-    jobs = {id: (id, ledger_file, folder) for id in wanted}
     # No max_tasks_per_child: with it the pool of Python 3.11 stops for good once its first processes have had their share.
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        yield from in_turn(turns or Turns(), jobs, _task, lambda sent: RIGHT if sent.right else WRONG, pool, workers)
+        tasks = [pool.submit(_task, id, ledger_file, folder) for id in wanted]
+        yield from (task.result() for task in concurrent.futures.as_completed(tasks))

@@ -18,20 +18,19 @@ def played(tmp_path, monkeypatch):
     told = {"trl": "1.0", "liger-kernel": "0.8"}
     asked = []
 
-    def step(name, words, log, limit, module):
+    def step(name, words, log, limit):
         asked.append(words)
         return steps.CommandOutcome(name, "parity " + " ".join(words), 0, 1.0, "what it found")
 
     monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", str(PLAYED)])
     monkeypatch.setattr(night, "proof", lambda *_: [proof.Proof("policy", "cpu", "kl-sign", True, 9, True)])
     monkeypatch.setattr(steps, "run", step)
-    for module in (provenance, night):
-        monkeypatch.setattr(module, "versions", lambda: dict(told))
+    monkeypatch.setattr(provenance, "versions", lambda: dict(told))
     monkeypatch.setattr(findings, "_cases", lambda found: [(0, 40, {}) for _ in found])
 
     def one(**options):
         given = {"profile": "quick", "families": ("logprobs",), "implementations": ("fixes",), "reports": tmp_path}
-        given["others"] = (("history", ("history",), 0.2), ("mutants", ("mutants",), 0.1))
+        given["others"] = (("history", ("history",), 0.2), ("upstream", ("upstream", "--all"), 0.1))
         asked.clear()
         code, changed = night.run(night.Night(**given | options), lambda line: None, lambda *_: None)
         return code, notify.title(changed) if changed else "", list(asked)

@@ -135,7 +135,7 @@ def test_the_own_settings_have_a_limit_on_the_clock_and_the_rest_goes_on(tmp_pat
 def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeypatch):
     asked = []
 
-    def step(name, words, log, limit, module):
+    def step(name, words, log, limit):
         asked.append((name, words, limit))
         return CommandOutcome(name, "", 0, 1.0, "")
 

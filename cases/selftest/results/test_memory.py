@@ -43,8 +43,12 @@ def night(folder, day, rows, code=0, versions=None, **header):
         "git": "abc",
     } | header
     told["versions"] = versions or {"trl": "1.16.0"}
-    kept = memory.remember(summarise(Header(run=f"run{day}", header=About(**told)), rows), code, folder)
-    return next(run for run in memory.runs(folder, lambda line: None) if run.id == kept.id)
+    return keep(summarise(Header(run=f"run{day}", header=About(**told)), rows), code, folder)
+
+
+def keep(summary, code, folder):
+    memory.keep(run := memory.of(summary, code), folder)
+    return next(one for one in memory.runs(folder, lambda line: None) if one.id == run.id)
 
 
 GOOD = [row(case=f"policy-{i}") for i in range(10)]
@@ -89,8 +93,8 @@ def test_since_when_and_how_often(tmp_path):
     night(tmp_path, 2, [*GOOD, *BAD], 1)
     past = memory.runs(tmp_path)
     (key,) = {f.key for f in past[-1].findings}
-    life = trend.life(key, past)
-    assert (life.first.id, life.last.id, life.times, life.of) == ("run1", "run2", 2, 3)
+    life = trend.change(past[2], past).lives[key]
+    assert (life.first.id, life.times, life.of) == ("run1", 2, 3)
     assert trend.change(past[1], past[:1]).new == (key,)
     assert trend.change(past[2], past[:2]).still == (key,) and not trend.change(past[2], past[:2]).new
     told = notify.body(trend.change(past[2], past[:2]))
@@ -199,7 +203,7 @@ def counted(tmp_path, day, seen, asked, planned=900):
         run=f"run{day}", header=About(started=(START + datetime.timedelta(days=day)).isoformat(), profile="nightly")
     )
     header.header.device, header.end = "cpu", end
-    return memory.remember(summarise(header, [*rows, *(row(case=f"policy-{n}") for n in range(seen))]), 0, tmp_path)
+    return keep(summarise(header, [*rows, *(row(case=f"policy-{n}") for n in range(seen))]), 0, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +227,7 @@ def test_a_run_that_was_stopped_is_not_green(tmp_path):
     stopped = counted(tmp_path, 0, 3, 3)
     assert stopped.ended
     header = Header(run="x", header=About(), end=End(cases=3, of=9, complete=False, exit_code=143))
-    assert not memory.remember(summarise(header, GOOD), 0, tmp_path).ended
+    assert not memory.of(summarise(header, GOOD), 0).ended
 
 
 def test_runs_of_another_profile_or_device_do_not_count(tmp_path):
@@ -270,3 +274,29 @@ def test_a_night_that_did_not_come_is_red(tmp_path):
     past = [night(tmp_path, 0, GOOD)]
     assert not trend.stale(past, day, START + datetime.timedelta(hours=35))
     assert "37 h ago" in trend.stale(past, day, START + datetime.timedelta(hours=37))
+
+
+@pytest.mark.parametrize(
+    "versions, fields, said",
+    [
+        ({"trl": "2.0"}, {}, "parity bisect trl --good 1.16.0 --bad 2.0 --case policy-1 --implementation liger.f"),
+        ({"trl": "0.9"}, {}, "--bad 0.9 --find fixed --case policy-1"),
+        ({"trl": "2.0"}, {"verdict": "crashed", "quantity": None}, "--bad 2.0 --failure crashed --case"),
+        ({"trl": "2.0", "liger-kernel": "1"}, {}, "parity bisect trl"),
+        ({"trl": "1.16.0"}, {}, ""),
+    ],
+)
+def test_the_command_that_finds_the_release(tmp_path, versions, fields, said):
+    night(tmp_path, 0, GOOD)
+    users = [row(implementation="my.py:f", headroom=99.0, verdict="disagree")]
+    bad = [row(**{"headroom": 40.0, "verdict": "disagree"} | fields)]
+    red = night(tmp_path, 1, [*GOOD, *users, *bad], 1, versions)
+    change = trend.change(red, memory.runs(tmp_path))
+    assert said in change.search and bool(said) == bool(change.search)
+    assert (said in notify.body(change)) and "my.py" not in change.search
+
+
+def test_of_two_that_moved_the_library_of_the_finding_is_searched(tmp_path):
+    night(tmp_path, 0, GOOD, versions={"trl": "1", "liger-kernel": "1"})
+    red = night(tmp_path, 1, [*GOOD, *BAD], 1, {"trl": "2", "liger-kernel": "2"})
+    assert trend.change(red, memory.runs(tmp_path)).search.startswith("parity bisect liger-kernel --good 1 --bad 2")

@@ -8,7 +8,6 @@ from rich.console import Console
 from parity.errors import UsageError
 from parity.registry import meant
 from parity.results.report import measured
-from parity.results.turns import Turns
 from parity.selftest.mutants import FAMILIES, TRAINERS, table
 from parity.selftest.mutants.matrix import Fate, kill_matrix
 
@@ -23,7 +22,6 @@ def run(
     workers: int,
     markdown: bool,
     device: str = "cpu",
-    turns: Path | None = None,
 ) -> int:
     """Run the matrix and print it: 0 when every mutant is killed and every control lives, else 1.
 
@@ -34,9 +32,7 @@ def run(
         if ".py:" not in name and name not in (*FAMILIES, *TRAINERS):
             raise UsageError(f"family {name!r} has no mutants, {meant(name, (*FAMILIES, *TRAINERS))}")
     fates: list[Fate] = []
-    for done in kill_matrix(
-        range(seeds), cases, families or (*FAMILIES, *TRAINERS), workers, device, Turns.read(turns)
-    ):
+    for done in kill_matrix(range(seeds), cases, families or (*FAMILIES, *TRAINERS), workers, device):
         fates += done
         table.write(fates, ROWS)
         wrong = sum(not fate.right for fate in done)

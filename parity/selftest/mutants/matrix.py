@@ -17,7 +17,6 @@ from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
 from parity.registry import loss_family, oracle_of, resolved
 from parity.results.row import DECIDED
-from parity.results.turns import RIGHT, WRONG, Ending, Turns, in_turn
 from parity.running.shard import repeated
 from parity.selftest.mutants import FAMILIES, TRAINERS, Mutant, controls, mutants, originals
 
@@ -141,9 +140,8 @@ def kill_matrix(
     families: Iterable[str] = FAMILIES,
     workers: int = 1,
     device: str = "cpu",
-    turns: Turns | None = None,
 ) -> Iterator[list[Fate]]:
-    """The fates of every mutant and control, a list for each seed and family as it is done, in their `turns`.
+    """The fates of every mutant and control, a list for each seed and family as it is done.
 
     A stream ends after `budget` cases, or after as many as a run of profile pr draws. The cases of a trainer are listed,
     not drawn: one stream, of the first seed, is all there is to see.
@@ -156,15 +154,10 @@ def kill_matrix(
         for name in chosen
         if name not in TRAINERS or number == 0
     ]
-    jobs = {f"{task[0]} {task[1]}": task for task in tasks}
-    turns = turns or Turns()
     if workers == 1:
-        yield from in_turn(turns, jobs, _task, _outcome)
+        yield from (_task(*task) for task in tasks)
         return
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, spawn, max_tasks_per_child=1) as pool:
-        yield from in_turn(turns, jobs, _task, _outcome, pool, workers)
-
-
-def _outcome(fates: Sequence[Fate]) -> Ending:
-    return RIGHT if all(fate.right for fate in fates) else WRONG
+        jobs = [pool.submit(_task, *task) for task in tasks]
+        yield from (job.result() for job in concurrent.futures.as_completed(jobs))

@@ -32,7 +32,6 @@ from parity.errors import UsageError
 from parity.registry import load as load_implementations
 from parity.results.report import measured
 from parity.results.row import Row
-from parity.results.turns import NOT_RUN, RIGHT, WRONG, Ending, Turns
 from parity.trainers.catalogue import is_trainer
 from parity.versions.commands.probe import rows
 from parity.versions.env.client import EnvironmentUnusable
@@ -132,31 +131,19 @@ def _specs(package: str, text: str) -> tuple[str, ...]:
     return (f"{package}=={version}", *others)
 
 
-def recall(
-    records: Sequence[Record], say: Callable[[str], None], device: str = "cpu", turns: Turns | None = None
-) -> list[Recheck]:
-    """Runs every record on each of its releases, one process an environment, in their `turns`; `say` gets each result as text."""
+def recall(records: Sequence[Record], say: Callable[[str], None], device: str = "cpu") -> list[Recheck]:
+    """Runs every record on each of its releases, one process an environment; `say` gets each result as text."""
     wanted: dict[tuple[str, ...], list[tuple[Record, bool]]] = {}
     for record in records:
         for specs, bad in [*((s, True) for s in record.bad), *((s, False) for s in record.good)]:
             wanted.setdefault(specs, []).append((record, bad))
     out: list[Recheck] = []
-    turns, named = turns or Turns(), {" ".join(specs): specs for specs in wanted}
-    for unit in turns.order(list(named)):
-        specs = named[unit]
-        turns.begin(unit)
-        findings = _in_environment(specs, wanted[specs], device)
-        turns.end(unit, _outcome(findings))
-        for finding in findings:
+    for specs, asked in wanted.items():
+        for finding in _in_environment(specs, asked, device):
             out.append(finding)
             mark = {True: ", as recorded", False: ", NOT AS RECORDED", None: ""}[finding.as_recorded]
             say(f"{' '.join(specs)}  {finding.record.id}: {finding.verdict}{mark}{finding.sentence}")
     return out
-
-
-def _outcome(findings: Sequence[Recheck]) -> Ending:
-    answers = {finding.as_recorded for finding in findings}
-    return WRONG if False in answers else NOT_RUN if None in answers else RIGHT
 
 
 def _in_environment(specs: tuple[str, ...], asked: Sequence[tuple[Record, bool]], device: str) -> list[Recheck]:

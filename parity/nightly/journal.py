@@ -1,0 +1,123 @@
+"""What a night has done so far, as a file: it goes on after it was killed, and others see how it stands."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import os
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import field
+
+from parity.decoding import convert, json_of, save_json, text_of
+from parity.errors import UsageError
+from parity.nightly.proof import Proof
+from parity.results.step import CommandOutcome
+
+FILE, LOCK = "night.json", "night.lock"
+
+
+class Journal(msgspec.Struct, kw_only=True):
+    """A night. `began`: seconds since the epoch; `kept`: the id of its long run, once that has ended and is in the history."""
+
+    seed: int
+    device: str
+    profile: str
+    families: list[str]
+    implementations: list[str]
+    began: float
+    proofs: list[Proof] = field(default_factory=list)
+    kept: str = ""
+    steps: list[CommandOutcome] = field(default_factory=list)
+    exit_code: int | None = None
+
+    def save(self, reports: Path) -> None:
+        """Keep it, whole or not at all."""
+        save_json(reports / FILE, self)
+
+    @classmethod
+    def read(cls, reports: Path) -> Journal:
+        """The night that was written last. Raises UsageError where there is none, or none that can be read."""
+        found: Journal = convert(
+            cls, json_of(text_of(reports / FILE, "night"), str(reports / FILE)), str(reports / FILE)
+        )
+        return found
+
+    @classmethod
+    def again(cls, reports: Path, **given: Any) -> Journal:
+        """The night that was killed; `given`: what the command line says of it, or its default, None and empty.
+
+        Raises:
+            UsageError: where it came to its end, and for an option that was another one then.
+        """
+        found, path = cls.read(reports), reports / FILE
+        if found.exit_code is not None:
+            raise UsageError(f"{path}: that night has ended, with exit code {found.exit_code}: start a new one")
+        for name, value in given.items():
+            then = getattr(found, name)
+            if value and value != then:
+                raise UsageError(f"{path}: that night had {name} {then}, not {value}: leave the option out")
+        ended = max(p.stat().st_mtime for p in (path, reports / "results.ndjson") if p.exists())
+        found.began += time.time() - ended  # the time between does not count
+        return found
+
+
+@contextlib.contextmanager
+def alone(reports: Path) -> Iterator[None]:
+    """A folder of reports for one night at a time.
+
+    Raises:
+        UsageError: naming the process of the other.
+    """
+    reports.mkdir(parents=True, exist_ok=True)
+    with open(reports / LOCK, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise UsageError(
+                f"{reports}: process {file.read().strip()} is running a night there; choose another --reports"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def under_way(reports: Path) -> bool:
+    """Whether a night writes into this folder."""
+    with contextlib.suppress(FileNotFoundError), open(reports / LOCK) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def standing(reports: Path, profile: str, kept: Collection[str]) -> tuple[str, str]:
+    """Of the last night, with `kept` the ids of the runs in the history: the id of its run where it is under way, its verdict not
+    there yet; and why it is as bad as none at all, or nothing. A night of another profile tells nothing."""
+    if not (reports / FILE).exists():
+        return "", ""
+    try:
+        night = Journal.read(reports)
+    except UsageError as error:
+        return "", str(error)
+    which = f"the night of {datetime.datetime.fromtimestamp(night.began, datetime.UTC):%Y-%m-%d %H:%M} UTC"
+    if night.profile != profile:
+        return "", ""
+    if night.exit_code is None and under_way(reports):
+        return night.kept, ""
+    if night.exit_code is None and not night.kept:
+        return "", f"{which} died, or was stopped, in its long run or before"
+    if not night.kept:
+        why = [str(one) for one in night.proofs if not one.holds]
+        return "", f"{which} ended with {night.exit_code}: {'; '.join(why) or 'nothing compared'}"
+    if night.kept not in kept:
+        return "", f"{which} ended, and its file in {reports / 'history'} is not there or unreadable"
+    return "", ""
