@@ -14,7 +14,7 @@ import torch
 
 from parity.case.inputs import Inputs
 from parity.implementations import plain
-from parity.implementations.implementation import EVERY_CONTEXT, Outputs, implementation, require, taking
+from parity.implementations.implementation import EVERY_CONTEXT, Outputs, accepted, implementation, require, taking
 from parity.judge.recipe import Recipe
 
 SOURCES = (
@@ -26,9 +26,9 @@ BLOCK = 128
 
 
 def _call(x: Inputs, **options: Any) -> Outputs:
-    from cut_cross_entropy import linear_cross_entropy
+    import cut_cross_entropy
 
-    s = x.settings
+    s, linear_cross_entropy = x.settings, accepted(cut_cross_entropy, "linear_cross_entropy")
     options |= taking(linear_cross_entropy, {"bias": (x.bias, None)})
     require(
         x.weight.dtype == x.hidden.dtype or "impl" not in options or options["impl"] == "cce",

@@ -128,12 +128,12 @@ def logprob_entropy_kernel(x: Inputs) -> Outputs:
 def _chunked_function() -> tuple[Any, bool]:
     """The autograd function (private until 1.14), and whether it takes the list of wanted outputs."""
     try:
-        from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+        from trl.kernels import chunked_logprob
     except ImportError:
         from trl.trainer import utils
 
         return accepted(utils, "_ChunkedLogProbFunction"), False
-    return ChunkedLogProbFunction, True
+    return accepted(chunked_logprob, "ChunkedLogProbFunction"), True
 
 
 def _chunked(x: Inputs) -> Outputs:

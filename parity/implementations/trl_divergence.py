@@ -338,6 +338,6 @@ def self_distillation(x: Inputs) -> Outputs:
         add_tail = accepted(module, "add_tail_bucket")
         complete = add_tail if s.tail else lambda logps: logps - torch.logsumexp(logps, dim=-1, keepdim=True)
         student = complete(_student_logps(x)[labelled].gather(-1, x.support_ids[labelled]))
-        per_token = module.compute_divergence(student, complete(x.support_logps[labelled]), s.beta)
+        per_token = accepted(module, "compute_divergence")(student, complete(x.support_logps[labelled]), s.beta)
     count = labelled.sum().clamp(min=1) if x.num_items_in_batch is None else x.num_items_in_batch
     return {"loss": per_token.float().sum() / count}

@@ -98,7 +98,7 @@ def _by_hand(name: str, console: Console) -> int | None:
 
 def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], console: Console, name: str = "") -> int:
     """Print the upstream report of the first implementation that disagrees; `name`: what was asked for."""
-    from parity.tools.issue import issue_text
+    from parity.tools.issue.text import issue_text
 
     if case.tensors:
         raise UsageError(

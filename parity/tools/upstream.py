@@ -2,20 +2,15 @@
 
 import concurrent.futures
 import dataclasses
-import json
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from parity.case.case import Case
 from parity.decoding import save_json, write
 from parity.errors import UsageError
 from parity.process import prepare
-from parity.registry import facts, load, run_case
 from parity.results.ledger import Entry, Ledger
-from parity.tools.issue.entry import Shown, shown, text
-from parity.tools.issue.ran import ran
-from parity.tools.issue.text import script_of
+from parity.tools.issue.entry import shown, text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +38,9 @@ def entries(ledger: Ledger, ids: Sequence[str]) -> list[Entry]:
 
 def written(entry: Entry, ledger: Ledger, folder: Path) -> Sent:
     """Write one entry's folder: script.py, issue.md, result.json, and patch.diff where a patch is known."""
-    found = shown(entry, ledger) or _generated(entry, ledger)
-    if isinstance(found, Sent):
-        return found
+    found = shown(entry, ledger)
+    if found is None:
+        return Sent(entry.id, False, "has no script", ran=False)
     place = folder / entry.id
     write(place / "script.py", found.code)
     write(place / "issue.md", text(found, ledger))
@@ -54,24 +49,6 @@ def written(entry: Entry, ledger: Ledger, folder: Path) -> Sent:
     codes = {name: None if r is None else r.code for name, r in (("exit", found.done), ("mended", found.mended))}
     save_json(place / "result.json", codes | {"told": found.outcome})
     return Sent(entry.id, found.right, found.outcome, found.done is not None)
-
-
-def _generated(entry: Entry, ledger: Ledger) -> Shown | Sent:
-    """An entry without a script by hand: of a loss from the source of adapter and definition, by its frozen case."""
-    case = Case.load(ledger.folder / entry.case)
-    if not entry.in_force():
-        return Sent(entry.id, True, f"not in the installed versions: {json.dumps(dict(entry.versions))}", ran=False)
-    concerned = [i for i in load().values() if i.family == case.family and entry.covers_implementation(i.id)]
-    usable = [i for i in concerned if i.missing() is None]
-    if not usable:
-        return Sent(entry.id, True, concerned[0].missing() or "" if concerned else "no implementation", ran=False)
-    for implementation in usable:
-        rows = list(run_case(case, [implementation], thorough=True))
-        inside = [r for r in rows if r.failing and entry.covers(r, facts(case))]
-        if inside:
-            code = script_of(case, implementation, inside, entry)
-            return Shown(entry, code, done=ran(code))
-    return Sent(entry.id, False, "nothing fails here")
 
 
 def _task(id: str, ledger_file: Path, folder: Path) -> Sent:

@@ -1,6 +1,1 @@
-"""A bug report for upstream: Markdown with numbers, code paths, a stand-alone script and versions."""
-
-from parity.tools.issue.standalone import script
-from parity.tools.issue.text import issue_text
-
-__all__ = ["issue_text", "script"]
+"""A bug report for upstream: Markdown with numbers, a stand-alone script or how to replay the case, and versions."""

@@ -1,22 +1,24 @@
-"""The Markdown report of a finding: what goes wrong in the user's terms, why, the numbers, a script, code and versions."""
+"""The Markdown report of a finding: what goes wrong in the user's terms, why, the numbers, a script or how to replay it."""
 
 import importlib.metadata
+import json
 import platform
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from parity.case.case import Case
+from parity.errors import Unsupported
 from parity.implementations.implementation import Implementation
 from parity.process import installed
 from parity.results.ledger import Entry
 from parity.results.row import Row
 from parity.tools.issue.ran import ran
-from parity.tools.issue.sources import located
-from parity.tools.issue.standalone import limits_of, script, through_harness
+from parity.tools.issue.standalone import limits_of, script
 from parity.trainers.catalogue import is_trainer
 
 QUIET = frozenset("B T V H peak targets ids_dtype layout layouts grad cotangent chunk_size check".split())
@@ -34,7 +36,6 @@ def issue_text(case: Case, implementation: Implementation, rows: Sequence[Row], 
     """
     its_rows = [r for r in rows if r.implementation == implementation.id]
     failing = [r for r in its_rows if r.verdict not in ("agree", "unsupported")]
-    code = script_of(case, implementation, its_rows, entry)
     where = "CPU, kernels in Triton's interpreter" if implementation.interpreted else "CPU"
     if its_rows and its_rows[0].device != "cpu" and torch.cuda.is_available():
         where = torch.cuda.get_device_name()
@@ -42,22 +43,43 @@ def issue_text(case: Case, implementation: Implementation, rows: Sequence[Row], 
         f"# {title(case, implementation, failing, entry)}",
         entry.reason if entry else "",
         _setting(case),
-        f"## What it gives\n\n{numbers(ran(code).output)}\n\nA scalar's value, a tensor's norm.",
-        f"## Script\n\nNeeds torch and the library alone; exits with 1 while this is so.\n\n```python\n{code}```",
+        _shown(case, implementation, its_rows, entry),
         _paths(implementation, entry),
         versions(("torch", "triton", implementation.library or "", "transformers"), where),
     ]
     return "\n\n".join(p for p in parts if p) + "\n"
 
 
+def _shown(case: Case, implementation: Implementation, its_rows: Sequence[Row], entry: Entry | None) -> str:
+    """The script and what it prints; where none shows the finding, why, and how the case is replayed."""
+    try:
+        code = script_of(case, implementation, its_rows, entry)
+        own = Path(implementation.id.rpartition(":")[0]).resolve().parent if implementation.is_function else None
+        done = ran(code, first=own)
+        if done.code != 1:
+            raise Unsupported("a script of its tensors and the call alone does not show it")
+    except Unsupported as error:
+        command = f"parity replay case.json --implementation {implementation.id}"
+        known = json.dumps(case.to_json(), indent=1)
+        why = f"There is no stand-alone script: {error}. With llm-parity installed, and this as `case.json`:"
+        return f"## Replay\n\n{why}\n\n```json\n{known}\n```\n\n    {command}"
+    gives = f"## What it gives\n\n{numbers(done.output)}\n\nA scalar's value, a tensor's norm."
+    return f"{gives}\n\n## Script\n\nNeeds torch and the library alone; exits with 1 while this is so.\n\n```python\n{code}```"
+
+
 def script_of(case: Case, implementation: Implementation, its_rows: Sequence[Row], entry: Entry | None) -> str:
-    """The script of a finding that has none by hand, from the source of adapter and definition; a trainer's replays the case."""
+    """The stand-alone script of a finding that has none by hand.
+
+    Raises:
+        Unsupported: where none can stand alone, with the reason.
+    """
     if is_trainer(case.family):
-        return through_harness(case, implementation, "a trainer's check, with no script in the ledger")
+        raise Unsupported("it needs a whole trainer")
     limits = limits_of(its_rows)
-    twice = not limits and any(r.quantity == "protocol" and r.verdict == "disagree" for r in its_rows)
+    if not limits:
+        raise Unsupported("no number is wrong: what fails is how the call behaves")
     why = "" if entry is None else first_sentence(entry.reason)
-    return script(case, implementation, limits, its_rows[0].device if its_rows else "cpu", why, twice)
+    return script(case, implementation, limits, its_rows[0].device, why)
 
 
 def first_sentence(reason: str) -> str:
@@ -145,7 +167,7 @@ def numbers(output: str) -> str:
 def _paths(implementation: Implementation, entry: Entry | None) -> str:
     lines = ["## Code", ""]
     lines += [f"- {entry.link}"] if entry and entry.link else []
-    lines += [f"- `{located(n)}` (`{n}`)" for n in implementation.sources]
+    lines += [f"- `{name}`" for name in implementation.sources]
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
