@@ -93,10 +93,7 @@ def script(
         lines += assigned(f"cotangent_{name}", x.cotangents[name], x)
     inner = [part for line in seen.lines for part in wrapped(line)]
     if x.context == "autocast":
-        inner = [
-            "with torch.autocast(hidden.device.type, torch.bfloat16):",
-            *textwrap.indent("\n".join(inner), "    ").splitlines(),
-        ]
+        inner = ["with torch.autocast(hidden.device.type, torch.bfloat16):", *(f"    {line}" for line in inner)]
     lines += ["", *inner, ""]
     if given and x.leaves:
         upstream = ", ".join(f"cotangent_{name}.to({text})" for name, text in given.items())
