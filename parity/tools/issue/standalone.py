@@ -13,7 +13,7 @@ import torch
 from parity.case.case import Case
 from parity.errors import Unsupported
 from parity.implementations.implementation import Implementation
-from parity.judging.execute import differentiated, fresh
+from parity.protocol.call import differentiated, fresh
 from parity.registry import oracle_of
 from parity.results.row import Row
 from parity.tools.issue.recorded import Recorder
