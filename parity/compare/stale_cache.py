@@ -21,6 +21,7 @@ from parity.implementations.implementation import Implementation
 from parity.judge.timings import within
 from parity.judging.assess import CaseOracle, confirmed
 from parity.protocol.call import execute
+from parity.protocol.exceptions import Outcome
 
 LARGEST = 1 << 16
 """Entries of the largest tensor of a case that a second one follows: its replicas cost as much as the case's own."""
@@ -82,9 +83,8 @@ class Calls:
     @functools.cached_property
     def _built(self) -> tuple[Case, Inputs | None, CaseOracle] | None:
         """The first, its inputs unless it is the case itself, and the second's oracle; None where there are none."""
-        pair = calls(self.family, self.case)
         try:
-            if pair is None:
+            if (pair := calls(self.family, self.case)) is None:
                 return None
             first = None if pair[0] == self.case else CaseOracle.of(self.family, pair[0], self.device).inputs
             return pair[0], first, CaseOracle.of(self.family, pair[1], self.device)
@@ -106,11 +106,8 @@ class Calls:
             return []
         if first is not None and execute(implementation, first).verdict != "ran":
             return []
-        outcome = execute(implementation, oracle.inputs)
-        if outcome.verdict != "ran":
-            return []
-        wrong = [name for name, j in confirmed(oracle, implementation, outcome).items() if not j.agrees]
-        if not wrong or not _right_elsewhere(oracle, implementation):
+        wrong = _wrong(oracle, implementation, execute(implementation, oracle.inputs))
+        if not wrong or _wrong(oracle, implementation, _wider(oracle, implementation)) != []:
             return []
         after = _changes(before, oracle.inputs.case)
         return [f"{', '.join(wrong)} wrong in a call right after one of the same shapes, right in others: {after}"]
@@ -119,28 +116,31 @@ class Calls:
 _last: list[Calls] = []
 
 
-def _right_elsewhere(oracle: CaseOracle, implementation: Implementation) -> bool:
-    """Whether the same case agrees with columns of zeros beside its hidden states and head, which change no logit."""
+def _wrong(oracle: CaseOracle, implementation: Implementation, outcome: Outcome) -> list[str] | None:
+    """The quantities that disagree; None where the call did not come to its end."""
+    if outcome.verdict != "ran":
+        return None
+    return [name for name, j in confirmed(oracle, implementation, outcome).items() if not j.agrees]
+
+
+def _wider(oracle: CaseOracle, implementation: Implementation) -> Outcome:
+    """The same case with columns of zeros beside its hidden states and head, which change no logit."""
     inputs, letters = oracle.inputs, oracle.family.stored
     names = [n for n, t in inputs.tensors.items() if t is not None and letters.get(n, "").endswith("H")]
     wider = {n: torch.nn.functional.pad(inputs.tensors[n], (0, ZEROS)) for n in names}
     outcome = execute(implementation, inputs.replace(**wider))
-    if outcome.verdict != "ran":
-        return False
     cut = {gradient_name(n) for n in names}
     found = {n: v[..., :-ZEROS] if n in cut and v is not None else v for n, v in outcome.quantities.items()}
-    judged = confirmed(oracle, implementation, dataclasses.replace(outcome, quantities=found))
-    return all(j.agrees for j in judged.values())
+    return dataclasses.replace(outcome, quantities=found)
 
 
 def _changes(first: Case, then: Case) -> str:
     """What the second call has otherwise."""
+
+    def shown(case: Case, name: str) -> str:
+        return repr(case.settings[name]) if name in case.settings else "default"
+
     names = sorted(n for n in {*first.settings, *then.settings} if first.settings.get(n) != then.settings.get(n))
-    moved = [f"{n} {_shown(first, n)} → {_shown(then, n)}" for n in names]
-    if first.dtype != then.dtype:
-        moved.append(f"{first.dtype} → {then.dtype}")
+    moved = [f"{n} {shown(first, n)} → {shown(then, n)}" for n in names]
+    moved += [f"{first.dtype} → {then.dtype}"] if first.dtype != then.dtype else []
     return ", ".join([*moved, f"seed {first.seed} → {then.seed}"])
-
-
-def _shown(case: Case, name: str) -> str:
-    return repr(case.settings[name]) if name in case.settings else "default"

@@ -83,14 +83,15 @@ def _judgeable(name: str, value: object, x: Inputs) -> None:
 
 
 @contextlib.contextmanager
-def surroundings(implementation: Implementation, x: Inputs) -> Iterator[None]:
-    """The context of both passes: the implementation's own, and tf32 products where the case says so."""
+def surroundings(implementation: Implementation, inputs: Inputs) -> Iterator[Inputs]:
+    """Fresh inputs in the context of both passes: the implementation's own, and tf32 products where the case says so."""
+    x = fresh(inputs)
     before = matmul_precision()
     if x.context == "tf32":
         torch.set_float32_matmul_precision("high")
     try:
         with implementation.around():
-            yield
+            yield x
     finally:
         if x.context == "tf32" and matmul_precision() == "high":
             torch.set_float32_matmul_precision(before)  # what else is left behind is for the protocol gate to see
@@ -133,12 +134,11 @@ def gradients(x: Inputs) -> dict[str, torch.Tensor | None]:
 
 def execute(implementation: Implementation, inputs: Inputs) -> Outcome:
     """Forward and backward on fresh leaves. Never raises for what the implementation does."""
-    x = fresh(inputs)
-    return guarded(implementation, lambda: _both(implementation, x), inputs)
+    return guarded(implementation, lambda: _both(implementation, inputs), inputs)
 
 
-def _both(implementation: Implementation, x: Inputs) -> Outcome:
-    with surroundings(implementation, x):
+def _both(implementation: Implementation, inputs: Inputs) -> Outcome:
+    with surroundings(implementation, inputs) as x:
         outputs = forward(implementation, x)
         leaks = backward(x, outputs)
         faults.synchronised(x.device.type)

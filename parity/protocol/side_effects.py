@@ -41,8 +41,7 @@ def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, firs
     memory = inputs.replace(**{n: None if t is None else like(t, t) for n, t in inputs.tensors.items()})
 
     def run() -> Outcome:
-        x = fresh(memory)
-        with surroundings(implementation, x):
+        with surroundings(implementation, memory) as x:
             _write(x, other)
             outputs = forward(implementation, x)
             theirs = dict(outputs) | _asked(x, outputs, x.leaves)
@@ -63,8 +62,7 @@ def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, firs
     if again.verdict != first.verdict:
         return [f"second call of the same inputs {again.verdict}: {again.message}"]
     for name, value in first.quantities.items():
-        now = again.quantities.get(name)
-        if (value is None) != (now is None) or (value is not None and now is not None and not _close_bits(value, now)):
+        if not _close_bits(value, again.quantities.get(name)):
             found.append(f"{name} differs when called again after other values in the same tensors")
     return found
 
@@ -107,8 +105,7 @@ def unrecorded(
     for mode in (torch.no_grad, torch.inference_mode):
 
         def run(mode: Callable[[], AbstractContextManager[None]] = mode) -> Outcome:
-            x = fresh(inputs)
-            with surroundings(implementation, x), mode():
+            with surroundings(implementation, inputs) as x, mode():
                 return Outcome("ran", dict(forward(implementation, x)))
 
         then = guarded(implementation, run, inputs)
@@ -127,25 +124,24 @@ def interleaved(implementation: Implementation, inputs: Inputs, other: Inputs, f
     """
 
     def run() -> Outcome:
-        a, b = fresh(inputs), fresh(other)
-        with surroundings(implementation, a):
+        with surroundings(implementation, inputs) as a:
             outputs = forward(implementation, a)
-            forward(implementation, b)
+            forward(implementation, fresh(other))
             backward(a, outputs)
         return Outcome("ran", gradients(a))
 
     then = guarded(implementation, run, inputs, other)
     if then.verdict != "ran":
         return [f"a second forward before the backward of the first: {then.verdict}, {then.message}"]
-    return [
-        f"{name} differs when another forward comes before its backward"
-        for name, now in then.quantities.items()
-        if (was := first.quantities.get(name)) is not None and now is not None and not _close_bits(was, now)
-    ]
+    both = [n for n, now in then.quantities.items() if now is not None and first.quantities.get(n) is not None]
+    differ = [n for n in both if not _close_bits(first.quantities[n], then.quantities[n])]
+    return [f"{n} differs when another forward comes before its backward" for n in differ]
 
 
-def _close_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _close_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Equal, or apart by no more than a change of summation order (threads and atomics may reorder)."""
+    if a is None or b is None:
+        return a is b
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     tolerance = 4 * torch.finfo(a.dtype).eps if a.is_floating_point() else 0
@@ -163,11 +159,9 @@ def accumulation(implementation: Implementation, inputs: Inputs) -> list[str]:
     def run() -> Outcome:
         alone: dict[str, torch.Tensor] = {}
         for name in inputs.leaves if len(inputs.leaves) > 1 else ():  # each through a graph of its own
-            x = fresh(inputs)
-            with surroundings(implementation, x):
+            with surroundings(implementation, inputs) as x:
                 alone |= _asked(x, forward(implementation, x), (name,))
-        x = fresh(inputs)
-        with surroundings(implementation, x):
+        with surroundings(implementation, inputs) as x:
             outputs = forward(implementation, x)
             try:
                 backward(x, outputs, retain_graph=True)
@@ -177,23 +171,23 @@ def accumulation(implementation: Implementation, inputs: Inputs) -> list[str]:
                 x = fresh(inputs)  # torch.compile frees what a backward pass has read, and says so: a graph for each
                 backward(x, forward(implementation, x))
                 outputs = forward(implementation, x)
-            first = {n: None if x.tensors[n].grad is None else x.tensors[n].grad.clone() for n in x.leaves}  # type: ignore[union-attr]
+            first = {n: g.clone() for n, g in gradients(x).items() if g is not None}
             backward(x, outputs)
-        for name, grad in first.items():
-            single = alone.get(gradient_name(name))
-            if grad is not None and single is not None and not _close_bits(single, grad):
-                found.append(f"the gradient of {name} alone is not that beside the others")
-            now = x.tensors[name].grad  # type: ignore[union-attr]
-            if grad is not None and torch.isfinite(grad).all() and not _close_bits(now, grad + grad):
-                found.append(f"a second backward into .grad of {name} does not add the same gradient")
+        for name, now in gradients(x).items():
+            if (grad := first.get(name)) is None:
+                continue
+            leaf = name.removeprefix("grad_")
+            if name in alone and not _close_bits(alone[name], grad):
+                found.append(f"the gradient of {leaf} alone is not that beside the others")
+            if torch.isfinite(grad).all() and not _close_bits(now, grad + grad):
+                found.append(f"a second backward into .grad of {leaf} does not add the same gradient")
         return Outcome("ran")
 
     outcome = guarded(implementation, run, inputs)
-    if outcome.verdict == "crashed":
-        if "retain_graph" in outcome.message or "second time" in outcome.message:
-            return [f"a second backward with retain_graph=True fails: {outcome.message}"]
-        return [f"a second backward fails: {outcome.message}"]
-    return found
+    if outcome.verdict != "crashed":
+        return found
+    kept = " with retain_graph=True" if "retain_graph" in outcome.message or "second time" in outcome.message else ""
+    return [f"a second backward{kept} fails: {outcome.message}"]
 
 
 @within("stage", "protocol")
@@ -209,8 +203,7 @@ def unneeded(implementation: Implementation, inputs: Inputs) -> list[str]:
             nothing = {n: g if n == used else torch.zeros_like(g) for n, g in inputs.cotangents.items()}
             given = []
             for cotangents in ({used: nothing[used]}, nothing):
-                x = fresh(dataclasses.replace(inputs, cotangents=cotangents))
-                with surroundings(implementation, x):
+                with surroundings(implementation, dataclasses.replace(inputs, cotangents=cotangents)) as x:
                     outputs = forward(implementation, x)
                     if len(differentiated(x, outputs)) < len(cotangents):
                         return Outcome("ran")
@@ -258,18 +251,17 @@ def _related(first: Outcome, then: Outcome, factors: Mapping[str, float], why: s
         if factor == 1.0 and bool((torch.isfinite(value) & ~torch.isfinite(now)).any()):
             return False, f"{quantity} is no longer finite: {why}"
         expected = torch.zeros_like(value) if factor == 0.0 else value * factor
-        comparable = torch.isfinite(value) & torch.isfinite(
-            expected
-        )  # what is not finite already is a finding of its own
+        comparable = torch.isfinite(value) & torch.isfinite(expected)  # what is not finite is a finding of its own
+        differs = comparable & (now != expected)
         if factor != 0.0:
             comparable &= torch.isfinite(now)
-        tiny = torch.finfo(value.dtype).smallest_normal * 4 if value.is_floating_point() else 0
-        differs = comparable & (now != expected) & ((now.abs() > tiny) | (expected.abs() > tiny) | (factor == 0.0))
-        if factor != 0.0 and value.dtype != torch.float16:  # what a subnormal on the way lost does not double
-            differs &= (now.double() - expected.double()).abs() > torch.finfo(torch.float32).smallest_normal
-        if bool(differs.any()) and not (
-            factor != 0.0 and _close_bits(torch.where(comparable, now, 0), torch.where(comparable, expected, 0))
-        ):
+            tiny = torch.finfo(value.dtype).smallest_normal * 4 if value.is_floating_point() else 0
+            differs &= comparable & ((now.abs() > tiny) | (expected.abs() > tiny))
+            if value.dtype != torch.float16:  # what a subnormal on the way lost does not double
+                differs &= (now.double() - expected.double()).abs() > torch.finfo(torch.float32).smallest_normal
+            if _close_bits(torch.where(comparable, now, 0), torch.where(comparable, expected, 0)):
+                continue
+        if bool(differs.any()):
             worst = float((now.double() - expected.double()).abs().nan_to_num().amax())
             return False, f"{quantity} differs by up to {worst:.3g}: {why}"
     return True, ""

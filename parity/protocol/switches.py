@@ -1,6 +1,7 @@
 """What is watched beside names: the environment, random states, and torch's modes, defaults and switches."""
 
 import dataclasses
+import operator
 import os
 import random
 from collections.abc import Callable
@@ -56,8 +57,8 @@ def _put_numpy_rng(value: tuple[Any, ...]) -> None:
     np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))  # noqa: NPY002
 
 
-def _put_torch_rng(value: bytes) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+def _state(value: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(value), dtype=torch.uint8)
 
 
 def _cuda_rng() -> tuple[bytes, ...]:
@@ -66,7 +67,7 @@ def _cuda_rng() -> tuple[bytes, ...]:
 
 def _put_cuda_rng(value: tuple[bytes, ...]) -> None:
     if value:
-        torch.cuda.set_rng_state_all([torch.frombuffer(bytearray(v), dtype=torch.uint8) for v in value])
+        torch.cuda.set_rng_state_all(list(map(_state, value)))
 
 
 def _modes() -> tuple[int, int]:
@@ -129,39 +130,36 @@ def _flushes() -> bool:
     return _TINY[0] * 1.0 == 0.0
 
 
-SWITCHES: tuple[tuple[str, Any, str], ...] = (
-    ("torch.backends.cudnn", torch.backends.cudnn, "enabled"),
-    ("torch.backends.cudnn", torch.backends.cudnn, "benchmark"),
-    ("torch.backends.cudnn", torch.backends.cudnn, "deterministic"),
-    ("torch.backends.cudnn", torch.backends.cudnn, "allow_tf32"),
-    ("torch.backends.cuda.matmul", torch.backends.cuda.matmul, "allow_tf32"),
-    ("torch.backends.cuda.matmul", torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
-    ("torch.backends.cuda.matmul", torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
-    ("torch.backends.mkldnn", torch.backends.mkldnn, "enabled"),
-    ("torch.utils.deterministic", torch.utils.deterministic, "fill_uninitialized_memory"),
-)
+SWITCHES = """
+backends.cudnn.enabled backends.cudnn.benchmark backends.cudnn.deterministic backends.cudnn.allow_tf32
+backends.cuda.matmul.allow_tf32 backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+backends.cuda.matmul.allow_bf16_reduced_precision_reduction backends.mkldnn.enabled
+utils.deterministic.fill_uninitialized_memory
+""".split()
+"""Attributes below `torch` that are true or false."""
 SDP = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 
 
-def _switch(owner: Any, name: str) -> bool | str:
+def _switch(path: str) -> bool | str:
     """A switch; "mixed" where somebody set torch's newer `fp32_precision`, beside which `allow_tf32` raises."""
     try:
-        return bool(getattr(owner, name))
+        return bool(operator.attrgetter(path)(torch))
     except RuntimeError:
         return "mixed"
 
 
 def _switches() -> dict[str, bool | str]:
-    out = {f"{label}.{name}": _switch(owner, name) for label, owner, name in SWITCHES}
-    return out | {f"torch.backends.cuda.{name}": getattr(torch.backends.cuda, f"{name}_enabled")() for name in SDP}
+    out = {path: _switch(path) for path in SWITCHES}
+    return out | {f"backends.cuda.{name}": getattr(torch.backends.cuda, f"{name}_enabled")() for name in SDP}
 
 
 def _put_switches(value: dict[str, bool | str]) -> None:
-    for label, owner, name in SWITCHES:
-        if _switch(owner, name) != (on := value[f"{label}.{name}"]):
-            setattr(owner, name, on)
+    for path in SWITCHES:
+        owner, _, name = path.rpartition(".")
+        if _switch(path) != value[path]:
+            setattr(operator.attrgetter(owner)(torch), name, value[path])
     for name in SDP:
-        getattr(torch.backends.cuda, f"enable_{name}")(value[f"torch.backends.cuda.{name}"])
+        getattr(torch.backends.cuda, f"enable_{name}")(value[f"backends.cuda.{name}"])
 
 
 WATCHES: tuple[Watch, ...] = (
@@ -169,7 +167,12 @@ WATCHES: tuple[Watch, ...] = (
     Watch("environment variables", _variables, _put_variables, _named_variables),
     Watch("python RNG", random.getstate, random.setstate, kept=False),
     Watch("numpy RNG", _numpy_rng, _put_numpy_rng, kept=False),
-    Watch("torch RNG", lambda: torch.get_rng_state().numpy().tobytes(), _put_torch_rng, kept=False),
+    Watch(
+        "torch RNG",
+        lambda: torch.get_rng_state().numpy().tobytes(),
+        lambda value: torch.set_rng_state(_state(value)),
+        kept=False,
+    ),
     Watch("CUDA RNG", _cuda_rng, _put_cuda_rng, kept=False),
     Watch("inference mode", torch.is_inference_mode_enabled),
     Watch("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
@@ -200,7 +203,7 @@ WATCHES: tuple[Watch, ...] = (
         "switches",
         _switches,
         _put_switches,
-        lambda before, now: [f"switch {name} changed" for name in before if before[name] != now[name]],
+        lambda before, now: [f"switch torch.{name} changed" for name in before if before[name] != now[name]],
     ),
     Watch("autocast", _autocast, _put_autocast),
     Watch("flushing of subnormal numbers", _flushes, torch.set_flush_denormal),
