@@ -8,7 +8,7 @@ def test_an_inner_block_is_left_out_of_the_outer_one(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(timings.time, "process_time", lambda: now[0])
     spent()
-    monkeypatch.setattr(timings, "_since", 0.0)
+    monkeypatch.setattr(timings, "_since", [0.0])
 
     def work(seconds):
         now[0] += seconds

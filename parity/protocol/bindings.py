@@ -1,6 +1,7 @@
 """What names mean: the functions of torch, of the libraries under test and of the harness, where a call may rebind them."""
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -27,16 +28,20 @@ Change = tuple[Any, str, Any, Any]
 MISSING = object()
 
 _owners: list[tuple[str, Any]] = []
-_modules = 0
-_copies: dict[int, dict[str, Any]] = {}
+_views: list[Any] = []
+"""The values of each owner, as they are at any time."""
+_last: list[tuple[list[Any], Names]] = []
+"""All values when they were last looked at, and the bindings then; nothing after an import."""
+_modules: list[int] = []
+"""How many modules there were when owners were last looked for."""
 
 
 def owners() -> list[tuple[str, Any]]:
     """(name, module or class) of everything that is watched; looked for anew after an import."""
-    global _modules
-    if len(sys.modules) == _modules:
+    if _modules == [len(sys.modules)]:
         return _owners
-    _modules = len(sys.modules)
+    _modules[:] = [len(sys.modules)]
+    _last.clear()
     _owners[:] = [(name, sys.modules[name]) for name in OPERATIONS if name in sys.modules]
     _owners.extend((f"{c.__module__}.{c.__qualname__}", c) for c in CLASSES)
     for name, module in list(sys.modules.items()):
@@ -44,23 +49,23 @@ def owners() -> list[tuple[str, Any]]:
             _owners.append((name, module))
             classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
             _owners.extend((f"{name}.{c.__qualname__}", c) for c in classes)
+    _views[:] = [vars(owner).values() for _, owner in _owners]
     return _owners
 
 
 def take() -> Names:
-    """The bindings of everything. A copy is made only of what changed since the last time."""
-    return [(name, owner, _copy(owner)) for name, owner in owners()]
+    """The bindings of everything; those of the last time where no value is another since."""
+    found, values = owners(), [*itertools.chain.from_iterable(_views)]
+    if not _unchanged(values):
+        _last[:] = [(values, [(name, owner, dict(vars(owner))) for name, owner in found])]
+    return _last[0][1]
 
 
-def _copy(owner: Any) -> dict[str, Any]:
-    attributes, known = vars(owner), _copies.get(id(owner))
+def _unchanged(values: list[Any]) -> bool:
     try:
-        same = known == attributes  # in C, by identity first: what is not the same object is the rare case
+        return bool(_last) and values == _last[0][0]  # in C, by identity first
     except Exception:  # values that cannot be compared, arrays for example
-        same = False
-    if known is None or not same:
-        known = _copies[id(owner)] = dict(attributes)
-    return known
+        return False
 
 
 def changes(before: Names) -> Iterator[tuple[str, Change]]:
@@ -68,12 +73,12 @@ def changes(before: Names) -> Iterator[tuple[str, Change]]:
 
     A name that merely appeared, by an import or a cache, is no change; neither is a flag, a counter or compiled code.
     """
+    if _last and before is _last[0][1] and _unchanged([*itertools.chain.from_iterable(_views)]):
+        return
     for label, owner, then in before:
-        now = _copy(owner)
-        if now is then:
-            continue
+        now = vars(owner)
         for name, value in then.items():
-            if _matters(value, label, name) and now.get(name, MISSING) is not value:
+            if now.get(name, MISSING) is not value and _matters(value, label, name):
                 yield f"{label}.{name}", (owner, name, value, now.get(name, MISSING))
         if isinstance(owner, type):
             for name in now.keys() - then.keys():
