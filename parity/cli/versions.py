@@ -91,9 +91,8 @@ def bisect_command(
     good: str,
     bad: str,
     find: Any,
-    failure: str,
     hold: tuple[str, ...],
-    reports: Path,
+    implementations: tuple[str, ...],
     device: str,
     as_json: bool,
     **chosen: Any,
@@ -102,14 +101,27 @@ def bisect_command(
 
     Without --case and --check it compares the frozen cases in both releases and follows the clearest difference.
     """
-    from parity.versions.search.releases import check_ends, search
+    from parity.versions.commands.compare import first_difference
+    from parity.versions.search.checks import CaseCheck
+    from parity.versions.search.search import Journal, check_ends, search
 
     package = str(canonicalize_name(package))
     check_ends(package, good, bad, find)
-    question = "\n".join([package, good, bad, find, *hold, device, failure])
-    check, arguments, remembered = _check(package, good, bad, find, hold, question, device, reports, failure, **chosen)
+    named = _check(package, implementations, **chosen)
+    followed = named[0].case.id if named else implementations
+    question = repr([package, good, bad, find, hold, device, followed, sorted(chosen.items())])
+    journal = Journal(cache_folder("bisect") / f"{hashlib.sha256(question.encode()).hexdigest()[:12]}.json")
+
+    def compared() -> CaseCheck:
+        older, newer = (good, bad) if find == "broken" else (bad, good)
+        _progress(f"the frozen cases in {package} {older} and {newer}")
+        return first_difference(package, older, newer, hold, implementations, find, device)
+
+    if named is None:
+        check = journal.answer(CaseCheck, "differs most clearly", compared)
+        _progress(f"differs most clearly: {check.about}")
+    check, arguments = named or (check, f"{check.name} --implementation {check.implementation}")
     check = dataclasses.replace(check, device=device)
-    state = _state(f"{question}\n{check.about}\n{check.case.id}")
     done = search(
         package,
         good=good,
@@ -118,44 +130,30 @@ def bisect_command(
         about=check.about,
         find=find,
         hold=hold,
-        state=state,
+        journal=journal,
         reproduce=f"parity replay {arguments} --device {device} --with {{high}}",
         say=_progress,
     )
-    for path in (state, remembered):
-        if path is not None:
-            path.unlink(missing_ok=True)
+    journal.end()
     code = {"found": FOUND, "swapped": USAGE, "unjudged": UNUSABLE}.get(done.found.outcome, NOT_FOUND)
     click.echo(text(done.json(code)) if as_json else done.text)
     return code
 
 
-def _state(question: str) -> Path:
-    """Where a search keeps what it knows until it is done."""
-    return cache_folder("bisect") / f"{hashlib.sha256(question.encode()).hexdigest()[:12]}.json"
-
-
 def _check(
     package: str,
-    good: str,
-    bad: str,
-    find: str,
-    hold: tuple[str, ...],
-    question: str,
-    device: str,
-    reports: Path,
-    failure: str,
+    implementations: tuple[str, ...],
     name: str | None,
     record: str | None,
-    implementations: tuple[str, ...],
     quantities: tuple[str, ...],
-) -> tuple[Any, str, Path | None]:
-    """The check to follow, the arguments of `parity replay` for it, and the file that remembers it if it had to be found."""
-    from parity.decoding import save_json, saved
+    failure: str,
+    reports: Path,
+) -> tuple[Any, str] | None:
+    """The check that was named, and the arguments of `parity replay` for it; None where none was."""
     from parity.errors import UsageError
     from parity.registry import select
     from parity.running.find import find as find_case
-    from parity.versions.commands import compare, history
+    from parity.versions.commands import history
     from parity.versions.search.checks import CaseCheck, only_implementation
 
     if name and record:
@@ -164,23 +162,15 @@ def _check(
         found = history.load([record])[0]
         if found.package != package:
             raise UsageError(f"record {record!r} is about {found.package}, not {package}")
-        return found.check, f"{_shown(found.file)} --implementation {found.check.implementation}", None
+        return found.check, f"{_shown(found.file)} --implementation {found.check.implementation}"
     if name:
         case, found_with = find_case(name, reports)
         chosen = only_implementation(case, implementations, found_with)
         select([chosen])
-        return CaseCheck(name, case, chosen, quantities or ("*",), failure), f"{name} --implementation {chosen}", None
+        return CaseCheck(name, case, chosen, quantities or ("*",), failure), f"{name} --implementation {chosen}"
     if quantities:
         raise UsageError("--quantity needs --case")
-    older, newer = (good, bad) if find == "broken" else (bad, good)
-    remembered = _state(f"{question}\nfirst difference of {implementations}")
-    check = saved(CaseCheck, remembered)  # of a search that was killed: the ends need not be compared again
-    if check is None:
-        _progress(f"the frozen cases in {package} {older} and {newer}")
-        check = compare.first_difference(package, older, newer, hold, implementations, find, device)
-        save_json(remembered, check)
-    _progress(f"differs most clearly: {check.about}")
-    return check, f"{check.name} --implementation {check.implementation}", remembered
+    return None
 
 
 def _shown(path: Path) -> str:

@@ -100,56 +100,6 @@ class DoctorOut(msgspec.Struct, kw_only=True):
     tools: dict[str, bool]
 
 
-class EnvironmentOut(msgspec.Struct, kw_only=True):
-    """`parity env list --json` prints a list of these."""
-
-    name: str
-    bytes: int
-    before: str | None
-    versions: dict[str, str]
-    broken: dict[str, str]
-
-
-class MovedOut(msgspec.Struct, kw_only=True):
-    """A quantity that differs between two releases."""
-
-    case: str
-    implementation: str
-    quantity: str | None
-    mark: str
-    nearer: str
-    before: str | None
-    after: str | None
-    headroom_before: float | None
-    headroom_after: float | None
-
-
-class CompareOut(msgspec.Struct, kw_only=True):
-    """`parity compare --json`."""
-
-    before: dict[str, str]
-    after: dict[str, str]
-    cases: int
-    judged: list[int]
-    moved: list[MovedOut]
-    notes: list[str]
-    exit_code: int
-
-
-class BisectOut(msgspec.Struct, kw_only=True):
-    """`parity bisect --json`."""
-
-    outcome: str
-    low: str
-    high: str
-    between: list[str]
-    by: str
-    moved: dict[str, list[str]]
-    cause: list[str]
-    measured: list[dict[str, Any]]
-    exit_code: int
-
-
 def text(value: Any) -> str:
     """The JSON of a structure or of a list of them, indented."""
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()

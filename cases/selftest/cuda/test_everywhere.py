@@ -24,7 +24,7 @@ from parity.selftest.sensitivity import __main__ as limits
 from parity.selftest.sensitivity import measure
 from parity.versions.commands import probe
 from parity.versions.env.environment import Environment
-from parity.versions.search import releases
+from parity.versions.search import search as searching
 from parity.versions.search.checks import CaseCheck
 
 CASE = family("logprobs").case(3, "fp32", {"V": 5, "T": 2})
@@ -52,7 +52,7 @@ class Asked:
                 patch.setattr(sys, "stdout", out)
                 patch.setattr("parity.process.prepare", lambda device, threads: None)
                 probe.main()
-        out.write(f"\n{probe.CONFIG}{{}}\n{probe.SAMPLED}[]\n")
+        out.write(f"\n{probe.CONFIG}{{}}\n")
         return subprocess.CompletedProcess(command, 0, out.getvalue(), "")
 
 
@@ -103,7 +103,7 @@ def test_bisect(asked, monkeypatch):
         seen.update(how, answer=check(asked))
         return SimpleNamespace(text="", found=SimpleNamespace(outcome="unjudged"))
 
-    monkeypatch.setattr(releases, "search", search)
+    monkeypatch.setattr(searching, "search", search)
     parity("bisect", "trl", "--good", "1.14.0", "--bad", "1.15.0", "--check", "delta")
     assert asked.devices == ["cuda"] and "--device cuda" in seen["reproduce"] and "on cuda" in seen["about"]
 

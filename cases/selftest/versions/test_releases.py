@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from parity.results.step import CommandOutcome
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.releases import Release
-from parity.versions.search import releases as shell
+from parity.versions.search import search as shell
 from parity.versions.search.bisect import Measurement
 
 VERSIONS = [f"1.{minor}.0" for minor in range(12)]
@@ -64,9 +63,8 @@ def test_the_package_itself_is_named_when_its_partners_are_innocent(world):
     report, told = search(world, lambda trl, liger: trl >= 6)
     assert (report.found.low, report.found.high, report.cause) == ("1.5.0", "1.6.0", ("trl",))
     data = report.json(0)
-    assert (data.outcome, data.low, data.high, data.cause) == ("found", "1.5.0", "1.6.0", ["trl"])
-    assert data.moved == {name: list(pair) for name, pair in report.moved.items()} and "trl" in data.moved
-    assert {"release", "verdict", "headroom"} == set(data.measured[0])
+    assert [data[name] for name in ("outcome", "low", "high", "cause")] == ["found", "1.5.0", "1.6.0", ("trl",)]
+    assert data["moved"] == report.moved and {"release", "verdict", "headroom"} == set(data["measured"][0])
     assert report.moved == {"trl": ("1.5.0", "1.6.0"), "liger-kernel": ("0.1", "0.2"), "datasets": ("4.5", "4.6")}
     assert world.asked[-1] == {"trl": "1.6.0", "liger-kernel": "0.1", "datasets": "4.5"}, (
         "partners held at the old side"
@@ -80,7 +78,6 @@ def test_a_partner_that_moved_is_tried_alone_and_named(world):
     report, _ = search(world, lambda trl, liger: liger >= 2)
     assert (report.found.low, report.found.high, report.cause) == ("1.5.0", "1.6.0", ("liger-kernel",))
     assert report.text.startswith("is-ratio broke in trl 1.6.0, with liger-kernel 0.2\n")
-    assert CommandOutcome("bisect trl", "", 0, 1.0, report.text).search_result == report.text.splitlines()[0]
     assert "alone: liger-kernel 0.1 -> 0.2 shows the change" in report.text
     assert "alone: trl 1.5.0 -> 1.6.0 does not show it" in report.text
     assert "alone: datasets 4.5 -> 4.6 does not show it" in report.text
@@ -102,7 +99,6 @@ def test_find_fixed(world):
     report, _ = search(world, lambda trl, liger: trl < 4, good="1.11.0", bad="1.0.0", find="fixed")
     assert (report.found.low, report.found.high) == ("1.3.0", "1.4.0")
     assert report.text.startswith("is-ratio became right in trl 1.4.0")
-    assert CommandOutcome("bisect trl", "", 0, 1.0, report.text).search_result == report.text.splitlines()[0]
 
 
 def test_an_environment_that_cannot_be_made_is_passed_over_and_said(world):
@@ -138,25 +134,33 @@ def test_a_killed_search_goes_on_where_it_stopped(world, tmp_path, after):
         return liger >= 2
 
     try:
-        search(world, killed, state=state)
+        search(world, killed, journal=shell.Journal(state))
     except KeyboardInterrupt:
         world.checked -= 1
         json.loads(state.read_text())
-    resumed, _ = search(world, lambda trl, liger: liger >= 2, state=state)
+    journal = shell.Journal(state)
+    resumed, _ = search(world, lambda trl, liger: liger >= 2, journal=journal)
     assert resumed == whole
     assert world.checked == needed, "nothing is measured twice"
     assert list(tmp_path.iterdir()) == [state], "nothing half-written is left"
+    journal.end()
+    assert not state.exists()
 
 
-def test_a_state_file_of_another_search_is_refused(world, tmp_path):
+@pytest.mark.parametrize("content", ["", "[]", "null", "1"])
+def test_a_damaged_journal_begins_anew(world, tmp_path, content):
     state = tmp_path / "state.json"
-    search(world, lambda trl, liger: trl >= 6, state=state)
-    with pytest.raises(shell.SearchError, match=r"belongs to another search, trl 1.0.0..1.11.0 \(is-ratio\)"):
-        search(world, lambda trl, liger: trl >= 6, state=state, about="delta")
-    for content in ("", "[]", '{"question": {}}', "null"):
-        state.write_text(content)
-        with pytest.raises(shell.SearchError, match="not one of a bisect; delete it"):
-            search(world, lambda trl, liger: trl >= 6, state=state)
+    state.write_text(content)
+    report, _ = search(world, lambda trl, liger: trl >= 6, journal=shell.Journal(state))
+    assert report.found.low == "1.5.0"
+
+
+def test_what_could_not_be_run_is_asked_again(world, tmp_path):
+    world.unusable = {"1.5.0"}
+    for _ in range(2):
+        before = len(world.asked)
+        search(world, lambda trl, liger: trl >= 6, journal=shell.Journal(tmp_path / "state.json"))
+    assert [pins["trl"] for pins in world.asked[before:]] == ["1.5.0"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from parity.case.case import Case
 from parity.decoding import save_json, saved
+from parity.results.json_output import text
 from parity.results.row import Row
 from parity.running.find import find
 from parity.versions.commands import compare, history, row_diff
@@ -135,8 +136,10 @@ def test_a_comparison_under_each_sides_defaults_shows_what_moved_inside_the_gate
     assert "1 otherwise moved (~)" in own.text() and own.exit_code == 0
     looks[1] = Look([row(**WRONG)], {})
     worse = compare.compare((["trl==1"], ["trl==2"])).json()
-    assert worse.exit_code == 1 and worse.judged == [1, 1]
-    assert [(m.case, m.mark, m.before, m.after) for m in worse.moved] == [("named", "+", "agree", "disagree")]
+    assert worse["exit_code"] == 1 and worse["judged"] == (1, 1)
+    moved = [(m["case"], m["mark"], m["before"].verdict, m["after"].verdict) for m in worse["moved"]]
+    assert moved == [("named", "+", "agree", "disagree")]
+    assert '"verdict": "disagree"' in text(worse), "rows as in a results file"
     looks[1] = Look([], {})
     with pytest.raises(compare.EnvironmentUnusable, match="1 and 0 judged quantities"):
         compare.compare((["trl==1"], ["trl==2"]))

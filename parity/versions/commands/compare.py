@@ -14,7 +14,6 @@ from parity.case.case import Case
 from parity.errors import UsageError
 from parity.families.policy_settings import LOSS_TYPES
 from parity.registry import NAMES, loss_families, loss_family
-from parity.results.json_output import CompareOut, MovedOut
 from parity.results.row import DECIDED
 from parity.running.plan import DTYPES
 from parity.versions.commands.history import folder
@@ -110,33 +109,12 @@ class Compared:
         )
         return "\n".join([*lines, f"packages: {', '.join(packages) or 'the same'}", *self.notes])
 
-    def json(self) -> CompareOut:
-        """The same as a structure."""
-        return CompareOut(
-            before=dict(self.sides[0].versions),
-            after=dict(self.sides[1].versions),
-            cases=self.cases,
-            judged=list(self.judged),
-            moved=[_moved_out(m) for m in self.moved],
-            notes=list(self.notes),
-            exit_code=self.exit_code,
-        )
-
-
-def _moved_out(m: Difference) -> MovedOut:
-    verdicts = [r.verdict if r else None for r in (m.before, m.after)]
-    sizes = [r.headroom if r else None for r in (m.before, m.after)]
-    return MovedOut(
-        case=m.case,
-        implementation=m.implementation,
-        quantity=m.quantity,
-        mark=m.mark,
-        nearer=m.nearer,
-        before=verdicts[0],
-        after=verdicts[1],
-        headroom_before=sizes[0],
-        headroom_after=sizes[1],
-    )
+    def json(self) -> dict[str, Any]:
+        """The same as `parity compare --json` prints it; `before` and `after` of what moved are rows of a results file."""
+        before, after = (side.versions for side in self.sides)
+        moved = [{f: getattr(m, f) for f in ("case", "mark", "nearer", "before", "after")} for m in self.moved]
+        whole = {"before": before, "after": after, "cases": self.cases, "judged": self.judged, "moved": moved}
+        return whole | {"notes": self.notes, "exit_code": self.exit_code}
 
 
 def compare(

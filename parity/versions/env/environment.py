@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import parity
-from parity.results.json_output import EnvironmentOut
 from parity.running.cpu_limit import run as run_within
 from parity.versions.env import build
 from parity.versions.env.client import EnvironmentUnusable, cache_root
@@ -139,12 +138,11 @@ def show(name: str) -> Environment:
     raise EnvironmentUnusable(f"environment {name!r}: {'several match' if found else 'none matches'}: {choices}")
 
 
-def out(made: Environment) -> EnvironmentOut:
+def out(made: Environment) -> dict[str, Any]:
     """One environment as `parity env list --json` prints it."""
     broken = {name: reason for name, reason in made.imports.items() if reason}
-    return EnvironmentOut(
-        name=made.name, bytes=own_bytes(made), before=made.before, versions=dict(made.versions), broken=broken
-    )
+    told = {"name": made.name, "bytes": own_bytes(made), "before": made.before}
+    return told | {"versions": made.versions, "broken": broken}
 
 
 def own_bytes(made: Environment) -> int:

@@ -1,12 +1,12 @@
 """Bisect the releases of a package: the search, with a real index, environments and a check.
 
-Every measurement is on disk before the next one starts, so a search that was killed goes on where it stopped: the
-search is deterministic and is simply run again over what is known.
+A search that was killed is run again over what its journal knows: it is deterministic.
 """
 
+import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from packaging.version import InvalidVersion, Version
 
 from parity.decoding import save_json, saved
 from parity.errors import UsageError
-from parity.results.json_output import BisectOut
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
 from parity.versions.env.releases import releases
@@ -44,20 +43,33 @@ class Report:
     cause: tuple[str, ...]
     text: str
 
-    def json(self, exit_code: int) -> BisectOut:
-        """The same as a structure."""
-        found = self.found
-        return BisectOut(
-            outcome=found.outcome,
-            low=found.low,
-            high=found.high,
-            between=list(found.between),
-            by=found.by,
-            moved={name: list(pair) for name, pair in self.moved.items()},
-            cause=list(self.cause),
-            measured=[{"release": at, "verdict": m.verdict, "headroom": m.headroom} for at, m in found.measured],
-            exit_code=exit_code,
-        )
+    def json(self, exit_code: int) -> dict[str, Any]:
+        """The same as `parity bisect --json` prints it: outcome, low, high, between, by, moved, cause, measured, exit_code."""
+        measured = [{"release": at, "verdict": m.verdict, "headroom": m.headroom} for at, m in self.found.measured]
+        more = {"moved": self.moved, "cause": self.cause, "exit_code": exit_code}
+        return asdict(self.found) | more | {"measured": measured}
+
+
+class Journal:
+    """Answers, each on disk before the next question: a search that was killed goes on where it stopped."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.known: dict[str, Any] = (saved(dict[str, Any], path) if path else None) or {}
+
+    def answer(self, kind: Any, question: object, ask: Callable[[], Any]) -> Any:
+        """The answer to a question, asked once; what `ask` raises is nobody's answer and is asked again."""
+        key = json.dumps(question, default=str)
+        if key not in self.known:
+            self.known[key] = msgspec.to_builtins(ask())
+            if self.path is not None:
+                save_json(self.path, self.known)
+        return msgspec.convert(self.known[key], kind)
+
+    def end(self) -> None:
+        """Forget all of it: the search came to its end."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def search(
@@ -69,32 +81,44 @@ def search(
     about: str,
     find: Find = "broken",
     hold: Sequence[str | Spec] = (),
-    state: Path | None = None,
+    journal: Journal | None = None,
     reproduce: str = "parity compare {low} {high}",
     confirm: int = 2,
-    alone: bool = True,
     say: Callable[[str], None] = print,
 ) -> Report:
     """Finds the neighbouring releases of `package` between which what `check` finds changed.
 
-    find="broken": `good` is the older end; "fixed": `bad` is. `about` names the check in the report and in the state
-    file, which is resumed if it holds this very search. `reproduce` is the line that ends the report ({low}, {high}:
-    specs). `confirm`: how often the final pair is measured again; `alone`: whether partners that moved with it are tried
-    alone. SearchError for ends in the wrong order or another search's state; EnvironmentUnusable for an end that does
-    not exist. An environment that cannot be made or imported inside the range is passed over.
+    find="broken": `good` is the older end; "fixed": `bad` is. `about` names the check in the report. `reproduce` is the line
+    that ends the report ({low}, {high}: specs). `confirm`: how often the final pair is measured again. Partners that moved
+    with it are tried alone. SearchError for ends in the wrong order; EnvironmentUnusable for an end that does not exist. An
+    environment that cannot be made or imported inside the range is passed over.
     """
     older, newer = (good, bad) if find == "broken" else (bad, good)
     check_ends(package, good, bad, find)
-    held = parse_all(hold)
-    question = {"package": package, "good": good, "bad": bad, "find": find, "about": about}
-    log = _Log({**question, "hold": [str(spec) for spec in held]}, state, check)
-    candidates = log.candidates or log.begin([one.version for one in releases(package, older, newer)])
+    held, journal = parse_all(hold), journal or Journal()
+    listed = functools.partial(releases, package, older, newer)
+    candidates = journal.answer(list[str], "candidates", lambda: [one.version for one in listed()])
+
+    def measured(version: str, hold: Sequence[str | Spec], repeat: int = 0) -> Measurement:
+        specs = (f"{package}=={version}",)
+
+        def ask() -> Measurement:
+            environment = Environment.of(specs, hold)
+            made = check(environment)
+            return replace(made, versions=made.versions or environment.versions)
+
+        try:
+            made: Measurement = journal.answer(Measurement, [specs, hold, repeat], ask)
+        except EnvironmentUnusable as error:
+            # Not kept: the index or the disk may be to blame, and a resumed search should see for itself.
+            return Measurement("unsupported", message=str(error))
+        return made
 
     def tell(version: str, left: int) -> None:
         say(f"{package} {version}: measuring ({left} step{'' if left == 1 else 's'} left after it)")
 
     def measure(version: str, repeat: int) -> Measurement:
-        made = log.measure((f"{package}=={version}",), held, repeat)
+        made = measured(version, held, repeat)
         say(f"{package} {version}: {_told(made)}{' (again)' if repeat else ''}")
         return made
 
@@ -106,70 +130,18 @@ def search(
     names = sorted({*low.versions, *high.versions}, key=lambda name: (name != package, name not in PARTNERS, name))
     pairs = {name: (low.versions.get(name, "absent"), high.versions.get(name, "absent")) for name in names}
     moved = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]} if found.outcome == "found" else {}
-    trials = _trials(package, found, moved, held, find, log, say) if alone else []
+    trials = _trials(package, found, moved, find, lambda version, hold: measured(version, (*held, *hold)), say)
     cause = tuple(name for name, answer, _ in trials if answer is Likeness.YES)
     text = _text(package, about, find, found, answers, moved, trials, reproduce, held)
     return Report(found, moved, cause, text)
-
-
-class _Kept(msgspec.Struct):
-    question: dict[str, Any]
-    candidates: list[str]
-    entries: dict[str, Measurement]
-
-
-class _Log:
-    """The measurements made so far, in memory and in the state file."""
-
-    def __init__(self, question: dict[str, object], path: Path | None, check: Check) -> None:
-        self.question, self.path, self.check = question, path, check
-        self.candidates: list[str] = []
-        self.entries: dict[str, Measurement] = {}
-        if path is None or not path.exists():
-            return
-        kept: _Kept | None = saved(_Kept, path)
-        if kept is None:
-            raise SearchError(f"state file {path} is not one of a bisect; delete it or name another")
-        if (asked := kept.question) != question:
-            other = f"{asked.get('package')} {asked.get('good')}..{asked.get('bad')} ({asked.get('about')})"
-            raise SearchError(f"state file {path} belongs to another search, {other}; delete it or name another")
-        self.candidates, self.entries = kept.candidates, kept.entries
-
-    def begin(self, candidates: list[str]) -> list[str]:
-        self.candidates = candidates
-        self._save()
-        return candidates
-
-    def measure(self, specs: Sequence[str | Spec], hold: Sequence[str | Spec], repeat: int = 0) -> Measurement:
-        key = json.dumps([[str(one) for one in specs], [str(one) for one in hold], repeat])
-        if key in self.entries:
-            return self.entries[key]
-        try:
-            environment = Environment.of(specs, hold)
-            made = self.check(environment)
-        except EnvironmentUnusable as error:
-            # Not kept: the index or the disk may be to blame, and a resumed search should see for itself.
-            return Measurement("unsupported", message=str(error))
-        made = Measurement(made.verdict, made.headroom, made.versions or environment.versions, made.message)
-        self.entries[key] = made
-        self._save()
-        return made
-
-    def _save(self) -> None:
-        if self.path is not None:
-            try:
-                save_json(self.path, _Kept(self.question, self.candidates, self.entries))
-            except OSError as error:
-                raise EnvironmentUnusable(f"state file {self.path}: {error.strerror or error}") from None
 
 
 def _trials(
     package: str,
     found: SearchResult[str],
     moved: dict[str, tuple[str, str]],
-    held: Sequence[Spec],
     find: Find,
-    log: _Log,
+    measured: Callable[[str, list[str]], Measurement],
     say: Callable[[str], None],
 ) -> list[tuple[str, Likeness, Measurement]]:
     """Who did it, where partners moved with the package: the package alone, and if not it, each partner alone."""
@@ -182,7 +154,7 @@ def _trials(
 
     def alone(name: str, version: str, hold: list[str]) -> tuple[str, Likeness, Measurement]:
         say(f"{name} alone: {package} {version} with {', '.join(hold)}")
-        made = log.measure((f"{package}=={version}",), (*held, *hold))
+        made = measured(version, hold)
         return name, answer(made), made
 
     itself = alone(package, found.high, [f"{name}=={moved[name][0]}" for name in partners])
