@@ -78,9 +78,10 @@ class Retired(_Event, frozen=True):
 
 
 class Lost(_Event, frozen=True):
-    """A worker was given up, and the rest of its shard. Told by the supervisor, or by a worker that must not take part."""
+    """A worker was given up, and the rest of its shard; `refused`: by itself, for its node is not that of the run."""
 
     message: str
+    refused: bool = False
 
 
 Event: TypeAlias = Importing | At | Started | Judged | Checked | Confirmed | Apart | ShardDone | Retired | Lost

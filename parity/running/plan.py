@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 import psutil
 from msgspec import field
+from msgspec.structs import fields
 
 from parity import data
 from parity.case.case import Frozen
@@ -71,16 +72,20 @@ class Options:
         files = [
             name.partition(".py:")[0] + ".py" for name in (*self.implementations, *self.families) if ".py:" in name
         ]
+        kept = {one.name: getattr(self, one.name) for one in fields(Asked) if one.name != "files"}
+        kept = {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+        kept["ledger"] = None if self.ledger is None else str(self.ledger)
         return Asked(
-            families=list(self.families),
-            implementations=list(self.implementations),
-            dtypes=list(self.dtypes),
-            device=self.device,
-            require=list(self.require),
-            ledger=None if self.ledger is None else str(self.ledger),
-            share=self.share,
-            files={name: _digest(Path(name)) for name in (*files, str(self.ledger or data.ledger_file()))},
+            **kept, files={name: _digest(Path(name)) for name in (*files, str(self.ledger or data.ledger_file()))}
         )
+
+    @classmethod
+    def of(cls, asked: Asked, **more: Any) -> "Options":
+        """The options of a run whose header keeps what was asked for."""
+        kept = {one.name: getattr(asked, one.name) for one in fields(Asked) if one.name != "files"}
+        kept = {name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()}
+        kept["ledger"] = None if asked.ledger is None else Path(asked.ledger)
+        return cls(**kept | more)
 
 
 class Sought(msgspec.Struct, frozen=True, kw_only=True):

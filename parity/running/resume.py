@@ -31,23 +31,16 @@ def again(options: Options) -> tuple[Options, tuple[Header, list[Row]]]:
     about, asked = header.header, header.header.asked
     if not isinstance(asked, Asked) or about.profile is None:
         raise UsageError(f"{path}: written by an earlier parity, which did not record what was asked for: run anew")
-    then: dict[str, Any] = {
-        "profile": about.profile,
-        "seed": about.seed,
-        "families": tuple(asked.families),
-        "implementations": tuple(asked.implementations),
-        "dtypes": tuple(asked.dtypes),
-        "device": asked.device,
-        "require": tuple(asked.require),
-        "ledger": None if asked.ledger is None else Path(asked.ledger),
-        "share": asked.share,
-    }
-    for name, value in then.items():
-        given = getattr(options, name)
+    then = Options.of(asked, profile=about.profile, seed=about.seed)
+    names = ["profile", "seed", *(one.name for one in fields(Asked) if one.name != "files")]
+    for name in names:
+        given, value = getattr(options, name), getattr(then, name)
         if given not in (getattr(Options, name), value):
             raise UsageError(f"{path}: its run had {name} {_shown(value)}, not {_shown(given)}: leave the option out")
     reports = path.parent if options.reports == Options.reports else options.reports
-    return dataclasses.replace(options, **then, results=path, reports=reports), (header, rows)
+    return dataclasses.replace(
+        options, **{name: getattr(then, name) for name in names}, results=path, reports=reports
+    ), (header, rows)
 
 
 def state(kind: Any, path: Path, now: Header, header: Header, rows: list[Row]) -> Any:

@@ -135,7 +135,7 @@ def execute(
                     if not cannot:
                         _follow(
                             state,
-                            nodes.run(plan.settings, deck, head, limits, say)
+                            nodes.run(plan.settings, deck, head, limits)
                             if nodes
                             else supervisor.run(workers, deck, *limits),
                             found,
@@ -259,15 +259,7 @@ def merge(paths: Sequence[Path], out: Path) -> RunResult:
     """
     head, rows = resume.joined(paths)
     parts = {part.name: part for part in head.parts or ()}
-    asked = head.header.asked or Asked()
-    options = Options(
-        families=tuple(asked.families),
-        implementations=tuple(asked.implementations),
-        dtypes=tuple(asked.dtypes),
-        require=tuple(asked.require),
-        ledger=None if asked.ledger is None else Path(asked.ledger),
-        reports=out.parent,
-    )
+    options = Options.of(head.header.asked or Asked(), device="auto", reports=out.parent)
     check(options)
     with locked(out.parent):
         rewrite(out, head, rows)

@@ -174,7 +174,7 @@ class Watch:
                 continue
             worker.last, worker.computed = time.monotonic(), None
             if isinstance(event, Lost):
-                yield from self.given_up(worker, event.message)
+                yield from self.given_up(worker, event)
             elif event is not None:
                 yield from self.passed_on(worker, event)
             elif worker.shard is not None:
@@ -264,13 +264,13 @@ class Watch:
         if out or self.losses[implementation] >= THRICE:
             self.excluded.append(implementation)
 
-    def given_up(self, worker: Worker, message: str) -> Iterator[Told]:
+    def given_up(self, worker: Worker, why: Lost) -> Iterator[Told]:
         """A worker that is not started again, and its shard, with the rows that there are."""
         shard, worker.shard, worker.finished = worker.shard, None, True
         if shard is not None:
             self.deck.back(shard)
             yield from ((shard, one) for one in self.of_case(worker))
-            yield shard, Lost(message)
+            yield shard, why
 
     def lost(self, worker: Worker, message: str, verdict: Verdict, out: bool = False) -> Iterator[Told]:
         """A new process; and where the pair had its second chance, a row for it and a process that leaves it out.
@@ -294,7 +294,7 @@ class Watch:
         else:
             worker.restarts += 1
             if pair is None or worker.restarts > MAX_RESTARTS:
-                yield from self.given_up(worker, message)
+                yield from self.given_up(worker, Lost(message))
                 return
             if retired:
                 worker.kept += [one for one in worker.rows if (one.row.case, one.row.implementation) == pair]

@@ -8,10 +8,12 @@ import ctypes
 import faulthandler
 import json
 import os
+import platform
 import resource
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +48,16 @@ def main(path: str) -> int:
         from parity.protocol import faults
         from parity.registry import resolved, select
         from parity.results.ledger import Ledger
-        from parity.running.events import Event, ShardDone
+        from parity.running.events import Event, Lost, ShardDone
         from parity.running.events import Retired as RetiredEvent
         from parity.running.plan import Shard
         from parity.running.shard import Retired, Session
 
         for name in plan.get("families", ()):
             resolved(name)
+        if wrong := refusal(plan):
+            tell(**msgspec.to_builtins(Lost(wrong, refused=True)))
+            return 0
         known = [i for i in select(plan["implementations"]) if i.id not in plan.get("exclude", ())]
 
     def emit(event: Event) -> None:
@@ -87,6 +92,22 @@ def main(path: str) -> int:
             return 0
         emit(ShardDone(came, round(time.process_time() - begun, 3), spent()))
     return 0
+
+
+def refusal(plan: Mapping[str, Any]) -> str:
+    """What forbids a worker on a node of a cluster to take part in the run; "" where nothing does."""
+    if "head" not in plan:
+        return ""
+    from parity.results.header import Asked, Header
+    from parity.running.nodes import differs
+    from parity.running.plan import Options
+    from parity.running.provenance import header
+
+    head = decode(Header, json.dumps(plan["head"]), "the run's header")
+    about, asked = head.header, head.header.asked or Asked()
+    there = header("", plan["device"], plan["profile"], about.seed or 0)
+    there.header.asked = msgspec.structs.replace(asked, files=Options.of(asked).asked().files)
+    return differs(head, there, f"node {platform.node()}")
 
 
 def limit_memory(limit: int | None) -> None:

@@ -59,29 +59,30 @@ def test_a_cluster_has_the_rows_of_one_machine(options, tmp_path, cluster, count
     assert list(tmp_path.glob("died-*")), "no worker process died"
 
 
-def test_a_node_that_dies_costs_no_row_and_doubles_none(options, tmp_path, cluster, monkeypatch):
+def dies_after(lines, path, there, node):
+    """Kill a node once the results file has so many lines."""
+
+    def kill():
+        while not path.exists() or path.read_bytes().count(b"\n") < lines:
+            time.sleep(0.02)
+        there.remove_node(node, allow_graceful=False)
+
+    threading.Thread(target=kill, daemon=True).start()
+
+
+def test_a_node_that_dies_costs_no_row_and_doubles_none(options, tmp_path, cluster):
     execute(options)
-    there, own = cluster(2, PLAYED_SECONDS="0.2")
-    heard, killed = nodes.Slot.heard, []
-
-    def counted(slot, event):
-        heard(slot, event)
-        if slot.at >= 3 and slot.shard.kind == "drawn" and len(slot.done) == 1 and not killed:
-            killed.append(slot)
-            place = ray._private.state.actors(slot.actor._actor_id.hex())["Address"]["NodeID"]
-            there.remove_node(next(n for n in own if n.node_id == place), allow_graceful=False)
-            there.add_node(**ROOM)
-
-    monkeypatch.setattr(nodes.Slot, "heard", counted)
-    done = on_nodes(options, tmp_path / "ray")
-    assert killed and not done.lost and done.header.end.complete
+    there, (first, _) = cluster(2, PLAYED_SECONDS="0.1")
+    path = tmp_path / "ray/results.ndjson"
+    dies_after(20, path, there, first)
+    done = on_nodes(options, path.parent)
+    assert sum(n["Alive"] for n in ray.nodes()) == 2 and not done.lost and done.header.end.complete
     expected = rows_of(options.reports / "results.ndjson")[1]
-    assert rows_of(tmp_path / "ray/results.ndjson")[1] == expected and set(expected.values()) == {1}
+    assert rows_of(path)[1] == expected and set(expected.values()) == {1}
 
 
-def test_a_node_with_other_libraries_takes_no_part(options, tmp_path, cluster, monkeypatch):
-    cluster(1, PLAYED_SECONDS="0.001")
-    monkeypatch.setattr(nodes, "differs", lambda *_: "node a: trl was 0.1, here it is 1.0")
+def test_a_node_with_other_libraries_takes_no_part(options, tmp_path, cluster):
+    cluster(1, PLAYED_REFUSES="node a: trl was 0.1, here it is 1.0")
     with pytest.raises(UsageError, match="trl was 0.1"):
         on_nodes(options, tmp_path / "ray")
 
@@ -92,13 +93,7 @@ def test_a_real_run_while_a_node_dies(tmp_path, cluster):
     execute(asked)
     there, (_, second) = cluster(2)
     path = tmp_path / "ray/results.ndjson"
-
-    def kill():
-        while not path.exists() or path.read_bytes().count(b"\n") < 100:
-            time.sleep(0.2)
-        there.remove_node(second, allow_graceful=False)
-
-    threading.Thread(target=kill, daemon=True).start()
+    dies_after(100, path, there, second)
     done = on_nodes(asked, path.parent)
     assert sum(n["Alive"] for n in ray.nodes()) == 2 and not done.lost and done.header.end.complete
     assert rows_of(path)[1] == rows_of(asked.reports / "results.ndjson")[1]

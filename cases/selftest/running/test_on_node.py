@@ -1,20 +1,24 @@
 """Which nodes of a cluster take part in a run, with how many workers; without Ray."""
 
+import json
 import sys
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from cases.selftest.running import test_resume
 from parity.cli.commands import main
-from parity.results.row import Row
-from parity.running import actor
-from parity.running.actor import Actor, differs
-from parity.running.deck import Deck
-from parity.running.events import At, Judged, ShardDone, Started
-from parity.running.nodes import Nodes
+from parity.decoding import decode
+from parity.errors import UsageError
+from parity.results.header import Header
+from parity.running import nodes, supervisor
+from parity.running.events import Judged, ShardDone
+from parity.running.nodes import Nodes, differs
 from parity.running.plan import Options, Shard
 from parity.running.provenance import header
+
+options = test_resume.options
 
 
 @pytest.fixture
@@ -40,26 +44,37 @@ def test_a_node_takes_part_where_its_header_is_that_of_the_run(head, change, say
     (digest,) = there["header"]["asked"]["files"].values()
     if not change:
         there["header"]["asked"]["files"] = {"/elsewhere/ledger.toml": digest}
-    told = differs(head, "node a", there)
+    told = differs(head, decode(Header, json.dumps(there), "there"), "node a")
     assert says in told if says else not told
 
 
-def test_a_node_that_cannot_say_takes_no_part(head):
-    assert differs(head, "node a", {"usage": "my.py: cannot be read"}) == "node a: my.py: cannot be read"
-
-
-def test_the_rows_of_an_implementation_on_a_case_are_told_together(monkeypatch):
-    """A driver that has heard one of them takes the pair for done when the node dies."""
-    row = Judged(
-        Row(case="a", family="logprobs", implementation="i", dtype="fp32", device="cpu", settings={}, verdict="agree")
+@pytest.fixture
+def deal(options, head):
+    """A function that runs so many cases as a task of Ray does, in a worker that only pretends."""
+    settings = {"device": "cpu", "threads": 1, "profile": "quick"}
+    nodes._watching.cache_clear()
+    yield lambda count: nodes.on_node(
+        settings, head, ".", (9.0, 9.0), Shard(family="logprobs", kind="drawn", seed=1, count=count)
     )
-    told = [At(0), row, row, Started("a", "j", {}), row, ShardDone(1)]
-    own = Actor.__new__(Actor)
-    own.deck, own.timeouts = Deck([]), (1.0, 1.0)
-    own.watch = SimpleNamespace(follow=lambda *_: ((None, one) for one in told), excluded=["k"])
-    monkeypatch.setattr(actor, "EVERY", -1.0)
-    answers = list(own.run(Shard(family="logprobs", kind="drawn", seed=1, count=1)))
-    assert [len(events) for events, _ in answers] == [1, 3, 2, 0] and {tuple(out) for _, out in answers} == {("k",)}
+    nodes._watching.cache_clear()
+
+
+def test_a_shard_on_a_node_has_its_rows_and_the_next_one_the_same_worker(deal, monkeypatch):
+    begun, whole = [], supervisor.begun
+    monkeypatch.setattr(supervisor, "begun", lambda *args: begun.append(args) or whole(*args))
+    for _ in range(2):
+        events, excluded = deal(3)
+        assert sum(isinstance(one, Judged) for one in events) == 12 and not excluded
+        assert isinstance(events[-1], ShardDone)
+    assert len(begun) == 1
+
+
+def test_a_node_that_is_another_one_takes_no_part_and_one_that_lost_its_worker_has_a_new_one(deal, monkeypatch):
+    monkeypatch.setenv("PLAYED_REFUSES", "node a: trl was 0.1, here it is 1.0")
+    with pytest.raises(UsageError, match=r"node a: trl was 0\.1"):
+        deal(3)
+    monkeypatch.delenv("PLAYED_REFUSES")
+    assert isinstance(deal(3)[0][-1], ShardDone)
 
 
 @pytest.mark.parametrize(
