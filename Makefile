@@ -8,6 +8,7 @@ ARGS ?=
 WORKERS ?= 2
 MAX_TIME ?= 6h
 RATE ?=
+ONLY ?= mutants controls limits
 PACKAGE ?= trl
 VERSION ?= NEXT
 VLLM := .venv-rollouts/bin/python
@@ -23,7 +24,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help parity nightly upgrade-check test test-ray check bench doctor clean check-only cuda-first rollouts rollouts-record rollouts-live
+.PHONY: help parity nightly upgrade-check test selftest test-ray check bench doctor clean check-only cuda-first rollouts rollouts-record rollouts-live
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,7 +33,7 @@ help:  ## list the targets
 parity: $(READY)  ## compare every installed loss with its float64 definition (profile pr)
 	$(PY) -m parity run $(ARGS)
 
-nightly: $(READY)  ## the nightly gate: proof of life, a long run, history, mutants, Unsloth, what changed (MAX_TIME=6h)
+nightly: $(READY)  ## the nightly gate: proof of life, a long run, history, Unsloth, what changed (MAX_TIME=6h)
 	$(PY) -m parity nightly --max-time $(MAX_TIME) $(ARGS)
 
 upgrade-check: $(READY)  ## may we upgrade? TRL=1.17.0 or PACKAGE=liger-kernel VERSION=NEXT, CONFIG=grpo.yaml
@@ -40,6 +41,9 @@ upgrade-check: $(READY)  ## may we upgrade? TRL=1.17.0 or PACKAGE=liger-kernel V
 
 test: $(READY)  ## everything the project tests
 	$(PY) -m pytest cases -n $(WORKERS) --dist loadfile $(ARGS)
+
+selftest: $(READY)  ## slow tests of the tester: mutants die, controls live, limits hold (ONLY=mutants SELFTEST_SEED=7 SELFTEST_CASES=600)
+	$(PY) -m pytest -m slow -n $(WORKERS) $(addprefix cases/selftest/,$(ONLY)) $(ARGS)
 
 test-ray: $(READY)  ## a run on a Ray cluster whose nodes die (adds Ray to the environment)
 	$(PY) -m pip install -q -c constraints.txt -e '.[ray]'

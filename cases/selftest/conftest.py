@@ -1,11 +1,13 @@
 """What tests of several folders share."""
 
+import os
 import subprocess
 from types import SimpleNamespace
 
 import pytest
 
 from fixtures import warm
+from parity.process import prepare
 from parity.running import child
 
 
@@ -16,3 +18,11 @@ def warm_workers():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(child, "subprocess", names)
         yield
+
+
+@pytest.fixture
+def device():
+    """Where a slow test runs implementations, as in a worker of a run."""
+    name = os.environ.get("SELFTEST_DEVICE", "cpu")
+    prepare(name, threads=1)
+    return name

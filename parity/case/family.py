@@ -95,9 +95,6 @@ class Family:
         stored: tensors that a case may store -> their dimensions, a letter each ("BTH", "BT|B1" where there are two ways);
             what `build` then makes of `case.tensors`. Empty: cases of the family store none.
         derived: (stored tensors, file) -> the settings that they decide.
-        controls: name -> correct implementation that must never be called wrong.
-        mutants: name -> (mistake in one line, wrong implementation), each of which must be called wrong; both as a user's
-            FILE.py:NAME: a function called by the names of its parameters, or an `Implementation`.
     """
 
     name: str
@@ -129,8 +126,6 @@ class Family:
     config_fields: tuple[str, ...] = ()
     stored: Mapping[str, str] = dataclasses.field(default_factory=dict)
     derived: Callable[[Mapping[str, torch.Tensor], str], dict[str, Any]] = lambda tensors, where: {}
-    controls: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    mutants: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
 
     def full_settings(self, case: Case) -> SimpleNamespace:
         """Every setting of `case`, defaults filled in.

@@ -320,23 +320,6 @@ def case_command(path: str) -> None:
     click.echo(json.dumps({"id": case.id} | vars(family(case.family).full_settings(case)), indent=1))
 
 
-@main.command("mutants")
-@options.count("--seeds", "how many random seeds; 10 for the full table", 1)
-@options.several("--family", "families", "only this family", options.families)
-@options.count("--cases", "cases for each seed; default: as many as profile pr")
-@options.count("--workers", "processes", 2)
-@click.option("--markdown", is_flag=True, help="print the table as a Markdown page")
-@options.device("cpu")
-def mutants_command(**options: Any) -> None:
-    """Test the harness itself with wrong implementations.
-
-    Exit code: 0 if every wrong one is caught and no correct one is, else 1.
-    """
-    from parity.selftest.mutants.command import run
-
-    sys.exit(run(console(), **options))
-
-
 for _command in (*versions.COMMANDS, *nightly.COMMANDS, ledger_command, rollouts.rollouts):
     main.add_command(_command)
 

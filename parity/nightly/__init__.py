@@ -1,1 +1,1 @@
-"""The nightly gate: proof that it can see, a long run, history and mutants, what changed since the night before, one page."""
+"""The nightly gate: proof that it can see, a long run, history, what changed since the night before, one page."""

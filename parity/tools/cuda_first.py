@@ -55,14 +55,19 @@ def steps() -> tuple[FirstHourCommand, ...]:
         folder = REPORTS / name
         run = (*parity, "run", "--profile", "quick", "--device", "cuda", "--family", name, "--reports", str(folder))
         out.append(FirstHourCommand(f"quick {name}", run, folder / "results.ndjson"))
-    alarms = (sys.executable, "-m", "parity.selftest.false_alarms", "--device", "cuda", "--cases", "60")
-    out.append(FirstHourCommand("false alarms", alarms))
     pytest = (sys.executable, "-m", "pytest", "-q", *PLAIN)
     out += [
         FirstHourCommand(
             " ".join(words), (*pytest, f"cases/cuda/test_{words[0]}.py", *(("-k", words[1]) if words[1:] else ()))
         )
-        for words in (["faults"], ["large", "vocabularies"], ["large", "beyond"], ["large", "lock"], ["contexts"])
+        for words in (
+            ["faults"],
+            ["soak"],
+            ["large", "vocabularies"],
+            ["large", "beyond"],
+            ["large", "lock"],
+            ["contexts"],
+        )
     ]
     for name in ("replicas", "losses", "step"):
         words = (f"cases/bench/test_{name}.py", "--benchmark-only")

@@ -11,10 +11,10 @@ import sys
 
 import pytest
 
+from cases.selftest.mutants.matrix import drawn as drawn_cases
 from parity.case.case import Case
 from parity.families.policy_settings import GROUPS
 from parity.registry import family
-from parity.selftest.mutants.matrix import drawn as drawn_cases
 
 FLOOR = 0.03
 """Share of the cases in which each dimension is away from its default; the rarest, a policy's context, has 0.06."""
@@ -203,7 +203,7 @@ from hypothesis import strategies as st
 from parity.case.drawing import batch
 from parity.registry import loss_family
 sys.path[:0] = sys.argv[1:]
-for name in ("parity.trainers.catalogue", "parity.selftest.mutants.matrix", "my_module")[: int(sys.argv[2])]:
+for name in ("parity.trainers.catalogue", "cases.selftest.mutants.matrix", "my_module")[: int(sys.argv[2])]:
     __import__(name)
 found = []
 for number in range(80):

@@ -6,17 +6,21 @@ import itertools
 import pytest
 import torch
 
+from cases.selftest.controls.correct import CONTROLS, control
+from cases.selftest.mutants.steps import through
 from parity.compare.stale_cache import ONE_IN, ONE_IN_FUNCTION, Calls, calls, number
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.protocol import side_effects
 from parity.protocol.call import execute
 from parity.registry import family, run_case
-from parity.selftest.controls import CONTROLS, control
-from parity.selftest.mutants.steps import through
 
 FAMILIES = {name: family(name) for name in ("logprobs", "policy", "divergence")}
-BASES = {"logprobs": "honest.logprobs.plain", "policy": "honest.policy.plain", "divergence": "honest.divergence.ieee"}
+BASES = {
+    "logprobs": "control.logprobs.plain",
+    "policy": "control.policy.plain",
+    "divergence": "control.divergence.ieee",
+}
 MOVED: dict[str, dict] = {
     "logprobs": {"temperature": 0.7, "softcap": 3.0, "bias": "random", "B": 2, "T": 3, "V": 11, "H": 5},
     "policy": {"temperature": 0.7, "beta": 0.04, "epsilon": 0.3, "B": 2, "T": 3, "V": 11, "H": 5},

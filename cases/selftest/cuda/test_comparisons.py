@@ -12,6 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from cases.selftest.controls.correct import control
+from cases.selftest.controls.soak import soak
 from fixtures.pretended_cuda import pretended
 from parity import data
 from parity.case.case import Case
@@ -21,8 +23,6 @@ from parity.protocol.call import execute
 from parity.registry import facts, family, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report.failure import text_of
-from parity.selftest.controls import control
-from parity.selftest.false_alarms import soak
 from parity.tools import replay
 from parity.tools.audit.pairs import Pairs
 from parity.tools.audit.verdicts import answer
@@ -132,7 +132,7 @@ def scaled(implementation, by):
 
 @pytest.mark.parametrize(
     ("base", "by"),
-    [("honest.logprobs.plain", 1e-3), ("honest.policy.plain", 1e-3), ("honest.divergence.stored", 1e-3)],
+    [("control.logprobs.plain", 1e-3), ("control.policy.plain", 1e-3), ("control.divergence.stored", 1e-3)],
 )
 def test_a_wrong_one_is_caught(base, by):
     honest = control(base)
@@ -144,7 +144,7 @@ def test_a_wrong_one_is_caught(base, by):
 
 
 def test_one_that_ignores_strides_is_caught():
-    honest = control("honest.logprobs.plain")
+    honest = control("control.logprobs.plain")
 
     def packed(x):
         """Reads the memory behind the hidden states as if it had no gaps."""
@@ -159,7 +159,7 @@ def test_one_that_ignores_strides_is_caught():
 
 def test_audit():
     probe = next(p for p in family("policy").probes if p.label.startswith("temperature"))
-    honest = control("honest.policy.plain")
+    honest = control("control.policy.plain")
     call = honest.call
 
     def unheard(x):
@@ -219,6 +219,6 @@ def test_a_softcap_of_trls_kernels(name, id):
 def test_false_alarms():
     case = family("logprobs").case(3, "fp32", {"V": 5})
     with pretended():
-        found = soak([case], [control("honest.logprobs.plain")], device="cuda")
-        wrong = soak([case], [scaled(control("honest.logprobs.plain"), 1e-3)], device="cuda")
+        found = soak([case], [control("control.logprobs.plain")], device="cuda")
+        wrong = soak([case], [scaled(control("control.logprobs.plain"), 1e-3)], device="cuda")
     assert found.total == wrong.total == 1 and not found.alarms and wrong.alarms

@@ -10,6 +10,10 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from cases.selftest.controls import soak
+from cases.selftest.limits import limits
+from cases.selftest.mutants import matrix, trainers
+from cases.selftest.mutants.mutant import FAMILIES, controls, mutants
 from fixtures.pretended_cuda import pretended
 from parity.case.case import Case
 from parity.cli.commands import main as cli
@@ -18,10 +22,6 @@ from parity.nightly import proof, upgrade
 from parity.nightly.steps import CommandOutcome
 from parity.protocol.call import execute
 from parity.registry import family, oracle_of
-from parity.selftest import false_alarms
-from parity.selftest.mutants import FAMILIES, controls, matrix, mutants, trainers
-from parity.selftest.sensitivity import __main__ as limits
-from parity.selftest.sensitivity import measure
 from parity.versions.commands import probe
 from parity.versions.env.environment import Environment
 from parity.versions.search import search as searching
@@ -121,27 +121,23 @@ def test_without_a_device_it_is_one_line():
 
 @pytest.fixture
 def here(monkeypatch):
-    """The devices of the benches that are made, on a pretended device."""
-    devices, made = [], oracle_of
+    """The devices of the oracles that the tests of the tester make, on a pretended device."""
+    devices = []
 
     def oracle(case: Case, device: str = "cpu"):
         devices.append(device)
-        return made(case, device)
+        return oracle_of(case, device)
 
-    for module in (matrix, false_alarms, limits):
+    for module in (matrix, soak):
         monkeypatch.setattr(module, "oracle_of", oracle)
-    for where in ("parity.process.prepare", "parity.selftest.false_alarms.prepare"):
-        monkeypatch.setattr(where, lambda device, threads: devices.append(device))
     with pretended():
         yield devices
 
 
-def test_mutants_of_losses(here, monkeypatch):
+def test_mutants_of_losses(here):
     name = FAMILIES[0]
-    for kind, of in (("mutants", mutants), ("controls", controls)):
-        monkeypatch.setattr(matrix, kind, lambda name, of=of: of(name)[:1])
-    assert CliRunner().invoke(cli, ["mutants", "--family", name, "--cases", "1", "--workers", "1", "--device", "cuda"])
-    assert len(here) == 2 and set(here) == {"cuda"}
+    matrix.stream_fates(name, 0, 1, mutants(name)[:1], controls(name)[:1], "cuda")
+    assert here == ["cuda"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -155,10 +151,10 @@ def test_mutants_and_controls_run_on_the_device(name):
     assert len(said) > 20 and not {id: text for id, text in said.items() if re.search("device|indices should", text)}
 
 
-def test_the_proof_of_a_night(monkeypatch):
-    fate, used = matrix.Fate("logprobs", "", "", 0, 0, 0), []
-    monkeypatch.setattr(proof, "stream_fates", lambda *args: used.append(args[-1]) or (fate, fate))
-    assert [one.device for one in proof.proof("cuda", 0, FAMILIES[:1])] == used == ["cuda"]
+def test_the_proof_of_a_night():
+    with pretended():
+        (one,) = proof.proof("cuda", 0, FAMILIES[:1])
+    assert one.device == "cuda" and one.holds
 
 
 def test_mutants_of_trainers(monkeypatch):
@@ -168,13 +164,7 @@ def test_mutants_of_trainers(monkeypatch):
     assert "cuda" in used  # a check that runs on the CPU in any case says so
 
 
-def test_false_alarms_and_limits(here, monkeypatch, capsys, tmp_path):
-    one = ["command", "--device", "cuda", "--cases", "1", "--family", "logprobs"]
-    monkeypatch.setattr(sys, "argv", one)
-    assert false_alarms.main() == 0
-    monkeypatch.setattr(sys, "argv", [*one, "--rows", str(tmp_path / "limits.ndjson")])
-    monkeypatch.setattr(measure, "DTYPES", ("fp32",))
-    assert limits.main() == 0
-    assert len(here) >= 4 and set(here) == {"cuda"}
-    monkeypatch.setattr(measure, "GRID", measure.GRID[::16])
-    assert measure.measure("logprobs", "fp32", "fp32 logits", oracle_of(CASE, "cuda"))
+def test_false_alarms_and_limits(here, monkeypatch):
+    assert not soak.soak([CASE], device="cuda").alarms and here == ["cuda"]
+    monkeypatch.setattr(limits, "GRID", limits.GRID[::16])
+    assert limits.measure("logprobs", "fp32", "fp32 logits", oracle_of(CASE, "cuda"))

@@ -4,15 +4,15 @@ import dataclasses
 
 import torch
 
+from cases.selftest.controls.correct import control
 from fixtures.large import embedded
 from parity.registry import family, run_case
-from parity.selftest.controls import control
 
 CASE = family("logprobs").case(3, "fp32", {"V": 9, "T": 4, "ignored": "some"})
 
 
 def test_a_case_in_a_large_batch():
-    honest = control("honest.logprobs.plain")
+    honest = control("control.logprobs.plain")
 
     def wraps(x):
         """An index that overflows beyond 500 rows."""

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from cases.selftest.controls.correct import control
 from fixtures.pretended_cuda import pretended
 from parity.implementations.implementation import Implementation
 from parity.judge import products
@@ -16,7 +17,6 @@ from parity.protocol.call import execute
 from parity.registry import family, run_case
 from parity.results.report.failure import text_of
 from parity.running.provenance import header
-from parity.selftest.controls import control
 
 BOTH = (TF32, TF32_TRUNCATED)
 
@@ -75,7 +75,7 @@ CASES = [
 def test_honest_tf32_agrees_where_it_is_on(name, seed, settings, precision, monkeypatch):
     monkeypatch.setattr(products, "products", lambda device: Products(precision))
     case = family(name).case(seed, "fp32", settings | {"context": "tf32"})
-    base = control(f"honest.{name}.{'ieee' if name == 'divergence' else 'reordered'}")
+    base = control(f"control.{name}.{'ieee' if name == 'divergence' else 'reordered'}")
     with pretended():
         rows = list(run_case(case, [multiplying(base, precision)], "cuda", thorough=False))
     assert {r.verdict for r in rows} == {"agree"}, text_of(rows)
@@ -85,7 +85,7 @@ def test_honest_tf32_agrees_where_it_is_on(name, seed, settings, precision, monk
 @pytest.mark.parametrize(("name", "seed", "settings"), CASES[::2])
 def test_tf32_where_it_is_off_is_named(name, seed, settings, precision):
     case = family(name).case(seed, "fp32", settings)
-    base = control(f"honest.{name}.{'ieee' if name == 'divergence' else 'reordered'}")
+    base = control(f"control.{name}.{'ieee' if name == 'divergence' else 'reordered'}")
     with pretended():
         wrong, honest = (list(run_case(case, [i], "cuda", False)) for i in (multiplying(base, precision), base))
     assert {r.verdict for r in honest} == {"agree"}
@@ -97,7 +97,7 @@ def test_tf32_where_it_is_off_is_named(name, seed, settings, precision):
 
 
 def test_another_error_of_that_size_is_not_called_tf32():
-    base = control("honest.logprobs.reordered")
+    base = control("control.logprobs.reordered")
     call = base.call
     scaled = dataclasses.replace(base, id="scaled", call=lambda x: {k: v * (1 + 2.0**-11) for k, v in call(x).items()})
     case = family("logprobs").case(5, "fp32", {"V": 41, "H": 64, "T": 8})
@@ -143,7 +143,7 @@ class _SplitLogits(torch.autograd.Function):
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_cudas_log_softmax_is_not_charged_for_the_cpus_rounding(dtype):
     """Its sum and logarithm stay in float32; a recipe that rounds them as the CPU's does would hide an error of that size."""
-    one = control("honest.logprobs.narrow")
+    one = control("control.logprobs.narrow")
     case = family("logprobs").case(3, dtype, {"V": 300, "H": 8, "T": 6})
     with pretended():
         oracle = CaseOracle.of(family("logprobs"), case, "cuda")

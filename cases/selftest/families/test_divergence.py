@@ -8,13 +8,13 @@ import mpmath as mp
 import pytest
 import torch
 
+from cases.selftest.controls.divergence import ROADS
+from cases.selftest.controls.soak import drawn
 from parity.implementations.implementation import Implementation
 from parity.judging.assess import confirmed
 from parity.judging.oracle import exact, to_double
 from parity.protocol.call import execute
 from parity.registry import family, oracle_of
-from parity.selftest.controls.divergence import ROADS
-from parity.selftest.false_alarms import drawn
 
 FAMILY = family("divergence")
 IGNORE_INDEX = -100
@@ -279,7 +279,7 @@ def test_older_mixture():
 def test_honest(dtype):
     """Correct losses by other roads never disagree."""
     roads = [
-        Implementation(f"honest.divergence.{name}", "divergence", "candidate", road, recipe=road.recipe)
+        Implementation(f"control.divergence.{name}", "divergence", "candidate", road, recipe=road.recipe)
         for name, road in ROADS.items()
     ]
     for case in drawn("divergence", 60, 20, (dtype,)):

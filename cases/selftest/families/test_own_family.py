@@ -18,9 +18,6 @@ from parity.case.case import Case
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.registry import loss_families, resolved
-from parity.selftest.controls import controls_of
-from parity.selftest.mutants import controls, mutants
-from parity.selftest.mutants.matrix import stream_fates
 from parity.versions.commands import compare, probe
 from parity.versions.commands.row_diff import differences, side
 from parity.versions.env.environment import Environment
@@ -96,13 +93,6 @@ def test_an_audit_asks_about_its_settings(tmp_path):
         (RIGHT, "eps=0.3", "honoured"),
         (WRONG, "eps=0.3", "ignored"),
     }
-
-
-def test_its_mutants_are_killed_and_its_control_lives(name):
-    fates = stream_fates(name, 0, 24, mutants(name), controls(name))
-    assert {f.name: f.killed for f in fates}["eps-ignored"] is True
-    assert all(f.right for f in fates), [f.name for f in fates if not f.right]
-    assert [i.id for i in controls_of(name)] == ["honest.rms_norm.float32"]
 
 
 def test_two_environments_are_compared_on_it(name, tmp_path):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from cases.selftest.controls.correct import control
 from cases.selftest.judge.arithmetic import under
 from parity.implementations.implementation import Implementation
 from parity.judge.monte_carlo import MonteCarlo
@@ -12,7 +13,6 @@ from parity.judge.recipe import DTYPES, Recipe
 from parity.judging.oracle import exact, replicas
 from parity.protocol.call import execute
 from parity.registry import family
-from parity.selftest.controls import control
 
 FAMILY = family("logprobs")
 
@@ -53,7 +53,7 @@ TF32 = Implementation("tf32", "logprobs", "candidate", tf32_logprobs, Recipe(mat
 @pytest.mark.parametrize("peak", [0.05, 1.0, 4.0])
 def test_spread_is_that_of_real_runs(name, dtype, context, quantities, peak):
     """Norm of a real run's error over that of the replicas, geometric mean over ten cases: at most 2, at least 0.04."""
-    implementation = TF32 if name == "tf32" else control(f"honest.logprobs.{name}")
+    implementation = TF32 if name == "tf32" else control(f"control.logprobs.{name}")
     ratios = {q: [] for q in quantities.split()}
     for seed in range(10):
         case = FAMILY.case(seed, dtype, SETTINGS | {"peak": peak, "context": context})

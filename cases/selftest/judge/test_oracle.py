@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cases.selftest.controls.correct import control
 from parity.case.case import Case
 from parity.judge.escalation import LAST_WORD
 from parity.judge.gates import Unit, judge
@@ -14,7 +15,6 @@ from parity.judging.assess import confirmed, judge_all
 from parity.judging.oracle import replicas
 from parity.protocol.call import execute
 from parity.registry import family, load, oracle_of
-from parity.selftest.controls import control
 
 FAMILY = family("logprobs")
 
@@ -43,7 +43,7 @@ def test_every_replica_rounds_a_frozen_tensor_anew(grad):
     spreads = []
     for leaves in (grad, "hidden weight bias"):
         inputs = FAMILY.build(FAMILY.case(1, "fp32", SETTINGS | {"grad": leaves, "context": "autocast", "peak": 4.0}))
-        recipe = control("honest.logprobs.plain").recipe_for(inputs)
+        recipe = control("control.logprobs.plain").recipe_for(inputs)
         recipe = dataclasses.replace(recipe, logits="fp32", dlogits="fp32")
         logps = replicas(FAMILY, inputs, recipe, 12, 0)["logps"]
         assert logps.shape == (12, 3, 5)
@@ -79,7 +79,7 @@ def test_replicas_of_outputs_alone_take_no_gradient_and_have_the_same_bits(finer
 
 
 def test_a_wrong_output_is_settled_without_gradients():
-    oracle, honest = oracle_of(FAMILY.case(1, "fp32", SETTINGS)), control("honest.logprobs.plain")
+    oracle, honest = oracle_of(FAMILY.case(1, "fp32", SETTINGS)), control("control.logprobs.plain")
     outcome = execute(honest, oracle.inputs)
     spoilt = dict(outcome.quantities) | {"logps": outcome.quantities["logps"] * 1.1}
     judged = confirmed(oracle, honest, dataclasses.replace(outcome, quantities=spoilt))

@@ -23,7 +23,7 @@ def played(tmp_path, monkeypatch):
         return steps.CommandOutcome(name, "parity " + " ".join(words), 0, 1.0, "what it found")
 
     monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", str(PLAYED)])
-    monkeypatch.setattr(night, "proof", lambda *_: [proof.Proof("policy", "cpu", "kl-sign", True, 9, True)])
+    monkeypatch.setattr(night, "proof", lambda *_: [proof.Proof("policy", "cpu", True, 9, True)])
     monkeypatch.setattr(steps, "run", step)
     monkeypatch.setattr(provenance, "versions", lambda: dict(told))
     monkeypatch.setattr(findings, "_cases", lambda found: [(0, 40, {}) for _ in found])

@@ -86,7 +86,7 @@ def test_a_night_without_proof_of_life_or_whose_file_is_lost_alarms(played, tmp_
     last.write_bytes(b"")
     code, title = told(tmp_path)
     assert code == 3 and "is not there or unreadable" in title
-    blind = proof.Proof("policy", "cpu", "kl-sign", caught=False, cases=120, innocent=True)
+    blind = proof.Proof("policy", "cpu", caught=False, cases=120, innocent=True)
     monkeypatch.setattr(night, "proof", lambda *_: [blind])
     assert run()[0] == 3
     code, title = told(tmp_path)

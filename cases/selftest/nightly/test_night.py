@@ -22,12 +22,12 @@ from parity.running.events import ShardDone
 
 def test_a_planted_mistake_is_caught_in_every_family():
     found = proof.proof("cpu", 3)
-    assert [p.family for p in found] == list(proof.FAMILIES)
+    assert [p.family for p in found] == list(proof.NAMES)
     assert all(p.holds for p in found), [str(p) for p in found]
 
 
 def test_a_judge_that_sees_nothing_ends_the_night(tmp_path, monkeypatch):
-    blind = proof.Proof("policy", "cpu", "kl-sign", caught=False, cases=120, innocent=True)
+    blind = proof.Proof("policy", "cpu", caught=False, cases=120, innocent=True)
     monkeypatch.setattr(night, "proof", lambda device, seed: [blind])
     monkeypatch.setattr(night.running, "execute", lambda *_: pytest.fail("the run began all the same"))
     told = []
@@ -59,8 +59,6 @@ def test_a_whole_short_night_and_the_next_one(tmp_path, warm_workers):
     words += [
         "--skip",
         "history",
-        "--skip",
-        "mutants",
         "--skip",
         "unsloth",
         "--skip",

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from cases.selftest.controls.correct import control
 from parity.implementations import user
 from parity.judge import gates
 from parity.protocol import process_state
 from parity.registry import NAMES, loss_family, run_case
-from parity.selftest.controls import control
 
 FAMILY = loss_family("logprobs")
 CASE = FAMILY.case(3, "fp32", {"V": 11, "H": 5})
-PLAIN = control("honest.logprobs.plain")
+PLAIN = control("control.logprobs.plain")
 KEPT: list = []
 
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from cases.selftest.controls.correct import control
 from parity.implementations.implementation import Implementation
 from parity.protocol import bindings, process_state
 from parity.protocol.call import execute
 from parity.protocol.process_state import WATCHES, differing
 from parity.registry import family, from_file, run_case
-from parity.selftest.controls import control
 
 LOGPROBS = family("logprobs")
-PLAIN = control("honest.logprobs.plain")
+PLAIN = control("control.logprobs.plain")
 CASE = LOGPROBS.case(3, "fp32", {"V": 11, "H": 5, "bias": "random"})
 
 

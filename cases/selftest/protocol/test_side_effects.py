@@ -7,17 +7,17 @@ import random
 import pytest
 import torch
 
+from cases.selftest.controls.correct import CONTROLS, control
+from cases.selftest.mutants.conduct import MISCONDUCT
 from parity.implementations.implementation import Implementation
 from parity.protocol import side_effects
 from parity.protocol.call import copies, execute
 from parity.protocol.exceptions import Outcome
 from parity.registry import family, run_case
-from parity.selftest.controls import CONTROLS, control
-from parity.selftest.mutants.conduct import MISCONDUCT
 
 LOGPROBS, POLICY = family("logprobs"), family("policy")
-PLAIN = control("honest.logprobs.plain")
-LOSS = control("honest.policy.plain")
+PLAIN = control("control.logprobs.plain")
+LOSS = control("control.policy.plain")
 
 
 def inputs(fam=LOGPROBS, dtype="fp32", seed=3, **settings):
@@ -281,7 +281,7 @@ def test_another_way_without_gradients_may_round_otherwise():
     """An output that differs in bits and agrees with the definition is right; a refusal is not."""
 
     def other_way(x):
-        return (PLAIN if torch.is_grad_enabled() else control("honest.logprobs.online")).call(x)
+        return (PLAIN if torch.is_grad_enabled() else control("control.logprobs.online")).call(x)
 
     case = LOGPROBS.case(3, "fp32", {"V": 300, "H": 5})
     assert {r.verdict for r in run_case(case, [wrong(other_way)])} == {"agree"}

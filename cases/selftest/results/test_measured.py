@@ -44,9 +44,9 @@ def test_a_share_is_rounded_to_neither_end():
 
 
 def test_the_head_says_what_to_type(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/somewhere/parity", "mutants", "--family", "a b"])
-    head = measured.head("Mutants", "parity", "mutants.md")
-    assert head.startswith("# Mutants\n\nWritten by `parity mutants --family 'a b' > docs/measured/mutants.md` on 20")
+    monkeypatch.setattr("sys.argv", ["/somewhere/parity", "audit", "--family", "a b"])
+    head = measured.head("Audit", "parity", "audit.md")
+    assert head.startswith("# Audit\n\nWritten by `parity audit --family 'a b' > docs/measured/audit.md` on 20")
 
 
 def test_a_table_has_its_numbers_at_the_right():

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import torch
 
+from cases.selftest.controls.correct import control
 from fixtures.pretended_cuda import pretended
 from parity import bootstrap, process
 from parity.case.profiles import SHARDS, SHARDS_CUDA
@@ -17,7 +18,6 @@ from parity.registry import family, oracle_of
 from parity.running import gpu, one_kernel, outcome, run, supervisor
 from parity.running.outcome import NOTHING
 from parity.running.plan import Options, planned
-from parity.selftest.controls import control
 from parity.trainers.rig import ranks
 
 
@@ -100,7 +100,7 @@ def test_what_the_interpreter_lacks_is_told_by_its_switch(interprets, monkeypatc
     """Not by whether there is a GPU: a box with one runs `--device cpu` in the interpreter."""
     call = {}
     exec(compile("def call(x):\n    x.no_such_operation()", "/packages/triton/interpreter.py", "exec"), call)
-    one = dataclasses.replace(control("honest.logprobs.plain"), interpreted=True, call=call["call"])
+    one = dataclasses.replace(control("control.logprobs.plain"), interpreted=True, call=call["call"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: interprets == "1")
     monkeypatch.setenv("TRITON_INTERPRET", interprets)
     outcome = execute(one, oracle_of(family("logprobs").case(3, "fp32", {"V": 5})).inputs)

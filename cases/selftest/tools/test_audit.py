@@ -13,14 +13,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from cases.selftest.controls.correct import control
+from cases.selftest.mutants.mutant import mutants, originals
 from parity.case.inputs import Inputs
 from parity.case.probe import Probe
 from parity.cli.commands import main
 from parity.implementations.implementation import Implementation, Outputs
 from parity.implementations.user import from_function
 from parity.registry import NAMES, family, loss_family
-from parity.selftest.controls import control
-from parity.selftest.mutants import mutants, originals
 from parity.tools.audit import releases, responsible, source_lines, table
 from parity.tools.audit.command import NEW, NOTHING, exit_code
 from parity.tools.audit.pairs import Pairs, pair
@@ -364,7 +364,7 @@ def test_what_does_not_exist_is_one_line_and_exit_2(words, named):
 
 def test_a_control_that_the_audit_never_faults():
     for label in ("temperature", "ratio=token", "loss_type=dapo", "mode"):
-        assert asked(control("honest.policy.reordered"), label).answer == "honoured"
+        assert asked(control("control.policy.reordered"), label).answer == "honoured"
 
 
 def test_the_table_over_releases_keeps_what_some_release_does_not_honour():

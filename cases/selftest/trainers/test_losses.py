@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cases.selftest.mutants.trainers import EDITS, mutated
 from parity.errors import Unsupported
 from parity.registry import family, run_case, select
-from parity.selftest.mutants.trainers import EDITS, mutated
 from parity.trainers import check
 from parity.trainers.checks import losses
 from parity.trainers.definitions import preference, windows

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from cases.selftest.mutants.trainers import EDITS, mutated
 from parity.fixes.padding import mask_padded_log_probs
 from parity.registry import select
-from parity.selftest.mutants.trainers import EDITS, mutated
 from parity.trainers import catalogue
 from parity.trainers.checks import metrics
 from parity.trainers.checks.twins import plain_twin

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cases.selftest.mutants.trainers import EDITS, mutated
 from parity.registry import select
-from parity.selftest.mutants.trainers import EDITS, mutated
 from parity.trainers import catalogue
 from parity.trainers.checks import sampler
 from parity.trainers.definitions import windows

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cases.selftest.mutants.trainers import EDITS, mutated
 from parity.errors import Unsupported
 from parity.fixes.accumulation import divide_by_accumulation
-from parity.selftest.mutants.trainers import EDITS, mutated
 from parity.trainers import catalogue
 from parity.trainers.checks import twin_processes, twin_windows, twins
 from parity.trainers.checks.twins import SPLIT

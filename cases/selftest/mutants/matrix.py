@@ -1,13 +1,14 @@
 """The kill matrix: every mutant on drawn cases until it is caught, and the controls beside it."""
 
-import concurrent.futures
+import collections
 import dataclasses
 import itertools
-import multiprocessing
+import statistics
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from cases.selftest.mutants.mutant import Mutant, originals
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, SHARDS
@@ -15,10 +16,10 @@ from parity.compare.one_case import rows_of
 from parity.judging.assess import CaseOracle, confirmed
 from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
-from parity.registry import loss_family, oracle_of, resolved
+from parity.registry import loss_family, oracle_of
+from parity.results.report import measured
 from parity.results.row import DECIDED
 from parity.running.shard import repeated
-from parity.selftest.mutants import FAMILIES, TRAINERS, Mutant, controls, mutants, originals
 
 PROFILE = "pr"
 DTYPES = ("fp32", "fp16", "bf16")
@@ -122,42 +123,35 @@ def _dead(fate: Fate, case: Case, gate: str, quantity: str, message: str) -> Fat
     )
 
 
-def _task(name: str, seed: int, budget: int, device: str) -> list[Fate]:
-    from parity.process import prepare
-
-    prepare(device, 1)
-    if name in TRAINERS:
-        from parity.selftest.mutants.trainers import fates
-
-        return fates(name, seed, budget, device)
-    name = resolved(name)
-    return stream_fates(name, seed, budget, mutants(name), controls(name), device)
+HEADINGS = ("family", ">mutants", ">caught", ">cases: median", ">90 %", ">most", ">controls", ">called wrong")
 
 
-def kill_matrix(
-    seeds: Iterable[int],
-    budget: int | None = None,
-    families: Iterable[str] = FAMILIES,
-    workers: int = 1,
-    device: str = "cpu",
-) -> Iterator[list[Fate]]:
-    """The fates of every mutant and control, a list for each seed and family as it is done.
-
-    A stream ends after `budget` cases, or after as many as a run of profile pr draws. The cases of a trainer are listed,
-    not drawn: one stream, of the first seed, is all there is to see.
-    """
-    chosen, streams = tuple(families), tuple(seeds)
-    limit = {name: 10**9 if name in TRAINERS else loss_family(resolved(name)).drawn[PROFILE] for name in chosen}
-    tasks = [
-        (name, seed, min(budget or 10**9, limit[name]), device)
-        for number, seed in enumerate(streams)
-        for name in chosen
-        if name not in TRAINERS or number == 0
+def page(rows: Iterable[dict[str, Any]]) -> str:
+    """How many mutants are caught and after how many cases, by family and by gate; what has the wrong fate by name."""
+    families: dict[str, list[Fate]] = collections.defaultdict(list)
+    for row in rows:
+        families[row["family"]].append(Fate(**row))
+    fates = [fate for of_family in families.values() for fate in of_family]
+    dead = [fate for fate in fates if fate.mistake and fate.killed]
+    gates = collections.Counter(fate.gate for fate in dead).most_common()
+    wrong = [
+        f"{fate.family} {fate.name}, seed {fate.seed}: {fate.mistake or fate.message}"
+        for fate in fates
+        if not fate.right
     ]
-    if workers == 1:
-        yield from (_task(*task) for task in tasks)
-        return
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, spawn, max_tasks_per_child=1) as pool:
-        jobs = [pool.submit(_task, *task) for task in tasks]
-        yield from (job.result() for job in concurrent.futures.as_completed(jobs))
+    mutants, controls = sum(bool(f.mistake) for f in fates), sum(not f.mistake for f in fates)
+    summary = (
+        f"{len(dead):,} of {mutants:,} mutants caught, {mutants - len(dead):,} survived; "
+        f"{sum(f.right for f in fates if not f.mistake):,} of {controls:,} controls never called wrong"
+    )
+    by_family = measured.table(HEADINGS, (_cells(name, families[name]) for name in families))
+    by_gate = measured.table(("caught by", ">mutants"), ([gate, f"{count:,}"] for gate, count in gates))
+    return "\n".join([*by_family, "", *by_gate, "", *wrong, summary])
+
+
+def _cells(name: str, fates: Sequence[Fate]) -> list[str]:
+    mutants, controls = [f for f in fates if f.mistake], [f for f in fates if not f.mistake]
+    cases = sorted(f.cases for f in mutants if f.killed) or [0]
+    ends = f"{statistics.median(cases):g}", cases[int(0.9 * (len(cases) - 1))], cases[-1]
+    counts = sum(f.killed for f in mutants), *ends, len(controls), sum(f.killed for f in controls)
+    return [name, str(len(mutants)), *map(str, counts)]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import importlib
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from parity.selftest.mutants import FAMILIES, controls, mutants, steps, table
-from parity.selftest.mutants.matrix import Fate, stream_fates
+from cases.selftest.mutants import steps
+from cases.selftest.mutants.matrix import Fate, page, stream_fates
+from cases.selftest.mutants.mutant import FAMILIES, controls, mutants
 
 CASES = {"logprobs": 45, "policy": 115, "divergence": 45}
 """Cases of the short form: by then the mutants outside `LATE` are dead."""
@@ -20,7 +22,7 @@ LATE: dict[str, frozenset[str]] = {
     "policy": frozenset({"off-policy-nan", "strides-of-sampling_logps", "strides-of-previous_ids"}),
     "divergence": frozenset(),
 }
-"""Mutants left out: they need more cases, the whole matrix kills them (docs/sensitivity.md)."""
+"""Mutants left out: they need more cases, the whole matrix (test_kill_matrix.py) kills them."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -50,7 +52,7 @@ def test_mutants_are_at_least_sixty_and_told_apart() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_name_in_the_table_is_known(family: str) -> None:
     """A mutant that only raises NameError would count as caught."""
-    module = importlib.import_module(f"parity.selftest.mutants.{family}")
+    module = importlib.import_module(f"cases.selftest.mutants.{family}")
     known = {*vars(builtins), *vars(steps.logprobs), *vars(steps), *vars(module)}
     used, bound = set[str](), set[str]()
     for row in tomllib.loads(Path(steps.__file__).with_name("losses.toml").read_text())[family].values():
@@ -83,11 +85,12 @@ def test_every_name_in_the_table_is_known(family: str) -> None:
     assert helpers - named == set(), "nothing uses them"
 
 
-def test_lines_count_streams_and_name_the_commonest_gate() -> None:
+def test_the_page_counts_streams_and_names_survivors() -> None:
     dead = Fate("policy", "m", "a mistake", 0, 4, 9, "row", "loss", "fp32", "", None)
     alive = Fate("policy", "m", "a mistake", 1, 50, 90)
     control = Fate("policy", "c", "", 0, 50, 90)
-    survivor, living = table.lines([dead, alive, control])
-    assert (survivor.killed, survivor.streams, survivor.gate, survivor.right) == (1, 2, "row", False)
-    assert living.right
-    assert table.summary([survivor, living]) == "0 of 1 mutants killed on every stream, 1 of 1 controls alive"
+    text = page(dataclasses.asdict(fate) for fate in (dead, alive, control))
+    assert "| policy | 2 | 1 | 4 | 4 | 4 | 1 | 0 |" in text and "| row | 1 |" in text
+    assert text.endswith(
+        "policy m, seed 1: a mistake\n1 of 2 mutants caught, 1 survived; 1 of 1 controls never called wrong"
+    )

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import torch
 
+from cases.selftest.controls.logprobs import Pair, Steps
 from parity.case.inputs import Inputs
 from parity.implementations.implementation import Adapter, Outputs
-from parity.selftest.controls.logprobs import Pair, Steps
 
 Work = SimpleNamespace
 """What has been found so far: x, s (settings), logps, entropy, and the result of every step under its name."""

@@ -3,12 +3,12 @@
 import torch
 from torch.nn.functional import log_softmax
 
+from cases.selftest.controls import logprobs as right
+from cases.selftest.controls.logprobs import Pair, Steps, capped, cooled, scaled, targets
+from cases.selftest.mutants.conduct import around, misread_upstream
+from cases.selftest.mutants.mutant import Edited
+from cases.selftest.mutants.steps import BLOCK, Fused, Wrong, defaults, exchanged, scaled_gradients, summed
 from parity.case.inputs import Inputs
-from parity.selftest.controls import logprobs as right
-from parity.selftest.controls.logprobs import Pair, Steps, capped, cooled, scaled, targets
-from parity.selftest.mutants import Edited
-from parity.selftest.mutants.conduct import around, misread_upstream
-from parity.selftest.mutants.steps import BLOCK, Fused, Wrong, defaults, exchanged, scaled_gradients, summed
 
 
 def _straight(x: Inputs, z: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, pad
 
+from cases.selftest.controls import logprobs
+from cases.selftest.controls.logprobs import Pair, targets
 from parity.case.inputs import Inputs
 from parity.implementations.implementation import Adapter
-from parity.selftest.controls import logprobs
-from parity.selftest.controls.logprobs import Pair, targets
 
 Edit = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -46,6 +46,12 @@ def through(x: torch.Tensor, edit: Edit) -> torch.Tensor:
 def with_gradient(edit: Edit, *names: str) -> Callable[[Inputs], Inputs]:
     """A change of inputs: the gradients of `names` pass through `edit`."""
     return lambda x: x.replace(**{n: through(x.tensors[n], edit) for n in names if x.tensors.get(n) is not None})
+
+
+def one(t: torch.Tensor, where: torch.Tensor, value: Any) -> torch.Tensor:
+    """t with its value exchanged at the first place of `where`."""
+    first = (where.flatten().cumsum(0) == 1) & where.flatten()
+    return torch.where(first.view(t.shape), value, t)
 
 
 def blocks(z: torch.Tensor) -> list[torch.Tensor]:

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.case.inputs import Inputs
-from parity.families.logprobs import IGNORE_INDEX
-from parity.selftest.controls.divergence import (
+from cases.selftest.controls.divergence import (
     Pair,
     Steps,
     by_log_mixture,
@@ -22,9 +20,11 @@ from parity.selftest.controls.divergence import (
     tail,
     teacher,
 )
-from parity.selftest.mutants import Edited
-from parity.selftest.mutants.conduct import around
-from parity.selftest.mutants.steps import Wrong, defaults, exchanged, scaled_gradients
+from cases.selftest.mutants.conduct import around
+from cases.selftest.mutants.mutant import Edited
+from cases.selftest.mutants.steps import Wrong, defaults, exchanged, scaled_gradients
+from parity.case.inputs import Inputs
+from parity.families.logprobs import IGNORE_INDEX
 
 
 def _top(z: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from cases.selftest.mutants.steps import through
 from parity.case.inputs import Inputs
 from parity.implementations.implementation import Adapter, Outputs
-from parity.selftest.mutants.steps import through
 
 Wrong = Callable[[Adapter], Adapter]
 
@@ -222,8 +222,6 @@ MISCONDUCT: dict[str, tuple[str, Wrong]] = {
     "unasked-gradient": ("a frozen head gets a .grad", unasked),
 }
 """Name -> the mistake in one line, and what makes it."""
-ANYWHERE = frozenset(MISCONDUCT) - {"config-changed", "ids-damaged", "unasked-gradient"}
-"""Misconduct that any family shows: no temperature, no token ids and no frozen parameter is needed for it."""
 
 
 def _as_if(t: torch.Tensor, offset: int) -> torch.Tensor:

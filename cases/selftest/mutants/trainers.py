@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cases.selftest.mutants.matrix import Fate
 from parity import data
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
 from parity.protocol.exceptions import Outcome
 from parity.registry import facts, select
 from parity.results.ledger import Ledger
-from parity.selftest.mutants.matrix import Fate
 from parity.trainers import catalogue
 from parity.trainers.check import TRAINERS, CheckCall, CheckResult
 from parity.trainers.execute import attempt, judged_row, stopped_row

@@ -1,8 +1,8 @@
 """Mutants: deliberately wrong implementations, each a small edit of a correct one. The harness must catch them all.
 
-`parity mutants` runs every mutant through the code path of a real run until its first kill; what survives is a bug of
-the generator or of a gate. The correct implementations that they are edits of, and those of
-`parity.selftest.controls`, run on the same cases as controls: none may be killed.
+A mutant runs through the code path of a real run until its first kill; one that survives is a bug of the generator or of a
+gate. The correct implementations that they are edits of, and those of `controls.correct`, run on the same cases: none may
+be called wrong.
 """
 
 import dataclasses
@@ -10,13 +10,13 @@ import functools
 import importlib
 from collections.abc import Mapping
 
+from cases.selftest.controls.correct import CONTROLS
+from cases.selftest.mutants.conduct import MISCONDUCT
 from parity.implementations.implementation import Adapter, Implementation
-from parity.registry import NAMES, loss_family
-from parity.selftest.controls import controls_of, recorded
-from parity.selftest.mutants.conduct import ANYWHERE, MISCONDUCT
+from parity.registry import NAMES
 
 FAMILIES = NAMES
-"""Loss families whose mutants are modules here; those of another family stand in its record, see `Family.mutants`."""
+"""Loss families; the mutants of each are a module here."""
 TRAINERS = (
     "sft-trainer",
     "dpo-trainer",
@@ -26,7 +26,7 @@ TRAINERS = (
     "online-dpo-trainer",
     "distillation-trainer",
 )
-"""Trainers with mutants, see `parity.selftest.mutants.trainers`."""
+"""Trainers with mutants, see `trainers.py`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,32 +50,20 @@ class Edited:
 
     Attributes:
         correct: name -> the adapters that they are edits of.
-        wrong: name -> the mistake in one line, and the adapter that makes it; or an `Implementation`, which brings its own
-            recipe, contexts and outputs.
+        wrong: name -> the mistake in one line, and the adapter that makes it.
         contexts: call contexts that they are judged in.
         offered: optional output -> prefix of the mutants that offer it; the empty prefix: all.
     """
 
     correct: Mapping[str, Adapter]
-    wrong: Mapping[str, tuple[str, Adapter | Implementation]]
+    wrong: Mapping[str, tuple[str, Adapter]]
     contexts: tuple[str, ...] = ("plain",)
     offered: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-@functools.cache
 def edited(family: str) -> Edited:
-    """The mutants of a family of the package, or of the record of another: its own, and misconduct around its first control."""
-    if family in FAMILIES:
-        found: Edited = importlib.import_module(f"{__name__}.{family}").EDITED
-        return found
-    first = next(iter(controls_of(family)), None)
-    found_wrong = {n: (m, recorded(family, n, f)) for n, (m, f) in loss_family(family).mutants.items()}
-    if first is None:
-        return Edited({}, found_wrong)
-    around = {
-        n: (m, dataclasses.replace(first, call=w(first.call))) for n, (m, w) in MISCONDUCT.items() if n in ANYWHERE
-    }
-    return Edited({}, around | found_wrong)
+    """The mutants of a family."""
+    return importlib.import_module(f"cases.selftest.mutants.{family}").EDITED
 
 
 @functools.cache
@@ -90,7 +78,7 @@ def mutants(family: str) -> tuple[Mutant, ...]:
 @functools.cache
 def controls(family: str) -> tuple[Mutant, ...]:
     """The correct implementations that the mutants are edits of, and the correct ones."""
-    return originals(family) + tuple(Mutant(implementation, "") for implementation in controls_of(family))
+    return originals(family) + tuple(Mutant(implementation, "") for implementation in CONTROLS[family])
 
 
 @functools.cache
@@ -99,13 +87,11 @@ def originals(family: str) -> tuple[Mutant, ...]:
     return tuple(_of(family, f"correct-{name}", call, "") for name, call in edited(family).correct.items())
 
 
-def _of(family: str, name: str, call: Adapter | Implementation, mistake: str, pure: bool = True) -> Mutant:
-    of, id = edited(family), f"mutant.{family}.{name}"
-    if isinstance(call, Implementation):
-        return Mutant(dataclasses.replace(call, id=id), mistake, pure)
+def _of(family: str, name: str, call: Adapter, mistake: str, pure: bool = True) -> Mutant:
+    of = edited(family)
     offered = {output for output, prefix in of.offered.items() if not mistake or name.startswith(prefix)}
     implementation = Implementation(
-        id=id,
+        id=f"mutant.{family}.{name}",
         family=family,
         role="candidate",
         call=call,

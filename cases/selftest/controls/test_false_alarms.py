@@ -1,10 +1,10 @@
-"""Honest implementations on drawn cases: none disagrees. The long form is `python -m parity.selftest.false_alarms`."""
+"""Controls on drawn cases: none disagrees. The long form is test_soak.py."""
 
 import pytest
 
+from cases.selftest.controls.correct import CONTROLS
+from cases.selftest.controls.soak import drawn, page, rows, soak
 from parity.case.case import Case
-from parity.selftest.controls import CONTROLS
-from parity.selftest.false_alarms import drawn, soak, table
 
 
 def affordable(cases):
@@ -13,14 +13,16 @@ def affordable(cases):
 
 
 @pytest.mark.parametrize("name", sorted(CONTROLS))
-def test_no_honest_implementation_disagrees(name):
+def test_no_control_disagrees(name):
     cases = affordable(drawn(name, 60, 2026))
     found = soak(cases)
     assert found.alarms == []
     assert found.total > 0.8 * len(cases) * len(CONTROLS[name])
     assert len({dtype for _, dtype in found.judged}) == 3
     assert len(found.first) <= found.total / 100, "even before confirmation"  # one in a thousand in a soak
-    assert "| row |" in table(found)
+    text = page([*rows(found), [1, 0, 2]])
+    assert text.startswith(f"{found.total + 1:,} implementation-cases, ") and f"| {name} | row | fp32 |" in text
+    assert " 2 false alarms" in text
 
 
 def test_the_draws_are_different_cases():

@@ -2,13 +2,13 @@
 
 import torch
 
+from cases.selftest.controls import policy as right
+from cases.selftest.controls.logprobs import Steps, capped, cooled, scaled
+from cases.selftest.controls.policy import METRICS, ORDER, Work, loss_of
+from cases.selftest.mutants.conduct import around
+from cases.selftest.mutants.mutant import Edited
+from cases.selftest.mutants.steps import Edit, Wrong, defaults, exchanged, scaled_gradients
 from parity.case.inputs import Inputs
-from parity.selftest.controls import policy as right
-from parity.selftest.controls.logprobs import Steps, capped, cooled, scaled
-from parity.selftest.controls.policy import METRICS, ORDER, Work, loss_of
-from parity.selftest.mutants import Edited
-from parity.selftest.mutants.conduct import around
-from parity.selftest.mutants.steps import Edit, Wrong, defaults, exchanged, scaled_gradients
 
 READ = (
     "ids mask advantages old_logps ref_logps sampling_logps importance_sampling_ratio previous_ids lora_a lora_b"

@@ -1,0 +1,132 @@
+"""False alarms: correct implementations on drawn cases, which must never be called wrong.
+
+Oracle and replicas of a case are shared by the implementations, so that twenty thousand implementation-cases take minutes.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from cases.selftest.controls.correct import CONTROLS
+from parity.case.case import Case
+from parity.case.drawing import cases, draws
+from parity.compare.one_case import skip_reason
+from parity.implementations.implementation import Implementation
+from parity.judge.gates import Judgement
+from parity.judging.assess import CaseOracle, confirmed, judge_all
+from parity.protocol.call import execute
+from parity.registry import loss_family, oracle_of
+from parity.results.report import measured
+
+Key = tuple[str, str, str]
+
+
+@dataclasses.dataclass
+class Soak:
+    """What a soak found.
+
+    Attributes:
+        judged: implementation-cases judged, by (family, dtype).
+        headrooms: by (family, gate, dtype), of the first judgement with its few replicas.
+        first: implementation-cases whose first judgement disagreed.
+        alarms: those that the confirmation upheld: (implementation, quantity, gate, headroom, case).
+        silent: implementation-cases that did not run, by (implementation, verdict, message).
+    """
+
+    judged: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
+    headrooms: dict[Key, list[float]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    first: list[tuple[str, str, str, float, str]] = dataclasses.field(default_factory=list)
+    alarms: list[tuple[str, str, str, float, str]] = dataclasses.field(default_factory=list)
+    silent: collections.Counter[tuple[str, str, str]] = dataclasses.field(default_factory=collections.Counter)
+
+    @property
+    def total(self) -> int:
+        """Implementation-cases judged."""
+        return sum(self.judged.values())
+
+
+def drawn(
+    name: str, count: int, seed: int, dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16"), profile: str = "pr"
+) -> Iterator[Case]:
+    """`count` different cases of a family, drawn as a run of the profile draws them; nightly has the context `compile`."""
+    return draws(cases(loss_family(name), dtypes, profile), f"soak/{seed}/{name}", count)
+
+
+def judged(
+    oracle: CaseOracle, implementation: Implementation
+) -> tuple[dict[str, Judgement], dict[str, Judgement]] | str:
+    """The first judgement and the one that counts, or why there is none."""
+    oracle = oracle.offered(implementation)
+    reason = skip_reason(
+        oracle.family, implementation, oracle.inputs.case, oracle.inputs.settings, oracle.inputs.device.type
+    )
+    if reason:
+        return f"unsupported: {reason}"
+    outcome = execute(implementation, oracle.inputs)
+    if outcome.verdict != "ran":
+        return f"{outcome.verdict}: {outcome.message}"
+    first = judge_all(oracle, implementation, outcome, implementation.recipe_for(oracle.inputs))
+    # what autocast changes no bit of is held to more, by `confirmed`
+    if all(j.agrees for j in first.values()) and oracle.inputs.context != "autocast":
+        return first, first
+    return first, confirmed(oracle, implementation, outcome)
+
+
+def soak(chosen_cases: Iterable[Case], implementations: Sequence[Implementation] = (), device: str = "cpu") -> Soak:
+    """Judge implementations, or else the controls of each family, on cases."""
+    out = Soak()
+    for case in chosen_cases:
+        oracle = oracle_of(case, device)
+        for implementation in implementations or CONTROLS[case.family]:
+            _add(out, oracle, implementation)
+    return out
+
+
+def _add(out: Soak, oracle: CaseOracle, implementation: Implementation) -> None:
+    case = oracle.inputs.case
+    text = json.dumps(case.to_json())
+    result = judged(oracle, implementation)
+    if isinstance(result, str):
+        verdict, message = result.split(": ", 1)
+        out.silent[(implementation.id, verdict, message)] += 1
+        return
+    first, final = result
+    out.judged[(case.family, case.dtype)] += 1
+    for quantity, j in first.items():
+        for gate, headroom in j.gates.items():
+            out.headrooms[case.family, gate, case.dtype].append(math.inf if math.isnan(headroom) else headroom)
+        if not j.agrees:
+            out.first.append((implementation.id, quantity, j.gate, j.headroom, text))
+    out.alarms += [(implementation.id, q, j.gate, j.headroom, text) for q, j in final.items() if not j.agrees]
+
+
+HEADINGS = ("family", "gate", "dtype", ">judged", ">≤ 0.25", ">≤ 0.5", ">worst")
+
+
+def rows(found: Soak) -> list[list[object]]:
+    """What the page needs of a soak, in plain types: implementation-cases, first alarms, alarms; then headrooms."""
+    counts = [found.total, len(found.first), len(found.alarms)]
+    spreads = [
+        [*key, len(values), sum(v <= 0.25 for v in values), sum(v <= 0.5 for v in values), max(values)]
+        for key, values in sorted(found.headrooms.items())
+        if key[1] != "structure"
+    ]
+    return [counts, *spreads]
+
+
+def page(told: Iterable[Sequence[object]]) -> str:
+    """How many were judged and called wrong, and the share of headrooms below a quarter and a half, by gate."""
+    told = list(told)
+    total, first, alarms = (sum(counts) for counts in zip(*(row for row in told if len(row) == 3), strict=True))
+    cells = (
+        [*key, f"{count:,}", *(measured.share(part, count) for part in parts), measured.headroom(worst)]
+        for *key, count, low, half, worst in (row for row in told if len(row) > 3)
+        for parts in [(low, half)]
+    )
+    lines = [
+        f"{total:,} implementation-cases, {first:,} quantities beyond a gate at first, {alarms:,} false alarms",
+        "",
+    ]
+    return "\n".join([*lines, *measured.table(HEADINGS, cells)])

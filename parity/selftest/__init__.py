@@ -1,1 +1,0 @@
-"""Tests of the harness itself: correct controls, wrong mutants, false alarms, sensitivity."""
