@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import threading
 import tomllib
 from pathlib import Path
@@ -12,8 +11,6 @@ import msgspec
 
 from parity.errors import UsageError
 
-_KINDS = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false", "null": "null"}
-_KINDS |= {"array": "a list", "object": "a dict"}
 SHOWN = 80
 """Characters of a wrong value that a message repeats."""
 NESTED = 64
@@ -70,12 +67,12 @@ def convert(kind: Any, data: Any, where: str) -> Any:
     """Plain values as a typed structure.
 
     Raises:
-        UsageError: "{where}: {field} must be …, got {value}", "… is mandatory", "… is unknown, choose from …".
+        UsageError: naming `where`, with what msgspec says of the field and its place.
     """
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{where}: {_told(str(error), kind, data)}") from None
+        raise UsageError(f"{where}: {short(str(error), 300)}") from None
     except RecursionError:
         raise UsageError(f"{where}: nested too deeply") from None
 
@@ -158,66 +155,10 @@ def _in_range(text: str) -> float:
     return value
 
 
-def _told(problem: str, kind: Any, data: Any) -> str:
-    """A validation error of msgspec as one line that names the field and its value."""
-    what, _, path = problem.partition(" - at `$")
-    path = path.rstrip("`")
-    field, value = _at(path, data)
-    if missing := re.fullmatch(r"Object missing required field `(.+)`", what):
-        return f"{_joined(field, missing[1])} is mandatory"
-    if unknown := re.fullmatch(r"Object contains unknown field `(.+)`", what):
-        return f"{_joined(field, unknown[1])!r} is unknown{_choices(kind, path)}"
-    if re.fullmatch(r"Expected `\w+` of length >= 1", what):
-        return f"{field} is mandatory, got {short(repr(value))}"
-    if what.startswith(("Invalid enum value", "Invalid value")):
-        return f"{field} {short(repr(value))} is unknown{_choices(kind, path)}"
-    if wrong := re.fullmatch(r"Expected `([^`]+)`, got `[^`]+`", what):
-        if not field and wrong[1] == "object":
-            name = f"a {kind.__name__.lower()}" if isinstance(kind, type) else "it"
-            return f"{name} is a JSON object, got {type(data).__name__}"
-        expected = " or ".join(_KINDS.get(one, one) for one in wrong[1].split(" | "))
-        return f"{field or 'it'} must be {expected}, got {short(repr(value))}"
-    return f"{field or 'it'}: {what[:1].lower()}{what[1:]}, got {short(repr(value))}"
-
-
-def _at(path: str, data: Any) -> tuple[str, Any]:
-    """The name and the value at a path as msgspec writes it, ".gates[...]": where it does not say which, all of them."""
-    name = ""
-    for step in re.findall(r"\.([^.\[]+)|\[([^\]]+)\]", path):
-        try:
-            data = data[step[0]] if step[0] else data[int(step[1])] if step[1].isdigit() else data
-        except (KeyError, IndexError, TypeError):
-            break
-        name = _joined(name, step[0]) if step[0] else name + (f"[{step[1]}]" if step[1].isdigit() else "")
-    return name, data
-
-
-def _joined(outer: str, inner: str) -> str:
-    return f"{outer}.{inner}" if outer else inner
-
-
-def _choices(kind: Any, path: str) -> str:
-    """What there is to choose from at a path: the values of a literal, or the fields of a structure."""
-    found = msgspec.inspect.type_info(kind)
-    for name in re.findall(r"\.([^.\[]+)|\[[^\]]+\]", path):
-        while not hasattr(found, "fields") and hasattr(found, "item_type"):
-            found = found.item_type
-        fields = {f.encode_name: f.type for f in getattr(found, "fields", ())}
-        if name and name not in fields:
-            return ""
-        found = fields.get(name, found)
-    while hasattr(found, "item_type"):
-        found = found.item_type
-    if isinstance(found, msgspec.inspect.Metadata):
-        found = found.type
-    of = getattr(found, "values", None) or [f.encode_name for f in getattr(found, "fields", ())]
-    return f", choose from {', '.join(map(str, of))}" if of else ""
-
-
-def short(text: str) -> str:
-    """One line of at most SHOWN characters."""
+def short(text: str, most: int = SHOWN) -> str:
+    """One line of so many characters at most."""
     text = " ".join(text.split())
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def shown(value: Any) -> str:

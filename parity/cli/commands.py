@@ -301,14 +301,6 @@ def merge_command(results: tuple[Path, ...], out: Path) -> None:
     sys.exit(found.exit_code)
 
 
-@main.command("schema", hidden=True)
-def schema_command() -> None:
-    """Print docs/results.md, the format of a results file."""
-    from parity.results.schema import page
-
-    click.echo(page(), nl=False)
-
-
 @main.command("case", hidden=True)
 @click.argument("path")
 def case_command(path: str) -> None:

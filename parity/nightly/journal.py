@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
-import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -65,28 +64,6 @@ class Journal(msgspec.Struct, kw_only=True):
         ended = max(p.stat().st_mtime for p in (path, reports / "results.ndjson") if p.exists())
         found.began += time.time() - ended  # the time between does not count
         return found
-
-
-@contextlib.contextmanager
-def alone(reports: Path) -> Iterator[None]:
-    """A folder of reports for one night at a time.
-
-    Raises:
-        UsageError: naming the process of the other.
-    """
-    reports.mkdir(parents=True, exist_ok=True)
-    with open(reports / LOCK, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise UsageError(
-                f"{reports}: process {file.read().strip()} is running a night there; choose another --reports"
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield
 
 
 def under_way(reports: Path) -> bool:

@@ -63,7 +63,7 @@ class Night:
 
 def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, trend.Change | None]:
     """The night from proof to page; the exit code, and what changed since the run before (None: it never began)."""
-    with journal.alone(night.reports):
+    with running.locked(night.reports, journal.LOCK):
         return _run(night, _begun(night), say, progress)
 
 

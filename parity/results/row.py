@@ -1,10 +1,10 @@
 """The typed row of a results file, its verdicts and their sets: what judging writes, and every report and search reads."""
 
 import math
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 
 SCHEMA = 1
 """Version of the results file; one with another number is not read."""
@@ -31,11 +31,6 @@ IN_ITS = ", in its "
 """In such a message, between the cause and the part that ran: "forward pass", "backward pass", "call"."""
 
 
-def described(text: str) -> Meta:
-    """What a field holds, for docs/results.md."""
-    return Meta(description=text)
-
-
 class Written(msgspec.Struct):
     """A row of a results file, of whatever kind."""
 
@@ -46,73 +41,54 @@ class Written(msgspec.Struct):
 
 
 class Row(Written, kw_only=True, rename={"cls": "class"}):
-    """One quantity of one implementation on one case; in JSON under the names of its fields, `cls` as "class".
+    """One quantity of one implementation on one case; its fields are explained in docs/results.md, `cls` under "class".
 
     A number that is not finite is None. Fields without a default are in every row; those of a later parity than this one
     are ignored.
     """
 
-    schema: Annotated[int, described("version of the file")] = SCHEMA
-    run: Annotated[str, described("id of the run")] = ""
-    case: Annotated[str, described("id of the case, or what is pooled")]
-    family: Annotated[str, described("family of losses, or the trainer")]
-    implementation: Annotated[str, described("its id")]
-    role: Annotated[Literal["reference", "candidate"], described("reference: the plain path of the library")] = (
-        "candidate"
-    )
-    against: Annotated[str | None, described("id of the reference judged beside it")] = None
-    quantity: Annotated[
-        str | None, described('what was judged: "loss", "grad_weight", "protocol", …; null where nothing was')
-    ] = None
-    dtype: Annotated[str, described("of the parameters under test")]
-    device: Annotated[str, described("cpu or cuda")]
-    verdict: Annotated[Verdict, described("below")]
-    cls: Annotated[Class | None, described("precision: finer arithmetic mends it")] = None
-    blame: Annotated[Literal["candidate", "reference", "both", "harness"] | None, described("who is wrong")] = None
-    gate: Annotated[str | None, described("the tightest gate")] = None
-    headroom: Annotated[float | None, described("error ÷ allowed at that gate: above 1 fails")] = None
-    gates: Annotated[dict[str, float | None], described("every gate and its headroom")] = msgspec.field(
-        default_factory=dict
-    )
-    recipe: Annotated[str | None, described("the precision that the implementation declares")] = None
-    recipe_measured: Annotated[str | None, described("the precision found")] = None
-    variant: Annotated[str | None, described("another definition that explains all failures")] = None
-    undecided: Annotated[int, described("entries that rounding alone decides, not judged")] = 0
-    value: Annotated[float | None, described("a scalar's value, a tensor's norm")] = None
-    value_oracle: Annotated[float | None, described("the same by the definition, in float64")] = None
-    value_reference: Annotated[float | None, described("the same of the reference")] = None
-    max_abs: Annotated[float | None, described("largest |error|")] = None
-    max_rel: Annotated[float | None, described("largest |error| ÷ largest |oracle|")] = None
-    dist: Annotated[float | None, described("torch.dist from the oracle")] = None
-    allclose: Annotated[bool | None, described("torch.allclose to the oracle at atol and rtol")] = None
-    atol: Annotated[float | None, described("absolute tolerance, derived from the dtype")] = None
-    rtol: Annotated[float | None, described("relative tolerance, derived from the dtype")] = None
-    slope: Annotated[float | None, described("error projected on the oracle: a factor of 1 + slope")] = None
-    worst: Annotated[
-        list[dict[str, Any]],
-        described(
-            "at most five entries {index, value, oracle, error}, with {sequence, position, token, masked} or {parameter}"
-        ),
-    ] = msgspec.field(default_factory=list)
-    known: Annotated[str | None, described("id of the ledger entry that covers it")] = None
-    seed: Annotated[int | None, described("of the case")] = None
-    settings: Annotated[
-        dict[str, Any], described("those away from their default, and the shapes; empty: about the whole run")
-    ] = msgspec.field(default_factory=dict)
-    features: Annotated[dict[str, Any], described("what the case exercises, for scopes of the ledger")] = msgspec.field(
-        default_factory=dict
-    )
-    message: Annotated[str, described("what differs, hints at why, or the reason for the verdict")] = ""
-    replay: Annotated[str, described("the command that shows it again")] = ""
-    unjudged: Annotated[list[str], described("what a user's function returned beside its family's outputs")] = (
-        msgspec.field(default_factory=list)
-    )
-    imported_from: Annotated[str | UnsetType, described("file of the library, where not in site-packages")] = UNSET
-    shard: Annotated[str | UnsetType, described("its part")] = UNSET
-    frozen: Annotated[str | UnsetType, described("file of the frozen case; only on rows of one")] = UNSET
-    minimised: Annotated[bool | UnsetType, described("true: of a minimised case; false: no time was left for it")] = (
-        UNSET
-    )
+    schema: int = SCHEMA
+    run: str = ""
+    case: str
+    family: str
+    implementation: str
+    role: Literal["reference", "candidate"] = "candidate"
+    against: str | None = None
+    quantity: str | None = None
+    dtype: str
+    device: str
+    verdict: Verdict
+    cls: Class | None = None
+    blame: Literal["candidate", "reference", "both", "harness"] | None = None
+    gate: str | None = None
+    headroom: float | None = None
+    gates: dict[str, float | None] = msgspec.field(default_factory=dict)
+    recipe: str | None = None
+    recipe_measured: str | None = None
+    variant: str | None = None
+    undecided: int = 0
+    value: float | None = None
+    value_oracle: float | None = None
+    value_reference: float | None = None
+    max_abs: float | None = None
+    max_rel: float | None = None
+    dist: float | None = None
+    allclose: bool | None = None
+    atol: float | None = None
+    rtol: float | None = None
+    slope: float | None = None
+    worst: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    known: str | None = None
+    seed: int | None = None
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
+    features: dict[str, Any] = msgspec.field(default_factory=dict)
+    message: str = ""
+    replay: str = ""
+    unjudged: list[str] = msgspec.field(default_factory=list)
+    imported_from: str | UnsetType = UNSET
+    shard: str | UnsetType = UNSET
+    frozen: str | UnsetType = UNSET
+    minimised: bool | UnsetType = UNSET
 
     @property
     def judged(self) -> bool:

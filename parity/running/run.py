@@ -279,15 +279,15 @@ def stopped_after(plan: Mapping[str, int], cases: Mapping[str, int]) -> str:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """A folder of reports for one run at a time: two would write their rows under one header.
+def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
+    """A folder of reports for one run, or night, at a time: two would write their rows under one header.
 
     Raises:
         UsageError: naming the process of the other.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a+")  # noqa: SIM115 held open as long as the lock is
+        file = open(folder / name, "a+")  # noqa: SIM115 held open as long as the lock is
     except OSError as error:
         raise UsageError(f"{folder}: cannot be written: {error.strerror}") from None
     with file:

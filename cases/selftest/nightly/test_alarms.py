@@ -10,6 +10,7 @@ from cases.selftest.nightly.nights import page_of, yesterday
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.nightly import journal, night, proof, steps
+from parity.running import run as running
 from parity.running import supervisor
 
 
@@ -50,9 +51,9 @@ def test_a_night_that_died_in_its_long_run_alarms_at_once(played, tmp_path, monk
         "another"
     )
 
-    with journal.alone(tmp_path):
+    with running.locked(tmp_path, journal.LOCK):
         assert told(tmp_path)[0] == 0, "it is under way: yesterday's verdict holds"
-        with pytest.raises(UsageError, match=f"process {os.getpid()} is running a night"):
+        with pytest.raises(UsageError, match=f"process {os.getpid()} writes its reports there"):
             run()
     assert told(tmp_path)[0] == 3
     (tmp_path / "night.json").write_text("{")

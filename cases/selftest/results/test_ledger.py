@@ -104,9 +104,9 @@ def test_an_entry_is_in_force_from_the_release_that_brought_it_on():
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('reason = "because"', "", "reason is mandatory"),
+        ('reason = "because"', "", "Object missing required field `reason`"),
         ('case = "case.json"', 'case = "gone.json"', "does not exist"),
-        ('date = "2026-11-20"', 'date = "2026-11-20"\nsince = "1"', "'since' is unknown"),
+        ('date = "2026-11-20"', 'date = "2026-11-20"\nsince = "1"', "Object contains unknown field `since`"),
         ("[[finding]]", "[[finding", "not a readable ledger"),
     ],
 )

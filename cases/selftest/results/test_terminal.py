@@ -48,7 +48,7 @@ def test_it_opens_with_what_is_new_and_ends_with_the_next_command():
         "0.20",
         "lib.loss",
         "85.25!",
-        "\nidle     lib.none: no softcap parameter\n",
+        "\nidle     1 implementation compared nothing (1: no softcap parameter)\n",
         "\nverdict  the run ended with 1: something disagrees that no ledger entry covers\n",
         "ledger entry x is stale",
         "\nnew      lib.loss (2)\n",

@@ -238,12 +238,6 @@ def test_accuracy_pairs_the_cases_that_both_were_judged_on():
     assert "| fixes.selective_log_probs | lib.loss | fp32 | values | 2 | 0.5, ∞ | 0.5, ∞ | 100% |" in accuracy.table(
         [values]
     )
-    assert "| fixes.selective_log_probs | fp32 | values | 3 | 0.5 | 0.5 |" in accuracy.headrooms(rows, (own,))
-    other = {"family": "policy", "headroom": 250.0}
-    told = accuracy.headrooms([*rows, row("lib.other", "a", "loss", 1.0, **other)], (own,), at_least=1)
-    assert "| lib.loss | fp32 | gradients | 1 | ∞ | ∞ |" in told  # a peer of the same family, one headroom missing
-    assert "lib.other" not in told
-    assert "lib.loss" not in accuracy.headrooms(rows, (own,), at_least=3)
 
 
 def test_a_party_leaves_the_device_to_the_next():

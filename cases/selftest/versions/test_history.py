@@ -78,9 +78,9 @@ def write(folder, **changed):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"bad": []}, "bad is mandatory"),
-        ({"expect": "wrong"}, "expect 'wrong' is unknown"),
-        ({"colour": "red"}, "'colour' is unknown"),
+        ({"bad": []}, "Expected `array` of length >= 1"),
+        ({"expect": "wrong"}, "Invalid enum value 'wrong'"),
+        ({"colour": "red"}, "Object contains unknown field `colour`"),
         ({"case": "y.json"}, "no such case file"),
     ],
 )

@@ -60,28 +60,6 @@ def compare(rows: Iterable[Row], ours: Sequence[str] = OURS) -> list[Comparison]
     return found
 
 
-def headrooms(rows: Iterable[Row], ours: Sequence[str] = OURS, at_least: int = 1) -> str:
-    """Markdown: median and worst headroom of each of `ours` and of every peer, by dtype, values and gradients.
-
-    Peers by family; those judged on fewer than `at_least` quantities are left out. A coarse recipe allows more.
-    """
-    found: dict[tuple[bool, str, str, str], list[float]] = defaultdict(list)
-    judged = list(decided(rows))
-    families = {row.family for row in judged if row.implementation in ours}
-    for row in judged:
-        if row.family in families:
-            value = math.inf if row.headroom is None else float(row.headroom)
-            name = row.implementation
-            found[name not in ours, name, row.dtype, kind_of(row)].append(value)
-    lines = []
-    for (_, name, dtype, kind), values in sorted(found.items()):
-        if len(values) >= at_least:
-            sizes = map(measured.headroom, (statistics.median(values), max(values)))
-            lines.append([name, dtype, kind, f"{len(values):,}", *sizes])
-    heads = ["implementation", "dtype", "of", ">quantities", ">median headroom", ">worst"]
-    return "\n".join(measured.table(heads, lines))
-
-
 def decided(rows: Iterable[Row]) -> Iterable[Row]:
     """Rows that were held against the oracle as numbers: no counts, relations, pooled slopes, nor the protocol."""
     apart = ("relation", "pooled", "protocol")
@@ -122,8 +100,6 @@ def main() -> None:
     rows = read(options.results)[1]
     print(measured.head("Accuracy of the fixes", "python -m parity.results.report.accuracy", "accuracy.md"))
     print(table([c for c in compare(rows, options.of) if len(c.pairs) >= options.at_least]))
-    print()
-    print(headrooms(rows, options.of, options.at_least))
 
 
 if __name__ == "__main__":

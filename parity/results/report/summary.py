@@ -49,19 +49,9 @@ class Counts(collections.Counter[str]):
 class Line:
     """One implementation x family x dtype x device.
 
-    Attributes:
-        implementation: its id.
-        family: of the loss.
-        dtype: of the parameters under test.
-        device: it ran on.
-        counts: of its implementation-cases.
-        worst: the judged row of largest headroom, or None; where something fails anew, the worst of its root
-            quantities; known findings left out where anything else was judged.
-        known: ledger ids of what it fails.
-        verdict: disagree, crashed, timed-out, out-of-memory, nondeterministic, known, agree, or the commoner of refused
-            and unsupported where nothing was compared.
-        reason: the commonest reason for what was not compared, or "".
-        judged: quantity -> its rows.
+    `worst` is the judged row of largest headroom; where something fails anew, the worst of its root quantities; known findings
+    left out where anything else was judged. `known`: ledger ids of what it fails. `reason`: the commonest for what was not
+    compared. `verdict`: where nothing was, the commoner of refused and unsupported. `judged`: quantity -> its rows.
     """
 
     implementation: str
@@ -108,21 +98,9 @@ class Coverage:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Everything a report says.
-
-    Attributes:
-        run: id of the run.
-        header: what the header row carries under "header".
-        incomplete: how far a run came that did not finish; empty for one that did.
-        ended: whether it came to its end in order, if only because its time was over.
-        counts: of all implementation-cases.
-        lines: the table, by family, implementation and dtype.
-        findings: new ones.
-        known: findings that the ledger has.
-        coverage: of each family.
-        reasons: for what was unsupported or refused.
-        notes: what a reader must know of an implementation: where it was imported from, what of it was not judged.
-    """
+    """Everything a report says. `incomplete`: how far a run came that did not finish; `ended`: whether it came to its end in
+    order, if only because its time was over; `findings`: new ones; `known`: those of the ledger; `notes`: what a reader must know of an
+    implementation, such as where it was imported from."""
 
     run: str
     header: About

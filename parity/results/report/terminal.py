@@ -203,18 +203,10 @@ def _cell(line: Line) -> str:
 
 def _idle(summary: Summary) -> str:
     """The implementations that compared nothing, in one line: how many, and why."""
-    by: dict[str, list[Line]] = {}
-    for line in summary.lines:
-        by.setdefault(line.implementation, []).append(line)
-    idle = {
-        name: max(v, key=lambda x: x.counts.total()).reason
-        for name, v in by.items()
-        if not any(x.counts["compared"] or x.verdict in STOPPED for x in v)
-    }
-    if len(idle) <= 2:
-        return "; ".join(f"{name}: {reason}" for name, reason in idle.items())
+    busy = {x.implementation for x in summary.lines if x.counts["compared"] or x.verdict in STOPPED}
+    idle = {x.implementation: x.reason for x in summary.lines if x.implementation not in busy}
     why = "; ".join(f"{n}: {reason}" for reason, n in collections.Counter(idle.values()).most_common())
-    return f"{wording.count(len(idle), 'implementation')} compared nothing ({why})"
+    return f"{wording.count(len(idle), 'implementation')} compared nothing ({why})" if idle else ""
 
 
 def _grew(g: Growth) -> str:
