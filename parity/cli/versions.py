@@ -103,14 +103,14 @@ def bisect_command(
     """
     from parity.versions.commands.compare import first_difference
     from parity.versions.search.checks import CaseCheck
-    from parity.versions.search.search import Journal, check_ends, search
+    from parity.versions.search.search import Answers, check_ends, search
 
     package = str(canonicalize_name(package))
     check_ends(package, good, bad, find)
     named = _check(package, implementations, **chosen)
     followed = named[0].case.id if named else implementations
     question = repr([package, good, bad, find, hold, device, followed, sorted(chosen.items())])
-    journal = Journal(cache_folder("bisect") / f"{hashlib.sha256(question.encode()).hexdigest()[:12]}.json")
+    kept = Answers(cache_folder("bisect") / f"{hashlib.sha256(question.encode()).hexdigest()[:12]}.json")
 
     def compared() -> CaseCheck:
         older, newer = (good, bad) if find == "broken" else (bad, good)
@@ -118,7 +118,7 @@ def bisect_command(
         return first_difference(package, older, newer, hold, implementations, find, device)
 
     if named is None:
-        check = journal.answer(CaseCheck, "differs most clearly", compared)
+        check = kept.answer(CaseCheck, "differs most clearly", compared)
         _progress(f"differs most clearly: {check.about}")
     check, arguments = named or (check, f"{check.name} --implementation {check.implementation}")
     check = dataclasses.replace(check, device=device)
@@ -130,11 +130,11 @@ def bisect_command(
         about=check.about,
         find=find,
         hold=hold,
-        journal=journal,
+        kept=kept,
         reproduce=f"parity replay {arguments} --device {device} --with {{high}}",
         say=_progress,
     )
-    journal.end()
+    kept.end()
     code = {"found": FOUND, "swapped": USAGE, "unjudged": UNUSABLE}.get(done.found.outcome, NOT_FOUND)
     click.echo(text(done.json(code)) if as_json else done.text)
     return code

@@ -107,10 +107,11 @@ def running(pid):
 )
 def test_a_probe_says_which_limit_it_was(tmp_path, monkeypatch, script, backstop, message):
     monkeypatch.setattr(cpu_limit, "BACKSTOP", backstop)
+    monkeypatch.setattr(probe, "CPU_LIMIT", 0.4)
     root = tmp_path / "made-by-hand"
     (root / "bin").mkdir(parents=True)
     (root / "bin" / "python").write_text(f"#!/bin/sh\n{script}\n")
     os.chmod(root / "bin" / "python", 0o755)
     made = Environment(root, {}, {}, None, "index", {})
     with pytest.raises(EnvironmentUnusable, match=f"^environment made-by-hand: {message}$"):
-        probe.look(made, [], [], cpu_limit=0.4)
+        probe.look(made, [], [])

@@ -134,16 +134,16 @@ def test_a_killed_search_goes_on_where_it_stopped(world, tmp_path, after):
         return liger >= 2
 
     try:
-        search(world, killed, journal=shell.Journal(state))
+        search(world, killed, kept=shell.Answers(state))
     except KeyboardInterrupt:
         world.checked -= 1
         json.loads(state.read_text())
-    journal = shell.Journal(state)
-    resumed, _ = search(world, lambda trl, liger: liger >= 2, journal=journal)
+    kept = shell.Answers(state)
+    resumed, _ = search(world, lambda trl, liger: liger >= 2, kept=kept)
     assert resumed == whole
     assert world.checked == needed, "nothing is measured twice"
     assert list(tmp_path.iterdir()) == [state], "nothing half-written is left"
-    journal.end()
+    kept.end()
     assert not state.exists()
 
 
@@ -151,7 +151,7 @@ def test_a_killed_search_goes_on_where_it_stopped(world, tmp_path, after):
 def test_a_damaged_journal_begins_anew(world, tmp_path, content):
     state = tmp_path / "state.json"
     state.write_text(content)
-    report, _ = search(world, lambda trl, liger: trl >= 6, journal=shell.Journal(state))
+    report, _ = search(world, lambda trl, liger: trl >= 6, kept=shell.Answers(state))
     assert report.found.low == "1.5.0"
 
 
@@ -159,7 +159,7 @@ def test_what_could_not_be_run_is_asked_again(world, tmp_path):
     world.unusable = {"1.5.0"}
     for _ in range(2):
         before = len(world.asked)
-        search(world, lambda trl, liger: trl >= 6, journal=shell.Journal(tmp_path / "state.json"))
+        search(world, lambda trl, liger: trl >= 6, kept=shell.Answers(tmp_path / "state.json"))
     assert [pins["trl"] for pins in world.asked[before:]] == ["1.5.0"]
 
 

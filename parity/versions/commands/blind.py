@@ -3,9 +3,8 @@
 The cases are those that a run of the profile draws, or lists for a trainer, in the record's family. One of them finds the
 record when it fails in the record's quantities on a bad release, answers as recorded on the good one next to it, and moves
 what the record says (`moves`): several failures end with one release. What the good one refuses it cannot clear: there the
-case, with what the good one refuses at its default, must fail on the bad one and answer as recorded on the good one, as a
-finding does that is minimised. `python -m parity.versions.commands.blind` looks at
-the cases in the environment that it runs in.
+case, with what the good one refuses at its default, must answer so on both. `python -m parity.versions.commands.blind` looks
+at the cases in the environment that it runs in.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from packaging.version import Version
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, streams
-from parity.implementations.implementation import Implementation
 from parity.process import prepare
 from parity.registry import load, loss_family, run_case, select
 from parity.results.report import measured
@@ -45,18 +43,19 @@ BATCHES = 2, 4, 6
 ACCEPTED = "accepted"
 CPU_LIMIT = 3600.0
 _LINE = "parity-blind "
+Sides = tuple[tuple[str, ...], tuple[str, ...]]
+Pairs = list[tuple[Case, Case]]
+"""Cases, each beside what it was moved to where the implementation refuses it, else beside itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordSeen:
     """What the cases of a profile showed of a record: how many there are, how many move what it says and are dealt to its
-    implementation, how many of those failed (at most the sum of `BATCHES`), the number of the first asked that finds it
-    (`nearest` first), and why none does."""
+    implementation, the number of the first asked that finds it (`nearest` first), and why none does."""
 
     record: Record
     cases: int
     could: int
-    failed: int = 0
     first: int | None = None
     why: str = ""
 
@@ -66,68 +65,61 @@ def recall(
 ) -> list[RecordSeen]:
     """Every record that is a failure and no refusal, one pair of releases after the other; `say` gets each as text."""
     asked = [r for r in records if r.expect != "refused"]
-    pairs: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Record]] = {}
+    pairs: dict[Sides, list[Record]] = {}
     for r in asked:
         pairs.setdefault(side_by_side(r), []).append(r)
     drawn = {f: [*itertools.chain(*of_profile(f, profile))] for f in sorted({r.check.case.family for r in asked})}
-    by_id, out = {r.id: r for r in asked}, {}
+    out = {}
     for (bad, good), here in sorted(pairs.items(), key=lambda pair: -len(pair[1])):
         could = {r.id: nearest(r, (c for c in drawn[r.check.case.family] if fits(r, c, profile, device))) for r in here}
-        for id, (hits, found, why) in _apart(here, could, bad, good, profile, device).items():
-            every = drawn[by_id[id].check.case.family]
-            first = every.index(found) + 1 if found else None
-            out[id] = RecordSeen(by_id[id], len(every), len(could[id]), hits, first, why)
-            say(f"{id}: {f'case {first}' if first else why} ({len(could[id])} of {len(every)} cases)")
+        found = _found(here, could, bad, good, profile, device)
+        for r in here:
+            every, (case, why) = drawn[r.check.case.family], found[r.id]
+            first = every.index(case) + 1 if case else None
+            out[r.id] = RecordSeen(r, len(every), len(could[r.id]), first, why)
+            say(f"{r.id}: {f'case {first}' if first else why} ({len(could[r.id])} of {len(every)} cases)")
     return [out[r.id] for r in asked]
 
 
-def _apart(
+def _found(
     records: Sequence[Record],
     could: Mapping[str, Sequence[Case]],
     bad: tuple[str, ...],
     good: tuple[str, ...],
     profile: str,
     device: str,
-) -> dict[str, tuple[int, Case | None, str]]:
-    """Record -> how many of its cases failed on the bad release, the first that answers as recorded on the good one too,
-    and why there is none. What is found is not asked again; cases are run on until `BATCHES` are used up."""
-    out: dict[str, tuple[int, Case | None, str]] = {}
-    drawn: dict[str, dict[str, Case]] = {r.id: {} for r in records}
-    left, failed = dict(could), dict.fromkeys(could, 0)
-    seen, then = ({r.id: Counter[str]() for r in records} for _ in range(2))  # what else each side answers
-    out |= {r.id: (0, None, "no case has what it needs") for r in records if not could[r.id]}
+) -> dict[str, tuple[Case | None, str]]:
+    """Record -> the first of its cases that fails on the bad release and answers as recorded on the good one, or why none."""
+    out: dict[str, tuple[Case | None, str]] = {}
+    out |= {r.id: (None, "no case has what it needs") for r in records if not could[r.id]}
+    left, failed = dict(could), Counter[str]()
     for batch in BATCHES:
-        open_ = [r for r in records if r.id not in out]
-        wrong, why = _look(bad, [(r, left[r.id], r.expect, batch) for r in open_], profile, device)
-        out |= {r.id: (failed[r.id], None, why) for r in open_ if why}
-        hits = [r for r in open_ if r.id in wrong and wrong[r.id][0]]
-        for r in hits:
-            drawn[r.id] |= {ran.id: asked for asked, ran in wrong[r.id][0]}
-        right, why = _look(
-            good, [(r, [ran for _, ran in wrong[r.id][0]], r.then, batch) for r in hits], ACCEPTED, device
-        )
-        both = {id: [pair for pair in shown if pair[0] == pair[1]] for id, (shown, _) in right.items()}
-        less = [r for r in hits if r.id in right and not both[r.id] and right[r.id][0]]
-        still, _ = _look(bad, [(r, [ran for _, ran in right[r.id][0]], r.expect, 1) for r in less], None, device)
-        both |= {id: [p for p in right[id][0] if p[1] == shown[0][0]] for id, (shown, _) in still.items() if shown}
-        for r in open_:
-            shown, others = wrong.get(r.id, ([], {}))
-            seen[r.id] += Counter(others)
+        here = [r for r in records if r.id not in out]
+        try:
+            wrong = _look(bad, [(r, left[r.id], r.expect, batch) for r in here], profile, device)
+            tried = [(r, [ran for _, ran in wrong[r.id]], r.then, batch) for r in here if wrong[r.id]]
+            right = _look(good, tried, ACCEPTED, device)
+            moved = [(r, [ran for _, ran in right[r.id]], r.expect, 1) for r, *_ in tried if _only_moved(right[r.id])]
+            still = _look(bad, moved, None, device)
+        except EnvironmentUnusable as error:
+            return out | {r.id: (None, str(error)) for r in here}
+        for r in here:
+            shown, again = wrong[r.id], [case for case, _ in still.get(r.id, ())]
+            hits = {a.id for a, ran in right.get(r.id, ()) if a == ran or ran in again}
             failed[r.id] += len(shown)
-            then[r.id] += Counter(right[r.id][1] if r.id in right else {})
-            if both.get(r.id):
-                out[r.id] = failed[r.id], drawn[r.id][both[r.id][0][0].id], ""
-            elif r.id not in out and (why or len(shown) < batch or batch == BATCHES[-1]):
-                none = f"{failed[r.id]} fail, on the good release {_told(then[r.id])}" if failed[r.id] else "none fails"
-                told = _told(seen[r.id])
-                out[r.id] = failed[r.id], None, why or (f"{none} ({told})" if told else none)
-            elif r.id not in out:
+            if case := next((case for case, ran in shown if ran.id in hits), None):
+                out[r.id] = case, ""
+            elif len(shown) < batch or batch == BATCHES[-1]:
+                none = f"{failed[r.id]} fail, none is as recorded on the good release"
+                out[r.id] = None, none if failed[r.id] else "none fails"
+            else:
                 left[r.id] = left[r.id][left[r.id].index(shown[-1][0]) + 1 :]
     return out
 
 
-def _told(answers: Counter[str]) -> str:
-    return ", ".join(f"{count} {verdict}" for verdict, count in answers.most_common(5))
+def _only_moved(found: Pairs) -> bool:
+    """Whether every case that answers was refused as it was asked: it has to fail on the bad release as it ran."""
+    return bool(found) and all(asked != ran for asked, ran in found)
 
 
 def of_profile(family: str, profile: str) -> Iterator[list[Case]]:
@@ -160,18 +152,17 @@ def nearest(record: Record, found: Iterable[Case]) -> list[Case]:
     """
     frozen = record.check.case
 
+    def apart(ours: object, theirs: object) -> float:
+        sizes = [float(x) for x in (ours, theirs) if isinstance(x, int | float) and not isinstance(x, bool) and x > 0]
+        both = len(sizes) == 2
+        return float(ours != theirs) if not both else min(1.0, abs(math.log2(sizes[0] / sizes[1])))
+
     def away(case: Case) -> float:
-        both = [(case.settings.get(n), frozen.settings.get(n)) for n in case.settings.keys() | frozen.settings.keys()]
-        return (case.dtype != frozen.dtype) + sum(_apart_by(ours, theirs) for ours, theirs in both)
+        names = case.settings.keys() | frozen.settings.keys()
+        moved = sum(apart(case.settings.get(n), frozen.settings.get(n)) for n in names)
+        return (case.dtype != frozen.dtype) + moved
 
     return sorted(found, key=away)
-
-
-def _apart_by(ours: object, theirs: object) -> float:
-    if ours == theirs:
-        return 0.0
-    sizes = [float(x) for x in (ours, theirs) if isinstance(x, int | float) and not isinstance(x, bool) and x > 0]
-    return min(1.0, abs(math.log2(sizes[0] / sizes[1]))) if len(sizes) == 2 else 1.0
 
 
 def side_by_side(record: Record) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -193,31 +184,23 @@ def side_by_side(record: Record) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _look(
     specs: tuple[str, ...], asked: Sequence[tuple[Record, Sequence[Case], str, int]], moving: str | None, device: str
-) -> tuple[dict[str, tuple[list[tuple[Case, Case]], dict[str, int]]], str]:
-    """Record -> the first cases, as many as asked for, that answer as expected in one environment, each beside itself or,
-    with `moving`, beside what the case is moved to where the implementation refuses it: by a run of that profile, or, with
-    `ACCEPTED`, in any case; how many of those before them answer what
-    else; why the environment is unusable."""
+) -> dict[str, Pairs]:
+    """Record -> the first cases, as many as asked for, that answer as expected in one environment.
+
+    Those that the implementation refuses are moved with `moving`: as a run of that profile does it, or, with `ACCEPTED`, all.
+    """
     plan = [
         [r.id, r.check.implementation, r.check.quantities, expected, count, list(r.moves), [c.to_json() for c in found]]
         for r, found, expected, count in asked
     ]
     if not plan:
-        return {}, ""
-    try:
-        done = ran(
-            Environment.of(specs),
-            "parity.versions.commands.blind",
-            json.dumps([device, moving, plan]),
-            CPU_LIMIT,
-            device,
-        )
-    except EnvironmentUnusable as error:
-        return {}, str(error)
+        return {}
+    stdin = json.dumps([device, moving, plan])
+    done = ran(Environment.of(specs), "parity.versions.commands.blind", stdin, CPU_LIMIT, device)
     return {
-        id: ([(Case.from_json(asked), Case.from_json(ran)) for asked, ran in found], others)
-        for id, found, others in map(json.loads, printed(done, _LINE))
-    }, ""
+        id: [(Case.from_json(asked), Case.from_json(ran)) for asked, ran in found]
+        for id, found in map(json.loads, printed(done, _LINE))
+    }
 
 
 def table(seen: Sequence[RecordSeen], profile: str) -> str:
@@ -239,56 +222,40 @@ def main() -> int:
     device, moving, plan = json.load(sys.stdin)
     prepare(device, threads=1)
     rows: dict[tuple[str, str], list[Row]] = {}
-    away = Moving(moving, device) if moving else None
+    learned: dict[str, Accepting] = {}
     for id, implementation, quantities, expected, count, moves, found in plan:
-        chosen = select([implementation])
+        (chosen,) = select([implementation])
         shown: list[tuple[Mapping[str, object], Mapping[str, object]]] = []
-        others: Counter[str] = Counter()
         for asked in map(Case.from_json, found):
+            accepting = learned.setdefault(chosen.id, Accepting(chosen, device)) if moving else None
             case = asked
-            for case in (asked, *(away.accepted(asked, chosen[0], moves) if away else ())):
+            for case in (asked, *(_moved(asked, accepting, moving, moves, device) if accepting else ())):
                 key = implementation, case.id  # two records may ask for it
                 if key not in rows:
-                    rows[key] = list(run_case(case, chosen, device, thorough=False))
+                    rows[key] = list(run_case(case, [chosen], device, thorough=False))
                 if not refused(rows[key]):
                     break
-            answer = CaseCheck("", case, implementation, tuple(quantities)).answer(rows[key])
-            if answer.verdict == expected:
+            if CaseCheck("", case, implementation, tuple(quantities)).answer(rows[key]).verdict == expected:
                 shown.append((asked.to_json(), case.to_json()))
-            else:
-                others[f"{answer.verdict}: {answer.message}" if answer.message else answer.verdict] += 1
             if len(shown) == count:
                 break
-        print_json(_LINE, [id, shown, others])
+        print_json(_LINE, [id, shown])
     return 0
 
 
-class Moving:
-    """What a run of a profile moves its cases to where an implementation refuses them; with `ACCEPTED` every case is moved."""
-
-    def __init__(self, moving: str, device: str):
-        self.moving, self.device = moving, device
-        self._accepting: dict[str, Accepting] = {}
-
-    def accepted(self, case: Case, implementation: Implementation, moves: Sequence[str]) -> Iterator[Case]:
-        """The case moved, if that is done, where that still moves what the record says."""
-        if catalogue.is_trainer(case.family):
+def _moved(case: Case, accepting: Accepting, moving: str, moves: Sequence[str], device: str) -> Iterator[Case]:
+    """The case moved to where it is not refused, if a run of the profile does that and it still moves what the record says."""
+    if catalogue.is_trainer(case.family):
+        return
+    accepting.announce = lambda case: True
+    if moving != ACCEPTED:
+        first = functools.cache(lambda: [*itertools.chain(*itertools.islice(of_profile(case.family, moving), STREAMS))])
+        gets = functools.partial(selected, accepting.implementation, cost=PROFILES[moving].cost, device=device)
+        if not accepting.deals(case, Draws(first, gets, PROFILES[moving].cost)):
             return
-        accepting = self._accepting.setdefault(implementation.id, Accepting(implementation, self.device))
-        accepting.announce = lambda case: True
-        if self.moving != ACCEPTED and not self._dealt(case, accepting):
-            return
-        moved = accepting.without_refused(case)
-        if moved is not None and all(moved.settings.get(name) == case.settings.get(name) for name in moves):
-            yield moved
-
-    def _dealt(self, case: Case, accepting: Accepting) -> bool:
-        def first() -> Sequence[Case]:
-            return [*itertools.chain(*itertools.islice(of_profile(case.family, self.moving), STREAMS))]
-
-        cost = PROFILES[self.moving].cost
-        gets = functools.partial(selected, accepting.implementation, cost=cost, device=self.device)
-        return accepting.deals(case, Draws(first, gets, cost))
+    without = accepting.without_refused(case)
+    if without is not None and all(without.settings.get(name) == case.settings.get(name) for name in moves):
+        yield without
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from parity.case.case import Case
@@ -46,23 +46,19 @@ def look(
     implementations: Sequence[str],
     *,
     config: bool = False,
-    exactly: Mapping[str, Sequence[str]] | None = None,
-    cpu_limit: float = CPU_LIMIT,
     clock: float | None = None,
     device: str = "cpu",
 ) -> Look:
     """Every case through the named implementations and the references of its family, in the environment.
 
-    `exactly`: id of a case -> the implementations that it goes through, and no reference: what a search asks.
     Failing rows carry the id of the ledger entry that they fall under, in `known`.
     One thread, without repeated calls and relations: the same cases, the same rows, wherever it runs.
-    EnvironmentUnusable when the process dies, with its last line, or is ended: after `cpu_limit` seconds of CPU time, or
+    EnvironmentUnusable when the process dies, with its last line, or is ended: after `CPU_LIMIT` seconds of CPU time, or
     `clock` on the clock, by default `cpu_limit.BACKSTOP` times as many; the message says which.
     """
-    plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations), "config": config}
-    plan["device"] = device
-    plan["exactly"] = {case: list(ids) for case, ids in (exactly or {}).items()}
-    done = ran(made, "parity.versions.commands.probe", json.dumps(plan), cpu_limit, device, clock)
+    plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations)}
+    stdin = json.dumps(plan | {"config": config, "device": device})
+    done = ran(made, "parity.versions.commands.probe", stdin, CPU_LIMIT, device, clock)
     try:
         found = [decode(Row, line, f"environment {made.name}") for line in printed(done, ROW)]
     except UsageError as error:
@@ -82,13 +78,9 @@ def ran(
     cpu_limit: float,
     device: str,
     clock: float | None = None,
-    **more: str,
 ) -> subprocess.CompletedProcess[str]:
-    """A module run in the environment, which reads `stdin`, to its end; `more`: environment variables.
-
-    EnvironmentUnusable as for `look`.
-    """
-    settings = environment(device, 1) | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}) | more
+    """A module run in the environment, which reads `stdin`, to its end; EnvironmentUnusable as for `look`."""
+    settings = environment(device, 1) | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     command = ["python", "-W", "ignore", "-m", module]
     try:
         done = made.run(command, settings=settings, capture=True, stdin=stdin, cpu_limit=cpu_limit, clock=clock)
@@ -115,8 +107,6 @@ def main() -> int:
     for raw in plan["cases"]:
         case = Case.from_json(raw)
         chosen = {one.id: one for one in (*references, *wanted) if one.family == case.family}
-        if only := plan["exactly"].get(case.id):
-            chosen = {name: one for name, one in chosen.items() if name in only}
         for row in run_case(case, chosen.values(), plan["device"], thorough=False):
             if row.failing:
                 row.known = ledger.match(row, facts(case))

@@ -1,6 +1,6 @@
 """Bisect the releases of a package: the search, with a real index, environments and a check.
 
-A search that was killed is run again over what its journal knows: it is deterministic.
+A search that was killed is run again over the answers that are kept: it is deterministic.
 """
 
 import functools
@@ -50,7 +50,7 @@ class Report:
         return asdict(self.found) | more | {"measured": measured}
 
 
-class Journal:
+class Answers:
     """Answers, each on disk before the next question: a search that was killed goes on where it stopped."""
 
     def __init__(self, path: Path | None = None) -> None:
@@ -81,7 +81,7 @@ def search(
     about: str,
     find: Find = "broken",
     hold: Sequence[str | Spec] = (),
-    journal: Journal | None = None,
+    kept: Answers | None = None,
     reproduce: str = "parity compare {low} {high}",
     confirm: int = 2,
     say: Callable[[str], None] = print,
@@ -95,9 +95,9 @@ def search(
     """
     older, newer = (good, bad) if find == "broken" else (bad, good)
     check_ends(package, good, bad, find)
-    held, journal = parse_all(hold), journal or Journal()
+    held, kept = parse_all(hold), kept or Answers()
     listed = functools.partial(releases, package, older, newer)
-    candidates = journal.answer(list[str], "candidates", lambda: [one.version for one in listed()])
+    candidates = kept.answer(list[str], "candidates", lambda: [one.version for one in listed()])
 
     def measured(version: str, hold: Sequence[str | Spec], repeat: int = 0) -> Measurement:
         specs = (f"{package}=={version}",)
@@ -108,7 +108,7 @@ def search(
             return replace(made, versions=made.versions or environment.versions)
 
         try:
-            made: Measurement = journal.answer(Measurement, [specs, hold, repeat], ask)
+            made: Measurement = kept.answer(Measurement, [specs, hold, repeat], ask)
         except EnvironmentUnusable as error:
             # Not kept: the index or the disk may be to blame, and a resumed search should see for itself.
             return Measurement("unsupported", message=str(error))
