@@ -54,13 +54,13 @@ def _split(ctx: click.Context, option: click.Parameter, values: tuple[str, ...])
 def families() -> list[str]:
     """Loss families and trainers."""
     from parity.registry import loss_families
-    from parity.trainers.check import TRAINERS
+    from parity.trainers.specs import TRAINERS
 
     return [*loss_families(), *TRAINERS]
 
 
 def trainers() -> list[str]:
-    from parity.trainers.check import TRAINERS
+    from parity.trainers.specs import TRAINERS
 
     return list(TRAINERS)
 

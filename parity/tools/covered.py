@@ -12,7 +12,7 @@ from parity.registry import family
 from parity.results.json_output import CoveredOut
 from parity.results.row import Row
 from parity.trainers import catalogue
-from parity.trainers.check import TRAINERS
+from parity.trainers.specs import TRAINERS
 from parity.upstream.trl_configs import own_fields
 
 _SAMPLING = "use_vllm use_transformers_ transformers_ top_k top_p min_p repetition_penalty generation_kwargs"

@@ -14,7 +14,8 @@ from parity.case.case import Case
 from parity.case.inputs import Setting, fits
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
-from parity.trainers.check import CHECKS, PATHS, TRAINERS, Check
+from parity.trainers.check import CHECKS, PATHS, Check
+from parity.trainers.specs import TRAINERS
 
 MODULES = (
     "step_one",

@@ -20,25 +20,9 @@ from parity.case.inputs import Setting
 from parity.compare.result_rows import size
 from parity.errors import UsageError
 from parity.judge.gates import Judgement
+from parity.trainers.specs import SPECS, TRAINERS, TrainerSpec
 
 Made = TypeVar("Made")
-
-TRAINERS = {
-    "grpo-trainer": "GRPOTrainer",
-    "rloo-trainer": "RLOOTrainer",
-    "async-grpo-trainer": "AsyncGRPOTrainer",
-    "online-dpo-trainer": "OnlineDPOTrainer",
-    "dpo-trainer": "DPOTrainer",
-    "kto-trainer": "KTOTrainer",
-    "sft-trainer": "SFTTrainer",
-    "distillation-trainer": "DistillationTrainer",
-    "server-distillation-trainer": "ServerDistillationTrainer",
-    "gkd-trainer": "GKDTrainer",
-    "cpo-trainer": "CPOTrainer",
-    "orpo-trainer": "ORPOTrainer",
-    "gmpo-trainer": "GMPOTrainer",
-}
-"""Family of the rows -> class in TRL."""
 
 PATHS = {
     "released": "the trainer as the installed version ships it",
@@ -126,7 +110,12 @@ class CheckCall:
     @property
     def trainer(self) -> str:
         """Class name of the trainer in TRL, "GRPOTrainer"."""
-        return TRAINERS[self.case.family]
+        return self.spec.upstream
+
+    @property
+    def spec(self) -> TrainerSpec:
+        """What there is to know of the trainer."""
+        return SPECS[self.case.family]
 
 
 _SHARED: dict[tuple[str, str], Any] = {}

@@ -3,7 +3,7 @@
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.trainers.catalogue import not_an_adapter
-from parity.trainers.check import TRAINERS
+from parity.trainers.specs import TRAINERS
 
 
 def base(kind: type) -> str | None:

@@ -23,9 +23,10 @@ from parity.protocol.exceptions import Outcome
 from parity.registry import facts, select
 from parity.results.ledger import Ledger
 from parity.trainers import catalogue
-from parity.trainers.check import TRAINERS, CheckCall, CheckResult
+from parity.trainers.check import CheckCall, CheckResult
 from parity.trainers.execute import attempt, judged_row, stopped_row
 from parity.trainers.rig import drive
+from parity.trainers.specs import TRAINERS
 
 PROFILES = ("pr", "nightly")
 

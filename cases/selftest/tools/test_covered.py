@@ -13,8 +13,8 @@ from parity.results.header import About, Header
 from parity.results.row import Row
 from parity.tools.covered import covered
 from parity.trainers import catalogue
-from parity.trainers.check import TRAINERS
 from parity.trainers.rig import drive
+from parity.trainers.specs import TRAINERS
 from parity.upstream import trl
 from parity.upstream.trl_configs import own_fields
 

@@ -10,9 +10,11 @@ from parity.errors import Unsupported
 from parity.fixes.accumulation import divide_by_accumulation
 from parity.trainers import catalogue
 from parity.trainers.checks import twin_processes, twin_windows, twins
-from parity.trainers.checks.twins import SPLIT
+from parity.trainers.definitions import twin_losses
+from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.execute import rows
 from parity.trainers.rig import batches, drive, ranks, recorder, stored_window, twin_runs
+from parity.trainers.specs import JUDGED
 
 
 def outcome(trainer, check="twins", path="released", **settings):
@@ -26,9 +28,9 @@ def verdicts(found):
     return {quantity: row.verdict for quantity, row in found.items()}
 
 
-@pytest.mark.parametrize("trainer", twin_runs.JUDGED)
+@pytest.mark.parametrize("trainer", JUDGED)
 def test_a_window_cut_into_eight(trainer):
-    found = outcome(trainer, split=SPLIT.get(trainer, "1x8"))
+    found = outcome(trainer, split=twins.split(trainer, "1x8"))
     assert set(verdicts(found).values()) == {"agree"}
 
 
@@ -60,7 +62,7 @@ def test_the_fix_of_the_accumulation_looks_before_it_divides():
 
 def test_online_dpo_with_the_preference_turned_round(monkeypatch):
     preferred = stored_window.preferred
-    monkeypatch.setattr(stored_window, "preferred", lambda chosen: preferred(chosen)[::-1])
+    monkeypatch.setattr(stored_window, "preferred", lambda *given: preferred(*given)[::-1])
     twins._by_definition.cache_clear()
     found = verdicts(outcome("online-dpo-trainer"))
     twins._by_definition.cache_clear()
@@ -132,7 +134,8 @@ def test_the_uneven_window_of_online_dpo_by_hand():
         steps = twin_runs.train(run, path)
         batches = [twin_windows.found_rows(trainer, part, [batch]) for batch in steps.window(1)]
         assert [len(rows) for rows in batches] == [2, 1]
-        first, second = (twin_windows._step(trainer, s.model, tuple(rows)).exact for rows in batches)
+        exact = stored_window.policy(s.model, torch.float64)
+        first, second = (ExactStep(exact, twin_losses.definition(trainer, s, rows)).exact for rows in batches)
         for name, found in steps.gradients[1].items():
             expected = factor * (first[name] + second[name])
             assert float((found - expected).norm() / expected.norm()) < 1e-5
@@ -237,9 +240,6 @@ def test_a_reference_that_follows_the_policy(trainer):
 @pytest.mark.parametrize(("alpha", "seen"), [(0.5, {"reference", "gradient of step 2"}), (0.6, set())])
 def test_a_reference_that_follows_it_otherwise_is_seen(monkeypatch, alpha, seen):
     """The trainer mixes 0.6, the definition something else."""
-    mix = twin_windows.MIXED
-    build = twin_windows._two_steps
-    monkeypatch.setattr(twin_windows, "_two_steps", lambda *a, **k: build(*a, **{**k, "ref_model_mixup_alpha": mix}))
     monkeypatch.setattr(twin_windows, "MIXED", alpha)
     found = verdicts(outcome("dpo-trainer", "windows", kind="synced"))
     assert {q for q, verdict in found.items() if verdict == "disagree"} == seen
@@ -300,9 +300,8 @@ def test_generated_completions_are_filled_up_with_the_padding_token_of_the_token
         assert out[:, 2:].tolist() == [filled, [7, 8, 8, 1]]
 
 
-def test_the_evaluation_of_early_kto_is_not_judged_by_a_definition_of_another(monkeypatch):
+def test_the_evaluation_of_early_kto_is_not_judged_by_a_definition_of_another():
     """Up to TRL 1.2: each prompt begins with <bos>, and the KL's pairs are those of training batches."""
     early = SimpleNamespace(eval_dataset=SimpleNamespace(column_names=["answer_input_ids"]))
-    monkeypatch.setattr(twin_runs, "build", lambda *args, **kwargs: early)
     with pytest.raises(Unsupported, match="<bos>"):
-        list(twin_windows._evaluation("kto-trainer", "released", SimpleNamespace()))
+        list(twin_windows._evaluation(SimpleNamespace(built=early)))

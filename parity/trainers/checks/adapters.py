@@ -16,6 +16,7 @@ from parity.trainers.definitions import preference, twin_losses
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import drive, models, stored_window, twin_runs
+from parity.trainers.specs import SPECS, TWINS
 from parity.upstream import trl
 
 KINDS = {
@@ -30,7 +31,7 @@ SETTINGS = {
     "precomputed": Setting(False, "precompute_ref_log_probs, DPO and KTO", (False, True)),
     "kl": Setting(False, "KTO with its own loss, which estimates a KL to the reference", (False, True)),
 }
-REFERRED = tuple(t for t in twin_runs.TWINS if t not in ("sft-trainer", "distillation-trainer"))
+REFERRED = tuple(t for t in TWINS if SPECS[t].rewarded or SPECS[t].given == "ref_model")
 """Trainers that have a reference."""
 TRAINED = 2
 """Seed of the adapter at the step that is judged; `stored_window.HANDED_OVER` of one at construction."""
@@ -68,6 +69,8 @@ def _saved(kind: str) -> dict[str, Any]:
     return {"modules_to_save": ["lm_head"]} if kind == "saved-head" else {}
 
 
+PRECOMPUTED = ("dpo-trainer", "kto-trainer")
+"""Trainers with precompute_ref_log_probs."""
 FUSED = ("grpo-trainer", "dpo-trainer", "kto-trainer")
 """Trainers whose Liger path is handed the heads of policy and reference."""
 PR: list[CheckCase] = [
@@ -83,19 +86,19 @@ is trained."""
 @by_profile(pr=PR)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every trainer with every kind, and with checkpointing."""
-    for trainer in twin_runs.TWINS:
+    for trainer in TWINS:
         for kind in KINDS if trainer in REFERRED else ("new", "saved-head"):
             yield trainer, {"adapter": kind}
-            if trainer in ("dpo-trainer", "kto-trainer"):
+            if trainer in PRECOMPUTED:
                 yield trainer, {"adapter": kind, "precomputed": True}
-            if trainer == "kto-trainer":
+            if SPECS[trainer].data == "labels":
                 yield trainer, {"adapter": kind, "kl": True}
         yield trainer, {"model": "qwen3"}
         for checkpointing in (drive.REENTRANT, drive.NON_REENTRANT):
             yield trainer, {"checkpointing": checkpointing}
 
 
-@check("adapters", twin_runs.TWINS, SETTINGS, cases, paths=("released", "fused", "fixed"))
+@check("adapters", TWINS, SETTINGS, cases, paths=("released", "fused", "fixed"))
 def adapters(call: CheckCall) -> Iterator[CheckResult]:
     """One batch with a LoRA: loss and every gradient of the adapter, by the reference that its kind implies."""
     trainer, s = call.case.family, call.settings
@@ -115,10 +118,12 @@ def adapters(call: CheckCall) -> Iterator[CheckResult]:
 
 
 def _with_kl(trainer: str, reference: str) -> twin_losses.Definition:
-    if trainer != "kto-trainer":
+    if SPECS[trainer].data != "labels":
         raise Unsupported(f"{trainer} estimates no KL")
     chosen = twin_runs.rows(trainer)
     window = twin_runs.sequences(trainer, chosen)
-    weights = SimpleNamespace(desirable=1.0, undesirable=1.0, beta=twin_runs.BETA[trainer])
-    labels = [r.label for r in chosen]
-    return functools.partial(preference.kto, window, preference.mismatched(window), labels, reference, weights)
+    weights, others = (
+        SimpleNamespace(desirable=1.0, undesirable=1.0, beta=SPECS[trainer].beta),
+        preference.mismatched(window),
+    )
+    return functools.partial(preference.kto, window, others, twin_runs.labels(chosen), reference, weights)

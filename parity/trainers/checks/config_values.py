@@ -117,9 +117,8 @@ class Batch:
     def __init__(self, call: CheckCall):
         self.ids = torch.tensor([[int(w[1:]) for w in models.words(5, f"row {i}", LENGTH).split()] for i in range(2)])
         self.cotangent = normal(5, "cotangent", (2, LENGTH - PROMPT))
-        self.trainer = call.trainer
-        scored = call.trainer in ("GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
-        self.temperature = call.settings.temperature if scored else 1.0
+        self.spec = call.spec
+        self.temperature = call.settings.temperature if call.spec.scored else 1.0
 
     def logps(self, model: Any, copies: int = 1) -> Tensor:
         """Log-probs of the completion tokens by the model's own forward, (copies·2, LENGTH - PROMPT)."""
@@ -131,9 +130,9 @@ class Batch:
     def definition(self, model: Any) -> Tensor:
         """The scalar whose gradients are compared, by the model's own logits."""
         logps = self.logps(model)
-        if self.trainer == "SFTTrainer":
+        if self.spec.data == "completions":
             return -logps.mean()
-        if self.trainer == "DPOTrainer":  # the reference is the policy, without its adapter if it has one
+        if self.spec.paired:  # the reference is the policy, without its adapter if it has one
             with torch.no_grad(), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
                 reference = self.logps(model)
             chosen, rejected = (logps - reference).sum(1)
@@ -142,7 +141,7 @@ class Batch:
 
     def ask(self, call: CheckCall) -> tuple[Tensor, Any, Tensor | None]:
         """The same scalar by the trainer's own path, the model whose gradients it has, and the log-probs, if returned."""
-        return ASK[self.trainer](self, call)
+        return ASK[call.trainer](self, call)
 
     def inputs(self) -> dict[str, Tensor]:
         """What a collator makes of the sequences."""
@@ -150,7 +149,7 @@ class Batch:
         completion = ones.clone()
         completion[:, :PROMPT] = 0
         out = {"input_ids": self.ids, "attention_mask": ones, "completion_mask": completion}
-        return out | {"labels": self.ids.masked_fill(completion == 0, -100)} if self.trainer == "SFTTrainer" else out
+        return out if self.spec.paired else out | {"labels": self.ids.masked_fill(completion == 0, -100)}
 
 
 BETA = 0.5
@@ -252,8 +251,7 @@ def _ask_patched(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | N
 
 
 def _ask_loss(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | None]:
-    wanted = {"beta": BETA} if call.trainer == "DPOTrainer" else {}
-    trainer = _built(call, **wanted, max_length=64)
+    trainer = _built(call, beta=BETA, max_length=64)
     if getattr(trainer, "ref_model", None) is not None:
         quantised_heads.quantise(trainer.ref_model, call.settings.head)
         if call.settings.head == "hook":

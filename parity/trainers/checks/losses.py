@@ -4,12 +4,11 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
@@ -18,7 +17,9 @@ from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import ExactStep
+from parity.trainers.definitions.twin_losses import Definition
 from parity.trainers.rig import drive, stored_window, twin_runs
+from parity.trainers.rig.stored_window import Row
 from parity.upstream import trl
 
 OWN = {
@@ -81,9 +82,8 @@ NEEDED = {
 }
 """Setting -> the field of the config that it is."""
 
-SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 SCORED = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
-"""DPO's losses with label smoothing; those that f-divergences are defined for."""
+"""DPO's losses that f-divergences are defined for."""
 
 PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("dpo-trainer", {"loss": "robust", "smoothing": 0.1, "divergence": "js_divergence"}),
@@ -97,6 +97,43 @@ PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
 )
 
 
+Moved = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def _with(*losses: str, **settings: Any) -> Moved:
+    """Settings that all losses of a trainer honour, or these alone."""
+    return losses, settings
+
+
+HONOURED: dict[str, tuple[Moved, ...]] = {
+    "dpo-trainer": (
+        _with("sigmoid", "ipo", precomputed=True),
+        _with("sigmoid", "ipo", precomputed=True, ld_alpha=0.4),
+        _with(beta=0.05, model="qwen2"),
+        _with(weighting=True),
+        _with(*(loss for loss in preference.DPO if loss != "sft"), ld_alpha=0.4),
+        _with("robust", "aot", "aot_unpaired", smoothing=0.1),
+        _with("discopop", tau=0.5),
+        *(_with(*SCORED, divergence=name) for name in ("forward_kl", "js_divergence", "alpha_divergence")),
+        _with("sigmoid", divergence="alpha_divergence", alpha=0.3),
+    ),
+    "kto-trainer": (_with(desirable=0.7, undesirable=1.3), _with(model="qwen2"), _with(precomputed=True)),
+    "sft-trainer": (_with(whole=True), _with("nll", smoothing=0.1)),
+    "online-dpo-trainer": (_with(penalty=2.0),),
+    "cpo-trainer": (
+        _with(split="2x4"),
+        _with(split="2x4", even=True),
+        _with(split="2x4", nll=0.0),
+        _with(nll=0.0, beta=0.05, model="qwen2"),
+        _with("sigmoid", "simpo", nll=0.4, smoothing=0.1),
+        _with("ipo", "simpo", "alphapo", power=0.3),  # the others' sums are so large that their power drowns the margin
+        _with("simpo", "alphapo", gamma=1.2),
+    ),
+    "orpo-trainer": (_with(beta=0.05, model="qwen2"), _with(split="2x4"), _with(split="2x4", even=True)),
+}
+"""Trainer -> the losses, none for all, and the settings that they are looked at with."""
+
+
 @by_profile(pr=PR, covered=lambda case: True)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every loss of every trainer, and with each of the settings that it honours."""
@@ -106,54 +143,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
             plain = {} if loss == SETTINGS["loss"].default else {"loss": loss}
             plain |= {"smoothing": 0.1} if loss == "exo_pair" else {}  # ε = 0 is log 0
             yield trainer, plain
-            yield from ((trainer, {**plain, **more}) for more in _moved(trainer, loss))
-
-
-def _moved(trainer: str, loss: str) -> Iterator[dict[str, Any]]:
-    if trainer == "kto-trainer":
-        yield {"desirable": 0.7, "undesirable": 1.3}
-        yield {"model": "qwen2"}
-        yield {"precomputed": True}
-    if trainer == "sft-trainer":
-        yield {"whole": True}
-    if loss == "nll":
-        yield {"smoothing": 0.1}
-    if trainer == "online-dpo-trainer":
-        yield {"penalty": 2.0}
-    if trainer == "orpo-trainer":
-        yield {"beta": 0.05, "model": "qwen2"}
-        yield {"split": "2x4"}
-        yield {"split": "2x4", "even": True}
-    if trainer == "cpo-trainer":
-        yield {"split": "2x4"}
-        yield {"split": "2x4", "even": True}
-        yield {"split": "2x4", "nll": 0.0}
-        yield {"nll": 0.0, "beta": 0.05, "model": "qwen2"}
-        if loss in ("sigmoid", "simpo"):
-            yield {"nll": 0.4, "smoothing": 0.1}
-        if loss in ("ipo", "simpo", "alphapo"):  # the others' sums are so large that their power drowns the margin
-            yield {"power": 0.3}
-        if loss in ("simpo", "alphapo"):
-            yield {"gamma": 1.2}
-    if trainer != "dpo-trainer":
-        return
-    if loss in ("sigmoid", "ipo"):
-        yield {"precomputed": True}
-        yield {"precomputed": True, "ld_alpha": 0.4}
-    yield {"beta": 0.05, "model": "qwen2"}
-    yield {"weighting": True}
-    if loss not in ("sft", *preference.MIXED):
-        yield {"ld_alpha": 0.4}
-    if loss in SMOOTHED and loss != "exo_pair":
-        yield {"smoothing": 0.1}
-    if loss == "discopop":
-        yield {"tau": 0.5}
-    if loss in SCORED:
-        yield {"divergence": "forward_kl"}
-        yield {"divergence": "js_divergence"}
-        yield {"divergence": "alpha_divergence"}
-    if loss == "sigmoid":
-        yield {"divergence": "alpha_divergence", "alpha": 0.3}
+            yield from ((trainer, {**plain, **more}) for only, more in HONOURED[trainer] if loss in (only or names))
 
 
 @check("losses", tuple(OWN), SETTINGS, cases, paths=("released", "fused", "fixed"))
@@ -162,11 +152,12 @@ def losses(call: CheckCall) -> Iterator[CheckResult]:
     trainer, s = call.case.family, call.settings
     if s.loss not in OWN[trainer]:
         raise Unsupported(f"{trainer} has no loss type {s.loss}: {', '.join(OWN[trainer])}")
-    if s.even and trainer not in ("cpo-trainer", "orpo-trainer"):
+    if s.even and not any("even" in settings for _, settings in HONOURED[trainer]):
         raise Unsupported("only CPO's and ORPO's likelihood is a mean over the tokens of a micro-batch")
     known = trl.fields(drive.config(call.trainer))
-    needed = NEEDED | ({"smoothing": "label_smoothing_factor"} if trainer == "sft-trainer" else {})
-    missing = [f for name, f in needed.items() if getattr(s, name) != SETTINGS[name].default and f not in known]
+    missing = [
+        f for name, f in _fields(trainer).items() if getattr(s, name) != SETTINGS[name].default and f not in known
+    ]
     if s.loss != OWN[trainer][0] and "loss_type" not in known:  # a field that a config lacks is left out of it
         missing.append("loss_type")
     if s.loss in preference.MIXED and "loss_weights" not in known:
@@ -174,7 +165,7 @@ def losses(call: CheckCall) -> Iterator[CheckResult]:
     if missing:
         raise Unsupported(f"{call.trainer} of the installed version has no {', '.join(missing)}")
     options = _options(trainer, s)
-    if trainer == "dpo-trainer" and "f_divergence_type" in known:
+    if "f_divergence_type" in known:
         options["f_divergence_type"] = offered(call.trainer, "f_divergence_type", s.divergence)
     part, twin = _rows(trainer, s), plain_twin(model=s.model, split=s.split)
     run = twin_runs.build(trainer, twin, twin_runs.unfixed(call.path), part, **options)
@@ -182,9 +173,9 @@ def losses(call: CheckCall) -> Iterator[CheckResult]:
     if not s.whole:  # else its sequences count from their first token on
         yield twin_runs.all_there(trainer, steps, part)
     exact = functools.partial(stored_window.policy, s.model, torch.float64)
-    step = shared(call, "step", lambda: ExactStep(exact(), _definition(trainer, s)))
+    step = shared(call, "step", lambda: ExactStep(exact(), DEFINED[trainer](part, s)))
     if s.loss == "kto":
-        others = preference.mismatched(_window(trainer))
+        others = preference.mismatched(twin_runs.sequences(trainer, part))
         z = float(preference.shift(others, s.model, exact()))
         yield holds("estimate", (z > 0) is (s.model == "llama"), f"{z:.3g}: the case tests nothing", "exact", value=z)
     yield from first_step(step, steps)
@@ -207,20 +198,25 @@ def offered(trainer: str, name: str, value: str) -> Any:
     return choices[value]
 
 
+def _fields(trainer: str) -> dict[str, str]:
+    """`NEEDED`, with the name that SFT inherits from transformers."""
+    return NEEDED | ({"smoothing": "label_smoothing_factor"} if trainer == "sft-trainer" else {})
+
+
 def _options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     out: dict[str, Any] = {"loss_type": s.loss}
     if s.loss in preference.MIXED:
         mixed = preference.MIXED[s.loss]
         out = {"loss_type": list(mixed), "loss_weights": list(mixed.values())}
-    if trainer == "sft-trainer":
-        return out | {"label_smoothing_factor": s.smoothing} | ({"completion_only_loss": False} if s.whole else {})
-    given = {field: getattr(s, name) for name, field in NEEDED.items() if name not in ("divergence", "whole")}
+    fields = _fields(trainer)
+    given = {field: getattr(s, name) for name, field in fields.items() if name not in ("divergence", "whole")}
+    given |= {"completion_only_loss": False} if s.whole else {}
     given |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}
     given |= {"missing_eos_penalty": s.penalty or None}
     return out | given | {"beta": s.beta}
 
 
-def _rows(trainer: str, s: SimpleNamespace) -> list[stored_window.Row]:
+def _rows(trainer: str, s: SimpleNamespace) -> list[Row]:
     """The rows; with a penalty on a missing end the longest completions lose theirs."""
     rows = twin_runs.rows(trainer)
     if s.even:
@@ -229,38 +225,42 @@ def _rows(trainer: str, s: SimpleNamespace) -> list[stored_window.Row]:
     return [dataclasses.replace(r, limit=limit) for r in rows]
 
 
-def _as_long(row: stored_window.Row, other: stored_window.Row) -> str:
+def _as_long(row: Row, other: Row) -> str:
     """The row's completion, cut or repeated to as many words as the other's has."""
     words = itertools.cycle(row.completion.split())
     return " ".join(itertools.islice(words, len(other.completion.split())))
 
 
-def _window(trainer: str) -> stored_window.Sequences:
-    return twin_runs.sequences(trainer, twin_runs.rows(trainer))
+def _kto(rows: Sequence[Row], s: SimpleNamespace) -> Definition:
+    window, labels = twin_runs.sequences("kto-trainer", rows), twin_runs.labels(rows)
+    if s.loss == "kto":
+        return functools.partial(preference.kto, window, preference.mismatched(window), labels, s.model, s)
+    weights = (s.desirable, s.undesirable)
+    return functools.partial(preference.apo_zero_unpaired, window, labels, s.model, s.beta, weights=weights)
 
 
-def _definition(trainer: str, s: SimpleNamespace) -> Callable[[Any], Tensor]:
-    chosen, window = _rows(trainer, s), _window(trainer)
+def _sft(rows: Sequence[Row], s: SimpleNamespace) -> Definition:
+    window = twin_runs.sequences("sft-trainer", rows)
     if s.whole:
         window = [(tokens, 1) for tokens, _ in window]
-    if trainer == "dpo-trainer":
-        return functools.partial(preference.dpo, twin_runs.pair(trainer, chosen), s.model, s)
-    if trainer == "cpo-trainer":
-        return functools.partial(preference.cpo, twin_runs.pair(trainer, chosen), s)
-    if trainer == "orpo-trainer":
-        return functools.partial(preference.orpo, twin_runs.pair(trainer, chosen), s.beta)
-    if s.loss == "kto":
-        others = preference.mismatched(window)
-        return functools.partial(preference.kto, window, others, [r.label for r in chosen], s.model, s)
-    if s.loss == "apo_zero_unpaired":
-        labels, weights = [r.label for r in chosen], (s.desirable, s.undesirable)
-        return functools.partial(preference.apo_zero_unpaired, window, labels, s.model, s.beta, weights=weights)
     if s.loss == "dft":
         return functools.partial(preference.dft, window)
-    if s.loss == "ipo":
-        return functools.partial(preference.online_ipo, stored_window.preferred(chosen, s.penalty), s.model, s.beta)
-    if trainer == "online-dpo-trainer":
-        return functools.partial(windows.dpo, stored_window.preferred(chosen, s.penalty), s.model, s.beta)
     if s.smoothing:
         return functools.partial(preference.smoothed, window, s.smoothing)
     return functools.partial(windows.sft, window)
+
+
+def _online(rows: Sequence[Row], s: SimpleNamespace) -> Definition:
+    define = preference.online_ipo if s.loss == "ipo" else windows.dpo
+    return functools.partial(define, twin_runs.pair("online-dpo-trainer", rows, s.penalty), s.model, s.beta)
+
+
+DEFINED: dict[str, Callable[[Sequence[Row], SimpleNamespace], Definition]] = {
+    "dpo-trainer": lambda rows, s: functools.partial(preference.dpo, twin_runs.pair("dpo-trainer", rows), s.model, s),
+    "kto-trainer": _kto,
+    "sft-trainer": _sft,
+    "online-dpo-trainer": _online,
+    "cpo-trainer": lambda rows, s: functools.partial(preference.cpo, twin_runs.pair("cpo-trainer", rows), s),
+    "orpo-trainer": lambda rows, s: functools.partial(preference.orpo, twin_runs.pair("orpo-trainer", rows), s.beta),
+}
+"""Trainer -> the loss of its rows by the settings."""

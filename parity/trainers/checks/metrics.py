@@ -125,28 +125,33 @@ def _sft(window: Sequences, s: SimpleNamespace, model: Any) -> Values:
     return {"entropy": Batch(window, s.model, model).entropy}
 
 
-def _sampled(trainer: str, window: Sequences, s: SimpleNamespace, model: Any) -> Values:
-    """GRPO's, GMPO's and RLOO's: entropy and KL are means over the completion tokens.
+def _k3(d: Tensor) -> Tensor:
+    """r - 1 - log r with r = π_ref/π, as in the losses of GRPO and GMPO."""
+    return (torch.expm1(d) - d).mean()
 
-    KL of the first two: r - 1 - log r with r = π_ref/π, as in their losses; of RLOO: log π - log π_ref.
-    """
+
+def _log_ratio(d: Tensor) -> Tensor:
+    """RLOO's: log π - log π_ref."""
+    return -d.mean()
+
+
+def _sampled(kl: Callable[[Tensor], Tensor], window: Sequences, s: SimpleNamespace, model: Any) -> Values:
+    """GRPO's, GMPO's and RLOO's: entropy and KL are means over the completion tokens."""
     batch = Batch(window, s.model, model)
-    d = batch.ref_tokens - batch.tokens
     return {
-        "kl": (torch.expm1(d) - d).mean() if trainer != "rloo-trainer" else -d.mean(),
+        "kl": kl(batch.ref_tokens - batch.tokens),
         "entropy": batch.entropy,
         "reward": _scores(window).mean(),
         "completions/mean_length": batch.lengths.mean(),
     }
 
 
-def _without_reference(trainer: str, window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> Values:
-    """CPO's and ORPO's: rewards are β log π of a completion, of ORPO its mean over the tokens.
+def _without_reference(averaged: bool, window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> Values:
+    """CPO's and ORPO's: rewards are β log π of a completion, `averaged` (ORPO) its mean over the tokens.
 
     Not judged: `logits/chosen` and `logits/rejected`. TRL averages the logits of every position of the padded batch, so
     that prompts and padding count; DPO's of the same name are of the completions. Nothing installed says which is meant.
     """
-    averaged = trainer == "orpo-trainer"
     tokens = [windows.completion_logps(model, side) for side in window]
     chosen, rejected = (torch.stack([t.mean() if averaged else t.sum() for t in side]) for side in tokens)
     out = {"logps/chosen": chosen.mean(), "logps/rejected": rejected.mean()}
@@ -161,45 +166,47 @@ def _without_reference(trainer: str, window: tuple[Sequences, Sequences], s: Sim
     return out | {"nll_loss": -torch.cat(whole).mean()}
 
 
-TRAINERS = (
-    *("dpo-trainer", "kto-trainer", "sft-trainer", "online-dpo-trainer"),
-    *(*twin_runs.GROUPED, *twin_runs.BEGUN),
-)
+def _of_pair(define: Callable[..., Values], trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
+    return functools.partial(define, twin_runs.pair(trainer, twin_runs.rows(trainer)), s)
 
 
-def _defined(trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
-    rows = twin_runs.rows(trainer)
-    window = twin_runs.sequences(trainer, rows)
-    if trainer == "dpo-trainer":
-        return functools.partial(_dpo, twin_runs.pair(trainer, rows), s)
-    if trainer in twin_runs.BEGUN:
-        return functools.partial(_without_reference, trainer, twin_runs.pair(trainer, rows), s)
-    if trainer == "online-dpo-trainer":
-        return functools.partial(_online, stored_window.preferred(rows), s)
-    if trainer == "kto-trainer":
-        return functools.partial(_unpaired, window, [r.label for r in rows], s)
-    if trainer == "sft-trainer":
-        return functools.partial(_sft, window, s)
-    return functools.partial(_sampled, trainer, window, s)
+def _of_sampled(kl: Callable[[Tensor], Tensor], trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
+    return functools.partial(_sampled, kl, _window(trainer), s)
+
+
+def _window(trainer: str) -> Sequences:
+    return twin_runs.sequences(trainer, twin_runs.rows(trainer))
+
+
+DEFINED: dict[str, Callable[[str, SimpleNamespace], Callable[[Any], Values]]] = {
+    "dpo-trainer": functools.partial(_of_pair, _dpo),
+    "kto-trainer": lambda t, s: functools.partial(_unpaired, _window(t), twin_runs.labels(twin_runs.rows(t)), s),
+    "sft-trainer": lambda t, s: functools.partial(_sft, _window(t), s),
+    "online-dpo-trainer": functools.partial(_of_pair, _online),
+    "grpo-trainer": functools.partial(_of_sampled, _k3),
+    "rloo-trainer": functools.partial(_of_sampled, _log_ratio),
+    "gmpo-trainer": functools.partial(_of_sampled, _k3),
+    "cpo-trainer": functools.partial(_of_pair, functools.partial(_without_reference, False)),
+    "orpo-trainer": functools.partial(_of_pair, functools.partial(_without_reference, True)),
+}
+"""Trainer and settings -> what it logs of its window, by definition."""
 
 
 @by_profile(pr=PR, covered=lambda case: "model" not in case[1] or case[0] in ("kto-trainer", "grpo-trainer"))
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every trainer with every model."""
-    for trainer in TRAINERS:
+    for trainer in DEFINED:
         for model in MODELS:
             yield trainer, {"model": model}
         yield trainer, {"beta": 0.04}
     yield "dpo-trainer", {"divergence": "js_divergence"}
 
 
-@check("metrics", TRAINERS, SETTINGS, cases, paths=("released", "fused", "fixed"))
+@check("metrics", DEFINED, SETTINGS, cases, paths=("released", "fused", "fixed"))
 def metrics(call: CheckCall) -> Iterator[CheckResult]:
     """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
     trainer, s = call.case.family, call.settings
-    more = {**LOGGED, "beta": s.beta, **({"loss_type": "kto"} if trainer == "kto-trainer" else {})}
-    if trainer == "sft-trainer":
-        del more["beta"]
+    more = {**LOGGED, "beta": s.beta, **({"loss_type": "kto"} if call.spec.data == "labels" else {})}
     if s.divergence != SETTINGS["divergence"].default:
         drive.needs(call.trainer, "f_divergence_type")
         more["f_divergence_type"] = offered(call.trainer, "f_divergence_type", s.divergence)
@@ -209,7 +216,7 @@ def metrics(call: CheckCall) -> Iterator[CheckResult]:
     yield twin_runs.all_there(trainer, twin_runs.train(run, call.path))
     logged = drive.logged(run)
     exact = functools.partial(stored_window.policy, s.model, torch.float64)
-    truth = shared(call, "logged", lambda: training_step.Scalars(exact(), _defined(trainer, s)))
+    truth = shared(call, "logged", lambda: training_step.Scalars(exact(), DEFINED[trainer](trainer, s)))
     names = [name for name in truth.exact if name in logged]
     if not trl.mentions("mean_logits", trl.class_named(call.trainer)):  # other releases say nowhere which mean is meant
         names = [name for name in names if not name.startswith("logits/")]

@@ -51,16 +51,16 @@ def truncation(call: CheckCall) -> Iterator[CheckResult]:
     rows = twin_runs.rows(trainer)
     window = cut(stored_window.sequences(rows), s.mode)
     other = cut(stored_window.sequences(rows, "other"), s.mode)
-    wanted = sorted([*window, *other] if trainer == "dpo-trainer" else window)
+    wanted = sorted([*window, *other] if call.spec.paired else window)
     got = sorted(batches.sequences_of(steps.batches))
     lost, more = [w for w in wanted if w not in got], [g for g in got if g not in wanted]
     uncut = got == sorted(twin_runs.expected(trainer))  # DPO up to 1.3 cuts behind the point where a batch is looked at
     yield holds("sequences", wanted == got or uncut, f"missing {lost[:1]}, got {more[:1]}", "exact")
-    beta = twin_runs.BETA.get(trainer, 0.0)
+    beta, labels = twin_runs.beta(trainer, twin), twin_runs.labels(rows)
     define = {
         "sft-trainer": functools.partial(windows.sft, window),
         "dpo-trainer": functools.partial(windows.dpo, (window, other), s.model, beta),
-        "kto-trainer": functools.partial(preference.apo_zero_unpaired, window, [r.label for r in rows], s.model, beta),
+        "kto-trainer": functools.partial(preference.apo_zero_unpaired, window, labels, s.model, beta),
     }[trainer]
     step = shared(call, "step", lambda: ExactStep(stored_window.policy(s.model, torch.float64), define))
     yield from first_step(step, steps)

@@ -9,10 +9,11 @@ import torch
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, holds
-from parity.trainers.checks.twins import SPLIT, by_definition, plain_twin
+from parity.trainers.checks.twins import by_definition, plain_twin
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.rig import ranks, twin_runs
 from parity.trainers.rig.ranks import Rank
+from parity.trainers.specs import SPECS, TWINS
 
 RANKS = 2
 LOSS = "dapo"
@@ -31,10 +32,10 @@ SETTINGS = {
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every trainer by DDP and FSDP2, and with one matrix that a wrapper must not take for two."""
     for settings in ({}, {"sharding": "fsdp2"}, {"sharding": "fsdp2", "model": "qwen2"}):
-        yield from ((trainer, settings) for trainer in twin_runs.TWINS)
+        yield from ((trainer, settings) for trainer in TWINS)
 
 
-@check("processes", twin_runs.TWINS, SETTINGS, cases, paths=("released",), drives=False)
+@check("processes", TWINS, SETTINGS, cases, paths=("released",), drives=False)
 def processes(call: CheckCall) -> Iterator[CheckResult]:
     """The window dealt out to two ranks: both take the gradient of the whole window."""
     trainer, s = call.case.family, call.settings
@@ -60,9 +61,9 @@ def processes(call: CheckCall) -> Iterator[CheckResult]:
 @functools.cache
 def _launched(sharding: str, model: str) -> dict[str, list[Rank]]:
     """Every trainer in one launch: importing them takes longer than training."""
-    return ranks.launch(ranks.Plan({t: vars(settings(t, model)) for t in twin_runs.TWINS}, sharding), RANKS)
+    return ranks.launch(ranks.Plan({t: vars(settings(t, model)) for t in TWINS}, sharding), RANKS)
 
 
 def settings(trainer: str, model: str = "llama") -> SimpleNamespace:
     """A window of eight in two processes, accumulated where accumulating is not itself a finding."""
-    return plain_twin(model=model, loss=LOSS, split="4x1" if trainer in SPLIT else "2x2")
+    return plain_twin(model=model, loss=LOSS, split="2x2" if SPECS[trainer].accumulates else "4x1")

@@ -1,40 +1,316 @@
-"""Beyond one full window: evaluation, the incomplete last window, a second step, a resumed run."""
+"""Beyond one full window: evaluation, the incomplete last window, a second step, a resumed run.
+
+`WINDOWS` is the table of them: each has a setup, the trainers that have it, and a function that says what is judged.
+"""
 
 import dataclasses
 import functools
-import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import TRAINERS, CheckCall, CheckCase, CheckResult, bounded, by_profile, check, holds, judged
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, bounded, by_profile, check, holds, judged, shared
 from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import first_step, gradients
 from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import batches, drive, models, recorder, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Row
+from parity.trainers.specs import JUDGED, SPECS
 from parity.upstream import trl
 
-OF_STORED = ("evaluation", "incomplete", "uneven", "second", "resumed")
-KINDS = (*OF_STORED, "synced", "truncated", "ends", "adaptive", "satisfied", "generation", "clipped", "misaligned")
+STORED = tuple(t for t in JUDGED if SPECS[t].generates != "method")
 SYNCED = ("dpo-trainer", "kto-trainer", "grpo-trainer", "rloo-trainer")
 """Trainers with sync_ref_model."""
+TRUNCATING = ("grpo-trainer", "rloo-trainer")
+"""Trainers with mask_truncated_completions, which their own tests of a loss look at."""
+GROUPED = tuple(t for t in JUDGED if SPECS[t].grouped)
 MIXED = 0.6
 """ref_model_mixup_alpha of the runs."""
-STORED = tuple(t for t in twin_runs.TWINS if t not in twin_runs.SAMPLED)
 END = models.VOCABULARY - 1
 """Another token that ends a completion, in none of them."""
 CLIP = (0.2, 0.28)
 """ε and ε_high of the runs whose ratios are beyond them."""
-RATE = 0.05
-"""Learning rate of the runs whose second step must differ from the first."""
+TWO_STEPS = {"max_steps": 2, "learning_rate": 0.05}
+"""The second step must differ from the first."""
+EPOCH = {"max_steps": -1, "num_train_epochs": 1}
+
+
+class Run:
+    """A run of a trainer that is set up for a kind of window, made when it is asked for.
+
+    Attributes:
+        trainer: family; s: settings of the twin.
+        every: the rows of the run; rows: the same, of which some are truncated.
+    """
+
+    def __init__(self, call: CheckCall, window: "Window"):
+        self.call, self.trainer, self.window = call, call.case.family, window
+        self.s = plain_twin(loss=call.settings.loss, split=window.split, beta=window.beta)
+        rows = twin_runs.rows(self.trainer)[: window.count]
+        self.every = [dataclasses.replace(r, end=END) if i in window.ended else r for i, r in enumerate(rows)]
+        self.rows = stored_window.without(self.every, window.truncated)
+
+    def build(self, **more: Any) -> Any:
+        """The trainer; `more` goes to its config."""
+        drive.needs(self.call.trainer, *self.window.needs)
+        ends = (models.EOS, END) if self.window.ended else ()
+        return twin_runs.build(self.trainer, self.s, part=self.rows, ends=ends, **self.window.config, **more)
+
+    @functools.cached_property
+    def built(self) -> Any:
+        """The one trainer of most windows."""
+        return self.build()
+
+    @functools.cached_property
+    def steps(self) -> recorder.Steps:
+        """What it did."""
+        return twin_runs.train(self.built, self.call.path)
+
+    def gradient(
+        self, quantity: str, number: int, steps: recorder.Steps | None = None, count: int | None = None, **asked: Any
+    ) -> CheckResult:
+        """The gradient of a window by the definition of its rows, at the parameters that it was taken at.
+
+        `asked` goes to `twin_losses.definition`.
+
+        Raises:
+            Unsupported: where `count` rows are expected there, and others are found.
+        """
+        steps = steps or self.steps
+        rows = found_rows(self.trainer, self.rows, steps.window(number))
+        if count not in (None, len(rows)):
+            raise Unsupported(f"the window holds {len(rows)} known sequences instead of {count}")
+
+        def step() -> ExactStep:
+            model = stored_window.policy_at(self.s.model, steps.parameters[number])
+            return ExactStep(model, twin_losses.definition(self.trainer, self.s, rows, **asked))
+
+        still = "learning_rate" not in self.window.config  # then every path takes it at the same parameters
+        exact = shared(self.call, f"{quantity}: {rows}", step) if still else step()
+        return gradients(exact, steps.gradients[number], quantity)
+
+    def sizes(self, *expected: int) -> CheckResult:
+        """How many sequences each window holds."""
+        numbers = range(len(self.steps.gradients))
+        sizes = tuple(len(found_rows(self.trainer, self.rows, self.steps.window(i))) for i in numbers)
+        return holds("windows", sizes == expected, f"windows of {sizes} sequences instead of {expected}", gate="exact")
+
+
+def found_rows(trainer: str, part: Sequence[Row], micro_batches: list[dict[str, Any]]) -> list[Row]:
+    """The rows whose completion is among the sequences of these micro-batches."""
+    seen = [tokens for tokens, _ in batches.sequences_of(micro_batches)]
+    sequences = twin_runs.sequences(trainer, part)
+    return [row for row, (tokens, _) in zip(part, sequences, strict=True) if tokens in seen]
+
+
+def _evaluation(run: Run) -> Iterator[CheckResult]:
+    """The loss that evaluation reports on the window is the loss that training takes its gradient of."""
+    if "answer_input_ids" in getattr(run.built.eval_dataset, "column_names", ()):
+        raise Unsupported(
+            "KTO of the installed version puts <bos> before each prompt, and pairs as training batches are"
+        )
+    with trl.quiet():
+        loss = float(run.built.evaluate()["eval_loss"])
+    step = by_definition(run.trainer, run.s)
+    yield judged("evaluation loss", step.judge_loss(loss), loss, step.loss)
+
+
+def _last(run: Run, *sizes: int) -> Iterator[CheckResult]:
+    """The last step is the gradient of the sequences that are left."""
+    yield run.sizes(*sizes)
+    last = len(run.steps.gradients) - 1
+    yield run.gradient(f"gradient of window {last + 1}", last)
+
+
+def _second(run: Run) -> Iterator[CheckResult]:
+    """The second gradient is that of the definition at the parameters it was taken at."""
+    yield run.gradient("gradient of step 2", 1, count=4)
+
+
+def _resumed(run: Run) -> Iterator[CheckResult]:
+    """The same from a checkpoint after the first step: same parameters, same sequences, gradient of the definition."""
+    path = run.call.path
+    with tempfile.TemporaryDirectory(prefix="parity-resumed-", ignore_cleanup_errors=True) as folder:
+        whole = twin_runs.train(run.build(save_strategy="steps", save_steps=1, output_dir=folder), path)
+        again = run.build(output_dir=folder)
+        resumed = twin_runs.train(again, path, resume_from_checkpoint=f"{folder}/checkpoint-1")
+    if len(resumed.gradients) != 1:
+        yield holds("steps", False, f"{len(resumed.gradients)} steps after resuming at 1 of 2")
+        return
+    moved = [n for n, p in whole.parameters[1].items() if not torch.equal(p, resumed.parameters[0][n])]
+    yield holds(
+        "parameters", not moved, f"{len(moved)} parameters differ after resuming, first {moved[:1]}", gate="exact"
+    )
+    same = batches.sequences_of(whole.window(1)) == batches.sequences_of(resumed.window(0))
+    yield holds("sequences", same, "the resumed run goes on with other sequences", gate="exact")
+    yield run.gradient("gradient of step 2", 0, resumed, count=4)
+
+
+def _synced(run: Run) -> Iterator[CheckResult]:
+    """sync_ref_model after each of two steps: the reference is (1 - a)·reference + a·policy (TR-DPO, arXiv 2404.09656).
+
+    The second step's gradient is that of the definition with this reference.
+    """
+    built, steps, name = run.built, run.steps, run.s.model
+    first, moved = models.model(name, torch.float64), models.model(name, torch.float64)
+    _mix(first, steps.parameters[1])
+    _mix(moved, steps.parameters[1])
+    _mix(moved, dict(built.accelerator.unwrap_model(built.model).named_parameters()))
+    found = dict(built.accelerator.unwrap_model(built.ref_model).named_parameters())
+    wanted = dict(moved.named_parameters())
+    off = {n: float((found[n].double() - w).abs().max() / (6 * 2.0**-24 * w.abs().max())) for n, w in wanted.items()}
+    worst = max(off, key=lambda name: off[name])
+    yield CheckResult("reference", {"bound": off[worst]}, message=f"furthest off: {worst}" if off[worst] > 1 else "")
+    yield run.gradient("gradient of step 2", 1, count=4, reference=first.eval().requires_grad_(False))
+
+
+def _mix(reference: Any, policy: Mapping[str, Any]) -> None:
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.mul_(1 - MIXED).add_(policy[name].double(), alpha=MIXED)
+
+
+def _truncated(run: Run) -> Iterator[CheckResult]:
+    """mask_truncated_completions: three of eight completions have no <eos>, earn their rewards, and are not trained on."""
+    if run.window.ended and not hasattr(run.built, "eos_token_ids"):
+        raise Unsupported(f"{run.call.trainer} of the installed version knows the tokenizer's <eos> alone")
+    steps = run.steps
+    earned = stored_window.rewards(twin_runs.sequences(run.trainer, run.every))
+    step = ExactStep(
+        stored_window.policy(run.s.model, torch.float64),
+        twin_losses.definition(run.trainer, run.s, run.rows, earned=earned),
+    )
+    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
+    yield gradients(step, steps.gradients[0])
+
+
+def _adaptive(run: Run, applied: float, left: float) -> Iterator[CheckResult]:
+    """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): below the target the bonus grows by a step and is applied.
+
+    Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it. Above its
+    target the coefficient shrinks, and is not applied.
+    """
+    steps, s = run.steps, run.s
+    rows = found_rows(run.trainer, run.rows, steps.window(1))
+    model = stored_window.policy_at(s.model, steps.parameters[1])
+    settings = {"loss_type": s.loss, "beta": 0.0, "max_completion_length": drive.COMPLETION, "entropy_coef": applied}
+    window = twin_runs.sequences(run.trainer, rows)
+    step = ExactStep(model, functools.partial(windows.grpo, window, s.model, settings, None, None))
+    yield bounded("coefficient", float(run.built.entropy_coef), left, 1e-12, "0.1, twice moved by 0.05")
+    yield gradients(step, steps.gradients[1], "gradient of step 2")
+
+
+def _generation(run: Run) -> Iterator[CheckResult]:
+    """Two steps on one generation: the second one's ratios are to the policy that generated, not to the last one."""
+    whole = twin_runs.sequences(run.trainer, run.rows)
+    generation = windows.Generation(whole, stored_window.policy(run.s.model, torch.float64), steps=2)
+    for number in range(len(run.steps.gradients)):
+        yield run.gradient(f"gradient of step {number + 1}", number, generation=generation)
+
+
+def _clipped(run: Run) -> Iterator[CheckResult]:
+    """One step with the log-probs of an older policy: ratios within and beyond both bounds; their logged shares."""
+    trainer = run.trainer
+    window = twin_runs.sequences(trainer, run.rows)
+    older = stored_window.policy(run.s.model, torch.float64, stored_window.OLDER)
+    generation = windows.Generation(window, older, steps=1)
+    with torch.no_grad():
+        old = windows.completion_logps(generation.old, window)
+    twin_runs.hand_old(run.built, {tuple(t): lp for (t, _), lp in zip(window, old, strict=True)})
+    yield twin_runs.all_there(trainer, run.steps)
+    model = stored_window.policy(run.s.model, torch.float64)
+    share = dict(zip(("low", "high"), windows.beyond(trainer, window, generation, CLIP, model).tolist(), strict=True))
+    yield holds("beyond", all(0 < x < 0.5 for x in share.values()), f"{share}: the case tests nothing", gate="exact")
+    define = twin_losses.definition(trainer, run.s, generation=generation, clip=CLIP)
+    yield from first_step(ExactStep(model, define), run.steps)
+    share["region"] = sum(share.values())
+    logged = drive.logged(run.built)
+    for side, exact in share.items():
+        name = f"clip_ratio/{side}_mean"
+        if name in logged:
+            yield bounded(name, float(logged[name]), exact, 2.0**-22, "the share of what is beyond the bound")
+
+
+def _misaligned(run: Run) -> Iterator[CheckResult]:
+    """Generations of two micro-batches, windows of three, and a last one of the fourth: from before the first step.
+
+    Its ratios are to the policy that generated it, its tokens are estimated as half of the generation's.
+    """
+    yield run.sizes(6, 2)
+    whole = twin_runs.sequences(run.trainer, found_rows(run.trainer, run.rows, run.steps.batches[2:]))
+    old = stored_window.policy_at(run.s.model, run.steps.parameters[0])
+    yield run.gradient("gradient of window 2", 1, generation=windows.Generation(whole, old, steps=2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A kind of window: the setup of its run, and what is judged.
+
+    Attributes:
+        judge: what is judged of the run.
+        trainers: those that have it.
+        split: batch x accumulation; beta: weight of the KL; config: more of the trainer's config.
+        needs: fields of the config without which there is nothing to judge.
+        count: rows that the run has; ended: those that end with `END`; truncated: those without an end.
+        losses: GRPO's loss types that it is looked at with; empty: the default.
+    """
+
+    judge: Callable[[Run], Iterator[CheckResult]]
+    trainers: tuple[str, ...]
+    split: str = "8x1"
+    beta: float = SETTINGS["beta"].default
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    count: int | None = None
+    ended: tuple[int, ...] = ()
+    truncated: tuple[int, ...] = ()
+    losses: tuple[str, ...] = ()
+
+
+BARE = (1, 4, 5)
+"""Completions without <eos>."""
+KEPT = EPOCH | {"dataloader_drop_last": False}
+SYNC = TWO_STEPS | {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": MIXED}
+ENTROPY = TWO_STEPS | {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.05}
+BOUNDS = {"epsilon": CLIP[0], "epsilon_high": CLIP[1], "logging_strategy": "steps", "logging_steps": 1}
+EVALUATED = {"per_device_eval_batch_size": 8, "num_generations_eval": stored_window.GENERATIONS}
+REUSED = ("steps_per_generation",)
+
+WINDOWS = {
+    "evaluation": Window(_evaluation, JUDGED, config=EVALUATED),
+    "incomplete": Window(lambda run: _last(run, 4, 1), STORED, "1x4", config=KEPT, count=5),
+    "uneven": Window(lambda run: _last(run, 4, 3), STORED, "2x2", config=KEPT, count=7),
+    "second": Window(_second, STORED, "2x2", config=TWO_STEPS),
+    "resumed": Window(_resumed, STORED, "2x2", config=TWO_STEPS),
+    "synced": Window(_synced, SYNCED, "2x2", 0.04, SYNC, needs=("sync_ref_model",)),
+    "truncated": Window(_truncated, TRUNCATING, truncated=BARE, losses=LOSSES),
+    "ends": Window(_truncated, TRUNCATING, truncated=BARE, ended=(0, 6)),
+    "adaptive": Window(
+        functools.partial(_adaptive, applied=0.15, left=0.2),
+        ("grpo-trainer",),
+        "4x1",
+        config=ENTROPY | {"entropy_target": 100.0},
+        needs=("use_adaptive_entropy",),
+    ),
+    "satisfied": Window(
+        functools.partial(_adaptive, applied=0.0, left=0.0),
+        ("grpo-trainer",),
+        "4x1",
+        config=ENTROPY | {"entropy_target": 0.0},
+        needs=("use_adaptive_entropy",),
+    ),
+    "generation": Window(_generation, GROUPED, "2x2", config=TWO_STEPS | {REUSED[0]: 4}, needs=REUSED, losses=LOSSES),
+    "clipped": Window(_clipped, GROUPED, config=BOUNDS, needs=("epsilon", "epsilon_high"), losses=("dapo",)),
+    "misaligned": Window(
+        _misaligned, GROUPED, "2x3", config=TWO_STEPS | EPOCH | {REUSED[0]: 2}, needs=REUSED, losses=LOSSES
+    ),
+}
+"""Kind -> window. Incomplete: five sequences in windows of four. Uneven: seven, two by two: the last micro-batch holds one."""
 
 
 PR: tuple[CheckCase, ...] = (
@@ -46,282 +322,22 @@ PR: tuple[CheckCase, ...] = (
 @by_profile(pr=PR, covered=lambda case: True)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every kind, those that a trainer has; evaluation for all."""
-    for trainer in twin_runs.JUDGED:
-        for kind in OF_STORED if trainer in STORED else ("evaluation",):
-            yield trainer, {"kind": kind}
-    for trainer in SYNCED:
-        yield trainer, {"kind": "synced"}
-    for loss in LOSSES:
-        yield "grpo-trainer", {"kind": "truncated", "loss": loss}
-    yield "rloo-trainer", {"kind": "truncated"}
-    for trainer in ("grpo-trainer", "rloo-trainer"):
-        yield trainer, {"kind": "ends"}
-    yield "grpo-trainer", {"kind": "adaptive"}
-    yield "grpo-trainer", {"kind": "satisfied"}
-    for loss in LOSSES:
-        yield "grpo-trainer", {"kind": "generation", "loss": loss}
-        yield "grpo-trainer", {"kind": "misaligned", "loss": loss}
-    yield "grpo-trainer", {"kind": "clipped", "loss": "dapo"}
-    for trainer in ("rloo-trainer", "gmpo-trainer"):
-        for kind in ("generation", "clipped", "misaligned"):
-            yield trainer, {"kind": kind}
+    for kind, window in WINDOWS.items():
+        for trainer in window.trainers:
+            losses = [{"loss": loss} for loss in window.losses] if "loss" in SPECS[trainer].own else []
+            yield from ((trainer, {"kind": kind, **more}) for more in losses or [{}])
 
 
 @check(
     "windows",
-    twin_runs.JUDGED,
-    {"kind": Setting("evaluation", "what is looked at", KINDS), "loss": SETTINGS["loss"]},
+    JUDGED,
+    {"kind": Setting("evaluation", "what is looked at", tuple(WINDOWS)), "loss": SETTINGS["loss"]},
     cases,
     paths=("released", "fixed"),
 )
 def beyond_one_window(call: CheckCall) -> Iterator[CheckResult]:
     """Evaluation, incomplete windows, second steps and resumed runs follow the same definition."""
-    yield from RUNS[call.settings.kind](call.case.family, call.path, plain_twin(loss=call.settings.loss))
-
-
-def _evaluation(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
-    """The loss that evaluation reports on the window is the loss that training takes its gradient of."""
-    run = twin_runs.build(trainer, s, per_device_eval_batch_size=8, num_generations_eval=stored_window.GENERATIONS)
-    if "answer_input_ids" in getattr(run.eval_dataset, "column_names", ()):
-        raise Unsupported(
-            "KTO of the installed version puts <bos> before each prompt, and pairs as training batches are"
-        )
-    with trl.quiet():
-        loss = float(run.evaluate()["eval_loss"])
-    step = by_definition(trainer, s)
-    yield judged("evaluation loss", step.judge_loss(loss), loss, step.loss)
-
-
-def _incomplete(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
-    """Five sequences in windows of four: the second step is the gradient of the one that is left."""
-    yield from _epoch(trainer, path, s, 5, "1x4", expected=(4, 1))
-
-
-def _uneven(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
-    """Seven sequences two by two in windows of four: the last micro-batch of the last window holds one."""
-    yield from _epoch(trainer, path, s, 7, "2x2", expected=(4, 3))
-
-
-def _epoch(
-    trainer: str, path: str, s: SimpleNamespace, count: int, split: str, expected: tuple[int, ...]
-) -> Iterator[CheckResult]:
-    part = twin_runs.rows(trainer)[:count]
-    s = SimpleNamespace(**{**vars(s), "split": split})
-    run = twin_runs.build(trainer, s, part=part, max_steps=-1, num_train_epochs=1, dataloader_drop_last=False)
-    steps = twin_runs.train(run, path)
-    sizes = tuple(len(found_rows(trainer, part, steps.window(i))) for i in range(len(steps.gradients)))
-    yield holds("windows", sizes == expected, f"windows of {sizes} sequences instead of {expected}", gate="exact")
-    last = len(steps.gradients) - 1
-    step = _step(trainer, s.model, tuple(found_rows(trainer, part, steps.window(last))))
-    yield gradients(step, steps.gradients[last], f"gradient of window {last + 1}")
-
-
-@functools.lru_cache(maxsize=4)
-def _step(trainer: str, model: str, rows: tuple[Row, ...]) -> ExactStep:
-    s = SimpleNamespace(model=model, beta=SETTINGS["beta"].default, tools=False)
-    return ExactStep(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, s, rows))
-
-
-def found_rows(trainer: str, part: Sequence[Row], micro_batches: list[dict[str, Any]]) -> list[Row]:
-    """The rows whose completion is among the sequences of these micro-batches."""
-    seen = [tokens for tokens, _ in batches.sequences_of(micro_batches)]
-    sequences = twin_runs.sequences(trainer, part)
-    return [row for row, (tokens, _) in zip(part, sequences, strict=True) if tokens in seen]
-
-
-def _second(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
-    """Two steps of four sequences: the second gradient is that of the definition at the parameters it was taken at."""
-    steps = twin_runs.train(_two_steps(trainer, s), path)
-    yield from _second_gradient(trainer, s, steps, 1)
-
-
-def _resumed(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
-    """The same from a checkpoint after the first step: same parameters, same sequences, gradient of the definition."""
-    folder = Path(tempfile.mkdtemp(prefix="parity-resumed-"))
-    try:
-        saved = _two_steps(trainer, s, save_strategy="steps", save_steps=1, output_dir=str(folder))
-        whole = twin_runs.train(saved, path)
-        run = _two_steps(trainer, s, output_dir=str(folder))
-        resumed = twin_runs.train(run, path, resume_from_checkpoint=str(folder / "checkpoint-1"))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    if len(resumed.gradients) != 1:
-        yield holds("steps", False, f"{len(resumed.gradients)} steps after resuming at 1 of 2")
-        return
-    moved = [n for n, p in whole.parameters[1].items() if not torch.equal(p, resumed.parameters[0][n])]
-    yield holds(
-        "parameters", not moved, f"{len(moved)} parameters differ after resuming, first {moved[:1]}", gate="exact"
-    )
-    same = batches.sequences_of(whole.window(1)) == batches.sequences_of(resumed.window(0))
-    yield holds("sequences", same, "the resumed run goes on with other sequences", gate="exact")
-    yield from _second_gradient(trainer, s, resumed, 0)
-
-
-def _synced(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
-    """sync_ref_model after each of two steps: the reference is (1 - a)·reference + a·policy (TR-DPO, arXiv 2404.09656).
-
-    The second step's gradient is that of the definition with this reference.
-    """
-    s = SimpleNamespace(**{**vars(s), "beta": 0.04})
-    if trainer not in SYNCED:
-        raise Unsupported(f"{trainer} has no sync_ref_model")
-    drive.needs(TRAINERS[trainer], "sync_ref_model")
-    run = _two_steps(trainer, s, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=MIXED)
-    steps = twin_runs.train(run, path)
-    first, moved = models.model(s.model, torch.float64), models.model(s.model, torch.float64)
-    _mix(first, steps.parameters[1])
-    _mix(moved, steps.parameters[1])
-    _mix(moved, dict(run.accelerator.unwrap_model(run.model).named_parameters()))
-    found = dict(run.accelerator.unwrap_model(run.ref_model).named_parameters())
-    wanted = dict(moved.named_parameters())
-    off = {n: float((found[n].double() - w).abs().max() / (6 * 2.0**-24 * w.abs().max())) for n, w in wanted.items()}
-    worst = max(off, key=lambda name: off[name])
-    yield CheckResult("reference", {"bound": off[worst]}, message=f"furthest off: {worst}" if off[worst] > 1 else "")
-    yield from _second_gradient(trainer, s, steps, 1, first.eval().requires_grad_(False))
-
-
-def _ends(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
-    """The same, two of the others ended by the second of the two tokens that the model's generation config lists."""
-    yield from _truncated(trainer, path, s, second=(0, 6))
-
-
-def _truncated(trainer: str, path: str, s: SimpleNamespace, second: Sequence[int] = ()) -> Iterator[CheckResult]:
-    """mask_truncated_completions: three of eight completions have no <eos>, earn their rewards, and are not trained on."""
-    if trainer not in ("grpo-trainer", "rloo-trainer"):
-        raise Unsupported("the trainer generates no completions that could be truncated")
-    every = [dataclasses.replace(r, end=END) if i in second else r for i, r in enumerate(twin_runs.rows(trainer))]
-    part = stored_window.without(every, (1, 4, 5))
-    run = twin_runs.build(trainer, s, part=part, ends=(models.EOS, END) if second else ())
-    if second and not hasattr(run, "eos_token_ids"):
-        raise Unsupported(f"{TRAINERS[trainer]} of the installed version knows the tokenizer's <eos> alone")
-    steps = twin_runs.train(run, path)
-    earned = stored_window.rewards(twin_runs.sequences(trainer, every))
-    step = ExactStep(
-        stored_window.policy(s.model, torch.float64), twin_losses.definition(trainer, s, part, earned=earned)
-    )
-    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
-    yield gradients(step, steps.gradients[0])
-
-
-def _adaptive(
-    trainer: str, path: str, s: SimpleNamespace, target: float = 100.0, applied: float = 0.15, left: float = 0.2
-) -> Iterator[CheckResult]:
-    """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): below the target the bonus grows by a step and is applied.
-
-    Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it.
-    """
-    drive.needs(TRAINERS[trainer], "use_adaptive_entropy")
-    adaptive: dict[str, Any] = {"use_adaptive_entropy": True, "entropy_target": target}
-    adaptive |= {"entropy_coef": 0.1, "entropy_coef_delta": 0.05}
-    s = SimpleNamespace(**{**vars(s), "split": "4x1"})
-    run = twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, **adaptive)
-    steps = twin_runs.train(run, path)
-    rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(1))
-    model = stored_window.policy_at(s.model, steps.parameters[1])
-    settings = {"loss_type": s.loss, "beta": 0.0, "max_completion_length": drive.COMPLETION, "entropy_coef": applied}
-    window = twin_runs.sequences(trainer, rows)
-    step = ExactStep(model, functools.partial(windows.grpo, window, s.model, settings, None, None))
-    yield bounded("coefficient", float(run.entropy_coef), left, 1e-12, "0.1, twice moved by 0.05")
-    yield gradients(step, steps.gradients[1], "gradient of step 2")
-
-
-def _satisfied(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
-    """Above its target the coefficient shrinks, and is not applied."""
-    yield from _adaptive(trainer, path, s, target=0.0, applied=0.0, left=0.0)
-
-
-def _clipped(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
-    """One step with the log-probs of an older policy: ratios within and beyond both bounds; their logged shares."""
-    drive.needs(TRAINERS[trainer], "epsilon", "epsilon_high")
-    low, high = CLIP
-    logging: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
-    run = twin_runs.build(trainer, s, epsilon=low, epsilon_high=high, **logging)
-    window = twin_runs.sequences(trainer, twin_runs.rows(trainer))
-    older = stored_window.policy(s.model, torch.float64, stored_window.OLDER)
-    generation = windows.Generation(window, older, steps=1)
-    with torch.no_grad():
-        old = windows.completion_logps(generation.old, window)
-    twin_runs.hand_old(run, {tuple(t): lp for (t, _), lp in zip(window, old, strict=True)})
-    steps = twin_runs.train(run, path)
-    yield twin_runs.all_there(trainer, steps)
-    model = stored_window.policy(s.model, torch.float64)
-    share = dict(zip(("low", "high"), windows.beyond(trainer, window, generation, CLIP, model).tolist(), strict=True))
-    yield holds("beyond", all(0 < x < 0.5 for x in share.values()), f"{share}: the case tests nothing", gate="exact")
-    yield from first_step(ExactStep(model, twin_losses.definition(trainer, s, generation=generation, clip=CLIP)), steps)
-    share["region"] = sum(share.values())
-    logged = drive.logged(run)
-    for side, exact in share.items():
-        name = f"clip_ratio/{side}_mean"
-        if name in logged:
-            yield bounded(name, float(logged[name]), exact, 2.0**-22, "the share of what is beyond the bound")
-
-
-def _misaligned(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
-    """Generations of two micro-batches, windows of three, and a last one of the fourth: from before the first step.
-
-    Its ratios are to the policy that generated it, its tokens are estimated as half of the generation's.
-    """
-    s = SimpleNamespace(**{**vars(s), "split": "2x3"})
-    more: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 1, "learning_rate": RATE, "steps_per_generation": 2}
-    run = twin_runs.build(trainer, s, **more)
-    if getattr(run.args, "steps_per_generation", None) != 2:
-        raise Unsupported("the config of the installed version has no steps_per_generation")
-    steps = twin_runs.train(run, path)
-    every = twin_runs.rows(trainer)
-    sizes = [len(found_rows(trainer, every, steps.window(i))) for i in range(len(steps.gradients))]
-    yield holds("windows", sizes == [6, 2], f"windows of {sizes} sequences instead of [6, 2]", gate="exact")
-    whole = twin_runs.sequences(trainer, found_rows(trainer, every, steps.batches[2:]))
-    generation = windows.Generation(whole, stored_window.policy_at(s.model, steps.parameters[0]), steps=2)
-    rows = found_rows(trainer, every, steps.window(1))
-    model = stored_window.policy_at(s.model, steps.parameters[1])
-    step = ExactStep(model, twin_losses.definition(trainer, s, rows, generation))
-    yield gradients(step, steps.gradients[1], "gradient of window 2")
-
-
-def _mix(reference: Any, policy: Mapping[str, Any]) -> None:
-    with torch.no_grad():
-        for name, parameter in reference.named_parameters():
-            parameter.mul_(1 - MIXED).add_(policy[name].double(), alpha=MIXED)
-
-
-def _two_steps(trainer: str, s: SimpleNamespace, **more: Any) -> Any:
-    s = SimpleNamespace(**{**vars(s), "split": "2x2"})
-    return twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, **more)
-
-
-def _second_gradient(
-    trainer: str, s: SimpleNamespace, steps: recorder.Steps, at: int, reference: Any = None
-) -> Iterator[CheckResult]:
-    rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(at))
-    if len(rows) != 4:
-        raise Unsupported(f"the second window holds {len(rows)} known sequences instead of 4")
-    model = stored_window.policy_at(s.model, steps.parameters[at])
-    step = ExactStep(model, twin_losses.definition(trainer, s, rows, reference=reference))
-    yield gradients(step, steps.gradients[at], "gradient of step 2")
-
-
-def _generation(trainer: str, path: str, s: SimpleNamespace) -> Iterator[CheckResult]:
-    """Two steps on one generation: the second one's ratios are to the policy that generated, not to the last one."""
-    s = SimpleNamespace(**{**vars(s), "split": "2x2"})
-    run = twin_runs.build(trainer, s, max_steps=2, learning_rate=RATE, steps_per_generation=4)
-    if getattr(run.args, "steps_per_generation", None) != 4:
-        raise Unsupported("the config of the installed version has no steps_per_generation")
-    steps = twin_runs.train(run, path)
-    old = stored_window.policy(s.model, torch.float64)
-    whole = twin_runs.sequences(trainer, twin_runs.rows(trainer))
-    generation = windows.Generation(whole, old, steps=2)
-    for number, parameters in enumerate(steps.parameters):
-        rows = found_rows(trainer, twin_runs.rows(trainer), steps.window(number))
-        model = stored_window.policy_at(s.model, parameters)
-        step = ExactStep(model, twin_losses.definition(trainer, s, rows, generation))
-        yield gradients(step, steps.gradients[number], f"gradient of step {number + 1}")
-
-
-RUNS = dict(
-    zip(
-        KINDS,
-        (_evaluation, _incomplete, _uneven, _second, _resumed, _synced, _truncated, _ends, _adaptive)
-        + (_satisfied, _generation, _clipped, _misaligned),
-        strict=True,
-    )
-)
+    window = WINDOWS[call.settings.kind]
+    if call.case.family not in window.trainers:
+        raise Unsupported(f"{call.case.family} has no windows of this kind")
+    yield from window.judge(Run(call, window))

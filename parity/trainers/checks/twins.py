@@ -7,7 +7,7 @@ eight sequences of unequal lengths that go in through a dataset and come out of 
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from parity.trainers.definitions.gradients import finite, gradients
 from parity.trainers.definitions.step_rounding import AutocastRounding, StepRounding
 from parity.trainers.definitions.training_step import ExactStep
 from parity.trainers.rig import drive, stored_window, twin_runs
+from parity.trainers.specs import JUDGED, SPECS
 
 SPLITS = ("8x1", "4x2", "2x4", "1x8")
 LOSSES = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -47,30 +48,21 @@ def plain_twin(**given: Any) -> SimpleNamespace:
     return SimpleNamespace(**defaults(SETTINGS) | given)
 
 
-ACCUMULATED: dict[str, tuple[Mapping[str, Any], ...]] = {
-    "grpo-trainer": ({"loss": "dapo", "beta": 0.04}, {"loss": "grpo"}),
-    "rloo-trainer": ({"beta": 0.04}, {}),
-    "gmpo-trainer": ({"beta": 0.04},),
-}
+OWN = frozenset(name for spec in SPECS.values() for name in spec.own)
+"""The settings that not every trainer has."""
 
 
-HAVE = {
-    "loss": ("grpo-trainer",),
-    "tools": ("grpo-trainer", "gmpo-trainer", "distillation-trainer"),
-    "teacher": ("distillation-trainer",),
-    "beta": twin_runs.GROUPED,
-}
-"""Setting -> the trainers that have it, where not all do."""
-SPLIT = {"online-dpo-trainer": "8x1"}
-"""Where the other settings are looked at in one micro-batch: what accumulation does wrong would hide what they do."""
+def split(trainer: str, accumulated: str) -> str:
+    """How a twin of the trainer is cut to look at something else."""
+    return accumulated if SPECS[trainer].accumulates else "8x1"
 
 
 def _short(*trainers: str) -> list[CheckCase]:
     """Each trainer in micro-batches of one, its first accumulated setting."""
-    return [(t, {**ACCUMULATED.get(t, ({},))[0], "split": SPLIT.get(t, "1x8")}) for t in trainers]
+    return [(t, {**SPECS[t].twins[0], "split": split(t, "1x8")}) for t in trainers]
 
 
-PR = [*_short(*twin_runs.JUDGED), ("grpo-trainer", {"loss": "dapo", "split": "2x4"}), ("grpo-trainer", {"tools": True})]
+PR = [*_short(*JUDGED), ("grpo-trainer", {"loss": "dapo", "split": "2x4"}), ("grpo-trainer", {"tools": True})]
 
 
 def _in_pr(case: CheckCase) -> bool:
@@ -81,22 +73,20 @@ def _in_pr(case: CheckCase) -> bool:
 @by_profile(quick=_short("sft-trainer", "grpo-trainer"), pr=PR, covered=_in_pr)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every value of every setting by itself, per trainer, and GRPO's losses at 2x4."""
-    for trainer in twin_runs.JUDGED:
-        for settings in ACCUMULATED.get(trainer, ({},)):
-            yield from ((trainer, {**settings, "split": split}) for split in SPLITS)
-        for name, setting in SETTINGS.items():
-            if trainer not in HAVE.get(name, twin_runs.JUDGED):
-                continue
-            split = SPLIT.get(trainer, "2x4")
-            values = [v for v in setting.choices or () if v != "packed" or trainer == "sft-trainer"]
-            yield from ((trainer, {name: v, "split": split}) for v in values if name != "split")
+    for trainer in JUDGED:
+        spec, half = SPECS[trainer], split(trainer, "2x4")
+        for settings in spec.twins:
+            yield from ((trainer, {**settings, "split": cut}) for cut in SPLITS)
+        for name in [n for n in SETTINGS if n != "split" and (n in spec.own or n not in OWN)]:
+            values = [v for v in SETTINGS[name].choices or () if v != "packed" or v in spec.own]
+            yield from ((trainer, {name: v, "split": half}) for v in values)
 
 
-@check("twins", twin_runs.JUDGED, SETTINGS, cases, paths=("released", "fused", "fixed"))
+@check("twins", JUDGED, SETTINGS, cases, paths=("released", "fused", "fixed"))
 def twins(call: CheckCall) -> Iterator[CheckResult]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s, trainer = call.settings, call.case.family
-    path = twin_runs.unfixed(call.path) if trainer == "gmpo-trainer" else call.path  # no fix of ours has its fused loss
+    path = call.path if call.spec.fused_fix else twin_runs.unfixed(call.path)
     steps = twin_runs.train(twin_runs.build(trainer, s, path), call.path, weigh=s.checkpointing != drive.OFF)
     yield twin_runs.all_there(trainer, steps)
     step = by_definition(trainer, s)

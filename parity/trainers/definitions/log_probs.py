@@ -40,7 +40,7 @@ def truth(call: CheckCall, ids: Tensor, mask: Tensor, completion: Tensor) -> Tru
     if s.checkpointing == drive.CUSTOM:
         checkpointing.install(model, checkpoint=False)
     ids, mask, completion = (x.cpu() for x in (ids, mask, completion))
-    temperature = s.temperature if call.trainer in ("GRPOTrainer", "RLOOTrainer") else 1.0
+    temperature = s.temperature if call.spec.scored else 1.0
 
     def logps(copies: int) -> Tensor:
         rows, seen = ids.repeat(copies, 1), mask.repeat(copies, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parity.trainers.definitions import preference, windows
-from parity.trainers.rig import drive, models, stored_window, twin_runs
+from parity.trainers.rig import drive, models, twin_runs
 from parity.trainers.rig.stored_window import Reference, Row
 
 Definition = Callable[[Any], Tensor]
@@ -30,27 +30,50 @@ def definition(
     `clip`: ε and ε_high away from their defaults.
     """
     chosen = twin_runs.rows(trainer) if part is None else part
-    window = twin_runs.sequences(trainer, chosen)
-    beta = twin_runs.BETA.get(trainer, s.beta)
-    base = s.model if reference is None else reference
-    bounds = {"clip": clip} if clip else {}
-    tools = twin_runs.external if s.tools else None
-    if trainer == "sft-trainer":
-        return functools.partial(windows.sft, window)
-    if trainer == "dpo-trainer":
-        return functools.partial(windows.dpo, twin_runs.pair(trainer, chosen), base, beta)
-    if trainer == "online-dpo-trainer":
-        pair = stored_window.preferred(chosen)
-        return functools.partial(windows.dpo, pair, base, beta)
-    if trainer == "kto-trainer":
-        return functools.partial(preference.apo_zero_unpaired, window, [r.label for r in chosen], base, beta)
-    if trainer == "rloo-trainer":
-        return functools.partial(windows.rloo, window, base, beta, generation, earned=earned, **bounds)
-    if trainer == "gmpo-trainer":
-        return functools.partial(windows.gmpo, window, base, beta, tools, generation, **bounds)
-    if trainer == "grpo-trainer":
-        settings = {"loss_type": s.loss, "beta": beta, "max_completion_length": drive.COMPLETION}
-        settings |= dict(zip(("epsilon", "epsilon_high"), clip, strict=True)) if clip else {}
-        return functools.partial(windows.grpo, window, base, settings, tools, generation, earned=earned)
-    teacher = models.model(s.teacher, torch.float64).eval().requires_grad_(False)
-    return functools.partial(windows.distillation, window, teacher, beta, tools)
+    asked = SimpleNamespace(
+        s=s,
+        rows=chosen,
+        window=twin_runs.sequences(trainer, chosen),
+        base=s.model if reference is None else reference,
+        beta=twin_runs.beta(trainer, s),
+        tools=twin_runs.external if s.tools else None,
+        generation=generation,
+        earned=earned,
+        clip=clip,
+        bounds={"clip": clip} if clip else {},
+    )
+    return LOSSES[trainer](asked)
+
+
+def _dpo(trainer: str, a: SimpleNamespace) -> Definition:
+    return functools.partial(windows.dpo, twin_runs.pair(trainer, a.rows), a.base, a.beta)
+
+
+def _grpo(a: SimpleNamespace) -> Definition:
+    settings = {"loss_type": a.s.loss, "beta": a.beta, "max_completion_length": drive.COMPLETION}
+    settings |= dict(zip(("epsilon", "epsilon_high"), a.clip, strict=True)) if a.clip else {}
+    return functools.partial(windows.grpo, a.window, a.base, settings, a.tools, a.generation, earned=a.earned)
+
+
+def _distillation(a: SimpleNamespace) -> Definition:
+    teacher = models.model(a.s.teacher, torch.float64).eval().requires_grad_(False)
+    return functools.partial(windows.distillation, a.window, teacher, a.beta, a.tools)
+
+
+LOSSES: dict[str, Callable[[SimpleNamespace], Definition]] = {
+    "sft-trainer": lambda a: functools.partial(windows.sft, a.window),
+    "dpo-trainer": functools.partial(_dpo, "dpo-trainer"),
+    "online-dpo-trainer": functools.partial(_dpo, "online-dpo-trainer"),
+    "kto-trainer": lambda a: functools.partial(
+        preference.apo_zero_unpaired, a.window, twin_runs.labels(a.rows), a.base, a.beta
+    ),
+    "rloo-trainer": lambda a: functools.partial(
+        windows.rloo, a.window, a.base, a.beta, a.generation, earned=a.earned, **a.bounds
+    ),
+    "gmpo-trainer": lambda a: functools.partial(
+        windows.gmpo, a.window, a.base, a.beta, a.tools, a.generation, **a.bounds
+    ),
+    "grpo-trainer": _grpo,
+    "distillation-trainer": _distillation,
+}
+"""Trainer -> the loss of its twins, of what `definition` was asked."""

@@ -13,6 +13,7 @@ from parity.case.case import hashes
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall
 from parity.trainers.rig import models
+from parity.trainers.specs import spec_of
 from parity.upstream import trl
 
 REENTRANT, NON_REENTRANT, CUSTOM, OFF = "reentrant", "non-reentrant", "custom", "off"
@@ -168,6 +169,9 @@ def texts() -> Any:
     return pairs.remove_columns("rejected").rename_column("chosen", "completion")
 
 
+DATA = {"pairs": preferences, "completions": texts}
+
+
 def reward(completions: Any, **kwargs: Any) -> list[float]:
     """A reward that differs within a group: a hash of the completion, in [0, 1)."""
     return [float(hashes(3, str(c), (1,))[0] >> 40) / 2**24 for c in completions]
@@ -176,10 +180,6 @@ def reward(completions: Any, **kwargs: Any) -> list[float]:
 def reward_by_place(completions: Any, **kwargs: Any) -> list[float]:
     """By completion and place: the greedy completions of a group are one and the same, and would all have advantage 0."""
     return reward([f"{i} {c}" for i, c in enumerate(completions)])
-
-
-PREFERENCES = {"DPOTrainer", "CPOTrainer", "ORPOTrainer"}
-REWARDED = {"GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer", "GMPOTrainer"}
 
 
 def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: Any) -> Any:
@@ -192,11 +192,11 @@ def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: 
     if not trl.accepts(kind, "model"):
         raise Unsupported(f"the installed version's {trainer} is another one: it takes no `model`")
     given: dict[str, Any] = {"model": model, "args": args, "processing_class": models.tokenizer(), **more}
-    data = preferences if trainer in PREFERENCES else texts if trainer == "SFTTrainer" else prompts
-    given.setdefault("train_dataset", data())
-    if trainer in REWARDED and trl.accepts(kind, "reward_funcs"):
+    spec = spec_of(trainer)
+    given.setdefault("train_dataset", DATA.get(spec.data, prompts)())
+    if spec.rewarded and trl.accepts(kind, "reward_funcs"):
         given.setdefault("reward_funcs", reward)
-    elif trainer in REWARDED:
+    elif spec.rewarded:
         given.setdefault("judge", _judge())
     if peft_config is not None:
         given["peft_config"] = peft_config

@@ -12,102 +12,92 @@ import torch
 from torch import Tensor
 
 from parity.errors import Unsupported
-from parity.trainers.check import TRAINERS, CheckResult, holds
+from parity.trainers.check import CheckResult, holds
 from parity.trainers.rig import batches, drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Row, Sequences
+from parity.trainers.specs import SPECS
 from parity.upstream import trl
 
-BETA = {
-    "dpo-trainer": 0.3,
-    "kto-trainer": 0.3,
-    "online-dpo-trainer": 0.3,
-    "distillation-trainer": 0.5,
-    "gkd-trainer": 0.5,
-    "cpo-trainer": 0.3,
-    "orpo-trainer": 0.3,
-}
-TWINS: tuple[str, ...] = (
-    *("sft-trainer", "dpo-trainer", "kto-trainer", "grpo-trainer", "rloo-trainer"),
-    *("distillation-trainer", "online-dpo-trainer"),
-)
-"""Families of the trainers that have twins."""
-JUDGED = (*TWINS, "gmpo-trainer")
-"""With one that has a loss of its own in GRPO's trainer, whose adapters and processes it shares."""
-GROUPED = ("grpo-trainer", "rloo-trainer", "gmpo-trainer")
-"""Trainers whose advantages are relative to a group of completions of one prompt."""
 PACKED = 48
 """Tokens of a row of packed sequences: the window fills two, no sequence is cut."""
-BEGUN = ("cpo-trainer", "orpo-trainer")
-"""Trainers that put <bos> before each prompt."""
-PAIRED = ("dpo-trainer", "online-dpo-trainer", *BEGUN)
-SAMPLED = (*GROUPED, "distillation-trainer")
-"""Trainers that generate in a method of their own: the stored completions are returned instead, as they are."""
-PROMPTED = (*SAMPLED, "online-dpo-trainer")
-"""Trainers whose dataset has prompts alone. Online DPO calls the model's `generate`, whose completions end with <eos>."""
 
 
 def rows(trainer: str) -> list[Row]:
     """The window of a trainer: groups of one prompt where advantages are relative to a group."""
-    return stored_window.rows(4 if trainer in GROUPED else 8)
+    return stored_window.rows(4 if SPECS[trainer].grouped else 8)
 
 
 def expected(trainer: str, part: Sequence[Row] | None = None) -> Sequences:
     """The token sequences that must reach the loss, each once."""
     chosen = rows(trainer) if part is None else part
     scored = sequences(trainer, chosen)
-    return scored + _of(trainer, chosen, "other") if trainer in PAIRED else scored
+    return scored + _of(trainer, chosen, "other") if SPECS[trainer].paired else scored
 
 
 def sequences(trainer: str, chosen: Sequence[Row]) -> Sequences:
     return _of(trainer, chosen, "completion")
 
 
-def pair(trainer: str, chosen: Sequence[Row]) -> tuple[Sequences, Sequences]:
-    """The chosen and the rejected sequences of the rows, for a trainer whose dataset has both."""
+def pair(trainer: str, chosen: Sequence[Row], penalty: float = 0.0) -> tuple[Sequences, Sequences]:
+    """The chosen and the rejected sequences of the rows: the dataset's, or those of the higher and the lower reward.
+
+    `penalty`: what a generated completion without an end loses.
+    """
+    if SPECS[trainer].generates:
+        return stored_window.preferred(chosen, penalty)
     return sequences(trainer, chosen), _of(trainer, chosen, "other")
 
 
+def labels(chosen: Sequence[Row]) -> list[bool]:
+    """Whether each row is desirable."""
+    return [row.label for row in chosen]
+
+
 def _of(trainer: str, chosen: Sequence[Row], name: str) -> Sequences:
-    found = stored_window.sequences(chosen, name, generated=trainer in SAMPLED)
-    return [([models.BOS, *tokens], start + 1) for tokens, start in found] if trainer in BEGUN else found
+    spec = SPECS[trainer]
+    found = stored_window.sequences(chosen, name, generated=spec.generates == "method")
+    return [([models.BOS, *tokens], start + 1) for tokens, start in found] if spec.begun else found
 
 
 def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
     """The window as the dataset that the trainer takes."""
     from datasets import Dataset
 
-    prompts = [r.prompt for r in chosen]
-    if trainer == "distillation-trainer" and not hasattr(drive.trl_class(TRAINERS[trainer]), "_generate_single_turn"):
+    spec, prompts = SPECS[trainer], [r.prompt for r in chosen]
+    if spec.given == "teacher_model" and not hasattr(drive.trl_class(spec.upstream), "_generate_single_turn"):
         return Dataset.from_dict({"messages": [[{"role": "user", "content": p}] for p in prompts]})
-    if trainer in PROMPTED:
-        return Dataset.from_dict({"prompt": list(dict.fromkeys(prompts)) if trainer in GROUPED else prompts})
+    if spec.generates:
+        return Dataset.from_dict({"prompt": list(dict.fromkeys(prompts)) if spec.grouped else prompts})
     columns: dict[str, list[Any]] = {"prompt": prompts, "completion": [r.completion for r in chosen]}
-    if trainer in ("dpo-trainer", *BEGUN):
+    if spec.data == "pairs":
         columns = {"prompt": prompts, "chosen": columns["completion"], "rejected": [r.other for r in chosen]}
-    if trainer == "kto-trainer":
-        columns["label"] = [r.label for r in chosen]
+    if spec.data == "labels":
+        columns["label"] = labels(chosen)
     return Dataset.from_dict(columns)
+
+
+def beta(trainer: str, s: SimpleNamespace) -> float:
+    """The weight of the reference or the teacher: the trainer's own, or the twin's."""
+    own = SPECS[trainer].beta
+    return float(s.beta) if own is None else own
 
 
 def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     """Arguments of the trainer's config for a twin."""
+    spec = SPECS[trainer]
     batch, accumulation = map(int, s.split.split("x"))
     out: dict[str, Any] = recorder.PLAIN | {
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": accumulation,
-        "beta": BETA.get(trainer, s.beta),
+        "beta": beta(trainer, s),
         "temperature": 1.0,
         "num_generations": stored_window.GENERATIONS,
         "max_length": None if s.padding == "none" else 64,
         "use_bias_correction_kl": False,
         **drive.checkpointing(s.checkpointing),
+        **spec.options,
     }
-    out |= {"loss_type": s.loss} if trainer == "grpo-trainer" else {}
-    if trainer == "distillation-trainer":  # up to 1.9 prompts are repeated, and the divergence is of one token
-        out |= {"num_generations": 1, "loss_top_k": 0}
-    out |= {"loss_type": "apo_zero_unpaired"} if trainer == "kto-trainer" else {}
-    out |= {"max_completion_length": None} if trainer in ("dpo-trainer", "kto-trainer", *BEGUN) else {}  # up to 0.28
-    out |= {"max_length": 256} if trainer in BEGUN else {}  # older releases cut prompts at 128 and want more than that
+    out |= {"loss_type": s.loss} if "loss" in spec.own else {}
     out |= {"pad_to_multiple_of": 16} if s.padding == "extra" else {}
     out |= {"padding_free": True} if s.padding == "none" else {}
     out |= {"packing": True, "max_length": PACKED} if s.padding == "packed" else {}
@@ -138,22 +128,21 @@ def build(
     Raises:
         Unsupported: when the installed version lacks the trainer or what the twin needs of its config.
     """
-    name = TRAINERS[trainer]
+    spec, name = SPECS[trainer], SPECS[trainer].upstream
     chosen = rows(trainer) if part is None else part
     config = drive.config(name)
     switches = {} if path == "released" else _fused(config, required=path == "fused")
     masked = {} if all(r.counted for r in chosen) else {"mask_truncated_completions": True}
     data = dataset(trainer, chosen)
     given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
-    # Before a config that would have every model loaded in shards.
     policy = stored_window.policy(s.model) if adapter is None else adapter.model(s.model)
     if ends:
         policy.generation_config.eos_token_id = list(ends)
     if adapter is not None:
         given["peft_config"] = adapter.config()
-    elif trainer in ("dpo-trainer", "kto-trainer", "online-dpo-trainer"):
+    elif spec.given == "ref_model":
         given["ref_model"] = models.model(s.model)
-    if trainer == "distillation-trainer":
+    if spec.given == "teacher_model":
         given["teacher_model"] = models.model(s.teacher)
     args = drive.arguments(config, "cpu", {**options(trainer, s), **switches, **masked, **more}, (*needed(s), *masked))
     given["processing_class"] = tokenizer = models.tokenizer(s.pad)
@@ -166,14 +155,12 @@ def build(
         adapter.move(out.model)
     if s.padding == "none" and not getattr(out, "padding_free", True):
         raise Unsupported("padding_free=True: the installed version falls back to padding")
-    if trainer in SAMPLED:
+    if spec.generates == "method":
         _hand_out(out, chosen)
-    if trainer == "online-dpo-trainer":
+    if spec.generates == "model":
         _generate_stored(out, chosen)
-    if s.tools and trainer == "distillation-trainer":
-        _generate_tools(out)
-    elif s.tools:
-        _with_tools(out)
+    if s.tools:
+        (_with_tools if spec.rewarded else _generate_tools)(out)
     return out
 
 

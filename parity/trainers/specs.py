@@ -1,0 +1,119 @@
+"""The trainers that checks drive: one table of what each is called, what it is given, and what there is of its twins."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerSpec:
+    """What checks and the rig have to know of a trainer.
+
+    Attributes:
+        upstream: class in TRL.
+        data: what its dataset has: prompts alone, with completions, with completions and labels, or with pairs of them.
+        generates: how it generates: in a method of its own, or by the model's `generate`, after which completions end with
+            <eos>; empty where it trains on stored ones.
+        grouped: its advantages are relative to a group of completions of one prompt.
+        begun: it puts <bos> before each prompt.
+        scored: it hands out log-probs, of logits over its temperature.
+        given: the model that it is handed besides the policy.
+        beta: of its config, where that is not a setting of the twin.
+        options: of its config, for a twin.
+        twins: settings that its twins are accumulated with, the first one also cut and padded; empty: no twins.
+        own: settings of a twin, or values of one, that not every trainer has.
+        accumulates: whether other settings are looked at in accumulated micro-batches; what goes wrong there hides them.
+        fused_fix: whether the path "fixed" is its fused one; else a fix of ours patches the plain one.
+    """
+
+    upstream: str
+    data: Literal["prompts", "completions", "labels", "pairs"] = "prompts"
+    generates: Literal["", "method", "model"] = ""
+    grouped: bool = False
+    begun: bool = False
+    scored: bool = False
+    given: Literal["", "ref_model", "teacher_model"] = ""
+    beta: float | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    twins: tuple[Mapping[str, Any], ...] = ()
+    own: tuple[str, ...] = ()
+    accumulates: bool = True
+    fused_fix: bool = True
+
+    @property
+    def paired(self) -> bool:
+        """Whether two completions of each prompt reach the loss."""
+        return self.data == "pairs" or self.generates == "model"
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether it takes reward functions."""
+        return self.grouped or self.generates == "model"
+
+
+WHOLE = {"max_completion_length": None}
+"""Up to 0.28 they cut completions."""
+UNCUT = WHOLE | {"max_length": 256}
+"""Older releases cut prompts at 128 and want more than that."""
+
+SPECS = {
+    "grpo-trainer": TrainerSpec(
+        "GRPOTrainer",
+        generates="method",
+        grouped=True,
+        scored=True,
+        twins=({"loss": "dapo", "beta": 0.04}, {"loss": "grpo"}),
+        own=("loss", "beta", "tools"),
+    ),
+    "rloo-trainer": TrainerSpec(
+        "RLOOTrainer", generates="method", grouped=True, scored=True, twins=({"beta": 0.04}, {}), own=("beta",)
+    ),
+    "async-grpo-trainer": TrainerSpec("AsyncGRPOTrainer", scored=True),
+    "online-dpo-trainer": TrainerSpec(
+        "OnlineDPOTrainer", generates="model", given="ref_model", beta=0.3, twins=({},), accumulates=False
+    ),
+    "dpo-trainer": TrainerSpec("DPOTrainer", "pairs", given="ref_model", beta=0.3, options=WHOLE, twins=({},)),
+    "kto-trainer": TrainerSpec(
+        "KTOTrainer",
+        "labels",
+        given="ref_model",
+        beta=0.3,
+        options=WHOLE | {"loss_type": "apo_zero_unpaired"},
+        twins=({},),
+    ),
+    "sft-trainer": TrainerSpec("SFTTrainer", "completions", twins=({},), own=("packed",)),
+    "distillation-trainer": TrainerSpec(
+        "DistillationTrainer",
+        generates="method",
+        given="teacher_model",
+        beta=0.5,
+        options={"num_generations": 1, "loss_top_k": 0},  # up to 1.9 prompts are repeated, divergences of one token
+        twins=({},),
+        own=("tools", "teacher"),
+    ),
+    "server-distillation-trainer": TrainerSpec("ServerDistillationTrainer"),
+    "gkd-trainer": TrainerSpec("GKDTrainer"),
+    "cpo-trainer": TrainerSpec("CPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT),
+    "orpo-trainer": TrainerSpec("ORPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT),
+    "gmpo-trainer": TrainerSpec(
+        "GMPOTrainer",
+        generates="method",
+        grouped=True,
+        twins=({"beta": 0.04},),
+        own=("beta", "tools"),
+        fused_fix=False,
+    ),
+}
+"""Family of the rows -> the trainer."""
+
+TRAINERS = {family: spec.upstream for family, spec in SPECS.items()}
+"""Family of the rows -> class in TRL."""
+JUDGED = tuple(family for family, spec in SPECS.items() if spec.twins)
+"""Families of the trainers that have twins."""
+TWINS = tuple(family for family in JUDGED if SPECS[family].fused_fix)
+"""Without the one that has a loss of its own in GRPO's trainer, whose adapters and processes it shares."""
+
+
+def spec_of(upstream: str) -> TrainerSpec:
+    """The trainer of a class in TRL."""
+    return next(spec for spec in SPECS.values() if spec.upstream == upstream)
