@@ -36,7 +36,7 @@ from parity.trainers.catalogue import is_trainer
 from parity.versions.commands.probe import rows
 from parity.versions.env.client import EnvironmentUnusable
 from parity.versions.env.environment import Environment
-from parity.versions.search.checks import CaseCheck, amount, gradient_norm, loss
+from parity.versions.search.checks import CaseCheck, amount, norm
 
 _Text = Annotated[str, Meta(min_length=1, pattern=r"^\S")]
 _Texts = Annotated[tuple[_Text, ...], Meta(min_length=1)]
@@ -148,17 +148,12 @@ def recall(records: Sequence[Record], say: Callable[[str], None], device: str = 
 
 def _in_environment(specs: tuple[str, ...], asked: Sequence[tuple[Record, bool]], device: str) -> list[Recheck]:
     try:
-        made = Environment.of(specs)
-        found = rows(made, *distinct([record.check for record, _ in asked]), device)
+        cases = {record.check.case.id: record.check.case for record, _ in asked}
+        implementations = sorted({record.check.implementation for record, _ in asked})
+        found = rows(Environment.of(specs), list(cases.values()), implementations, device)
     except EnvironmentUnusable as error:
         return [Recheck(record, specs, bad, "not run", None, f": {error}") for record, bad in asked]
     return [_judged(record, specs, bad, found) for record, bad in asked]
-
-
-def distinct(checks: Sequence[CaseCheck]) -> tuple[list[Case], list[str]]:
-    """The cases and implementations of several checks, each once."""
-    cases = {check.case.id: check.case for check in checks}
-    return list(cases.values()), sorted({check.implementation for check in checks})
 
 
 def _judged(record: Record, specs: tuple[str, ...], bad: bool, found: Sequence[Row]) -> Recheck:
@@ -168,13 +163,11 @@ def _judged(record: Record, specs: tuple[str, ...], bad: bool, found: Sequence[R
     parts = [answer.message] if answer.message else []
     factor = None
     if answer.verdict in ("agree", "disagree"):
-        for name, of in (("loss", loss), ("gradient norm", gradient_norm)):
-            value, exact = of(found, case, implementation)
-            if is_trainer(case.family) and value is None and exact is None:
-                continue  # a trainer check says what it measured in its own quantities
+        for name, pattern in (("loss", "loss"), ("gradient norm", "grad_*")):
+            value, exact = norm(found, case, implementation, pattern)
             if value is None and exact is None:
                 continue  # a family without this quantity, or whose definition has no finite one
-            plain, _ = of(found, case, record.reference)
+            plain, _ = norm(found, case, record.reference, pattern)
             beside = "" if implementation == record.reference else f"reference {amount(plain)}, "
             parts.append(f"{name} {amount(value)} ({beside}definition {amount(exact)})")
             if name == "gradient norm":

@@ -79,22 +79,16 @@ def amount(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
 
 
-def loss(found: Iterable[Row], case: Case, implementation: str) -> tuple[float | None, float | None]:
-    """Loss of an implementation, and by definition; None where it is absent or not finite."""
-    for r in found:
-        if (r.case, r.implementation, r.quantity) == (case.id, implementation, "loss"):
-            return r.value, r.value_oracle
-    return None, None
-
-
-def gradient_norm(found: Iterable[Row], case: Case, implementation: str) -> tuple[float | None, float | None]:
-    """Norm over all gradients together of an implementation, and by definition; None if absent or not finite."""
+def norm(found: Iterable[Row], case: Case, implementation: str, pattern: str) -> tuple[float | None, float | None]:
+    """Value, or norm over all gradients together, of an implementation, and by definition; None if absent or not finite."""
     mine = [r for r in found if r.case == case.id and r.implementation == implementation]
-    mine = [r for r in mine if str(r.quantity).startswith("grad_")]
-    return _norm([r.value for r in mine]), _norm([r.value_oracle for r in mine])
+    mine = [r for r in mine if fnmatchcase(str(r.quantity), pattern)]
+    return _together([r.value for r in mine]), _together([r.value_oracle for r in mine])
 
 
-def _norm(values: Sequence[float | None]) -> float | None:
+def _together(values: Sequence[float | None]) -> float | None:
+    if len(values) == 1:
+        return values[0]
     finite = [v for v in values if v is not None]
     return math.hypot(*finite) if finite and len(finite) == len(values) else None
 

@@ -23,6 +23,19 @@ from parity.versions.env.spec import Spec, parse_all
 from parity.versions.search.bisect import Find, Likeness, Measurement, SearchResult, bisect, reading
 
 Check = Callable[[Environment], Measurement]
+ENDED = {
+    "alike": "both ends are alike, there is nothing to search",
+    "swapped": "the ends are the wrong way round: swap --good and --bad, or change --find",
+    "unjudged": "an end could not be judged, so there is nothing to search between",
+    "unstable": "different results when repeated, so no release is blamed",
+}
+"""How a search ended that found nothing."""
+SAYS = {
+    Likeness.YES: "shows the change",
+    Likeness.NO: "does not show it",
+    Likeness.UNKNOWN: "could not be judged",
+}
+"""Of a package alone."""
 
 
 class SearchError(UsageError):
@@ -209,18 +222,11 @@ def _text(
 ) -> str:
     low, high = answers[found.low], answers[found.high]
     ends = f"{package} {found.low}: {_told(low)}; {package} {found.high}: {_told(high)}"
-    if found.outcome == "alike":
-        return f"{about}: both ends are alike, there is nothing to search. {ends}"
-    if found.outcome == "swapped":
-        return f"{about}: the ends are the wrong way round: swap --good and --bad, or change --find. {ends}"
-    if found.outcome == "unjudged":
-        return f"{about}: an end could not be judged, so there is nothing to search between. {ends}"
     if found.outcome == "unstable":
-        verdicts = [
-            f"{version} {made.verdict}" for version, made in found.measured if version in (found.low, found.high)
-        ]
-        return f"{about}: different results when repeated, so no release is blamed: {', '.join(verdicts)}. {ends}"
-
+        again = [f"{at} {made.verdict}" for at, made in found.measured if at in (found.low, found.high)]
+        ends = f"{ends}; in order: {', '.join(again)}"
+    if found.outcome != "found":
+        return f"{about}: {ENDED[found.outcome]}. {ends}"
     change = {"broken": "broke in", "fixed": "became right in"}[find] if found.by == "verdict" else "changed in"
     named = (package, "torch", "triton", *PARTNERS)
     rows = [("", found.low, found.high), ("verdict", low.verdict, high.verdict)]
@@ -239,12 +245,7 @@ def _text(
     lines.append(f"measured: {len(answers)} releases, decided by {found.by}, the pair {times} times")
     for name, answer, made in trials:
         before, after = moved[name]
-        says = {
-            Likeness.YES: "shows the change",
-            Likeness.NO: "does not show it",
-            Likeness.UNKNOWN: "could not be judged",
-        }
-        lines.append(f"alone: {name} {before} -> {after} {says[answer]} ({_told(made)})")
+        lines.append(f"alone: {name} {before} -> {after} {SAYS[answer]} ({_told(made)})")
     if trials and not any(answer is Likeness.YES for _, answer, _ in trials):
         lines.append("no single package shows the change alone: it takes them together")
     spec = {"low": f"{package}=={found.low}", "high": f"{package}=={found.high}"}
