@@ -22,7 +22,7 @@ from parity.judge.recipe import IEEE_FP32
 from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, judged, shared
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.step_rounding import Double, StepRounding
-from parity.trainers.definitions.training_step import ExactStep
+from parity.trainers.definitions.training_step import ExactStep, taken
 from parity.trainers.rig import drive, models, quantised_heads
 from parity.upstream import trl
 
@@ -124,7 +124,7 @@ class Batch:
         """Log-probs of the completion tokens by the model's own forward, (copies·2, LENGTH - PROMPT)."""
         rows = self.ids.repeat(copies, 1)
         z = model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False).logits / self.temperature
-        logps = torch.log_softmax(z[:, :-1], -1).gather(-1, rows[:, 1:, None]).squeeze(-1)
+        logps = taken(torch.log_softmax(z[:, :-1], -1), rows[:, 1:])
         return logps[:, PROMPT - 1 :]
 
     def definition(self, model: Any) -> Tensor:

@@ -46,14 +46,14 @@ class Batch:
     """
 
     def __init__(self, window: Sequences, architecture: str, model: Any):
-        scored, dists, self.averages = [], [], []
-        for z, (tokens, start) in zip(training_step.logits(model, [t for t, _ in window]), window, strict=True):
-            self.averages.append(z[start - 1 : -1].mean(-1))
-            dists.append(torch.log_softmax(z[start - 1 : -1], -1))
-            scored.append(dists[-1].gather(-1, torch.tensor(tokens[start:]).unsqueeze(-1))[:, 0])
+        own, dists, self.averages = [], [], []
+        for z, tokens in training_step.completion_logits(model, window):
+            self.averages.append(z.mean(-1))
+            dists.append(torch.log_softmax(z, -1))
+            own.append(training_step.taken(dists[-1], tokens))
         base = windows.completion_logps(stored_window.reference(architecture), window)
-        self.logps, self.ref = (torch.stack([t.sum() for t in side]) for side in (scored, base))
-        self.tokens, self.ref_tokens, table = torch.cat(scored), torch.cat(base), torch.cat(dists)
+        self.logps, self.ref = (torch.stack([t.sum() for t in side]) for side in (own, base))
+        self.tokens, self.ref_tokens, table = torch.cat(own), torch.cat(base), torch.cat(dists)
         self.entropy = -(table.exp() * table).sum(-1).mean()
         self.lengths = torch.tensor([len(t) - start for t, start in window], dtype=torch.float64)
 
@@ -127,7 +127,7 @@ def _sft(window: Sequences, s: SimpleNamespace, model: Any) -> Values:
 
 def _k3(d: Tensor) -> Tensor:
     """r - 1 - log r with r = π_ref/π, as in the losses of GRPO and GMPO."""
-    return (torch.expm1(d) - d).mean()
+    return windows.k3(d).mean()
 
 
 def _log_ratio(d: Tensor) -> Tensor:

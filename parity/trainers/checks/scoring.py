@@ -28,7 +28,7 @@ from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile,
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.bf16_model import BackboneRounding
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import ExactStep, logits
+from parity.trainers.definitions.training_step import ExactStep, completion_logits, taken
 from parity.trainers.rig import drive, models, stored_window
 from parity.upstream import trl
 
@@ -187,10 +187,8 @@ def _by_definition(dtype: str) -> ExactStep:
     slopes = [g[seen].double() for g, seen in zip(batch.cotangent, batch.scored, strict=True)]
 
     def weighted(model: Any) -> Tensor:
-        found = []
-        for z, (ids, start) in zip(logits(model, [t for t, _ in batch.window]), batch.window, strict=True):
-            logps = torch.log_softmax(z[start - 1 : -1].float() / TEMPERATURE, -1)
-            found.append(logps.gather(-1, torch.tensor(ids[start:]).unsqueeze(-1))[:, 0])
+        pairs = completion_logits(model, batch.window)
+        found = [taken(torch.log_softmax(z.float() / TEMPERATURE, -1), tokens) for z, tokens in pairs]
         return torch.stack([(g * logps).sum() for g, logps in zip(slopes, found, strict=True)]).sum()
 
     if dtype == "fp32":

@@ -9,14 +9,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.gates import Unit, judge
 from parity.trainers.check import CheckCall, CheckCase, CheckResult, bounded, by_profile, check, holds, judged, pairwise
-from parity.trainers.definitions import log_probs
+from parity.trainers.definitions import log_probs, windows
 from parity.trainers.definitions.log_probs import Truth, U
 from parity.trainers.rig import drive, models
 from parity.trainers.rig.first_step import FirstStep, run
@@ -122,7 +121,7 @@ def _grpo(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[CheckResul
     bound = float(truth.kl[truth.counted].max())
     yield bounded("kl", kl, 0.0, bound, f"KL {kl:.4g} at step 1, at most {bound:.2g} is rounding")
     if step.policy is not None and step.reference is not None:  # a fused loss hands out no log-probs
-        yield _recomputed(kl, step, lambda d: torch.expm1(d) - d)
+        yield _recomputed(kl, step, windows.k3)
     exact, terms = loss_at_ratio_one(step, "loss_type" in trl.fields(drive.config(call.trainer)))
     allowed = call.settings.beta * bound + (terms + 8) * U * float(step.advantages.abs().mean())
     yield bounded("loss", step.loss, exact, allowed, f"loss {step.loss:.5g} at ratio 1 and KL 0, expected {exact:.5g}")

@@ -10,6 +10,7 @@ from parity.judge.gates import ROW
 from parity.judge.recipe import IEEE_FP32, UNIT_ROUNDOFF
 from parity.trainers.check import CheckCall
 from parity.trainers.definitions.step_rounding import Double, StepRounding
+from parity.trainers.definitions.training_step import taken
 from parity.trainers.rig import checkpointing, drive, models
 
 U = UNIT_ROUNDOFF["fp32"]
@@ -45,7 +46,7 @@ def truth(call: CheckCall, ids: Tensor, mask: Tensor, completion: Tensor) -> Tru
     def logps(copies: int) -> Tensor:
         rows, seen = ids.repeat(copies, 1), mask.repeat(copies, 1)
         z = model(input_ids=rows, attention_mask=seen, use_cache=False).logits[:, :-1] / temperature
-        return torch.log_softmax(z, -1).gather(-1, rows[:, 1:, None]).squeeze(-1)
+        return taken(torch.log_softmax(z, -1), rows[:, 1:])
 
     with torch.no_grad(), Double():
         exact = logps(1)

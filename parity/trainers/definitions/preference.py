@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from parity.trainers.definitions import training_step, windows
+from parity.trainers.definitions import windows
+from parity.trainers.definitions.training_step import completion_logits, taken
 from parity.trainers.rig import stored_window
 from parity.trainers.rig.stored_window import Reference, Sequences
 
@@ -147,9 +148,9 @@ def _alignment(model: Any, window: Sequences) -> Tensor:
     """exp of the mean over a completion's tokens of log p(token) - log Σ p², without gradient, (N,)."""
     out = []
     with torch.no_grad():
-        for z, (tokens, start) in zip(training_step.logits(model, [t for t, _ in window]), window, strict=True):
-            logps = torch.log_softmax(z[start - 1 : -1], -1)
-            actual = logps.gather(-1, torch.tensor(tokens[start:]).unsqueeze(-1))[:, 0]
+        for z, tokens in completion_logits(model, window):
+            logps = torch.log_softmax(z, -1)
+            actual = taken(logps, tokens)
             out.append((actual - torch.logsumexp(2 * logps, -1)).mean().exp())
     return torch.stack(out)
 
@@ -249,10 +250,9 @@ def dft(window: Sequences, model: Any) -> Tensor:
 def smoothed(window: Sequences, smoothing: float, model: Any) -> Tensor:
     """mean over the completion tokens of -(1 - ε) log p(token) - ε·mean over the vocabulary of log p (arXiv 1512.00567)."""
     terms = []
-    for z, (tokens, start) in zip(training_step.logits(model, [t for t, _ in window]), window, strict=True):
-        table = torch.log_softmax(z[start - 1 : -1], -1)
-        actual = table.gather(-1, torch.tensor(tokens[start:]).unsqueeze(-1))[:, 0]
-        terms.append((1 - smoothing) * actual + smoothing * table.mean(-1))
+    for z, tokens in completion_logits(model, window):
+        table = torch.log_softmax(z, -1)
+        terms.append((1 - smoothing) * taken(table, tokens) + smoothing * table.mean(-1))
     return -torch.cat(terms).mean()
 
 

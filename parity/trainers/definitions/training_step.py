@@ -43,6 +43,17 @@ def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     return [found[i, : len(ids)] for i, ids in enumerate(sequences)]
 
 
+def completion_logits(model: Any, window: Sequence[tuple[list[int], int]]) -> list[tuple[Tensor, Tensor]]:
+    """Of each sequence the logits (T_i, V) that predict the tokens of its completion, and these tokens."""
+    found = logits(model, [tokens for tokens, _ in window])
+    return [(z[start - 1 : -1], torch.tensor(tokens[start:])) for z, (tokens, start) in zip(found, window, strict=True)]
+
+
+def taken(logps: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probs of the tokens (…, T) out of those of the whole vocabulary (…, T, V)."""
+    return logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
 def in_float32(rounding: type[StepRounding]) -> Callable[[int], StepRounding]:
     """Seed -> the arithmetic of a step in float32, as plain float32 code has it."""
     return functools.partial(rounding, IEEE_FP32, "fp32")

@@ -17,6 +17,7 @@ from parity.case.inputs import Inputs, defaults
 from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
 from parity.trainers.definitions import training_step
+from parity.trainers.definitions.training_step import completion_logits, taken
 from parity.trainers.rig import stored_window
 from parity.trainers.rig.stored_window import Reference, Sequences
 
@@ -26,11 +27,12 @@ CLIP = 0.2
 
 def completion_logps(model: Any, window: Sequences, temperature: float = 1.0) -> list[Tensor]:
     """Log-probs (T_i,) of the tokens of each completion."""
-    out = []
-    for z, (tokens, start) in zip(training_step.logits(model, [t for t, _ in window]), window, strict=True):
-        actual = torch.tensor(tokens[start:]).unsqueeze(-1)
-        out.append(torch.log_softmax(z[start - 1 : -1] / temperature, -1).gather(-1, actual)[:, 0])
-    return out
+    return [taken(torch.log_softmax(z / temperature, -1), tokens) for z, tokens in completion_logits(model, window)]
+
+
+def k3(d: Tensor) -> Tensor:
+    """r - 1 - log r of d = log r, for the small ones of a metric."""
+    return torch.expm1(d) - d
 
 
 def sums(model: Any, window: Sequences) -> Tensor:
@@ -241,13 +243,12 @@ def distillation(
     window: Sequences, teacher: Any, beta: float, tools: Callable[[Tensor], Tensor] | None, model: Any
 ) -> Tensor:
     """Mean over the completion tokens of the window of the generalised JSD to the teacher; a tool's are left out."""
-    tokens = [t for t, _ in window]
     with torch.no_grad():
-        q = training_step.logits(teacher, tokens)
+        q = completion_logits(teacher, window)
     terms = []
-    for z, w, (ids, start) in zip(training_step.logits(model, tokens), q, window, strict=True):
-        lp, lq = (torch.log_softmax(x[start - 1 : -1], -1) for x in (z, w))
+    for (z, tokens), (w, _) in zip(completion_logits(model, window), q, strict=True):
+        lp, lq = (torch.log_softmax(x, -1) for x in (z, w))
         gone = torch.zeros_like(lp, dtype=torch.bool)
         found = divergence(lp, lq, gone, gone, beta).sum(-1)
-        terms.append(found if tools is None else found[tools(torch.tensor(ids[start:])).bool()])
+        terms.append(found if tools is None else found[tools(tokens).bool()])
     return torch.cat(terms).mean()

@@ -122,6 +122,4 @@ def samples(batch: dict[str, Any]) -> list[Sample]:
 
 def student_logps(model: Any, batch: list[Sample], temperature: float) -> list[Tensor]:
     """Log-probs (T_i, V) at the positions that predict a completion token."""
-    found = training_step.logits(model, [tokens for tokens, _ in batch])
-    pairs = zip(found, batch, strict=True)
-    return [torch.log_softmax(z[start - 1 : -1] / temperature, -1) for z, (_, start) in pairs]
+    return [torch.log_softmax(z / temperature, -1) for z, _ in training_step.completion_logits(model, batch)]
