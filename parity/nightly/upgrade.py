@@ -9,6 +9,7 @@ from pathlib import Path
 
 from parity.errors import UsageError
 from parity.nightly import steps
+from parity.process import installed
 from parity.results.report import measured
 from parity.results.report.findings import normalised
 from parity.results.report.markdown import escape
@@ -65,9 +66,12 @@ def check(
 
     Raises:
         EnvironmentUnusable: when the environment of the other release cannot be made.
+        UsageError: where the package is not installed here.
     """
     package = spec.partition("==")[0]
-    now = f"{package}=={installed(package)}"
+    if not (version := installed(package)):
+        raise UsageError(f"upgrade-check: {package} is not installed here: there is nothing to upgrade from")
+    now = f"{package}=={version}"
     parts = []
     if config is not None:
         say(f"your settings in {now} and {spec}")
@@ -83,20 +87,6 @@ def check(
     parts.append(compared(now, spec, device, limit))
     parts.append(asked("audit", ["audit", "--with", spec, "--reports", str(reports / "audit")]))
     return verdict(parts), parts
-
-
-def installed(package: str) -> str:
-    """The version of a package here.
-
-    Raises:
-        UsageError: where it is not installed.
-    """
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        raise UsageError(f"upgrade-check: {package} is not installed here: there is nothing to upgrade from") from None
 
 
 def own_settings(before: str, after: str, wanted: team.Team, device: str, limit: float = LIMIT) -> Part:

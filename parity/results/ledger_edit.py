@@ -34,7 +34,7 @@ def entry(
     all its cases share (`sizes` left out), the installed version of `library`, the class where all have one, and the size of
     the failure where it has one.
     """
-    first = finding.lead
+    first, its = finding.lead, [part.source.rows[0].settings for part in finding.parts]
     failing = [r for r in finding.rows if r.failing]
     classes = {r.cls for r in failing} if len(finding.classes) == 1 else set()
     out: dict[str, Any] = {
@@ -45,7 +45,9 @@ def entry(
         "verdicts": sorted({r.verdict for r in failing}),
         "dtypes": sorted({r.dtype for r in finding.failing}),
         "devices": sorted({r.device for r in finding.failing}),
-        "settings": {k: v for k, v in case.settings.items() if k in finding.settings and k not in set(sizes)},
+        "settings": {
+            k: v for k, v in case.settings.items() if k not in set(sizes) and all(k in s and s[k] == v for s in its)
+        },
         "versions": {library: f"=={version}"} if library and (version := installed(library)) else {},
         "reason": reason,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -35,14 +35,6 @@ class Comparison:
         """Share of the cases in which our error is at most the peer's."""
         return sum(a <= b for a, b in self.pairs) / len(self.pairs)
 
-    def median(self, side: int) -> float:
-        """Median error: side 0 ours, 1 the peer's."""
-        return statistics.median(pair[side] for pair in self.pairs)
-
-    def worst(self, side: int) -> float:
-        """Greatest error; infinite where a value was missing, NaN or infinite against the oracle."""
-        return max(pair[side] for pair in self.pairs)
-
 
 def compare(rows: Iterable[Row], ours: Sequence[str] = OURS) -> list[Comparison]:
     """Each of `ours` with every peer of its family, by dtype; counts, relations and pooled slopes left out."""
@@ -84,7 +76,8 @@ def table(found: Sequence[Comparison]) -> str:
     """Markdown, one line a comparison."""
     lines = []
     for c in sorted(found, key=lambda c: (c.ours, c.dtype, c.kind, c.peer)):
-        sizes = [f"{measured.short(f(0))}, {measured.short(f(1))}" for f in (c.median, c.worst)]
+        sides = list(zip(*c.pairs, strict=True))
+        sizes = [", ".join(measured.short(of(side)) for side in sides) for of in (statistics.median, max)]
         lines.append([c.ours, c.peer, c.dtype, c.kind, f"{len(c.pairs):,}", *sizes, f"{c.no_farther:.0%}"])
     heads = ["ours", "peer", "dtype", "of", ">pairs", ">median: ours, peer", ">worst: ours, peer", ">ours no farther"]
     return "\n".join(measured.table(heads, lines))

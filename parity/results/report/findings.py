@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 from parity.results.row import JUDGED, STOPPED, Row, stopped_by
 
@@ -100,42 +99,24 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Cases in which one implementation fails in the same root quantities, under one ledger entry (`known`) or none.
+    """Cases in which one implementation fails in the same root quantities (none where there was no result), under one ledger
+    entry or, with `known` empty, none. `verdict`: disagree, nondeterministic, crashed, timed-out or out-of-memory."""
 
-    `shown` is the smallest case, which speaks for all; `wrong_in` are the root quantities, none where there was no result.
-    """
-
+    implementation: str
+    family: str
+    known: str | None
+    verdict: str
     wrong_in: frozenset[str]
     parts: tuple[Failure, ...]
 
     @cached_property
     def shown(self) -> Failure:
-        """Logic before precision; of calls that came to no end, one of which it is known whose fault it is."""
+        """The smallest case, which speaks for all: logic before precision, and one of which it is known whose fault it is."""
         logic = [p for p in self.parts if p.cls == "logic"]
         return min(
             logic or self.parts,
             key=lambda p: (p.verdict in STOPPED and lead_of(p.leads).blame is None, p.source.size),
         )
-
-    @property
-    def implementation(self) -> str:
-        """Whose it is."""
-        return self.shown.source.implementation
-
-    @property
-    def family(self) -> str:
-        """Of the loss."""
-        return self.shown.source.family
-
-    @property
-    def verdict(self) -> str:
-        """disagree, nondeterministic, crashed, timed-out or out-of-memory."""
-        return self.shown.verdict
-
-    @property
-    def known(self) -> str | None:
-        """Its ledger entry; None: it is new."""
-        return self.shown.known
 
     @property
     def key(self) -> str:
@@ -193,12 +174,6 @@ class Finding:
         return tuple(r for p in self.parts for r in p.failing)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Those that all its cases share."""
-        first, *others = (p.source.rows[0].settings for p in self.parts)
-        return {name: value for name, value in first.items() if all(name in s and s[name] == value for s in others)}
-
-    @property
     def minimised(self) -> bool | None:
         """Of the case that is shown; False: no time was left for it, None: it is of no kind that is minimised."""
         if any(r.minimised is True for r in self.shown.source.rows):
@@ -214,11 +189,15 @@ class Finding:
 
 def findings(cases: Iterable[ImplementationCase]) -> list[Finding]:
     """All findings: crashes and logic before precision, large before small, known ones last."""
-    groups: dict[tuple[str, ...], list[Failure]] = collections.defaultdict(list)
+    groups: dict[tuple[str, str, str | None, str, str], list[Failure]] = collections.defaultdict(list)
     for case in cases:
         for part in failures(case):
-            groups[case.implementation, case.family, part.known or "", part.verdict, part.label].append(part)
-    out = [Finding(roots, tuple(parts)) for group in groups.values() for roots, parts in _by_roots(group).items()]
+            groups[case.implementation, case.family, part.known, part.verdict, part.label].append(part)
+    out = [
+        Finding(implementation, family, known, verdict, roots, tuple(parts))
+        for (implementation, family, known, verdict, _), group in groups.items()
+        for roots, parts in _by_roots(group).items()
+    ]
     return sorted(out, key=_order)
 
 

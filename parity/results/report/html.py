@@ -3,15 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import jinja2
-
 from parity.results import memory, trend
 from parity.results.report import wording
-from parity.results.report.failure import text_of
-from parity.results.report.findings import Finding, findings, grouped, headroom
+from parity.results.report.findings import Finding, findings, grouped
+from parity.results.report.markdown import filled
 from parity.results.report.summary import Summary
-
-FOLDER = Path(__file__).with_name("page")
 
 
 def write(
@@ -23,26 +19,9 @@ def write(
 
 def render(summary: Summary, code: int = 0, reasons: Sequence[str] = (), past: Sequence[memory.Run] = ()) -> str:
     """The page, all that comes from rows escaped. `past`: kept runs; where this run is among them, it says what changed."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     change = trend.of(summary.run, past)
-    environment.globals.update(
-        summary=summary,
-        code=code,
-        reasons=wording.others(reasons),
-        change=change,
-        gone=_gone(change),
-        since=lambda finding: _since(finding, change),
-        w=wording,
-        headroom=headroom,
-        text_of=text_of,
-    )
-    return environment.get_template("page.html.j2").render()
+    values = {"summary": summary, "code": code, "reasons": wording.others(reasons), "change": change}
+    return filled("page.html.j2", **values, gone=_gone(change), since=lambda finding: _since(finding, change))
 
 
 def _since(finding: Finding, change: trend.Change | None) -> str:

@@ -99,8 +99,8 @@ class Coverage:
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """Everything a report says. `incomplete`: how far a run came that did not finish; `ended`: whether it came to its end in
-    order, if only because its time was over; `findings`: new ones; `known`: those of the ledger; `notes`: what a reader must know of an
-    implementation, such as where it was imported from."""
+    order, if only because its time was over; `findings`: new ones; `known`: those of the ledger; `notes`: what a reader must know
+    of an implementation, such as where it was imported from."""
 
     run: str
     header: About
