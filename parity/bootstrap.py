@@ -124,7 +124,7 @@ def install(folder: Path, system: bool, pins: str = "constraints.txt", more: tup
         given.write_text("\n".join(constraints) + "\n")
         # torch first and by its exact version: a resolver that meets it as a range may take another build
         first = [c for c in constraints if c.startswith("torch==")]
-        steps = ([first] if not system else []) + [["--editable", f"{ROOT}[dev]", *more]]
+        steps = ([first] if not system else []) + [["--editable", f"{ROOT}[harness,dev]", *more]]
         if not (not system and by_uv(python, given, steps)) and not by_pip(python, given, steps):
             print(f"pip failed; nothing is left half-made: remove {folder} and run make again")
             return 3

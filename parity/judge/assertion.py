@@ -13,8 +13,8 @@ import torch
 from parity.judge.escalation import CERTAIN, CONFIRMATION, REPLICAS, escalate, ladder
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
-from parity.judge.problem import NAMES, Problem, call, clone, gradient_name, is_floating, named
-from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, UNIT_ROUNDOFF, Recipe
+from parity.judge.problem import Problem, call, clone, gradient_name, is_floating, named
+from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 
 FIRST, SURE = 4, 0.5
 """Replicas that accept what is below `SURE` of the allowed error: their root mean square is off by a factor of 2 in one of a

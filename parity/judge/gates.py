@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, LARGEST, NARROW, UNIT_ROUNDOFF
+from parity.judge.recipe import HALF_SUBNORMAL, LARGEST, NAMES, NARROW, UNIT_ROUNDOFF
 from parity.judge.timings import within
 
 NORM, MAX, ROW, SLOPE, SCALAR, FIRST_ORDER = 3.0, 6.0, 6.0, 6.0, 6.0, 10.0
@@ -21,8 +21,6 @@ WORST = 2.0
 """Every gate but zero, and a count in float32, also allows this multiple of a replica's worst error: where one entry carries it,
 3·rms is a 3σ test of one number; where rounding moves an exponent (a KL term at τ = 1e-3) or decides whether a tail
 1 - Σp is clamped, rms says nothing of the tail. Twelve replicas cannot show one longer than √12·rms."""
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,11 +204,11 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     if tuple(value.shape) != tuple(unit.exact.shape):
         return failed(f"shape {tuple(value.shape)}, expected {tuple(unit.exact.shape)}")
     if not value.is_floating_point():
-        return failed(f"dtype {_NAMES.get(value.dtype, value.dtype)}, expected a floating-point one")
+        return failed(f"dtype {NAMES.get(value.dtype, value.dtype)}, expected a floating-point one")
     if not unit.scalar and value.dtype != dtype:
-        return failed(f"dtype {_NAMES.get(value.dtype, value.dtype)}, expected {_NAMES[dtype]}")
+        return failed(f"dtype {NAMES.get(value.dtype, value.dtype)}, expected {NAMES[dtype]}")
     # a scalar may come in any dtype, and is held to the finer of that and the one asked for
-    name = _NAMES[min((value.dtype, dtype), key=lambda d: UNIT_ROUNDOFF[_NAMES[d]]) if unit.scalar else value.dtype]
+    name = NAMES[min((value.dtype, dtype), key=lambda d: UNIT_ROUNDOFF[NAMES[d]]) if unit.scalar else value.dtype]
     u, eta, largest = UNIT_ROUNDOFF[name], HALF_SUBNORMAL[name], LARGEST[name]
     errors, v = unit.errors, value.detach().cpu().double()
     o = errors.o
@@ -270,10 +268,10 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         allowed, by_row = _tensor_gates(gates, e, errors, value.dtype, UNIT_ROUNDOFF[unit.compute])
     rtol = 6 * u
     agrees = all(g <= 1.0 for g in gates.values())
-    coarse = unit.scalar and UNIT_ROUNDOFF[_NAMES[value.dtype]] > UNIT_ROUNDOFF[name] and not agrees
+    coarse = unit.scalar and UNIT_ROUNDOFF[NAMES[value.dtype]] > UNIT_ROUNDOFF[name] and not agrees
     return Judgement(
         gates=gates,
-        message=message or (f"came in {_NAMES[value.dtype]}, expected {name}" if coarse else ""),
+        message=message or (f"came in {NAMES[value.dtype]}, expected {name}" if coarse else ""),
         overflows=overflows,
         rounded=UNIT_ROUNDOFF[unit.compute] > NARROW,
         undecided=0 if skip is None else int(skip.sum()),
@@ -292,7 +290,7 @@ def _tensor_gates(
     gates: dict[str, float], e: torch.Tensor, errors: Errors, dtype: torch.dtype, u_c: float
 ) -> tuple[float, torch.Tensor | None]:
     """Add the norm, max, row and slope gates; returns what the max gate allows, and the row gate each entry."""
-    o, name = errors.o, _NAMES[dtype]
+    o, name = errors.o, NAMES[dtype]
     u, eta = UNIT_ROUNDOFF[name], HALF_SUBNORMAL[name]
     rms, worst = errors.norms
     gates["norm"] = float(e.norm()) / max(NORM * max(rms, u * errors.norm, eta * o.numel() ** 0.5), WORST * worst)

@@ -7,8 +7,14 @@ from typing import Any
 
 import torch
 
+from parity.judge.recipe import HALF_SUBNORMAL, NAMES
+
 FEW = 6
 """Indices that a hint names."""
+NEARLY_ALL, FAR = 0.9, 10.0
+"""Share of the squared error at some indices, and how many times that of any other each of them has, for a hint to name them."""
+SMALL = 2.0**-5
+"""Entries below this share of the root mean square have cancelled; their relative error says little."""
 
 
 def hints(
@@ -22,7 +28,8 @@ def hints(
         return ["not finite"]
     if not bool(v.any()):
         return ["all zero where the definition is not"]
-    return [*_factor(v, o, _sizes(tensors, inputs)), *_places(v - o)]
+    units = o.abs() + float(o.norm()) / o.numel() ** 0.5 * SMALL + HALF_SUBNORMAL[NAMES[value.dtype]]
+    return [*_factor(v, o, _sizes(tensors, inputs)), *_places((v - o) / units)]
 
 
 def _sizes(tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> dict[str, float]:
@@ -47,11 +54,14 @@ def _factor(v: torch.Tensor, o: torch.Tensor, sizes: Mapping[str, float]) -> Ite
 
 
 def _places(e: torch.Tensor) -> Iterator[str]:
-    """Indices of a dimension, at most a quarter of it, that hold nearly all of the error."""
+    """Indices of a dimension, at most a quarter of it, that hold nearly all of the relative error."""
     for d in range(e.dim()):
-        by = e.abs().movedim(d, 0).reshape(e.shape[d], -1).amax(1)
-        large = by > 0.03 * by.max()
-        if 0 < int(large.sum()) <= max(1, e.shape[d] // 4) and bool((by[~large] < 1e-3 * by.max()).all()):
-            where = large.nonzero().flatten().tolist()
-            shown = ", ".join(map(str, where[:FEW])) + ("…" if len(where) > FEW else "")
+        energy = e.square().movedim(d, 0).reshape(e.shape[d], -1).sum(1)
+        ordered, order = energy.sort(descending=True)
+        few = 1 + int((ordered.cumsum(0) < NEARLY_ALL * ordered.sum()).sum())
+        if few > max(1, len(energy) // 4) or (few < len(energy) and not ordered[few - 1] > FAR * ordered[few]):
+            continue
+        where = sorted(order[:few].tolist())
+        shown = ", ".join(map(str, where[:FEW])) + ("…" if few > FEW else "")
+        if few < len(energy):
             yield f"only at index {shown} of dimension {d}, which has {e.shape[d]}"

@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map, 
 
 from parity.judge.operations import AnyOperation, OwnConstants, as_definition
 from parity.judge.oracle import Oracle, Quantities
-from parity.judge.recipe import DTYPES, UNIT_ROUNDOFF, Recipe
+from parity.judge.recipe import NAMES, UNIT_ROUNDOFF, Recipe
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_STACK = 1 << 22
 """Entries of the largest tensor in one stack of replicas; beyond it a stack is split."""
 

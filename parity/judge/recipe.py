@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TF32, TF32_TRUNCATED = "tf32", "tf32-truncated"
 UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 NARROW = 2.0**-20
