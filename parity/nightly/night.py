@@ -27,6 +27,7 @@ from parity.results.report.wording import count
 from parity.running import outcome
 from parity.running import run as running
 from parity.running.provenance import resolve_device
+from parity.running.state import has
 
 UNSLOTH = "2026.10.9"
 """Release of unsloth-zoo that a night judges, in an environment of its own: it does not install beside the newest TRL."""
@@ -145,7 +146,7 @@ def _long_run(
     ended = next((one for one in every if night.resume and one.id == book.kept), None)
     if ended is not None:
         return running.read_back(path, ended.exit_code, ended.reasons)
-    going_on = night.resume and running.has(path, book.seed, book.profile)
+    going_on = night.resume and has(path, book.seed, book.profile)
     options = running.Options(
         profile=book.profile,
         families=tuple(book.families),

@@ -2,49 +2,35 @@
 
 import collections
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from parity.results.header import Part
 from parity.running.plan import Shard
 
 SECONDS = {"frozen": 1.5, "checks": 4.0, "drawn": 0.15, "pairs": 10.0, "finding": 20.0}
 SECONDS |= {"drawn policy": 0.4, "drawn divergence": 0.2}
-"""CPU seconds of a case by kind, or by kind and family, where no earlier run has told."""
+"""CPU seconds of a case by kind, or by kind and family, as they were measured."""
 
 
-def expected(shard: Shard, before: Mapping[str, Part]) -> float:
-    """CPU seconds that a shard will take: as it took in the run before, or as cases of its kind and family took there."""
-    if (same := before.get(shard.name)) and same.cases == shard.count:
-        return same.seconds
-    start = f"{shard.family} {shard.kind} "
-    alike = [part for name, part in before.items() if name.startswith(start) and part.cases]
-    if alike:
-        return shard.count * sum(p.seconds for p in alike) / sum(p.cases for p in alike)
+def expected(shard: Shard) -> float:
+    """CPU seconds that a shard may take."""
     return shard.count * SECONDS.get(f"{shard.kind} {shard.family}", SECONDS[shard.kind])
 
 
 class Deck:
     """Shards that nobody has yet.
 
-    Frozen cases come first: the ledger rests on them. With `shares` (family -> weight, 1 where none is named), time goes to
-    the families in these proportions, and the shards of a family keep their order. After `deadline` only frozen cases are
-    dealt. When all is done, `more` is asked once.
+    Frozen cases come first: the ledger rests on them. With a `deadline` every family gets as much time as another, its shards
+    keep their order, and after it only frozen cases are dealt. When all is done, `more` is asked once.
     """
 
     def __init__(
-        self,
-        shards: Sequence[Shard],
-        before: Mapping[str, Part] | None = None,
-        shares: Mapping[str, float] | None = None,
-        deadline: float | None = None,
-        more: Callable[[], Sequence[Shard]] = tuple,
+        self, shards: Sequence[Shard], deadline: float | None = None, more: Callable[[], Sequence[Shard]] = tuple
     ):
         self.out: dict[str, Shard] = {}
-        self.shares, self.deadline, self._more = shares, deadline, more
-        self._spent: dict[str, float] = collections.defaultdict(float)
-        self._expected = {s.name: expected(s, before or {}) for s in shards}
-        limited = shares is not None
-        self.left = sorted(shards, key=lambda s: (s.kind != "frozen", 0 if limited else -self._expected[s.name]))
+        self.deadline, self._more = deadline, more
+        self._spent = collections.defaultdict[str, float](float)
+        limited = deadline is not None
+        self.left = sorted(shards, key=lambda s: (s.kind != "frozen", 0.0 if limited else -expected(s)))
 
     def take(self, has: Sequence[tuple[str, int]] = ()) -> Shard | None:
         """The next shard, or None: nothing is left, or not before others are done.
@@ -60,24 +46,18 @@ class Deck:
         if not able:
             return None
         shard = able[0]
-        if self.shares is not None and shard.kind not in ("frozen", "finding"):
-            weight = self.shares
-            shard = min(
-                able, key=lambda s: (self._spent[s.family] / weight.get(s.family, 1.0), -weight.get(s.family, 1.0))
-            )
+        if self.deadline is not None and shard.kind not in ("frozen", "finding"):
+            shard = min(able, key=lambda s: self._spent[s.family])
         mine = next((s for s in able if s.kind == "drawn" and (s.family, s.index) in has), None)
-        if mine and shard.kind == "drawn" and (self.shares is None or mine.family == shard.family):
-            shard = mine if 2 * self._long(mine) > self._long(shard) else shard
+        if mine and shard.kind == "drawn" and (self.deadline is None or mine.family == shard.family):
+            shard = mine if 2 * expected(mine) > expected(shard) else shard
         self.left.remove(shard)
         self.out[shard.name] = shard
-        self._spent[shard.family] += self._long(shard)
+        self._spent[shard.family] += expected(shard)
         return shard
 
     def back(self, shard: Shard, seconds: float | None = None) -> None:
         """A shard is done, in so many CPU seconds, or will not be."""
         del self.out[shard.name]
         if seconds is not None:
-            self._spent[shard.family] += seconds - self._long(shard)
-
-    def _long(self, shard: Shard) -> float:
-        return self._expected.get(shard.name, 0.0)
+            self._spent[shard.family] += seconds - expected(shard)

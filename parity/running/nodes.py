@@ -14,10 +14,11 @@ from msgspec.structs import replace
 from parity import data
 from parity.errors import UsageError
 from parity.results.header import Asked, Header
-from parity.running import plan, resume, supervisor
+from parity.running import plan, supervisor
 from parity.running.deck import Deck
 from parity.running.events import Event, Judged, Lost, ShardDone
 from parity.running.plan import MEMORY, Shard
+from parity.running.state import same
 from parity.running.supervisor import Told
 
 PATIENCE = 600.0
@@ -153,7 +154,7 @@ def differs(head: Header, there: Header, node: str) -> str:
         now.files = then.files
     there.header.ends = head.header.ends
     try:
-        resume.same(node, there, head)
+        same(node, there, head)
     except UsageError as error:
         return str(error)
     return ""

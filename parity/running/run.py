@@ -1,10 +1,7 @@
 """A whole run: deal the shards, watch the workers, write rows, decide the exit code."""
 
 import collections
-import contextlib
 import dataclasses
-import fcntl
-import os
 import random
 import secrets
 import time
@@ -21,55 +18,21 @@ from parity.compare.pooled_slope import pooled
 from parity.errors import UsageError
 from parity.process import Terminated, stopping
 from parity.registry import family, load, loss_families
-from parity.results.header import Asked, End, Header, Last, Part, Parted
-from parity.results.report.rows import parts, read, rewrite, writer
+from parity.results.header import End, Last, Part, Parted
+from parity.results.report.rows import read, writer
 from parity.results.row import Row
-from parity.running import outcome, resume, supervisor
+from parity.running import outcome, supervisor
 from parity.running.deck import Deck
 from parity.running.events import Apart, At, Checked, Confirmed, Judged, Lost, ShardDone, Started
 from parity.running.findings import Findings
 from parity.running.nodes import Nodes
 from parity.running.plan import Options, Shard, check, planned
 from parity.running.provenance import header, resolve_device
+from parity.running.state import RunResult, again, joined, locked, same
 from parity.trainers import catalogue
 
 FIXED_SEED = 20261120
 TIMEOUT, FIRST_TIMEOUT = 180.0, 300.0
-
-
-@dataclasses.dataclass
-class RunResult:
-    """What a run came to."""
-
-    header: Header
-    rows: list[Row]
-    stale: list[str]
-    lost: list[str]
-    exit_code: int
-    reasons: list[str]
-    options: Options
-
-
-@dataclasses.dataclass
-class State:
-    """What there is of a run so far. `cases`: how many of each shard; `parts`: the shards that are done."""
-
-    header: Header
-    rows: list[Row] = dataclasses.field(default_factory=list)
-    parts: dict[str, Part] = dataclasses.field(default_factory=dict)
-    cases: dict[str, int] = dataclasses.field(default_factory=dict)
-    lost: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def done(self) -> int:
-        """Cases of the plan that were run."""
-        mine = self.header.header.shards
-        return sum(count for name, count in self.cases.items() if name in mine)
-
-    @property
-    def stale(self) -> list[str]:
-        """Ledger entries whose own case agrees now."""
-        return sorted(entry for part in self.parts.values() for entry, stale in part.checked.items() if stale)
 
 
 def execute(
@@ -84,7 +47,7 @@ def execute(
     """
     before = None
     if options.resume is not None:
-        options, before = resume.again(options)
+        options, before = again(options)
     check(options)
     device = resolve_device(options.device)
     profile = PROFILES[options.profile]
@@ -98,53 +61,49 @@ def execute(
     head.header.dimensions = {n: defaults(family(n).settings) for n in every}
     head.header.asked = options.asked()
     head.header.plan = {shard.name: shard.count for shard in plan.shards}
-    mine = head.header.shards
-    of, path, begun, ended = sum(mine.values()), options.file, time.monotonic(), 0
-    state = State(head)
+    of, path, begun = sum(head.header.shards.values()), options.file, time.monotonic()
     with locked(options.reports):
-        known = parts(path)
         if before is not None:
-            state = resume.state(State, path, head, *before)
-            head = state.header
-            say(f"going on after {state.done:,} of {of:,} cases")
-            rewrite(path, replace(head, parts=list(state.parts.values())), state.rows)
+            same(path, before.header, head)
+            if before.header.header.plan != head.header.plan:
+                raise UsageError(f"{path}: its run was planned otherwise: run anew")
+            say(f"going on after {before.done:,} of {of:,} cases")
+            before.rewrite(path)
+        state = before or RunResult(head)
+        state.options = options
         found = Findings(state.rows, profile, len(plan.extra), options.max_time, options.confirm, options.findings)
         deadline = found.deadline(plan.settings)
 
         def tell(now: str, stage: str) -> None:
             progress(state.rows, state.done, of, now, stage, None if deadline is None else deadline - time.time())
 
-        deck = Deck(
-            sorted(
-                (shard for shard in plan.shards if shard.name in mine and shard.name not in state.parts),
-                key=lambda shard: _place(shard, seed) if options.max_time is not None else 0.0,
-            ),
-            known,
-            None if options.max_time is None else {},
-            deadline,
-            lambda: found.sought(plan.shards, state.parts),
-        )
+        mine = head.header.shards
+        left = [shard for shard in plan.shards if shard.name in mine and shard.name not in state.parts]
+        if options.max_time is not None:
+            left.sort(key=lambda shard: _place(shard, seed))
+        deck = Deck(left, deadline, lambda: found.sought(plan.shards, state.parts))
         say(nodes.announcement if nodes else plan.announcement)
         with writer(path, append=before is not None) as write:
             if before is None:
                 write(head)
             try:
-                workers = [plan.settings | one for one in plan.extra]
-                limits = TIMEOUT, FIRST_TIMEOUT
                 with stopping():
                     if not cannot:
-                        _follow(
-                            state,
+                        limits = TIMEOUT, FIRST_TIMEOUT
+                        workers = [plan.settings | one for one in plan.extra]
+                        events = (
                             nodes.run(plan.settings, deck, head, limits)
                             if nodes
-                            else supervisor.run(workers, deck, *limits),
-                            found,
-                            write,
-                            tell,
+                            else supervisor.run(workers, deck, *limits)
                         )
+                        _follow(state, events, found, write, tell)
             except KeyboardInterrupt as error:
-                ended = outcome.TERMINATED if isinstance(error, Terminated) else outcome.INTERRUPTED
-        return finish(options, state, device, path, ended, cannot, found.changed, begun)
+                state.exit_code = outcome.TERMINATED if isinstance(error, Terminated) else outcome.INTERRUPTED
+        if found.changed:
+            state.rewrite(path)
+        finish(state, device, path, cannot)
+        state.header.header.seconds = round(time.monotonic() - begun, 1)
+        return state
 
 
 def _place(shard: Shard, seed: int) -> float:
@@ -152,7 +111,7 @@ def _place(shard: Shard, seed: int) -> float:
 
 
 def _follow(
-    state: State,
+    state: RunResult,
     events: Iterator[supervisor.Told],
     found: Findings,
     write: Callable[[Any], None],
@@ -161,11 +120,10 @@ def _follow(
     """The events of a run, into its state and its file."""
     run = state.header.run
     roles = {i.id: i.role for i in (load() | catalogue.implementations()).values()}
-    checked: dict[str, dict[str, bool | None]] = {}
-    shown: dict[str, list[tuple[str, str | None]]] = {}
-    apart: dict[str, dict[str, list[tuple[str, str, str]]]] = {}
+    underway: dict[str, Part] = {}
     now = ""
     for shard, event in events:
+        part = underway.setdefault(shard.name, Part(name=shard.name, cases=0))
         match event:
             case Judged():
                 role = roles.get(event.row.implementation, event.row.role)
@@ -176,12 +134,12 @@ def _follow(
                 if event.lost:
                     found.lost(state.rows[-1])
             case Checked():
-                checked.setdefault(shard.name, {})[event.entry] = event.stale
+                part.checked[event.entry] = event.stale
             case Confirmed():
-                shown[shard.name] = event.shown
+                part.shown = event.shown
                 found.confirmed(shard, event.shown)
             case Apart():
-                apart[shard.name] = {event.implementation: event.pairs}
+                part.apart = {event.implementation: event.pairs}
             case Lost():
                 state.lost.append(event.message)
             case Started():
@@ -189,35 +147,23 @@ def _follow(
             case At():
                 state.cases[shard.name] = event.number
             case ShardDone():
-                state.cases[shard.name] = event.cases
+                state.cases[shard.name] = part.cases = event.cases
+                part.seconds, part.spent = event.seconds, event.spent
                 if event.cases == shard.count:
-                    part = Part(name=shard.name, cases=event.cases, seconds=event.seconds, spent=event.spent)
-                    part.checked, part.shown = checked.get(part.name, {}), shown.get(part.name)
-                    part.apart = apart.get(part.name, {})
                     state.parts[part.name] = part
                     write(Parted(part=part, run=run))
         progress(now, found.stage(shard) if shard.kind == "finding" else "")
 
 
-def finish(
-    options: Options,
-    state: State,
-    device: str,
-    path: Path,
-    ended: int = 0,
-    cannot: str | None = None,
-    changed: bool = False,
-    begun: float | None = None,
-) -> RunResult:
-    """The rows about the whole run, the exit code and the record of the end. `changed`: rows that stand in the file have."""
-    head, of = state.header, sum(state.header.header.shards.values())
-    if changed:
-        rewrite(path, replace(head, parts=list(state.parts.values())), state.rows)
+def finish(state: RunResult, device: str, path: Path, cannot: str | None = None) -> None:
+    """The rows about the whole run, its exit code and the record of its end."""
+    head, of, ended = state.header, sum(state.header.header.shards.values()), state.exit_code
     whole = [replace(row, run=head.run, shard=UNSET) for row in pooled(state.rows)]
     state.rows += whole
-    stale = state.stale
     code, reasons = (
-        (outcome.NOTHING, [cannot]) if cannot else outcome.judge_run(options, state.rows, stale, state.lost, device)
+        (outcome.NOTHING, [cannot])
+        if cannot
+        else outcome.judge_run(state.options, state.rows, state.stale, state.lost, device)
     )
     complete = state.done == of and not ended and not state.lost
     if ended:
@@ -231,24 +177,14 @@ def finish(
             write(row)
         write(Last(end=head.end, run=head.run))
     head.parts = list(state.parts.values())
-    if begun is not None:
-        head.header.seconds = round(time.monotonic() - begun, 1)
-    return RunResult(head, state.rows, stale, state.lost, code, reasons, options)
+    state.exit_code, state.reasons = code, reasons
 
 
 def read_back(path: Path, exit_code: int, reasons: Sequence[str]) -> RunResult:
     """A run that came to its end, from its file: every row that it wrote, those of shards that its time cut short too."""
     header, rows = read(path)
-    state = State(header, rows, {part.name: part for part in header.parts or ()})
-    return RunResult(header, rows, state.stale, [], exit_code, [*reasons], Options())
-
-
-def has(path: Path, seed: int, profile: str) -> bool:
-    """Whether a results file is of a run with this seed and profile."""
-    with contextlib.suppress(UsageError):
-        about = read(path)[0].header
-        return (about.seed, about.profile) == (seed, profile)
-    return False
+    parts = {part.name: part for part in header.parts or ()}
+    return RunResult(header, rows, parts, exit_code=exit_code, reasons=[*reasons])
 
 
 def merge(paths: Sequence[Path], out: Path) -> RunResult:
@@ -257,16 +193,16 @@ def merge(paths: Sequence[Path], out: Path) -> RunResult:
     Raises:
         UsageError: for files that are not of one run, naming what differs.
     """
-    head, rows = resume.joined(paths)
-    parts = {part.name: part for part in head.parts or ()}
-    options = Options.of(head.header.asked or Asked(), device="auto", reports=out.parent)
-    check(options)
+    found = joined(paths)
+    asked = found.header.header.asked
+    assert asked
+    found.options = Options.of(asked, device="auto", reports=out.parent)
+    check(found.options)
     with locked(out.parent):
-        rewrite(out, head, rows)
-        head.parts = UNSET
-        state = State(head, rows, parts, {name: part.cases for name, part in parts.items()})
-        missing = outcome.NOTHING if set(head.header.shards) - set(parts) else 0
-        return finish(options, state, head.header.device or "cpu", out, missing)
+        found.rewrite(out)
+        found.exit_code = outcome.NOTHING if set(found.header.header.shards) - set(found.parts) else 0
+        finish(found, found.header.header.device or "cpu", out)
+    return found
 
 
 def stopped_after(plan: Mapping[str, int], cases: Mapping[str, int]) -> str:
@@ -276,30 +212,3 @@ def stopped_after(plan: Mapping[str, int], cases: Mapping[str, int]) -> str:
         done[name.partition(" ")[0]] += cases.get(name, 0)
         of[name.partition(" ")[0]] += count
     return ", ".join(f"{name} after {done[name]:,} of {of[name]:,} cases" for name in of if done[name] < of[name])
-
-
-@contextlib.contextmanager
-def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
-    """A folder of reports for one run, or night, at a time: two would write their rows under one header.
-
-    Raises:
-        UsageError: naming the process of the other.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / name, "a+")  # noqa: SIM115 held open as long as the lock is
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot be written: {error.strerror}") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise UsageError(
-                f"{folder}: process {file.read().strip() or 'another'} writes its reports there; choose another --reports"
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield
-        file.truncate(0)

@@ -2,7 +2,6 @@
 
 import time
 
-from parity.results.header import Part
 from parity.running.deck import Deck, expected
 from parity.running.plan import Shard
 
@@ -19,13 +18,10 @@ def emptied(deck, seconds=lambda shard: None):
     return out
 
 
-def test_the_longest_is_first_as_the_run_before_had_it():
-    a, b, c = shard("policy", 0), shard("policy", 50), shard("logprobs", 0)
-    assert emptied(Deck([c, a, b])) == [("policy", 0), ("policy", 50), ("logprobs", 0)]
-    before = {p.name: p for p in (Part(name=c.name, cases=50, seconds=90.0), Part(name=b.name, cases=50, seconds=60.0))}
-    assert expected(a, before) == 60.0, "as others of its kind and family"
-    assert emptied(Deck([a, b, c], before)) == [("logprobs", 0), ("policy", 0), ("policy", 50)]
-    assert expected(b, {b.name: Part(name=b.name, cases=7, seconds=60.0)}) == 50 * 60 / 7, "it was another one then"
+def test_the_longest_is_first():
+    a, b, c, pairs = shard("policy", 0), shard("policy", 50), shard("logprobs", 0), shard("logprobs", 0, 1, "pairs")
+    assert emptied(Deck([c, a, pairs, b])) == [("policy", 0), ("policy", 50), ("logprobs", 0), ("logprobs", 0)]
+    assert expected(a) == 20.0 and expected(c) == 7.5 and expected(pairs) == 10.0
 
 
 def test_frozen_cases_come_first_and_findings_when_all_is_done():
@@ -40,23 +36,20 @@ def test_frozen_cases_come_first_and_findings_when_all_is_done():
 
 def test_limited_time_is_shared_out_and_nothing_starves():
     shards = [shard(family, start) for family in ("policy", "logprobs", "dpo") for start in range(0, 500, 50)]
-    deck = Deck(shards, shares={"dpo": 2.0}, deadline=time.time() + 60)
+    deck = Deck(shards, deadline=time.time() + 60)
     first = [family for family, _ in emptied(deck, lambda s: {"policy": 200.0}.get(s.family, 10.0))][:12]
-    assert first[0] == "dpo" and first.count("dpo") > first.count("logprobs") > first.count("policy") == 1, (
-        "it took longer than expected"
-    )
+    assert first.count("dpo") > first.count("policy") == 1 < first.count("logprobs"), "it took longer than expected"
 
 
 def test_where_time_is_limited_a_family_keeps_the_order_that_it_was_given():
-    shards = [shard("dpo", start, 4, "checks") for start in (0, 4, 8)]
-    before = {s.name: Part(name=s.name, cases=4, seconds=s.start + 1.0) for s in shards}
-    assert [start for _, start in emptied(Deck(shards, before, {}))] == [0, 4, 8]
-    assert [start for _, start in emptied(Deck(shards, before))] == [8, 4, 0]
+    shards = [shard("dpo", start, count, "checks") for start, count in ((0, 1), (4, 2), (8, 4))]
+    assert [start for _, start in emptied(Deck(shards, time.time() + 60))] == [0, 4, 8]
+    assert [start for _, start in emptied(Deck(shards))] == [8, 4, 0]
 
 
 def test_after_the_deadline_only_frozen_cases_and_findings():
     finding = shard("policy", 9, 1, "finding")
-    deck = Deck([shard("policy", 0), shard("dpo", 0, 3, "frozen")], shares={}, deadline=1.0, more=lambda: [finding])
+    deck = Deck([shard("policy", 0), shard("dpo", 0, 3, "frozen")], deadline=1.0, more=lambda: [finding])
     assert emptied(deck) == [("dpo", 0), ("policy", 9)]
 
 

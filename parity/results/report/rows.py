@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from parity.decoding import convert, decode, json_of, of_schema, short
 from parity.errors import UsageError
-from parity.results.header import Header, Last, Part, Parted
+from parity.results.header import Header, Last, Parted
 from parity.results.row import SCHEMA, Row
 
 Record: TypeAlias = Header | Row | Parted | Last | Mapping[str, Any]
@@ -113,20 +113,6 @@ def rewrite(path: Path, header: Header, rows: Iterable[Row]) -> None:
         for part in header.parts or ():
             write(Parted(part=part, run=header.run))
     draft.replace(path)
-
-
-def parts(path: Path) -> dict[str, Part]:
-    """The shards that a file says are done, of whatever can be read of it: a hint of how long each takes."""
-    found: dict[str, Part] = {}
-    if not path.is_file():  # a device may have no end
-        return found
-    with contextlib.suppress(OSError), path.open("rb") as lines:
-        for line in lines:
-            if line.startswith(PART):
-                with contextlib.suppress(UsageError):
-                    part = decode(Parted, line, "part").part
-                    found[part.name] = part
-    return found
 
 
 def _take(line: bytes, where: str, header: Header, rows: list[Row]) -> None:
