@@ -21,12 +21,10 @@ class Probe:
         setting: as in the family's table.
         value: what it is moved to.
         among: further settings, the same on both sides.
-        names: how libraries spell it; where they read it is looked for under these.
         back: settings that go back to their default with it.
         off: inputs -> tensors exchanged on the way back, where the setting is a tensor.
         bases: settings of both sides, one after the other until an implementation runs on one.
         stays: the definition does not move: an implementation that does is wrong.
-        callers: it belongs to the caller of a bare loss (accumulation, masks, the head's adapter).
         data: the value names what the tensors of every pair are, not a value of the setting.
         leaves: the only leaves, where the others would not be there without the setting.
         outputs: outputs that the setting asks for; without it they get no upstream gradient.
@@ -36,12 +34,10 @@ class Probe:
     setting: str
     value: Any
     among: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    names: tuple[str, ...] = ()
     back: tuple[str, ...] = ()
     off: Callable[[Inputs], Tensors] = lambda x: {}
     bases: tuple[Mapping[str, Any], ...] = ({},)
     stays: bool = False
-    callers: bool = False
     data: bool = False
     leaves: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
@@ -51,11 +47,6 @@ class Probe:
     def label(self) -> str:
         """`setting=value`, with its note."""
         return f"{self.setting}={self.value}" + (f" ({self.note})" if self.note else "")
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """The names under which a source may read it."""
-        return self.names or (self.setting,)
 
 
 CALLING = ("context", "cotangent", "grad", "layout", "layouts")

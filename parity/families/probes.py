@@ -35,11 +35,9 @@ def _as_built_without(setting: str, *names: str) -> Callable[[Inputs], Tensors]:
 SUPPORT = ("ids", "support_ids", "support_logps", "top1_ids", "top1_logps", "label_logps")
 
 
-CAP = ("final_logit_softcapping", "softcap", "softcapping")
-
 HEAD = (
     Probe("temperature", 0.7),
-    Probe("softcap", 3.0, names=CAP),
+    Probe("softcap", 3.0),
     Probe("logit_scale", 0.3),
     Probe("bias", "random", off=_without("bias")),
 )
@@ -51,9 +49,9 @@ LOGPROBS = (
     Probe("temperature", 0.7, {"softcap": 3.0}, note="with softcap 3"),
     Probe("logit_scale", 0.3, {"softcap": 3.0}, note="with softcap 3"),
     Probe("bias", "random", {"temperature": 0.7}, off=_without("bias"), note="with temperature 0.7"),
-    Probe("ignored", "some", names=("ignore_index", "row_mask"), off=_as_built_without("ignored", "ids")),
-    Probe("entropy", "gradient", names=("entropy", "return_entropy", "compute_entropy"), outputs=("entropy",)),
-    Probe("chunk_size", 5, names=("chunk_size", "vocab_chunk_size"), stays=True),
+    Probe("ignored", "some", off=_as_built_without("ignored", "ids")),
+    Probe("entropy", "gradient", outputs=("entropy",)),
+    Probe("chunk_size", 5, stays=True),
 )
 
 LOSS_TYPES = tuple(
@@ -61,73 +59,53 @@ LOSS_TYPES = tuple(
     for value in ("bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 )
 
-RATIO = ("importance_sampling_ratio", "vllm_is_ratio")
-STEPS = ("current_gradient_accumulation_steps", "gradient_accumulation_steps", "accumulation_steps")
 KL = {"beta": 0.5, "ref": "apart"}
 
 POLICY = (
     *HEAD,
-    Probe("head", "tied", names=("previous_ids",), callers=True),
-    Probe("head", "lora", names=("lora_a", "lora_b", "active_adapters"), callers=True, leaves=("hidden",)),
+    Probe("head", "tied"),
+    Probe("head", "lora", leaves=("hidden",)),
     *LOSS_TYPES,
     Probe("importance_sampling_level", "sequence"),
-    Probe("epsilon", 0.05, {"epsilon_high": 0.28}, names=("epsilon", "epsilon_low", "eps_low")),
-    Probe("epsilon_high", 0.5, names=("epsilon_high", "eps_high")),
+    Probe("epsilon", 0.05, {"epsilon_high": 0.28}),
+    Probe("epsilon_high", 0.5),
     Probe("delta", 1.8),
     Probe("beta", 0.5, {"ref": "apart"}, off=_without("ref_logps")),
     Probe("use_bias_correction_kl", True, KL),
-    Probe("old", "mixed", names=("old_per_token_logps", "old_logps"), off=_without("old_logps")),
-    Probe("ratio", "token", {"ratio_range": "wide"}, RATIO, off=_without("importance_sampling_ratio")),
-    Probe("ratio", "sequence", {"ratio_range": "wide"}, RATIO, off=_without("importance_sampling_ratio")),
+    Probe("old", "mixed", off=_without("old_logps")),
+    Probe("ratio", "token", {"ratio_range": "wide"}, off=_without("importance_sampling_ratio")),
+    Probe("ratio", "sequence", {"ratio_range": "wide"}, off=_without("importance_sampling_ratio")),
     Probe("off_policy_mask_threshold", 0.1, {"sampler": "given"}),
-    Probe(
-        "sampler",
-        "given",
-        {"off_policy_mask_threshold": 0.1},
-        ("sampling_per_token_logps",),
-        off=_without("sampling_logps"),
-    ),
-    Probe("entropy_quantile", True, names=("top_entropy_quantile",), off=_without("top_entropy_quantile")),
+    Probe("sampler", "given", {"off_policy_mask_threshold": 0.1}, off=_without("sampling_logps")),
+    Probe("entropy_quantile", True, off=_without("top_entropy_quantile")),
     Probe("entropy_coef", 0.3),
     Probe("advantages", "token", off=lambda x: {"advantages": x.advantages[:, 0]}),
     Probe(
         "lengths",
         "ragged",
         data=True,
-        names=("completion_mask", "attention_mask", "mask"),
         off=lambda x: {n: torch.ones_like(x.tensors[n]) for n in ("mask", "completion_mask")},
-        callers=True,
     ),
-    Probe(
-        "holes",
-        True,
-        names=("tool_mask",),
-        off=lambda x: {"tool_mask": None, "mask": x.completion_mask},
-        callers=True,
-        note="tool mask",
-    ),
-    Probe("accumulation", 4, {"steps_per_generation": 4}, STEPS, ("steps_per_generation",), callers=True),
+    Probe("holes", True, off=lambda x: {"tool_mask": None, "mask": x.completion_mask}, note="tool mask"),
+    Probe("accumulation", 4, {"steps_per_generation": 4}, back=("steps_per_generation",)),
     Probe(
         "accumulation",
         4,
         {"steps_per_generation": 4, "loss_type": "dapo"},
-        STEPS,
-        ("steps_per_generation",),
+        back=("steps_per_generation",),
         stays=True,
-        callers=True,
         note="dapo",
     ),
-    Probe("steps_per_generation", 2, {"loss_type": "dapo"}, callers=True, note="dapo"),
+    Probe("steps_per_generation", 2, {"loss_type": "dapo"}, note="dapo"),
     Probe(
         "other_tokens",
         40,
         {"loss_type": "dapo"},
-        ("num_items_in_batch",),
         off=lambda x: {"num_items_in_batch": x.mask.sum()},
         note="dapo: num_items_in_batch",
     ),
     Probe("max_completion_length", 512, {"loss_type": "dr_grpo"}),
-    Probe("mode", "eval", {"accumulation": 4, "steps_per_generation": 4}, ("training", "mode"), callers=True),
+    Probe("mode", "eval", {"accumulation": 4, "steps_per_generation": 4}),
     Probe("sapo_temperature_pos", 0.3, {"loss_type": "sapo", "advantages": "positive"}),
     Probe("sapo_temperature_neg", 3.0, {"loss_type": "sapo", "advantages": "negative"}),
     Probe("vespo_k_pos", 1.0, {"loss_type": "vespo", "advantages": "positive"}),
@@ -147,38 +125,18 @@ ANY = (*DENSE, SPARSE, MIXED)
 DIVERGENCE = (
     *(dataclasses.replace(probe, bases=ANY) for probe in HEAD),
     *(Probe("beta", value) for value in (0.0, 1.0, 0.1)),
-    Probe("teacher_softcap", 1.0, names=("teacher_final_logit_softcapping", "teacher_softcap"), bases=DENSE),
+    Probe("teacher_softcap", 1.0, bases=DENSE),
     Probe("teacher_logit_scale", 0.3, bases=DENSE),
-    Probe(
-        "teacher_bias",
-        "random",
-        names=("teacher_bias", "teacher_lm_head_bias"),
-        off=_without("teacher_bias"),
-        bases=DENSE,
-    ),
-    Probe(
-        "ignored",
-        "some",
-        names=("labels", "ignore_index", "mask", "target"),
-        off=_as_built_without("ignored", *SUPPORT),
-        bases=ANY,
-    ),
-    Probe(
-        "num_items",
-        "given",
-        {"other_tokens": 40},
-        ("num_items_in_batch",),
-        off=_without("num_items_in_batch"),
-        bases=DENSE,
-    ),
+    Probe("teacher_bias", "random", off=_without("teacher_bias"), bases=DENSE),
+    Probe("ignored", "some", off=_as_built_without("ignored", *SUPPORT), bases=ANY),
+    Probe("num_items", "given", {"other_tokens": 40}, off=_without("num_items_in_batch"), bases=DENSE),
     Probe(
         "extra_vocabulary",
         9,
-        names=("vocab_size",),
         off=_as_built_without("extra_vocabulary", "teacher_weight", "teacher_bias"),
         bases=DENSE,
         stays=True,
     ),
-    Probe("tail", False, {"sparse": "topk", "beta": 0.0}, ("loss_add_tail", "add_tail")),
+    Probe("tail", False, {"sparse": "topk", "beta": 0.0}),
     Probe("chunk_size", 3, bases=DENSE, stays=True),
 )

@@ -24,8 +24,7 @@ from parity.registry import facts, family, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report.failure import text_of
 from parity.tools import replay
-from parity.tools.audit.pairs import Pairs
-from parity.tools.audit.verdicts import answer
+from parity.tools.audit import Pairs, answer
 from parity.trainers.catalogue import is_trainer
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.gradients import gradients
