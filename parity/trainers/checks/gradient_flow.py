@@ -9,24 +9,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, holds, pairwise
-from parity.trainers.rig import drive, models
+from parity.trainers.rig import drive, models, recorder
 from parity.upstream import trl
 
 TRAINERS = (
-    "grpo-trainer",
-    "rloo-trainer",
-    "online-dpo-trainer",
-    "dpo-trainer",
-    "sft-trainer",
-    "cpo-trainer",
-    "orpo-trainer",
-    "gmpo-trainer",
+    *("grpo-trainer", "rloo-trainer", "online-dpo-trainer", "dpo-trainer", "sft-trainer"),
+    *("cpo-trainer", "orpo-trainer", "gmpo-trainer"),
 )
 TRAINED = {
     "all": "every parameter",
@@ -64,18 +57,18 @@ def cases(seed: int) -> Iterator[CheckCase]:
 def gradient_flow(call: CheckCall) -> Iterator[CheckResult]:
     """One step gives every trainable parameter a finite gradient that is not zero, and moves it."""
     trainer = build(call)
-    seen: dict[str, Tensor | None] = {}
-    _record(trainer, seen)
     named = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
     before = {n: p.detach().clone() for n, p in named.items()}
     failure = ""
     with drive.fixed(call, trainer):
         try:
-            log = drive.train(trainer)
+            with drive.seeded():
+                seen = next(iter(recorder.train(trainer).gradients), {})
+            log = drive.logged(trainer)
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
-            log, failure = {}, str(error).partition("\n")[0]
+            seen, log, failure = {}, {}, str(error).partition("\n")[0]
     reached = _reached(named)
     dead = [n for n in reached if seen.get(n) is None or not bool(seen[n].any())]  # type: ignore[union-attr]
     infinite = [n for n, g in seen.items() if g is not None and not bool(g.isfinite().all())]
@@ -110,19 +103,6 @@ def build(call: CheckCall) -> Any:
             if "lora_B" in name:
                 parameter.copy_(0.02 * normal(2, name, parameter.shape).to(parameter))
     return trainer
-
-
-def _record(trainer: Any, seen: dict[str, Tensor | None]) -> None:
-    """Keep a copy of every gradient as the optimizer finds it."""
-    from transformers import TrainerCallback
-
-    class Recorder(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            for name, parameter in trainer.model.named_parameters():
-                if parameter.requires_grad:
-                    seen[name] = None if parameter.grad is None else parameter.grad.detach().clone()
-
-    trainer.add_callback(Recorder())
 
 
 def _reached(named: Mapping[str, Any]) -> list[str]:

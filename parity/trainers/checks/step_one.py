@@ -32,12 +32,7 @@ SETTINGS = {
     "padding_free": Setting(False, "packed without padding, where the trainer can", (False, True)),
 }
 TRAINERS = ("grpo-trainer", "rloo-trainer", "online-dpo-trainer", "dpo-trainer")
-ABSENT = {
-    "grpo-trainer": ("padding_free",),
-    "rloo-trainer": ("padding_free",),
-    "online-dpo-trainer": ("padding_free",),
-    "dpo-trainer": ("padding_free", "temperature"),
-}
+ABSENT = dict.fromkeys(TRAINERS, ("padding_free",)) | {"dpo-trainer": ("padding_free", "temperature")}
 """What a trainer has no option for: one case asks whether that still holds, the others do without it."""
 A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("grpo-trainer", {"model": "gemma4"}),

@@ -83,12 +83,8 @@ def _watch_scores(trainer: Any) -> FirstStep:
         elif args[0] is not trainer.model or trainer.ref_model is None:
             seen["reference"] = args[1], logps  # RLOO scores the old policy first, the reference last
 
-    def lost(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        seen.setdefault("inputs", {k: v for k, v in args[1].items() if torch.is_tensor(v)})
-        seen.setdefault("loss", float((out[0] if isinstance(out, tuple) else out).detach()))
-
     drive.spied(trainer, drive.scorer(trainer), scored)
-    drive.spied(trainer, "compute_loss", lost)
+    _spy_loss(trainer, seen)
     log = drive.train(trainer)
     x = seen["inputs"]
     given = x.get("ref_per_token_logps")
@@ -99,6 +95,16 @@ def _watch_scores(trainer: Any) -> FirstStep:
     ids = torch.cat([x["prompt_ids"], x["completion_ids"]], 1)
     reference = in_order(ids, *seen["reference"]) if given is None else given
     return FirstStep(ids, mask, completion, seen.get("policy"), reference, seen["loss"], log, x["advantages"])
+
+
+def _spy_loss(trainer: Any, seen: dict[str, Any]) -> None:
+    """The first inputs of the loss, and its value."""
+
+    def lost(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        seen.setdefault("inputs", {k: v for k, v in args[1].items() if torch.is_tensor(v)})
+        seen.setdefault("loss", float((out[0] if isinstance(out, tuple) else out).detach()))
+
+    drive.spied(trainer, "compute_loss", lost)
 
 
 def in_order(ids: Tensor, scored: Tensor, logps: Tensor) -> Tensor:
@@ -124,12 +130,7 @@ def _watch_online(trainer: Any) -> FirstStep:
 def _watch_pairs(trainer: Any) -> FirstStep:
     """DPO: the batch as the loss got it; log-ratios show in its metrics."""
     seen: dict[str, Any] = {}
-
-    def lost(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        seen.setdefault("inputs", {k: v for k, v in args[1].items() if torch.is_tensor(v)})
-        seen.setdefault("loss", float((out[0] if isinstance(out, tuple) else out).detach()))
-
-    drive.spied(trainer, "compute_loss", lost)
+    _spy_loss(trainer, seen)
     log = drive.train(trainer)
     x = seen["inputs"]
     if "completion_mask" not in x or "input_ids" not in x:

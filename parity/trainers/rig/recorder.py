@@ -66,29 +66,27 @@ def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
     scored = _scores_in_forward(trainer)
     earlier = vars(trainer).get("_forward")
 
+    def weighed(model: Any, run: Callable[[], Any]) -> Any:
+        if not weigh or len(steps.batches) > 1:
+            return run()
+        with _kept_bytes(model) as count:
+            out = run()
+        steps.activations = count()
+        return out
+
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return scored(model, *args, **kwargs)
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         steps.batches.append({name: _kept(value) for name, value in zip(names, args, strict=False)})
         steps.items.append(None)
-        if not weigh or len(steps.batches) > 1:
-            return scored(model, *args, **kwargs)
-        with _kept_bytes(model) as count:
-            out = scored(model, *args, **kwargs)
-        steps.activations = count()
-        return out
+        return weighed(model, lambda: scored(model, *args, **kwargs))
 
     def recording(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         steps.batches.append({k: _kept(v) for k, v in inputs.items()})
         items = kwargs.get("num_items_in_batch")
         steps.items.append(None if items is None else float(items))
-        if not weigh or len(steps.batches) > 1:
-            return compute_loss(model, inputs, *args, **kwargs)
-        with _kept_bytes(model) as count:
-            out = compute_loss(model, inputs, *args, **kwargs)
-        steps.activations = count()
-        return out
+        return weighed(model, lambda: compute_loss(model, inputs, *args, **kwargs))
 
     def stepping(*args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = training_step(*args, **kwargs)

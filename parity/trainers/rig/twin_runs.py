@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,8 +214,12 @@ def _hand_out(trainer: Any, chosen: Sequence[Row]) -> None:
     trainer._generate_single_turn = generate
 
 
-def generate_in_model(trainer: Any, stored: Mapping[tuple[int, ...], Sequence[list[int]]]) -> None:
-    """The stored completions in place of `model.generate`, which distillation up to 1.9 calls for each micro-batch."""
+def generate_in_model(
+    trainer: Any,
+    stored: Mapping[tuple[int, ...], Sequence[list[int]]],
+    handed: Callable[[Tensor], Any] = lambda sequences: SimpleNamespace(sequences=sequences),
+) -> None:
+    """The stored completions of a prompt in turn, in place of `model.generate`: distillation's up to 1.9, online DPO's."""
     turns = {prompt: itertools.cycle(completions) for prompt, completions in stored.items()}
     ends = trainer.processing_class.eos_token_id
     if trainer.processing_class.pad_token_id == ends and any(c[-1] != ends for own in stored.values() for c in own):
@@ -224,16 +228,11 @@ def generate_in_model(trainer: Any, stored: Mapping[tuple[int, ...], Sequence[li
     def generate(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
         prompts = [tuple(tokens[seen.bool()].tolist()) for tokens, seen in zip(input_ids, attention_mask, strict=True)]
         completions = [torch.tensor(next(turns[prompt])) for prompt in prompts]
-        new = _padded(completions, trainer)
-        return SimpleNamespace(sequences=torch.cat([input_ids, new.to(input_ids)], 1))
+        filled = trainer.processing_class.pad_token_id
+        new = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True, padding_value=filled)
+        return handed(torch.cat([input_ids, new.to(input_ids)], 1))
 
     trainer.model.generate = generate
-
-
-def _padded(completions: list[Tensor], trainer: Any) -> Tensor:
-    """Completions of one length, as `model.generate` fills them up: with the padding token of the trainer's tokenizer."""
-    value = trainer.processing_class.pad_token_id
-    return torch.nn.utils.rnn.pad_sequence(completions, batch_first=True, padding_value=value)
 
 
 def handed_names(generate: Any) -> list[str]:
@@ -256,16 +255,7 @@ def _generate_stored(trainer: Any, chosen: Sequence[Row]) -> None:
         ]
         for r in chosen
     }
-
-    def generate(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Tensor:
-        count = len(input_ids) // stored_window.GENERATIONS
-        completions = []
-        for i, (tokens, seen) in enumerate(zip(input_ids, attention_mask, strict=True)):
-            completions.append(torch.tensor(stored[tuple(tokens[seen.bool()].tolist())][i // count]))
-        new = _padded(completions, trainer)
-        return torch.cat([input_ids, new.to(input_ids)], 1)
-
-    trainer.model.generate = generate
+    generate_in_model(trainer, stored, lambda sequences: sequences)
 
 
 def external(tokens: Tensor) -> Tensor:
