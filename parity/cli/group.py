@@ -20,6 +20,7 @@ IN_PROCESS = frozenset({"replay", "audit"})
 
 REMOVED: dict[str, str] = {
     "history-of": "`parity notify` says since when each finding is seen; kept runs are JSON in reports/history/",
+    "schema": "docs/results.md explains the fields of a results file",
     "matrix": "compare two releases with `parity compare PKG==VER PKG==VER`, find the one that changed with `parity bisect PKG`",
     "mutants": "in a checkout, `make selftest` runs the deliberately wrong implementations with pytest",
 }

@@ -8,13 +8,8 @@ CUT = "its time was over"
 class CommandOutcome(msgspec.Struct, frozen=True):
     """One command and what came of it.
 
-    Attributes:
-        name: of the step.
-        command: the command line.
-        exit_code: None where it was stopped before its end and had found nothing.
-        seconds: on the clock.
-        tail: the last lines that it printed.
-        reached: where its time was over before its end, how far it came.
+    `exit_code`: None where it was stopped before its end and had found nothing. `tail`: the last lines that it printed.
+    `reached`: where its time was over before its end, how far it came.
     """
 
     name: str

@@ -65,19 +65,11 @@ class Missing:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A run beside those before it.
+    """A run beside those before it: the one before of the same profile and device, and the last green one of these.
 
-    Attributes:
-        run: the run in question.
-        before: the run before it of the same profile and device, or None.
-        green: the last green one of these, or None.
-        lives: by key, every finding of this run and of the one before it.
-        new: keys of what this run finds and no ledger entry covers, and the one before it had not.
-        still: the same, which the one before it had too.
-        fixed: what the run before had and this one compared and did not find.
-        growth: headrooms that grew.
-        missing: comparisons that fell.
-        moved: package -> (version in the last green run, version now); empty without a green run before.
+    `lives`: by key, every finding of this run and of the one before it. Keys: `new`, what this run finds and no ledger entry
+    covers, and the one before had not; `still`, what it had too; `fixed`, what it had and this one compared and did not find.
+    `moved`: package -> (version in the last green run, version now).
     """
 
     run: Run

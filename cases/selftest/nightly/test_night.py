@@ -60,6 +60,8 @@ def test_a_whole_short_night_and_the_next_one(tmp_path, warm_workers):
         "--skip",
         "history",
         "--skip",
+        "mutants",
+        "--skip",
         "unsloth",
         "--skip",
         "upstream",
