@@ -27,7 +27,7 @@ STORED = tuple(t for t in JUDGED if SPECS[t].generates != "method")
 SYNCED = ("dpo-trainer", "kto-trainer", "grpo-trainer", "rloo-trainer")
 """Trainers with sync_ref_model."""
 TRUNCATING = ("grpo-trainer", "rloo-trainer")
-"""Trainers with mask_truncated_completions, which their own tests of a loss look at."""
+"""Trainers with mask_truncated_completions, GRPO's subclass GMPO left out."""
 GROUPED = tuple(t for t in JUDGED if SPECS[t].grouped)
 MIXED = 0.6
 """ref_model_mixup_alpha of the runs."""
@@ -37,7 +37,7 @@ CLIP = (0.2, 0.28)
 """ε and ε_high of the runs whose ratios are beyond them."""
 TWO_STEPS = {"max_steps": 2, "learning_rate": 0.05}
 """The second step must differ from the first."""
-EPOCH = {"max_steps": -1, "num_train_epochs": 1}
+EPOCH = {"max_steps": -1, "num_train_epochs": 1, "dataloader_drop_last": False}
 
 
 class Run:
@@ -272,42 +272,57 @@ class Window:
     losses: tuple[str, ...] = ()
 
 
-BARE = (1, 4, 5)
-"""Completions without <eos>."""
-KEPT = EPOCH | {"dataloader_drop_last": False}
-SYNC = TWO_STEPS | {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": MIXED}
-ENTROPY = TWO_STEPS | {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.05}
-BOUNDS = {"epsilon": CLIP[0], "epsilon_high": CLIP[1], "logging_strategy": "steps", "logging_steps": 1}
-EVALUATED = {"per_device_eval_batch_size": 8, "num_generations_eval": stored_window.GENERATIONS}
-REUSED = ("steps_per_generation",)
+def _entropy(target: float, applied: float, left: float) -> Window:
+    """The coefficient that is applied in the second step, and the one that is left, with this target."""
+    adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.05, "entropy_target": target}
+    judge = functools.partial(_adaptive, applied=applied, left=left)
+    return Window(judge, ("grpo-trainer",), "4x1", config=TWO_STEPS | adaptive, needs=("use_adaptive_entropy",))
+
 
 WINDOWS = {
-    "evaluation": Window(_evaluation, JUDGED, config=EVALUATED),
-    "incomplete": Window(lambda run: _last(run, 4, 1), STORED, "1x4", config=KEPT, count=5),
-    "uneven": Window(lambda run: _last(run, 4, 3), STORED, "2x2", config=KEPT, count=7),
+    "evaluation": Window(
+        _evaluation,
+        JUDGED,
+        config={"per_device_eval_batch_size": 8, "num_generations_eval": stored_window.GENERATIONS},
+    ),
+    "incomplete": Window(lambda run: _last(run, 4, 1), STORED, "1x4", config=EPOCH, count=5),
+    "uneven": Window(lambda run: _last(run, 4, 3), STORED, "2x2", config=EPOCH, count=7),
     "second": Window(_second, STORED, "2x2", config=TWO_STEPS),
     "resumed": Window(_resumed, STORED, "2x2", config=TWO_STEPS),
-    "synced": Window(_synced, SYNCED, "2x2", 0.04, SYNC, needs=("sync_ref_model",)),
-    "truncated": Window(_truncated, TRUNCATING, truncated=BARE, losses=LOSSES),
-    "ends": Window(_truncated, TRUNCATING, truncated=BARE, ended=(0, 6)),
-    "adaptive": Window(
-        functools.partial(_adaptive, applied=0.15, left=0.2),
-        ("grpo-trainer",),
-        "4x1",
-        config=ENTROPY | {"entropy_target": 100.0},
-        needs=("use_adaptive_entropy",),
+    "synced": Window(
+        _synced,
+        SYNCED,
+        "2x2",
+        beta=0.04,
+        config=TWO_STEPS | {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": MIXED},
+        needs=("sync_ref_model",),
     ),
-    "satisfied": Window(
-        functools.partial(_adaptive, applied=0.0, left=0.0),
-        ("grpo-trainer",),
-        "4x1",
-        config=ENTROPY | {"entropy_target": 0.0},
-        needs=("use_adaptive_entropy",),
+    "truncated": Window(_truncated, TRUNCATING, truncated=(1, 4, 5), losses=LOSSES),
+    "ends": Window(_truncated, TRUNCATING, truncated=(1, 4, 5), ended=(0, 6)),
+    "adaptive": _entropy(target=100.0, applied=0.15, left=0.2),
+    "satisfied": _entropy(target=0.0, applied=0.0, left=0.0),
+    "generation": Window(
+        _generation,
+        GROUPED,
+        "2x2",
+        config=TWO_STEPS | {"steps_per_generation": 4},
+        needs=("steps_per_generation",),
+        losses=LOSSES,
     ),
-    "generation": Window(_generation, GROUPED, "2x2", config=TWO_STEPS | {REUSED[0]: 4}, needs=REUSED, losses=LOSSES),
-    "clipped": Window(_clipped, GROUPED, config=BOUNDS, needs=("epsilon", "epsilon_high"), losses=("dapo",)),
+    "clipped": Window(
+        _clipped,
+        GROUPED,
+        config={"epsilon": CLIP[0], "epsilon_high": CLIP[1], "logging_strategy": "steps", "logging_steps": 1},
+        needs=("epsilon", "epsilon_high"),
+        losses=("dapo",),
+    ),
     "misaligned": Window(
-        _misaligned, GROUPED, "2x3", config=TWO_STEPS | EPOCH | {REUSED[0]: 2}, needs=REUSED, losses=LOSSES
+        _misaligned,
+        GROUPED,
+        "2x3",
+        config=TWO_STEPS | {"max_steps": -1, "num_train_epochs": 1, "steps_per_generation": 2},
+        needs=("steps_per_generation",),
+        losses=LOSSES,
     ),
 }
 """Kind -> window. Incomplete: five sequences in windows of four. Uneven: seven, two by two: the last micro-batch holds one."""
