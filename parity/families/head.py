@@ -141,7 +141,8 @@ def logits(x: Inputs, of_teacher: bool = False) -> torch.Tensor:
     followed by TRL's sampling temperature.
     """
     s = x.settings
-    unbiased, biased = ("teacher", "teacher") if of_teacher else ("logits", "biased")
+    plain, biased = ("teacher", "teacher") if of_teacher else ("logits", "biased")
+    unbiased = plain if x.bias is None else "unbiased teacher" if of_teacher else "unbiased"
     hidden, weight = x.hidden.flatten(-3, -2), x.weight
     if s.__dict__.get("head") == "tied":  # the embedding of the previous token comes from the same matrix
         embedding, weight = (

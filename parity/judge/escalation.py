@@ -13,9 +13,10 @@ CONFIRMATION = 60
 LAST_WORD, LAST_WORD_LOGITS = 480, 1 << 23
 """The most replicas, as far as that many logits go: where rounding decides which token wins (bf16 logits over a temperature
 of 1e-3) an entry is near 0 in nearly every replica and large in a few."""
-NEAR, LAST_WORD_NEAR = 3.0, 1 << 25
-"""A headroom so near to agreement is judged with replicas of that many logits: sixty of a head of 270,000 entries say 1.02 where
-480 say 0.39."""
+NEAR, LAST_WORD_NEAR, HELD = 3.0, 1 << 28, 1 << 26
+"""A headroom so near to agreement is judged with replicas of that many logits, a minute at most, which hold no more than that
+many entries of a quantity: where two tokens' logits round apart in one replica of thirty, sixty of a head of 540,000 entries say
+1.6 and 240 say 0.6."""
 CERTAIN = 100.0
 """Headroom that no replicas mend where errors are spread like a bell: at 10 already their root mean square would have come
 out ten times too small with a probability below 1e-9 (χ² with 12 degrees of freedom). Losses do without this limit."""
@@ -26,9 +27,9 @@ def ladder(size: int) -> tuple[int, ...]:
     return REPLICAS, CONFIRMATION, _last_word(size, LAST_WORD_LOGITS)
 
 
-def if_near(size: int) -> int:
-    """How many replicas what nearly agrees with the last of `ladder` is judged with."""
-    return _last_word(size, LAST_WORD_NEAR)
+def if_near(size: int, entries: int = 1) -> int:
+    """How many replicas what nearly agrees with the last of `ladder` is judged with; `entries`: of the quantity in one."""
+    return min(_last_word(size, LAST_WORD_NEAR), _last_word(entries, HELD))
 
 
 def _last_word(size: int, logits: int) -> int:
@@ -38,7 +39,7 @@ def _last_word(size: int, logits: int) -> int:
 def escalate(
     judge_with: Callable[[int, bool, Collection[str] | None], Mapping[str, Judgement]],
     counts: Sequence[int],
-    near: int = 0,
+    near: Callable[[Collection[str]], int] | None = None,
     finer: bool = False,
     certain: float = math.inf,
 ) -> dict[str, Judgement]:
@@ -46,8 +47,8 @@ def escalate(
 
     Each step judges only the names that disagree so far (None: all). What more replicas cannot change stays as it is (see
     `settle`). With `finer`, what still disagrees is judged with added replicas that are more precise, because an
-    implementation may be. One disagreement from `certain` on ends it for all: the result is wrong. `near` replicas, if
-    more, are asked about what is below `NEAR` in the end.
+    implementation may be. One disagreement from `certain` on ends it for all: the result is wrong. Where something is
+    wrong by less than `NEAR` in the end, all that is wrong is judged with `near(names)` replicas, if those are more.
     """
     judged: dict[str, Judgement] = {}
 
@@ -58,10 +59,12 @@ def escalate(
         judged.update(judge_with(count, False, wrong() if judged else None))
         return judged
 
-    settle(step, counts, certain, together=certain < math.inf, near=near)
+    settle(step, counts, certain, together=certain < math.inf)
     if finer and any(judged[name].open and judged[name].headroom < certain for name in wrong()):
         judged.update({name: j for name, j in judge_with(counts[-1], True, wrong()).items() if j.agrees})
-    return judged
+    nearly = any(judged[name].open and judged[name].headroom < NEAR for name in wrong())
+    count = near(wrong()) if near is not None and nearly else 0
+    return step(count) if count > counts[-1] else judged
 
 
 def settle(
@@ -69,13 +72,11 @@ def settle(
     counts: Sequence[int] = (REPLICAS, CONFIRMATION),
     certain: float = math.inf,
     together: bool = False,
-    near: int = 0,
 ) -> Mapping[str, Judgement]:
     """What `judge_with(count)` says for the first count at which nothing is open any more, or for the last one.
 
     A quantity is open while its headroom is above 1 and below `certain`, or where its replicas overflow: more of them may
-    still explain it. With `together` the quantities are one result, which one certain disagreement settles. `near`
-    replicas, if more, are asked about what is below `NEAR` in the end.
+    still explain it. With `together` the quantities are one result, which one certain disagreement settles.
     """
     judged = judge_with(counts[0])
     for count in counts[1:]:
@@ -84,6 +85,4 @@ def settle(
         if not still or (together and len(still) < len(wrong)):
             break
         judged = judge_with(count)
-    if near > counts[-1] and any(not j.agrees and j.open and j.headroom < NEAR for j in judged.values()):
-        judged = judge_with(near)
     return judged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from parity.judge.gates import Unit
 from parity.judge.recipe import Recipe
 
 Quantities = dict[str, torch.Tensor]
-Draw = Callable[[Recipe, int, int, bool, int], Mapping[str, torch.Tensor]]
-"""(resolved recipe, count, seed, whether with gradients, own grids) -> replicas of each quantity, (count, …).
+Draw = Callable[[Recipe, int, int, bool, int, Collection[str] | None], Mapping[str, torch.Tensor]]
+"""(resolved recipe, count, seed, whether with gradients, own grids, quantities to keep) -> replicas, (count, …).
 
 A quantity that no input reaches may come without the leading dimension."""
+ALL_QUANTITIES = 1 << 27
+"""Entries of replicas up to which all quantities are kept for whoever asks next, and not only those that were asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,43 +36,56 @@ class Oracle:
     draw: Draw
     kind: Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, Any]]
     seed: int
-    _replicas: dict[tuple[Recipe, int, bool, bool], Quantities] = dataclasses.field(default_factory=dict, repr=False)
-    _units: dict[tuple[str, Recipe, int, bool], Unit] = dataclasses.field(default_factory=dict, repr=False)
+    _replicas: dict[tuple[Recipe, int, bool, bool, frozenset[str] | None], Quantities] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
+    _units: dict[Any, Unit] = dataclasses.field(default_factory=dict, repr=False)
 
-    def replicas(self, recipe: Recipe, count: int, finer: bool = False, gradients: bool = True) -> Quantities:
+    def replicas(
+        self, recipe: Recipe, count: int, finer: bool = False, names: Collection[str] | None = None
+    ) -> Quantities:
         """Replicas under a resolved recipe; with `finer` as many more that store nothing in 16 bits, and as many on the
         dtypes' own numbers.
 
-        Without `gradients` those need not be there.
+        Only `names` (None: all) need be there: without gradients none is taken, and where all would be large no other is kept.
         """
         # What is returned is stored after all that a replica rounds.
         recipe = dataclasses.replace(recipe, output="any")
-        whole, key = (recipe, count, finer, True), (recipe, count, finer, gradients)
+        gradients = names is None or any(name.startswith("grad_") for name in names)
+        large = count * sum(x.numel() for x in self.exact.values()) > ALL_QUANTITIES
+        keep = frozenset(names) | {"_logps"} if names is not None and large else None
+        whole, key = (recipe, count, finer, True, None), (recipe, count, finer, gradients, keep)
         if whole in self._replicas:
             return self._replicas[whole]
         if key not in self._replicas:
             if finer:
-                sets = [self.replicas(r, count, gradients=gradients) for r in (recipe, recipe.stored_wide())]
-                sets.append(dict(self.draw(recipe, count, self.seed + 1, gradients, count)))
+                sets = [self.replicas(r, count, False, names) for r in (recipe, recipe.stored_wide())]
+                sets.append(dict(self.draw(recipe, count, self.seed + 1, gradients, count, keep)))
                 self._replicas[key] = {
                     n: torch.cat([q[n] for q in sets]) if sets[0][n].dim() > value.dim() else sets[0][n]
                     for n, value in self.exact.items()
                     if n in sets[0]
                 }
             else:
-                self._replicas[key] = dict(self.draw(recipe, count, self.seed, gradients, 1))
+                self._replicas[key] = dict(self.draw(recipe, count, self.seed, gradients, 1, keep))
         return self._replicas[key]
 
     def unit(
-        self, name: str, recipe: Recipe, count: int = REPLICAS, finer: bool = False, gradients: bool = True
+        self,
+        name: str,
+        recipe: Recipe,
+        count: int = REPLICAS,
+        finer: bool = False,
+        names: Collection[str] | None = None,
     ) -> Unit:
-        """The unit in which quantity `name` is judged under a recipe; `count` 0: its dtype's own precision alone."""
+        """The unit in which quantity `name` is judged under a recipe, beside others of `names` (None: all).
+
+        `count` 0: its dtype's own precision alone.
+        """
         key = (name, recipe, count, finer)
         if key not in self._units:
             value = self.exact[name]
-            found = (
-                self.replicas(recipe, count, finer, gradients) if count else {n: x[None] for n, x in self.exact.items()}
-            )
+            found = self.replicas(recipe, count, finer, names) if count else {n: x[None] for n, x in self.exact.items()}
             stack = found[name]
             if stack.dim() == value.dim():  # no leaf reaches it: one value for all replicas
                 stack = stack.expand(count, *value.shape)

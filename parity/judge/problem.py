@@ -135,7 +135,9 @@ class Problem:
         grads = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
         return out | {gradient_name(n): g.detach() for n, g in zip(self.leaves, grads, strict=True)}
 
-    def _replicas(self, recipe: Recipe, count: int, seed: int, gradients: bool, own_grids: int) -> Quantities:
+    def _replicas(
+        self, recipe: Recipe, count: int, seed: int, gradients: bool, own_grids: int, keep: Collection[str] | None
+    ) -> Quantities:
         sizes = [x.numel() for x in (*self.tensors.values(), *self._values.values())]
         at_once = max(1, LARGEST_STACK // max(sizes))
         parts: list[Quantities] = []
@@ -144,7 +146,8 @@ class Problem:
             upto = count * (i + 1) // len(forms)
             while done < upto:
                 width = min(upto - done, at_once)
-                parts.append(self._stack(form, recipe, width, seed * 1009 + done, own_grids - done))
+                part = self._stack(form, recipe, width, seed * 1009 + done, own_grids - done)
+                parts.append({name: value for name, value in part.items() if keep is None or name in keep})
                 done += width
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

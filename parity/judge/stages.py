@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -25,8 +26,9 @@ def stored(
     - "parameter": hidden states and weight before use; "bias": a bias; "states": what a model keeps in its own dtype
       whatever the implementation; "use": a parameter at each of several uses, whose gradients autograd stores in its dtype
       and adds; "operand": what several products take, each of which stores its gradient as it stores its logits';
-    - "logits": logits as a matrix product leaves them; "biased": their sum with a bias, with `size()` what is to be added where
-      a kernel's running sum begins with the bias; "teacher": a teacher's in both places;
+    - "logits": logits as a matrix product leaves them; "unbiased": the same where a bias is added next, which half of the
+      replicas do before they store anything (one `addmm`, or a product and a sum); "biased": that sum, with `size()` what
+      is to be added where a kernel's running sum begins with the bias; "teacher", "unbiased teacher": a teacher's;
     - "log-probs": log-probs that a kernel takes, whose gradient it may store; "selected": the selected ones, with `size()`
       the root of the sum of squares of the products that make the selected logit;
     - "entropy": an entropy, with `size()` the terms of logsumexp(z) - E[z], as which it may be computed, and `along()` a
@@ -46,7 +48,10 @@ def stored(
     forward, backward = _dtypes(mode, stage)
     x = x if size is None else mode.spread(x, size, "fp32")
     x = mode.held(x) if stage == "bias" else x
-    return mode.stored(x, forward, backward, mode.recipe.folded if stage in ("logits", "biased") else 1.0)
+    out = mode.stored(x, forward, backward, mode.recipe.folded if stage in ("logits", "unbiased", "biased") else 1.0)
+    if not stage.startswith("unbiased") or out is x or mode.recipe.bias:
+        return out
+    return torch.where(mode.noise.constant(math.sqrt(2), x) > 0, x, out)
 
 
 def _dtypes(mode: MonteCarlo, stage: str) -> tuple[str | None, str | None]:
@@ -60,8 +65,10 @@ def _dtypes(mode: MonteCarlo, stage: str) -> tuple[str | None, str | None]:
         "operand": (None, recipe.dlogits),
         "bias": (recipe.bias or recipe.inputs, recipe.bias or recipe.dinputs or recipe.inputs),
         "logits": (recipe.logits, recipe.dlogits),
+        "unbiased": (recipe.logits, recipe.dlogits),
         "biased": (recipe.bias or recipe.logits, recipe.bias or recipe.dlogits),
         "teacher": (recipe.teacher or recipe.logits, recipe.dlogits),
+        "unbiased teacher": (recipe.teacher or recipe.logits, recipe.dlogits),
         "log-probs": (None, recipe.log_probs),
     } | {name: (name, name) for name in DTYPES}
     if stage not in table:

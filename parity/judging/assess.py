@@ -194,7 +194,6 @@ def judge_all(
     `CaseOracle`."""
     oracle = oracle.heard(outcome.quantities)
     wanted = expected(oracle, implementation, recipe)
-    gradients = only is None or any(name.startswith("grad_") for name in only)
     judged = {}
     for name, dtype in wanted.items():
         if only is not None and name not in only:
@@ -204,7 +203,7 @@ def judge_all(
             judged[name] = failed("no gradient" if name.startswith("grad_") else "missing")
             continue
         asked = _asked(oracle, name, dtype, value.dtype)
-        judged[name] = judge(value, oracle.oracle.unit(name, recipe, count, finer, gradients), asked)
+        judged[name] = judge(value, oracle.oracle.unit(name, recipe, count, finer, only), asked)
     for name in outcome.quantities:
         if name.startswith("grad_") and name not in wanted and (only is None or name in only):
             judged[name] = failed("a gradient where none was asked for")
@@ -225,6 +224,11 @@ def largest(oracle: CaseOracle) -> int:
     return max(math.prod(oracle.family.sizes(inputs.settings)), *heads, 1)
 
 
+def near(oracle: CaseOracle, names: Collection[str]) -> int:
+    """How many replicas judge the quantities `names` where they nearly agree."""
+    return if_near(largest(oracle), max(oracle.exact[n].numel() if n in oracle.exact else 1 for n in names))
+
+
 def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
     """The judgement of every quantity, settled (see `parity.judge.escalation`).
 
@@ -239,7 +243,7 @@ def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outco
     judged = escalate(
         lambda count, finer, names: judge_all(oracle, implementation, outcome, recipe, count, finer, names),
         counts,
-        near=if_near(largest(oracle)),
+        near=lambda names: near(oracle, names),
         finer=recipe.stores_narrow,
     )
     if oracle.inputs.context == "autocast":

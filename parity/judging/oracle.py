@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -77,8 +77,10 @@ def replicas(
     seed: int,
     gradients: bool = True,
     own_grids: int = 1,
+    keep: Collection[str] | None = None,
 ) -> Quantities:
-    """`count` replicas of every quantity (or all but gradients) under the recipe's rounding, stacked on the CPU: (count, …).
+    """`count` replicas of every quantity under the recipe's rounding, stacked on the CPU: (count, …); of those to `keep`
+    alone, or of none of the `gradients`.
 
     The first `own_grids` of them round to the numbers that a dtype has, the others to a grid stretched at random.
     """
@@ -91,7 +93,8 @@ def replicas(
         mode = MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + done, own_grids - done)
         x = to_double(inputs, width, family.replicated)
         with mode:
-            part = {name: value.cpu() for name, value in _run(family, x, mode, gradients).items()}
+            found = _run(family, x, mode, gradients)
+        part = {name: value.cpu() for name, value in found.items() if keep is None or name in keep}
         # an output that no leaf reaches has no replica dimension; it is the same for all
         parts.append(part)
         done += width

@@ -109,6 +109,9 @@ ORDERS_OF_MAGNITUDE = {"H": 16, "T": 2, "V": 4097, "advantages": "zero", "bias":
                        "loss_type": "bnpo", "mask_dtype": "bool", "padded_rows": "equal", "sampler": "nan",
                        "sapo_temperature_neg": 2.0, "temperature": 0.05671, "use_bias_correction_kl": True,
                        "vespo_lambda_neg": 1.0, "vespo_lambda_pos": 1.5}  # fmt: skip
+ROUNDED_APART = {"H": 130, "V": 4160, "bias": "banned", "chunk_size": 64, "context": "autocast", "entropy": "value",
+                 "grad": "hidden bias", "ignored": "some", "level": 150.0, "logit_scale": 0.3,
+                 "targets": "likely"}  # fmt: skip
 FLAT = {"B": 1, "H": 3, "T": 2, "V": 1025, "peak": 0.05}
 
 
@@ -139,6 +142,7 @@ FLAT = {"B": 1, "H": 3, "T": 2, "V": 1025, "peak": 0.05}
         Case("policy", 6635, "bf16", ORDERS_OF_MAGNITUDE),
         Case("logprobs", 1, "fp32", FLAT),
         Case("logprobs", 12, "fp32", FLAT),
+        Case("logprobs", 74895, "fp32", ROUNDED_APART),
     ],
     ids=[
         "one use of a tied head overflows",
@@ -165,6 +169,7 @@ FLAT = {"B": 1, "H": 3, "T": 2, "V": 1025, "peak": 0.05}
         "rounded logits move gradients by thirteen orders of magnitude",
         "the maximum of a log-sum-exp carries a gradient",
         "each running maximum carries one",
+        "logits of two tokens that nearly always round together",
     ],
 )
 def test_cases_that_alarmed(case):

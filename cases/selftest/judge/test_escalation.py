@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from parity.judge.escalation import CERTAIN, CONFIRMATION, LAST_WORD, REPLICAS, if_near, ladder, settle
+from parity.judge.escalation import CERTAIN, CONFIRMATION, LAST_WORD, REPLICAS, escalate, if_near, ladder, settle
 from parity.judge.gates import Judgement
 
 
@@ -32,7 +32,11 @@ def test_what_more_replicas_mend_agrees():
 @pytest.mark.parametrize(("last", "asks"), [(1.02, True), (4.0, False), (0.9, False)])
 def test_what_nearly_agrees_is_asked_of_more(last, asks):
     judge_with, asked = ladder_of({12: 50.0, 60: last, 480: 0.4})
-    assert settle(judge_with, (12, 60), near=480)["x"].agrees == (last < 3.0) and asked == [12, 60] + [480] * asks
+    judged = escalate(lambda count, finer, names: judge_with(count), (12, 60), near=lambda names: 480 * len(names))
+    assert judged["x"].agrees == (last < 3.0) and asked == [12, 60] + [480] * asks
+    asked.clear()
+    escalate(lambda count, finer, names: judge_with(count), (12, 60), near=lambda names: 60)
+    assert asked == [12, 60]
 
 
 def test_what_none_mends_disagrees():
@@ -74,4 +78,5 @@ def test_the_last_count_follows_the_size_of_a_replica():
     assert ladder(1) == (REPLICAS, CONFIRMATION, LAST_WORD)
     assert ladder(1 << 16) == (REPLICAS, CONFIRMATION, 128)
     assert ladder(1 << 30) == (REPLICAS, CONFIRMATION, CONFIRMATION)
-    assert (if_near(1), if_near(1 << 18), if_near(1 << 30)) == (LAST_WORD, 128, CONFIRMATION)
+    assert (if_near(1), if_near(1 << 21), if_near(1 << 30)) == (LAST_WORD, 128, CONFIRMATION)
+    assert if_near(1, 1 << 19) == 128

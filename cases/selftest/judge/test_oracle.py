@@ -8,6 +8,7 @@ import torch
 
 from cases.selftest.controls.correct import control
 from parity.case.case import Case
+from parity.judge import oracle as judged_by
 from parity.judge.escalation import LAST_WORD
 from parity.judge.gates import Unit, judge
 from parity.judge.recipe import Recipe
@@ -67,11 +68,22 @@ def test_implementations_share_what_does_not_depend_on_them():
     assert known.in_float32 is known.in_float32
 
 
+def test_of_many_replicas_only_what_is_asked_for_is_kept(monkeypatch):
+    case, narrow = FAMILY.case(1, "bf16", SETTINGS), Recipe(logits="bf16")
+    whole = oracle_of(case).oracle.replicas(narrow, 3, names=["grad_hidden"])
+    assert "grad_weight" in whole
+    monkeypatch.setattr(judged_by, "ALL_QUANTITIES", 10)
+    for finer in (False, True):
+        some = oracle_of(case).oracle.replicas(narrow, 3, finer, ["grad_hidden"])
+        assert some.keys() == {"grad_hidden"} | whole.keys() & {"_logps"}
+        assert torch.equal(some["grad_hidden"][:3], whole["grad_hidden"])
+
+
 @pytest.mark.parametrize("finer", [False, True])
 def test_replicas_of_outputs_alone_take_no_gradient_and_have_the_same_bits(finer):
     case, narrow = FAMILY.case(1, "bf16", SETTINGS), Recipe(logits="bf16")
     alone, whole = (
-        oracle_of(case).oracle.replicas(narrow, 3, finer, gradients=False),
+        oracle_of(case).oracle.replicas(narrow, 3, finer, ["logps"]),
         oracle_of(case).oracle.replicas(narrow, 3, finer),
     )
     assert not any(name.startswith("grad_") for name in alone) and "grad_hidden" in whole
@@ -84,7 +96,7 @@ def test_a_wrong_output_is_settled_without_gradients():
     spoilt = dict(outcome.quantities) | {"logps": outcome.quantities["logps"] * 1.1}
     judged = confirmed(oracle, honest, dataclasses.replace(outcome, quantities=spoilt))
     assert [name for name, j in judged.items() if not j.agrees] == ["logps"]
-    assert {key[1:] for key in oracle.oracle._replicas} == {(12, False, True), (60, False, False), (480, False, False)}
+    assert {key[1:4] for key in oracle.oracle._replicas} == {(12, False, True), (60, False, False), (480, False, False)}
 
 
 def test_what_overflows_in_a_replica_is_skipped_and_counted():

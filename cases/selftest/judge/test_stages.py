@@ -74,6 +74,16 @@ def test_a_bias_is_summed_from_what_is_stored_or_not():
         assert float(grad_h.abs().max()) < 1e-30
 
 
+def test_a_bias_is_added_before_anything_is_stored_or_after():
+    """2,049 is no float16: 2,048 + 1 - 1 is 2,049 - 1 or 2,048 - 1 + 1; a kernel that adds its bias in float32 has stored."""
+    h, b = torch.full((400, 1, 1), 2049.0, dtype=torch.float64), torch.full((400, 1), -1.0, dtype=torch.float64)
+    for bias, expected in ((None, [2047.0, 2048.0]), ("fp32", [2047.0])):
+        with MonteCarlo(Recipe(logits="fp16", bias=bias), "fp16", 0, own_grids=400):
+            z = stored(stored(h * 1.0, "unbiased") + stored(b, "bias").unsqueeze(-2), "biased").flatten().round()
+        assert z.unique().tolist() == expected, bias
+        assert 120 < (z == 2047.0).sum() < 280 or bias
+
+
 def test_a_stored_float16_overflows():
     x = torch.tensor([1.0, 7e4, -7e4, torch.inf, torch.nan], dtype=torch.float64)
     mode = MonteCarlo(Recipe(logits="fp16"), "fp16", 0)

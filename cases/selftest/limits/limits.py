@@ -22,9 +22,9 @@ from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.compare.pooled_slope import POOL_FLOOR, POOL_MINIMUM, POOL_SIGMAS, allowed_slope, mean_slope
 from parity.implementations.implementation import Implementation
-from parity.judge.escalation import REPLICAS, if_near, ladder, settle
+from parity.judge.escalation import REPLICAS, escalate, ladder
 from parity.judge.gates import Judgement, judge
-from parity.judging.assess import CaseOracle, expected, largest
+from parity.judging.assess import CaseOracle, expected, largest, near
 from parity.protocol.call import execute
 from parity.registry import loss_family
 from parity.results.report import measured
@@ -168,7 +168,7 @@ class Jury:
         inputs = self.oracle.inputs
         self.recipe = self.honest.recipe_for(inputs)
         self.dtypes = expected(self.oracle, self.honest, self.recipe)
-        self.counts, self.near = ladder(largest(self.oracle)), if_near(largest(self.oracle))
+        self.counts = ladder(largest(self.oracle))
         self._units: dict[tuple[str, int], object] = {}
 
     def first(self, values: Values, name: str, count: int = REPLICAS) -> Judgement:
@@ -182,7 +182,12 @@ class Jury:
         return any(n not in values or not self._last(values, n).agrees for n in names)
 
     def _last(self, values: Values, name: str) -> Judgement:
-        return settle(lambda count: {name: self.first(values, name, count)}, self.counts, near=self.near)[name]
+        judged = escalate(
+            lambda count, finer, names: {name: self.first(values, name, count)},
+            self.counts,
+            near=lambda names: near(self.oracle, names),
+        )
+        return judged[name]
 
 
 Key = tuple[str, str, str, str]
