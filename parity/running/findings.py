@@ -38,7 +38,7 @@ class Findings:
         self.seconds = profile.minimise_seconds * workers
         self.reserve = 0.0 if max_time is None else min(profile.minimise_seconds, max_time / 10)
         self._lost: set[int] = set()
-        self._dealt, self._begun, self._seen = 0, set[str](), set[str]()
+        self._dealt, self._begun = 0, set[str]()
 
     def deadline(self, settings: dict[str, Any]) -> float | None:
         """When to stop drawing so that time is left for findings; set for the workers too."""
@@ -113,16 +113,14 @@ class Findings:
         return out
 
     def stage(self, shard: Shard) -> str:
-        """`confirming 2 of 7` or `minimising 2 of 7` for an event of a finding's shard: how many were begun."""
-        assert shard.sought is not None
+        """`minimising 2 of 7`, or `confirming`, for an event of a finding's shard: how many were begun."""
         self._begun.add(shard.name)
-        verb = "confirming" if shard.sought.fresh and shard.name not in self._seen else "minimising"
+        verb = "minimising" if shard.sought and shard.sought.seconds else "confirming"
         return f"{verb} {len(self._begun)} of {self._dealt}"
 
     def confirmed(self, shard: Shard, shown: Sequence[tuple[str, str | None]]) -> None:
         """A fresh process has looked at a finding again, and seen this of it."""
         assert shard.sought is not None
-        self._seen.add(shard.name)
         note = f"a fresh process does not show it in {len(shard.sought.cases)} of its cases"
         gone = [subject for subject in shard.sought.subjects if subject not in shown]
         who = shard.sought.implementation

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Mapping, Sequence
@@ -51,10 +50,8 @@ def unusable() -> str | None:
 
 def no_triton() -> str | None:
     """Why Triton cannot compile here: one kernel is compiled and run in a process of its own; None where it can."""
-    from parity.running import one_kernel
-
     try:
-        _printed([sys.executable, "-P", one_kernel.__file__])
+        _printed(interpreter("parity.running.one_kernel:main"))
     except TimeoutError as error:
         return f"Triton compiles no kernel here: {error}"
     except ChildProcessError as error:

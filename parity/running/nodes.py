@@ -18,7 +18,6 @@ from parity.running import plan, supervisor
 from parity.running.deck import Deck
 from parity.running.events import Event, Judged, Lost, ShardDone
 from parity.running.plan import MEMORY, Shard
-from parity.running.state import same
 from parity.running.supervisor import Told
 
 PATIENCE = 600.0
@@ -145,16 +144,3 @@ def _watching(settings: str, gpu: str | None) -> tuple[contextlib.ExitStack, sup
     told, stack = json.loads(settings), contextlib.ExitStack()
     told["memory"] = plan.memory(plan.CORES) if told["device"] == "cpu" else None
     return stack, stack.enter_context(supervisor.watching([told], Deck([])))
-
-
-def differs(head: Header, there: Header, node: str) -> str:
-    """What is another one in the header that a run has on a node; "" where nothing is, and the node takes part."""
-    then, now = head.header.asked or Asked(), there.header.asked or Asked()
-    if list(then.files.values()) == list(now.files.values()):  # the shipped ledger's path is each node's own
-        now.files = then.files
-    there.header.ends = head.header.ends
-    try:
-        same(node, there, head)
-    except UsageError as error:
-        return str(error)
-    return ""

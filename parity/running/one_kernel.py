@@ -18,7 +18,3 @@ def main(device: str = "cuda") -> int:
     y = torch.empty_like(x)
     double[(1,)](x, y, 16)
     return int(not torch.equal(y.cpu(), torch.full((16,), 2.0)))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -20,7 +20,7 @@ from parity.results.report.rows import read, rewrite
 from parity.results.row import Row
 from parity.running.plan import Options
 
-FREE = {"started", "command", "plan", "seconds", "dimensions", "asked"}
+FREE = {"started", "command", "plan", "ends", "seconds", "dimensions", "asked"}
 """What may differ in the headers of one run's parts; `asked` is compared by itself."""
 
 
@@ -99,6 +99,18 @@ def same(path: Path | str, then: Header, now: Header) -> None:
         changed = [name for name in {**a.files, **b.files} if a.files.get(name) != b.files.get(name)]
         names = [one.name for one in fields(Asked) if getattr(a, one.name) != getattr(b, one.name)]
         raise UsageError(f"{path}: {changed[0] if names == ['files'] else names[0]} has changed since")
+
+
+def differs(head: Header, there: Header, node: str) -> str:
+    """What is another one in the header that a run has on a node; "" where nothing is, and the node takes part."""
+    then, now = head.header.asked or Asked(), there.header.asked or Asked()
+    if list(then.files.values()) == list(now.files.values()):  # the shipped ledger's path is each node's own
+        now.files = then.files
+    try:
+        same(node, there, head)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def joined(paths: Sequence[Path]) -> RunResult:

@@ -99,9 +99,9 @@ def refusal(plan: Mapping[str, Any]) -> str:
     if "head" not in plan:
         return ""
     from parity.results.header import Asked, Header
-    from parity.running.nodes import differs
     from parity.running.plan import Options
     from parity.running.provenance import header
+    from parity.running.state import differs
 
     head = decode(Header, json.dumps(plan["head"]), "the run's header")
     about, asked = head.header, head.header.asked or Asked()

@@ -14,9 +14,10 @@ from parity.errors import UsageError
 from parity.results.header import Header
 from parity.running import nodes, supervisor
 from parity.running.events import Judged, ShardDone
-from parity.running.nodes import Nodes, differs
+from parity.running.nodes import Nodes
 from parity.running.plan import Options, Shard
 from parity.running.provenance import header
+from parity.running.state import differs
 
 options = test_resume.options
 
