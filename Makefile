@@ -24,7 +24,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help parity nightly upgrade-check test selftest test-ray check bench doctor clean check-only cuda-first rollouts rollouts-record rollouts-live
+.PHONY: help parity nightly upgrade-check test selftest test-ray check bench lines doctor clean check-only cuda-first rollouts rollouts-record rollouts-live
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,11 @@ rollouts-record: rollouts  ## record fixtures/rollouts/ anew with the vLLM of ma
 
 rollouts-live: rollouts  ## TRL's GRPOTrainer with a real vLLM: the tests marked vllm
 	$(VLLM) -m pytest cases/selftest/rollouts -m vllm -s $(ARGS)
+
+lines:  ## lines of code in each room of parity/, and of tests; the aims are in docs/architecture.md
+	@for room in parity/*/; do echo "$$(find $$room -name '*.py' | xargs cat | wc -l) $$room"; done | grep -v '^0 ' | sort -rn
+	@echo "$$(find parity -name '*.py' | xargs cat | wc -l) parity"
+	@echo "$$(find cases fixtures -name '*.py' -not -path 'cases/scripts/*' | xargs cat | wc -l) tests (cases without scripts, fixtures)"
 
 doctor: $(READY)  ## what is installed, what can run here, what is missing
 	$(PY) -m parity doctor
