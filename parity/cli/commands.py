@@ -1,6 +1,5 @@
 """The commands of `parity` and their options. What each does is in the module that it calls; exit codes: `parity.cli.group`."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,52 +100,28 @@ def inside(specs: tuple[str, ...]) -> int:
 )
 @click.option("--profiles", is_flag=True, help="the profiles, with how many cases each draws")
 @click.option("--coverage", metavar="RESULTS", help="settings, config fields and metrics that a results file judged")
-@options.JSON
-def list_command(
-    families: tuple[str, ...],
-    as_json: bool,
-    **sections: Any,
-) -> None:
+def list_command(families: tuple[str, ...], **sections: Any) -> None:
     """Show implementations; or settings, checks, profiles.
 
     Each implementation is shown with its version, or with the reason why it cannot run here.
     """
     from parity.cli import listing
-    from parity.results.json_output import text
 
     chosen = [(name, value) for name, value in sections.items() if value]
     if len(chosen) + bool(families) > 1:
         raise UsageError("list: use one of --family, --settings, --checks, --profiles, --coverage")
-    if chosen:
-        (name, value) = chosen[0]
-        found: list[Any] = listing.SECTIONS[name](*([] if value is True else [value]))
-    else:
-        found = listing.implementations(families)
-    if as_json:
-        click.echo(text(found))
-    elif chosen:
-        title = name if value is True else f"{name} of {value}"
-        if name == "coverage":
-            listing.show_coverage(found, console())
-        else:
-            listing.show_rows(title, found, console())
-    else:
-        listing.show_implementations(found, console())
+    if not chosen:
+        listing.implementations(families, console())
+    for name, value in chosen:
+        getattr(listing, name)(*([] if value is True else [value]), console())
 
 
 @main.command("doctor")
-@options.JSON
-def doctor_command(as_json: bool) -> None:
+def doctor_command() -> None:
     """Show what is installed, can run, or is missing."""
-    from parity.cli.doctor import diagnose, diagnosis
-    from parity.results.json_output import text
+    from parity.cli.doctor import diagnose
 
-    found = diagnosis()
-    if as_json:
-        click.echo(text(found))
-    else:
-        diagnose(found, console())
-    sys.exit(0 if found.ready else NOTHING)
+    sys.exit(0 if diagnose(console()) else NOTHING)
 
 
 @main.command("audit")
@@ -285,17 +260,6 @@ def merge_command(results: tuple[Path, ...], out: Path) -> None:
     found = merge(results, out)
     report(found.header, found.rows, out.parent, found.reasons, found.exit_code)
     sys.exit(found.exit_code)
-
-
-@main.command("case", hidden=True)
-@click.argument("path")
-def case_command(path: str) -> None:
-    """Print a case with all its settings."""
-    from parity.case.case import Case
-    from parity.registry import family
-
-    case = Case.load(path)
-    click.echo(json.dumps({"id": case.id} | vars(family(case.family).full_settings(case)), indent=1))
 
 
 for _command in (*versions.COMMANDS, *nightly.COMMANDS, ledger_command, rollouts.rollouts):

@@ -10,7 +10,6 @@ from rich.console import Console
 from parity import recording
 from parity.implementations.implementation import Implementation
 from parity.registry import load
-from parity.results.json_output import DoctorOut
 from parity.rollouts import vllm_engine
 from parity.running import gpu
 from parity.running.provenance import resolve_device, versions
@@ -18,7 +17,14 @@ from parity.running.provenance import resolve_device, versions
 TOOLS = {"uv": "environments of other versions (parity run --with)", "git": "the revision in reports"}
 
 
-def diagnosis() -> DoctorOut:
+def diagnose(console: Console) -> bool:
+    """Print it all; whether anything can run here."""
+
+    def part(title: str, *lines: str) -> None:
+        console.print(title, style="bold")
+        for line in lines:
+            console.print(f"  {line}", soft_wrap=True, markup=False)
+
     device = resolve_device("auto")
     problems = [gpu.unusable(), *((gpu.no_triton(), gpu.unsafe_lock()) if device == "cuda" else ())]
     ready: list[Implementation] = []
@@ -28,42 +34,22 @@ def diagnosis() -> DoctorOut:
             blocked.setdefault(str(why), []).append(item.id)
         else:
             ready.append(item)
-    return DoctorOut(
-        versions=versions(),
-        device=device,
-        device_text=_device_text(device),
-        problems=[why for why in problems if why],
-        compiler=shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++"),
-        ready=[i.id for i in ready],
-        interpreted=[i.id for i in ready if i.interpreted and device == "cpu"],
-        blocked=dict(sorted(blocked.items())),
-        rollouts=recording.description(),
-        engine=vllm_engine.distribution(),
-        tools={t: shutil.which(t) is not None or importlib.util.find_spec(t) is not None for t in TOOLS},
-    )
-
-
-def diagnose(found: DoctorOut, console: Console) -> None:
-
-    def part(title: str, *lines: str) -> None:
-        console.print(title, style="bold")
-        for line in lines:
-            console.print(f"  {line}", soft_wrap=True, markup=False)
-
-    part("installed", ", ".join(f"{k} {v}" for k, v in found.versions.items()))
-    part("device", f"{found.device}: {found.device_text}", *found.problems)
-    part("C++ compiler", found.compiler or "none: torch.compile paths crash (Debian: apt-get install g++)")
-    blocked = sum(map(len, found.blocked.values()))
-    can = [f"{len(found.ready)} can run here, {blocked} cannot"]
-    can += [f"{', '.join(ids)}: {reason}" for reason, ids in found.blocked.items()]
-    if found.interpreted:
-        can.append(f"in Triton's interpreter (no CUDA device): {', '.join(found.interpreted)}")
+    part("installed", ", ".join(f"{k} {v}" for k, v in versions().items()))
+    part("device", f"{device}: {_device_text(device)}", *filter(None, problems))
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    part("C++ compiler", compiler or "none: torch.compile paths crash (Debian: apt-get install g++)")
+    can = [f"{len(ready)} can run here, {sum(map(len, blocked.values()))} cannot"]
+    can += [f"{', '.join(ids)}: {reason}" for reason, ids in sorted(blocked.items())]
+    if interpreted := [i.id for i in ready if i.interpreted and device == "cpu"]:
+        can.append(f"in Triton's interpreter (no CUDA device): {', '.join(interpreted)}")
     part("implementations", *can)
-    engine = found.engine or "no vLLM; pip install .[vllm] on a GPU box, make rollouts without one"
+    engine = vllm_engine.distribution() or "no vLLM; pip install .[vllm] on a GPU box, make rollouts without one"
     none = ["none recorded: importance ratios are generated, not a sampler's own"]
-    part("rollouts", *(found.rollouts or none), f"engine here: {engine}")
+    part("rollouts", *(recording.description() or none), f"engine here: {engine}")
     for tool, purpose in TOOLS.items():
-        part(tool, f"{'found' if found.tools[tool] else f'missing: install {tool}'}; for {purpose}")
+        found = shutil.which(tool) or importlib.util.find_spec(tool)
+        part(tool, f"{'found' if found else f'missing: install {tool}'}; for {purpose}")
+    return bool(ready)
 
 
 def _device_text(device: str) -> str:

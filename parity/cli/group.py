@@ -19,6 +19,7 @@ IN_PROCESS = frozenset({"replay", "audit"})
 """Commands that run implementations in their own process, and so in a child whose end is watched."""
 
 REMOVED: dict[str, str] = {
+    "case": "`parity replay CASE` runs a case and shows its settings where it disagrees",
     "history-of": "`parity notify` says since when each finding is seen; kept runs are JSON in reports/history/",
     "schema": "docs/results.md explains the fields of a results file",
     "matrix": "compare two releases with `parity compare PKG==VER PKG==VER`, find the one that changed with `parity bisect PKG`",

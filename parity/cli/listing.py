@@ -1,57 +1,53 @@
-"""`parity list`: implementations, settings, checks, profiles and trainers without a check, from the registry."""
+"""`parity list`: implementations, settings, checks, profiles and what a run covered, as tables."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from parity.errors import UsageError
-from parity.registry import family, load, loss_families, meant, resolved
-from parity.results.json_output import (
-    CheckOut,
-    CoveredOut,
-    ImplementationOut,
-    ProfileOut,
-    SettingOut,
-    filled,
-)
+from parity.registry import family, load, loss_families, loss_family, meant, resolved
 from parity.trainers import catalogue
 
 
-def implementations(families: Iterable[str] = ()) -> list[ImplementationOut]:
-    """Every implementation, by family, references first.
+def implementations(families: Iterable[str], console: Console) -> None:
+    """A table for each family, references first: id, role, and the library's version or why it cannot run.
 
     Raises:
         UsageError: for a family that does not exist.
     """
     chosen = tuple(map(resolved, families)) or (*loss_families(), *catalogue.names())
     every = [i for i in load().values() if i.family in chosen]
-    return [
-        filled(
-            *(ImplementationOut, i),
-            library=i.library or None,
-            version=i.version() if i.library else None,
-            missing=i.missing() or None,
-            contexts=sorted(i.contexts),
-        )
-        for i in sorted(every, key=lambda i: (chosen.index(i.family), i.role != "reference", i.id))
-    ]
+    every.sort(key=lambda i: (chosen.index(i.family), i.role != "reference", i.id))
+    wide = max((len(i.id) for i in every), default=0)
+    can = 0
+    for number, (name, group) in enumerate(itertools.groupby(every, key=lambda i: i.family)):
+        table = _table(("\n" if number else "") + name, ("", "", ""), show_header=False)
+        for column, width in zip(table.columns, (wide + 2, 9, None), strict=True):
+            column.no_wrap, column.min_width = width is not None, width
+        for i in group:
+            missing = i.missing()
+            can += not missing
+            notes = [n for n, there in (("only if named", i.opt_in), ("Triton", i.interpreted)) if there]
+            version = f"{i.library} {i.version() or ''}".strip() if i.library else "parity"
+            last = str(missing).partition(":")[0] if missing else ", ".join([version, *notes])
+            role = "reference" if i.role == "reference" else ""
+            table.add_row(Text(f"  {i.id}"), role, last, style="dim" if missing else "")
+        console.print(table)
+    more = "Settings: parity list --settings policy; checks of a trainer: parity list --checks dpo-trainer"
+    console.print(f"\n{can} of {len(every)} can run here. {more}", markup=False)
 
 
-def settings(name: str) -> list[SettingOut]:
+def settings(name: str, console: Console) -> None:
     """The settings of a loss family, or of a trainer's checks."""
-    of = family(name).settings
-    return [
-        SettingOut(name=k, default=s.default, values=None if s.choices is None else list(s.choices), meaning=s.doc)
-        for k, s in of.items()
-    ]
+    rows = [(k, s.default, _with(s.doc, values=s.choices)) for k, s in family(name).settings.items()]
+    _show(f"settings of {name}", ("name", "default", "meaning"), rows, console)
 
 
-def checks(name: str) -> list[CheckOut]:
+def checks(name: str, console: Console) -> None:
     """The checks of a trainer.
 
     Raises:
@@ -59,117 +55,60 @@ def checks(name: str) -> list[CheckOut]:
     """
     if not catalogue.is_trainer(name):
         raise UsageError(f"trainer {name!r} is unknown, {meant(name, catalogue.TRAINERS)}")
-    counted = {p: [c.settings["check"] for c in catalogue.cases(name, p, 0)] for p in ("quick", "pr", "nightly")}
-    return [
-        CheckOut(
-            name=one.name,
-            run_as=list(one.paths),
-            cases={p: names.count(one.name) for p, names in counted.items()},
-            settings=list(one.settings),
-            meaning=one.doc,
+    profiles = ("quick", "pr", "nightly")
+    counted = [[c.settings["check"] for c in catalogue.cases(name, profile, 0)] for profile in profiles]
+    rows = [
+        (
+            one.name,
+            *(names.count(one.name) for names in counted),
+            _with(one.doc, run_as=one.paths, settings=one.settings),
         )
         for one in catalogue.family(name).checks.values()
     ]
+    _show(f"checks of {name}", ("name", *profiles, "meaning"), rows, console)
 
 
-def profiles() -> list[ProfileOut]:
+def profiles(console: Console) -> None:
     """How many cases each profile draws of each loss family, and whether its seed is fixed."""
     from parity.case.profiles import PROFILES
-    from parity.registry import loss_family
 
-    return [
-        ProfileOut(
-            name=name,
-            fixed_seed=profile.derandomised,
-            cases={f: loss_family(f).drawn.get(name, 0) for f in loss_families()},
-        )
-        for name, profile in PROFILES.items()
-    ]
+    names = loss_families()
+    rows = [(k, p.derandomised, *(loss_family(f).drawn.get(k, 0) for f in names)) for k, p in PROFILES.items()]
+    _show("profiles", ("name", "fixed seed", *names), rows, console)
 
 
-def coverage(results: Any) -> list[CoveredOut]:
-    """What a run judged and what it never did, from its results file."""
+def coverage(results: str, console: Console) -> None:
+    """What a run judged; first, and in red, what it never judged without an excuse."""
     from parity.tools.covered import of_file
 
-    return of_file(results)
-
-
-def show_coverage(found: Sequence[CoveredOut], console: Console) -> None:
-    """A table, in red what was never judged without an excuse; then the counts in one line."""
-    from parity.tools.covered import missing
-
-    table = _table("coverage", ("of", "kind", "name", "judged", "declined", "why"))
+    found = of_file(results)
+    table = _table(f"coverage of {results}", ("of", "kind", "name", "judged", "declined", "why"))
     for one in found:
         values = (one.of, one.kind, one.name, f"{one.judged:,}", f"{one.declined:,}", one.why)
-        table.add_row(*(Text(v) for v in values), style="red" if missing(one) else "dim" if not one.judged else "")
+        table.add_row(*(Text(v) for v in values), style="red" if one.missing else "dim" if not one.judged else "")
     console.print(table)
     never = sum(not one.judged for one in found)
     console.print(f"{len(found):,} judged or to be judged, {never:,} never", markup=False)
 
 
-def show_implementations(found: Sequence[ImplementationOut], console: Console) -> None:
-    """A table for all families: id, role, and the library's version or why it cannot run."""
-    wide = max((len(i.id) for i in found), default=0)
-    for number, (name, group) in enumerate(itertools.groupby(found, key=lambda i: i.family)):
-        table = _table(f"{name}", ("", "", ""), show_header=False, lead=number > 0)
-        for column, width in zip(table.columns, (wide + 2, 9, None), strict=True):
-            column.no_wrap, column.min_width = width is not None, width
-        for i in group:
-            notes = [n for n, there in (("only if named", i.opt_in), ("Triton", i.interpreted)) if there]
-            version = f"{i.library} {i.version or ''}".strip() if i.library else "parity"
-            last = i.missing.partition(":")[0] if i.missing else ", ".join([version, *notes])
-            table.add_row(
-                Text(f"  {i.id}"), "reference" if i.role == "reference" else "", last, style="dim" if i.missing else ""
-            )
-        console.print(table)
-    can = sum(i.missing is None for i in found)
-    console.print(
-        f"\n{can} of {len(found)} can run here. Settings: parity list --settings policy; checks of a trainer: "
-        "parity list --checks dpo-trainer",
-        markup=False,
-    )
+def _with(meaning: str, **more: Iterable[Any] | None) -> str:
+    """A meaning, and behind it what is long."""
+    said = [f"{name.replace('_', ' ')}: {', '.join(map(str, given))}" for name, given in more.items() if given]
+    return "; ".join([meaning.rstrip(".") if said else meaning, *said])
 
 
-def show_rows(title: str, found: Sequence[Any], console: Console) -> None:
-    """A table of structures; values and settings stand in the last column, behind the meaning."""
-    rows = [_row(msgspec.structs.asdict(one)) for one in found]
-    table = _table(title, tuple(rows[0]) if rows else ())
+def _show(title: str, headings: Sequence[str], rows: Iterable[Sequence[Any]], console: Console) -> None:
+    table = _table(title, headings)
     for row in rows:
-        table.add_row(*(Text(text) for text in row.values()))
+        table.add_row(*(Text("" if v is None else f"{v:,}" if type(v) is int else str(v)) for v in row))
     for column in table.columns[:-1]:
         column.max_width = 24
     console.print(table)
 
 
-def _row(row: dict[str, Any]) -> dict[str, str]:
-    more = {name.replace("_", " "): text for name in BEHIND if (text := _cell(row.pop(name, None)))}
-    cells: dict[str, str] = {}
-    for name, value in row.items():
-        cells |= {str(k): f"{v:,}" for k, v in value.items()} if isinstance(value, Mapping) else {name: _cell(value)}
-    if more:
-        detail = "; ".join(f"{name}: {text}" for name, text in more.items())
-        cells["meaning"] = f"{cells['meaning'].rstrip('.')}; {detail}"
-    return cells
-
-
-def _table(title: str, headings: Sequence[str], show_header: bool = True, lead: bool = False) -> Table:
+def _table(title: str, headings: Sequence[str], show_header: bool = True) -> Table:
     table = Table(box=None, pad_edge=False, show_header=show_header, padding=(0, 2, 0, 0))
-    table.title, table.title_justify, table.title_style = Text(("\n" if lead else "") + title), "left", "bold"
+    table.title, table.title_justify, table.title_style = Text(title), "left", "bold"
     for heading in headings:
-        table.add_column(heading.replace("_", " "), overflow="fold")
+        table.add_column(heading, overflow="fold")
     return table
-
-
-def _cell(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
-
-
-BEHIND = ("run_as", "values", "settings")
-"""Fields that stand behind the meaning: they are long."""
-SECTIONS: dict[str, Callable[..., list[Any]]] = {
-    "settings": settings,
-    "checks": checks,
-    "profiles": profiles,
-    "coverage": coverage,
-}
-"""Option of `parity list` -> what it shows instead of the implementations."""

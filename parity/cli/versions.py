@@ -206,16 +206,12 @@ def env_command() -> None:
 
 
 @env_command.command("list")
-@options.JSON
 @_usable
-def env_list(as_json: bool) -> int:
+def env_list() -> int:
     """List name, size, date and broken packages."""
-    from parity.versions.env.environment import environments_root, listing, out, own_bytes
+    from parity.versions.env.environment import environments_root, listing, own_bytes
 
     made = listing()
-    if as_json:
-        click.echo(text([out(one) for one in made]))
-        return FOUND
     for one in made:
         broken = [name for name, reason in one.imports.items() if reason]
         broken_text = f"  does not import: {', '.join(broken)}" if broken else ""

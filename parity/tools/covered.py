@@ -5,11 +5,11 @@ transformers' are asked of the installed TRL, so that one which no case moves is
 """
 
 import collections
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 
 from parity.errors import UsageError
 from parity.registry import family
-from parity.results.json_output import CoveredOut
 from parity.results.row import Row
 from parity.trainers import catalogue
 from parity.trainers.specs import TRAINERS
@@ -30,47 +30,57 @@ OWN = ("epoch", "step", "learning_rate", "grad_norm", "total_flos", "loss")
 """Keys that transformers logs for every trainer."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Covered:
+    """How many cases judged a setting, field or key, how many declined it, and why none did."""
+
+    of: str
+    kind: str
+    name: str
+    judged: int
+    declined: int
+    why: str = ""
+
+    @property
+    def missing(self) -> bool:
+        """Whether it was never judged, and nothing excuses that."""
+        return not self.judged and self.why not in EXCUSED.values()
+
+
+@dataclasses.dataclass
 class _Count:
-    """Cases with one setting, field or key: judged, declined with the reason."""
-
-    def __init__(self) -> None:
-        self.judged: set[str] = set()
-        self.declined: collections.Counter[str] = collections.Counter()
+    judged: set[str] = dataclasses.field(default_factory=set)
+    declined: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
-def covered(rows: Iterable[Row]) -> list[CoveredOut]:
+def covered(rows: Iterable[Row]) -> list[Covered]:
     """Counts of cases from the rows of a run; never judged and not excused first, then excused, then the least judged."""
     cases: dict[tuple[str, str], list[Row]] = collections.defaultdict(list)
     for row in rows:
         if row.settings and "[" not in row.case:
             cases[row.implementation, row.case].append(row)
     counts: dict[tuple[str, str, str], _Count] = collections.defaultdict(_Count)
-    for (implementation, case), found in cases.items():
-        trainer = catalogue.is_trainer(found[0].family)
-        _universe(found[0].family if trainer else implementation, found[0].family, counts)
-        for of, kind, name, judges in _met(implementation, found, trainer):
+    for of, kind, name in {one for found in cases.values() for one in _universe(found[0])}:
+        counts[of, kind, name]  # even if no case judges it
+    for (_, case), found in cases.items():
+        for of, kind, name, judges in _met(found):
             count = counts[of, kind, name]
             if judges:
                 count.judged.add(case)
             else:
                 count.declined[found[0].message] += 1
-    out = [_told(*key, count) for key, count in counts.items() if key[1]]
-    return sorted(out, key=lambda c: (c.judged, not missing(c), c.of, c.kind, c.name))
+    return sorted(
+        (_told(*key, count) for key, count in counts.items()),
+        key=lambda c: (c.judged, not c.missing, c.of, c.kind, c.name),
+    )
 
 
-def missing(one: CoveredOut) -> bool:
-    """Whether something was never judged, and nothing excuses that."""
-    return not one.judged and one.why not in EXCUSED.values()
-
-
-def _universe(of: str, name: str, counts: dict[tuple[str, str, str], _Count]) -> None:
-    """An entry for everything that there is to be judged."""
-    if (of, "", "") in counts:
-        return
-    counts[of, "", ""] = _Count()  # seen
-    kind, names = ("config", _fields(name)) if catalogue.is_trainer(name) else ("setting", _settings(name))
-    for one in names:
-        counts[of, kind, one] = counts.get((of, kind, one)) or _Count()
+def _universe(row: Row) -> Iterator[tuple[str, str, str]]:
+    """Everything that there is to be judged of a row's implementation or trainer: the fields that TRL's config adds."""
+    if catalogue.is_trainer(row.family):
+        config = f"{TRAINERS[row.family].removesuffix('Trainer')}Config"
+        return ((row.family, "config", name) for name in own_fields(config))
+    return ((row.implementation, "setting", name) for name in _settings(row.family))
 
 
 def _settings(name: str) -> list[str]:
@@ -78,39 +88,29 @@ def _settings(name: str) -> list[str]:
     return [n for n in family(name).settings if n not in family(name).shapes]
 
 
-def _fields(trainer: str) -> tuple[str, ...]:
-    """The fields that TRL's config of a trainer adds to transformers'; none where it is not installed."""
-    return own_fields(f"{TRAINERS[trainer].removesuffix('Trainer')}Config")
-
-
-def _met(implementation: str, found: Sequence[Row], trainer: bool) -> Iterable[tuple[str, str, str, bool]]:
+def _met(found: Sequence[Row]) -> Iterator[tuple[str, str, str, bool]]:
     """(whose, kind, name, whether the case judged it)."""
-    judged = any(row.judged for row in found)
-    if not trainer:
-        known = _settings(found[0].family)
-        yield from ((implementation, "setting", n, judged) for n in found[0].settings if n in known)
+    of, implementation, features = found[0].family, found[0].implementation, found[0].features
+    judged = {row.quantity for row in found if row.judged}
+    if not catalogue.is_trainer(of):
+        known = _settings(of)
+        yield from ((implementation, "setting", n, bool(judged)) for n in found[0].settings if n in known)
         return
-    of, features = found[0].family, found[0].features
-    yield from ((of, "config", name, judged) for name in features.get("config", ()))
-    quantities = {row.quantity for row in found if row.judged}
-    for name in features.get("logged", ()):
-        if name not in OWN:
-            yield of, "logged", name, name in quantities
+    yield from ((of, "config", name, bool(judged)) for name in features.get("config", ()))
+    yield from ((of, "logged", name, name in judged) for name in features.get("logged", ()) if name not in OWN)
 
 
-def _told(of: str, kind: str, name: str, count: _Count) -> CoveredOut:
-    judged, declined = len(count.judged), count.declined.total()
+def _told(of: str, kind: str, name: str, count: _Count) -> Covered:
     why = ""
-    if not judged:
+    if not count.judged:
         why = next((text for start, text in EXCUSED.items() if name.startswith(start)), "")
-        reason = "" if kind == "logged" else max(count.declined, key=count.declined.__getitem__, default="")
-        why = (
-            why or reason or ("no check has a definition of it" if kind == "logged" else "no case of this run moves it")
-        )
-    return CoveredOut(of=of, kind=kind, name=name, judged=judged, declined=declined, why=why)
+        if kind == "logged":
+            why = why or "no check has a definition of it"
+        why = why or max(count.declined, key=count.declined.__getitem__, default="") or "no case of this run moves it"
+    return Covered(of, kind, name, len(count.judged), count.declined.total(), why)
 
 
-def of_file(path: str) -> list[CoveredOut]:
+def of_file(path: str) -> list[Covered]:
     """The same of a results file.
 
     Raises:

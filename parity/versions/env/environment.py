@@ -138,13 +138,6 @@ def show(name: str) -> Environment:
     raise EnvironmentUnusable(f"environment {name!r}: {'several match' if found else 'none matches'}: {choices}")
 
 
-def out(made: Environment) -> dict[str, Any]:
-    """One environment as `parity env list --json` prints it."""
-    broken = {name: reason for name, reason in made.imports.items() if reason}
-    told = {"name": made.name, "bytes": own_bytes(made), "before": made.before}
-    return told | {"versions": made.versions, "broken": broken}
-
-
 def own_bytes(made: Environment) -> int:
     """Bytes that removing it would free: its files that no other environment and no cache shares."""
     total = 0
