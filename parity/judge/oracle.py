@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from parity.judge.escalation import REPLICAS
-from parity.judge.gates import Unit
+from parity.judge.escalation import CERTAIN, CONFIRMATION, REPLICAS, escalate
+from parity.judge.gates import Judgement, Unit, judge
 from parity.judge.recipe import Recipe
 
 Quantities = dict[str, torch.Tensor]
@@ -91,3 +91,14 @@ class Oracle:
                 stack = stack.expand(count, *value.shape)
             self._units[key] = Unit(value, stack, recipe.elementwise, **self.kind(name, found))
         return self._units[key]
+
+    def judge(self, values: Mapping[str, torch.Tensor | None], recipe: Recipe) -> dict[str, Judgement]:
+        """The gates on values that are one result, in their own dtypes: all again with more replicas where those may mend it."""
+
+        def judge_with(count: int, finer: bool, names: Collection[str] | None) -> dict[str, Judgement]:
+            return {
+                name: judge(value, self.unit(name, recipe, count), torch.float32 if value is None else value.dtype)
+                for name, value in values.items()
+            }
+
+        return escalate(judge_with, (REPLICAS, CONFIRMATION), certain=CERTAIN)

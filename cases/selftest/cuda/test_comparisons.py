@@ -28,7 +28,7 @@ from parity.tools.audit import Pairs, answer
 from parity.trainers.catalogue import is_trainer
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import ExactStep
+from parity.trainers.definitions.training_step import exact_step, of_parameters
 from parity.trainers.rig import stored_window
 
 BEYOND = {"cce.torch_compile"}
@@ -181,9 +181,9 @@ def test_replay(monkeypatch, capsys):
 def test_gradients_of_a_trainer():
     """What a trainer on a GPU leaves in `.grad` against the definition's on the CPU."""
     window = stored_window.sequences(stored_window.rows())
-    step = ExactStep(stored_window.policy("llama", torch.float64), lambda model: windows.sft(window, model))
+    step = exact_step(stored_window.policy("llama", torch.float64), lambda model: windows.sft(window, model))
     with pretended():
-        right = {n: g.float().cuda() for n, g in step.exact.items()}
+        right = {n: g.float().cuda() for n, g in of_parameters(step.exact).items()}
         wrong = {n: g * (2.0 if "q_proj" in n else 1.0) for n, g in right.items()}
         result = gradients(step, wrong)
     told = f"{sum('q_proj' in n for n in right)} of {len(right)} parameters disagree"

@@ -11,7 +11,7 @@ from parity.case.case import Case
 from parity.judge import oracle as judged_by
 from parity.judge.escalation import LAST_WORD
 from parity.judge.gates import Unit, judge
-from parity.judge.recipe import Recipe
+from parity.judge.recipe import IEEE_FP32, Recipe
 from parity.judging.assess import confirmed, judge_all
 from parity.judging.oracle import replicas
 from parity.protocol.call import execute
@@ -105,3 +105,24 @@ def test_what_overflows_in_a_replica_is_skipped_and_counted():
     found = judge(torch.tensor([1.0, torch.inf]), Unit(truth, spread, entrywise=True), torch.float32)
     assert found.agrees
     assert found.undecided == 1
+
+
+@pytest.mark.parametrize(
+    ("off", "asked"),
+    [({}, [12]), ({"b": 3e-5}, [12, 60]), ({"b": 1.0}, [12]), ({"a": 1.0, "b": 3e-5}, [12])],
+    ids=["right", "open", "certain", "one certain"],
+)
+def test_values_of_one_result_are_judged_together(off, asked):
+    """More replicas for all of them while something is open, none once one of them is certainly wrong."""
+    exact = {name: torch.ones(8, dtype=torch.float64) for name in "ab"}
+    drawn = []
+
+    def draw(recipe, count, *others):
+        drawn.append(count)
+        noise = torch.randn(count, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        return {name: value + 1e-6 * noise for name, value in exact.items()}
+
+    oracle = judged_by.Oracle(exact, draw, lambda name, found: {}, seed=0)
+    found = oracle.judge({name: (e + off.get(name, 0.0)).float() for name, e in exact.items()}, IEEE_FP32)
+    assert drawn == asked
+    assert {name for name, j in found.items() if not j.agrees} == set(off)

@@ -1,11 +1,8 @@
 """Many replicas of a model's step at once: as far apart as one at a time, each with its own errors."""
 
-import functools
-
 import pytest
 import torch
 
-from parity.judge.recipe import IEEE_FP32
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.replicated import Replicas
 from parity.trainers.definitions.step_rounding import StepRounding
@@ -20,7 +17,7 @@ class OneAtATime(StepRounding):
 
 
 def replicas(model, define, rounding=StepRounding, differentiated=None):
-    return Replicas(model, define, functools.partial(rounding, IEEE_FP32, "fp32"), differentiated)
+    return Replicas(model, define, rounding, differentiated)
 
 
 def spread(found, exact):

@@ -12,7 +12,7 @@ from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.bf16_model import BackboneRounding, Wide
 from parity.trainers.definitions.gradients import forward_order, gradients
 from parity.trainers.definitions.step_rounding import AutocastRounding, Double, StepRounding
-from parity.trainers.definitions.training_step import ExactStep, logits
+from parity.trainers.definitions.training_step import exact_step, logits, of_parameters
 from parity.trainers.rig import models, stored_window
 
 WINDOW = stored_window.sequences(stored_window.rows())
@@ -20,7 +20,7 @@ WINDOW = stored_window.sequences(stored_window.rows())
 
 @pytest.fixture(scope="module")
 def step():
-    return ExactStep(stored_window.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model))
+    return exact_step(stored_window.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model))
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_damage_is_seen_and_named(step, plain, damage, told):
 
 
 def test_parameters_in_the_order_of_the_forward_pass(step):
-    order = forward_order(step.exact)
+    order = forward_order(of_parameters(step.exact))
     assert (order[0], order[-2], order[-1]) == ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     layers = [int(n.split(".")[2]) for n in order if ".layers." in n]
     assert layers == sorted(layers)
@@ -158,7 +158,7 @@ def test_autocast_is_judged_by_bfloat16_and_no_wider():
     def loss(model):
         return windows.sft(WINDOW, model)
 
-    coarse = ExactStep(stored_window.policy("llama", torch.float64), loss, AutocastRounding)
+    coarse = exact_step(stored_window.policy("llama", torch.float64), loss, AutocastRounding)
     model = stored_window.policy("llama")
     with torch.autocast("cpu", torch.bfloat16):
         windows.sft(WINDOW, model).backward()
@@ -178,7 +178,7 @@ def narrow():
         return torch.cat([own_logps(z.float(), tokens, start) for z, (tokens, start) in pairs]).mean()
 
     loss(model).backward()
-    step = ExactStep(models.model("llama", torch.bfloat16).double().train(), loss, BackboneRounding)
+    step = exact_step(models.model("llama", torch.bfloat16).double().train(), loss, BackboneRounding)
     return step, {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -191,8 +191,8 @@ def test_a_model_in_bfloat16_is_judged_by_what_it_loses(narrow):
     step, found = narrow
     assert gradients(step, found).agrees
     ratios = []
-    for name, exact in step.exact.items():
-        errors = (step.unit(name, 12).replicas - exact).flatten(1).norm(dim=1)
+    for name, exact in of_parameters(step.exact).items():
+        errors = (step.unit(name, IEEE_FP32).replicas - exact).flatten(1).norm(dim=1)
         ratios.append(float((found[name].double() - exact).norm() / errors.square().mean().sqrt()))
     assert 0.7 < sorted(ratios)[len(ratios) // 2] < 1.4
 
@@ -230,9 +230,9 @@ def test_a_replica_that_is_not_finite_is_an_error():
         def rounded(self, out, dtype=None):
             return out * torch.nan
 
-    broken = ExactStep(stored_window.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model), Broken)
+    broken = exact_step(stored_window.policy("llama", torch.float64), lambda model: windows.sft(WINDOW, model), Broken)
     with pytest.raises(FloatingPointError, match="embed_tokens"):
-        broken.replicas(1)
+        broken.replicas(IEEE_FP32, 1)
 
 
 @pytest.mark.parametrize("op", ["softmax", "addmm", "embedding", "silu"])

@@ -11,7 +11,7 @@ from parity.fixes.accumulation import divide_by_accumulation
 from parity.trainers import catalogue
 from parity.trainers.checks import twin_processes, twin_windows, twins
 from parity.trainers.definitions import twin_losses
-from parity.trainers.definitions.training_step import ExactStep
+from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.execute import rows
 from parity.trainers.rig import batches, drive, ranks, recorder, stored_window, twin_runs
 from parity.trainers.specs import JUDGED
@@ -135,7 +135,7 @@ def test_the_uneven_window_of_online_dpo_by_hand():
         batches = [twin_windows.found_rows(trainer, part, [batch]) for batch in steps.window(1)]
         assert [len(rows) for rows in batches] == [2, 1]
         exact = stored_window.policy(s.model, torch.float64)
-        first, second = (ExactStep(exact, twin_losses.definition(trainer, s, rows)).exact for rows in batches)
+        first, second = (exact_step(exact, twin_losses.definition(trainer, s, rows)).exact for rows in batches)
         for name, found in steps.gradients[1].items():
             expected = factor * (first[name] + second[name])
             assert float((found - expected).norm() / expected.norm()) < 1e-5

@@ -14,7 +14,7 @@ from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile,
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, twin_losses
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import ExactStep
+from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import drive, models, stored_window, twin_runs
 from parity.trainers.specs import SPECS, TWINS
 from parity.upstream import trl
@@ -113,7 +113,7 @@ def adapters(call: CheckCall) -> Iterator[CheckResult]:
     yield twin_runs.all_there(trainer, steps)
     by = SimpleNamespace(**vars(twin) | {"model": adapter.reference(s.model)})
     loss = _with_kl(trainer, by.model) if s.kl else twin_losses.definition(trainer, by)
-    step = shared(call, "step", lambda: ExactStep(adapter.policy(s.model), loss))
+    step = shared(call, "step", lambda: exact_step(adapter.policy(s.model), loss))
     yield from first_step(step, steps)
 
 

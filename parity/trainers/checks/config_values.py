@@ -6,6 +6,7 @@ applies them; a trainer that multiplies hidden states by `lm_head.weight` itself
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -16,13 +17,12 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.judge.escalation import CERTAIN, settle
-from parity.judge.gates import Judgement, Unit, judge
 from parity.judge.recipe import IEEE_FP32
 from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, judged, shared
+from parity.trainers.definitions import log_probs
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.step_rounding import Double, StepRounding
-from parity.trainers.definitions.training_step import ExactStep, taken
+from parity.trainers.definitions.log_probs import LOGPS
+from parity.trainers.definitions.training_step import LOSS, exact_step, judge_scalar, taken
 from parity.trainers.rig import drive, models, quantised_heads
 from parity.upstream import trl
 
@@ -77,7 +77,7 @@ def config_values(call: CheckCall) -> Iterator[CheckResult]:
     """Log-probs (or the loss made of them) and every gradient equal those of the model's own logits."""
     batch = Batch(call)
     truth = shared(call, "model", lambda: altered(models.model(call.settings.model, torch.float64), call).eval())
-    step = shared(call, "step", lambda: ExactStep(truth, batch.definition))
+    step = shared(call, "step", lambda: exact_step(truth, batch.definition))
     value, model, handed = batch.ask(call)
     value.backward()
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -85,25 +85,18 @@ def config_values(call: CheckCall) -> Iterator[CheckResult]:
     if handed is not None:
         yield _log_probs(handed.detach().cpu(), truth, batch)
     else:
-        j = step.judge_loss(float(value.detach()))
-        yield judged("loss", j, value, step.loss, f"{float(value):.6g} instead of {float(step.loss):.6g}")
+        j, exact = judge_scalar(step, LOSS, float(value.detach())), step.exact[LOSS]
+        yield judged("loss", j, value, exact, f"{float(value):.6g} instead of {float(exact):.6g}")
     yield gradients(step, found)
 
 
 def _log_probs(handed: Tensor, truth: Any, batch: Batch) -> CheckResult:
-    with torch.no_grad(), Double():
-        exact = batch.logps(truth)
-
-    def judge_with(count: int) -> dict[str, Judgement]:
-        with torch.no_grad(), Double(), StepRounding(IEEE_FP32, "fp32", 20261120):
-            stack = batch.logps(truth, count).view(count, *exact.shape)
-        return {"logps": judge(handed, Unit(exact, stack, entrywise=True), handed.dtype)}
-
-    j = settle(judge_with, certain=CERTAIN)["logps"]
+    oracle = log_probs.oracle(functools.partial(batch.logps, truth))
+    exact, j = oracle.exact[LOGPS], oracle.judge({LOGPS: handed}, IEEE_FP32)[LOGPS]
     e = (handed.double() - exact).abs()
     b, t = divmod(int(e.argmax()), e.shape[1])
     message = f"worst at sequence {b}, token {t}: {float(handed[b, t]):.5g}, {float(exact[b, t]):.5g} by the model's own logits"
-    return judged("logps", j, handed, exact, message)
+    return judged(LOGPS, j, handed, exact, message)
 
 
 class Batch:

@@ -18,7 +18,7 @@ from parity.families.divergence import completed, divergence
 from parity.fixes import patches
 from parity.trainers.check import CheckCall, CheckResult, bounded, check, holds
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import ExactStep
+from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import models, recorder, stored_window, teacher_client
 from parity.trainers.rig.teacher_server import Teacher, scorer, serving
 
@@ -69,7 +69,7 @@ def teacher_server(call: CheckCall) -> Iterator[CheckResult]:
         yield from _handed_over(trainer, steps.batches, teacher)
     window = [teacher_client.samples(batch) for batch in steps.batches]
     yield holds("sequences", sorted(len(t) for b in window for t, _ in b) == [6, 7], f"the window holds {window}")
-    step = ExactStep(models.model(ARCHITECTURE, torch.float64).train(), functools.partial(_loss, window, teacher, s))
+    step = exact_step(models.model(ARCHITECTURE, torch.float64).train(), functools.partial(_loss, window, teacher, s))
     yield from first_step(step, steps)
     yield _at_padding(steps.batches, seen)
 

@@ -12,7 +12,7 @@ from parity.families.divergence import divergence
 from parity.trainers.check import CheckCall, CheckResult, check
 from parity.trainers.checks.distillation import ARCHITECTURE, BETA, SPLIT, cases
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import ExactStep
+from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import drive, models, recorder, teacher_client
 from parity.upstream import trl
 
@@ -58,7 +58,7 @@ def ragged_control(call: CheckCall) -> Iterator[CheckResult]:
     window = [teacher_client.samples(b) for b in steps.batches]
     local = all(n is None for n in steps.items)
     definition = functools.partial(_dense, window, call.settings.beta, local)
-    step = ExactStep(models.model(ARCHITECTURE, torch.float64).train(), definition)
+    step = exact_step(models.model(ARCHITECTURE, torch.float64).train(), definition)
     yield from first_step(step, steps)
 
 

@@ -12,7 +12,7 @@ from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.balance import balance
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import ExactStep
+from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import batches, drive, stored_window, twin_runs
 
 MODEL = "qwen3_moe"
@@ -49,5 +49,5 @@ def experts(call: CheckCall) -> Iterator[CheckResult]:
         return loss(model) + s.coefficient * torch.stack([balance(model, part) for part in parts]).mean()
 
     yield from first_step(
-        shared(call, "step", lambda: ExactStep(stored_window.policy(MODEL, torch.float64), define)), steps
+        shared(call, "step", lambda: exact_step(stored_window.policy(MODEL, torch.float64), define)), steps
     )

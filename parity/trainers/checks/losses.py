@@ -16,7 +16,7 @@ from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile,
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import ExactStep
+from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.definitions.twin_losses import Definition
 from parity.trainers.rig import drive, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Row
@@ -173,7 +173,7 @@ def losses(call: CheckCall) -> Iterator[CheckResult]:
     if not s.whole:  # else its sequences count from their first token on
         yield twin_runs.all_there(trainer, steps, part)
     exact = functools.partial(stored_window.policy, s.model, torch.float64)
-    step = shared(call, "step", lambda: ExactStep(exact(), DEFINED[trainer](part, s)))
+    step = shared(call, "step", lambda: exact_step(exact(), DEFINED[trainer](part, s)))
     if s.loss == "kto":
         others = preference.mismatched(twin_runs.sequences(trainer, part))
         z = float(preference.shift(others, s.model, exact()))

@@ -216,7 +216,7 @@ def metrics(call: CheckCall) -> Iterator[CheckResult]:
     yield twin_runs.all_there(trainer, twin_runs.train(run, call.path))
     logged = drive.logged(run)
     exact = functools.partial(stored_window.policy, s.model, torch.float64)
-    truth = shared(call, "logged", lambda: training_step.Scalars(exact(), DEFINED[trainer](trainer, s)))
+    truth = shared(call, "logged", lambda: training_step.scalars(exact(), DEFINED[trainer](trainer, s)))
     names = [name for name in truth.exact if name in logged]
     if not trl.mentions("mean_logits", trl.class_named(call.trainer)):  # other releases say nowhere which mean is meant
         names = [name for name in names if not name.startswith("logits/")]
@@ -227,4 +227,4 @@ def metrics(call: CheckCall) -> Iterator[CheckResult]:
         if name in COUNTED:
             yield holds(name, abs(value - should) <= 2.0**-20 * max(1.0, abs(should)), "", "scalar", value, should)
         else:
-            yield judged(name, truth.judge(name, value), value, truth.exact[name])
+            yield judged(name, training_step.judge_scalar(truth, name, value), value, truth.exact[name])

@@ -75,16 +75,17 @@ def sampler(call: CheckCall) -> Iterator[CheckResult]:
     weigh = functools.partial(ratio, s, windows.padded(given)) if s.correction else None
     define = functools.partial(windows.grpo, window, twin.model, settings, counted, None, ratio=weigh)
     exact = functools.partial(stored_window.policy, twin.model, torch.float64)
-    step = shared(call, "step", lambda: training_step.ExactStep(exact(), define))
+    step = shared(call, "step", lambda: training_step.exact_step(exact(), define))
     yield from first_step(step, steps)
     logged = drive.logged(run)
     if not s.correction or s.split != "8x1":
         return  # over several micro-batches the log has a mean of their values
     measured = functools.partial(_measured, s, window, windows.padded(given), counted)
-    truth = shared(call, "logged", lambda: training_step.Scalars(exact(), measured))
+    truth = shared(call, "logged", lambda: training_step.scalars(exact(), measured))
     for name in truth.exact:
         if name in logged:
-            yield judged(name, truth.judge(name, float(logged[name])), float(logged[name]), truth.exact[name])
+            value = float(logged[name])
+            yield judged(name, training_step.judge_scalar(truth, name, value), value, truth.exact[name])
 
 
 def _options(call: CheckCall) -> dict[str, Any]:

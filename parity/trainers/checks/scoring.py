@@ -19,8 +19,7 @@ from parity.case.case import Case, normal
 from parity.case.inputs import Inputs, Setting, defaults
 from parity.errors import Unsupported
 from parity.families import logprobs
-from parity.judge.escalation import CERTAIN, settle
-from parity.judge.gates import judge
+from parity.judge.oracle import Oracle
 from parity.judge.recipe import DTYPES, Recipe
 from parity.judging.assess import CaseOracle
 from parity.judging.oracle import exact as by_oracle
@@ -28,7 +27,7 @@ from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile,
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.bf16_model import BackboneRounding
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import ExactStep, completion_logits, taken
+from parity.trainers.definitions.training_step import completion_logits, exact_step, taken
 from parity.trainers.rig import drive, models, stored_window
 from parity.upstream import trl
 
@@ -132,24 +131,19 @@ def _head(
     slopes = torch.cat([torch.zeros_like(h) if h.grad is None else h.grad.clone() for h in backbone])
     head = model.get_output_embeddings().weight
     inputs = _inputs(head, batch, s, torch.cat(backbone)[:, before][scored].detach())
-    oracle = CaseOracle(logprobs.FAMILY, inputs, by_oracle(logprobs.FAMILY, inputs))
+    oracle = CaseOracle(logprobs.FAMILY, inputs, by_oracle(logprobs.FAMILY, inputs)).oracle
     recipe = _recipe(s, calls=len(backbone)).resolve(s.dtype)
     found = {"logps": logps[scored], "grad_hidden": slopes[:, before][scored]}
     found |= {} if entropies is None else {"entropy": entropies[scored]}
     for name, value in (found | {"grad_weight": head.grad}).items():
         exact = oracle.exact[name]
         shaped = value.detach().cpu().view(exact.shape)
-        gates = functools.partial(_gates, oracle, name, recipe, shaped)
-        yield judged(f"head: {name}", settle(gates, certain=CERTAIN)[name], shaped, exact)
+        yield judged(f"head: {name}", oracle.judge({name: shaped}, recipe)[name], shaped, exact)
     slopes[:, before][scored] = 0.0
     leaked = float(slopes.abs().amax())
     yield holds(
         "gradient elsewhere", leaked == 0.0, f"{leaked:.3g} at a hidden state that no scored token follows", "zero"
     )
-
-
-def _gates(oracle: CaseOracle, name: str, recipe: Recipe, value: Tensor, count: int) -> Any:
-    return {name: judge(value, oracle.oracle.unit(name, recipe, count), value.dtype)}
 
 
 def _inputs(head: Tensor, batch: Batch, s: SimpleNamespace, hidden: Tensor) -> Inputs:
@@ -181,7 +175,7 @@ def _recipe(s: SimpleNamespace, calls: int) -> Recipe:
 
 
 @functools.lru_cache(maxsize=2)
-def _by_definition(dtype: str) -> ExactStep:
+def _by_definition(dtype: str) -> Oracle:
     """Σ cotangent · log-prob by the model's own logits, in float64, at the parameters that it has in `dtype`."""
     batch = Batch()
     slopes = [g[seen].double() for g, seen in zip(batch.cotangent, batch.scored, strict=True)]
@@ -192,5 +186,5 @@ def _by_definition(dtype: str) -> ExactStep:
         return torch.stack([(g * logps).sum() for g, logps in zip(slopes, found, strict=True)]).sum()
 
     if dtype == "fp32":
-        return ExactStep(models.model(MODEL, torch.float64).train(), weighted)
-    return ExactStep(models.model(MODEL, DTYPES[dtype]).double().train(), weighted, BackboneRounding)
+        return exact_step(models.model(MODEL, torch.float64).train(), weighted)
+    return exact_step(models.model(MODEL, DTYPES[dtype]).double().train(), weighted, BackboneRounding)

@@ -11,7 +11,7 @@ from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile,
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import ExactStep
+from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import batches, drive, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Sequences
 from parity.upstream import trl
@@ -62,7 +62,7 @@ def truncation(call: CheckCall) -> Iterator[CheckResult]:
         "dpo-trainer": functools.partial(windows.dpo, (window, other), s.model, beta),
         "kto-trainer": functools.partial(preference.apo_zero_unpaired, window, labels, s.model, beta),
     }[trainer]
-    step = shared(call, "step", lambda: ExactStep(stored_window.policy(s.model, torch.float64), define))
+    step = shared(call, "step", lambda: exact_step(stored_window.policy(s.model, torch.float64), define))
     yield from first_step(step, steps)
 
 

@@ -13,11 +13,12 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, bounded, by_profile, check, holds, judged, shared
+from parity.judge.oracle import Oracle
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, bounded, by_profile, check, holds, shared
 from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses, windows
-from parity.trainers.definitions.gradients import first_step, gradients
-from parity.trainers.definitions.training_step import ExactStep
+from parity.trainers.definitions.gradients import first_step, gradients, window_loss
+from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import batches, drive, models, recorder, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Row
 from parity.trainers.specs import JUDGED, SPECS
@@ -86,9 +87,9 @@ class Run:
         if count not in (None, len(rows)):
             raise Unsupported(f"the window holds {len(rows)} known sequences instead of {count}")
 
-        def step() -> ExactStep:
+        def step() -> Oracle:
             model = stored_window.policy_at(self.s.model, steps.parameters[number])
-            return ExactStep(model, twin_losses.definition(self.trainer, self.s, rows, **asked))
+            return exact_step(model, twin_losses.definition(self.trainer, self.s, rows, **asked))
 
         still = "learning_rate" not in self.window.config  # then every path takes it at the same parameters
         exact = shared(self.call, f"{quantity}: {rows}", step) if still else step()
@@ -115,9 +116,8 @@ def _evaluation(run: Run) -> Iterator[CheckResult]:
             "KTO of the installed version puts <bos> before each prompt, and pairs as training batches are"
         )
     with trl.quiet():
-        loss = float(run.built.evaluate()["eval_loss"])
-    step = by_definition(run.trainer, run.s)
-    yield judged("evaluation loss", step.judge_loss(loss), loss, step.loss)
+        found = float(run.built.evaluate()["eval_loss"])
+    yield window_loss(by_definition(run.trainer, run.s), found, "evaluation loss")
 
 
 def _last(run: Run, *sizes: int) -> Iterator[CheckResult]:
@@ -181,11 +181,11 @@ def _truncated(run: Run) -> Iterator[CheckResult]:
         raise Unsupported(f"{run.call.trainer} of the installed version knows the tokenizer's <eos> alone")
     steps = run.steps
     earned = stored_window.rewards(twin_runs.sequences(run.trainer, run.every))
-    step = ExactStep(
+    step = exact_step(
         stored_window.policy(run.s.model, torch.float64),
         twin_losses.definition(run.trainer, run.s, run.rows, earned=earned),
     )
-    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
+    yield window_loss(step, sum(steps.losses))
     yield gradients(step, steps.gradients[0])
 
 
@@ -200,7 +200,7 @@ def _adaptive(run: Run, applied: float, left: float) -> Iterator[CheckResult]:
     model = stored_window.policy_at(s.model, steps.parameters[1])
     settings = {"loss_type": s.loss, "beta": 0.0, "max_completion_length": drive.COMPLETION, "entropy_coef": applied}
     window = twin_runs.sequences(run.trainer, rows)
-    step = ExactStep(model, functools.partial(windows.grpo, window, s.model, settings, None, None))
+    step = exact_step(model, functools.partial(windows.grpo, window, s.model, settings, None, None))
     yield bounded("coefficient", float(run.built.entropy_coef), left, 1e-12, "0.1, twice moved by 0.05")
     yield gradients(step, steps.gradients[1], "gradient of step 2")
 
@@ -227,7 +227,7 @@ def _clipped(run: Run) -> Iterator[CheckResult]:
     share = dict(zip(("low", "high"), windows.beyond(trainer, window, generation, CLIP, model).tolist(), strict=True))
     yield holds("beyond", all(0 < x < 0.5 for x in share.values()), f"{share}: the case tests nothing", gate="exact")
     define = twin_losses.definition(trainer, run.s, generation=generation, clip=CLIP)
-    yield from first_step(ExactStep(model, define), run.steps)
+    yield from first_step(exact_step(model, define), run.steps)
     share["region"] = sum(share.values())
     logged = drive.logged(run.built)
     for side, exact in share.items():

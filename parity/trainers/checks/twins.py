@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Setting, defaults
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, judged
+from parity.judge.oracle import Oracle
+from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check
 from parity.trainers.definitions import first_divergence, twin_losses
-from parity.trainers.definitions.gradients import finite, gradients
+from parity.trainers.definitions.gradients import finite, gradients, window_loss
 from parity.trainers.definitions.step_rounding import AutocastRounding, StepRounding
-from parity.trainers.definitions.training_step import ExactStep
+from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import drive, stored_window, twin_runs
 from parity.trainers.specs import JUDGED, SPECS
 
@@ -90,7 +91,7 @@ def twins(call: CheckCall) -> Iterator[CheckResult]:
     steps = twin_runs.train(twin_runs.build(trainer, s, path), call.path, weigh=s.checkpointing != drive.OFF)
     yield twin_runs.all_there(trainer, steps)
     step = by_definition(trainer, s)
-    yield judged("loss", step.judge_loss(sum(steps.losses)), sum(steps.losses), step.loss)
+    yield window_loss(step, sum(steps.losses))
     yield finite(steps.gradients[0])
     result = gradients(step, steps.gradients[0])
     yield (
@@ -124,7 +125,7 @@ def _saved(call: CheckCall, checkpointed: int) -> CheckResult:
     return CheckResult("saved activations", {"bytes": checkpointed / plain}, float(checkpointed), float(plain), message)
 
 
-def by_definition(trainer: str, s: SimpleNamespace) -> ExactStep:
+def by_definition(trainer: str, s: SimpleNamespace) -> Oracle:
     """The step of the definition, shared by all twins of one loss."""
     return _by_definition(trainer, s.model, s.loss, s.beta, s.tools, s.teacher, s.precision)
 
@@ -132,7 +133,7 @@ def by_definition(trainer: str, s: SimpleNamespace) -> ExactStep:
 @functools.lru_cache(maxsize=4)
 def _by_definition(
     trainer: str, model: str, loss: str, beta: float, tools: bool, teacher: str, precision: str
-) -> ExactStep:
+) -> Oracle:
     s = SimpleNamespace(model=model, loss=loss, beta=beta, tools=tools, teacher=teacher)
     rounding = AutocastRounding if precision == "autocast" else StepRounding
-    return ExactStep(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, s), rounding)
+    return exact_step(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, s), rounding)

@@ -3,46 +3,59 @@
 import math
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from parity.judge.gates import Judgement
+from parity.judge.oracle import Oracle
+from parity.judge.recipe import IEEE_FP32
 from parity.trainers.check import CheckResult, holds, judged
-from parity.trainers.definitions.training_step import ExactStep
+from parity.trainers.definitions.training_step import LOSS, judge_scalar, of_parameters
 from parity.trainers.rig.recorder import Steps
 
 SHOWN = 5
 
 
-def first_step(step: ExactStep, steps: Steps) -> Iterator[CheckResult]:
+def first_step(step: Oracle, steps: Steps) -> Iterator[CheckResult]:
     """Loss and gradients of the one optimizer step of a run: finite, and the definition's."""
-    loss = sum(steps.losses)
-    yield judged("loss", step.judge_loss(loss), loss, step.loss)
+    yield window_loss(step, sum(steps.losses))
     yield finite(steps.gradients[0])
     yield gradients(step, steps.gradients[0])
 
 
-def gradients(step: ExactStep, found: Mapping[str, Tensor | None], quantity: str = "gradient") -> CheckResult:
+def window_loss(step: Oracle, value: float, quantity: str = "loss") -> CheckResult:
+    """The loss of a window through the scalar gate."""
+    return judged(quantity, judge_scalar(step, LOSS, value), value, step.exact[LOSS])
+
+
+def gradients(step: Oracle, found: Mapping[str, Tensor | None], quantity: str = "gradient") -> CheckResult:
     """Every parameter's gradient through the gates; each gate's headroom is that of its worst parameter.
 
     The message names the first parameter, in the order of the forward pass, that disagrees: where the two part.
     """
-    judgements = step.judge(found)
+    exact = of_parameters(step.exact)
+    judgements = step.judge({name: _given(found.get(name), e) for name, e in exact.items()}, IEEE_FP32)
     gates: dict[str, float] = {}
     for j in judgements.values():
         for gate, headroom in j.gates.items():
             gates[gate] = max(gates.get(gate, 0.0), math.inf if math.isnan(headroom) else headroom)
-    failing = [n for n in forward_order(step.exact) if not judgements[n].agrees]
+    failing = [n for n in forward_order(exact) if not judgements[n].agrees]
     order = sorted(failing, key=lambda n: -judgements[n].headroom)[:SHOWN]
     return CheckResult(
         quantity,
         gates,
         _norm([g for g in found.values() if g is not None]),
-        _norm(list(step.exact.values())),
+        _norm(list(exact.values())),
         message=_message(step, found, judgements, failing),
         worst=tuple(_entry(step, found, judgements[n], n) for n in order),
         max_abs=max((j.max_abs for j in judgements.values() if j.max_abs is not None), default=None),
         max_rel=max((j.max_rel for j in judgements.values() if j.max_rel is not None), default=None),
     )
+
+
+def _given(value: Tensor | None, exact: Tensor) -> Tensor | None:
+    """No gradient is one of zero, where zero is right."""
+    return torch.zeros_like(exact, dtype=torch.float32) if value is None and not bool(exact.any()) else value
 
 
 def finite(found: Mapping[str, Tensor | None]) -> CheckResult:
@@ -65,7 +78,7 @@ def forward_order(names: Mapping[str, Tensor]) -> list[str]:
 
 
 def _message(
-    step: ExactStep, found: Mapping[str, Tensor | None], judgements: Mapping[str, Judgement], failing: list[str]
+    step: Oracle, found: Mapping[str, Tensor | None], judgements: Mapping[str, Judgement], failing: list[str]
 ) -> str:
     if not failing:
         return ""
@@ -80,7 +93,7 @@ def _message(
     return f"{len(failing)} of {len(judgements)} parameters disagree, first {first} ({sizes}){scale}"
 
 
-def _ratio(step: ExactStep, found: Mapping[str, Tensor | None], name: str) -> float | None:
+def _ratio(step: Oracle, found: Mapping[str, Tensor | None], name: str) -> float | None:
     """The factor between the two, where one is the other times a factor (to 1e-3)."""
     value, exact = found.get(name), step.exact[name]
     if value is None or not bool(value.isfinite().all()) or not bool(exact.any()):
@@ -91,7 +104,7 @@ def _ratio(step: ExactStep, found: Mapping[str, Tensor | None], name: str) -> fl
     return factor if rest < 1e-3 * abs(factor) else None
 
 
-def _relative(step: ExactStep, found: Mapping[str, Tensor | None], name: str) -> float | None:
+def _relative(step: Oracle, found: Mapping[str, Tensor | None], name: str) -> float | None:
     value, exact = found.get(name), step.exact[name]
     if value is None:
         return None
@@ -99,7 +112,7 @@ def _relative(step: ExactStep, found: Mapping[str, Tensor | None], name: str) ->
     return out if math.isfinite(out) else None
 
 
-def _entry(step: ExactStep, found: Mapping[str, Tensor | None], j: Judgement, name: str) -> dict[str, object]:
+def _entry(step: Oracle, found: Mapping[str, Tensor | None], j: Judgement, name: str) -> dict[str, object]:
     return {
         "parameter": name,
         "error": _relative(step, found, name),

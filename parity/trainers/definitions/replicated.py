@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parity.judge.operations import OwnConstants
+from parity.judge.recipe import IEEE_FP32, Recipe
 from parity.trainers.definitions.step_rounding import Double, StepRounding
 
 Results = dict[str, Tensor]
@@ -20,23 +21,19 @@ class Replicas:
     """What a definition says of a model, in float64 and in as many replicas as were asked for.
 
     `define`: model -> name -> 0-dim tensor; the gradients of the one named `differentiated`, by parameter, are among the
-    results. `rounding` makes the arithmetic of a stack of replicas from a seed.
-
-    Attributes:
-        made: how many replicas there are.
+    results. `rounding` is the arithmetic of a replica.
     """
 
     def __init__(
         self,
         model: Any,
         define: Callable[[Any], Mapping[str, Tensor]],
-        rounding: Callable[[int], StepRounding],
+        rounding: type[StepRounding] = StepRounding,
         differentiated: str | None = None,
     ):
         self._defined, self._rounding, self._differentiated = _Defined(model, define), rounding, differentiated
         self._at_once = True
-        self._results: Results = {}
-        self.made = 0
+        self._made: dict[tuple[Recipe, int], Results] = {}
 
     def _recorded(self) -> torch.set_grad_enabled:
         return torch.set_grad_enabled(self._differentiated is not None)
@@ -46,23 +43,23 @@ class Replicas:
         with Double(), self._recorded():
             return self._with_gradients(self._defined(), self._defined.leaves())
 
-    def first(self, count: int) -> Results:
-        """The first `count` replicas of each result, (count, …)."""
-        if self.made < count:
-            stacks = [*([self._results] if self.made else []), *self._more(count - self.made)]
-            self._results = {name: torch.cat([stack[name] for stack in stacks]) for name in stacks[0]}
-            self.made = count
-        return {name: stack[:count] for name, stack in self._results.items()}
+    def first(self, count: int, recipe: Recipe = IEEE_FP32, seed: int = 0) -> Results:
+        """The first `count` replicas of each result, (count, …): more of them begin with the same."""
+        stacks = [self._made[recipe, seed]] if (recipe, seed) in self._made else []
+        made = len(next(iter(stacks[0].values()))) if stacks else 0
+        if made < count:
+            stacks += self._more([seed + 7919 * (1 + i) for i in range(made, count)], recipe)
+            self._made[recipe, seed] = {name: torch.cat([stack[name] for stack in stacks]) for name in stacks[0]}
+        return {name: stack[:count] for name, stack in self._made[recipe, seed].items()}
 
-    def _more(self, count: int) -> list[Results]:
-        seeds = [7919 * (1 + self.made + i) for i in range(count)]
-        mode = self._rounding(seeds[0])
-        if mode.vectorised and self._at_once:
+    def _more(self, seeds: list[int], recipe: Recipe) -> list[Results]:
+        modes = (self._rounding(recipe, "fp32", seed) for seed in seeds)
+        if self._rounding.vectorised and self._at_once:
             try:
-                return [self._together(count, mode)]
+                return [self._together(len(seeds), self._rounding(recipe, "fp32", seeds[0]))]
             except RuntimeError:  # what is wrong with the definition itself shows again below
                 self._at_once = False
-        return [self._alone(self._rounding(seed)) for seed in seeds]
+        return [self._alone(mode) for mode in modes]
 
     def _alone(self, mode: StepRounding) -> Results:
         with self._recorded(), mode.casts(), mode:
