@@ -23,7 +23,7 @@ def main() -> None:
     """
 
 
-@main.command("run")
+@main.command("run", epilog="Example: parity run --profile quick --family policy")
 @click.option(
     "--profile",
     default="pr",
@@ -31,19 +31,12 @@ def main() -> None:
     help="how much to do: quick, pr, nightly or soak",
     shell_complete=options.values(options.profiles),
 )
-@options.several(
-    "--family",
-    "families",
-    "only this loss or trainer (names: parity list), or your own",
-    options.families,
-    parted=True,
-    metavar="NAME|FILE.py:NAME",
-)
+@options.FAMILIES
 @options.IMPLEMENTATIONS
 @options.several("--dtype", "dtypes", "fp32, fp16 or bf16", options.dtypes, parted=True)
 @options.DEVICE
 @click.option("--seed", type=int, default=None, help="of the drawn cases; default: fixed in quick and pr, else new")
-@options.WITH
+@options.with_versions
 @click.option("--require", multiple=True, metavar="ID[:cpu|cuda]", help="exit code 3 unless this was compared")
 @options.LEDGER
 @options.path("--results", "file for the results; default: results.ndjson in --reports")
@@ -54,15 +47,11 @@ def main() -> None:
 @options.path("--resume", "continue the run that wrote this file", metavar="RESULTS")
 @click.option("--max-time", metavar="TIME", help="stop after 2h, 90m or the like, and report what was done")
 @detail
-def run_command(specs: tuple[str, ...], max_time: str | None, detail: Detail, **options: Any) -> None:
+def run_command(max_time: str | None, detail: Detail, **options: Any) -> None:
     """Run every implementation on many cases, judge, and report.
 
     Exit code: 0 nothing new, 1 a new finding, 3 nothing was compared, 4 a known finding no longer happens.
     """
-    if specs and options["ray"]:
-        raise UsageError("--ray and --with cannot be used together: other releases are installed on this machine only")
-    if specs:
-        sys.exit(inside(specs))
     from parity.running.run import Options, execute
 
     limit = nightly.duration(max_time).total_seconds() if max_time else None
@@ -75,23 +64,8 @@ def run_command(specs: tuple[str, ...], max_time: str | None, detail: Detail, **
     sys.exit(result.exit_code)
 
 
-def inside(specs: tuple[str, ...]) -> int:
-    """Run the same command inside an environment of other versions."""
-    from parity.versions.commands.inside import run_inside
-
-    argv, skip = [], False
-    for word in sys.argv[1:]:
-        if skip:
-            skip = False
-        elif word == "--with":
-            skip = True
-        elif not word.startswith("--with="):
-            argv.append(word)
-    return run_inside(specs, argv)
-
-
-@main.command("list")
-@options.several("--family", "families", "only this family", options.families, parted=True)
+@main.command("list", epilog="Example: parity list --family policy")
+@options.FAMILIES
 @click.option(
     "--settings", metavar="FAMILY", help="the settings of this family", shell_complete=options.values(options.families)
 )
@@ -116,7 +90,7 @@ def list_command(families: tuple[str, ...], **sections: Any) -> None:
         getattr(listing, name)(*([] if value is True else [value]), console())
 
 
-@main.command("doctor")
+@main.command("doctor", epilog="Example: parity doctor")
 def doctor_command() -> None:
     """Show what is installed, can run, or is missing."""
     from parity.cli.doctor import diagnose
@@ -124,32 +98,30 @@ def doctor_command() -> None:
     sys.exit(0 if diagnose(console()) else NOTHING)
 
 
-@main.command("audit")
-@options.several("--family", "families", "only this family (see parity list)", options.families)
+@main.command("audit", epilog="Example: parity audit --family policy --implementation liger")
+@options.FAMILIES
 @options.IMPLEMENTATIONS
 @click.option("--setting", "settings", multiple=True, help="only this setting")
 @options.DEVICE
 @options.count("--cases", "cases for each setting", 2)
-@options.WITH
+@options.with_versions
 @options.LEDGER
 @options.REPORTS
-def audit_command(specs: tuple[str, ...], **options: Any) -> None:
+def audit_command(**options: Any) -> None:
     """Ask each implementation whether each setting has its effect.
 
     The answer is honoured, ignored, wrong, refused, crashed or absent.
     """
-    if specs:
-        sys.exit(inside(specs))
     from parity.tools.audit import AuditOptions, run
 
     sys.exit(run(AuditOptions(**options), console()))
 
 
-@main.command("replay")
+@main.command("replay", epilog="Example: parity replay liger-luspo-padding")
 @click.argument("case", shell_complete=options.values(options.cases))
 @options.IMPLEMENTATIONS
 @options.DEVICE
-@options.WITH
+@options.with_versions
 @click.option("--issue", is_flag=True, help="print a bug report with a stand-alone script, for upstream")
 @options.path("--minimise", "write the smallest part of a captured batch that still disagrees", metavar="FILE")
 @options.path("--reports", "folder of the run that had the case", "reports")
@@ -157,7 +129,6 @@ def replay_command(
     case: str,
     implementations: tuple[str, ...],
     device: str,
-    specs: tuple[str, ...],
     issue: bool,
     minimise: Path | None,
     reports: Path,
@@ -166,15 +137,13 @@ def replay_command(
 
     CASE is a case file, a ledger entry, or the id of a case. Exit code: 0 agrees, 1 disagrees, 125 not judged.
     """
-    if specs:
-        sys.exit(inside(specs))
     from parity.tools.replay import replay
 
     sys.exit(replay(case, implementations, device, issue, console(), minimise, reports))
 
 
-@main.command("findings")
-@options.path("--ledger", "another ledger of known findings")
+@main.command("findings", epilog="Example: parity findings")
+@options.LEDGER
 @click.option("--mended", is_flag=True, help="those that newer releases have mended")
 def findings_command(ledger: Path | None, mended: bool) -> None:
     """Print the known findings, most severe first."""
@@ -185,29 +154,20 @@ def findings_command(ledger: Path | None, mended: bool) -> None:
     click.echo(page(Ledger.load(ledger or data.ledger_file()), mended), nl=False)
 
 
-@main.command("upstream")
+@main.command("upstream", epilog="Example: parity upstream liger-luspo-padding")
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option("--all", "every", is_flag=True, help="every entry of the ledger")
-@options.path("--ledger", "another ledger of known findings")
-@options.path("--reports", default="reports")
+@options.LEDGER
+@options.REPORTS
 @options.count("--workers", "processes", 2)
-@options.WITH
-def upstream_command(
-    ids: tuple[str, ...],
-    every: bool,
-    ledger: Path | None,
-    reports: Path,
-    workers: int,
-    specs: tuple[str, ...],
-) -> None:
+@options.with_versions
+def upstream_command(ids: tuple[str, ...], every: bool, ledger: Path | None, reports: Path, workers: int) -> None:
     """Write bug reports for known findings, and test them.
 
     ID is an entry of the ledger. Each gets reports/upstream/ID/ with a text, a script that needs only the library, and a
     patch. Each script is run, and run again with the patch. Exit code: 0 if every script shows its defect and the patch
     removes it, else 1.
     """
-    if specs:
-        sys.exit(inside(specs))
     from parity import data
     from parity.tools.upstream import upstream
 
@@ -222,7 +182,7 @@ def upstream_command(
     sys.exit(int(wrong > 0))
 
 
-@main.command("report")
+@main.command("report", epilog="Example: parity report reports/results.ndjson -v")
 @click.argument("results", type=options.PATH, default=Path("reports/results.ndjson"))
 @options.path("--reports", "folder for reports; default: where the results file is")
 @detail
@@ -246,7 +206,7 @@ def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
     sys.exit(code)
 
 
-@main.command("merge")
+@main.command("merge", epilog="Example: parity merge a/results.ndjson b/results.ndjson")
 @click.argument("results", nargs=-1, required=True, type=options.PATH, metavar="RESULTS...")
 @options.path("--out", "the joined file; reports are written next to it", "reports/results.ndjson")
 def merge_command(results: tuple[Path, ...], out: Path) -> None:

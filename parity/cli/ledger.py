@@ -28,7 +28,7 @@ def ledger_command() -> None:
     """Add findings to the list of known ones; measure those anew."""
 
 
-@ledger_command.command("add")
+@ledger_command.command("add", epilog="Example: parity ledger add policy-3f2a --reason 'drops a mask' --link trl:loss")
 @click.argument("case", metavar="CASE")
 @click.option("--implementation", default=None, metavar="ID", help="which one, if several fail on CASE")
 @click.option("--reason", required=True, help="what is wrong, in one or two sentences")
@@ -51,7 +51,7 @@ def add_command(
         click.echo(f"entered {id}")
 
 
-@ledger_command.command("accept")
+@ledger_command.command("accept", epilog="Example: parity ledger accept --expires 720h")
 @click.option(
     "--expires", default="720h", show_default=True, metavar="TIME", help="each entry must be looked at after this time"
 )
@@ -75,24 +75,18 @@ def accept_command(expires: str, results: Path, ledger: Path) -> None:
         click.echo(f"accepted {id}")
 
 
-@ledger_command.command("measure")
+@ledger_command.command("measure", epilog="Example: parity ledger measure liger-luspo-padding")
 @click.argument("names", nargs=-1, metavar="[ENTRY|CASE]...", shell_complete=options.values(options.cases))
 @options.IMPLEMENTATIONS
 @options.DEVICE
-@options.WITH
+@options.with_versions
 @_LEDGER
-def measure_command(
-    names: tuple[str, ...], implementations: tuple[str, ...], device: str, specs: tuple[str, ...], ledger: Path | None
-) -> None:
+def measure_command(names: tuple[str, ...], implementations: tuple[str, ...], device: str, ledger: Path | None) -> None:
     """Write into the frozen cases what known findings are there now.
 
     A later run shows a finding as new that grew threefold there, changed its class, or fails in another quantity. Without a
     name: all frozen cases.
     """
-    if specs:
-        from parity.cli.commands import inside
-
-        sys.exit(inside(specs))
     from parity.results import recorded
     from parity.results.ledger import Ledger
     from parity.running.plan import Options, frozen_files

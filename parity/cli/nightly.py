@@ -32,16 +32,14 @@ def duration(text: str) -> datetime.timedelta:
     return datetime.timedelta(hours=h, minutes=m, seconds=s)
 
 
-@click.command("nightly")
+@click.command("nightly", epilog="Example: parity nightly --max-time 2h")
 @click.option("--max-time", default="6h", show_default=True, help="for everything: 6h, 90m, 1h30m")
 @click.option("--profile", default="nightly", show_default=True, help="how much the long run does")
-@options.several("--family", "families", "only this family", options.families)
-@options.several(
-    "--implementation", "implementations", "only this one", options.implementations, metavar="ID|FILE.py:NAME"
-)
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
+@options.FAMILIES
+@options.IMPLEMENTATIONS
+@options.DEVICE
 @click.option("--seed", type=int, default=None, help="default: a new one, which is printed")
-@options.path("--ledger", "another ledger of known findings")
+@options.LEDGER
 @click.option("--skip", multiple=True, metavar="NAME", help="leave out history, mutants, upstream or unsloth")
 @click.option(
     "--with",
@@ -81,7 +79,7 @@ def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...]
     sys.exit(code)
 
 
-@click.command("notify")
+@click.command("notify", epilog="Example: parity notify --out issue.md")
 @click.option(
     "--stale", default="36h", show_default=True, metavar="TIME", help="red if the last run is older than this"
 )
@@ -117,7 +115,7 @@ def notify_command(stale: str, profile: str, page: str, out: Path | None, report
     sys.exit(code)
 
 
-@click.command("upgrade-check")
+@click.command("upgrade-check", epilog="Example: parity upgrade-check trl==1.16.0 --config config.yaml")
 @click.argument("spec", metavar="PKG==VER|PKG==NEXT")
 @options.path("--config", "your TRL arguments: YAML, JSON, or training_args.bin")
 @click.option("--max-time", default="1h", show_default=True, help="for each of run, compare and audit")

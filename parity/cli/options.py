@@ -1,10 +1,14 @@
 """The options that commands share, and the values that the shell completes: names of the registry and of the ledger."""
 
+import functools
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import click
+
+from parity.errors import UsageError
 
 Option = Callable[[Any], Any]
 
@@ -96,6 +100,14 @@ def cases() -> list[str]:
 DEVICE = click.option(
     "--device", default="auto", show_default=True, help="auto, cpu or cuda", shell_complete=values(devices)
 )
+FAMILIES = several(
+    "--family",
+    "families",
+    "only this loss or trainer (names: parity list), or your own; separate several by commas",
+    families,
+    parted=True,
+    metavar="NAME|FILE.py:NAME",
+)
 IMPLEMENTATIONS = several(
     "--implementation",
     "implementations",
@@ -106,9 +118,6 @@ IMPLEMENTATIONS = several(
 )
 LEDGER = path("--ledger", "another list of known findings")
 REPORTS = path("--reports", "folder for reports", "reports")
-WITH = click.option(
-    "--with", "specs", multiple=True, metavar="PKG==VER", help="use this version, installed in a separate environment"
-)
 JSON = click.option("--json", "as_json", is_flag=True, help="print JSON")
 RAY = click.option(
     "--ray", default=None, metavar="HOST:PORT|auto|local", help="run on this Ray cluster (docs/scale.md)"
@@ -126,3 +135,25 @@ def _there(ctx: click.Context, option: click.Parameter, value: str) -> str:
     from parity.running.provenance import resolve_device
 
     return resolve_device(value)
+
+
+def with_versions(command: Callable[..., None]) -> Callable[..., None]:
+    """`--with`: the command, as it was called, inside an environment of other versions."""
+
+    @functools.wraps(command)
+    def here_or_inside(specs: tuple[str, ...], **given: Any) -> None:
+        if not specs:
+            return command(**given)
+        if given.get("ray"):
+            raise UsageError(
+                "--ray and --with cannot be used together: other releases are installed on this machine only"
+            )
+        from parity.versions.commands.inside import run_inside
+
+        words = sys.argv[1:]
+        values = {n + 1 for n, word in enumerate(words) if word == "--with"}
+        kept = [w for n, w in enumerate(words) if n not in values and w != "--with" and not w.startswith("--with=")]
+        sys.exit(run_inside(specs, kept))
+
+    said = "use this version, installed in a separate environment"
+    return click.option("--with", "specs", multiple=True, metavar="PKG==VER", help=said)(here_or_inside)

@@ -16,7 +16,7 @@ def rollouts() -> None:
     """Compare log-probs of a real engine with the trainer's."""
 
 
-@rollouts.command("record")
+@rollouts.command("record", epilog="Example: parity rollouts record --model tiny-llama --engine transformers")
 @click.option(
     "--model", required=True, metavar="DIR|tiny-NAME", help="a folder, or tiny-llama, tiny-qwen2, tiny-gemma2"
 )
@@ -46,7 +46,7 @@ def record_command(**given: Any) -> None:
         click.echo(f"{path}: {recording.load(path).line().partition(': ')[2]}")
 
 
-@rollouts.command("list")
+@rollouts.command("list", epilog="Example: parity rollouts list")
 @click.argument("folder", type=options.PATH, required=False)
 def list_command(folder: Path | None) -> None:
     """List recordings and where they come from.
@@ -59,7 +59,7 @@ def list_command(folder: Path | None) -> None:
         click.echo(recording.load(path).line())
 
 
-@rollouts.command("judge")
+@rollouts.command("judge", epilog="Example: parity rollouts judge reports/rollouts/tiny-llama.json")
 @click.argument("paths", nargs=-1, metavar="[RECORDING…]")
 @click.option(
     "--model", default=None, metavar="DIR|tiny-NAME", help="the trainer's model; default: that of the recording"
@@ -89,7 +89,7 @@ def judge_command(paths: tuple[str, ...], reports: Path, **given: Any) -> None:
     raise SystemExit(0 if all(verdict.agrees for _, verdict in found) else 1)
 
 
-@rollouts.command("replay")
+@rollouts.command("replay", epilog="Example: parity rollouts replay")
 @click.argument("name", default="gemma2-bf16-t0.7-p0.8")
 def replay_command(name: str) -> None:
     """Show what ignoring the importance ratio does.
@@ -112,7 +112,7 @@ LIVE = {"colocate": 0, "colocate-no-sync": 1, "server": 0}
 """Live run -> exit code that it should end with."""
 
 
-@rollouts.command("live")
+@rollouts.command("live", epilog="Example: parity rollouts live")
 def live_command() -> None:
     """Run TRL's GRPOTrainer with the installed vLLM.
 

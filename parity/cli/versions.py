@@ -43,7 +43,7 @@ def _progress(line: str) -> None:
     click.echo(line, err=True)
 
 
-@click.command("history")
+@click.command("history", epilog="Example: parity history --record dpo-liger-head")
 @click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; may be repeated")
 @click.option("--blind", is_flag=True, help="instead: which records are found by random cases alone")
 @click.option(
@@ -71,7 +71,9 @@ def history_command(ids: tuple[str, ...], blind: bool, profile: str, device: str
     return history.exit_code(findings)
 
 
-@click.command("bisect")
+@click.command(
+    "bisect", epilog="Example: parity bisect trl --good 1.13.0 --bad 1.16.0 --case trl-online-dpo-accumulation"
+)
 @click.argument("package", metavar="PKG")
 @click.option("--good", required=True, metavar="VER", help="a release that is right")
 @click.option("--bad", required=True, metavar="VER", help="a release that is wrong")
@@ -178,7 +180,7 @@ def _shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-@click.command("compare")
+@click.command("compare", epilog="Example: parity compare trl==1.13.0 trl==1.16.0")
 @click.argument("before", metavar="SPEC")
 @click.argument("after", metavar="SPEC")
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
@@ -205,7 +207,7 @@ def env_command() -> None:
     """Show or remove environments of other versions."""
 
 
-@env_command.command("list")
+@env_command.command("list", epilog="Example: parity env list")
 @_usable
 def env_list() -> int:
     """List name, size, date and broken packages."""
@@ -220,7 +222,7 @@ def env_list() -> int:
     return FOUND
 
 
-@env_command.command("show")
+@env_command.command("show", epilog="Example: parity env show trl-1.16.0")
 @click.argument("name")
 @_usable
 def env_show(name: str) -> int:
@@ -238,7 +240,7 @@ def env_show(name: str) -> int:
     return FOUND
 
 
-@env_command.command("prune")
+@env_command.command("prune", epilog="Example: parity env prune --days 7")
 @click.argument("names", nargs=-1)
 @click.option("--days", type=click.IntRange(min=0), default=30, show_default=True, help="unused for longer than this")
 @_usable

@@ -1,8 +1,10 @@
 """What a newcomer types: patterns, commas, slips of the pen, and the same from Python."""
 
+import shlex
 import subprocess
 import sys
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -23,6 +25,19 @@ def test_summaries_of_commands_are_whole_sentences(words):
     listed = shown.partition("Commands:\n")[2].splitlines()
     assert len(listed) >= 2
     assert [line for line in listed if line.endswith("...")] == []
+
+
+def leaves(command, path=()):
+    if isinstance(command, click.Group):
+        return [leaf for name, one in command.commands.items() for leaf in leaves(one, (*path, name))]
+    return [pytest.param(command, path, id=" ".join(path))]
+
+
+@pytest.mark.parametrize(("command", "path"), leaves(commands.main))
+def test_the_help_of_each_command_has_one_example_that_parses(command, path):
+    words = shlex.split(command.epilog.removeprefix("Example: "))
+    assert tuple(words[: len(path) + 1]) == ("parity", *path)
+    command.make_context(path[-1], words[len(path) + 1 :])
 
 
 def test_patterns_choose_implementations():
