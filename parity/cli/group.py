@@ -21,6 +21,8 @@ IN_PROCESS = frozenset({"replay", "audit"})
 REMOVED: dict[str, str] = {
     "case": "`parity replay CASE` runs a case and shows its settings where it disagrees",
     "history-of": "`parity notify` says since when each finding is seen; kept runs are JSON in reports/history/",
+    "rollouts list": "`parity doctor` names the shipped recordings, `parity rollouts judge FILE` says where one comes from",
+    "rollouts replay": "cases of the policy family with a setting `recording` have a recorded importance ratio",
     "schema": "docs/results.md explains the fields of a results file",
     "matrix": "compare two releases with `parity compare PKG==VER PKG==VER`, find the one that changed with `parity bisect PKG`",
     "mutants": "in a checkout, `make selftest` runs the deliberately wrong implementations with pytest",
@@ -48,7 +50,20 @@ def silence() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class Group(click.Group):
+class Commands(click.Group):
+    """Commands; one that was removed names its successor."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command."""
+        name = " ".join([*([str(ctx.info_name)] if ctx.parent else []), *args[:1]])
+        if name in REMOVED:
+            raise UsageError(f"`parity {name}` was removed: {REMOVED[name]}")
+        return super().resolve_command(ctx, args)
+
+
+class Group(Commands):
     """Ends in the codes of this module, whatever is raised."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,14 +72,6 @@ class Group(click.Group):
         if words[:1] and words[0] in IN_PROCESS and not {"-h", "--help"} & set(words):
             sys.exit(_watched(words))
         return super().__call__(*args, **kwargs)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command; one that was removed names its successor."""
-        if args and args[0] in REMOVED:
-            raise UsageError(f"`parity {args[0]}` was removed: {REMOVED[args[0]]}")
-        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command and end as the module says."""

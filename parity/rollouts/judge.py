@@ -1,13 +1,13 @@
-"""An engine's log-probs against the trainer's, in units of what the trainer differs from itself.
+"""An engine's log-probs against the trainer's, in units of the trainer's own error.
 
-The unit is not chosen: the trainer scores the same tokens one row at a time, with more padding, with another attention
-implementation, and with the same weights in float64 arithmetic. What it then differs from itself is rounding. An engine
-that computes the same function differs from it by the rounding of both, √2 of one if the two are alike; `FACTOR` grants
-an engine twice the trainer's error in each. Five gates, all of which must hold; the mean ratio is none of them, since by
-the identity E_s[π/s] = 1 it is 1 for every trainer, right or wrong.
+The unit is not chosen: the trainer scores the same tokens in its dtype, and with the same weights in float64; the
+difference is its rounding. An engine that computes the same function differs from it by the rounding of both, √2 of one if
+the two are alike; `FACTOR` grants an engine twice the trainer's error. Five gates, all of which must hold. The mean ratio
+is none of them: by E_s[π/s] = 1 it is 1 for every trainer, right or wrong.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,41 +17,102 @@ import torch
 from torch import Tensor
 
 from parity.errors import UsageError
-from parity.judge.recipe import DTYPES
+from parity.judge.recipe import DTYPES, NAMES
 from parity.recording import Recording
 from parity.rollouts import models
-from parity.rollouts.scoring import PLAIN, Scores, Trainer
-from parity.rollouts.statistics import Statistics, rms, statistics, stretches
+from parity.rollouts.scoring import Sampling, Trainer
 
 FACTOR = 2 * math.sqrt(2)
-TRUNCATED, FULL, RAW = "as sampled", "whole vocabulary", "raw"
+POSITION = 1.5
+"""A stretch holds a quarter of the tokens, and late ones read more rounded context: their rms may be so much larger."""
+STRETCHES = 4
+QUANTILES = (0.5, 0.9, 0.99, 1.0)
 DEFINITIONS = {
-    TRUNCATED: "at the temperature, over what top-p and top-k keep: the distribution that was sampled from",
-    FULL: "at the temperature, over the whole vocabulary: what TRL's trainer computes",
-    RAW: "at temperature 1, over the whole vocabulary",
+    "truncated": "at the temperature, over what top-p and top-k keep: the distribution that was sampled from",
+    "full": "at the temperature, over the whole vocabulary: what TRL's trainer computes",
 }
+"""What a sampler's log-probs may be meant to be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Of the log-ratios d, trainer minus sampler in nats.
+
+    Attributes:
+        tokens, sequences: the tokens judged, and the rows that have one.
+        unscored, cut: tokens that the sampler has no log-prob for; that the trainer's top-p or top-k excludes.
+        quantiles: of |d|, at `QUANTILES`.
+        rms, mean: √mean d², mean d.
+        mean_ratio: mean exp(d), which judges nothing.
+        k3: mean exp(d) - d - 1, an estimate of KL(sampler ‖ trainer).
+        by_position: "1-8" -> rms of the tokens there, of at least 30.
+    """
+
+    tokens: int
+    sequences: int
+    unscored: int
+    cut: int
+    quantiles: tuple[float, ...]
+    rms: float
+    mean: float
+    mean_ratio: float
+    k3: float
+    by_position: Mapping[str, float]
+
+
+def statistics(d: Tensor, mask: Tensor) -> Statistics:
+    """`Statistics` of d (B, T) under the mask (B, T): NaN where the sampler has none, infinite where the trainer excludes it."""
+    scored = mask & ~d.isnan()
+    finite = scored & d.isfinite()
+    values = d[finite]
+    n = max(len(values), 1)
+    nothing = (math.nan,) * len(QUANTILES)
+    return Statistics(
+        tokens=len(values),
+        sequences=int(finite.any(-1).sum()),
+        unscored=int((mask & d.isnan()).sum()),
+        cut=int((scored & ~d.isfinite()).sum()),
+        quantiles=tuple(values.abs().quantile(d.new_tensor(QUANTILES)).tolist()) if len(values) else nothing,
+        rms=rms(values),
+        mean=float(values.sum() / n),
+        mean_ratio=float(values.exp().sum() / n),
+        k3=float((torch.expm1(values) - values).sum() / n),
+        by_position=_by_position(d, finite),
+    )
+
+
+def _by_position(d: Tensor, finite: Tensor) -> dict[str, float]:
+    width = d.shape[1]
+    ends = sorted({round(width * k / STRETCHES) for k in range(STRETCHES + 1)})
+    parts = {f"{a + 1}-{b}": d[:, a:b][finite[:, a:b]] for a, b in itertools.pairwise(ends)}
+    return {label: rms(values) for label, values in parts.items() if len(values) >= 30}
+
+
+def rms(values: Tensor) -> float:
+    """√mean x² of the finite ones, 0 of nothing."""
+    values = values[values.isfinite()]
+    return float(values.square().mean().sqrt()) if len(values) else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The judgement of one recording under one definition of what its log-probs are.
+    """The judgement of one recording.
 
     Attributes:
-        gates: gate -> headroom, the share of what is allowed that was used; above 1 disagrees.
-        self_noise: scoring of the trainer -> rms of its difference to itself, nats.
+        definition: of `DEFINITIONS`: what its log-probs are held to be.
+        gates: gate -> error ÷ allowed; above 1 disagrees.
+        unit: rms of the trainer's own error, nats.
         found: the statistics.
         fits: other explanation -> rms of the sampler's log-probs against it, best first.
-        d: (B, T) log-ratios, trainer minus sampler; NaN unscored, -inf cut.
-        noise: (B, T) the trainer's largest difference to itself, by scoring; NaN where there is none.
+        coarser: a dtype whose rounding is as large as the difference, where that is coarser than the trainer's.
     """
 
     definition: str
     gates: Mapping[str, float]
-    self_noise: Mapping[str, float]
+    unit: float
     found: Statistics
     fits: Mapping[str, float]
-    d: Tensor
-    noise: Tensor
+    coarser: str | None
 
     @property
     def agrees(self) -> bool:
@@ -59,32 +120,63 @@ class Verdict:
         return all(h <= 1.0 for h in self.gates.values())
 
     @property
+    def worst(self) -> str:
+        """The gate that allows least."""
+        return max(self.gates, key=lambda name: self.gates[name])
+
+    @property
     def explanation(self) -> str | None:
-        """The explanation that fits where the claimed one does not: at most half its rms. None where nothing does."""
+        """What explains a disagreement: it has at most half the rms, or the size of another dtype's rounding. Else None."""
         name = min(self.fits, key=lambda n: self.fits[n], default=None)
-        if self.agrees or name is None or self.fits[name] > 0.5 * max(self.found.rms, self.fits.get(TRUNCATED, 0.0)):
-            return None
-        return name
+        if name is not None and self.fits[name] <= 0.5 * self.found.rms:
+            return name
+        return self.coarser and f"as far apart as the arithmetic of {self.coarser}"
+
+    def text(self, recording: Recording) -> str:
+        """The judgement, gate by gate, and the statistics; a line each."""
+        s = self.found
+        lines = [
+            recording.line(),
+            f"  {'agrees' if self.agrees else 'DISAGREES'} as log-probs {DEFINITIONS[self.definition]}",
+            "  error ÷ allowed: " + ", ".join(f"{n} {h:.2f}" for n, h in self.gates.items()),
+        ]
+        if not self.agrees:
+            cause = self.explanation or "nothing that was tried: other weights, or another computation"
+            lines.append(f"  fails by {self.worst}; what fits better: {cause}")
+            lines += [f"    rms {value:.2e} against: {name}" for name, value in self.fits.items()]
+        quantiles = ", ".join(f"{100 * q:g} % {v:.2e}" for q, v in zip(QUANTILES, s.quantiles, strict=True))
+        return "\n".join(
+            [
+                *lines,
+                f"  {s.tokens} tokens, {s.unscored} not scored, {s.cut} that the trainer's top-p or top-k excludes",
+                f"  |log-ratio|: {quantiles}; rms {s.rms:.2e}, mean {s.mean:+.1e}; the trainer's own error {self.unit:.1e}",
+                f"  k3 {s.k3:.2e}; mean ratio {s.mean_ratio:.6f}, which judges nothing",
+                "  rms by position: " + ", ".join(f"{n} {v:.1e}" for n, v in s.by_position.items()),
+            ]
+        )
 
 
-def judge(recording: Recording, trainer: Trainer, definition: str = TRUNCATED) -> Verdict:
-    """The recording's sampler log-probs against `trainer`'s under a definition of `DEFINITIONS`."""
+def judge(recording: Recording, trainer: Trainer, definition: str = "truncated") -> Verdict:
+    """The recording's sampler log-probs against `trainer`'s, under a definition of `DEFINITIONS`."""
     f, rows, width = recording.facts, recording.rows(), recording.completion_ids.shape[1]
-    asked = (float(f["temperature"]), float(f["top_p"]), int(f["top_k"]))
-    sampling = {TRUNCATED: asked, FULL: (asked[0], 1.0, 0), RAW: (1.0, 1.0, 0)}[definition]
+    sampling = (float(f["temperature"]), float(f["top_p"]), int(f["top_k"]))
+    asked = (sampling[0], 1.0, 0) if definition == "full" else sampling
     mask, sampler = recording.mask, recording.sampler_logps.double()
-    plain = trainer.score(rows, width, sampling)
-    others = {
-        name: trainer.score(rows, width, sampling, scoring).truncated
-        for name, scoring in trainer.scorings(rows, width).items()
-    }
-    d = plain.truncated - sampler
-    self_noise = {name: _finite(logps - plain.truncated, mask) for name, logps in others.items()}
-    found = statistics(d, mask, sampler)
-    gates = _gates(d, mask, sampler, found, self_noise)
-    noise = max(self_noise.values(), key=lambda v: rms(v[~v.isnan()]))
-    fits = {} if all(h <= 1.0 for h in gates.values()) else explanations(recording, trainer, plain)
-    return Verdict(definition, gates, {n: rms(v[~v.isnan()]) for n, v in self_noise.items()}, found, fits, d, noise)
+    mine, exact = trainer.score(rows, width, asked).truncated, trainer.exact(rows, width, asked).truncated
+    found = statistics(mine - sampler, mask)
+    impossible = not found.tokens or bool((mask & (sampler > 1e-4)).any())
+    gates = _gates(found, mine - exact, mask, impossible)
+    fits: dict[str, float] = {}
+    coarser = None
+    if any(h > 1.0 for h in gates.values()):
+        fits = explanations(recording, trainer, sampling, mine)
+        for dtype in (torch.float16, torch.bfloat16):
+            if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps and not impossible and coarser is None:
+                error = dataclasses.replace(trainer, dtype=dtype).score(rows, width, asked).truncated - exact
+                apart = found.rms / max(rms(error[mask]), 1e-300)
+                held = all(h <= 1.0 for h in _gates(found, error, mask, impossible).values())
+                coarser = NAMES[dtype] if held and apart > 1 / FACTOR else None
+    return Verdict(definition, gates, rms((mine - exact)[mask]), found, fits, coarser)
 
 
 def judged(recording: Recording, model: str | None, adapter: Path | None, support: str) -> Verdict:
@@ -107,43 +199,28 @@ def judged(recording: Recording, model: str | None, adapter: Path | None, suppor
     trainer = Trainer(folder, DTYPES[str(recording.facts["dtype"])])
     if adapter is not None:
         trainer = dataclasses.replace(trainer, change=adapted)
-    return judge(recording, trainer, {"truncated": TRUNCATED, "full": FULL}[support])
+    return judge(recording, trainer, support)
 
 
-def _finite(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask & values.isfinite(), values, torch.nan)
-
-
-def _gates(
-    d: Tensor, mask: Tensor, sampler: Tensor, found: Statistics, self_noise: Mapping[str, Tensor]
-) -> dict[str, float]:
-    """Headroom of each gate.
+def _gates(found: Statistics, error: Tensor, mask: Tensor, impossible: bool) -> dict[str, float]:
+    """Error ÷ allowed of each gate; `error` (B, T) is the trainer's own.
 
     size: rms d. tail: 99 % quantile of |d|. position: the largest rms of a stretch of positions. mean: |mean d|, allowed
     three standard errors with a sequence as one sample, its tokens being as dependent as can be, or three times the
     trainer's own. support: tokens that the trainer's top-p or top-k excludes, allowed three more than three times as many
-    as it excludes itself when it scores otherwise; and log-probs that are none, above 0.
+    as its own rounding excludes; and log-probs that are none, above 0.
     """
-    shared = {name: values[~values.isnan()] for name, values in self_noise.items()}
-    unit = max((rms(v) for v in shared.values()), default=0.0)
-    tail = max((float(v.abs().quantile(0.99)) for v in shared.values() if len(v)), default=0.0)
-    center = max((abs(float(v.mean())) for v in shared.values() if len(v)), default=0.0)
-    sequences = int((mask & d.isfinite()).any(-1).sum())
-    finite = mask & d.isfinite()
-    worst = max((rms(d[part]) for _, part in stretches(finite) if int(part.sum()) >= 30), default=found.rms)
-    excluded = max((int((mask & v.isnan()).sum()) for v in self_noise.values()), default=0)
-    impossible = int((mask & (sampler > 1e-4)).sum()) if found.tokens else 1
+    own = error[mask & error.isfinite()]
+    unit, tail = rms(own), float(own.abs().quantile(0.99)) if len(own) else 0.0
+    center = abs(float(own.mean())) if len(own) else 0.0
+    excluded = int((mask & ~error.isfinite()).sum())
     return {
         "size": _over(found.rms, FACTOR * unit),
         "tail": _over(found.quantiles[2], FACTOR * tail),
-        "position": _over(worst, FACTOR * unit * POSITION),
-        "mean": _over(abs(found.mean), 3 * max(center, unit / math.sqrt(max(sequences, 1)))),
+        "position": _over(max(found.by_position.values(), default=found.rms), FACTOR * unit * POSITION),
+        "mean": _over(abs(found.mean), 3 * max(center, unit / math.sqrt(max(found.sequences, 1)))),
         "support": math.inf if impossible else found.cut / (3 * excluded + 3),
     }
-
-
-POSITION = 1.5
-"""A stretch holds a quarter of the tokens, and late ones read more rounded context: their rms may be so much larger."""
 
 
 def _over(value: float, allowed: float) -> float:
@@ -152,48 +229,30 @@ def _over(value: float, allowed: float) -> float:
     return value / allowed if allowed > 0.0 and not math.isnan(value) else math.inf
 
 
-def explanations(recording: Recording, trainer: Trainer, plain: Scores) -> dict[str, float]:
-    """What else the sampler's log-probs may be -> rms against it, best first."""
-    f, rows, width = recording.facts, recording.rows(), recording.completion_ids.shape[1]
-    asked = (float(f["temperature"]), float(f["top_p"]), int(f["top_k"]))
-    mask, sampler = recording.mask, recording.sampler_logps.double()
-    candidates = {"raw log-probs: the temperature is not in them": trainer.score(rows, width, (1.0, 1.0, 0)).full}
+def explanations(recording: Recording, trainer: Trainer, sampling: Sampling, mine: Tensor) -> dict[str, float]:
+    """What else the sampler's log-probs may be -> rms against it, best first. `mine` (B, T): what they are not."""
+    rows, width, mask = recording.rows(), recording.completion_ids.shape[1], recording.mask
+    candidates: dict[str, Tensor] = {}
+    if sampling != (1.0, 1.0, 0):
+        raw = trainer.score(rows, width, (1.0, 1.0, 0)).full
+        candidates["raw log-probs: the temperature is not in them"] = raw
     if recording.truncated:
-        candidates["top-p or top-k is not in them"] = trainer.score(rows, width, (asked[0], 1.0, 0)).full
-        candidates["those of the distribution that was sampled from"] = trainer.score(rows, width, asked).truncated
-    if asked[0] == 1.0 and not recording.truncated:
-        candidates.clear()
-    candidates["each belongs to the token before it"] = plain.truncated.roll(1, 1)
-    candidates["each belongs to the token after it"] = plain.truncated.roll(-1, 1)
-    out = {}
-    for name, logps in candidates.items():
-        here = mask.clone()
-        if "before it" in name:
-            here[:, 0] = False
-        if "after it" in name:
-            here = mask & mask.roll(-1, 1)
-            here[:, -1] = False
-        values = (logps - sampler)[here]
-        out[name] = rms(values[values.isfinite()])
-    without = _uncapped(trainer)
-    if without is not None:
-        values = (without.score(rows, width, asked, PLAIN).truncated - sampler)[mask]
-        out["a softcap of the logits is missing"] = rms(values[values.isfinite()])
+        scores = trainer.score(rows, width, sampling)
+        candidates["top-p or top-k is not in them"] = scores.full
+        candidates["those of the distribution that was sampled from"] = scores.truncated
+    nothing = mine.new_full((len(mine), 1), math.nan)
+    candidates["each belongs to the token before it"] = torch.cat([nothing, mine[:, :-1]], 1)
+    after = torch.where(mask, mine, math.nan)
+    candidates["each belongs to the token after it"] = torch.cat([after[:, 1:], nothing], 1)
+    if models.softcap(trainer.folder) is not None:
+        uncapped = dataclasses.replace(trainer, change=lambda model: without_softcap(trainer.change(model)))
+        candidates["a softcap of the logits is missing"] = uncapped.score(rows, width, sampling).truncated
+    sampler = recording.sampler_logps.double()
+    out = {name: rms((logps - sampler)[mask]) for name, logps in candidates.items()}
     return dict(sorted(out.items(), key=lambda item: item[1]))
 
 
-def _uncapped(trainer: Trainer) -> Trainer | None:
-    """The same trainer without a softcap on its logits; None where its config has none."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(trainer.folder).get_text_config()
-    if getattr(config, "final_logit_softcapping", None) is None:
-        return None
-    return dataclasses.replace(trainer, change=lambda model: without_softcap(trainer.change(model)))
-
-
-def without_softcap(model: object) -> object:
+def without_softcap(model: Any) -> Any:
     """The model, its softcap on logits off."""
-    config = model.config.get_text_config()  # type: ignore[attr-defined]
-    config.final_logit_softcapping = None
+    model.config.get_text_config().final_logit_softcapping = None
     return model

@@ -1,14 +1,21 @@
-"""TRL's GRPOTrainer with a real vLLM: three steps, each step's rollouts judged against the parameters that sampled them."""
+"""TRL's GRPOTrainer with a real vLLM: each step's rollouts judged against the parameters that sampled them.
+
+vLLM's engine lives in the process and cannot be started twice in it.
+"""
 
 import contextlib
-import dataclasses
 import functools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from torch import Tensor
 
 from parity.case.case import hashes
 from parity.recording import Recording
@@ -18,50 +25,47 @@ from parity.rollouts.record import padded
 from parity.rollouts.scoring import Trainer
 from parity.trainers.rig import drive, recorder
 
+MODEL = "tiny-llama"
 STEPS, PROMPTS, GENERATIONS, COMPLETION = 3, 8, 4, 16
 TEMPERATURE = 0.7
 RATE = 0.03
+START = 420.0
+"""Seconds that a server is given to start."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SyncStep:
-    """An optimizer step of the live run.
+def run(mode: str, synced: bool) -> Iterator[tuple[bool, str]]:
+    """Trains with `vllm_mode` colocate or server; of each step whether it agrees, and a line.
 
-    Attributes:
-        verdict: of the sampler's log-probs against the parameters that the step began with.
-        furthest: largest |log π - log π_sampler| of a token, nats, as the trainer itself scored it.
-        ratios: smallest and largest importance ratio that went into the loss.
-        fused: difference of the loss relative to the size of its terms, and of the gradient, |g - g'| / |g|, to
-            `parity.fixes.FusedLinearGRPOLoss` on the same batch and parameters.
+    Without `synced` the weights are no longer sent to a colocated engine after the first step. A server runs one step and
+    is never sent any: that needs NCCL between CUDA devices.
     """
-
-    verdict: Verdict
-    furthest: float
-    ratios: tuple[float, float]
-    fused: tuple[float, float]
-
-    def line(self) -> str:
-        v, worst = self.verdict, max(self.verdict.gates, key=lambda name: self.verdict.gates[name])
-        return (
-            f"{'agrees' if v.agrees else 'DISAGREES'}, {v.gates[worst]:.2g} of what {worst} allows; |log-ratio| at most "
-            f"{self.furthest:.1e}, ratios {self.ratios[0]:.6f} to {self.ratios[1]:.6f}, their mean {v.found.mean_ratio:.6f}; "
-            f"fused against plain: loss {self.fused[0]:.1e}, gradient {self.fused[1]:.1e}"
-        )
+    vllm_engine.prepare()
+    folder = models.folder_of(MODEL)
+    with contextlib.ExitStack() as stack:
+        more: dict[str, Any] = {"vllm_mode": mode}
+        if mode == "server":
+            more |= {"vllm_server_base_url": stack.enter_context(_served(folder)), "max_steps": 1}
+            stack.enter_context(_without_communicator())
+        else:
+            stack.enter_context(_runnable())
+        trainer = _built(folder, **more)
+        if not synced:
+            _forget_to_sync(trainer)
+        steps = recorder.train(trainer)
+    for k in range(len(steps.gradients)):
+        (batch,) = steps.window(k)
+        yield _judged(folder, batch, steps.parameters[k])
 
 
 @contextlib.contextmanager
-def runnable() -> Iterator[list[str]]:
+def _runnable() -> Iterator[None]:
     """TRL's colocated engine in float32, without graph capture; on a CPU also with what its weight sync needs there.
 
-    Yields what was changed, in words. On a CPU vLLM packs linear weights for oneDNN or AMX when the model is loaded, and a
-    packed weight cannot be loaded again: TRL's first sync fails. So both are switched off.
+    TRL passes no dtype, and vLLM's "auto" makes float32 weights bfloat16. On a CPU vLLM packs linear weights for oneDNN or
+    AMX when the model is loaded, and a packed weight cannot be loaded again: TRL's first sync fails. So both are off.
     """
-    vllm_engine.prepare()
     import trl.generation.vllm_generation as generation
 
-    changed = [
-        "LLM(dtype='float32', enforce_eager=True): TRL passes no dtype, and 'auto' makes float32 weights bfloat16"
-    ]
     with contextlib.ExitStack() as undo:
         engine = functools.partial(generation.LLM, dtype="float32", enforce_eager=True)
         undo.enter_context(_replaced(generation, "LLM", engine))
@@ -70,8 +74,19 @@ def runnable() -> Iterator[list[str]]:
 
             undo.enter_context(_replaced(torch.cpu, "_is_amx_tile_supported", lambda: False))
             undo.enter_context(_replaced(ops, "_supports_onednn", False))
-            changed.append("torch.cpu._is_amx_tile_supported and vllm._custom_ops._supports_onednn: off")
-        yield changed
+        yield
+
+
+@contextlib.contextmanager
+def _without_communicator() -> Iterator[None]:
+    """TRL's server mode without a weight sync: generation alone goes over HTTP."""
+    import trl.generation.vllm_client as client
+    import trl.generation.vllm_generation as generation
+
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(_replaced(client.VLLMClient, "init_communicator", lambda *args, **kwargs: None))
+        undo.enter_context(_replaced(generation.VLLMGeneration, "sync_weights", lambda self: None))
+        yield
 
 
 @contextlib.contextmanager
@@ -84,14 +99,16 @@ def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
         setattr(holder, name, before)
 
 
-def built(folder: Path, steps: int = STEPS, **more: Any) -> Any:
+def _built(folder: Path, **more: Any) -> Any:
     """A GRPOTrainer on the model in `folder` that generates with vLLM; `more` goes to its config."""
+    import datasets
+
     wanted = {
         "use_vllm": True,
         "per_device_train_batch_size": PROMPTS * GENERATIONS,
         "num_generations": GENERATIONS,
         "max_completion_length": COMPLETION,
-        "max_steps": steps,
+        "max_steps": STEPS,
         "learning_rate": RATE,
         "temperature": TEMPERATURE,
         "loss_type": "grpo",
@@ -103,8 +120,6 @@ def built(folder: Path, steps: int = STEPS, **more: Any) -> Any:
     }
     config = drive.config("GRPOTrainer")
     args = drive.arguments(config, "cpu", wanted | more, ("use_vllm", "vllm_importance_sampling_mode"))
-    import datasets
-
     rows = [
         {"prompt": " ".join(f"w{3 + int(h % 50)}" for h in hashes(5, f"live {i}", (4 + i % 5,)))}
         for i in range(PROMPTS * STEPS)
@@ -115,24 +130,7 @@ def built(folder: Path, steps: int = STEPS, **more: Any) -> Any:
     )
 
 
-@contextlib.contextmanager
-def without_communicator() -> Iterator[list[str]]:
-    """TRL's server mode without a weight sync, which needs NCCL between CUDA devices: generation alone goes over HTTP.
-
-    Yields what was changed, in words.
-    """
-    vllm_engine.prepare()
-    import trl.generation.vllm_client as client
-    import trl.generation.vllm_generation as generation
-
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(_replaced(client.VLLMClient, "init_communicator", lambda *args, **kwargs: None))
-        undo.enter_context(_replaced(generation.VLLMGeneration, "sync_weights", lambda self: None))
-        yield ["VLLMClient.init_communicator and VLLMGeneration.sync_weights: off, they need NCCL and a CUDA device"]
-
-
-def forget_to_sync(trainer: Any) -> None:
-    """The control: after the first time, weights are no longer sent to the engine."""
+def _forget_to_sync(trainer: Any) -> None:
     send = trainer.vllm_generation.sync_weights
     sent: list[Any] = []
 
@@ -143,27 +141,21 @@ def forget_to_sync(trainer: Any) -> None:
     trainer.vllm_generation.sync_weights = sync
 
 
-def run(trainer: Any, folder: Path) -> list[SyncStep]:
-    """Trains, and judges every step."""
-    steps = recorder.train(trainer)
-    return [_judged(trainer, folder, steps, k) for k in range(len(steps.gradients))]
-
-
-def _judged(trainer: Any, folder: Path, steps: recorder.Steps, k: int) -> SyncStep:
-    (batch,) = steps.window(k)
-    parameters, mask = steps.parameters[k], batch["completion_mask"].bool()
-
+def _judged(folder: Path, batch: Any, parameters: Any) -> tuple[bool, str]:
     def at_the_step(model: Any) -> Any:
         # the model may be in float64; loading copies into its dtype
         model.load_state_dict({n: v for n, v in parameters.items() if n in model.state_dict()}, strict=False)
         return model
 
-    recording = _recording(batch)
-    verdict = judge(recording, Trainer(folder, torch.float32, at_the_step))
+    v: Verdict = judge(_recording(batch), Trainer(folder, torch.float32, at_the_step))
+    mask = batch["completion_mask"].bool()
     d = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"])[mask]
     ratios = batch["importance_sampling_ratio"][mask]
-    fused = _fused(folder, parameters, batch, steps.gradients[k], steps.losses[k])
-    return SyncStep(verdict, float(d.abs().max()), (float(ratios.min()), float(ratios.max())), fused)
+    return v.agrees, (
+        f"{'agrees' if v.agrees else 'DISAGREES'}, {v.gates[v.worst]:.2g} of what {v.worst} allows; |log-ratio| at most "
+        f"{float(d.abs().max()):.1e}, ratios {float(ratios.min()):.6f} to {float(ratios.max()):.6f}, their mean "
+        f"{v.found.mean_ratio:.6f}"
+    )
 
 
 def _recording(batch: Any) -> Recording:
@@ -171,10 +163,9 @@ def _recording(batch: Any) -> Recording:
     lengths = batch["completion_mask"].sum(-1)
     completions = [c[: int(n)].tolist() for c, n in zip(batch["completion_ids"], lengths, strict=True)]
     width = int(lengths.max())
-    facts = {"temperature": TEMPERATURE, "top_p": 1.0, "top_k": 0}
     return Recording(
         "live",
-        facts,
+        {"temperature": TEMPERATURE, "top_p": 1.0, "top_k": 0},
         padded(prompts, torch.int32),
         torch.tensor([len(p) for p in prompts], dtype=torch.int32),
         padded(completions, torch.int32, width),
@@ -183,35 +174,38 @@ def _recording(batch: Any) -> Recording:
     )
 
 
-def _fused(folder: Path, parameters: Any, batch: Any, gradients: Any, loss: float) -> tuple[float, float]:
-    """Loss and gradient by the fused fix at the step's parameters, relative to those of the trainer."""
-    from parity.fixes import FusedLinearGRPOLoss
+@contextlib.contextmanager
+def _served(folder: Path) -> Iterator[str]:
+    """`vllm serve`'s API server on a free port of the loopback interface; its address."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", "float32"]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--max-model-len", "128", "--enforce-eager"]
+    command += ["--logprobs-mode", "processed_logprobs"]
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
+    with tempfile.TemporaryFile("w+") as log:  # a file, no pipe: a server whose pipe nobody reads stops when it is full
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True)
+        try:
+            _wait(process, f"http://127.0.0.1:{port}", log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
-    model = models.loaded(folder, torch.float32).train()
-    model.load_state_dict({n: v for n, v in parameters.items() if n in model.state_dict()}, strict=False)
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], -1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], -1)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    hidden = model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions).last_hidden_state
-    width = batch["completion_ids"].shape[1]
-    function = FusedLinearGRPOLoss(
-        beta=0.0, use_ref_model=False, loss_type="grpo", temperature=TEMPERATURE, epsilon_low=0.2, epsilon_high=0.2
-    )
-    found, _ = function(
-        hidden[:, -width - 1 : -1],
-        model.get_output_embeddings().weight,
-        batch["completion_ids"],
-        batch["completion_mask"],
-        batch["advantages"],
-        old_per_token_logps=batch.get("old_per_token_logps"),
-        vllm_is_ratio=batch["importance_sampling_ratio"],
-        num_items_in_batch=batch.get("num_items_in_batch"),
-    )
-    found.backward()
-    mine: dict[str, Tensor] = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    pairs = [(mine[n].double(), g.double()) for n, g in gradients.items() if g is not None]
-    apart = sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
-    size = sum(float(b.square().sum()) for _, b in pairs) ** 0.5
-    # advantages of a group add up to 0, and so does the loss of a first step: its terms are what it rounds
-    terms = float((batch["advantages"].abs() * batch["importance_sampling_ratio"].mean(-1)).mean())
-    return abs(float(found.detach()) - loss) / terms, apart / size
+
+def _wait(process: subprocess.Popen[str], url: str, log: IO[str]) -> None:
+    import requests
+
+    begun = time.monotonic()
+    while process.poll() is None and time.monotonic() - begun < START:
+        with contextlib.suppress(requests.RequestException):  # not up yet
+            if requests.get(f"{url}/health", timeout=2).ok:
+                return
+        time.sleep(1)
+    log.seek(0)
+    raise RuntimeError(f"no server, exit code {process.poll()} after {START:g} s at most: {log.read()[-2000:]}")

@@ -16,8 +16,9 @@ from parity.case.case import hashes
 from parity.errors import UsageError
 from parity.judge.recipe import DTYPES
 from parity.recording import Recording
-from parity.rollouts import models, scoring, server, transformers_engine, vllm_engine
+from parity.rollouts import models, server, transformers_engine, vllm_engine
 from parity.rollouts.request import Request, Sampled
+from parity.rollouts.scoring import Trainer
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
@@ -117,7 +118,7 @@ def _recording(options: RecordingOptions, folder: Path, request: Request, found:
     completion_ids = padded(found.completions, torch.int32, request.max_tokens)
     trainer = kept = None
     if options.scored:
-        scores = scoring.Trainer(folder, DTYPES[options.dtype]).score(rows, request.max_tokens, sampling)
+        scores = Trainer(folder, DTYPES[options.dtype]).score(rows, request.max_tokens, sampling)
         trainer = scores.full.float()
         kept = scores.kept.float() if request.top_p < 1 or request.top_k > 0 else None
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}

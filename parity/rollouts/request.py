@@ -35,7 +35,3 @@ class Sampled:
     logps: list[list[float | None]]
     raw: list[list[float | None]] | None
     facts: Mapping[str, Any]
-
-
-TORCH_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Our names of dtypes -> torch's."""

@@ -1,4 +1,4 @@
-"""The trainer's log-probs of recorded tokens, under the two definitions of the support and with its own noise."""
+"""The trainer's log-probs of recorded tokens: as it computes them, and the same weights in float64."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,33 +12,9 @@ from parity.errors import UsageError
 from parity.rollouts import models
 
 Rows = Sequence[tuple[list[int], list[int]]]
+Sampling = tuple[float, float, int]
+"""Temperature, top-p (1: none), top-k (0: none)."""
 BATCH = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Scoring:
-    """How a trainer scores the same tokens: rows a batch, padding more than needed, attention, arithmetic."""
-
-    batch: int = BATCH
-    padding: int = 0
-    attention: str = "eager"
-    dtype: str = "same"
-
-
-PLAIN = Scoring()
-OTHERS = {
-    "batch of one": Scoring(batch=1),
-    "more padding": Scoring(padding=7),
-    "sdpa attention": Scoring(attention="sdpa"),
-    "float64 arithmetic": Scoring(batch=1, dtype="fp64"),
-}
-"""What a trainer may do otherwise without being wrong. The difference of each to `PLAIN` is the trainer's own noise.
-
-In float64 a row stands alone: transformers masks padding with the lowest float64 and takes the softmax in float32, where a
-position that sees only padding is NaN, and so is whatever reads it."""
-SAME = 1e-4
-"""Nats between two computations of one function in float64 weights: transformers' eager softmax stays float32, which costs up
-to 3e-6 on the shipped recordings; a lost softcap costs 0.7."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +30,7 @@ class Scores:
         return torch.where(self.kept > 0, self.full - self.kept.log(), -torch.inf)
 
 
-def score(
-    model: Any, rows: Rows, width: int, temperature: float, top_p: float = 1.0, top_k: int = 0, scoring: Scoring = PLAIN
-) -> Scores:
+def score(model: Any, rows: Rows, width: int, sampling: Sampling, batch: int = BATCH) -> Scores:
     """Log-probs of the completions of `rows` by `model`, zero behind a row's end.
 
     Temperature, then top-k, then top-p, as vLLM and transformers have it. Logits leave the model in its own dtype; the
@@ -65,10 +39,11 @@ def score(
     Raises:
         UsageError: where a logit is NaN.
     """
+    temperature, top_p, top_k = sampling
     full, kept = torch.zeros(len(rows), width, dtype=torch.float64), torch.ones(len(rows), width, dtype=torch.float64)
-    for first in range(0, len(rows), scoring.batch):
-        part = rows[first : first + scoring.batch]
-        for i, logits in enumerate(_logits(model, part, scoring)):
+    for first in range(0, len(rows), batch):
+        part = rows[first : first + batch]
+        for i, logits in enumerate(_logits(model, part)):
             if bool(logits.isnan().any()):
                 raise UsageError(f"row {first + i}: the trainer's logits are NaN")
             ids = torch.tensor(part[i][1], dtype=torch.long)
@@ -78,9 +53,9 @@ def score(
     return Scores(full, kept)
 
 
-def _logits(model: Any, rows: Rows, scoring: Scoring) -> list[Tensor]:
+def _logits(model: Any, rows: Rows) -> list[Tensor]:
     """Of each row the logits that predict its completion, (T_i, V); padded at the left as TRL pads prompts."""
-    width = max(len(p) + len(c) for p, c in rows) + scoring.padding
+    width = max(len(p) + len(c) for p, c in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     mask = torch.zeros(len(rows), width, dtype=torch.long)
     for i, (prompt, completion) in enumerate(rows):
@@ -124,26 +99,15 @@ class Trainer:
     dtype: torch.dtype
     change: Callable[[Any], Any] = lambda model: model
 
-    def score(self, rows: Rows, width: int, sampling: tuple[float, float, int], scoring: Scoring = PLAIN) -> Scores:
-        """`score` of the model at (temperature, top-p, top-k), as `scoring` says."""
-        model = models.loaded(self.folder, self.dtype, scoring.attention)
-        if scoring.dtype == "fp64":  # the same rounded weights, exact arithmetic
-            model = model.double()
-        return score(self.change(model), rows, width, *sampling, scoring=scoring)
+    def score(self, rows: Rows, width: int, sampling: Sampling) -> Scores:
+        """`score` of the model."""
+        return score(self.change(models.loaded(self.folder, self.dtype)), rows, width, sampling)
 
-    def scorings(self, rows: Rows, width: int) -> dict[str, Scoring]:
-        """Those of `OTHERS` that compute the model's own function: in float64 they agree on the first `rows`.
+    def exact(self, rows: Rows, width: int, sampling: Sampling) -> Scores:
+        """`score` of the same rounded weights in float64 arithmetic.
 
-        transformers 5.19 runs Gemma-2 with sdpa and drops the softcap on its attention scores: that is no rounding, and a
-        unit of that size would pass anything. Releases that refuse it say so in the class.
+        A row stands alone: transformers masks padding with the lowest float64 and takes the softmax in float32, where a
+        position that sees only padding is NaN, and so is whatever reads it.
         """
-        return {n: one for n, one in OTHERS.items() if one.attention == "eager" or self._same(rows, width, one)}
-
-    def _same(self, rows: Rows, width: int, scoring: Scoring) -> bool:
-        if not models.has_sdpa(self.folder):
-            return False
-        alone = dataclasses.replace(scoring, batch=1, dtype="fp64")
-        exact, other = (
-            self.score(rows[:4], width, (1.0, 1.0, 0), w).full for w in (OTHERS["float64 arithmetic"], alone)
-        )
-        return bool((exact - other).abs().max() < SAME)
+        model = self.change(models.loaded(self.folder, self.dtype).double())
+        return score(model, rows, width, sampling, batch=1)

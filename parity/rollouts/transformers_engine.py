@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
+from parity.judge.recipe import DTYPES
 from parity.rollouts import models
-from parity.rollouts.request import TORCH_NAMES, Request, Sampled
+from parity.rollouts.request import Request, Sampled
 
 
 def opened(model: str, dtype: str, max_length: int) -> Callable[[Request], Sampled]:
@@ -14,7 +15,7 @@ def opened(model: str, dtype: str, max_length: int) -> Callable[[Request], Sampl
     import transformers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = models.loaded(Path(model), getattr(torch, TORCH_NAMES[dtype])).to(device)
+    loaded = models.loaded(Path(model), DTYPES[dtype]).to(device)
 
     def sample(request: Request) -> Sampled:
         completions, logps, raw = [], [], []

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from parity.errors import UsageError
+from parity.judge.recipe import DTYPES
 from parity.process import installed
-from parity.rollouts.request import TORCH_NAMES, Request, Sampled
+from parity.rollouts.request import Request, Sampled
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -54,7 +55,7 @@ def opened(model: str, dtype: str, max_length: int) -> Callable[[Request], Sampl
 
     llm = LLM(
         model=model,
-        dtype=TORCH_NAMES[dtype],
+        dtype=DTYPES[dtype],
         logprobs_mode="processed_logprobs",
         enforce_eager=True,
         max_model_len=max_length,

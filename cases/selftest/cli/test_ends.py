@@ -153,3 +153,5 @@ def test_a_removed_command_names_its_successor(monkeypatch):
     monkeypatch.setitem(group.REMOVED, "old", "use `parity run`")
     result = CliRunner().invoke(commands.main, ["old", "--option"])
     assert result.exit_code == 2 and "`parity old` was removed: use `parity run`" in result.output
+    result = CliRunner().invoke(commands.main, ["rollouts", "replay", "name"])
+    assert result.exit_code == 2 and "`parity rollouts replay` was removed" in result.output

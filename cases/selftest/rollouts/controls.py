@@ -8,6 +8,7 @@ import torch
 
 from parity.case.case import normal
 from parity.recording import Recording
+from parity.rollouts import models
 from parity.rollouts.judge import without_softcap
 from parity.rollouts.scoring import Trainer
 
@@ -37,7 +38,7 @@ def temperature_forgotten(r: Recording, t: Trainer) -> tuple[Recording, Trainer]
 
 def truncation_forgotten(r: Recording, t: Trainer) -> Made | None:
     """Truncated sampling is scored against the whole vocabulary, as TRL does it."""
-    return (r, t, "whole vocabulary") if r.truncated else None
+    return (r, t, "full") if r.truncated else None
 
 
 UPDATE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.1}
@@ -58,12 +59,7 @@ def stale_weights(r: Recording, t: Trainer) -> tuple[Recording, Trainer]:
 
 def softcap_lost(r: Recording, t: Trainer) -> tuple[Recording, Trainer] | None:
     """One of the two does not apply the softcap that the other does."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(t.folder).get_text_config()
-    if getattr(config, "final_logit_softcapping", None) is None:
-        return None
-    return r, dataclasses.replace(t, change=without_softcap)
+    return None if models.softcap(t.folder) is None else (r, dataclasses.replace(t, change=without_softcap))
 
 
 def nested_config_lost(r: Recording, t: Trainer) -> tuple[Recording, Trainer]:

@@ -1,10 +1,13 @@
 """A real vLLM inside TRL's GRPOTrainer, a process a run: where vLLM is installed (make rollouts-live)."""
 
+import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+from parity.rollouts import models
 from parity.rollouts.vllm_engine import distribution
 
 pytestmark = [
@@ -14,11 +17,16 @@ pytestmark = [
 ]
 
 
-def lines(*words):
-    done = subprocess.run([sys.executable, "-m", "parity.rollouts.live_run", *words], capture_output=True, text=True)
+def rollouts(*words):
+    done = subprocess.run([sys.executable, "-m", "parity", "rollouts", *words], capture_output=True, text=True)
     print("\n" + done.stdout)
     assert done.returncode in (0, 1), done.stderr[-3000:]
-    return done.returncode, [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    return done.returncode, done.stdout
+
+
+def lines(*words):
+    code, out = rollouts("live", *words)
+    return code, [line for line in out.splitlines() if line.startswith("step ")]
 
 
 def test_colocate_agrees_at_every_step():
@@ -27,7 +35,7 @@ def test_colocate_agrees_at_every_step():
 
 
 def test_a_sync_switched_off_is_caught_at_step_two():
-    code, (first, second, third) = lines("colocate-no-sync")
+    code, (first, second, third) = lines("colocate", "--no-sync")
     assert code == 1 and ": agrees" in first and ": DISAGREES" in second and ": DISAGREES" in third
 
 
@@ -36,5 +44,13 @@ def test_server_mode_over_loopback_agrees():
     assert code == 0 and len(steps) == 1 and ": agrees" in steps[0]
 
 
-def test_a_softcap_that_the_engine_lost():
-    assert lines("engine", "final_logit_softcapping=null")[0] == 1
+def test_a_softcap_that_the_engine_lost(tmp_path):
+    model = shutil.copytree(models.folder_of("tiny-gemma2"), tmp_path / "uncapped")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": None}))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(json.dumps([3 + (7 * i + j) % 50 for j in range(5)]) for i in range(32)))
+    words = ["--model", str(model), "--temperature", "0.7", "--prompts", str(prompts), "--rows", "32"]
+    assert rollouts("record", "--engine", "vllm", *words, "--max-tokens", "16", "--out", str(tmp_path))[0] == 0
+    code, out = rollouts("judge", str(tmp_path / "uncapped-fp32-t0.7-p1"), "--model", "tiny-gemma2")
+    assert code == 1 and "what fits better: a softcap of the logits is missing" in out
