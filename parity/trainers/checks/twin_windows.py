@@ -15,6 +15,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
 from parity.trainers.check import CheckCall, CheckCase, CheckResult, bounded, by_profile, check, holds, shared
+from parity.trainers.checks.metrics import Batch
 from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import first_step, gradients, window_loss
@@ -36,6 +37,8 @@ END = models.VOCABULARY - 1
 """Another token that ends a completion, in none of them."""
 CLIP = (0.2, 0.28)
 """ε and ε_high of the runs whose ratios are beyond them."""
+FAR_APART = 1e-4
+"""Between two mean entropies: a hundred times what float32 makes of one of 1.5."""
 TWO_STEPS = {"max_steps": 2, "learning_rate": 0.05}
 """The second step must differ from the first."""
 EPOCH = {"max_steps": -1, "num_train_epochs": 1, "dataloader_drop_last": False}
@@ -205,6 +208,35 @@ def _adaptive(run: Run, applied: float, left: float) -> Iterator[CheckResult]:
     yield gradients(step, steps.gradients[1], "gradient of step 2")
 
 
+def _controlled(run: Run) -> Iterator[CheckResult]:
+    """use_adaptive_entropy: the coefficient moves by the mean over a window's tokens, each window by its own.
+
+    Two windows of two micro-batches, parameters as they are; the targets lie between that mean and the last micro-batch's,
+    between the second's and both windows'. Evaluation moves nothing.
+    """
+    seen = twin_runs.train(run.build(max_steps=2, entropy_target=100.0), run.call.path)
+    model = stored_window.policy(run.s.model, torch.float64)
+
+    def entropy(micro_batches: list[dict[str, Any]]) -> float:
+        rows = found_rows(run.trainer, run.rows, micro_batches)
+        return float(Batch(twin_runs.sequences(run.trainer, rows), run.s.model, model).entropy)
+
+    own = [entropy(seen.window(0)), entropy(seen.window(1))]
+    others = {"of its last micro-batch": entropy(seen.window(0)[-1:]), "of both windows": entropy(seen.batches)}
+    for steps, (name, other) in enumerate(others.items(), 1):
+        yield holds(f"apart {name}", abs(own[steps - 1] - other) > FAR_APART, "the case tests nothing", gate="exact")
+        target = (own[steps - 1] + other) / 2
+        built = run.build(max_steps=steps, entropy_target=target)
+        twin_runs.train(built, run.call.path)
+        left = 0.1 + sum(0.05 if x <= target else -0.05 for x in own[:steps])
+        message = f"or else it moves by the mean {name}"
+        yield bounded(f"coefficient after step {steps}", float(built.entropy_coef), left, 1e-12, message)
+    before = float(built.entropy_coef)
+    with trl.quiet():
+        built.evaluate()
+    yield bounded("coefficient after evaluation", float(built.entropy_coef), before, 0.0, "evaluation moves it")
+
+
 def _generation(run: Run) -> Iterator[CheckResult]:
     """Two steps on one generation: the second one's ratios are to the policy that generated, not to the last one."""
     whole = twin_runs.sequences(run.trainer, run.rows)
@@ -230,8 +262,10 @@ def _clipped(run: Run) -> Iterator[CheckResult]:
     yield from first_step(exact_step(model, define), run.steps)
     share["region"] = sum(share.values())
     logged = drive.logged(run.built)
-    for side, exact in share.items():
-        name = f"clip_ratio/{side}_mean"
+    each = [windows.beyond(trainer, [sequence], generation, CLIP, model).tolist() for sequence in window]
+    wanted = {f"clip_ratio/{side}_mean": exact for side, exact in share.items()}
+    wanted |= {"clip_ratio/low_min": min(low for low, _ in each), "clip_ratio/high_max": max(high for _, high in each)}
+    for name, exact in wanted.items():
         if name in logged:
             yield bounded(name, float(logged[name]), exact, 2.0**-22, "the share of what is beyond the bound")
 
@@ -274,9 +308,13 @@ class Window:
 
 def _entropy(target: float, applied: float, left: float) -> Window:
     """The coefficient that is applied in the second step, and the one that is left, with this target."""
-    adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.05, "entropy_target": target}
     judge = functools.partial(_adaptive, applied=applied, left=left)
-    return Window(judge, ("grpo-trainer",), "4x1", config=TWO_STEPS | adaptive, needs=("use_adaptive_entropy",))
+    config = TWO_STEPS | ADAPTIVE | {"entropy_target": target}
+    return Window(judge, ("grpo-trainer",), "4x1", config=config, needs=("use_adaptive_entropy",))
+
+
+ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.05}
+"""An entropy coefficient that begins at 0.1 and moves by 0.05 a step: up below the target, down above it."""
 
 
 WINDOWS = {
@@ -301,6 +339,14 @@ WINDOWS = {
     "ends": Window(_truncated, TRUNCATING, truncated=(1, 4, 5), ended=(0, 6)),
     "adaptive": _entropy(target=100.0, applied=0.15, left=0.2),
     "satisfied": _entropy(target=0.0, applied=0.0, left=0.0),
+    "controlled": Window(
+        _controlled,
+        ("grpo-trainer",),
+        "2x2",
+        config=ADAPTIVE
+        | {"learning_rate": 0.0, "per_device_eval_batch_size": 8, "num_generations_eval": stored_window.GENERATIONS},
+        needs=("use_adaptive_entropy",),
+    ),
     "generation": Window(
         _generation,
         GROUPED,
