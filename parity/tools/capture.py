@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.stored import write
 from parity.errors import UsageError
@@ -86,20 +87,25 @@ def capture(target: Any, to: str | Path = "case.json", step: int = 1, rows: int 
 def _write(taken: _Taken, to: Path, rows: int | None) -> None:
     of = loss_family(taken.family)
     tensors = taken.tensors if rows is None else _first(of, taken.tensors, rows)
-    if taken.family == "policy":
-        tensors = policy_stored.completed(tensors)
-    derived = of.derived(tensors, "capture")
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    settings = taken.settings | derived | ({"grad": " ".join(taken.leaves)} if taken.leaves else {})
-    made = of.case(0, names[tensors["hidden"].dtype], settings)
-    of.full_settings(made)  # sizes and values, before anything is written
-    case = write(made, tensors, to, **taken.remarks)
+    settings = taken.settings | ({"grad": " ".join(taken.leaves)} if taken.leaves else {})
+    case = stored(of, tensors, settings, to, **taken.remarks)
     try:
         of.build(case)
     except UsageError:
         to.unlink()
         Path(str(case.tensors)).unlink()
         raise
+
+
+def stored(
+    of: Family, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], to: Path, seed: int = 0, **remarks: Any
+) -> Case:
+    """A case of these tensors, written to `to`; they decide its dtype and sizes."""
+    tensors = policy_stored.completed(tensors) if of.name == "policy" else tensors
+    dtype = {dtype: name for name, dtype in DTYPES.items()}[tensors["hidden"].dtype]
+    made = of.case(seed, dtype, {**settings, **of.derived(tensors, str(to))})
+    of.full_settings(made)  # sizes and values, before anything is written
+    return write(made, tensors, to, **remarks)
 
 
 def _first(of: Family, tensors: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """The smallest part of a stored batch that still disagrees: sequences, positions, vocabulary and hidden columns left out."""
 
-import dataclasses
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,12 +9,11 @@ from torch import Tensor
 
 from parity.case.case import Case
 from parity.case.family import Family
-from parity.case.stored import read, write
+from parity.case.stored import read
 from parity.errors import UsageError
-from parity.families import policy_stored
 from parity.implementations.implementation import Implementation
-from parity.judge.recipe import DTYPES
 from parity.registry import loss_family, run_case
+from parity.tools.capture import stored
 
 AXES = ("B", "T", "V", "H")
 IDS = ("ids", "previous_ids", "support_ids", "top1_ids")
@@ -108,9 +106,5 @@ def _part(
         tensors[name] = value
     if case.family == "policy":
         tensors = {n: v for n, v in tensors.items() if n not in ("completion_mask", "tool_mask")}
-        tensors = policy_stored.completed(tensors)
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    settings = dict(case.settings) | of.derived(tensors, str(to))
-    made = of.case(case.seed, names[tensors["hidden"].dtype], settings)
     remarks = {"implementation": found_with} if found_with else {}
-    return write(dataclasses.replace(made), tensors, to, **remarks)
+    return stored(of, tensors, case.settings, to, case.seed, **remarks)
