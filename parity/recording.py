@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity import data
+from parity import data, decoding
 from parity.errors import UsageError
 
 SCHEMA = 1
@@ -82,14 +82,13 @@ class Recording:
 
 def save(recording: Recording, folder: Path) -> Path:
     """Write both files into `folder`; the manifest's path."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save as bytes_of
 
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = folder / f"{recording.name}.safetensors"
-    save_file(recording.tensors(), tensors)
-    facts = {"schema": SCHEMA, **recording.facts, "sha256": hashlib.sha256(tensors.read_bytes()).hexdigest()}
+    content = bytes_of(recording.tensors())
+    decoding.write(folder / f"{recording.name}.safetensors", content)
+    facts = {"schema": SCHEMA, **recording.facts, "sha256": hashlib.sha256(content).hexdigest()}
     manifest = folder / f"{recording.name}.json"
-    manifest.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
+    decoding.write(manifest, json.dumps(facts, indent=1, sort_keys=True) + "\n")
     return manifest
 
 
@@ -117,18 +116,12 @@ def load(path: str | Path) -> Recording:
 
 
 def _facts(manifest: Path) -> dict[str, Any]:
-    try:
-        facts = json.loads(manifest.read_text())
-    except OSError as error:
-        raise UsageError(f"{manifest}: {error.strerror}; a recording is NAME.safetensors with NAME.json") from None
-    except ValueError as error:
-        raise UsageError(f"{manifest}: not a recording's manifest: {error}") from None
-    if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
-        schema = facts.get("schema") if isinstance(facts, dict) else type(facts).__name__
-        raise UsageError(f"{manifest}: not a recording's manifest of schema {SCHEMA}: {schema!r}")
+    what = "a recording's manifest"
+    facts: dict[str, Any] = decoding.json_of(decoding.text_of(manifest, "recording"), str(manifest), "manifest")
+    decoding.of_schema(facts, SCHEMA, str(manifest), what)
     missing = [name for name in FACTS if name not in facts]
     if missing:
-        raise UsageError(f"{manifest}: not a recording's manifest: no {', '.join(missing)}")
+        raise UsageError(f"{manifest}: not {what}: no {', '.join(missing)}")
     return facts
 
 
@@ -140,22 +133,21 @@ def _tensors(path: Path, content: bytes) -> dict[str, Tensor]:
         found: dict[str, Tensor] = parse(content)
     except (SafetensorError, ValueError, KeyError) as error:
         raise UsageError(f"{path}: not a safetensors file: {error}") from None
-    missing, foreign = [n for n in NEEDED if n not in found], [n for n in found if n not in (*NEEDED, *OPTIONAL)]
-    if missing or foreign:
-        problem = f"no {', '.join(missing)}" if missing else f"{', '.join(foreign)} unknown"
-        raise UsageError(f"{path}: not a recording: {problem}")
-    shape = found["completion_ids"].shape
-    for name, value in found.items():
-        floating, wanted = name.endswith(("_logps", "_mass")), shape if name not in NEEDED[:2] + NEEDED[3:4] else None
-        if value.dtype != (torch.float32 if floating else torch.int32) or (
-            wanted is not None and value.shape != wanted
-        ):
-            raise UsageError(f"{path}: not a recording: {name} is {value.dtype} of shape {tuple(value.shape)}")
-    rows = len(found["completion_ids"])
-    for ids, lengths in ((NEEDED[0], NEEDED[1]), (NEEDED[2], NEEDED[3])):
-        n = found[lengths]
-        if n.shape != (rows,) or len(found[ids]) != rows or bool(((n < 0) | (n > found[ids].shape[1])).any()):
-            raise UsageError(f"{path}: not a recording: {lengths} and {ids} do not fit {rows} rows")
+    problems = [f"no {name}" for name in NEEDED if name not in found]
+    problems += [f"{name} unknown" for name in found if name not in (*NEEDED, *OPTIONAL)]
+    if not problems:
+        shape = found["completion_ids"].shape
+        for name, value in found.items():
+            floating = name.endswith(("_logps", "_mass"))
+            fits = value.shape == shape if floating else value.dim() == (1 if name.endswith("_lengths") else 2)
+            if value.dtype != (torch.float32 if floating else torch.int32) or not fits or value.shape[:1] != shape[:1]:
+                problems.append(f"{name} is {value.dtype} of shape {tuple(value.shape)}")
+    if not problems:
+        for ids, lengths in (NEEDED[:2], NEEDED[2:4]):
+            if bool(((found[lengths] < 0) | (found[lengths] > found[ids].shape[1])).any()):
+                problems.append(f"{lengths} and {ids} do not fit")
+    if problems:
+        raise UsageError(f"{path}: not a recording: {', '.join(problems)}")
     return found
 
 

@@ -121,7 +121,7 @@ class Verdict:
 
     @property
     def worst(self) -> str:
-        """The gate that allows least."""
+        """The gate with the largest error ÷ allowed."""
         return max(self.gates, key=lambda name: self.gates[name])
 
     @property
@@ -170,12 +170,11 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
     coarser = None
     if any(h > 1.0 for h in gates.values()):
         fits = explanations(recording, trainer, sampling, mine)
-        for dtype in (torch.float16, torch.bfloat16):
-            if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps and not impossible and coarser is None:
+        for dtype in (torch.bfloat16, torch.float16):
+            if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps:
                 error = dataclasses.replace(trainer, dtype=dtype).score(rows, width, asked).truncated - exact
-                apart = found.rms / max(rms(error[mask]), 1e-300)
-                held = all(h <= 1.0 for h in _gates(found, error, mask, impossible).values())
-                coarser = NAMES[dtype] if held and apart > 1 / FACTOR else None
+                same = all(h <= 1.0 for h in _gates(found, error, mask, impossible).values())
+                coarser = NAMES[dtype] if same and found.rms * FACTOR > rms(error[mask]) else coarser
     return Verdict(definition, gates, rms((mine - exact)[mask]), found, fits, coarser)
 
 

@@ -10,7 +10,7 @@ TIMEOUT = 600.0
 TOKEN_ID = "token_id:"
 
 
-def opened(url: str, model: str, served: str | None = None) -> Callable[[Request], Sampled]:
+def opened(url: str, model: str) -> Callable[[Request], Sampled]:
     """Asks the server at `url` for its model; what is returned samples a request.
 
     Whether the server's log-probs are processed or raw is its own setting and no answer says it: the manifest records
@@ -21,7 +21,7 @@ def opened(url: str, model: str, served: str | None = None) -> Callable[[Request
         UsageError: where there is no such server, or it does not answer in the protocol.
     """
     base = url.rstrip("/").removesuffix("/v1")
-    name = served or _ask("GET", f"{base}/v1/models")["data"][0]["id"]
+    name = _ask("GET", f"{base}/v1/models")["data"][0]["id"]
     version = _version(base)
 
     def sample(request: Request) -> Sampled:
@@ -82,21 +82,11 @@ def _ids(choice: dict[str, Any], model: str) -> list[int]:
 
 
 def _version(base: str) -> str:
-    """What the server says it is; its address where it says nothing."""
-    import requests
-
-    for path, read in (("/version", lambda a: f"vLLM server {a['version']}"), ("/get_server_info", _sglang)):
-        try:
-            answer = requests.get(base + path, timeout=10)
-            if answer.ok:
-                return str(read(answer.json()))
-        except (requests.RequestException, ValueError, KeyError, TypeError):
-            continue  # the question is not part of the protocol: no answer is an answer
-    return "OpenAI completions server"
-
-
-def _sglang(answer: dict[str, Any]) -> str:
-    return f"SGLang server {answer['version']}"
+    """What the server says it is: vLLM's with its version, else what all are."""
+    try:
+        return f"vLLM server {_ask('GET', f'{base}/version')['version']}"
+    except (UsageError, KeyError, TypeError):
+        return "OpenAI completions server"  # the question is not part of the protocol
 
 
 def _ask(method: str, url: str, body: dict[str, Any] | None = None) -> Any:

@@ -68,7 +68,7 @@ def test_a_foreign_manifest_is_one_line(content, made, tmp_path):
     path = copied(made, tmp_path)
     path.write_text(content)
     done = CliRunner().invoke(main, ["rollouts", "judge", str(path)])
-    assert done.exit_code == 2 and "not a recording's manifest" in done.output and done.output.count("\n") == 1
+    assert done.exit_code == 2 and f"{path}: " in done.output and done.output.count("\n") == 1, done.output
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,10 @@ def test_a_foreign_manifest_is_one_line(content, made, tmp_path):
         (lambda t: t.update(sampler_logps=t["sampler_logps"].double()), "float64"),
         (lambda t: t.update(sampler_logps=t["sampler_logps"][:, :2].clone()), "shape"),
         (lambda t: t.update(completion_lengths=t["completion_lengths"] + 99), "do not fit"),
+        (
+            lambda t: t.update(completion_ids=torch.zeros((), dtype=torch.int32)),
+            "completion_ids is torch.int32 of shape",
+        ),
     ],
 )
 def test_foreign_tensors_are_one_line(change, told, made, tmp_path):
