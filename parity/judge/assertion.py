@@ -9,11 +9,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from parity.judge.escalation import CERTAIN, CONFIRMATION, REPLICAS, escalate, ladder
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
-from parity.judge.problem import Problem, call, clone, gradient_name, is_floating, named
+from parity.judge.problem import Problem, call, clone, gradient_name, is_floating, laid_out, named
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 
 FIRST, SURE = 4, 0.5
@@ -176,7 +177,8 @@ def check_parity(
     if (function is None) == (actual is None):
         raise ValueError("give a function, or the values that one gave as actual={…}, and not both")
     problem = _problem(function, definition, inputs, actual, grad, also, cotangent, seed)
-    recipe = (recipe or Recipe(output="input")).resolve(problem.dtype)
+    recipe = _recipe(recipe, problem)
+    in_place = _names("in_place", in_place, problem.tensors, problem.inputs)
     side_effects: list[str] = []
     if actual is None:
         values, side_effects = _run(function, problem, in_place)
@@ -214,7 +216,7 @@ def tolerance(
     the root mean square over sixty replicas of max(|error| - rtol·|exact|, 0), at least twice the largest.
     """
     problem = _problem(None, definition, inputs, None, None, (), None, seed)
-    recipe = (recipe or Recipe(output="input")).resolve(problem.dtype)
+    recipe = _recipe(recipe, problem)
     out = {}
     for name, exact in problem.oracle.exact.items():
         dtype = problem.tensors[name.removeprefix("grad_")].dtype if name.startswith("grad_") else DTYPES[problem.dtype]
@@ -247,9 +249,15 @@ def _problem(
         raise ValueError("the definition is a module and the function is not: give its parameters as inputs")
     source = module or (definition if isinstance(definition, torch.nn.Module) else None)
     parameters = {} if source is None else dict(source.named_parameters())
+    _check_types(inputs, actual, cotangent)
+    found = [x for x in tree_leaves(dict(inputs)) if isinstance(x, torch.Tensor)]
     tensors = {**named(dict(inputs)), **parameters}
-    if len(tensors) < len(named(dict(inputs))) + len(parameters):
-        raise ValueError(f"inputs and parameters share a name: {', '.join(set(named(dict(inputs))) & set(parameters))}")
+    if len(tensors) < len(found) + len(parameters):
+        shared = set(named(dict(inputs))) & set(parameters)
+        raise ValueError(f"two inputs or parameters have one name: {', '.join(shared or tensors)}")
+    odd = [n for n, x in tensors.items() if x.is_complex()]
+    if odd:
+        raise ValueError(f"{odd[0]} is {tensors[odd[0]].dtype}: give its real and imaginary part")
     floating = [name for name, x in tensors.items() if is_floating(x)]
     wide = [name for name in floating if tensors[name].dtype not in (torch.float32, torch.float16, torch.bfloat16)]
     if wide:
@@ -258,25 +266,65 @@ def _problem(
         )
     if grad is None:
         grad = floating if actual is None else [n for n in floating if gradient_name(n) in actual]
-    unknown = set(grad) - set(floating)
-    if unknown:
-        raise ValueError(f"grad={sorted(unknown)}: the floating-point inputs are {', '.join(floating)}")
+    grad = _names("grad", grad, floating)
+    odd = [n for n in actual or () if n.startswith("grad_") and n.removeprefix("grad_") not in floating]
+    if odd:
+        raise ValueError(f"actual={odd[0]!r}: the floating-point inputs are {', '.join(floating)}")
     given = {"output": cotangent} if isinstance(cotangent, torch.Tensor) else dict(cotangent or {})
     if actual is not None and grad and not given:
         raise ValueError("gradients in actual={…} are judged with the upstream gradient that made them: cotangent=…")
-    leaves = tuple(n for n in floating if n in set(grad))
+    leaves = tuple(n for n in floating if n in grad)
     problem = Problem(definition, inputs, parameters, leaves, tuple(also), given, seed)
     outputs = problem.cotangents
+    if not problem.outputs:
+        raise ValueError("the definition returns no tensor: return one, or a list, tuple or dictionary of tensors")
     if set(given) - set(outputs):
         raise ValueError(f"cotangent of {sorted(set(given) - set(outputs))}: the outputs are {', '.join(outputs)}")
+    for name, g in given.items():
+        if g.shape != problem.outputs[name].shape:
+            expected = tuple(problem.outputs[name].shape)
+            raise ValueError(f"cotangent of {name} has shape {tuple(g.shape)}: give {expected}, that of the output")
     return problem
+
+
+def _recipe(recipe: Recipe | None, problem: Problem) -> Recipe:
+    if not isinstance(recipe, Recipe | None):
+        raise ValueError(f"recipe={recipe!r}: give EAGER, or Recipe(…)")
+    resolved = (recipe or Recipe(output="input")).resolve(problem.dtype)
+    products = {"matmul", "matmul_backward", "tanh"}
+    for field, value in dataclasses.asdict(resolved).items():
+        if isinstance(value, str) and field not in products and value not in (*DTYPES, "any"):
+            raise ValueError(f"Recipe({field}={value!r}): give input, {', '.join(DTYPES)}")
+    return resolved
+
+
+def _check_types(inputs: Any, actual: Any, cotangent: Any) -> None:
+    for argument, given in (("inputs", inputs), ("actual", actual), ("cotangent", cotangent)):
+        if given is None or (argument == "cotangent" and isinstance(given, torch.Tensor)):
+            continue
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{argument} is a {type(given).__name__}: give a dictionary, name -> tensor")
+        for name, value in given.items():
+            if hasattr(value, "__array__") and not isinstance(value, torch.Tensor):
+                raise ValueError(f"{argument}: {name} is a {type(value).__name__}: give torch.as_tensor({name})")
+            if argument != "inputs" and not isinstance(value, torch.Tensor | None):
+                raise ValueError(f"{argument}: {name} is a {type(value).__name__}: give a tensor")
+
+
+def _names(argument: str, names: Collection[str], tensors: Collection[str], trees: Collection[str] = ()) -> set[str]:
+    """Names of tensors, or of trees of them, that exist; a string is one name."""
+    found = {names} if isinstance(names, str) else set(names)
+    if found - set(tensors) - set(trees):
+        unknown = ", ".join(sorted(found - set(tensors) - set(trees)))
+        raise ValueError(f"{argument}={unknown!r}: the floating-point inputs are {', '.join(tensors)}")
+    return found
 
 
 def _run(
     function: Any, problem: Problem, in_place: Collection[str]
 ) -> tuple[dict[str, torch.Tensor | None], list[str]]:
     """The function forward and backward: its quantities, and what it changed."""
-    given = {n: x.detach().clone() for n, x in problem.tensors.items()}
+    given = {n: laid_out(x) for n, x in problem.tensors.items()}
     leaves = {n: x.requires_grad_(n in problem.leaves) for n, x in given.items()}
     handed = {n: x.clone() if n in in_place and x.requires_grad else x for n, x in leaves.items()}
     with torch.enable_grad():
@@ -285,7 +333,7 @@ def _run(
     cotangents = {n: g for n, g in problem.cotangents.items() if n in outputs and outputs[n].requires_grad}
     cotangents = {n: g for n, g in cotangents.items() if g.shape == outputs[n].shape}
     if cotangents and problem.leaves:
-        upstream = [g.to(outputs[n]).clone() for n, g in cotangents.items()]
+        upstream = [laid_out(problem.given.get(n, g).to(outputs[n])) for n, g in cotangents.items()]
         torch.autograd.backward([outputs[n] for n in cotangents], upstream)
     for name in problem.leaves:
         found = leaves[name].grad
@@ -333,9 +381,9 @@ def _judge(
         return _judge_exact(problem, name, value, recipe, max(count, REPLICAS))
     if name.startswith("grad_"):
         dtype = problem.tensors[name.removeprefix("grad_")].dtype
-    else:  # float32 for float32 inputs, unless the recipe says otherwise
-        asked = DTYPES.get(recipe.output, value.dtype)
-        dtype = torch.float32 if asked == torch.float32 and value.dtype.itemsize < 4 else value.dtype
+    else:  # no coarser than the recipe says
+        asked, came = DTYPES.get(recipe.output, value.dtype), value.dtype
+        dtype = asked if came in NAMES and UNIT_ROUNDOFF[NAMES[came]] > UNIT_ROUNDOFF[NAMES[asked]] else came
     return judge(value, problem.oracle.unit(name, recipe, count, finer), dtype)
 
 
@@ -344,6 +392,7 @@ def _judge_exact(problem: Problem, name: str, value: torch.Tensor, recipe: Recip
     exact = problem.oracle.exact[name]
     if value.shape != exact.shape:
         return failed(f"shape {tuple(value.shape)}, expected {tuple(exact.shape)}")
+    value = value.to(exact.device)
     decided = (problem.oracle.replicas(recipe, count)[name] == exact).all(0)
     wrong = (value != exact) & decided
     if not bool(wrong.any()):

@@ -39,6 +39,8 @@ PARTS = frozenset(
     logaddexp""".split()
 )
 """Operations that round as their parts do: a norm, a softmax or a GELU cancels, and its result's own ulp says nothing of it."""
+SOFTMAX = ("_softmax", "_safe_softmax")
+"""Those of them that attention is made of."""
 EXACT = frozenset(
     """fill zero copy index_copy masked_scatter select_scatter slice_scatter diagonal_scatter as_strided_scatter take
     masked_select cummax cummin max min median kthvalue mode sgn relu threshold_backward hardtanh hardtanh_backward
@@ -57,8 +59,8 @@ class AnyOperation(MonteCarlo):
     """`MonteCarlo` for definitions of any kind, `width` replicas at once under `torch.vmap`.
 
     Elementwise arithmetic is off by half a unit in the last place, a library function by up to 2, a product by
-    max(2, √K/2)·u·(|A|·|B|), a sum that an index makes by max(2, √n/2)·u·Σ|x|. Composite operations are taken apart by torch's
-    decompositions.
+    max(2, √K/2)·u·(|A|·|B|), a sum that an index makes, or a cumulative one, by max(2, √n/2)·u·Σ|x|. Composite operations
+    are taken apart by torch's decompositions.
 
     Raises:
         NotImplementedError: for an operation without a rule, by name, with the remedy.
@@ -83,10 +85,13 @@ class AnyOperation(MonteCarlo):
             taken_apart = _decomposition(func)
             with self._entered():
                 out = taken_apart(*args, **kwargs)
-            return self.rounded(out, self.softmax) if name == "_softmax" else out
+            return self.rounded(self._kept_sum(out, *args[:2]), self.softmax) if name in SOFTMAX else out
         if name in PRODUCTS:
             size = func(*_absolute(args), **kwargs)
             return self._within(func(*args, **kwargs), size, PRODUCTS[name](args))
+        if name == "cumsum":
+            terms = func(torch.ones_like(args[0]), *args[1:], **kwargs)
+            return self._within(func(*args, **kwargs), func(*_absolute(args), **kwargs), terms)
         if name == "convolution":
             size = func(*_absolute(args), **kwargs)
             return self._folded(func(*args, **kwargs), size, args[1][0].numel(), self._in_groups(args[8]))
@@ -107,6 +112,20 @@ class AnyOperation(MonteCarlo):
         if name in ("bmm", "mm") and UNIT_ROUNDOFF[self.elementwise] > NARROW:
             return self.rounded(out)
         return out
+
+    def _kept_sum(self, out: torch.Tensor, z: torch.Tensor, dim: int) -> torch.Tensor:
+        """`out` = softmax of z; in half of the replicas exp(z - log Σ exp z), as attention computes it backward.
+
+        What a flash kernel keeps of its forward pass is the log-sum-exp L in float32: half a unit of L each for storing and
+        subtracting it is a factor exp(±u·2|L|) common to the row, as of a log-softmax (`MonteCarlo.log_softmax`). From
+        |L| = 2¹⁸ on, as of a row that is masked by a large number, no digit would be right: no correct kernel does that.
+        """
+        if not out.dim():
+            return out
+        whole = z.logsumexp(dim, keepdim=True).abs()
+        whole = torch.where(whole < 2.0**18, whole, 0.0)
+        scale = 2 * self.u_sum * whole * self._shifted(out)
+        return out * (self.scattered(whole, scale) - whole).exp()
 
     def _within(self, out: torch.Tensor, size: torch.Tensor, terms: torch.Tensor | float) -> torch.Tensor:
         """A sum of products, `size` the same of absolute values: off by max(2, √terms/2)·u·size, then rounded."""
@@ -175,7 +194,7 @@ def _variance(x: torch.Tensor, dims: list[int], correction: float) -> torch.Tens
     return away.square().sum(dims) / (x.numel() // max(away.sum(dims).numel(), 1) - correction)
 
 
-OWN_RULE = frozenset("mm bmm sum mean cumsum _log_softmax _log_softmax_backward_data logsumexp".split())
+OWN_RULE = frozenset("mm bmm sum mean _log_softmax _log_softmax_backward_data logsumexp".split())
 """Operations that `MonteCarlo` has a rule for."""
 
 
@@ -280,8 +299,8 @@ class OwnConstants(TorchFunctionMode):
         return func(*(self._given(a) for a in args), **kwargs)
 
     def _given(self, x: Any) -> Any:
-        if _plain(x):
-            return torch.where(self.each, x, x)
+        if _plain(x) and self.each is not None:
+            return torch.where(self.each.to(x.device), x, x)
         return type(x)(self._given(y) for y in x) if type(x) in (list, tuple) else x
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,19 +90,19 @@ class Problem:
         """Upstream gradients of the outputs, by name."""
         return {
             name: self.given[name].double() if name in self.given else cotangent(name, value, self.seed)
-            for name, value in self._values.items()
+            for name, value in self.outputs.items()
             if value.is_floating_point()
         }
 
     @functools.cached_property
-    def _values(self) -> Quantities:
-        with torch.no_grad(), as_definition():
+    def outputs(self) -> Quantities:
+        with torch.no_grad(), as_definition(), _said():
             return self._call(self.definition, self._double(None))
 
     @functools.cached_property
     def oracle(self) -> Oracle:
         """Exact values, replicas and units of outputs and gradients."""
-        with as_definition(), torch.enable_grad():
+        with as_definition(), torch.enable_grad(), _said():
             leaves = self._double(None)
             exact = self._with_gradients(leaves, self._call(self.definition, leaves))
         return Oracle(exact, self._replicas, self._kind, self.seed)
@@ -118,7 +119,7 @@ class Problem:
                 x = x.detach().double()
                 x = x if stack is None else x.expand(stack, *x.shape)
                 x = x.detach().requires_grad_(name in self.leaves)
-            out[name] = x
+            out[name] = x if is_floating(x) else x.clone()  # what a definition overwrites is its own
         return out
 
     def _call(self, form: Definition, tensors: Mapping[str, torch.Tensor]) -> Quantities:
@@ -138,8 +139,8 @@ class Problem:
     def _replicas(
         self, recipe: Recipe, count: int, seed: int, gradients: bool, own_grids: int, keep: Collection[str] | None
     ) -> Quantities:
-        sizes = [x.numel() for x in (*self.tensors.values(), *self._values.values())]
-        at_once = max(1, LARGEST_STACK // max(sizes))
+        sizes = [x.numel() for x in (*self.tensors.values(), *self.outputs.values())]
+        at_once = max(1, LARGEST_STACK // max(1, *sizes))
         parts: list[Quantities] = []
         done = 0
         for i, form in enumerate(forms := (self.definition, *self.also)):
@@ -211,10 +212,34 @@ def call(
     arguments = tree_unflatten(filled, spec)
     state = {name: tensors[name] for name in parameters}
     if isinstance(function, torch.nn.Module):
-        return torch.func.functional_call(function, state, (), arguments)
+        exact = any(is_floating(x) and x.dtype == torch.float64 for x in tensors.values())
+        buffers = {n: b.double() if exact and is_floating(b) else b.clone() for n, b in function.named_buffers()}
+        return torch.func.functional_call(function, buffers | state, (), arguments)
     return function(**arguments, **state)
+
+
+def laid_out(x: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of x, also where they leave gaps or repeat entries, as a slice and an expanded tensor do."""
+    if x.layout != torch.strided or x.is_contiguous():
+        return x.detach().clone()
+    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.detach().as_strided((span,), (1,)).clone().as_strided(x.shape, x.stride())
 
 
 def clone(tree: Any) -> Any:
     """A tree with its own copies of the tensors, laid out alike."""
-    return tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, tree)
+    return tree_map(lambda x: laid_out(x) if isinstance(x, torch.Tensor) else x, tree)
+
+
+@contextlib.contextmanager
+def _said() -> Iterator[None]:
+    """What torch refuses of a definition in float64, with the usual causes."""
+    try:
+        yield
+    except NotImplementedError:
+        raise
+    except RuntimeError as error:
+        raise ValueError(
+            f"the definition fails on float64 inputs ({error}): let it overwrite none of them, and cast tensors of its own, "
+            "as in weight.to(x.dtype)"
+        ) from error

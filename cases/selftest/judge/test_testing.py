@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -261,6 +262,122 @@ def test_a_definition_that_looks_at_values_takes_one_replica_at_a_time():
 def test_what_cannot_be_asked_is_said(arguments, said):
     with pytest.raises(ValueError, match=said):
         check_parity(**arguments)
+
+
+X1 = {"x": torch.ones(2, 3)}
+TWICE = {"function": lambda x: 2 * x, "definition": lambda x: 2 * x, "inputs": X1}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"definition": lambda x: float(x.sum())}, "the definition returns no tensor"),
+        ({"definition": lambda x: x @ X1["x"].mT}, r"weight.to\(x.dtype\)"),
+        ({"definition": lambda x: x.mul_(2)}, "overwrite none"),
+        ({"inputs": (X1["x"],)}, "inputs is a tuple"),
+        ({"inputs": {"x": X1["x"].numpy()}}, r"x is a ndarray: give torch.as_tensor\(x\)"),
+        ({"inputs": {"x": torch.ones(2, dtype=torch.complex64)}}, "real and imaginary"),
+        ({"inputs": {"x": {"a": X1["x"]}, "x.a": X1["x"]}}, "have one name: x.a"),
+        ({"grad": "weight"}, "grad='weight'"),
+        ({"in_place": ("y",)}, "in_place='y'"),
+        ({"function": None, "actual": {"output": X1["x"], "grad_y": X1["x"]}}, "actual='grad_y'"),
+        ({"function": None, "actual": {"output": 2.0}}, "output is a float: give a tensor"),
+        ({"function": None, "actual": X1["x"]}, "actual is a Tensor"),
+        ({"cotangent": torch.ones(3)}, r"cotangent of output has shape \(3,\): give \(2, 3\)"),
+        ({"cotangent": 1.0}, "cotangent is a float"),
+        ({"recipe": "bf16"}, "give EAGER"),
+        ({"recipe": Recipe(elementwise="half")}, "elementwise='half'"),
+    ],
+)
+def test_a_mistake_is_said_and_does_not_pass(changed, said):
+    with pytest.raises(ValueError, match=said):
+        check_parity(**TWICE | changed)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (1, 1)])
+def test_sizes_of_zero_and_one(shape):
+    inputs = {"x": torch.ones(shape), "w": torch.ones(shape[1])}
+    assert_parity(lambda x, w: x * w, lambda x, w: x * w, inputs)
+    assert set(tolerance(lambda x, w: x * w, inputs)) == {"output", "grad_x", "grad_w"}
+    assert set(tolerance(lambda x: x * 2, {"x": inputs["x"]})) == {"output", "grad_x"}
+    assert not check_parity(lambda x: x.sum() + 1, lambda x: x.sum(), {"x": inputs["x"]}).agrees
+
+
+def test_a_function_is_given_the_strides_of_the_inputs_and_of_the_upstream_gradient():
+    seen = {}
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen["x"] = x.stride()
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen["grad"] = grad.stride()
+            return 2 * grad
+
+    x = drawn(torch.float32, x=(4, 12))["x"]
+    for view in (x[:, ::3], x.T, x[:1].expand(4, 12), x[:, 3:6]):
+        upstream = torch.ones(()).expand(view.shape)
+        assert_parity(lambda x: Double.apply(x), lambda x: 2 * x, {"x": view}, cotangent=upstream)
+        assert seen == {"x": view.stride(), "grad": upstream.stride()}
+
+    def forgets_strides(x):
+        return 2 * torch.as_strided(x, x.shape, (x.shape[1], 1))
+
+    assert not check_parity(forgets_strides, lambda x: 2 * x, {"x": x[:, 3:6]}, grad=()).agrees
+
+
+def test_buffers_of_a_module_are_as_precise_as_its_parameters_and_stay_as_they_are():
+    class Mixed(torch.nn.Module):
+        def __init__(self, scale=1.0):
+            super().__init__()
+            self.register_buffer("mix", torch.eye(3) / 3)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+            self.weight, self.scale = torch.nn.Parameter(torch.ones(3)), scale
+
+        def forward(self, x):
+            self.calls += 1
+            return x @ self.mix * self.weight * self.scale
+
+    rows, module, definition = drawn(torch.float32, x=(4, 3)), Mixed(), Mixed()
+    assert_parity(module, definition, rows)
+    assert not check_parity(Mixed(1.01), definition, rows).agrees
+    assert not module.calls and not definition.calls
+
+
+def test_a_definition_that_overwrites_integers_has_its_own():
+    inputs = drawn(torch.float32, x=X) | {"ids": torch.tensor([0, 1])}
+    assert_parity(lambda x, ids: x[ids + 1], lambda x, ids: x[ids.add_(1)], inputs)
+    assert inputs["ids"].tolist() == [0, 1]
+
+
+def test_a_softmax_may_come_from_its_log_sum_exp():
+    """As attention computes it backward, from what a flash kernel keeps of its forward pass."""
+    inputs = {"x": drawn(torch.float32, x=(16, 96))["x"] + 30}
+    softmax = lambda x: torch.softmax(x, -1)  # noqa: E731
+    assert_parity(lambda x: (x - x.logsumexp(-1, True)).exp(), softmax, inputs)
+    assert not check_parity(lambda x: softmax(1.0001 * x), softmax, inputs).agrees
+    assert not check_parity(lambda x: softmax(x) * 1.0001, softmax, inputs).agrees
+    heads = {n: x + 30 for n, x in drawn(torch.float32, q=(6, 6, 16), k=(6, 9, 16), v=(6, 9, 16)).items()}
+    assert_parity(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), attention, heads)
+
+
+def test_a_cumulative_sum_may_be_added_term_after_term():
+    def in_turn(x):
+        return torch.from_numpy(np.cumsum(x.numpy(), axis=-1, dtype=np.float32))
+
+    inputs = {"x": drawn(torch.float32, x=(2, 4000))["x"].abs()}
+    assert_parity(in_turn, lambda x: x.cumsum(-1), inputs, grad=())
+    wrong = lambda x: x.cumsum(-1) + (torch.arange(4000) > 3990) * 1.0  # noqa: E731
+    assert not check_parity(wrong, lambda x: x.cumsum(-1), inputs, grad=()).agrees
+
+
+def test_an_output_is_no_coarser_than_the_inputs():
+    inputs = drawn(torch.float16, x=X, weight=W)
+    narrow = lambda x, weight: fused_rms_norm(x, weight).bfloat16()  # noqa: E731
+    assert check_parity(narrow, rms_norm, inputs).wrong["output"].gate == "structure"
 
 
 def test_the_recipe_holds_float32_to_float32():
