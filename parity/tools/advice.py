@@ -113,13 +113,20 @@ def _met(run: Run, entries: Iterable[Entry]) -> list[RelevantEntry]:
     for entry in entries:
         if entry.user.part_of or not entry.in_force():
             continue
-        answers = [_all([holds(run, *one) for one in table.items()]) for table in entry.user.applies]
-        if True in answers:
-            found.append(RelevantEntry(entry))
-        elif unknown := next((a for a in answers if isinstance(a, Unknown)), None):
-            found.append(RelevantEntry(entry, unknown.why))
+        alone = [run] if run.certain else [dataclasses.replace(run, trainers=(t,), certain=True) for t in run.trainers]
+        answers = {one.trainers[0]: _applies(one, entry) for one in alone}
+        meeting = [trainer for trainer, answer in answers.items() if answer is not False]
+        why = "" if len(meeting) == len(alone) else f"the file does not say which trainer runs: {' or '.join(meeting)}"
+        why = why or next((a.why for a in answers.values() if isinstance(a, Unknown)), "")
+        if meeting:
+            found.append(RelevantEntry(entry, why))
     order = list(SEVERITIES)
     return sorted(found, key=lambda f: (order.index(f.entry.severity or "medium"), not f.certain, f.entry.user.rank))
+
+
+def _applies(run: Run, entry: Entry) -> bool | Unknown:
+    answers = [_all([holds(run, *one) for one in table.items()]) for table in entry.user.applies]
+    return True in answers or next((a for a in answers if isinstance(a, Unknown)), False)
 
 
 def _all(answers: list[bool | Unknown]) -> bool | Unknown:
@@ -129,9 +136,7 @@ def _all(answers: list[bool | Unknown]) -> bool | Unknown:
 def holds(run: Run, name: str, wanted: Any) -> bool | Unknown:
     """Whether a condition of a ledger entry's `applies` holds of a run (`parity.results.user.ForUser`)."""
     if name == "trainer":
-        found = bool({*run.trainers} & {*wanted})
-        sure = run.certain or not found
-        return found if sure else Unknown(f"the file does not say which trainer runs: {' or '.join(run.trainers)}")
+        return bool({*run.trainers} & {*wanted})
     if name in LIBRARIES:
         version = installed(name)
         return version is not None and version in SpecifierSet(wanted, prereleases=True)

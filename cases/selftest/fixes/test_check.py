@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from parity import data
 from parity.errors import UsageError
 from parity.fixes import check
 from parity.results.ledger import Ledger
+from parity.results.user import ForUser
+from parity.tools import advice
 from parity.tools.advice import LIBRARIES, Run, Unknown, holds
 from parity.trainers.rig import drive, models
 
@@ -19,7 +22,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 def found(source, **more):
     """Id -> finding, of all runs of a file."""
-    return {f.entry.id: f for advice in check(source, **more) for f in advice.findings}
+    return {f.entry.id: f for one in check(source, **more) for f in one.findings}
 
 
 def config(tmp_path, text):
@@ -36,20 +39,20 @@ def script(tmp_path, text):
 
 def test_a_config_with_a_model_whose_softcap_is_left_out(tmp_path):
     text = "model_name_or_path: google/recurrentgemma-2b\nnum_generations: 8\ntop_entropy_quantile: 0.8\n"
-    (advice,) = check(config(tmp_path, text), trainer="GRPOTrainer")
-    assert advice
-    assert advice.findings[0].entry.id == "softcap-names"
-    assert "fix: `apply`" in str(advice)
-    quantile = next(f for f in advice.findings if f.entry.id == "trl-grpo-quantile-minus-inf")
+    (one,) = check(config(tmp_path, text), trainer="GRPOTrainer")
+    assert one
+    assert one.findings[0].entry.id == "softcap-names"
+    assert "fix: `apply`" in str(one)
+    quantile = next(f for f in one.findings if f.entry.id == "trl-grpo-quantile-minus-inf")
     assert not quantile.certain
     assert "if a token is banned" in str(quantile)
 
 
 def test_settings_with_nothing_wrong(tmp_path):
     text = "model_name_or_path: Qwen/Qwen2.5-0.5B\nnum_generations: 8\ngradient_checkpointing: false\n"
-    (advice,) = check(config(tmp_path, text), trainer="GRPOTrainer")
-    assert not advice
-    assert not any(f.certain for f in advice.findings)
+    (one,) = check(config(tmp_path, text), trainer="GRPOTrainer")
+    assert not one
+    assert not any(f.certain for f in one.findings)
     assert "softcap-names" not in found(config(tmp_path, text), trainer="GRPOTrainer")
 
 
@@ -58,6 +61,13 @@ def test_a_config_that_fits_several_trainers_says_so(tmp_path):
     assert "does not say which trainer" in found(path)["softcap-names"].unless_known
     assert not any(check(path))
     assert not found(path, trainer="GRPOTrainer")["softcap-names"].unless_known
+
+
+def test_a_default_of_one_trainer_is_not_taken_for_that_of_another():
+    user = ForUser(applies=({"trainer": ["DPOTrainer"], "beta": {"min": 0.05}},))  # GRPO's default is 0, DPO's 0.1
+    entry = SimpleNamespace(user=user, severity="low", in_force=lambda: True)
+    (met,) = advice._met(Run("x", ("GRPOTrainer", "DPOTrainer"), certain=False), [entry])
+    assert met.unless_known == "the file does not say which trainer runs: DPOTrainer"
 
 
 ONLINE = """
