@@ -23,7 +23,9 @@ class Noise:
         self._random = random.Random(seed)
         if not self._pools:
             generator = torch.Generator().manual_seed(20261120)
-            self._pools[CPU, False] = torch.rand(self.SIZE, generator=generator, dtype=torch.float64) * 2 - 1
+            self._pools[CPU, False] = (
+                torch.rand(self.SIZE, generator=generator, dtype=torch.float64, device=CPU) * 2 - 1
+            )
 
     def choice(self, values: tuple[int, ...]) -> int:
         return self._random.choice(values)

@@ -265,14 +265,23 @@ class Definition(Double):
 
 @contextlib.contextmanager
 def as_definition() -> Iterator[None]:
-    """Runs what is inside in float64: constants, casts to float32, attention by its parts."""
+    """Runs what is inside in float64: constants, casts to float32, attention by its parts.
+
+    A replica's float32 products are IEEE's, also where the process lets its own use tf32, which a recipe declares.
+    """
     before = torch.get_default_dtype()
+    backends = [b.matmul for b in (torch.backends.cuda, torch.backends.mkldnn) if hasattr(b, "matmul")]
+    switches = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
     torch.set_default_dtype(torch.float64)
     try:
+        for backend, _ in switches:
+            backend.fp32_precision = "ieee"
         with Definition(), sdpa_kernel([SDPBackend.MATH]):
             yield
     finally:
         torch.set_default_dtype(before)
+        for backend, precision in switches:
+            backend.fp32_precision = precision
 
 
 class OwnConstants(TorchFunctionMode):

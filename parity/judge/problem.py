@@ -48,7 +48,9 @@ def named(tree: Any, root: str = "output") -> dict[str, torch.Tensor]:
 def cotangent(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
     """A random upstream gradient in ±4 of quarters of 2⁻⁴, which every dtype holds exactly, and never 0 for a scalar."""
     generator = torch.Generator().manual_seed(seed * 1009 + sum(map(ord, name)))
-    g = (torch.randn(like.shape, generator=generator, dtype=torch.float64) * 64).round().clamp(-255, 255) / 64
+    g = (torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu") * 64).round().clamp(
+        -255, 255
+    ) / 64
     return (g if like.dim() else g.sign() * (g.abs() + 0.5)).to(like.device)
 
 

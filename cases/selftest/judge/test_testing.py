@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from parity.judge.problem import cotangent
 from parity.testing import EAGER, ParityError, Recipe, assert_parity, check_parity, stored, tolerance
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -372,6 +373,29 @@ def test_a_cumulative_sum_may_be_added_term_after_term():
     assert_parity(in_turn, lambda x: x.cumsum(-1), inputs, grad=())
     wrong = lambda x: x.cumsum(-1) + (torch.arange(4000) > 3990) * 1.0  # noqa: E731
     assert not check_parity(wrong, lambda x: x.cumsum(-1), inputs, grad=()).agrees
+
+
+def test_what_a_process_allows_its_products_does_not_widen_the_replicas():
+    seen = []
+
+    def definition(x):
+        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        return x @ x.mT
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        tolerance(definition, drawn(torch.float32, x=X))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert set(seen) == {"ieee"}
+
+
+def test_upstream_gradients_are_drawn_alike_whatever_the_default_device():
+    here = cotangent("output", torch.zeros(3), 0)
+    with torch.device("meta"):
+        assert torch.equal(cotangent("output", torch.zeros(3, device="cpu"), 0), here)
 
 
 def test_an_output_is_no_coarser_than_the_inputs():
