@@ -83,6 +83,7 @@ def coverage(results: str, console: Console) -> None:
 
     found = of_file(results)
     table = _table(f"coverage of {results}", ("of", "kind", "name", "judged", "declined", "why"))
+    table.columns[2].no_wrap = True  # a narrow page wraps the reasons
     for one in found:
         values = (one.of, one.kind, one.name, f"{one.judged:,}", f"{one.declined:,}", one.why)
         table.add_row(*(Text(v) for v in values), style="red" if one.missing else "dim" if not one.judged else "")

@@ -104,10 +104,10 @@ GOOD = {"schema": SCHEMA, "family": "logprobs", "seed": 1, "dtype": "fp32", "set
     [
         ([], "list"),
         (GOOD | {"schema": 99}, "99"),
-        (GOOD | {"seed": "1"}, "'1'"),
-        (GOOD | {"seed": True}, "True"),
+        (GOOD | {"seed": "1"}, "$.seed"),
+        (GOOD | {"seed": True}, "$.seed"),
         (GOOD | {"dtype": "fp8"}, "'fp8'"),
-        (GOOD | {"settings": [1]}, "[1]"),
+        (GOOD | {"settings": [1]}, "$.settings"),
         ({k: v for k, v in GOOD.items() if k != "family"}, "family"),
     ],
 )

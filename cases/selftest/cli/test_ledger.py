@@ -29,7 +29,8 @@ def red(tmp_path_factory, warm_workers):
     folder = tmp_path_factory.mktemp("red")
     (folder / "kernel.py").write_text(KERNEL.replace("FACTOR", "1.5"))
     shutil.copytree(data.cases_dir(), folder / "cases")
-    assert run(folder).exit_code == 1
+    done = run(folder)
+    assert done.exit_code == 1 and (folder / "reports/results.ndjson").exists(), (done.output, done.exception)
     return folder
 
 

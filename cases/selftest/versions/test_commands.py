@@ -42,8 +42,6 @@ def parity(*arguments):
 
 def test_prune_removes_what_was_not_used_and_leaves_what_is_in_use(cache):
     old, used, young = (made(cache, name, days) for name, days in (("a-1", 40), ("a-2", 40), ("b-1", 3)))
-    told = {one["name"]: one for one in json.loads(parity("env", "list", "--json").output)}
-    assert len(told) == 3 and any("peft" in one["broken"] for one in told.values())
     listed = parity("env", "list").output
     assert listed.splitlines()[-1] == f"3 environments in {cache / 'envs'}" and "does not import: peft" in listed
     with build.claim(used, shared=True):

@@ -99,7 +99,7 @@ def _closing(summary: Summary, width: int, ending: Ending, notes: int = NOTES) -
         len(summary.notes) > notes
     )
     parts = [("idle", _idle(summary), 1, "")]
-    parts += [("note", note, 2, "yellow") for note in [*summary.notes[:notes], *more]]
+    parts += [("note", note, 3, "yellow") for note in [*summary.notes[:notes], *more]]
     parts += [
         ("run", f"{wording.versions(summary)} · {wording.about(summary)}", 4, "dim"),
         ("page", f"{ending.folder}/index.html", 1, "dim"),
