@@ -94,8 +94,3 @@ class Inputs:
 def context_of(settings: SimpleNamespace) -> str:
     """The call context among settings; "plain" where there is no such setting."""
     return str(getattr(settings, "context", "plain"))
-
-
-def gradient_name(leaf: str) -> str:
-    """The quantity that holds the gradient of a leaf."""
-    return f"grad_{leaf}"

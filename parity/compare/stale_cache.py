@@ -15,9 +15,10 @@ import torch
 
 from parity.case.case import Case
 from parity.case.family import Family
-from parity.case.inputs import Inputs, gradient_name
+from parity.case.inputs import Inputs
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
+from parity.judge.oracle import gradient_name
 from parity.judge.timings import within
 from parity.judging.assess import CaseOracle, confirmed
 from parity.protocol.call import execute

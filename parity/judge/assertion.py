@@ -14,12 +14,14 @@ from torch.utils._pytree import tree_leaves
 from parity.judge.escalation import CERTAIN, CONFIRMATION, REPLICAS, escalate, ladder
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
-from parity.judge.problem import Problem, call, clone, gradient_name, is_floating, laid_out, named
+from parity.judge.operations import is_floating
+from parity.judge.oracle import gradient_name
+from parity.judge.problem import Problem, call, clone, laid_out, named
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 
 FIRST, SURE = 4, 0.5
-"""Replicas that accept what is below `SURE` of the allowed error: their root mean square is off by a factor of 2 in one of a
-thousand, so that what twelve reject they do not pass."""
+"""Replicas that accept what is below `SURE` of the allowed error: their root mean square is twice too large in three of a
+thousand (χ² with 4 degrees of freedom), so that what they accept by half is hardly ever what twelve reject."""
 TF32_PRODUCTS = "tf32 products"
 GATES = ("structure", "scalar", "exact", "norm", "max", "row", "slope")
 
@@ -316,7 +318,8 @@ def _names(argument: str, names: Collection[str], tensors: Collection[str], tree
     found = {names} if isinstance(names, str) else set(names)
     if found - set(tensors) - set(trees):
         unknown = ", ".join(sorted(found - set(tensors) - set(trees)))
-        raise ValueError(f"{argument}={unknown!r}: the floating-point inputs are {', '.join(tensors)}")
+        kind = "floating-point inputs" if argument == "grad" else "inputs"
+        raise ValueError(f"{argument}={unknown!r}: the {kind} are {', '.join(tensors)}")
     return found
 
 

@@ -144,7 +144,7 @@ class AnyOperation(MonteCarlo):
         out = func(*args, **kwargs)
         if not adds or not out.is_floating_point():
             return out
-        ones = [torch.ones_like(a) if _floating(a) else a for a in args]
+        ones = [torch.ones_like(a) if is_floating(a) else a for a in args]
         return self._within(out, func(*_absolute(args), **kwargs), func(*ones, **kwargs))
 
     def _convolution_backward(self, func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor | None, ...]:
@@ -225,12 +225,13 @@ def _flat(args: Any) -> Iterator[Any]:
             yield a
 
 
-def _floating(x: Any) -> bool:
-    return torch.is_tensor(x) and x.is_floating_point()
+def is_floating(x: Any) -> bool:
+    """Whether it is a tensor of floating-point numbers."""
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 def _absolute(args: Any) -> list[Any]:
-    return [a.abs() if _floating(a) else a for a in args]
+    return [a.abs() if is_floating(a) else a for a in args]
 
 
 def _integer_power(name: str, args: Any) -> bool:

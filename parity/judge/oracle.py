@@ -21,6 +21,11 @@ ALL_QUANTITIES = 1 << 27
 """Entries of replicas up to which all quantities are kept for whoever asks next, and not only those that were asked for."""
 
 
+def gradient_name(leaf: str) -> str:
+    """The quantity that holds the gradient of a leaf."""
+    return f"grad_{leaf}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Oracle:
     """What a result is compared with; replicas and units are computed once.

@@ -11,24 +11,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
-from parity.judge.operations import AnyOperation, OwnConstants, as_definition
-from parity.judge.oracle import Oracle, Quantities
+from parity.judge.operations import AnyOperation, OwnConstants, as_definition, is_floating
+from parity.judge.oracle import Oracle, Quantities, gradient_name
 from parity.judge.recipe import NAMES, UNIT_ROUNDOFF, Recipe
 
 LARGEST_STACK = 1 << 22
 """Entries of the largest tensor in one stack of replicas; beyond it a stack is split."""
 
 Definition = Callable[..., Any]
-
-
-def gradient_name(leaf: str) -> str:
-    """The quantity that holds the gradient of a leaf."""
-    return f"grad_{leaf}"
-
-
-def is_floating(x: Any) -> bool:
-    """Whether it is a tensor of floating-point numbers."""
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 def named(tree: Any, root: str = "output") -> dict[str, torch.Tensor]:
@@ -46,12 +36,12 @@ def named(tree: Any, root: str = "output") -> dict[str, torch.Tensor]:
 
 
 def cotangent(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
-    """A random upstream gradient in ±4 of quarters of 2⁻⁴, which every dtype holds exactly, and never 0 for a scalar."""
+    """A random upstream gradient in ±4 in steps of 2⁻⁶, which every dtype holds exactly; a scalar's is at least a half."""
     generator = torch.Generator().manual_seed(seed * 1009 + sum(map(ord, name)))
     g = (torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu") * 64).round().clamp(
         -255, 255
     ) / 64
-    return (g if like.dim() else g.sign() * (g.abs() + 0.5)).to(like.device)
+    return (g if like.dim() else torch.where(g < 0, -1.0, 1.0) * g.abs().clamp(min=0.5)).to(like.device)
 
 
 @dataclasses.dataclass(frozen=True)

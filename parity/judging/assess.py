@@ -14,12 +14,12 @@ import torch
 
 from parity.case.case import Case
 from parity.case.family import Family
-from parity.case.inputs import Inputs, gradient_name
+from parity.case.inputs import Inputs
 from parity.case.layouts import elsewhere
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import REPLICAS, escalate, if_near, ladder, settle
 from parity.judge.gates import Judgement, failed, judge
-from parity.judge.oracle import Oracle, Quantities
+from parity.judge.oracle import Oracle, Quantities, gradient_name
 from parity.judge.products import CutOperands
 from parity.judge.recipe import DTYPES, EAGER, Recipe
 from parity.judge.timings import within

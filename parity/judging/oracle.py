@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 import torch
 
 from parity.case.family import Family
-from parity.case.inputs import Inputs, gradient_name
+from parity.case.inputs import Inputs
 from parity.judge.monte_carlo import MonteCarlo
-from parity.judge.oracle import Quantities
+from parity.judge.oracle import Quantities, gradient_name
 from parity.judge.recipe import Recipe
 from parity.judge.timings import within
 

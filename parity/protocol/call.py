@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from parity.case.family import LARGEST_CASE
-from parity.case.inputs import Inputs, gradient_name
+from parity.case.inputs import Inputs
 from parity.case.layouts import elsewhere
 from parity.errors import Returned, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
+from parity.judge.oracle import gradient_name
 from parity.judge.timings import within
 from parity.protocol import faults, process_state
 from parity.protocol.exceptions import Outcome, ended_by, same_bits

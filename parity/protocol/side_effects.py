@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager
 import torch
 
 from parity.case.family import Family
-from parity.case.inputs import Inputs, gradient_name
+from parity.case.inputs import Inputs
 from parity.case.layouts import like
 from parity.implementations.implementation import Implementation, Outputs
+from parity.judge.oracle import gradient_name
 from parity.judge.timings import within
 from parity.protocol import process_state
 from parity.protocol.call import backward, differentiated, execute, forward, fresh, gradients, guarded, surroundings

@@ -425,3 +425,10 @@ print(sorted(new - {"parity", "torch"} - set(sys.stdlib_module_names)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_upstream_gradient_is_held_by_every_dtype_and_is_never_0_for_a_scalar():
+    drawn_ones = torch.stack([cotangent("loss", torch.zeros(()), seed) for seed in range(2000)])
+    assert bool(drawn_ones.all())
+    for g in (drawn_ones, cotangent("output", torch.zeros(2000), 1)):
+        assert all(torch.equal(g.to(dtype).double(), g) for dtype in DTYPES)
