@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import torch
 
@@ -155,7 +156,7 @@ class Judgement:
     rtol: float | None = None
     allclose: bool | None = None
     slope: float | None = None
-    worst: tuple[tuple[tuple[int, ...], float, float, float], ...] = ()
+    worst: tuple[Any, ...] = ()
 
     @property
     def gate(self) -> str:

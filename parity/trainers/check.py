@@ -13,13 +13,17 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
 
 from parity.case.case import Case
 from parity.case.inputs import Setting
-from parity.compare.result_rows import size
 from parity.errors import UsageError
 from parity.judge.gates import Judgement
+from parity.judge.oracle import Oracle
+from parity.judge.recipe import IEEE_FP32, Recipe
 from parity.trainers.specs import SPECS, TRAINERS, TrainerSpec
 
 Made = TypeVar("Made")
@@ -31,42 +35,83 @@ PATHS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckResult:
-    """One judged quantity of a check.
-
-    Attributes:
-        quantity: "kl", "loss", "gradient of model.layers.0.mlp.up_proj.weight", …
-        gates: gate -> headroom (error ÷ allowed; above 1 disagrees, NaN and infinity too).
-        value: what the trainer gave; of a tensor its norm.
-        exact: what the definition gives.
-        message: what differs, first parameter, layer or module first; shown when it disagrees.
-        worst: at most five entries, as in the results contract.
-        max_abs, max_rel: largest error, absolute and relative.
-        kind: "logic" or "precision", the class of a disagreement.
-    """
-
-    quantity: str
-    gates: Mapping[str, float]
-    value: float | None = None
-    exact: float | None = None
-    message: str = ""
-    worst: tuple[Mapping[str, Any], ...] = ()
-    max_abs: float | None = None
-    max_rel: float | None = None
-    kind: str = "logic"
+class Definition(Protocol):
+    """What a quantity should be, and how far from it correct code may be."""
 
     @property
-    def agrees(self) -> bool:
-        """Whether every gate holds."""
-        return all(h <= 1.0 for h in self.gates.values())
+    def exact(self) -> Any:
+        """A number, a tensor, or tensors by name; None where there is none to show."""
+
+    def judge(self, value: Any) -> Judgement:
+        """Hold a value against it."""
 
 
-def bounded(quantity: str, value: float, exact: float, allowed: float, message: str = "") -> CheckResult:
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """One thing that a check measured.
+
+    Attributes:
+        name: "kl", "loss", "gradient", …
+        value: what the trainer gave: a number, a tensor, or tensors by name.
+        definition: what it should be.
+        message: what differs, first parameter, layer or module first; asked for where it disagrees.
+    """
+
+    name: str
+    value: Any
+    definition: Definition
+    message: str | Callable[[], str] = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A quantity of an oracle. A number of Python's is judged as the float32 that trainers compute."""
+
+    oracle: Oracle
+    name: str
+    recipe: Recipe = IEEE_FP32
+
+    @property
+    def exact(self) -> Tensor:
+        return self.oracle.exact[self.name]
+
+    def judge(self, value: float | Tensor) -> Judgement:
+        given = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+        return dataclasses.replace(self.oracle.judge({self.name: given}, self.recipe)[self.name], worst=())
+
+
+@dataclasses.dataclass(frozen=True)
+class Within:
     """|value - exact| ≤ allowed, `allowed` a derived bound; a NaN disagrees."""
-    error = abs(value - exact)
-    headroom = 0.0 if error == 0.0 else error / allowed if allowed > 0.0 else math.inf
-    return CheckResult(quantity, {"bound": headroom}, value, exact, message, max_abs=error)
+
+    exact: Any
+    allowed: Any
+
+    def judge(self, value: float | Tensor) -> Judgement:
+        value, exact, allowed = (torch.as_tensor(x, dtype=torch.float64) for x in (value, self.exact, self.allowed))
+        error = (value - exact).abs()
+        return Judgement(
+            {"bound": float((error / allowed).masked_fill(error == 0, 0.0).max())}, max_abs=float(error.max())
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class YesNo:
+    """What holds, or does not; `exact` is shown."""
+
+    answer: bool
+    gate: str
+    exact: float | None
+
+    def judge(self, value: Any) -> Judgement:
+        return Judgement({self.gate: 0.0 if self.answer else math.inf})
+
+
+def bounded(
+    quantity: str, value: float | Tensor, exact: float | Tensor, allowed: float | Tensor, message: str = ""
+) -> Quantity:
+    """A quantity that is `Within` a bound of what it should be."""
+    return Quantity(quantity, value, Within(exact, allowed), message)
 
 
 def holds(
@@ -76,22 +121,9 @@ def holds(
     gate: str = "structure",
     value: float | None = None,
     exact: float | None = None,
-) -> CheckResult:
-    """A yes-or-no quantity: headroom 0 when it holds, infinite when it does not."""
-    return CheckResult(quantity, {gate: 0.0 if condition else math.inf}, value, exact, "" if condition else message)
-
-
-def judged(quantity: str, j: Judgement, value: Any, exact: Any, message: str = "") -> CheckResult:
-    """A quantity judged by the gates of `parity.judge.gates`; tensors show as their norm."""
-    return CheckResult(
-        quantity,
-        j.gates,
-        size(value),
-        size(exact),
-        "; ".join(filter(None, [j.message, message])),
-        max_abs=j.max_abs,
-        max_rel=j.max_rel,
-    )
+) -> Quantity:
+    """A yes-or-no quantity."""
+    return Quantity(quantity, value, YesNo(condition, gate, exact), message)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +245,7 @@ class Check:
     trainers: tuple[str, ...]
     settings: Mapping[str, Setting]
     cases: CheckCases
-    run: Callable[[CheckCall], Iterator[CheckResult]]
+    run: Callable[[CheckCall], Iterator[Quantity]]
     paths: tuple[str, ...] = ("released", "fixed")
     doc: str = ""
     drives: bool = True
@@ -231,7 +263,7 @@ def check(
     paths: tuple[str, ...] = ("released", "fixed"),
     drives: bool = True,
     moves: bool = False,
-) -> Callable[[Callable[[CheckCall], Iterator[CheckResult]]], Callable[[CheckCall], Iterator[CheckResult]]]:
+) -> Callable[[Callable[[CheckCall], Iterator[Quantity]]], Callable[[CheckCall], Iterator[Quantity]]]:
     """Register a function as `Check(name, …)`.
 
     Raises:
@@ -242,7 +274,7 @@ def check(
         if one not in known:
             raise UsageError(f"check {name}: {one!r} is unknown, choose from {', '.join(known)}")
 
-    def register(run: Callable[[CheckCall], Iterator[CheckResult]]) -> Callable[[CheckCall], Iterator[CheckResult]]:
+    def register(run: Callable[[CheckCall], Iterator[Quantity]]) -> Callable[[CheckCall], Iterator[Quantity]]:
         other = CHECKS.get(name)
         if other is not None and other.run.__module__ != run.__module__:
             raise UsageError(f"check {name!r} is registered by {other.run.__module__} and {run.__module__}")

@@ -1,23 +1,28 @@
 """A case of a trainer check as result rows. An exception is a verdict; a disagreement runs twice."""
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from msgspec.structs import replace
 
 from parity.case.case import Case
 from parity.compare.blame import Blame, flaky
-from parity.compare.result_rows import empty_row
+from parity.compare.result_rows import empty_row, size
 from parity.implementations.implementation import Implementation
+from parity.judge.gates import Judgement
 from parity.judge.timings import within
 from parity.protocol import process_state
 from parity.protocol.call import guarded
 from parity.protocol.exceptions import Outcome
 from parity.results.row import Row, finite
 from parity.trainers.catalogue import family, path_of
-from parity.trainers.check import Check, CheckCall, CheckResult
+from parity.trainers.check import Check, CheckCall, Quantity
 from parity.trainers.rig import drive
+
+Judged = tuple[Quantity, Judgement]
 
 
 def rows(
@@ -59,10 +64,10 @@ def _rows(found: Check, call: CheckCall, implementation: Implementation) -> Iter
     if outcome.verdict != "ran":
         yield replace(stopped_row(call, implementation, outcome), features=features)
         return
-    failing = [r.quantity for r in results if not r.agrees]
-    unsteady = flaky(failing, lambda: {r.quantity: r.agrees for r in attempt(found, call, implementation)[1]})
-    for number, result in enumerate(results):  # once a case is enough: results files are long
-        yield _row(base if number else replace(base, features=features), result, result.quantity in unsteady)
+    failing = [q.name for q, j in results if not j.agrees]
+    unsteady = flaky(failing, lambda: {q.name: j.agrees for q, j in attempt(found, call, implementation)[1]})
+    for number, (q, j) in enumerate(results):  # once a case is enough: results files are long
+        yield _row(base if number else replace(base, features=features), q, j, q.name in unsteady)
 
 
 def _base(call: CheckCall, implementation: Implementation) -> Row:
@@ -70,9 +75,9 @@ def _base(call: CheckCall, implementation: Implementation) -> Row:
     return empty_row(fam, call.case, implementation.id, call.device, role=implementation.role, recipe="fp32")
 
 
-def judged_row(call: CheckCall, implementation: Implementation, result: CheckResult) -> Row:
+def judged_row(call: CheckCall, implementation: Implementation, quantity: Quantity, judgement: Judgement) -> Row:
     """The row of one judged quantity, taken as it is: not run twice."""
-    return _row(_base(call, implementation), result, unsteady=False)
+    return _row(_base(call, implementation), quantity, judgement, unsteady=False)
 
 
 def stopped_row(call: CheckCall, implementation: Implementation, outcome: Outcome) -> Row:
@@ -82,35 +87,46 @@ def stopped_row(call: CheckCall, implementation: Implementation, outcome: Outcom
 
 
 @within("stage", "trainer check")
-def attempt(found: Check, call: CheckCall, implementation: Implementation) -> tuple[Outcome, list[CheckResult]]:
+def attempt(found: Check, call: CheckCall, implementation: Implementation) -> tuple[Outcome, list[Judged]]:
     """Run the check once; what it raised as an outcome. A check that measured nothing is a fault of the harness."""
-    results: list[CheckResult] = []
+    results: list[Judged] = []
 
     def run() -> Outcome:
         user_class = drive.using(call.user_class) if call.user_class else contextlib.nullcontext()
         with user_class:
-            results.extend(found.run(call))
+            results.extend((quantity, judge(quantity)) for quantity in found.run(call))
         return Outcome("ran") if results else Outcome("unsupported", message="nothing was measured", blame="harness")
 
     return guarded(implementation, run), results
 
 
-def _row(base: Row, result: CheckResult, unsteady: bool) -> Row:
-    headroom = max((math.inf if math.isnan(h) else h for h in result.gates.values()), default=0.0)
-    gate = max(result.gates, key=lambda g: math.inf if math.isnan(result.gates[g]) else result.gates[g])
-    agrees = result.agrees
+def judge(quantity: Quantity) -> Judgement:
+    """Hold what a check measured against its definition."""
+    j = quantity.definition.judge(quantity.value)
+    if j.agrees:
+        return j
+    more = quantity.message() if callable(quantity.message) else quantity.message
+    return dataclasses.replace(j, message="; ".join(filter(None, [j.message, more])))
+
+
+def _row(base: Row, quantity: Quantity, j: Judgement, unsteady: bool) -> Row:
     return replace(
         base,
-        quantity=result.quantity,
-        verdict="agree" if agrees else "nondeterministic" if unsteady else "disagree",
-        cls=None if agrees else result.kind,
-        gate=gate,
-        headroom=finite(headroom),
-        gates={k: finite(v) for k, v in result.gates.items()},
-        value=finite(result.value),
-        value_oracle=finite(result.exact),
-        max_abs=finite(result.max_abs),
-        max_rel=finite(result.max_rel),
-        worst=[] if agrees else [dict(w) for w in result.worst],
-        message="" if agrees else result.message,
+        quantity=quantity.name,
+        verdict="agree" if j.agrees else "nondeterministic" if unsteady else "disagree",
+        cls=None if j.agrees else "logic",
+        gate=j.gate,
+        headroom=finite(j.headroom),
+        gates={k: finite(v) for k, v in j.gates.items()},
+        value=finite(_size(quantity.value)),
+        value_oracle=finite(_size(quantity.definition.exact)),
+        max_abs=finite(j.max_abs),
+        max_rel=finite(j.max_rel),
+        worst=[] if j.agrees else list(j.worst),
+        message="" if j.agrees else j.message,
     )
+
+
+def _size(x: Any) -> float | None:
+    """A number's value, a tensor's norm, that of all tensors together."""
+    return math.hypot(*(size(t) or 0.0 for t in x.values())) if isinstance(x, Mapping) else size(x)

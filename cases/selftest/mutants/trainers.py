@@ -23,8 +23,8 @@ from parity.protocol.exceptions import Outcome
 from parity.registry import facts, select
 from parity.results.ledger import Ledger
 from parity.trainers import catalogue
-from parity.trainers.check import CheckCall, CheckResult
-from parity.trainers.execute import attempt, judged_row, stopped_row
+from parity.trainers.check import CheckCall
+from parity.trainers.execute import Judged, attempt, judged_row, stopped_row
 from parity.trainers.rig import drive
 from parity.trainers.specs import TRAINERS
 
@@ -124,7 +124,7 @@ def _killed_by(
     fate: Fate,
     ledger: Ledger,
     outcome: Outcome,
-    results: Sequence[CheckResult],
+    results: Sequence[Judged],
 ) -> Fate:
     """Dead of the first quantity that disagrees, or of a crash; not of what the ledger knows of the released class."""
     dead: dict[str, Any] = {"dtype": call.case.dtype, "case": call.case.to_json()}
@@ -132,8 +132,8 @@ def _killed_by(
         if ledger.match(stopped_row(call, implementation, outcome), facts(call.case)) is not None:
             return fate
         return dataclasses.replace(fate, gate="crashed", message=outcome.message, **dead)
-    for result in results:
-        row = judged_row(call, implementation, result)
+    for quantity, judgement in results:
+        row = judged_row(call, implementation, quantity, judgement)
         if row.verdict == "disagree" and ledger.match(row, facts(call.case)) is None:
-            return dataclasses.replace(fate, gate=row.gate or "", quantity=result.quantity, message=row.message, **dead)
+            return dataclasses.replace(fate, gate=row.gate or "", quantity=quantity.name, message=row.message, **dead)
     return fate

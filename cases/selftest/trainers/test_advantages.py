@@ -10,6 +10,7 @@ pytest.importorskip("trl")
 from parity.trainers.catalogue import family
 from parity.trainers.check import CheckCall
 from parity.trainers.checks import advantages
+from parity.trainers.execute import judge
 
 
 def call(trainer, **settings):
@@ -54,9 +55,9 @@ def test_each_function_is_normalised_first_by_hand():
 @pytest.mark.parametrize("trainer", ["grpo-trainer", "rloo-trainer"])
 def test_the_trainers_own_advantages_agree_and_a_wrong_one_does_not(trainer, monkeypatch):
     asked = call(trainer, rewards="none")
-    (result,) = advantages.advantages(asked)
+    (result,) = map(judge, advantages.advantages(asked))
     assert result.agrees
     given = advantages._asked
     monkeypatch.setattr(advantages, "_asked", lambda *args: given(*args) * (1 + 1e-4))
-    (result,) = advantages.advantages(asked)
+    (result,) = map(judge, advantages.advantages(asked))
     assert not result.agrees and "instead of" in result.message

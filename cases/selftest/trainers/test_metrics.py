@@ -9,6 +9,7 @@ from cases.selftest.mutants.trainers import EDITS, mutated
 from parity.fixes.padding import mask_padded_log_probs
 from parity.registry import select
 from parity.trainers import catalogue
+from parity.trainers.check import Entry
 from parity.trainers.checks import metrics
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import training_step
@@ -121,9 +122,9 @@ def test_scalars_are_judged_by_replicas():
     model = models.model("llama", torch.float64).eval()
     scalars = training_step.scalars(model, lambda m: {"x": training_step.logits(m, [[3, 4, 5]])[0].sum()})
     value = float(scalars.exact["x"])
-    assert training_step.judge_scalar(scalars, "x", value * (1 + 1e-7)).agrees
-    assert not training_step.judge_scalar(scalars, "x", value * (1 + 1e-3)).agrees
-    assert math.isfinite(training_step.judge_scalar(scalars, "x", value).headroom)
+    assert Entry(scalars, "x").judge(value * (1 + 1e-7)).agrees
+    assert not Entry(scalars, "x").judge(value * (1 + 1e-3)).agrees
+    assert math.isfinite(Entry(scalars, "x").judge(value).headroom)
 
 
 def test_the_patch_looks_before_it_wraps():

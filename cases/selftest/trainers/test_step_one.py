@@ -15,6 +15,7 @@ from parity.trainers.catalogue import family
 from parity.trainers.check import CheckCall
 from parity.trainers.checks import step_one
 from parity.trainers.definitions import log_probs
+from parity.trainers.execute import judge
 from parity.trainers.rig import first_step
 
 
@@ -59,7 +60,7 @@ def honest():
 
 def results(asked, step, truth):
     found = [*step_one._log_probs(step, truth), *step_one._grpo(asked, step, truth)]
-    return {r.quantity: r for r in found}
+    return {q.name: judge(q) for q in found}
 
 
 def test_an_honest_step_agrees(honest):
@@ -116,10 +117,10 @@ def test_the_bound_of_online_dpo_leaves_out_padded_prompts():
     step = step_one.run(asked)
     truth = log_probs.truth(asked, step.ids, step.mask, step.completion)
     assert bool((step.mask[:, 0] == 0).any())  # prompts of unequal length, padded on the left
-    found = {r.quantity: r for r in step_one._online(asked, step, truth)}
+    found = {q.name: judge(q) for q in step_one._online(asked, step, truth)}
     assert found["kl"].agrees and found["loss"].agrees
     off = dataclasses.replace(step, log={**step.log, "objective/kl": 1e-3}, loss=math.log(2.0) + 1e-4)
-    found = {r.quantity: r for r in step_one._online(asked, off, truth)}
+    found = {q.name: judge(q) for q in step_one._online(asked, off, truth)}
     assert not found["kl"].agrees and not found["loss"].agrees
 
 

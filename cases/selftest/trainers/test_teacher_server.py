@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parity.trainers import catalogue
-from parity.trainers.execute import rows
+from parity.trainers.execute import judge, rows
 from parity.trainers.rig import models, teacher_client
 from parity.trainers.rig.teacher_server import scorer, serving
 
@@ -132,7 +132,7 @@ def test_shifted_offsets_are_red(monkeypatch):
         trainer = teacher_client.trainer(teacher, "llama", "2x1", beta=1.0)
         batch = next(iter(trainer.get_train_dataloader()))
         trainer.model.train()
-        results = list(distillation._handed_over(trainer, [trainer._prepare_inputs(batch)], teacher))
+        results = [judge(q) for q in distillation._handed_over(trainer, [trainer._prepare_inputs(batch)], teacher)]
     assert not results[0].agrees
     assert "actual_logprobs of sequence 0" in results[0].message
 

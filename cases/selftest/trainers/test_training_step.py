@@ -13,6 +13,7 @@ from parity.trainers.definitions.bf16_model import BackboneRounding, Wide
 from parity.trainers.definitions.gradients import forward_order, gradients
 from parity.trainers.definitions.step_rounding import AutocastRounding, Double, StepRounding
 from parity.trainers.definitions.training_step import exact_step, logits, of_parameters
+from parity.trainers.execute import judge
 from parity.trainers.rig import models, stored_window
 
 WINDOW = stored_window.sequences(stored_window.rows())
@@ -125,7 +126,7 @@ def test_nothing_falls_back_to_float32(name):
 
 
 def test_honest_float32_is_within_the_gates(step, plain):
-    assert gradients(step, plain).agrees
+    assert judge(gradients(step, plain)).agrees
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_honest_float32_is_within_the_gates(step, plain):
 def test_damage_is_seen_and_named(step, plain, damage, told):
     found = {name: g.clone() for name, g in plain.items()}
     damage(found)
-    result = gradients(step, found)
+    result = judge(gradients(step, found))
     assert not result.agrees
     assert told in result.message
 
@@ -163,9 +164,9 @@ def test_autocast_is_judged_by_bfloat16_and_no_wider():
     with torch.autocast("cpu", torch.bfloat16):
         windows.sft(WINDOW, model).backward()
     found = {name: p.grad for name, p in model.named_parameters()}
-    assert gradients(coarse, found).agrees
+    assert judge(gradients(coarse, found)).agrees
     wrong = {name: 1.1 * g for name, g in found.items()}
-    assert not gradients(coarse, wrong).agrees
+    assert not judge(gradients(coarse, wrong)).agrees
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +190,7 @@ def own_logps(z, tokens, start):
 def test_a_model_in_bfloat16_is_judged_by_what_it_loses(narrow):
     """Its own error is that of a replica: neither wider, so that damage shows, nor narrower, so that honesty passes."""
     step, found = narrow
-    assert gradients(step, found).agrees
+    assert judge(gradients(step, found)).agrees
     ratios = []
     for name, exact in of_parameters(step.exact).items():
         errors = (step.unit(name, IEEE_FP32).replicas - exact).flatten(1).norm(dim=1)
@@ -200,14 +201,14 @@ def test_a_model_in_bfloat16_is_judged_by_what_it_loses(narrow):
 @pytest.mark.parametrize("factor", [0.95, 1.05])
 def test_five_percent_on_every_gradient_of_a_model_in_bfloat16(narrow, factor):
     step, found = narrow
-    assert not gradients(step, {name: factor * g for name, g in found.items()}).agrees
+    assert not judge(gradients(step, {name: factor * g for name, g in found.items()})).agrees
 
 
 def test_a_row_of_a_gradient_in_bfloat16(narrow):
     step, found = narrow
     found = {name: g.clone() for name, g in found.items()}
     found["model.layers.1.mlp.up_proj.weight"][7] = 0
-    assert "first model.layers.1.mlp.up_proj.weight" in gradients(step, found).message
+    assert "first model.layers.1.mlp.up_proj.weight" in judge(gradients(step, found)).message
 
 
 def test_norms_of_a_model_in_bfloat16_round_in_float32():

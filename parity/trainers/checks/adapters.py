@@ -10,7 +10,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, shared
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, twin_losses
 from parity.trainers.definitions.gradients import first_step
@@ -99,7 +99,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
 
 
 @check("adapters", TWINS, SETTINGS, cases, paths=("released", "fused", "fixed"))
-def adapters(call: CheckCall) -> Iterator[CheckResult]:
+def adapters(call: CheckCall) -> Iterator[Quantity]:
     """One batch with a LoRA: loss and every gradient of the adapter, by the reference that its kind implies."""
     trainer, s = call.case.family, call.settings
     if s.adapter == "existing" and trainer not in REFERRED:

@@ -14,7 +14,7 @@ from parity.case.case import uniform
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.recipe import UNIT_ROUNDOFF
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check
+from parity.trainers.check import CheckCall, CheckCase, Quantity, bounded, by_profile, check
 from parity.trainers.rig import drive, models
 from parity.upstream import trl
 
@@ -59,7 +59,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
 
 
 @check("advantages", ("grpo-trainer", "rloo-trainer"), SETTINGS, cases, paths=("released",), moves=True)
-def advantages(call: CheckCall) -> Iterator[CheckResult]:
+def advantages(call: CheckCall) -> Iterator[Quantity]:
     """Advantages of a generation batch, by their definition: (r - mean) / (std + 1e-4) in a group, or leave-one-out."""
     rewards, weights = table(call.settings.rewards)
     found = _asked(call, rewards, weights)
@@ -68,13 +68,9 @@ def advantages(call: CheckCall) -> Iterator[CheckResult]:
     else:
         exact, allowed = DEFINITION[call.trainer](call, rewards, weights)
     error = (found.double() - exact).abs()
-    headroom = (error / allowed).masked_fill(error == 0, 0.0)
-    i = int(headroom.nan_to_num(math.inf).argmax())
+    i = int((error / allowed).masked_fill(error == 0, 0.0).nan_to_num(math.inf).argmax())
     message = f"completion {i % GROUP} of group {i // GROUP}: {float(found[i]):.6g} instead of {float(exact[i]):.6g}"
-    gates = {"bound": float(headroom.nan_to_num(math.inf).max())}
-    yield CheckResult(
-        "advantages", gates, float(found.norm()), float(exact.norm()), message, max_abs=float(error.max())
-    )
+    yield bounded("advantages", found, exact, allowed, message)
 
 
 def table(name: str) -> tuple[Tensor, list[float]]:

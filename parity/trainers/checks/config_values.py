@@ -17,12 +17,11 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.judge.recipe import IEEE_FP32
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, judged, shared
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, shared
 from parity.trainers.definitions import log_probs
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.log_probs import LOGPS
-from parity.trainers.definitions.training_step import LOSS, exact_step, judge_scalar, taken
+from parity.trainers.definitions.training_step import LOSS, exact_step, taken
 from parity.trainers.rig import drive, models, quantised_heads
 from parity.upstream import trl
 
@@ -73,7 +72,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
 
 
 @check("config-values", TRAINERS, SETTINGS, cases, moves=True)
-def config_values(call: CheckCall) -> Iterator[CheckResult]:
+def config_values(call: CheckCall) -> Iterator[Quantity]:
     """Log-probs (or the loss made of them) and every gradient equal those of the model's own logits."""
     batch = Batch(call)
     truth = shared(call, "model", lambda: altered(models.model(call.settings.model, torch.float64), call).eval())
@@ -85,18 +84,18 @@ def config_values(call: CheckCall) -> Iterator[CheckResult]:
     if handed is not None:
         yield _log_probs(handed.detach().cpu(), truth, batch)
     else:
-        j, exact = judge_scalar(step, LOSS, float(value.detach())), step.exact[LOSS]
-        yield judged("loss", j, value, exact, f"{float(value):.6g} instead of {float(exact):.6g}")
+        loss, exact = float(value.detach()), float(step.exact[LOSS])
+        yield Quantity("loss", loss, Entry(step, LOSS), f"{loss:.6g} instead of {exact:.6g}")
     yield gradients(step, found)
 
 
-def _log_probs(handed: Tensor, truth: Any, batch: Batch) -> CheckResult:
+def _log_probs(handed: Tensor, truth: Any, batch: Batch) -> Quantity:
     oracle = log_probs.oracle(functools.partial(batch.logps, truth))
-    exact, j = oracle.exact[LOGPS], oracle.judge({LOGPS: handed}, IEEE_FP32)[LOGPS]
+    exact = oracle.exact[LOGPS]
     e = (handed.double() - exact).abs()
     b, t = divmod(int(e.argmax()), e.shape[1])
     message = f"worst at sequence {b}, token {t}: {float(handed[b, t]):.5g}, {float(exact[b, t]):.5g} by the model's own logits"
-    return judged(LOGPS, j, handed, exact, message)
+    return Quantity(LOGPS, handed, Entry(oracle, LOGPS), message)
 
 
 class Batch:

@@ -16,7 +16,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.families.divergence import completed, divergence
 from parity.fixes import patches
-from parity.trainers.check import CheckCall, CheckResult, bounded, check, holds
+from parity.trainers.check import CheckCall, Quantity, bounded, check, holds
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import models, recorder, stored_window, teacher_client
@@ -54,7 +54,7 @@ def _teacher_model() -> Any:
     },
     functools.partial(cases, "server-distillation-trainer"),
 )
-def teacher_server(call: CheckCall) -> Iterator[CheckResult]:
+def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     """Distillation from a real HTTP teacher on ragged completions: finite, by the definition, exactly 0 at padding."""
     s = call.settings
     fix = patches.mask_teacher_padding if call.path == "fixed" else contextlib.nullcontext
@@ -110,7 +110,7 @@ def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, s: Any) -> Tensor:
     return divergence(p, q, gone, gone, s.beta)
 
 
-def _handed_over(trainer: Any, batches: list[dict[str, Any]], teacher: Teacher) -> Iterator[CheckResult]:
+def _handed_over(trainer: Any, batches: list[dict[str, Any]], teacher: Teacher) -> Iterator[Quantity]:
     """The getter's contract: -inf exactly where there is no label, elsewhere what the server said of that token."""
     wrong: list[str] = []
     for number, batch in enumerate(batches):
@@ -137,7 +137,7 @@ def _handed_over(trainer: Any, batches: list[dict[str, Any]], teacher: Teacher) 
     yield holds("teacher log-probs", not wrong, "; ".join(wrong[:2]), gate="exact")
 
 
-def _at_padding(batches: list[dict[str, Any]], seen: list[Tensor]) -> CheckResult:
+def _at_padding(batches: list[dict[str, Any]], seen: list[Tensor]) -> Quantity:
     """The gradient of the logits where no label is predicted."""
     largest, where = 0.0, ""
     if len(seen) != len(batches):
@@ -161,7 +161,7 @@ def _at_padding(batches: list[dict[str, Any]], seen: list[Tensor]) -> CheckResul
     paths=("released",),
     drives=False,
 )
-def sentinel(call: CheckCall) -> Iterator[CheckResult]:
+def sentinel(call: CheckCall) -> Iterator[Quantity]:
     """A log-prob that the teacher does not have where the loss needs it: the trainer must refuse, not train on it."""
     whole = scorer(_teacher_model())
     gone = {tuple(stored_window.ids(row["prompt"])) for row in teacher_client.rows()[:1]}
@@ -189,7 +189,7 @@ def sentinel(call: CheckCall) -> Iterator[CheckResult]:
     paths=("released",),
     drives=False,
 )
-def divergence_parts(call: CheckCall) -> Iterator[CheckResult]:
+def divergence_parts(call: CheckCall) -> Iterator[Quantity]:
     """`_add_tail_bucket` and `_jsd_divergence` alone, in float64: finite forward and backward once padding is masked.
 
     Bound: each term is a product of a probability and a difference of log-probs, formed with some ten roundings; the tail

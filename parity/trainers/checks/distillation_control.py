@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.families.divergence import divergence
-from parity.trainers.check import CheckCall, CheckResult, check
+from parity.trainers.check import CheckCall, Quantity, check
 from parity.trainers.checks.distillation import ARCHITECTURE, BETA, SPLIT, cases
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import exact_step
@@ -34,7 +34,7 @@ from parity.upstream import trl
     paths=("released",),
     moves=True,
 )
-def ragged_control(call: CheckCall) -> Iterator[CheckResult]:
+def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
     kind, config = drive.trl_class(call.trainer), drive.config(call.trainer)
     batch, accumulation = map(int, call.settings.split.split("x"))

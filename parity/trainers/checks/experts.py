@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parity.case.inputs import Setting
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, shared
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import twin_losses
 from parity.trainers.definitions.balance import balance
@@ -34,7 +34,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
 
 
 @check("experts", TRAINERS, SETTINGS, cases)
-def experts(call: CheckCall) -> Iterator[CheckResult]:
+def experts(call: CheckCall) -> Iterator[Quantity]:
     """Loss and gradients are those of the trainer's loss plus coefficient times the mean over micro-batches of the balance."""
     trainer, s = call.case.family, call.settings
     drive.needs(call.trainer, FIELD)

@@ -13,7 +13,7 @@ import torch
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, holds, pairwise
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds, pairwise
 from parity.trainers.rig import drive, models, recorder
 from parity.upstream import trl
 
@@ -54,7 +54,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
 
 
 @check("gradient-flow", TRAINERS, SETTINGS, cases, moves=True)
-def gradient_flow(call: CheckCall) -> Iterator[CheckResult]:
+def gradient_flow(call: CheckCall) -> Iterator[Quantity]:
     """One step gives every trainable parameter a finite gradient that is not zero, and moves it."""
     trainer = build(call)
     named = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
@@ -111,7 +111,7 @@ def _reached(named: Mapping[str, Any]) -> list[str]:
     return [n for n in named if not any(part in n for part in away)]
 
 
-def _all(quantity: str, what: str, wrong: list[str], reached: list[str], failure: str) -> CheckResult:
+def _all(quantity: str, what: str, wrong: list[str], reached: list[str], failure: str) -> Quantity:
     """That no parameter is wrong; the value is how many are right."""
     right = float(len(reached) - len(wrong))
     return holds(quantity, not wrong, _told(what, wrong, reached, failure), value=right, exact=float(len(reached)))

@@ -12,7 +12,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, holds, shared
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
@@ -147,7 +147,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
 
 
 @check("losses", tuple(OWN), SETTINGS, cases, paths=("released", "fused", "fixed"))
-def losses(call: CheckCall) -> Iterator[CheckResult]:
+def losses(call: CheckCall) -> Iterator[Quantity]:
     """One batch of eight: loss and every gradient as the definition of its loss type has them."""
     trainer, s = call.case.family, call.settings
     if s.loss not in OWN[trainer]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, judged, shared
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import training_step, windows
 from parity.trainers.definitions.gradients import first_step
@@ -57,7 +57,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
 
 
 @check("sampler", ("grpo-trainer",), SETTINGS, cases, paths=("released", "fused", "fixed"))
-def sampler(call: CheckCall) -> Iterator[CheckResult]:
+def sampler(call: CheckCall) -> Iterator[Quantity]:
     """Loss, every gradient and the logged ratio by exp(log π - log π_sampler), truncated or masked as the mode says."""
     s = call.settings
     twin = plain_twin(loss=s.loss, beta=s.beta, split=s.split)
@@ -84,8 +84,7 @@ def sampler(call: CheckCall) -> Iterator[CheckResult]:
     truth = shared(call, "logged", lambda: training_step.scalars(exact(), measured))
     for name in truth.exact:
         if name in logged:
-            value = float(logged[name])
-            yield judged(name, training_step.judge_scalar(truth, name, value), value, truth.exact[name])
+            yield Quantity(name, float(logged[name]), Entry(truth, name))
 
 
 def _options(call: CheckCall) -> dict[str, Any]:

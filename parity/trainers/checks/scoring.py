@@ -23,7 +23,7 @@ from parity.judge.oracle import Oracle
 from parity.judge.recipe import DTYPES, Recipe
 from parity.judging.assess import CaseOracle
 from parity.judging.oracle import exact as by_oracle
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, holds, judged
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, holds
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.bf16_model import BackboneRounding
 from parity.trainers.definitions.gradients import gradients
@@ -53,7 +53,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
 
 
 @check("scoring", TRAINERS, SETTINGS, cases, moves=True)
-def scoring(call: CheckCall) -> Iterator[CheckResult]:
+def scoring(call: CheckCall) -> Iterator[Quantity]:
     """Log-probs and entropies of stored completions, and their gradients: one by one or all at once, head cast or not."""
     s, batch, trainer = call.settings, Batch(), _built(call)
     backbone: list[Tensor] = []
@@ -125,7 +125,7 @@ def _asked(trainer: Any, batch: Batch, size: int) -> tuple[Tensor, Tensor | None
 
 def _head(
     model: Any, batch: Batch, s: SimpleNamespace, logps: Tensor, entropies: Tensor | None, backbone: list[Tensor]
-) -> Iterator[CheckResult]:
+) -> Iterator[Quantity]:
     """Family `logprobs` on the scored positions, in the recipe of the version's kernel or of a head in float32."""
     before, scored = slice(-batch.scored.shape[1] - 1, -1), batch.scored
     slopes = torch.cat([torch.zeros_like(h) if h.grad is None else h.grad.clone() for h in backbone])
@@ -136,9 +136,8 @@ def _head(
     found = {"logps": logps[scored], "grad_hidden": slopes[:, before][scored]}
     found |= {} if entropies is None else {"entropy": entropies[scored]}
     for name, value in (found | {"grad_weight": head.grad}).items():
-        exact = oracle.exact[name]
-        shaped = value.detach().cpu().view(exact.shape)
-        yield judged(f"head: {name}", oracle.judge({name: shaped}, recipe)[name], shaped, exact)
+        shaped = value.detach().cpu().view(oracle.exact[name].shape)
+        yield Quantity(f"head: {name}", shaped, Entry(oracle, name, recipe))
     slopes[:, before][scored] = 0.0
     leaked = float(slopes.abs().amax())
     yield holds(

@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.judge.gates import Unit, judge
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, bounded, by_profile, check, holds, judged, pairwise
+from parity.judge.oracle import Oracle
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, bounded, by_profile, check, holds, pairwise
 from parity.trainers.definitions import log_probs, windows
 from parity.trainers.definitions.log_probs import Truth, U
 from parity.trainers.rig import drive, models
@@ -56,7 +57,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
 
 
 @check("step-one", TRAINERS, SETTINGS, cases, paths=("released", "fused", "fixed"), moves=True)
-def step_one(call: CheckCall) -> Iterator[CheckResult]:
+def step_one(call: CheckCall) -> Iterator[Quantity]:
     """With the policy equal to the reference the first step shows no KL, no log-ratio and the loss of ratio 1."""
     step = run(call)
     truth = log_probs.truth(call, step.ids, step.mask, step.completion)
@@ -71,23 +72,24 @@ def step_one(call: CheckCall) -> Iterator[CheckResult]:
     yield holds("grad_norm", finite, f"grad_norm is {norm}", value=None if norm is None else float(norm))
 
 
-def _log_probs(step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
+def _log_probs(step: FirstStep, truth: Truth) -> Iterator[Quantity]:
     """Log-probs of policy and reference against the model's own logits, and against each other."""
     for name, value in (("logps", step.policy), ("ref_logps", step.reference)):
         if value is not None:
             t = value.shape[1]
             counted = truth.counted[:, -t:]
-            unit = Unit(truth.logps[:, -t:][counted], truth.replicas[:, :, -t:][:, counted], entrywise=True)
-            j = judge(value.detach().cpu()[counted], unit, value.dtype)
-            yield judged(name, j, value[counted], unit.exact, _first(value, truth))
+            oracle = Oracle(
+                {name: truth.logps[:, -t:][counted]},
+                lambda *asked, t=t, counted=counted, name=name: {name: truth.replicas[:, :, -t:][:, counted]},
+                lambda name, found: {"entrywise": True},
+                seed=0,
+            )
+            yield Quantity(name, value.detach().cpu()[counted], Entry(oracle, name), _first(value, truth))
     if step.policy is not None and step.reference is not None:
         t = step.policy.shape[1]
         counted = truth.counted[:, -t:]
         d = (step.policy - step.reference).detach().cpu().double()[counted].abs()
-        headroom = float((d / truth.apart[:, -t:][counted]).max())
-        yield CheckResult(
-            "log_ratio", {"bound": headroom}, float(d.max()), 0.0, "policy and reference differ", max_abs=float(d.max())
-        )
+        yield bounded("log_ratio", d, torch.zeros_like(d), truth.apart[:, -t:][counted], "policy and reference differ")
 
 
 def _first(value: Tensor, truth: Truth) -> str:
@@ -110,7 +112,7 @@ def _metric(step: FirstStep, key: str) -> float:
     return float(step.log[key])
 
 
-def _grpo(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
+def _grpo(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[Quantity]:
     assert step.advantages is not None
     kl = _metric(step, "kl")
     bound = float(truth.kl[truth.counted].max())
@@ -133,7 +135,7 @@ def loss_at_ratio_one(step: FirstStep, has_loss_types: bool) -> tuple[float, int
     return -float((advantages * lengths).sum() / lengths.sum()), int(lengths.sum())
 
 
-def _recomputed(kl: float, step: FirstStep, of: Any) -> CheckResult:
+def _recomputed(kl: float, step: FirstStep, of: Any) -> Quantity:
     """The trainer's metric against the definition on its own log-probs: the mean over completion tokens."""
     assert step.policy is not None and step.reference is not None
     t = step.policy.shape[1]
@@ -149,7 +151,7 @@ def _recomputed(kl: float, step: FirstStep, of: Any) -> CheckResult:
     )
 
 
-def _rloo(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
+def _rloo(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[Quantity]:
     assert step.advantages is not None
     kl = _metric(step, "kl")
     bound = float(truth.apart[truth.counted].max())
@@ -162,7 +164,7 @@ def _rloo(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[CheckResul
     )
 
 
-def _pairs(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
+def _pairs(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[Quantity]:
     sums = (truth.apart * truth.counted).sum(1)
     bound = call.settings.beta * float(sums.max())
     for key in ("rewards/chosen", "rewards/rejected"):
@@ -177,7 +179,7 @@ def _pairs(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[CheckResu
         yield bounded(key, value, truly, allowed, f"{key} {value:.6g}, {truly:.6g} by the model's own logits")
 
 
-def _online(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[CheckResult]:
+def _online(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[Quantity]:
     kl = _metric(step, "objective/kl")
     assert step.policy is not None
     sums = float(truth.apart[:, -step.policy.shape[1] :].sum(1).max())  # the metric sums over padded completions too
@@ -185,7 +187,7 @@ def _online(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[CheckRes
     yield _ln2(step, call.settings.beta * sums)
 
 
-def _ln2(step: FirstStep, bound: float) -> CheckResult:
+def _ln2(step: FirstStep, bound: float) -> Quantity:
     """-log σ(0); its slope there is 1/2, of a difference of two sums."""
     message = f"loss {step.loss:.6g} at log-ratio 0, expected ln 2"
     return bounded("loss", step.loss, math.log(2.0), bound + 4 * U, message)

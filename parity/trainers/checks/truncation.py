@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Setting
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, holds, shared
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds, shared
 from parity.trainers.checks.twins import plain_twin
 from parity.trainers.definitions import preference, windows
 from parity.trainers.definitions.gradients import first_step
@@ -37,7 +37,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
 
 
 @check("truncation", TRAINERS, SETTINGS, cases, paths=("released", "fused", "fixed"))
-def truncation(call: CheckCall) -> Iterator[CheckResult]:
+def truncation(call: CheckCall) -> Iterator[Quantity]:
     """The sequences that reach the loss are cut where the config says, and loss and gradients are theirs."""
     trainer, s = call.case.family, call.settings
     known = trl.fields(drive.config(call.trainer))

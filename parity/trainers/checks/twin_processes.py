@@ -8,7 +8,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check, holds
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds
 from parity.trainers.checks.twins import by_definition, plain_twin
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.rig import ranks, twin_runs
@@ -36,7 +36,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
 
 
 @check("processes", TWINS, SETTINGS, cases, paths=("released",), drives=False)
-def processes(call: CheckCall) -> Iterator[CheckResult]:
+def processes(call: CheckCall) -> Iterator[Quantity]:
     """The window dealt out to two ranks: both take the gradient of the whole window."""
     trainer, s = call.case.family, call.settings
     found = _launched(s.sharding, s.model)[trainer]

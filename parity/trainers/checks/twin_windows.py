@@ -14,7 +14,7 @@ import torch
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, bounded, by_profile, check, holds, shared
+from parity.trainers.check import CheckCall, CheckCase, Quantity, bounded, by_profile, check, holds, shared
 from parity.trainers.checks.metrics import Batch
 from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses, windows
@@ -77,7 +77,7 @@ class Run:
 
     def gradient(
         self, quantity: str, number: int, steps: recorder.Steps | None = None, count: int | None = None, **asked: Any
-    ) -> CheckResult:
+    ) -> Quantity:
         """The gradient of a window by the definition of its rows, at the parameters that it was taken at.
 
         `asked` goes to `twin_losses.definition`.
@@ -98,7 +98,7 @@ class Run:
         exact = shared(self.call, f"{quantity}: {rows}", step) if still else step()
         return gradients(exact, steps.gradients[number], quantity)
 
-    def sizes(self, *expected: int) -> CheckResult:
+    def sizes(self, *expected: int) -> Quantity:
         """How many sequences each window holds."""
         numbers = range(len(self.steps.gradients))
         sizes = tuple(len(found_rows(self.trainer, self.rows, self.steps.window(i))) for i in numbers)
@@ -112,7 +112,7 @@ def found_rows(trainer: str, part: Sequence[Row], micro_batches: list[dict[str, 
     return [row for row, (tokens, _) in zip(part, sequences, strict=True) if tokens in seen]
 
 
-def _evaluation(run: Run) -> Iterator[CheckResult]:
+def _evaluation(run: Run) -> Iterator[Quantity]:
     """The loss that evaluation reports on the window is the loss that training takes its gradient of."""
     if "answer_input_ids" in getattr(run.built.eval_dataset, "column_names", ()):
         raise Unsupported(
@@ -123,19 +123,19 @@ def _evaluation(run: Run) -> Iterator[CheckResult]:
     yield window_loss(by_definition(run.trainer, run.s), found, "evaluation loss")
 
 
-def _last(run: Run, *sizes: int) -> Iterator[CheckResult]:
+def _last(run: Run, *sizes: int) -> Iterator[Quantity]:
     """The last step is the gradient of the sequences that are left."""
     yield run.sizes(*sizes)
     last = len(run.steps.gradients) - 1
     yield run.gradient(f"gradient of window {last + 1}", last)
 
 
-def _second(run: Run) -> Iterator[CheckResult]:
+def _second(run: Run) -> Iterator[Quantity]:
     """The second gradient is that of the definition at the parameters it was taken at."""
     yield run.gradient("gradient of step 2", 1, count=4)
 
 
-def _resumed(run: Run) -> Iterator[CheckResult]:
+def _resumed(run: Run) -> Iterator[Quantity]:
     """The same from a checkpoint after the first step: same parameters, same sequences, gradient of the definition."""
     path = run.call.path
     with tempfile.TemporaryDirectory(prefix="parity-resumed-", ignore_cleanup_errors=True) as folder:
@@ -154,7 +154,7 @@ def _resumed(run: Run) -> Iterator[CheckResult]:
     yield run.gradient("gradient of step 2", 0, resumed, count=4)
 
 
-def _synced(run: Run) -> Iterator[CheckResult]:
+def _synced(run: Run) -> Iterator[Quantity]:
     """sync_ref_model after each of two steps: the reference is (1 - a)·reference + a·policy (TR-DPO, arXiv 2404.09656).
 
     The second step's gradient is that of the definition with this reference.
@@ -168,7 +168,7 @@ def _synced(run: Run) -> Iterator[CheckResult]:
     wanted = dict(moved.named_parameters())
     off = {n: float((found[n].double() - w).abs().max() / (6 * 2.0**-24 * w.abs().max())) for n, w in wanted.items()}
     worst = max(off, key=lambda name: off[name])
-    yield CheckResult("reference", {"bound": off[worst]}, message=f"furthest off: {worst}" if off[worst] > 1 else "")
+    yield bounded("reference", off[worst], 0.0, 1.0, f"furthest off: {worst}")
     yield run.gradient("gradient of step 2", 1, count=4, reference=first.eval().requires_grad_(False))
 
 
@@ -178,7 +178,7 @@ def _mix(reference: Any, policy: Mapping[str, Any]) -> None:
             parameter.mul_(1 - MIXED).add_(policy[name].double(), alpha=MIXED)
 
 
-def _truncated(run: Run) -> Iterator[CheckResult]:
+def _truncated(run: Run) -> Iterator[Quantity]:
     """mask_truncated_completions: three of eight completions have no <eos>, earn their rewards, and are not trained on."""
     if run.window.ended and not hasattr(run.built, "eos_token_ids"):
         raise Unsupported(f"{run.call.trainer} of the installed version knows the tokenizer's <eos> alone")
@@ -192,7 +192,7 @@ def _truncated(run: Run) -> Iterator[CheckResult]:
     yield gradients(step, steps.gradients[0])
 
 
-def _adaptive(run: Run, applied: float, left: float) -> Iterator[CheckResult]:
+def _adaptive(run: Run, applied: float, left: float) -> Iterator[Quantity]:
     """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): below the target the bonus grows by a step and is applied.
 
     Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it. Above its
@@ -208,7 +208,7 @@ def _adaptive(run: Run, applied: float, left: float) -> Iterator[CheckResult]:
     yield gradients(step, steps.gradients[1], "gradient of step 2")
 
 
-def _controlled(run: Run) -> Iterator[CheckResult]:
+def _controlled(run: Run) -> Iterator[Quantity]:
     """use_adaptive_entropy: the coefficient moves by the mean over a window's tokens, each window by its own.
 
     Two windows of two micro-batches, parameters as they are; the targets lie between that mean and the last micro-batch's,
@@ -237,7 +237,7 @@ def _controlled(run: Run) -> Iterator[CheckResult]:
     yield bounded("coefficient after evaluation", float(built.entropy_coef), before, 0.0, "evaluation moves it")
 
 
-def _generation(run: Run) -> Iterator[CheckResult]:
+def _generation(run: Run) -> Iterator[Quantity]:
     """Two steps on one generation: the second one's ratios are to the policy that generated, not to the last one."""
     whole = twin_runs.sequences(run.trainer, run.rows)
     generation = windows.Generation(whole, stored_window.policy(run.s.model, torch.float64), steps=2)
@@ -245,7 +245,7 @@ def _generation(run: Run) -> Iterator[CheckResult]:
         yield run.gradient(f"gradient of step {number + 1}", number, generation=generation)
 
 
-def _clipped(run: Run) -> Iterator[CheckResult]:
+def _clipped(run: Run) -> Iterator[Quantity]:
     """One step with the log-probs of an older policy: ratios within and beyond both bounds; their logged shares."""
     trainer = run.trainer
     window = twin_runs.sequences(trainer, run.rows)
@@ -270,7 +270,7 @@ def _clipped(run: Run) -> Iterator[CheckResult]:
             yield bounded(name, float(logged[name]), exact, 2.0**-22, "the share of what is beyond the bound")
 
 
-def _misaligned(run: Run) -> Iterator[CheckResult]:
+def _misaligned(run: Run) -> Iterator[Quantity]:
     """Generations of two micro-batches, windows of three, and a last one of the fourth: from before the first step.
 
     Its ratios are to the policy that generated it, its tokens are estimated as half of the generation's.
@@ -294,7 +294,7 @@ class Window:
         losses: GRPO's loss types that it is looked at with; empty: the default.
     """
 
-    judge: Callable[[Run], Iterator[CheckResult]]
+    judge: Callable[[Run], Iterator[Quantity]]
     trainers: tuple[str, ...]
     split: str = "8x1"
     beta: float = SETTINGS["beta"].default
@@ -396,7 +396,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
     cases,
     paths=("released", "fixed"),
 )
-def beyond_one_window(call: CheckCall) -> Iterator[CheckResult]:
+def beyond_one_window(call: CheckCall) -> Iterator[Quantity]:
     """Evaluation, incomplete windows, second steps and resumed runs follow the same definition."""
     window = WINDOWS[call.settings.kind]
     if call.case.family not in window.trainers:

@@ -5,7 +5,6 @@ where the padding stands, whether activations are checkpointed. What is judged i
 eight sequences of unequal lengths that go in through a dataset and come out of the trainer's own batching.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import torch
 
 from parity.case.inputs import Setting, defaults
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, CheckResult, by_profile, check
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds
 from parity.trainers.definitions import first_divergence, twin_losses
 from parity.trainers.definitions.gradients import finite, gradients, window_loss
 from parity.trainers.definitions.step_rounding import AutocastRounding, StepRounding
@@ -84,7 +83,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
 
 
 @check("twins", JUDGED, SETTINGS, cases, paths=("released", "fused", "fixed"))
-def twins(call: CheckCall) -> Iterator[CheckResult]:
+def twins(call: CheckCall) -> Iterator[Quantity]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s, trainer = call.settings, call.case.family
     path = call.path if call.spec.fused_fix else twin_runs.unfixed(call.path)
@@ -93,10 +92,7 @@ def twins(call: CheckCall) -> Iterator[CheckResult]:
     step = by_definition(trainer, s)
     yield window_loss(step, sum(steps.losses))
     yield finite(steps.gradients[0])
-    result = gradients(step, steps.gradients[0])
-    yield (
-        result if result.agrees else dataclasses.replace(result, message=f"{result.message}; {_first_divergence(call)}")
-    )
+    yield gradients(step, steps.gradients[0], message=functools.partial(_first_divergence, call))
     if s.checkpointing != drive.OFF:
         yield _saved(call, steps.activations)
 
@@ -117,12 +113,12 @@ def _first_divergence(call: CheckCall) -> str:
     return first_divergence.description(first, second)
 
 
-def _saved(call: CheckCall, checkpointed: int) -> CheckResult:
+def _saved(call: CheckCall, checkpointed: int) -> Quantity:
     """Checkpointing that keeps as many activations as none does nothing, whatever the config says."""
     s = SimpleNamespace(**{**vars(call.settings), "checkpointing": drive.OFF})
     plain = twin_runs.train(twin_runs.build(call.case.family, s, call.path), call.path, weigh=True).activations
     message = f"{checkpointed} bytes of activations are kept, {plain} without checkpointing: it does nothing"
-    return CheckResult("saved activations", {"bytes": checkpointed / plain}, float(checkpointed), float(plain), message)
+    return holds("saved activations", checkpointed <= plain, message, "bytes", float(checkpointed), float(plain))
 
 
 def by_definition(trainer: str, s: SimpleNamespace) -> Oracle:

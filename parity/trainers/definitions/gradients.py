@@ -1,7 +1,8 @@
 """The gradients of a trainer's step compared with the definition's: one judged quantity that names the worst parameter."""
 
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -9,48 +10,62 @@ from torch import Tensor
 from parity.judge.gates import Judgement
 from parity.judge.oracle import Oracle
 from parity.judge.recipe import IEEE_FP32
-from parity.trainers.check import CheckResult, holds, judged
-from parity.trainers.definitions.training_step import LOSS, judge_scalar, of_parameters
+from parity.trainers.check import Entry, Quantity, holds
+from parity.trainers.definitions.training_step import LOSS, of_parameters
 from parity.trainers.rig.recorder import Steps
 
 SHOWN = 5
+Given = Mapping[str, Tensor | None]
 
 
-def first_step(step: Oracle, steps: Steps) -> Iterator[CheckResult]:
+def first_step(step: Oracle, steps: Steps) -> Iterator[Quantity]:
     """Loss and gradients of the one optimizer step of a run: finite, and the definition's."""
     yield window_loss(step, sum(steps.losses))
     yield finite(steps.gradients[0])
     yield gradients(step, steps.gradients[0])
 
 
-def window_loss(step: Oracle, value: float, quantity: str = "loss") -> CheckResult:
+def window_loss(step: Oracle, value: float, quantity: str = "loss") -> Quantity:
     """The loss of a window through the scalar gate."""
-    return judged(quantity, judge_scalar(step, LOSS, value), value, step.exact[LOSS])
+    return Quantity(quantity, value, Entry(step, LOSS))
 
 
-def gradients(step: Oracle, found: Mapping[str, Tensor | None], quantity: str = "gradient") -> CheckResult:
-    """Every parameter's gradient through the gates; each gate's headroom is that of its worst parameter.
+def gradients(
+    step: Oracle, found: Given, quantity: str = "gradient", message: str | Callable[[], str] = ""
+) -> Quantity:
+    """Every parameter's gradient, in one row."""
+    return Quantity(quantity, found, Parameters(step), message)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """The gradient of every parameter of a step; each gate's headroom is that of its worst parameter.
 
     The message names the first parameter, in the order of the forward pass, that disagrees: where the two part.
     """
-    exact = of_parameters(step.exact)
-    judgements = step.judge({name: _given(found.get(name), e) for name, e in exact.items()}, IEEE_FP32)
-    gates: dict[str, float] = {}
-    for j in judgements.values():
-        for gate, headroom in j.gates.items():
-            gates[gate] = max(gates.get(gate, 0.0), math.inf if math.isnan(headroom) else headroom)
-    failing = [n for n in forward_order(exact) if not judgements[n].agrees]
-    order = sorted(failing, key=lambda n: -judgements[n].headroom)[:SHOWN]
-    return CheckResult(
-        quantity,
-        gates,
-        _norm([g for g in found.values() if g is not None]),
-        _norm(list(exact.values())),
-        message=_message(step, found, judgements, failing),
-        worst=tuple(_entry(step, found, judgements[n], n) for n in order),
-        max_abs=max((j.max_abs for j in judgements.values() if j.max_abs is not None), default=None),
-        max_rel=max((j.max_rel for j in judgements.values() if j.max_rel is not None), default=None),
-    )
+
+    step: Oracle
+
+    @property
+    def exact(self) -> Mapping[str, Tensor]:
+        return of_parameters(self.step.exact)
+
+    def judge(self, value: Given) -> Judgement:
+        step, exact = self.step, self.exact
+        judgements = step.judge({name: _given(value.get(name), e) for name, e in exact.items()}, IEEE_FP32)
+        gates: dict[str, float] = {}
+        for j in judgements.values():
+            for gate, headroom in j.gates.items():
+                gates[gate] = max(gates.get(gate, 0.0), math.inf if math.isnan(headroom) else headroom)
+        failing = [n for n in forward_order(exact) if not judgements[n].agrees]
+        order = sorted(failing, key=lambda n: -judgements[n].headroom)[:SHOWN]
+        return Judgement(
+            gates,
+            _message(step, value, judgements, failing),
+            max_abs=max((j.max_abs for j in judgements.values() if j.max_abs is not None), default=None),
+            max_rel=max((j.max_rel for j in judgements.values() if j.max_rel is not None), default=None),
+            worst=tuple(_entry(step, value, judgements[n], n) for n in order),
+        )
 
 
 def _given(value: Tensor | None, exact: Tensor) -> Tensor | None:
@@ -58,7 +73,7 @@ def _given(value: Tensor | None, exact: Tensor) -> Tensor | None:
     return torch.zeros_like(exact, dtype=torch.float32) if value is None and not bool(exact.any()) else value
 
 
-def finite(found: Mapping[str, Tensor | None]) -> CheckResult:
+def finite(found: Given) -> Quantity:
     bad = [name for name, g in found.items() if g is not None and not bool(g.isfinite().all())]
     message = f"the gradient of {len(bad)} of {len(found)} parameters is not finite, first {bad[0] if bad else None}"
     return holds("finite gradient", not bad, message)
@@ -77,9 +92,7 @@ def forward_order(names: Mapping[str, Tensor]) -> list[str]:
     return sorted(names, key=key)
 
 
-def _message(
-    step: Oracle, found: Mapping[str, Tensor | None], judgements: Mapping[str, Judgement], failing: list[str]
-) -> str:
+def _message(step: Oracle, found: Given, judgements: Mapping[str, Judgement], failing: list[str]) -> str:
     if not failing:
         return ""
     first = failing[0]
@@ -93,7 +106,7 @@ def _message(
     return f"{len(failing)} of {len(judgements)} parameters disagree, first {first} ({sizes}){scale}"
 
 
-def _ratio(step: Oracle, found: Mapping[str, Tensor | None], name: str) -> float | None:
+def _ratio(step: Oracle, found: Given, name: str) -> float | None:
     """The factor between the two, where one is the other times a factor (to 1e-3)."""
     value, exact = found.get(name), step.exact[name]
     if value is None or not bool(value.isfinite().all()) or not bool(exact.any()):
@@ -104,7 +117,7 @@ def _ratio(step: Oracle, found: Mapping[str, Tensor | None], name: str) -> float
     return factor if rest < 1e-3 * abs(factor) else None
 
 
-def _relative(step: Oracle, found: Mapping[str, Tensor | None], name: str) -> float | None:
+def _relative(step: Oracle, found: Given, name: str) -> float | None:
     value, exact = found.get(name), step.exact[name]
     if value is None:
         return None
@@ -112,14 +125,10 @@ def _relative(step: Oracle, found: Mapping[str, Tensor | None], name: str) -> fl
     return out if math.isfinite(out) else None
 
 
-def _entry(step: Oracle, found: Mapping[str, Tensor | None], j: Judgement, name: str) -> dict[str, object]:
+def _entry(step: Oracle, found: Given, j: Judgement, name: str) -> dict[str, object]:
     return {
         "parameter": name,
         "error": _relative(step, found, name),
         "headroom": j.headroom if math.isfinite(j.headroom) else None,
         "gate": j.gate,
     }
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from parity.errors import OracleError
-from parity.judge.gates import Judgement
 from parity.judge.oracle import Oracle
-from parity.judge.recipe import IEEE_FP32, Recipe
+from parity.judge.recipe import Recipe
 from parity.trainers.definitions.replicated import Replicas, Results
 from parity.trainers.definitions.step_rounding import StepRounding
 from parity.trainers.rig.architectures import PAD
@@ -51,11 +50,6 @@ def completion_logits(model: Any, window: Sequence[tuple[list[int], int]]) -> li
 def taken(logps: Tensor, tokens: Tensor) -> Tensor:
     """The log-probs of the tokens (…, T) out of those of the whole vocabulary (…, T, V)."""
     return logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-
-
-def judge_scalar(oracle: Oracle, name: str, value: float) -> Judgement:
-    """The scalar gate on a number that a trainer returns in float32."""
-    return oracle.judge({name: torch.tensor(value, dtype=torch.float32)}, IEEE_FP32)[name]
 
 
 def scalars(model: Any, define: Callable[[Any], Mapping[str, Tensor]]) -> Oracle:

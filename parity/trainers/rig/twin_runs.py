@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import Unsupported
-from parity.trainers.check import CheckResult, holds
+from parity.trainers.check import Quantity, holds
 from parity.trainers.rig import batches, drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Row, Sequences
 from parity.trainers.specs import SPECS
@@ -310,7 +310,7 @@ def hand_old(trainer: Any, logps: Mapping[tuple[int, ...], Tensor]) -> None:
     trainer._generate_and_score_completions = scored
 
 
-def all_there(trainer: str, steps: recorder.Steps, part: Sequence[Row] | None = None) -> CheckResult:
+def all_there(trainer: str, steps: recorder.Steps, part: Sequence[Row] | None = None) -> Quantity:
     """Every sequence of the window, each once, prompt and completion as they were given."""
     wanted, got = sorted(expected(trainer, part)), sorted(batches.sequences_of(steps.batches))
     missing = [w for w in wanted if w not in got]
