@@ -152,7 +152,7 @@ def by_uv(python: Path, constraints: Path, steps: list[list[str]]) -> bool:
     Not over the packages of another interpreter (VENV=system): uv does not see those.
     """
     sys.path.insert(0, str(ROOT))
-    from parity.versions.env import client  # needs the standard library only
+    from parity.versions import client  # needs the standard library only
 
     try:
         try:

@@ -9,7 +9,7 @@ from parity.decoding import NESTED, convert, decode, json_of, toml_of
 from parity.errors import UsageError
 from parity.results.ledger import Ledger
 from parity.results.row import Row
-from parity.versions.commands import history
+from parity.versions import history
 
 ROW = {"case": "c", "family": "f", "implementation": "i", "dtype": "fp32", "device": "cpu", "verdict": "agree"}
 CASE = {"schema": 1, "family": "logprobs", "seed": 1, "dtype": "fp32", "settings": {}}

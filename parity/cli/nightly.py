@@ -128,7 +128,7 @@ def upgrade_check_command(spec: str, config: Path | None, max_time: str, device:
     and values near them. Exit code: 0 safe, 1 not safe, 3 not known.
     """
     from parity.nightly import upgrade
-    from parity.versions.env.client import EnvironmentUnusable
+    from parity.versions.client import EnvironmentUnusable
 
     folder, limit = reports / "upgrade", duration(max_time).total_seconds()
     try:

@@ -148,7 +148,7 @@ def with_versions(command: Callable[..., None]) -> Callable[..., None]:
             raise UsageError(
                 "--ray and --with cannot be used together: other releases are installed on this machine only"
             )
-        from parity.versions.commands.inside import run_inside
+        from parity.versions.inside import run_inside
 
         words = sys.argv[1:]
         values = {n + 1 for n, word in enumerate(words) if word == "--with"}

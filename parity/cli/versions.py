@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 from parity.cli import options
 from parity.results.json_output import text
-from parity.versions.env.client import EnvironmentUnusable, cache_folder
+from parity.versions.client import EnvironmentUnusable, cache_folder
 
 FOUND, NOT_FOUND, USAGE, UNUSABLE = 0, 1, 2, 3
 
@@ -45,26 +45,26 @@ def _progress(line: str) -> None:
 
 @click.command("history", epilog="Example: parity history --record dpo-liger-head")
 @click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; may be repeated")
-@click.option("--blind", is_flag=True, help="instead: which records are found by random cases alone")
+@click.option("--recall", is_flag=True, help="instead: which records are found by random cases alone")
 @click.option(
-    "--profile", type=click.Choice(["quick", "pr", "nightly"]), default="pr", help="with --blind: how many cases"
+    "--profile", type=click.Choice(["quick", "pr", "nightly"]), default="pr", help="with --recall: how many cases"
 )
 @options.device("cpu")
 @_usable
-def history_command(ids: tuple[str, ...], blind: bool, profile: str, device: str) -> int:
+def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: str) -> int:
     """Run recorded failures of older releases again.
 
     Each must show in the bad releases and be gone in the good ones.
     """
     from parity.results.report import measured
-    from parity.versions.commands import history
+    from parity.versions import history
 
     records = history.load(ids)
-    if blind:
-        from parity.versions.commands import blind as drawn
+    if recall:
+        from parity.versions import recall as drawn
 
         seen = drawn.recall(records, profile, _progress, device)
-        click.echo(f"{measured.head('What plain draws find', 'parity', 'blind.md')}\n{drawn.table(seen, profile)}")
+        click.echo(f"{measured.head('What plain draws find', 'parity', 'recall.md')}\n{drawn.table(seen, profile)}")
         return FOUND
     findings = history.recall(records, _progress, device)
     click.echo(f"{measured.head('Real upstream failures', 'parity', 'history.md')}\n{history.table(findings)}")
@@ -103,9 +103,9 @@ def bisect_command(
 
     Without --case and --check it compares the frozen cases in both releases and follows the clearest difference.
     """
-    from parity.versions.commands.compare import first_difference
-    from parity.versions.search.checks import CaseCheck
-    from parity.versions.search.search import Answers, check_ends, search
+    from parity.versions.case_check import CaseCheck
+    from parity.versions.compare import first_difference
+    from parity.versions.search import Answers, check_ends, search
 
     package = str(canonicalize_name(package))
     check_ends(package, good, bad, find)
@@ -155,8 +155,8 @@ def _check(
     from parity.errors import UsageError
     from parity.registry import select
     from parity.running.find import find as find_case
-    from parity.versions.commands import history
-    from parity.versions.search.checks import CaseCheck, only_implementation
+    from parity.versions import history
+    from parity.versions.case_check import CaseCheck, only_implementation
 
     if name and record:
         raise UsageError("--case and --check both name a case; use one of them")
@@ -195,7 +195,7 @@ def compare_command(
 
     SPEC is PKG==VER. For each quantity: which release is nearer to the definition.
     """
-    from parity.versions.commands.compare import compare
+    from parity.versions.compare import compare
 
     found = compare(([before], [after]), implementations, all_defaults=all_defaults, device=device)
     click.echo(text(found.json()) if as_json else found.text())
@@ -211,7 +211,7 @@ def env_command() -> None:
 @_usable
 def env_list() -> int:
     """List name, size, date and broken packages."""
-    from parity.versions.env.environment import environments_root, listing, own_bytes
+    from parity.versions.environment import environments_root, listing, own_bytes
 
     made = listing()
     for one in made:
@@ -230,7 +230,7 @@ def env_show(name: str) -> int:
 
     The beginning of its name is enough.
     """
-    from parity.versions.env.environment import show
+    from parity.versions.environment import show
 
     made = show(name)
     click.echo(f"{made.name}\n{made.root}\nnothing newer than {made.before or 'today'}; torch from {made.torch}")
@@ -249,7 +249,7 @@ def env_prune(names: tuple[str, ...], days: int) -> int:
 
     Those named, or those unused for --days (0: all). One that is in use stays.
     """
-    from parity.versions.env.environment import prune
+    from parity.versions.environment import prune
 
     removed = prune(names, unused=timedelta(days=days) if days else None)
     for name in removed:

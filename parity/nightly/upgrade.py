@@ -16,12 +16,11 @@ from parity.results.report.markdown import escape
 from parity.results.row import Row
 from parity.results.step import CUT, CommandOutcome
 from parity.results.trend import SHARE
-from parity.versions.commands import compare, team
-from parity.versions.commands.row_diff import MARKS, Difference, differences, side, table
-from parity.versions.env import releases
-from parity.versions.env.client import EnvironmentUnusable
-from parity.versions.env.environment import Environment
-from parity.versions.env.spec import parse_all
+from parity.versions import compare, releases, team
+from parity.versions.client import EnvironmentUnusable
+from parity.versions.environment import Environment
+from parity.versions.row_diff import MARKS, Difference, differences, side, table
+from parity.versions.spec import parse_all
 
 SAFE, CHANGED, NOT_SAFE, UNKNOWN = "safe", "safe, with changes of behaviour", "not safe", "not known"
 CODES = {SAFE: 0, CHANGED: 0, NOT_SAFE: 1, UNKNOWN: 3}

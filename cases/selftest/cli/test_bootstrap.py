@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from parity import bootstrap
-from parity.versions.env import client
+from parity.versions import client
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ from parity.nightly import proof, upgrade
 from parity.nightly.steps import CommandOutcome
 from parity.protocol.call import execute
 from parity.registry import family, oracle_of
-from parity.versions.commands import probe
-from parity.versions.env.environment import Environment
-from parity.versions.search import search as searching
-from parity.versions.search.checks import CaseCheck
+from parity.versions import look
+from parity.versions import search as searching
+from parity.versions.case_check import CaseCheck
+from parity.versions.environment import Environment
 
 CASE = family("logprobs").case(3, "fp32", {"V": 5, "T": 2})
 
@@ -51,14 +51,14 @@ class Asked:
                 patch.setattr(sys, "stdin", io.StringIO(stdin))
                 patch.setattr(sys, "stdout", out)
                 patch.setattr("parity.process.prepare", lambda device, threads: None)
-                probe.main()
-        out.write(f"\n{probe.CONFIG}{{}}\n")
+                look.main()
+        out.write(f"\n{look.CONFIG}{{}}\n")
         return subprocess.CompletedProcess(command, 0, out.getvalue(), "")
 
 
 def test_an_environment_runs_its_cases_on_the_device():
     with pretended():
-        found = {d: probe.rows(Asked(runs=True), [CASE], ["trl.selective_log_softmax"], d) for d in ("cpu", "cuda")}
+        found = {d: look.rows(Asked(runs=True), [CASE], ["trl.selective_log_softmax"], d) for d in ("cpu", "cuda")}
     for device, rows in found.items():
         assert rows and {r.device for r in rows} == {device}
 

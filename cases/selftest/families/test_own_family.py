@@ -18,9 +18,9 @@ from parity.case.case import Case
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.registry import loss_families, resolved
-from parity.versions.commands import compare, probe
-from parity.versions.commands.row_diff import differences, side
-from parity.versions.env.environment import Environment
+from parity.versions import compare, look
+from parity.versions.environment import Environment
+from parity.versions.row_diff import differences, side
 
 FILE = "fixtures/rms_norm.py"
 FAMILY, RIGHT, WRONG = f"{FILE}:FAMILY", f"{FILE}:right", f"{FILE}:wrong"
@@ -102,9 +102,9 @@ def test_two_environments_are_compared_on_it(name, tmp_path):
     wanted = [f"{file}:right"]
     frozen = compare.of_own([RIGHT])
     assert {case.family for _, case in frozen} == {name} and len(frozen) == 6
-    looks = [probe.look(made, [case for _, case in frozen], wanted).rows]
+    looks = [look.look(made, [case for _, case in frozen], wanted).rows]
     Path(file).write_text(Path(file).read_text().replace("(-1, keepdim=True) + eps) * w", "(-1, keepdim=True)) * w"))
-    looks.append(probe.look(made, [case for _, case in frozen], wanted).rows)
+    looks.append(look.look(made, [case for _, case in frozen], wanted).rows)
     different = differences(*(side(rows, frozen) for rows in looks))
     assert {(m.mark, m.quantity) for m in different} == {("+", q) for q in ("y", "grad_x", "grad_weight")}
 

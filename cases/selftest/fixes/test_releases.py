@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from parity.versions.env.client import EnvironmentUnusable
-from parity.versions.env.environment import Environment
+from parity.versions.client import EnvironmentUnusable
+from parity.versions.environment import Environment
 
 pytest.importorskip("trl")
 FIXTURES = Path(__file__).parents[3] / "fixtures"

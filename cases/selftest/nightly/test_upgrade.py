@@ -14,11 +14,11 @@ from parity.errors import UsageError
 from parity.nightly import upgrade
 from parity.nightly.upgrade import CHANGED, NOT_SAFE, SAFE, UNKNOWN, Part
 from parity.results.step import CommandOutcome
-from parity.versions.commands import team
-from parity.versions.commands.compare import Compared
-from parity.versions.commands.row_diff import Difference
-from parity.versions.env.client import EnvironmentUnusable
-from parity.versions.env.environment import Environment
+from parity.versions import team
+from parity.versions.client import EnvironmentUnusable
+from parity.versions.compare import Compared
+from parity.versions.environment import Environment
+from parity.versions.row_diff import Difference
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from parity.running import cpu_limit
-from parity.versions.commands import probe
-from parity.versions.env.client import EnvironmentUnusable
-from parity.versions.env.environment import Environment
+from parity.versions import look
+from parity.versions.client import EnvironmentUnusable
+from parity.versions.environment import Environment
 
 SPIN = "while True: pass"
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -107,11 +107,11 @@ def running(pid):
 )
 def test_a_probe_says_which_limit_it_was(tmp_path, monkeypatch, script, backstop, message):
     monkeypatch.setattr(cpu_limit, "BACKSTOP", backstop)
-    monkeypatch.setattr(probe, "CPU_LIMIT", 0.4)
+    monkeypatch.setattr(look, "CPU_LIMIT", 0.4)
     root = tmp_path / "made-by-hand"
     (root / "bin").mkdir(parents=True)
     (root / "bin" / "python").write_text(f"#!/bin/sh\n{script}\n")
     os.chmod(root / "bin" / "python", 0o755)
     made = Environment(root, {}, {}, None, "index", {})
     with pytest.raises(EnvironmentUnusable, match=f"^environment made-by-hand: {message}$"):
-        probe.look(made, [], [])
+        look.look(made, [], [])

@@ -26,7 +26,7 @@ from parity.running.outcome import judge_run
 from parity.running.plan import DTYPES, Options, Shard, planned
 from parity.running.run import FIXED_SEED
 from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, second_pass, selected
-from parity.versions.commands import blind
+from parity.versions import recall
 
 KERNELS = "fixtures/kernels.py"
 FIRST = ["logprobs-a3d28913ce", "logprobs-19b1040bec", "logprobs-39f9af24f4"]
@@ -180,7 +180,7 @@ def test_a_worker_gives_and_moves_what_blind_recall_takes_it_to(tmp_path, monkey
     own.implementations, own.profile_name, own.profile, own.dtypes = [kernel], "pr", PROFILES["pr"], DTYPES
     counts = streams(loss_family("divergence").drawn["pr"], "cpu")
     late = drawn_shard(10, FIXED_SEED, family="divergence", index=1, start=100, of=counts[1])
-    expected = [case.id for stream in blind.of_profile("divergence", "pr") for case in stream]
+    expected = [case.id for stream in recall.of_profile("divergence", "pr") for case in stream]
     assert [case.id for case in own._draws(kernel, late).cases()] == expected
     ran, moved = [], []
     monkeypatch.setattr(own, "_run", lambda case, chosen, shard, thorough: iter([ran.append((case.id, chosen))][:0]))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from parity.versions.search.bisect import Likeness, Measurement, bisect, find_change
+from parity.versions.bisect import Likeness, Measurement, bisect, find_change
 
 NO, YES, UNKNOWN = Likeness.NO, Likeness.YES, Likeness.UNKNOWN
 

@@ -14,7 +14,7 @@ from parity import data, decoding
 from parity.cli import versions
 from parity.cli.commands import main
 from parity.results.row import Row
-from parity.versions.env import build, environment
+from parity.versions import build, environment
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_search_may_follow_a_crash_of_a_case_among_other_reports(tmp_path, mon
         checks.append(check.__self__)
         return SimpleNamespace(text="", found=SimpleNamespace(outcome="unjudged"))
 
-    monkeypatch.setattr("parity.versions.search.search.search", search)
+    monkeypatch.setattr("parity.versions.search.search", search)
     words = ["bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--case", "mine", "--failure", failure]
     parity(*words, "--implementation", "trl.selective_log_softmax", "--reports", str(tmp_path / "night"))
     row = {"family": "logprobs", "implementation": "trl.selective_log_softmax", "dtype": "fp32", "device": "cpu"}

@@ -12,11 +12,11 @@ import uuid
 import pytest
 
 import parity
-from parity.versions.env import build, client, environment, resolve
-from parity.versions.env.client import EnvironmentUnusable
-from parity.versions.env.environment import Environment
-from parity.versions.env.releases import release, releases
-from parity.versions.env.spec import SpecError
+from parity.versions import build, client, environment, resolve
+from parity.versions.client import EnvironmentUnusable
+from parity.versions.environment import Environment
+from parity.versions.releases import release, releases
+from parity.versions.spec import SpecError
 
 ASKED = "trl==0.27.2"
 PROBES = dict(build.PROBES)
@@ -59,7 +59,7 @@ def test_it_holds_the_version_and_partners_of_its_era(made):
 
 def test_the_harness_runs_in_it_and_trl_comes_from_it(made):
     program = (
-        "import json, sys, os, importlib.metadata as m, importlib.util as u, parity.versions.env.spec as s;"
+        "import json, sys, os, importlib.metadata as m, importlib.util as u, parity.versions.spec as s;"
         "import hypothesis, pytest, rich, click, jinja2, safetensors, numpy; trl = u.find_spec('trl').origin;"
         "print(json.dumps([sys.prefix, trl, m.version('trl'), s.__file__, os.environ.get('EXTRA')]))"
     )
@@ -124,7 +124,7 @@ def test_a_lost_one_comes_back_without_a_network(made, monkeypatch):
 
 def test_a_killed_build_leaves_nothing_that_looks_like_one(made, cache):
     environment.prune([made.name])
-    program = f"from parity.versions.env.environment import Environment; Environment.of([{ASKED!r}])"
+    program = f"from parity.versions.environment import Environment; Environment.of([{ASKED!r}])"
     variables = {**os.environ, "PYTHONPATH": str(resolve.Path(parity.__file__).parents[1])}
     started = subprocess.Popen([sys.executable, "-c", program], env=variables)
     while not left_over(cache) and started.poll() is None:
@@ -137,7 +137,7 @@ def test_a_killed_build_leaves_nothing_that_looks_like_one(made, cache):
 
 
 def test_one_in_use_is_not_removed(made):
-    program = "from parity.versions.env import environment; print(environment.prune(unused=None))"
+    program = "from parity.versions import environment; print(environment.prune(unused=None))"
     done = made.run(["python", "-c", program], capture=True)
     assert done.stdout.strip() == "[]", done.stderr
     assert environment.listing() == [made]

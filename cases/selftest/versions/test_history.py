@@ -10,10 +10,9 @@ from parity.case.case import Case
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.results.row import Row
-from parity.versions.commands import history
-from parity.versions.env.client import EnvironmentUnusable
-from parity.versions.env.environment import Environment
-from parity.versions.search import checks
+from parity.versions import case_check, history
+from parity.versions.client import EnvironmentUnusable
+from parity.versions.environment import Environment
 
 BAD, GOOD = ("trl==0.28.0",), ("trl==0.29.0",)
 CASE = Case.load(history.folder() / "is-ratio.json")
@@ -122,7 +121,7 @@ def row(**changed):
 
 def test_a_check_reads_only_its_own_rows():
     case = history.load(["is-ratio"])[0].check.case
-    check = checks.CaseCheck("x", case, "i", ("grad_*",))
+    check = case_check.CaseCheck("x", case, "i", ("grad_*",))
     own = {"case": case.id, "implementation": "i"}
     rows = [row(**own, verdict="disagree"), row(**own, quantity="grad_weight", headroom=0.2)]
     assert (check.answer(rows).verdict, check.answer(rows).headroom) == ("agree", 0.2)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from parity.versions.commands import inside
-from parity.versions.commands.history import folder
-from parity.versions.env.client import EnvironmentUnusable
-from parity.versions.env.environment import Environment
-from parity.versions.env.spec import SpecError
+from parity.versions import inside
+from parity.versions.client import EnvironmentUnusable
+from parity.versions.environment import Environment
+from parity.versions.history import folder
+from parity.versions.spec import SpecError
 
 ASKED = "trl==0.28.0"
 

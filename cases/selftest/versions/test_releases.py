@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from parity.versions.env.client import EnvironmentUnusable
-from parity.versions.env.releases import Release
-from parity.versions.search import search as shell
-from parity.versions.search.bisect import Measurement
+from parity.versions import search as shell
+from parity.versions.bisect import Measurement
+from parity.versions.client import EnvironmentUnusable
+from parity.versions.releases import Release
 
 VERSIONS = [f"1.{minor}.0" for minor in range(12)]
 

@@ -8,8 +8,8 @@ from parity.decoding import save_json, saved
 from parity.results.json_output import text
 from parity.results.row import Row
 from parity.running.find import find
-from parity.versions.commands import compare, history, row_diff
-from parity.versions.commands.probe import Look
+from parity.versions import compare, history, row_diff
+from parity.versions.look import Look
 
 CASE = Case("policy", 1, "fp32", {})
 WHERE = {"family": "policy", "device": "cpu"}

@@ -9,9 +9,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import parity
-from parity.versions.env import resolve
-from parity.versions.env.client import one_line
-from parity.versions.env.spec import Spec, SpecError, checkout, parse, parse_all
+from parity.versions import resolve
+from parity.versions.client import one_line
+from parity.versions.spec import Spec, SpecError, checkout, parse, parse_all
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from parity.implementations import trl
 from parity.implementations.implementation import Implementation, taking
 from parity.process import environment
 from parity.registry import load
-from parity.versions.env.client import EnvironmentUnusable
-from parity.versions.env.environment import Environment
+from parity.versions.client import EnvironmentUnusable
+from parity.versions.environment import Environment
 
 RELEASES = {
     "trl": "0.14.0 0.15.2 0.17.0 0.20.0 0.22.2 0.24.0 0.26.2 0.28.0 0.29.1 1.1.0 1.5.0 1.6.0 1.9.2 1.10.0 1.13.0 1.14.2 1.16.0",

@@ -1,6 +1,6 @@
 """Run cases inside an environment and return result rows, for history, bisect and compare.
 
-`python -m parity.versions.commands.probe` reads a plan (JSON) from its standard input and prints one row a line, and the defaults
+`python -m parity.versions.look` reads a plan (JSON) from its standard input and prints one row a line, and the defaults
 of GRPOConfig where the plan asks for them; `look` is the caller's side.
 """
 
@@ -20,8 +20,8 @@ from parity.process import environment
 from parity.registry import facts, run_case
 from parity.results.row import Row
 from parity.running.cpu_limit import LimitExceeded
-from parity.versions.env.client import EnvironmentUnusable, one_line
-from parity.versions.env.environment import Environment
+from parity.versions.client import EnvironmentUnusable, one_line
+from parity.versions.environment import Environment
 
 CPU_LIMIT = 600.0
 """Seconds of CPU time of a probe, its children included; on the clock `cpu_limit.BACKSTOP` times as many."""
@@ -58,7 +58,7 @@ def look(
     """
     plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations)}
     stdin = json.dumps(plan | {"config": config, "device": device})
-    done = ran(made, "parity.versions.commands.probe", stdin, CPU_LIMIT, device, clock)
+    done = ran(made, "parity.versions.look", stdin, CPU_LIMIT, device, clock)
     try:
         found = [decode(Row, line, f"environment {made.name}") for line in printed(done, ROW)]
     except UsageError as error:

@@ -16,14 +16,14 @@ from parity.families.policy_settings import LOSS_TYPES
 from parity.registry import NAMES, loss_families, loss_family
 from parity.results.row import DECIDED
 from parity.running.plan import DTYPES
-from parity.versions.commands.history import folder
-from parity.versions.commands.probe import Look, look
-from parity.versions.commands.row_diff import MARKS, Difference, differences, side, table
-from parity.versions.env.client import EnvironmentUnusable
-from parity.versions.env.environment import Environment
-from parity.versions.env.resolve import PARTNERS
-from parity.versions.env.spec import parse_all
-from parity.versions.search.checks import CaseCheck
+from parity.versions.case_check import CaseCheck
+from parity.versions.client import EnvironmentUnusable
+from parity.versions.environment import Environment
+from parity.versions.history import folder
+from parity.versions.look import Look, look
+from parity.versions.resolve import PARTNERS
+from parity.versions.row_diff import MARKS, Difference, differences, side, table
+from parity.versions.spec import parse_all
 
 Cases = list[tuple[str, Case]]
 

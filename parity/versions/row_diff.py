@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from parity.case.case import Case
 from parity.results.row import Row
-from parity.versions.search.checks import amount
+from parity.versions.case_check import amount
 
 Side = Mapping[tuple[str, str, str | None], Row]
 """Rows by (name of the case, implementation, quantity)."""

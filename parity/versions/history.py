@@ -11,7 +11,7 @@ A record is a TOML file in cases/history/ beside the frozen case that shows the 
     quantities      which of its quantities count; default: all
     expect          verdict on the bad releases: disagree (default), refused, crashed; a refusal is a control
     then            verdict on the good ones: agree (default), refused (they say so instead of being wrong)
-    moves           settings of the frozen case without which it would not show; `--blind` tells records apart by them
+    moves           settings of the frozen case without which it would not show; `--recall` tells records apart by them
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from parity.registry import load as load_implementations
 from parity.results.report import measured
 from parity.results.row import Row
 from parity.trainers.catalogue import is_trainer
-from parity.versions.commands.probe import rows
-from parity.versions.env.client import EnvironmentUnusable
-from parity.versions.env.environment import Environment
-from parity.versions.search.checks import CaseCheck, amount, norm
+from parity.versions.case_check import CaseCheck, amount, norm
+from parity.versions.client import EnvironmentUnusable
+from parity.versions.environment import Environment
+from parity.versions.look import rows
 
 _Text = Annotated[str, Meta(min_length=1, pattern=r"^\S")]
 _Texts = Annotated[tuple[_Text, ...], Meta(min_length=1)]

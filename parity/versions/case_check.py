@@ -9,9 +9,9 @@ from parity.case.case import Case
 from parity.errors import UsageError
 from parity.results.row import Row
 from parity.running.find import followed
-from parity.versions.commands.probe import rows
-from parity.versions.env.environment import Environment
-from parity.versions.search.bisect import Measurement
+from parity.versions.bisect import Measurement
+from parity.versions.environment import Environment
+from parity.versions.look import rows
 
 
 @dataclass(frozen=True)

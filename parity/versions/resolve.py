@@ -23,9 +23,9 @@ from packaging.utils import canonicalize_name
 
 from parity.decoding import save_json, saved
 from parity.process import installed
-from parity.versions.env.client import UvFailed, cache_root, uv
-from parity.versions.env.releases import release
-from parity.versions.env.spec import Spec, checkout
+from parity.versions.client import UvFailed, cache_root, uv
+from parity.versions.releases import release
+from parity.versions.spec import Spec, checkout
 
 GRACE = timedelta(days=14)
 PARTNERS = ("trl", "liger-kernel", "transformers", "accelerate", "datasets", "peft", "cut-cross-entropy")

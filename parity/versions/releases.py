@@ -11,7 +11,7 @@ from datetime import datetime
 
 from packaging.version import Version
 
-from parity.versions.env.client import EnvironmentUnusable, UvFailed, uv
+from parity.versions.client import EnvironmentUnusable, UvFailed, uv
 
 
 @dataclass(frozen=True)

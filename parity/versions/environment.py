@@ -21,10 +21,10 @@ from typing import Any
 
 import parity
 from parity.running.cpu_limit import run as run_within
-from parity.versions.env import build
-from parity.versions.env.client import EnvironmentUnusable, cache_root
-from parity.versions.env.resolve import PARTNERS, RECIPES, Lock, lock
-from parity.versions.env.spec import Spec, SpecError, parse_all
+from parity.versions import build
+from parity.versions.client import EnvironmentUnusable, cache_root
+from parity.versions.resolve import PARTNERS, RECIPES, Lock, lock
+from parity.versions.spec import Spec, SpecError, parse_all
 
 _MANIFEST = Path("parity-environment.json")
 _NAMED = ("unsloth-zoo", "trl", "liger-kernel", "transformers")

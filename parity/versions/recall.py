@@ -1,9 +1,9 @@
-"""`parity history --blind`: which records the plain draws of a profile find, the frozen cases forgotten.
+"""`parity history --recall`: which records the plain draws of a profile find, the frozen cases forgotten.
 
 The cases are those that a run of the profile draws, or lists for a trainer, in the record's family. One of them finds the
 record when it fails in the record's quantities on a bad release, answers as recorded on the good one next to it, and moves
 what the record says (`moves`): several failures end with one release. What the good one refuses it cannot clear: there the
-case, with what the good one refuses at its default, must answer so on both. `python -m parity.versions.commands.blind` looks
+case, with what the good one refuses at its default, must answer so on both. `python -m parity.versions.recall` looks
 at the cases in the environment that it runs in.
 """
 
@@ -32,17 +32,17 @@ from parity.running.plan import DTYPES
 from parity.running.run import FIXED_SEED
 from parity.running.shard import STREAMS, selected
 from parity.trainers import catalogue
-from parity.versions.commands.history import Record
-from parity.versions.commands.probe import print_json, printed, ran
-from parity.versions.env.client import EnvironmentUnusable
-from parity.versions.env.environment import Environment
-from parity.versions.search.checks import CaseCheck
+from parity.versions.case_check import CaseCheck
+from parity.versions.client import EnvironmentUnusable
+from parity.versions.environment import Environment
+from parity.versions.history import Record
+from parity.versions.look import print_json, printed, ran
 
 BATCHES = 2, 4, 6
 """Failing cases of a record that are tried on the good release, one batch after the other until one finds it."""
 ACCEPTED = "accepted"
 CPU_LIMIT = 3600.0
-_LINE = "parity-blind "
+_LINE = "parity-recall "
 Sides = tuple[tuple[str, ...], tuple[str, ...]]
 Pairs = list[tuple[Case, Case]]
 """Cases, each beside what it was moved to where the implementation refuses it, else beside itself."""
@@ -196,7 +196,7 @@ def _look(
     if not plan:
         return {}
     stdin = json.dumps([device, moving, plan])
-    done = ran(Environment.of(specs), "parity.versions.commands.blind", stdin, CPU_LIMIT, device)
+    done = ran(Environment.of(specs), "parity.versions.recall", stdin, CPU_LIMIT, device)
     return {
         id: [(Case.from_json(asked), Case.from_json(ran)) for asked, ran in found]
         for id, found in map(json.loads, printed(done, _LINE))

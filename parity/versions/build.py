@@ -19,8 +19,8 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 from parity.decoding import save_json, saved
-from parity.versions.env.client import EnvironmentUnusable, UvFailed, cache_root, one_line, uv
-from parity.versions.env.resolve import Lock
+from parity.versions.client import EnvironmentUnusable, UvFailed, cache_root, one_line, uv
+from parity.versions.resolve import Lock
 
 BUILDING, TRASH = ".building-", ".trash-"
 # What has to work before a package counts as usable: trl and liger_kernel import lazily, so a bare import proves

@@ -14,9 +14,9 @@ import click
 import psutil
 
 from parity.process import WITH
-from parity.versions.env.client import EnvironmentUnusable
-from parity.versions.env.environment import Environment
-from parity.versions.env.spec import Spec
+from parity.versions.client import EnvironmentUnusable
+from parity.versions.environment import Environment
+from parity.versions.spec import Spec
 
 UNUSABLE, NO_JUDGEMENT = 3, 125
 

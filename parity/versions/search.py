@@ -15,12 +15,12 @@ from packaging.version import InvalidVersion, Version
 
 from parity.decoding import save_json, saved
 from parity.errors import UsageError
-from parity.versions.env.client import EnvironmentUnusable
-from parity.versions.env.environment import Environment
-from parity.versions.env.releases import releases
-from parity.versions.env.resolve import PARTNERS
-from parity.versions.env.spec import Spec, parse_all
-from parity.versions.search.bisect import Find, Likeness, Measurement, SearchResult, bisect, reading
+from parity.versions.bisect import Find, Likeness, Measurement, SearchResult, bisect, reading
+from parity.versions.client import EnvironmentUnusable
+from parity.versions.environment import Environment
+from parity.versions.releases import releases
+from parity.versions.resolve import PARTNERS
+from parity.versions.spec import Spec, parse_all
 
 Check = Callable[[Environment], Measurement]
 ENDED = {

@@ -1,1 +1,0 @@
-"""Environments: other releases, isolated."""
