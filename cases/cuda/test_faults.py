@@ -7,9 +7,9 @@ import torch
 
 from parity import data
 from parity.running import supervisor
-from parity.running.deck import Deck
 from parity.running.events import Judged, Lost
 from parity.running.plan import Shard
+from parity.running.shard_queue import ShardQueue
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -38,7 +38,7 @@ def test_a_fault_is_one_verdict_and_the_run_goes_on(name, verdict, said, tmp_pat
         "frozen": [],
     }
     shard = Shard(family="logprobs", kind="drawn", count=CASES, of=CASES, seed=1)
-    events = [event for _, event in supervisor.run([plan], Deck([shard]), 30.0, 300.0)]
+    events = [event for _, event in supervisor.run([plan], ShardQueue([shard]), 30.0, 300.0)]
     rows = [e.row for e in events if isinstance(e, Judged)]
     failed = [r for r in rows if r.verdict not in ("agree", "unsupported")]
     assert failed and {(r.implementation.rpartition(":")[2], r.verdict) for r in failed} == {(name, verdict)}

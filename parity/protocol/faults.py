@@ -8,7 +8,7 @@ import mmap
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -60,11 +60,11 @@ def place(error: BaseException, theirs: Callable[[str], bool]) -> str:
     return f"{file}:{found[-1].lineno} {found[-1].name}" if found else ""
 
 
-def keep_place(path: Path) -> None:
+def keep_place(file: BinaryIO) -> None:
     """From now on this process keeps in a file which part of an implementation it runs: it stays there if the process ends."""
-    path.write_bytes(b" " * WIDTH)
-    with path.open("r+b") as file:
-        _places[:] = [(os.getpid(), mmap.mmap(file.fileno(), WIDTH))]
+    os.ftruncate(file.fileno(), WIDTH)
+    _places[:] = [(os.getpid(), mmap.mmap(file.fileno(), WIDTH))]
+    _tell()
 
 
 @contextlib.contextmanager
@@ -85,9 +85,9 @@ def _tell() -> None:
             place[:] = f"{_parts[-1]:<{WIDTH}}".encode()
 
 
-def kept_place(path: Path) -> str:
+def kept_place(file: BinaryIO) -> str:
     """The part that ran when the process ended that keeps its place there; "" where none did."""
-    part = path.read_text(errors="replace").strip() if path.exists() else ""
+    part = os.pread(file.fileno(), WIDTH, 0).decode(errors="replace").strip()
     return part if part in PARTS else ""
 
 

@@ -35,12 +35,14 @@ class Child:
     It reports with `process.tell`. What a fork of it, a library or an implementation writes to the same descriptor is no event.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, **popen: Any):
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = (), **popen: Any
+    ):
         self._nonce = secrets.token_hex(8)
         self._channel, theirs = os.pipe()
         env = {**(os.environ if env is None else env), WATCHED: f"{theirs}:{self._nonce}:{os.getpid()}"}
         try:
-            self.process = subprocess.Popen(list(command), env=env, pass_fds=[theirs], **popen)
+            self.process = subprocess.Popen(list(command), env=env, pass_fds=[theirs, *pass_fds], **popen)
         except BaseException:
             os.close(self._channel)
             raise
@@ -96,6 +98,10 @@ def call(target: str, arguments: Sequence[str], seconds: float | None = None, **
     try:
         for event in child.events(seconds):
             told |= json.loads(event)
+            if "answer" in told:  # a thread that is left may keep it from its end
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(GRACE)
+                break
     except TimeoutError:
         how = f"no answer in {seconds:.0f} s"
     finally:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from parity.process import environment, interpreter, packaged
@@ -136,16 +136,19 @@ def cause(lines: Sequence[str]) -> str:
     return stripped[-1] if stripped else ""
 
 
-def where(process: subprocess.Popen[str], errors: Path, seconds: float = 2.0) -> str:
-    """ "; in file:line function": where a worker that does not answer is, in the code of a library if it is in one."""
-    had = errors.stat().st_size
+def where(process: subprocess.Popen[str], said: Callable[[], str], seconds: float = 2.0) -> str:
+    """ "; in file:line function": where a worker that does not answer is, in the code of a library if it is in one.
+
+    `said`: what it has written to stderr.
+    """
+    had = len(said())
     with contextlib.suppress(OSError):
         process.send_signal(WHERE)
     until = time.monotonic() + seconds
-    while errors.stat().st_size == had and time.monotonic() < until and process.poll() is None:
+    while len(said()) == had and time.monotonic() < until and process.poll() is None:
         time.sleep(0.05)
     time.sleep(0.05)
-    found = _deepest(errors.read_text(errors="replace")[had:])
+    found = _deepest(said()[had:])
     return f"; in {found}" if found else ""
 
 

@@ -15,9 +15,9 @@ from parity import data
 from parity.errors import UsageError
 from parity.results.header import Asked, Header
 from parity.running import plan, supervisor
-from parity.running.deck import Deck
 from parity.running.events import Event, Judged, Lost, ShardDone
 from parity.running.plan import MEMORY, Shard
+from parity.running.shard_queue import ShardQueue
 from parity.running.supervisor import Told
 
 PATIENCE = 600.0
@@ -60,7 +60,9 @@ class Nodes:
         self.count = wanted or max(1, self._room())
         self.announcement = f"{self.count} workers on a Ray cluster of {len(self._there())} nodes"
 
-    def run(self, settings: dict[str, Any], deck: Deck, head: Header, timeouts: tuple[float, float]) -> Iterator[Told]:
+    def run(
+        self, settings: dict[str, Any], shards: ShardQueue, head: Header, timeouts: tuple[float, float]
+    ) -> Iterator[Told]:
         """Deal the shards and yield their events as `supervisor.run` does, those of a shard when it is done.
 
         Raises:
@@ -71,7 +73,7 @@ class Nodes:
         losses, excluded, begun = collections.Counter[str](), set[str](), time.monotonic()
         try:
             while True:
-                while len(running) < (self.wanted or max(1, self._room())) and (shard := deck.take()):
+                while len(running) < (self.wanted or max(1, self._room())) and (shard := shards.take()):
                     told = replace(shard, exclude=tuple(sorted(excluded)))
                     running[run_shard.options(name=shard.name).remote(settings, head, os.getcwd(), timeouts, told)] = (
                         shard
@@ -98,7 +100,7 @@ class Nodes:
                         seconds = event.seconds if isinstance(event, ShardDone) else None
                         yield shard, event
                     excluded |= {*out, *(name for name, count in losses.items() if count >= supervisor.THRICE)}
-                    deck.back(shard, seconds)
+                    shards.back(shard, seconds)
         finally:
             for one in running:
                 ray.cancel(one, force=True)
@@ -127,8 +129,8 @@ def on_node(
         os.chdir(folder)
     asked = head.header.asked or Asked()
     own = {"ledger": asked.ledger or str(data.ledger_file()), "head": head.to_json()}
-    _, watch = _watching(json.dumps(settings | own), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    watch.deck.left = [shard]
+    watch = _watching(json.dumps(settings | own), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    watch.shards.left = [shard]
     events = [event for _, event in watch.follow(*timeouts)]
     if watch.workers[0].finished:
         _watching.cache_clear()
@@ -139,8 +141,8 @@ def on_node(
 
 
 @functools.cache
-def _watching(settings: str, gpu: str | None) -> tuple[contextlib.ExitStack, supervisor.Watch]:
+def _watching(settings: str, gpu: str | None) -> supervisor.Watch:
     """Of a process of Ray that sees this GPU: a worker, which keeps what it has imported and drawn, and its watcher."""
-    told, stack = json.loads(settings), contextlib.ExitStack()
+    told = json.loads(settings)
     told["memory"] = plan.memory(plan.CORES) if told["device"] == "cpu" else None
-    return stack, stack.enter_context(supervisor.watching([told], Deck([])))
+    return supervisor.Watch(ShardQueue([]), [supervisor.Worker(told)])

@@ -22,12 +22,12 @@ from parity.results.header import End, Last, Part, Parted
 from parity.results.report.rows import read, writer
 from parity.results.row import Row
 from parity.running import outcome, supervisor
-from parity.running.deck import Deck
 from parity.running.events import Apart, At, Checked, Confirmed, Judged, Lost, ShardDone, Started
 from parity.running.findings import Findings
 from parity.running.nodes import Nodes
 from parity.running.plan import Options, Shard, check, planned
 from parity.running.provenance import header, resolve_device
+from parity.running.shard_queue import ShardQueue
 from parity.running.state import RunResult, again, joined, locked, same
 from parity.trainers import catalogue
 
@@ -81,7 +81,7 @@ def execute(
         left = [shard for shard in plan.shards if shard.name in mine and shard.name not in state.parts]
         if options.max_time is not None:
             left.sort(key=lambda shard: _place(shard, seed))
-        deck = Deck(left, deadline, lambda: found.sought(plan.shards, state.parts))
+        queue = ShardQueue(left, deadline, lambda: found.sought(plan.shards, state.parts))
         say(nodes.announcement if nodes else plan.announcement)
         with writer(path, append=before is not None) as write:
             if before is None:
@@ -92,9 +92,9 @@ def execute(
                         limits = TIMEOUT, FIRST_TIMEOUT
                         workers = [plan.settings | one for one in plan.extra]
                         events = (
-                            nodes.run(plan.settings, deck, head, limits)
+                            nodes.run(plan.settings, queue, head, limits)
                             if nodes
-                            else supervisor.run(workers, deck, *limits)
+                            else supervisor.run(workers, queue, *limits)
                         )
                         _follow(state, events, found, write, tell)
             except KeyboardInterrupt as error:

@@ -8,15 +8,12 @@ import dataclasses
 import json
 import os
 import queue
-import re
-import shutil
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import msgspec
 import psutil
@@ -29,15 +26,18 @@ from parity.protocol import faults
 from parity.results.row import IN_ITS, NO_REFERENCE, STOPPED, UNKNOWN, Row, Verdict
 from parity.running import cpu_limit, gpu
 from parity.running.child import Child
-from parity.running.deck import Deck
 from parity.running.events import At, Event, Judged, Lost, Retired, ShardDone, Started
 from parity.running.plan import Shard
+from parity.running.shard_queue import ShardQueue
 
-MAX_RESTARTS = 20
 SLEEPING = 2.0
 """Clock ÷ limit for a process that uses next to no CPU time: it waits for something that does not come."""
 ASLEEP = 0.05
 """Share of a core below which a process sleeps; one of six that compute on a core has three times as much."""
+LOOK = 0.5
+"""Seconds between two looks at silent workers."""
+HALTED = 5.0
+"""Seconds after which a process that a signal has stopped counts as dead: nobody wakes it."""
 THRICE = 3
 """Losses of workers to one implementation after which it is left out."""
 
@@ -48,23 +48,22 @@ Told: TypeAlias = tuple[Shard, Event]
 
 @dataclasses.dataclass
 class Worker:
-    """A worker process with the shard it has. `files`: where it writes its stderr and keeps its place, without suffix.
+    """A worker process with the shard it has.
 
     `last`: when it said something last; `computed`: its CPU time and how long it had waited for a core when it had been
     silent since, None before that. `rows`: of the case that runs, passed on when it is done, so that none is there twice
     when a fresh process runs the case again; `kept`: those that a fresh process does not repeat. `retried`: pairs that had a
     second chance -> what was started, and what a lost CUDA context said; `retired`: the pair after which the process
-    asked for a successor. `streams`: what the process has drawn from.
+    asked for a successor. `streams`: what the process has drawn from. `errors`, `place`: its stderr, and which part of an
+    implementation it runs, in files without a name, so that nothing that runs in it can remove them.
     """
 
     plan: dict[str, Any]
-    files: Path
     shard: Shard | None = None
     child: Child | None = None
     started: Started | None = None
     last: float = 0.0
     computed: tuple[float, float] | None = None
-    restarts: int = 0
     finished: bool = False
     blocking: bool = False
     rows: list[Judged] = dataclasses.field(default_factory=list)
@@ -72,11 +71,35 @@ class Worker:
     retried: dict[Pair | None, tuple[Started | None, str]] = dataclasses.field(default_factory=dict)
     retired: Retired | None = None
     streams: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    errors: BinaryIO = dataclasses.field(default_factory=tempfile.TemporaryFile)
+    place: BinaryIO = dataclasses.field(default_factory=tempfile.TemporaryFile)
 
-    @property
-    def errors(self) -> Path:
-        """What it writes to stderr."""
-        return self.files.with_suffix(".stderr")
+    def begin(self, blocking: bool = False) -> Child:
+        """A new process; `blocking`: one that waits for each CUDA kernel."""
+        env = dict(gpu.child(self.plan["device"], self.plan["threads"], self.plan.get("gpu")))
+        env |= {faults.BLOCKING: "1"} if blocking else {}
+        self.streams, self.blocking, self.started = [], blocking, None
+        for file, content in ((self.errors, b""), (self.place, json.dumps(self.plan).encode())):
+            file.seek(0)
+            file.truncate()
+            file.write(content)
+            file.flush()
+        self.child = Child(
+            [*interpreter("parity.running.worker:main"), str(self.place.fileno())],
+            env=env,
+            pass_fds=[self.place.fileno()],
+            stdin=subprocess.PIPE,
+            stdout=self.errors,
+            stderr=self.errors,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the watcher, who ends its workers
+        )
+        return self.child
+
+    def said(self) -> str:
+        """What it has written to stderr."""
+        descriptor = self.errors.fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     def end(self) -> None:
         """Kill its process and what that started."""
@@ -91,41 +114,22 @@ class Worker:
         return Judged(lost_row(at, verdict, message, self.plan["device"], part, reference), lost=True)
 
 
-def run(plans: Sequence[dict[str, Any]], deck: Deck, timeout: float, first_timeout: float) -> Iterator[Told]:
-    """Deal the shards to a process for every plan and yield their events and, for one that is given up, `Lost`.
+def run(plans: Sequence[dict[str, Any]], shards: ShardQueue, timeout: float, first_timeout: float) -> Iterator[Told]:
+    """Give the shards to a process for every plan and yield their events and, for one that is given up, `Lost`.
 
     An implementation that is silent for `timeout` seconds of CPU time (the first of a process: `first_timeout`, it
     imports), or on the clock for SLEEPING times as many asleep or `cpu_limit.BACKSTOP` times as many in any case, those in
-    which it waited for a core left out, is killed: its row is timed-out. A process that ends before it is done is given
-    one more chance, for it may have been ended from outside; the second time its row is crashed, and a CUDA context that
-    was lost once only is crashed too.
+    which it waited for a core left out, is killed: its row is timed-out. A process that ends before it is done, is stopped
+    by a signal or tells what is no event is given one more chance, for that may have come from outside; the second time its
+    row is crashed, and a CUDA context that was lost once only is crashed too.
     Then a new process runs the case again, without that implementation on it. A finding that ends its process is not
     looked at again.
     """
-    with watching(plans, deck) as watch:
+    watch = Watch(shards, [Worker(plan) for plan in plans])
+    try:
         yield from watch.follow(timeout, first_timeout)
-
-
-@contextlib.contextmanager
-def watching(plans: Sequence[dict[str, Any]], deck: Deck) -> Iterator[Watch]:
-    """A watch with a worker for every plan; their processes are ended at the end."""
-    remove_abandoned()
-    with tempfile.TemporaryDirectory(prefix=f"parity-{os.getpid()}-", ignore_cleanup_errors=True) as folder:
-        watch = Watch(deck, [Worker(plan, Path(folder) / str(n)) for n, plan in enumerate(plans)])
-        try:
-            yield watch
-        finally:
-            for worker in watch.workers:
-                worker.end()
-
-
-def remove_abandoned() -> None:
-    """Remove the temporary folders of runs that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob("parity-*-*"):
-        found = re.fullmatch(r"parity-(\d+)-\w+", folder.name)
-        with contextlib.suppress(OSError):
-            if found and not psutil.pid_exists(int(found[1])) and folder.stat().st_uid == os.getuid():
-                shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        watch.end()
 
 
 def silent(worker: Worker, limit: float) -> tuple[str, bool]:
@@ -145,58 +149,73 @@ def silent(worker: Worker, limit: float) -> tuple[str, bool]:
     return (f"no answer for {waited:.0f} s, {spent:.0f} s of them CPU time" if over else ""), asleep
 
 
-class Watch:
-    """Deals shards to workers and makes of what they say the events of a run."""
+def halted(worker: Worker) -> bool:
+    """Whether a signal has stopped a worker."""
+    if worker.shard is None or worker.child is None or time.monotonic() - worker.last < HALTED:
+        return False
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(worker.child.process.pid).status() == psutil.STATUS_STOPPED)
+    return False
 
-    def __init__(self, deck: Deck, workers: list[Worker]):
-        self.deck, self.workers = deck, workers
-        self.events: queue.Queue[tuple[Worker, Child, Event | None]] = queue.Queue()
+
+class Watch:
+    """Gives shards to workers and makes of what they say the events of a run."""
+
+    def __init__(self, shards: ShardQueue, workers: list[Worker]):
+        self.shards, self.workers = shards, workers
+        self.heard: queue.Queue[tuple[Worker, Child, Event | str | None]] = queue.Queue()
         self.excluded: list[str] = []
         self.losses = collections.Counter[str]()
 
+    def end(self) -> None:
+        """End all processes."""
+        for worker in self.workers:
+            worker.end()
+            worker.errors.close()
+            worker.place.close()
+
     def follow(self, timeout: float, first_timeout: float) -> Iterator[Told]:
         """The events of the workers until no shard is left; their processes wait for more."""
+        looked = time.monotonic()
         while True:
             for worker in self.workers:
                 self.deal(worker)
             if not any(w.shard for w in self.workers):
                 return
-            try:
-                worker, child, event = self.events.get(timeout=0.5)
-            except queue.Empty:
+            with contextlib.suppress(queue.Empty):
+                worker, child, event = self.heard.get(timeout=LOOK)
+                if child is worker.child:  # else what one that was given up had still to say
+                    worker.last, worker.computed = time.monotonic(), None
+                    yield from self.passed_on(worker, child, event)
+            if time.monotonic() > looked + LOOK:  # however much the others say
                 for worker in self.workers:
-                    message, asleep = silent(worker, timeout if worker.started else first_timeout)
-                    if message and worker.child:
-                        message += gpu.where(worker.child.process, worker.errors)
-                        yield from self.lost(worker, message, "timed-out", out=asleep)
-                continue
-            if child is not worker.child:  # what one that was given up had still to say
-                continue
-            worker.last, worker.computed = time.monotonic(), None
-            if isinstance(event, Lost):
-                yield from self.given_up(worker, event)
-            elif event is not None:
-                yield from self.passed_on(worker, event)
-            elif worker.shard is not None:
-                yield from self.lost(worker, death(child.how, worker.errors.read_text(errors="replace")), "crashed")
-            else:  # it ended between two shards: the next one has a new process
-                worker.end()
+                    yield from self.looked_at(worker, timeout if worker.started else first_timeout)
+                looked = time.monotonic()
+
+    def looked_at(self, worker: Worker, limit: float) -> Iterator[Told]:
+        """What becomes of a worker that says nothing."""
+        if halted(worker):
+            yield from self.lost(worker, "the process was stopped by a signal", "crashed")
+            return
+        message, asleep = silent(worker, limit)
+        if message and worker.child:
+            message += gpu.where(worker.child.process, worker.said)
+            yield from self.lost(worker, message, "timed-out", out=asleep)
 
     def deal(self, worker: Worker) -> None:
         """The next shard for a worker that has none."""
-        if worker.shard is None and not worker.finished and (shard := self.deck.take(worker.streams)):
+        if worker.shard is None and not worker.finished and (shard := self.shards.take(worker.streams)):
             worker.shard = shard
             if worker.blocking or (shard.sought is not None and shard.sought.fresh):
                 worker.end()
             self.start(worker)
 
     def start(self, worker: Worker, blocking: bool = False) -> None:
-        """Tell a worker its shard; where it has no process, a new one; `blocking`: one that waits for each CUDA kernel."""
+        """Tell a worker its shard; where it has no process, a new one."""
         assert worker.shard is not None
         child = worker.child
         if child is None:
-            child = worker.child = begun(worker, blocking)
-            worker.streams, worker.blocking, worker.started = [], blocking, None
+            child = worker.begin(blocking)
             threading.Thread(target=self.hear, args=(worker, child), daemon=True).start()
         shard = replace(worker.shard, exclude=(*worker.shard.exclude, *self.excluded))
         if shard.kind == "drawn":
@@ -208,40 +227,50 @@ class Watch:
             child.process.stdin.flush()
 
     def hear(self, worker: Worker, child: Child) -> None:
-        """Queue what a process tells, and None when it has ended."""
-        event: Event | None
+        """Queue what a process tells: events, why one is none, and None when it has ended."""
         for line in child.events():
             try:
-                event = decode(Event, line, "a worker's event")
+                self.heard.put((worker, child, decode(Event, line, "a worker's event")))
             except UsageError as error:
-                child.process.kill()
-                event = Lost(str(error))
-            self.events.put((worker, child, event))
-        self.events.put((worker, child, None))
+                self.heard.put((worker, child, str(error)))
+        self.heard.put((worker, child, None))
 
-    def passed_on(self, worker: Worker, event: Event) -> Iterator[Told]:
+    def passed_on(self, worker: Worker, child: Child, event: Event | str | None) -> Iterator[Told]:
         """The event, after the rows of a case that is done; keeps what a new process would have to know."""
         shard = worker.shard
         if shard is None:
+            if event is None:  # it ended between two shards: the next one has a new process
+                worker.end()
             return
         match event:
+            case None:
+                yield from self.lost(worker, death(child.how, worker.said()), "crashed")
+            case str():
+                yield from self.lost(worker, event, "crashed")
             case Judged():
                 worker.rows.append(event)
-                return
-            case Started():
-                worker.started = event
+            case Lost():
+                yield from self.given_up(worker, event)
             case Retired():
                 worker.retired = event
-            case At() if event.number != shard.resume:  # else the process before this one has said so
-                yield from ((shard, one) for one in self.of_case(worker))
-                worker.shard = replace(shard, resume=event.number)
-            case ShardDone():
-                yield from ((shard, one) for one in self.of_case(worker))
-                worker.shard = None
-                self.deck.back(shard, event.seconds)
+                yield from self.lost(worker, "", "crashed")
+            case _:
+                yield from self.told(worker, shard, event)
+
+    def told(self, worker: Worker, shard: Shard, event: Event) -> Iterator[Told]:
+        """What a run hears too."""
+        if isinstance(event, Started):
+            worker.started = event
+        if isinstance(event, At) and event.number != shard.resume:  # else the process before this one has said so
+            yield from self.of_case(worker, shard)
+            worker.shard = replace(shard, resume=event.number)
+        if isinstance(event, ShardDone):
+            yield from self.of_case(worker, shard)
+            worker.shard = None
+            self.shards.back(shard, event.seconds)
         yield shard, event
 
-    def of_case(self, worker: Worker) -> list[Judged]:
+    def of_case(self, worker: Worker, shard: Shard) -> Iterator[Told]:
         """The rows of the case that is done.
 
         With one for what lost a CUDA context and came back the second time: a race, or a fault that waiting hides.
@@ -256,7 +285,7 @@ class Watch:
         worker.started = None
         for done in (worker.retried, worker.kept, worker.rows):
             done.clear()
-        return rows
+        yield from ((shard, row) for row in rows)
 
     def hold(self, implementation: str, out: bool = False) -> None:
         """One more loss of a worker to this implementation; after THRICE, or `out`, it is left out of all further cases."""
@@ -268,8 +297,8 @@ class Watch:
         """A worker that is not started again, and its shard, with the rows that there are."""
         shard, worker.shard, worker.finished = worker.shard, None, True
         if shard is not None:
-            self.deck.back(shard)
-            yield from ((shard, one) for one in self.of_case(worker))
+            self.shards.back(shard)
+            yield from self.of_case(worker, shard)
             yield shard, why
 
     def lost(self, worker: Worker, message: str, verdict: Verdict, out: bool = False) -> Iterator[Told]:
@@ -286,20 +315,19 @@ class Watch:
         if shard.kind == "finding":
             worker.shard = None
             worker.rows.clear()
-            self.deck.back(shard)
+            self.shards.back(shard)
             return
         once_more = verdict == "crashed" and not retired and pair not in worker.retried
         if once_more:
             worker.retried[pair] = started, message if faults.says(message) else ""
         else:
-            worker.restarts += 1
-            if pair is None or worker.restarts > MAX_RESTARTS:
+            if pair is None:
                 yield from self.given_up(worker, Lost(message))
                 return
             if retired:
                 worker.kept += [one for one in worker.rows if (one.row.case, one.row.implementation) == pair]
             elif started:
-                part = faults.kept_place(worker.files.with_suffix(".place"))
+                part = faults.kept_place(worker.place)
                 worker.kept.append(worker.row(started, verdict, message + (f"{IN_ITS}{part}" if part else ""), part))
             deadline = worker.plan.get("deadline")
             late = deadline is not None and time.time() > deadline  # what hangs now is waited for once
@@ -307,25 +335,6 @@ class Watch:
             worker.shard = replace(shard, skip=(*shard.skip, pair))
         worker.rows.clear()
         self.start(worker, blocking=once_more)
-
-
-def begun(worker: Worker, blocking: bool = False) -> Child:
-    """A new process of a worker."""
-    place, plan = worker.files.with_suffix(".place"), worker.files.with_suffix(".json")
-    place.unlink(missing_ok=True)  # of the process before it
-    plan.write_text(json.dumps(worker.plan | {"place": str(place)}))
-    env = dict(gpu.child(worker.plan["device"], worker.plan["threads"], worker.plan.get("gpu")))
-    env |= {faults.BLOCKING: "1"} if blocking else {}
-    with worker.errors.open("w") as errors:
-        return Child(
-            [*interpreter("parity.running.worker:main"), str(plan)],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=errors,
-            stderr=errors,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the watcher, who ends its workers
-        )
 
 
 def death(how: str, said: str) -> str:

@@ -13,9 +13,10 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -25,9 +26,24 @@ from parity.process import prepare, tell, under_watch
 from parity.running import gpu
 
 
-def main(path: str) -> int:
-    """Run shards until there are no more."""
-    plan: dict[str, Any] = json.loads(Path(path).read_text())
+def main(descriptor: str) -> None:
+    """Run shards until there are no more; the plan stands in a file that is open already. Nothing that an implementation leaves
+    behind, a thread or an exit handler, runs on behind the last of them."""
+    code = 1
+    try:
+        with open(int(descriptor), "r+b") as file:
+            file.seek(0)
+            code = _run(json.load(file), file)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
     under_watch()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(gpu.WHERE)
@@ -77,7 +93,8 @@ def main(path: str) -> int:
         deadline=plan.get("deadline"),
         frozen=[(name, Case.from_json(case), extra) for name, case, extra in plan["frozen"]],
     )
-    faults.keep_place(Path(plan["place"]))
+    faults.keep_place(file)
+    file.close()
     for line in shards:
         shard: Shard = decode(Shard, line, "a shard")
         session.implementations = [i for i in known if i.id not in shard.exclude]

@@ -73,12 +73,12 @@ def test_a_slip_of_the_pen_is_named(words, says, tmp_path):
 def test_a_whole_run_is_kept_for_later_ones(tmp_path, monkeypatch, narrowed, kept):
     row = {"case": "c", "family": "logprobs", "implementation": "a.b", "dtype": "fp32", "device": "cpu"}
 
-    def events(plans, deck, *limits):
-        for number, shard in enumerate(iter(deck.take, None)):
+    def events(plans, queue, *limits):
+        for number, shard in enumerate(iter(queue.take, None)):
             if not number:
                 yield shard, Judged(Row(**row, verdict="agree", quantity="logps", headroom=0.5, settings={"B": 1}))
             yield shard, ShardDone(shard.count)
-            deck.back(shard)
+            queue.back(shard)
 
     monkeypatch.setattr(running.supervisor, "run", events)
     words = ["run", "--profile", "quick", *narrowed, "--reports", str(tmp_path)]
@@ -90,9 +90,9 @@ def test_a_whole_run_is_kept_for_later_ones(tmp_path, monkeypatch, narrowed, kep
 def test_a_run_from_python_has_typed_rows(tmp_path, monkeypatch):
     row = {"case": "c", "family": "logprobs", "implementation": "a.b", "dtype": "fp32", "device": "cpu"}
 
-    def events(plans, deck, *args):
+    def events(plans, queue, *args):
         assert plans[0]["dtypes"] == ["fp32"]
-        shard = deck.take()
+        shard = queue.take()
         yield shard, At(0)
         yield shard, Judged(Row(**row, verdict="agree", quantity="logps", headroom=0.5))
 

@@ -204,7 +204,9 @@ def test_a_night_that_was_killed_goes_on(played, tmp_path, monkeypatch):
         run(resume=True)
     assert rows_of(tmp_path) == expected, "the run has gone on and ended"
     monkeypatch.setattr(steps, "run", whole)
-    monkeypatch.setattr(supervisor, "run", lambda plans, deck, *_: iter(()) if not deck.left else pytest.fail("again"))
+    monkeypatch.setattr(
+        supervisor, "run", lambda plans, queue, *_: iter(()) if not queue.left else pytest.fail("again")
+    )
     with pytest.raises(UsageError, match="that night had seed 7, not 8"):
         run(resume=True, seed=8)
     code, title, asked = run(resume=True)

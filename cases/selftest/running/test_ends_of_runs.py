@@ -91,8 +91,8 @@ def test_rows_of_two_runs_in_one_file_are_refused(tmp_path):
 
 @pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt, 130), (running.Terminated, 143)])
 def test_what_there_is_when_it_is_stopped_is_reported(tmp_path, monkeypatch, raised, code):
-    def events(plans, deck, *limits):
-        shard = deck.take()
+    def events(plans, queue, *limits):
+        shard = queue.take()
         yield shard, At(1)
         yield shard, Judged(row(run=""))
         raise raised

@@ -12,9 +12,9 @@ from parity.decoding import decode
 from parity.errors import UsageError
 from parity.results.row import Row
 from parity.running import supervisor
-from parity.running.deck import Deck
 from parity.running.events import At, Checked, Confirmed, Event, Importing, Judged, Lost, Retired, ShardDone, Started
 from parity.running.plan import Shard
+from parity.running.shard_queue import ShardQueue
 
 ROW = Row(case="c", family="f", implementation="i", dtype="fp32", device="cpu", verdict="agree", settings={"B": 1})
 EVENTS = [
@@ -78,13 +78,13 @@ def told(monkeypatch, events, sleep=0):
     program = WORKER.format(root=os.getcwd(), events=events, sleep=sleep)
     monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", "-c", program])
     shard = Shard(family="logprobs", kind="drawn", count=1, of=1, seed=1)
-    return [event for _, event in supervisor.run([{"device": "cpu", "threads": 1}], Deck([shard]), 30.0, 30.0)]
+    return [event for _, event in supervisor.run([{"device": "cpu", "threads": 1}], ShardQueue([shard]), 30.0, 30.0)]
 
 
-def test_a_worker_that_sends_one_is_given_up(monkeypatch):
-    """At once: not after the limit of a silent worker."""
+def test_a_worker_that_sends_one_is_ended_at_once_and_given_up_where_it_does_so_again(monkeypatch):
+    """Not after the limit of a silent worker; whoever ran is to blame, and here nobody did."""
     events = told(monkeypatch, [line_of(At(1)) + "\n", '{"event"\n', line_of(At(2)) + "\n"], sleep=600)
-    assert events == [At(1), Lost("a worker's event: not a JSON object: Expecting ':' delimiter at column 9")]
+    assert events == [At(1), At(1), Lost("a worker's event: not a JSON object: Expecting ':' delimiter at column 9")]
 
 
 def test_a_worker_that_dies_within_a_line_is_one_that_died(monkeypatch):

@@ -70,7 +70,7 @@ def test_kernels_are_required_on_cuda():
     assert not any("required on CUDA" in r for r in outcome.judge_run(Options(), [], [], [], "cpu")[1])
 
 
-def test_the_environment_of_a_worker(monkeypatch, tmp_path):
+def test_the_environment_of_a_worker(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     on_gpu = gpu.child("cuda", 1, "2")
     assert "TRITON_INTERPRET" not in on_gpu and on_gpu["CUDA_VISIBLE_DEVICES"] == "2"
@@ -83,7 +83,7 @@ def test_the_environment_of_a_worker(monkeypatch, tmp_path):
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", begun)
     with pytest.raises(InterruptedError):
-        supervisor.begun(supervisor.Worker({"device": "cuda", "threads": 1, "gpu": "2"}, tmp_path / "0"))
+        supervisor.Worker({"device": "cuda", "threads": 1, "gpu": "2"}).begin()
     on_cpu = gpu.child("cpu", 1)
     assert on_cpu["TRITON_INTERPRET"] == "1" and on_cpu["CUDA_VISIBLE_DEVICES"] == ""
 

@@ -61,8 +61,8 @@ def deal(options, head):
 
 
 def test_a_shard_on_a_node_has_its_rows_and_the_next_one_the_same_worker(deal, monkeypatch):
-    begun, whole = [], supervisor.begun
-    monkeypatch.setattr(supervisor, "begun", lambda *args: begun.append(args) or whole(*args))
+    begun, whole = [], supervisor.Worker.begin
+    monkeypatch.setattr(supervisor.Worker, "begin", lambda *args: begun.append(args) or whole(*args))
     for _ in range(2):
         events, excluded = deal(3)
         assert sum(isinstance(one, Judged) for one in events) == 12 and not excluded

@@ -19,9 +19,9 @@ from parity.results.row import Row
 from parity.running import child as child_module
 from parity.running import cpu_limit, supervisor
 from parity.running.child import Child
-from parity.running.deck import Deck
 from parity.running.events import Event, Judged, Lost, ShardDone, Started
 from parity.running.plan import Shard, frozen_cases
+from parity.running.shard_queue import ShardQueue
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
@@ -44,7 +44,7 @@ def run(tmp_path: Path, names: list[str], timeout: float) -> list[Event]:
 def followed(plan: dict, count: int, timeout: float) -> list[Event]:
     """The events of a plan on one shard of so many cases."""
     shard = Shard(family="logprobs", kind="drawn", count=count, of=count, seed=1)
-    return [event for _, event in supervisor.run([plan], Deck([shard]), timeout, 120.0)]
+    return [event for _, event in supervisor.run([plan], ShardQueue([shard]), timeout, 120.0)]
 
 
 SHARD = Shard(family="logprobs", kind="drawn", count=1, of=1, seed=1)
@@ -88,7 +88,7 @@ def test_a_silent_worker_has_its_cpu_time_and_then_the_clock(monkeypatch, progra
     monkeypatch.setattr(cpu_limit, "BACKSTOP", backstop)
     with subprocess.Popen([sys.executable, "-S", "-c", program]) as process:
         try:
-            worker = supervisor.Worker({}, Path(), SHARD, SimpleNamespace(process=process), last=time.monotonic())
+            worker = supervisor.Worker({}, SHARD, SimpleNamespace(process=process), last=time.monotonic())
             while not (told := supervisor.silent(worker, 1.0))[0]:
                 time.sleep(0.1)
             assert re.fullmatch(message, told[0]) and told[1] is sleeps
@@ -104,7 +104,7 @@ def test_one_that_computes_now_and_then_has_its_time_on_the_clock(monkeypatch):
     monkeypatch.setattr(cpu_limit, "starved", lambda pid: 0.0)
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
         clock = 0.0
-        worker = supervisor.Worker({}, Path(), SHARD, SimpleNamespace(process=process), last=0.0)
+        worker = supervisor.Worker({}, SHARD, SimpleNamespace(process=process), last=0.0)
         said = {}
         for clock in (0.0, 1.5, 2.5, 3.5):
             said[clock] = supervisor.silent(worker, 1.0)
@@ -117,7 +117,7 @@ def test_waiting_for_a_core_is_no_hang(monkeypatch):
     spent = iter([0.0, 60.0])
     monkeypatch.setattr(cpu_limit, "cpu_time", lambda pid: next(spent))
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
-        worker = supervisor.Worker({}, Path(), SHARD, SimpleNamespace(process=process), last=time.monotonic() - 600)
+        worker = supervisor.Worker({}, SHARD, SimpleNamespace(process=process), last=time.monotonic() - 600)
         assert supervisor.silent(worker, 180.0) == ("", False)
         spent, waited = iter([0.0, 6.0]), iter([10.0, 500.0])
         monkeypatch.setattr(cpu_limit, "starved", lambda pid: next(waited))
@@ -127,6 +127,7 @@ def test_waiting_for_a_core_is_no_hang(monkeypatch):
 
 FAULTS = """
 import os, signal, sys, threading, time, torch
+from types import SimpleNamespace
 from fixtures.kernels import right
 {setup}
 
@@ -181,7 +182,7 @@ def test_past_the_time_of_a_run_what_hangs_is_waited_for_once(tmp_path, deadline
     plan = plan_of(tmp_path, ["fixtures/kernels.py:spins"], ["trl.selective_log_softmax"]) | {"deadline": deadline}
     plan["frozen"] = [(f"{case.seed}.json", case.to_json(), {"fast": True}) for case in cases]
     shard = Shard(family="logprobs", kind="frozen", count=2, seed=1)
-    events = [event for _, event in supervisor.run([plan], Deck([shard]), 3.0, 120.0)]
+    events = [event for _, event in supervisor.run([plan], ShardQueue([shard]), 3.0, 120.0)]
     assert verdicts(events, "spins") == ["timed-out"] * waits
     assert [e.cases for e in events if isinstance(e, ShardDone)] == [2]
 
@@ -309,7 +310,7 @@ LOSES = (
 def test_a_cuda_context_that_is_lost_once_and_not_again_is_a_verdict_too(tmp_path):
     events = planted(tmp_path, f"if calls == 2: {LOSES}")
     (row,) = (r for r in rows_of(events, "own") if r.verdict not in ("agree", "unsupported"))
-    said = r"CUDA error: device-side assert triggered0, at .*own\.py:8 own; not again with CUDA_LAUNCH_BLOCKING=1; not known"
+    said = r"CUDA error: device-side assert triggered0, at .*own\.py:9 own; not again with CUDA_LAUNCH_BLOCKING=1; not known"
     assert row.verdict == "crashed" and re.search(said, row.message)
     judged = [r.case for r in rows_of(events, "own") if r.verdict == "agree"]
     assert row.case in judged and {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
@@ -319,27 +320,27 @@ def test_a_cuda_context_that_is_lost_once_and_not_again_is_a_verdict_too(tmp_pat
 def test_a_lost_cuda_context_is_one_verdict_with_the_line_of_the_launch_and_a_fresh_process_goes_on(tmp_path):
     events = planted(tmp_path, f"if calls in (2, 3): {LOSES}")
     (row,) = (r for r in rows_of(events, "own") if r.verdict not in ("agree", "unsupported"))
-    assert row.verdict == "crashed" and re.search(r"device-side assert triggered1, at .*own\.py:8 own$", row.message)
+    assert row.verdict == "crashed" and re.search(r"device-side assert triggered1, at .*own\.py:9 own$", row.message)
     assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
     assert len({r.case for r in rows_of(events, "right")}) == 8
     assert not [e for e in events if isinstance(e, Lost)]
     nothing_twice(events)
 
 
-def test_a_watcher_that_is_killed_leaves_no_worker_and_its_folder_goes_at_the_next_start(tmp_path):
+def test_a_watcher_that_is_killed_leaves_no_worker(tmp_path):
     root = str(Path(supervisor.__file__).parents[2])
     worker = (
         f"import os, sys, time; sys.path.append({root!r}); from parity.process import under_watch; "
-        "under_watch(); open(sys.argv[1] + '.pid', 'w').write(str(os.getpid())); time.sleep(60)"
+        "under_watch(); open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
     )
     program = (
-        "import sys, time\nfrom pathlib import Path\nfrom parity.running import supervisor\n"
-        "worker = supervisor.Worker({'device': 'cpu', 'threads': 1}, Path(sys.argv[1]) / '0')\n"
-        f"supervisor.interpreter = lambda target: [sys.executable, '-c', {worker!r}]\n"
-        "child = supervisor.begun(worker)\ntime.sleep(60)\n"
+        "import sys, time\nfrom parity.running import supervisor\n"
+        "worker = supervisor.Worker({'device': 'cpu', 'threads': 1})\n"
+        f"supervisor.interpreter = lambda target: [sys.executable, '-c', {worker!r}, sys.argv[1]]\n"
+        "worker.begin()\ntime.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as watcher:
-        told = tmp_path / "0.json.pid"
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "pid")]) as watcher:
+        told = tmp_path / "pid"
         until = time.monotonic() + 60
         while not (told.exists() and told.read_text()):
             assert time.monotonic() < until
@@ -354,15 +355,32 @@ def test_a_watcher_that_is_killed_leaves_no_worker_and_its_folder_goes_at_the_ne
         time.sleep(0.05)
 
 
-def test_folders_of_runs_that_were_killed_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor.tempfile, "tempdir", str(tmp_path))
-    for name in ("parity-999999999-abc", f"parity-{os.getpid()}-abc", "parity-abc", "other-999999999-abc"):
-        (tmp_path / name).mkdir()
-    supervisor.remove_abandoned()
-    assert {p.name for p in tmp_path.iterdir()} == {f"parity-{os.getpid()}-abc", "parity-abc", "other-999999999-abc"}
-
-
 def test_an_exception_is_crashed(tmp_path):
     events = run(tmp_path, ["raises"], 60.0)
     assert set(verdicts(events, "raises")) <= {"crashed", "unsupported"}
     assert "crashed" in verdicts(events, "raises")
+
+
+TAKES_OVER = {
+    "a thread that goes on": "calls > 1 and threading.Thread(target=time.sleep, args=(600,)).start()",
+    "another serialiser": "sys.modules['parity.process'].json = SimpleNamespace(dumps=lambda *_, **__: '{')",
+    "it stops itself": "os.kill(os.getpid(), signal.SIGSTOP) if calls > 1 else None",
+}
+
+
+@pytest.mark.parametrize("act", TAKES_OVER.values(), ids=TAKES_OVER)
+def test_what_one_does_to_its_process_costs_its_neighbour_no_row(tmp_path, monkeypatch, act):
+    monkeypatch.setattr(supervisor, "HALTED", 1.0)
+    events = planted(tmp_path, act, timeout=200.0)
+    assert "timed-out" not in {r.verdict for r in rows_of(events, "own")}, "somebody waited for its limit"
+    assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
+    assert len({r.case for r in rows_of(events, "right")}) == 8
+    assert not [e for e in events if isinstance(e, Lost)]
+    nothing_twice(events)
+
+
+def test_a_worker_writes_to_no_file_that_has_a_name(tmp_path):
+    """So none can be removed by what runs in it: beside its pipes it has two files that only descriptors lead to."""
+    worker = supervisor.Worker(plan_of(tmp_path, []))
+    with worker.errors, worker.place:
+        assert all(os.fstat(file.fileno()).st_nlink == 0 for file in (worker.errors, worker.place))

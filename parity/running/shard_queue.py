@@ -16,7 +16,7 @@ def expected(shard: Shard) -> float:
     return shard.count * SECONDS.get(f"{shard.kind} {shard.family}", SECONDS[shard.kind])
 
 
-class Deck:
+class ShardQueue:
     """Shards that nobody has yet.
 
     Frozen cases come first: the ledger rests on them. With a `deadline` every family gets as much time as another, its shards
