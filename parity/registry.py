@@ -19,7 +19,7 @@ from parity.implementations.implementation import REGISTRY, Implementation, orig
 from parity.judging.assess import CaseOracle
 from parity.protocol import process_state
 from parity.results.row import Row
-from parity.trainers import catalogue, execute, user_trainer
+from parity.trainers import catalogue, execute
 from parity.trainers.catalogue import TrainerFamily, is_trainer
 
 NAMES = ("logprobs", "policy", "divergence")
@@ -179,7 +179,7 @@ def from_file(spec: str) -> list[Implementation]:
     if inspect.isclass(found):
         from parity.implementations import trl_trainer
 
-        checks = user_trainer.implementation(found, id)
+        checks = catalogue.of_user(found, id)
         return [checks, trl_trainer.of_subclass(found, id)] if checks.family == "grpo-trainer" else [checks]
     return [user.from_function(found, id, [loss_family(name) for name in loss_families()])]
 

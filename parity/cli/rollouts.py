@@ -72,20 +72,19 @@ def judge_command(paths: tuple[str, ...], **given: Any) -> None:
     raise SystemExit(0 if agrees else 1)
 
 
-@rollouts.command("live", epilog="Example: parity rollouts live colocate --no-sync")
-@click.argument("mode", type=click.Choice(["colocate", "server"]), default="colocate")
+@rollouts.command("live", epilog="Example: parity rollouts live --no-sync")
 @click.option("--no-sync", is_flag=True, help="send no weights after the first step: step 2 must disagree")
-def live_command(mode: str, no_sync: bool) -> None:
+def live_command(no_sync: bool) -> None:
     """Run TRL's GRPOTrainer with the installed vLLM.
 
-    In the trainer's process (three steps), or as a server (one step). Exit code 1 if a step disagrees.
+    Three steps, the engine in the trainer's process. Exit code 1 if a step disagrees.
     """
     from parity.process import prepare
     from parity.rollouts import live
 
     prepare("cpu", 1)
     agrees = True
-    for number, (step, line) in enumerate(live.run(mode, not no_sync), 1):
+    for number, (step, line) in enumerate(live.run(not no_sync), 1):
         click.echo(f"step {number}: {line}")
         agrees = agrees and step
     raise SystemExit(0 if agrees else 1)

@@ -3,7 +3,7 @@
 A function, a module or another callable is called by the names of its parameters: it takes what it needs of a family's
 tensors and settings, by name; a case that moves anything it has no parameter for is unsupported. It may carry attributes
 `recipe` (a `parity.judge.recipe.Recipe`), `outputs` (optional outputs it returns) and `contexts`. A subclass of one of TRL's
-trainers goes through the checks of that trainer, see `parity.trainers.user_trainer`.
+trainers goes through the checks of that trainer, see `parity.trainers.catalogue`.
 """
 
 import copy

@@ -5,15 +5,9 @@ vLLM's engine lives in the process and cannot be started twice in it.
 
 import contextlib
 import functools
-import os
-import socket
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -29,26 +23,17 @@ MODEL = "tiny-llama"
 STEPS, PROMPTS, GENERATIONS, COMPLETION = 3, 8, 4, 16
 TEMPERATURE = 0.7
 RATE = 0.03
-START = 420.0
-"""Seconds that a server is given to start."""
 
 
-def run(mode: str, synced: bool) -> Iterator[tuple[bool, str]]:
-    """Trains with `vllm_mode` colocate or server; of each step whether it agrees, and a line.
+def run(synced: bool) -> Iterator[tuple[bool, str]]:
+    """Trains with `vllm_mode` colocate; of each step whether it agrees, and a line.
 
-    Without `synced` the weights are no longer sent to a colocated engine after the first step. A server runs one step and
-    is never sent any: that needs NCCL between CUDA devices.
+    Without `synced` the weights are no longer sent to the engine after the first step.
     """
     vllm_engine.prepare()
     folder = models.folder_of(MODEL)
-    with contextlib.ExitStack() as stack:
-        more: dict[str, Any] = {"vllm_mode": mode}
-        if mode == "server":
-            more |= {"vllm_server_base_url": stack.enter_context(_served(folder)), "max_steps": 1}
-            stack.enter_context(_without_communicator())
-        else:
-            stack.enter_context(_runnable())
-        trainer = _built(folder, **more)
+    with _runnable():
+        trainer = _built(folder)
         if not synced:
             _forget_to_sync(trainer)
         steps = recorder.train(trainer)
@@ -78,18 +63,6 @@ def _runnable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_communicator() -> Iterator[None]:
-    """TRL's server mode without a weight sync: generation alone goes over HTTP."""
-    import trl.generation.vllm_client as client
-    import trl.generation.vllm_generation as generation
-
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(_replaced(client.VLLMClient, "init_communicator", lambda *args, **kwargs: None))
-        undo.enter_context(_replaced(generation.VLLMGeneration, "sync_weights", lambda self: None))
-        yield
-
-
-@contextlib.contextmanager
 def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(holder, name)
     setattr(holder, name, value)
@@ -99,12 +72,13 @@ def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
         setattr(holder, name, before)
 
 
-def _built(folder: Path, **more: Any) -> Any:
-    """A GRPOTrainer on the model in `folder` that generates with vLLM; `more` goes to its config."""
+def _built(folder: Path) -> Any:
+    """A GRPOTrainer on the model in `folder` that generates with vLLM."""
     import datasets
 
     wanted = {
         "use_vllm": True,
+        "vllm_mode": "colocate",
         "per_device_train_batch_size": PROMPTS * GENERATIONS,
         "num_generations": GENERATIONS,
         "max_completion_length": COMPLETION,
@@ -119,15 +93,13 @@ def _built(folder: Path, **more: Any) -> Any:
         "use_cpu": not torch.cuda.is_available(),
     }
     config = drive.config("GRPOTrainer")
-    args = drive.arguments(config, "cpu", wanted | more, ("use_vllm", "vllm_importance_sampling_mode"))
+    args = drive.arguments(config, "cpu", wanted, ("use_vllm", "vllm_importance_sampling_mode"))
     rows = [
         {"prompt": " ".join(f"w{3 + int(h % 50)}" for h in hashes(5, f"live {i}", (4 + i % 5,)))}
         for i in range(PROMPTS * STEPS)
     ]
     policy = models.loaded(folder, torch.float32)
-    return drive.build(
-        "GRPOTrainer", policy, args, train_dataset=datasets.Dataset.from_list(rows), reward_funcs=drive.reward_by_place
-    )
+    return drive.build("GRPOTrainer", policy, args, train_dataset=datasets.Dataset.from_list(rows))
 
 
 def _forget_to_sync(trainer: Any) -> None:
@@ -172,40 +144,3 @@ def _recording(batch: Any) -> Recording:
         lengths.to(torch.int32),
         batch["sampling_per_token_logps"][:, :width].float().cpu(),
     )
-
-
-@contextlib.contextmanager
-def _served(folder: Path) -> Iterator[str]:
-    """`vllm serve`'s API server on a free port of the loopback interface; its address."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", "float32"]
-    command += ["--port", str(port), "--host", "127.0.0.1", "--max-model-len", "128", "--enforce-eager"]
-    command += ["--logprobs-mode", "processed_logprobs"]
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
-    with tempfile.TemporaryFile("w+") as log:  # a file, no pipe: a server whose pipe nobody reads stops when it is full
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True)
-        try:
-            _wait(process, f"http://127.0.0.1:{port}", log)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait(process: subprocess.Popen[str], url: str, log: IO[str]) -> None:
-    import requests
-
-    begun = time.monotonic()
-    while process.poll() is None and time.monotonic() - begun < START:
-        with contextlib.suppress(requests.RequestException):  # not up yet
-            if requests.get(f"{url}/health", timeout=2).ok:
-                return
-        time.sleep(1)
-    log.seek(0)
-    raise RuntimeError(f"no server, exit code {process.poll()} after {START:g} s at most: {log.read()[-2000:]}")

@@ -8,7 +8,7 @@ import dataclasses
 import importlib
 from collections.abc import Collection, Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from parity.case.case import Case
 from parity.case.inputs import Setting, fits
@@ -149,12 +149,29 @@ def implementations() -> dict[str, Implementation]:
         paths = {w for c in family(trainer).checks.values() for w in c.paths}
         for path in (w for w in PATHS if w in paths):
             id = f"{trainer}.{path}"
-            role = "reference" if path == "released" else "candidate"
-            out[id] = Implementation(id, trainer, role, not_an_adapter, library="trl", dtypes=frozenset({"fp32"}))
+            out[id] = _implementation(id, trainer, "reference" if path == "released" else "candidate")
     return out
 
 
-def not_an_adapter(inputs: Any) -> Any:
+def of_user(kind: type, id: str) -> Implementation:
+    """The checks of the nearest TRL trainer that `kind` extends, on `kind`, FILE.py:NAME.
+
+    Raises:
+        UsageError: where it extends no trainer that has checks.
+    """
+    families = {upstream: name for name, upstream in TRAINERS.items()}
+    extended = (b.__name__ for b in kind.__mro__ if b.__module__.startswith("trl."))
+    name = next((families[n] for n in extended if n in families), None)
+    if name is None:
+        raise UsageError(f"implementation {id!r}: a class must extend one of TRL's trainers {', '.join(families)}")
+    return _implementation(id, name, "candidate", user_class=kind, extends=f"{name}.released")
+
+
+def _implementation(id: str, trainer: str, role: Literal["reference", "candidate"], **more: Any) -> Implementation:
+    return Implementation(id, trainer, role, _not_an_adapter, library="trl", dtypes=frozenset({"fp32"}), **more)
+
+
+def _not_an_adapter(inputs: Any) -> Any:
     """The adapter of an implementation that only checks run: it is never called."""
     raise TypeError("a trainer check is run by parity.trainers.execute, not as an adapter")
 

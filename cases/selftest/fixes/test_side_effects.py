@@ -50,7 +50,8 @@ def test_a_trainer_without_the_patch_keeps_one_kernel_for_policy_and_reference(g
         policy, reference = (models.model("llama", torch.bfloat16) for _ in range(2))
         dpo = built("DPOTrainer", policy, ref_model=reference)
         assert torch.equal(scores(dpo.model), scores(dpo.ref_model))
-        entry = drive.train(dpo)
+        dpo.train()
+    entry = drive.logged(dpo)
     assert entry["rewards/chosen"] == entry["rewards/rejected"] == 0.0
 
 

@@ -30,18 +30,13 @@ def lines(*words):
 
 
 def test_colocate_agrees_at_every_step():
-    code, steps = lines("colocate")
+    code, steps = lines()
     assert code == 0 and len(steps) == 3 and all(": agrees" in step for step in steps)
 
 
 def test_a_sync_switched_off_is_caught_at_step_two():
-    code, (first, second, third) = lines("colocate", "--no-sync")
+    code, (first, second, third) = lines("--no-sync")
     assert code == 1 and ": agrees" in first and ": DISAGREES" in second and ": DISAGREES" in third
-
-
-def test_server_mode_over_loopback_agrees():
-    code, steps = lines("server")
-    assert code == 0 and len(steps) == 1 and ": agrees" in steps[0]
 
 
 def test_a_softcap_that_the_engine_lost(tmp_path):

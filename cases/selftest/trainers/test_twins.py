@@ -190,13 +190,13 @@ def test_a_tied_matrix_that_is_sharded_as_two(monkeypatch):
 def test_a_rank_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(ranks.sys, "executable", "/bin/false")
     with pytest.raises(Unsupported, match="rank [01] of 2 failed"):
-        ranks.launch(ranks.Plan({"sft-trainer": {}}), 2)
+        ranks.launch({"sft-trainer": {}}, "none", 2)
 
 
 @pytest.mark.parametrize(
     ("sharding", "rank", "quantities"),
     [
-        ("fsdp2", {"kind": "MULTI_CPU"}, {"sharded"}),
+        ("fsdp2", {}, {"sharded"}),
         ("none", {"failure": "RuntimeError: hangs"}, {"trained"}),
     ],
 )

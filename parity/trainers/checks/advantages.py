@@ -15,7 +15,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.recipe import UNIT_ROUNDOFF
 from parity.trainers.check import CheckCall, CheckCase, Quantity, bounded, by_profile, check
-from parity.trainers.rig import drive, models
+from parity.trainers.rig import drive, models, stored_window
 from parity.upstream import trl
 
 U = UNIT_ROUNDOFF["fp32"]
@@ -118,7 +118,7 @@ def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> Tensor:
         config, call.device, wanted, ("num_generations_eval",) if "num_generations_eval" in wanted else ()
     )
     trainer = drive.build(call.trainer, models.model("llama"), args, reward_funcs=functions)
-    prompts = drive.prompts()[:2]["prompt"]
+    prompts = [sample.prompt for sample in stored_window.brief()[:2]]
     alone = s.rewards == "group-of-one"
     batch = [{"prompt": p} for p in prompts for _ in range(1 if alone else GROUP)]
     trainer.model.train(not alone)

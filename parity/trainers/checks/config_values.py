@@ -207,7 +207,7 @@ def _fill(model: Any, head: str) -> None:
 def _ask_scores(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | None]:
     trainer = _built(call, temperature=batch.temperature, beta=0.0)
     score = getattr(trainer, drive.scorer(trainer))
-    with drive.fixed(call, trainer):
+    with drive.fixed(call.path, trainer):
         ids = batch.ids.to(trainer.model.device)
         out = score(trainer.model, ids, torch.ones_like(ids), LENGTH - PROMPT)
     logps = out[0] if isinstance(out, tuple) else out
@@ -248,7 +248,7 @@ def _ask_loss(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | None
         quantised_heads.quantise(trainer.ref_model, call.settings.head)
         if call.settings.head == "hook":
             _fill(trainer.ref_model, "hook")
-    with trl.quiet(), drive.fixed(call, trainer):
+    with trl.quiet(), drive.fixed(call.path, trainer):
         inputs = {k: v.to(trainer.model.device) for k, v in batch.inputs().items()}
         return trainer.compute_loss(trainer.model, inputs), trainer.model, None
 

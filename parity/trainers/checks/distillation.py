@@ -19,11 +19,14 @@ from parity.fixes import patches
 from parity.trainers.check import CheckCall, Quantity, bounded, check, holds
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import exact_step
-from parity.trainers.rig import models, recorder, stored_window, teacher_client
+from parity.trainers.rig import batches, drive, models, recorder, stored_window, teacher_client
+from parity.trainers.rig.stored_window import Sequences
 from parity.trainers.rig.teacher_server import Teacher, scorer, serving
 
 BETAS, SPLITS = (0.0, 0.5, 1.0), ("1x2", "2x1")
 ARCHITECTURE = "llama"
+IGNORED = -100
+"""The label of a token that is not in the loss."""
 
 
 BETA = Setting(1.0, "teacher's weight in the divergence: 0 forward KL, 1 reverse KL", BETAS)
@@ -67,7 +70,7 @@ def teacher_server(call: CheckCall) -> Iterator[Quantity]:
         steps = recorder.train(trainer)
         handle.remove()
         yield from _handed_over(trainer, steps.batches, teacher)
-    window = [teacher_client.samples(batch) for batch in steps.batches]
+    window = [batches.sequences_of([batch]) for batch in steps.batches]
     yield holds("sequences", sorted(len(t) for b in window for t, _ in b) == [6, 7], f"the window holds {window}")
     step = exact_step(models.model(ARCHITECTURE, torch.float64).train(), functools.partial(_loss, window, teacher, s))
     yield from first_step(step, steps)
@@ -80,7 +83,7 @@ def _keep_logits(seen: list[Tensor], module: Any, args: Any, output: Any) -> Non
         seen.append(output.logits)
 
 
-def _loss(window: list[list[teacher_client.Sample]], teacher: Teacher, s: Any, model: Any) -> Tensor:
+def _loss(window: list[Sequences], teacher: Teacher, s: Any, model: Any) -> Tensor:
     """Mean over the micro-batches of each one's mean over its completion tokens: the server path's own normaliser."""
     total = torch.zeros((), dtype=torch.float64)
     for batch in window:
@@ -110,24 +113,23 @@ def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, s: Any) -> Tensor:
     return divergence(p, q, gone, gone, s.beta)
 
 
-def _handed_over(trainer: Any, batches: list[dict[str, Any]], teacher: Teacher) -> Iterator[Quantity]:
+def _handed_over(trainer: Any, recorded: list[dict[str, Any]], teacher: Teacher) -> Iterator[Quantity]:
     """The getter's contract: -inf exactly where there is no label, elsewhere what the server said of that token."""
     wrong: list[str] = []
-    for number, batch in enumerate(batches):
-        tokens, mask, labels = teacher_client.layout(batch)
+    for number, batch in enumerate(recorded):
+        tokens, mask, loss = batches.parts(batch)[0]
+        labels = tokens.masked_fill(loss == 0, IGNORED)
         given = batch if "labels" in batch else {"input_ids": tokens, "attention_mask": mask, "labels": labels}
         start = trainer._compute_prompt_length(given)
         got = trainer._get_teacher_token_logprobs_from_server(given, start)
         width = got["actual_logprobs"].shape[1]
-        for i, (sequence, prompt) in enumerate(teacher_client.samples(batch)):
+        for i, (sequence, prompt) in enumerate(batches.sequences_of([batch])):
             label = labels[i, start : start + width]
             logps = teacher.answers[tuple(sequence)][prompt:]
             expected = torch.full((width,), -torch.inf)
-            expected[label != teacher_client.IGNORED] = logps.gather(
-                -1, label[label != teacher_client.IGNORED].unsqueeze(-1)
-            )[:, 0]
+            expected[label != IGNORED] = logps.gather(-1, label[label != IGNORED].unsqueeze(-1))[:, 0]
             top = torch.full((width,), -torch.inf)
-            top[label != teacher_client.IGNORED] = logps.amax(-1)
+            top[label != IGNORED] = logps.amax(-1)
             for name, truth in (("actual_logprobs", expected), ("topk_logprobs", top)):
                 value = got[name][i] if name == "actual_logprobs" else got[name][i, :, 0]
                 if not torch.equal(value, truth):
@@ -137,14 +139,13 @@ def _handed_over(trainer: Any, batches: list[dict[str, Any]], teacher: Teacher) 
     yield holds("teacher log-probs", not wrong, "; ".join(wrong[:2]), gate="exact")
 
 
-def _at_padding(batches: list[dict[str, Any]], seen: list[Tensor]) -> Quantity:
+def _at_padding(recorded: list[dict[str, Any]], seen: list[Tensor]) -> Quantity:
     """The gradient of the logits where no label is predicted."""
     largest, where = 0.0, ""
-    if len(seen) != len(batches):
-        raise RuntimeError(f"{len(seen)} student forward passes recorded for {len(batches)} micro-batches")
-    for number, (batch, logits) in enumerate(zip(batches, seen, strict=True)):
-        labels = teacher_client.layout(batch)[2]
-        predicts = torch.nn.functional.pad(labels[:, 1:] != teacher_client.IGNORED, (0, 1))
+    if len(seen) != len(recorded):
+        raise RuntimeError(f"{len(seen)} student forward passes recorded for {len(recorded)} micro-batches")
+    for number, (batch, logits) in enumerate(zip(recorded, seen, strict=True)):
+        predicts = torch.nn.functional.pad(batches.parts(batch)[0][2][:, 1:] != 0, (0, 1))
         gradient = torch.zeros_like(logits) if logits.grad is None else logits.grad
         outside = gradient[~predicts].abs()
         if not bool((outside == 0).all()):
@@ -164,7 +165,7 @@ def _at_padding(batches: list[dict[str, Any]], seen: list[Tensor]) -> Quantity:
 def sentinel(call: CheckCall) -> Iterator[Quantity]:
     """A log-prob that the teacher does not have where the loss needs it: the trainer must refuse, not train on it."""
     whole = scorer(_teacher_model())
-    gone = {tuple(stored_window.ids(row["prompt"])) for row in teacher_client.rows()[:1]}
+    gone = {tuple(stored_window.ids(sample.prompt)) for sample in teacher_client.samples()[:1]}
 
     def partial(tokens: list[int]) -> Tensor:
         out = whole(tokens)
@@ -225,7 +226,7 @@ def divergence_parts(call: CheckCall) -> Iterator[Quantity]:
 
 
 def _module() -> Any:
-    trainer, _ = teacher_client.classes()
+    trainer = drive.trl_class(teacher_client.upstream())
     return importlib.import_module(next(b.__module__ for b in trainer.__mro__ if b.__module__.startswith("trl.")))
 
 

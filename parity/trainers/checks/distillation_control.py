@@ -13,8 +13,8 @@ from parity.trainers.check import CheckCall, Quantity, check
 from parity.trainers.checks.distillation import ARCHITECTURE, BETA, SPLIT, cases
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import exact_step
-from parity.trainers.rig import drive, models, recorder, teacher_client
-from parity.upstream import trl
+from parity.trainers.rig import batches, drive, models, recorder, stored_window, teacher_client
+from parity.trainers.rig.stored_window import Sequences
 
 
 @check(
@@ -36,7 +36,6 @@ from parity.upstream import trl
 )
 def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
-    kind, config = drive.trl_class(call.trainer), drive.config(call.trainer)
     batch, accumulation = map(int, call.settings.split.split("x"))
     wanted = recorder.PLAIN | {
         "per_device_train_batch_size": batch,
@@ -46,23 +45,19 @@ def ragged_control(call: CheckCall) -> Iterator[Quantity]:
         "temperature": 1.0,
         "max_length": 32,
     }
-    with trl.quiet():
-        trainer = kind(
-            model=models.model(ARCHITECTURE),
-            teacher_model=models.model("qwen2"),
-            args=trl.configured(config, call.device, wanted),
-            train_dataset=teacher_client.dataset(messages=True, prompts=call.settings.prompts),
-            processing_class=models.tokenizer(),
-        )
+    args = drive.arguments(drive.config(call.trainer), call.device, wanted)
+    data = stored_window.dataset(teacher_client.samples(call.settings.prompts), "turns")
+    given = {"teacher_model": models.model("qwen2"), "train_dataset": data}
+    trainer = drive.build(call.trainer, models.model(ARCHITECTURE), args, **given)
     steps = recorder.train(trainer)
-    window = [teacher_client.samples(b) for b in steps.batches]
+    window = [batches.sequences_of([b]) for b in steps.batches]
     local = all(n is None for n in steps.items)
     definition = functools.partial(_dense, window, call.settings.beta, local)
     step = exact_step(models.model(ARCHITECTURE, torch.float64).train(), definition)
     yield from first_step(step, steps)
 
 
-def _dense(window: list[list[teacher_client.Sample]], beta: float, local: bool, model: Any) -> Tensor:
+def _dense(window: list[Sequences], beta: float, local: bool, model: Any) -> Tensor:
     """Mean over the completion tokens of the window; `local`: of each micro-batch, then over those (before 1.10)."""
     parts = []
     for batch in window:

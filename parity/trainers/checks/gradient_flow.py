@@ -60,7 +60,7 @@ def gradient_flow(call: CheckCall) -> Iterator[Quantity]:
     named = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
     before = {n: p.detach().clone() for n, p in named.items()}
     failure = ""
-    with drive.fixed(call, trainer):
+    with drive.fixed(call.path, trainer):
         try:
             with drive.seeded():
                 seen = next(iter(recorder.train(trainer).gradients), {})

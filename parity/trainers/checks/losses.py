@@ -19,7 +19,7 @@ from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.definitions.twin_losses import Definition
 from parity.trainers.rig import drive, stored_window, twin_runs
-from parity.trainers.rig.stored_window import Row
+from parity.trainers.rig.stored_window import Sample
 from parity.upstream import trl
 
 OWN = {
@@ -216,7 +216,7 @@ def _options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     return out | given | {"beta": s.beta}
 
 
-def _rows(trainer: str, s: SimpleNamespace) -> list[Row]:
+def _rows(trainer: str, s: SimpleNamespace) -> list[Sample]:
     """The rows; with a penalty on a missing end the longest completions lose theirs."""
     rows = twin_runs.rows(trainer)
     if s.even:
@@ -225,13 +225,13 @@ def _rows(trainer: str, s: SimpleNamespace) -> list[Row]:
     return [dataclasses.replace(r, limit=limit) for r in rows]
 
 
-def _as_long(row: Row, other: Row) -> str:
+def _as_long(row: Sample, other: Sample) -> str:
     """The row's completion, cut or repeated to as many words as the other's has."""
     words = itertools.cycle(row.completion.split())
     return " ".join(itertools.islice(words, len(other.completion.split())))
 
 
-def _kto(rows: Sequence[Row], s: SimpleNamespace) -> Definition:
+def _kto(rows: Sequence[Sample], s: SimpleNamespace) -> Definition:
     window, labels = twin_runs.sequences("kto-trainer", rows), twin_runs.labels(rows)
     if s.loss == "kto":
         return functools.partial(preference.kto, window, preference.mismatched(window), labels, s.model, s)
@@ -239,7 +239,7 @@ def _kto(rows: Sequence[Row], s: SimpleNamespace) -> Definition:
     return functools.partial(preference.apo_zero_unpaired, window, labels, s.model, s.beta, weights=weights)
 
 
-def _sft(rows: Sequence[Row], s: SimpleNamespace) -> Definition:
+def _sft(rows: Sequence[Sample], s: SimpleNamespace) -> Definition:
     window = twin_runs.sequences("sft-trainer", rows)
     if s.whole:
         window = [(tokens, 1) for tokens, _ in window]
@@ -250,12 +250,12 @@ def _sft(rows: Sequence[Row], s: SimpleNamespace) -> Definition:
     return functools.partial(windows.sft, window)
 
 
-def _online(rows: Sequence[Row], s: SimpleNamespace) -> Definition:
+def _online(rows: Sequence[Sample], s: SimpleNamespace) -> Definition:
     define = preference.online_ipo if s.loss == "ipo" else windows.dpo
     return functools.partial(define, twin_runs.pair("online-dpo-trainer", rows, s.penalty), s.model, s.beta)
 
 
-DEFINED: dict[str, Callable[[Sequence[Row], SimpleNamespace], Definition]] = {
+DEFINED: dict[str, Callable[[Sequence[Sample], SimpleNamespace], Definition]] = {
     "dpo-trainer": lambda rows, s: functools.partial(preference.dpo, twin_runs.pair("dpo-trainer", rows), s.model, s),
     "kto-trainer": _kto,
     "sft-trainer": _sft,

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,7 +67,7 @@ def sampler(call: CheckCall) -> Iterator[Quantity]:
     given = log_probs(window, s.missing, counted)
     _report(run, window, given)
     if counted is not None:
-        _call_tools(run, counted)
+        twin_runs.generate_tools(run)
     run.use_vllm = True
     steps = twin_runs.train(run, call.path)
     yield twin_runs.all_there("grpo-trainer", steps)
@@ -144,22 +144,6 @@ def _report(trainer: Any, window: Sequences, given: list[Tensor]) -> None:
         return tuple(out)
 
     trainer._generate_single_turn = generate_and_score
-
-
-def _call_tools(trainer: Any, counted: Callable[[Tensor], Tensor]) -> None:
-    """Tokens of the stored completions that are a tool's, by the mask that a tool-calling generation returns."""
-    generate = trainer._generate
-    names = twin_runs.handed_names(generate)
-    if "tool_mask" not in names:
-        raise Unsupported(f"_generate of the installed version returns {', '.join(names)}: no tool_mask")
-
-    def generate_with_tools(*args: Any, **kwargs: Any) -> Any:
-        out = list(generate(*args, **kwargs))
-        completions = out[names.index("completion_ids")]
-        out[names.index("tool_mask")] = [counted(torch.tensor(c)).tolist() for c in completions]
-        return tuple(out)
-
-    trainer._generate = generate_with_tools
 
 
 def ratio(s: SimpleNamespace, reported: Tensor, logps: Tensor, mask: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def scoring(call: CheckCall) -> Iterator[Quantity]:
     backbone: list[Tensor] = []
     handle = trainer.model.base_model.register_forward_hook(functools.partial(_keep, backbone))
     try:
-        with trl.quiet(), drive.fixed(call, trainer):
+        with trl.quiet(), drive.fixed(call.path, trainer):
             logps, entropies = _asked(trainer, batch, _size(s))
             (logps * batch.cotangent.to(logps)).sum().backward()
     finally:

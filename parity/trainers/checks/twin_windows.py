@@ -21,7 +21,7 @@ from parity.trainers.definitions import twin_losses, windows
 from parity.trainers.definitions.gradients import first_step, gradients, window_loss
 from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import batches, drive, models, recorder, stored_window, twin_runs
-from parity.trainers.rig.stored_window import Row
+from parity.trainers.rig.stored_window import Sample
 from parity.trainers.specs import JUDGED, SPECS
 from parity.upstream import trl
 
@@ -105,7 +105,7 @@ class Run:
         return holds("windows", sizes == expected, f"windows of {sizes} sequences instead of {expected}", gate="exact")
 
 
-def found_rows(trainer: str, part: Sequence[Row], micro_batches: list[dict[str, Any]]) -> list[Row]:
+def found_rows(trainer: str, part: Sequence[Sample], micro_batches: list[dict[str, Any]]) -> list[Sample]:
     """The rows whose completion is among the sequences of these micro-batches."""
     seen = [tokens for tokens, _ in batches.sequences_of(micro_batches)]
     sequences = twin_runs.sequences(trainer, part)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parity.trainers.definitions import preference, windows
 from parity.trainers.rig import drive, models, twin_runs
-from parity.trainers.rig.stored_window import Reference, Row
+from parity.trainers.rig.stored_window import Reference, Sample
 
 Definition = Callable[[Any], Tensor]
 
@@ -18,7 +18,7 @@ Definition = Callable[[Any], Tensor]
 def definition(
     trainer: str,
     s: SimpleNamespace,
-    part: Sequence[Row] | None = None,
+    part: Sequence[Sample] | None = None,
     generation: windows.Generation | None = None,
     reference: Reference | None = None,
     earned: Tensor | None = None,

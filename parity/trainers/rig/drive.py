@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from parity.case.case import hashes
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall
-from parity.trainers.rig import models
+from parity.trainers.rig import models, stored_window
+from parity.trainers.rig.stored_window import reward
 from parity.trainers.specs import spec_of
 from parity.upstream import trl
 
@@ -65,12 +64,7 @@ def trl_class(name: str) -> type:
     Raises:
         Unsupported: when the installed version has none, or when the module that defines it does not import; with why.
     """
-    return in_use(trl.class_named(name))
-
-
-def in_use(released: type) -> type:
-    """A TRL class, or the user's trainer that extends it."""
-    user_class = _USER_CLASS.get()
+    released, user_class = trl.class_named(name), _USER_CLASS.get()
     return user_class if user_class is not None and issubclass(user_class, released) else released
 
 
@@ -131,27 +125,6 @@ def checkpointing(kind: str) -> dict[str, Any]:
     return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": kind == REENTRANT}}
 
 
-def prompts() -> Any:
-    """A dataset of prompts of unequal lengths, conversational as every trainer takes them."""
-    from datasets import Dataset
-
-    rows = [models.words(7, f"prompt {i}", 2 + 3 * (i % 3)) for i in range(8)]
-    return Dataset.from_dict({"prompt": rows})
-
-
-def preferences() -> Any:
-    """A dataset of prompts with a chosen and a rejected completion of unequal lengths."""
-    from datasets import Dataset
-
-    return Dataset.from_dict(
-        {
-            "prompt": [models.words(7, f"prompt {i}", 2 + 3 * (i % 3)) + " " for i in range(8)],
-            "chosen": [models.words(7, f"chosen {i}", 3 + i % 4) for i in range(8)],
-            "rejected": [models.words(7, f"rejected {i}", 5 - i % 3) for i in range(8)],
-        }
-    )
-
-
 def _judge() -> Any:
     """What online DPO took before it took reward functions: a judge, by the same hash."""
     from trl import BasePairwiseJudge
@@ -161,25 +134,6 @@ def _judge() -> Any:
             return [int(reward([second])[0] > reward([first])[0]) for first, second in completions]
 
     return Judge()
-
-
-def texts() -> Any:
-    """A dataset of prompts and completions, for supervised fine-tuning."""
-    pairs = preferences()
-    return pairs.remove_columns("rejected").rename_column("chosen", "completion")
-
-
-DATA = {"pairs": preferences, "completions": texts}
-
-
-def reward(completions: Any, **kwargs: Any) -> list[float]:
-    """A reward that differs within a group: a hash of the completion, in [0, 1)."""
-    return [float(hashes(3, str(c), (1,))[0] >> 40) / 2**24 for c in completions]
-
-
-def reward_by_place(completions: Any, **kwargs: Any) -> list[float]:
-    """By completion and place: the greedy completions of a group are one and the same, and would all have advantage 0."""
-    return reward([f"{i} {c}" for i, c in enumerate(completions)])
 
 
 def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: Any) -> Any:
@@ -193,7 +147,7 @@ def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: 
         raise Unsupported(f"the installed version's {trainer} is another one: it takes no `model`")
     given: dict[str, Any] = {"model": model, "args": args, "processing_class": models.tokenizer(), **more}
     spec = spec_of(trainer)
-    given.setdefault("train_dataset", DATA.get(spec.data, prompts)())
+    given.setdefault("train_dataset", stored_window.dataset(stored_window.brief(), spec.data))
     if spec.rewarded and trl.accepts(kind, "reward_funcs"):
         given.setdefault("reward_funcs", reward)
     elif spec.rewarded:
@@ -218,23 +172,16 @@ def seeded() -> Iterator[None]:
         torch.random.set_rng_state(state)
 
 
-def train(trainer: Any) -> dict[str, Any]:
-    """`trainer.train()` for its one step; the first log entry."""
-    with trl.quiet(), trl.environment_kept(), trl.collecting_little(), seeded():
-        trainer.train()
-    return logged(trainer)
-
-
 def logged(trainer: Any) -> dict[str, Any]:
     """What a trainer logged of its first step; empty if nothing."""
     return next((entry for entry in trainer.state.log_history if "loss" in entry or "kl" in entry), {})
 
 
-def fixed(call: CheckCall, trainer: Any) -> contextlib.AbstractContextManager[Any]:
-    """What "fixed" means: `parity.fixes.apply` on the constructed trainer, undone afterwards."""
+def fixed(path: str, trainer: Any) -> contextlib.AbstractContextManager[Any]:
+    """What the path "fixed" means: `parity.fixes.apply` on the constructed trainer, undone afterwards."""
     from parity.fixes import apply
 
-    return apply(trainer) if call.path == "fixed" else contextlib.nullcontext()
+    return apply(trainer) if path == "fixed" else contextlib.nullcontext()
 
 
 SCORERS = "_get_per_token_logps_and_entropies", "_get_per_token_logps"
@@ -252,14 +199,14 @@ def scorer(trainer: Any) -> str:
     raise Unsupported("the installed version scores inside its loss: there is no method to ask")
 
 
-def spied(holder: Any, name: str, seen: Callable[[tuple[Any, ...], dict[str, Any], Any], None]) -> None:
-    """Let `seen(args, kwargs, result)` watch every call of a method of one object."""
+def spied(holder: Any, name: str, seen: Callable[[tuple[Any, ...], Any], None]) -> None:
+    """Let `seen(args, result)` watch every call of a method of one object."""
     original = getattr(holder, name)
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
-        seen(args, kwargs, out)
+        seen(args, out)
         return out
 
     setattr(holder, name, watched)

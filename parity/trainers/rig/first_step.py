@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall
-from parity.trainers.rig import checkpointing, drive, models
+from parity.trainers.rig import batches, checkpointing, drive, models, recorder
 from parity.upstream import trl
 
 
@@ -65,7 +65,7 @@ def run(call: CheckCall) -> FirstStep:
         wrapper = checkpointing.install(trainer.model)
         if getattr(trainer, "ref_model", None) is not None:
             checkpointing.install(trainer.ref_model, checkpoint=False)
-    with drive.fixed(call, trainer):
+    with drive.fixed(call.path, trainer):
         step = WATCH[call.trainer](trainer)
     if wrapper is not None:
         step.lost = checkpointing.wrapped(trainer.model, wrapper)
@@ -76,35 +76,19 @@ def _watch_scores(trainer: Any) -> FirstStep:
     """GRPO and RLOO: the log-probs as their one method hands them out; policy with gradients, reference without."""
     seen: dict[str, Any] = {}
 
-    def scored(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def scored(args: tuple[Any, ...], out: Any) -> None:
         logps = (out[0] if isinstance(out, tuple) else out).detach()
         if torch.is_grad_enabled():
             seen.setdefault("policy", logps)
         elif args[0] is not trainer.model or trainer.ref_model is None:
             seen["reference"] = args[1], logps  # RLOO scores the old policy first, the reference last
 
-    drive.spied(trainer, drive.scorer(trainer), scored)
-    _spy_loss(trainer, seen)
-    log = drive.train(trainer)
-    x = seen["inputs"]
-    given = x.get("ref_per_token_logps")
+    step, batch = _watched(trainer, drive.scorer(trainer), scored)
+    given = batch.get("ref_per_token_logps")
     if given is None and "reference" not in seen:
         raise Unsupported("the trainer computed no reference log-probs, so there is no KL")
-    mask = torch.cat([x["prompt_mask"], x["completion_mask"]], 1)
-    completion = torch.cat([torch.zeros_like(x["prompt_mask"]), x["completion_mask"]], 1)
-    ids = torch.cat([x["prompt_ids"], x["completion_ids"]], 1)
-    reference = in_order(ids, *seen["reference"]) if given is None else given
-    return FirstStep(ids, mask, completion, seen.get("policy"), reference, seen["loss"], log, x["advantages"])
-
-
-def _spy_loss(trainer: Any, seen: dict[str, Any]) -> None:
-    """The first inputs of the loss, and its value."""
-
-    def lost(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        seen.setdefault("inputs", {k: v for k, v in args[1].items() if torch.is_tensor(v)})
-        seen.setdefault("loss", float((out[0] if isinstance(out, tuple) else out).detach()))
-
-    drive.spied(trainer, "compute_loss", lost)
+    reference = in_order(step.ids, *seen["reference"]) if given is None else given
+    return dataclasses.replace(step, policy=seen.get("policy"), reference=reference, advantages=batch["advantages"])
 
 
 def in_order(ids: Tensor, scored: Tensor, logps: Tensor) -> Tensor:
@@ -114,28 +98,31 @@ def in_order(ids: Tensor, scored: Tensor, logps: Tensor) -> Tensor:
 
 def _watch_online(trainer: Any) -> FirstStep:
     """Online DPO: `_forward` returns the log-probs, of the policy first, then of the reference."""
-    found: list[Any] = []
-    loss: list[float] = []
+    found: list[Tensor] = []
     if not hasattr(trainer, "_forward"):
         raise Unsupported("no OnlineDPOTrainer._forward in the installed version")
-    drive.spied(trainer, "_forward", lambda args, kwargs, out: found.append((args, out.detach())))
-    drive.spied(trainer, "training_step", lambda args, kwargs, out: loss.append(float(out)))
-    log = drive.train(trainer)
-    (_, prompt, prompt_mask, ids, mask, *_), policy = found[0]
-    both = torch.cat([prompt, ids], 1), torch.cat([prompt_mask, mask], 1)
-    completion = torch.cat([torch.zeros_like(prompt_mask), mask], 1)
-    return FirstStep(*both, completion, policy, found[1][1], loss[0], log)
+    step, _ = _watched(trainer, "_forward", lambda args, out: found.append(out.detach()))
+    return dataclasses.replace(step, policy=found[0], reference=found[1])
 
 
 def _watch_pairs(trainer: Any) -> FirstStep:
     """DPO: the batch as the loss got it; log-ratios show in its metrics."""
-    seen: dict[str, Any] = {}
-    _spy_loss(trainer, seen)
-    log = drive.train(trainer)
-    x = seen["inputs"]
-    if "completion_mask" not in x or "input_ids" not in x:
-        raise Unsupported(f"the installed version hands its loss {', '.join(x)}, not input_ids and completion_mask")
-    return FirstStep(x["input_ids"], x["attention_mask"], x["completion_mask"], loss=seen["loss"], log=log)
+    step, batch = _watched(trainer)
+    if "completion_mask" not in batch or "input_ids" not in batch:
+        raise Unsupported(f"the installed version hands its loss {', '.join(batch)}, not input_ids and completion_mask")
+    return step
+
+
+def _watched(
+    trainer: Any, name: str = "", seen: Callable[[tuple[Any, ...], Any], None] | None = None
+) -> tuple[FirstStep, dict[str, Any]]:
+    """One step, and its batch; every call of the method `name` is told to `seen(args, result)`."""
+    if seen is not None:
+        drive.spied(trainer, name, seen)
+    with drive.seeded():
+        steps = recorder.train(trainer)
+    batch = steps.batches[0]
+    return FirstStep(*batches.parts(batch)[0], loss=steps.losses[0], log=drive.logged(trainer)), batch
 
 
 WATCH = {

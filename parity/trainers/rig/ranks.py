@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from parity.errors import Unsupported
@@ -38,49 +39,44 @@ class Rank:
         gradients: name -> gradient behind the reduction, put together where each rank holds a shard.
         sequences: those that it was given.
         sharded: the number of parameters of which it holds a shard.
-        kind: what accelerate calls this way of being distributed, "FSDP".
         failure: the exception that ended the step, empty if none did.
     """
 
     gradients: dict[str, Tensor]
     sequences: list[tuple[list[int], int]]
     sharded: int = 0
-    kind: str = ""
     failure: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the ranks do.
+def launch(trainers: Mapping[str, Mapping[str, Any]], sharding: str, ranks: int) -> dict[str, list[Rank]]:
+    """Train a twin of each trainer in `ranks` processes, one launch for all of them.
 
-    Attributes:
-        trainers: families whose twins they train, one after the other -> settings of the twin, as `twins.SETTINGS`.
-        sharding: "none" or "fsdp2".
-    """
-
-    trainers: Mapping[str, Mapping[str, Any]]
-    sharding: str = "none"
-
-
-def launch(plan: Plan, ranks: int) -> dict[str, list[Rank]]:
-    """Train each trainer's twin in `ranks` processes, one launch for all of them.
+    `trainers`: family -> settings of the twin, as `twins.SETTINGS`; `sharding`: "none" or "fsdp2".
 
     Raises:
         Unsupported: when a process fails or takes longer than `TIMEOUT` seconds; the message is its last line.
     """
     with tempfile.TemporaryDirectory(prefix="parity-ranks-") as name:
-        folder, port = Path(name), _free_port()
-        (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
+        folder, end = Path(name), time.monotonic() + TIMEOUT
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        (folder / "plan.json").write_text(json.dumps([trainers, sharding]))
         running = [_start(folder, rank, ranks, port) for rank in range(ranks)]
-        _wait(running, folder)
-        return {trainer: [_read(folder, trainer, rank) for rank in range(ranks)] for trainer in plan.trainers}
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+        try:
+            while None in (codes := [p.poll() for p in running]) and not any(codes) and time.monotonic() < end:
+                time.sleep(0.05)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        codes = [process.returncode for process in running]
+        for rank in (rank for rank, code in enumerate(codes) if code and code > 0):
+            last = (folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2]
+            raise Unsupported(f"rank {rank} of {ranks} failed: {last}")
+        if any(codes):
+            raise Unsupported(f"{ranks} ranks did not end within {TIMEOUT:.0f} s")
+        return {trainer: [Rank(**torch.load(folder / f"{trainer}-{i}")) for i in range(ranks)] for trainer in trainers}
 
 
 def _start(folder: Path, rank: int, ranks: int, port: int) -> subprocess.Popen[bytes]:
@@ -95,70 +91,36 @@ def _start(folder: Path, rank: int, ranks: int, port: int) -> subprocess.Popen[b
         )
 
 
-def _wait(running: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    end = time.monotonic() + TIMEOUT
-    try:
-        while any(p.poll() is None for p in running):
-            if any(p.poll() for p in running) or time.monotonic() > end:
-                break
-            time.sleep(0.05)
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-    for rank, process in enumerate(running):
-        if process.returncode > 0:
-            last = (folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2]
-            raise Unsupported(f"rank {rank} of {len(running)} failed: {last}")
-    if any(process.returncode for process in running):
-        raise Unsupported(f"{len(running)} ranks did not end within {TIMEOUT:.0f} s")
-
-
-def _read(folder: Path, trainer: str, rank: int) -> Rank:
-    from safetensors.torch import load_file
-
-    fields = json.loads((folder / f"{trainer}-{rank}.json").read_text())
-    fields["sequences"] = [(ids, start) for ids, start in fields["sequences"]]
-    return Rank(load_file(folder / f"{trainer}-{rank}.safetensors"), **fields)
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs the plan as one rank."""
     from parity.process import prepare
 
     prepare("cpu", 1)
-    from safetensors.torch import save_file
-
     from parity.trainers.rig import models
 
     joining = {name: os.environ.pop(name) for name in JOINING}  # with them transformers saves a model on one rank alone
     for architecture in ("llama", "qwen2"):
         models.saved(architecture)
     os.environ.update(joining)
-    path, rank = Path(argv[0]), int(os.environ["RANK"])
-    plan = Plan(**json.loads(path.read_text()))
-    with sharding_on_any_device() if plan.sharding == "fsdp2" else contextlib.nullcontext():
-        for trainer in plan.trainers:
-            found = dataclasses.asdict(_trained(plan, trainer))
-            save_file(found.pop("gradients"), path.parent / f"{trainer}-{rank}.safetensors")
-            (path.parent / f"{trainer}-{rank}.json").write_text(json.dumps(found))
+    path = Path(argv[0])
+    trainers, sharding = json.loads(path.read_text())
+    with sharding_on_any_device() if sharding == "fsdp2" else contextlib.nullcontext():
+        for trainer, settings in trainers.items():
+            found = _trained(trainer, settings, FULL_SHARD if sharding == "fsdp2" else {})
+            torch.save(dataclasses.asdict(found), path.parent / f"{trainer}-{os.environ['RANK']}")
     return 0
 
 
-def _trained(plan: Plan, trainer: str) -> Rank:
+def _trained(trainer: str, settings: Mapping[str, Any], more: Mapping[str, Any]) -> Rank:
     from parity.trainers.rig import recorder, twin_runs
 
     try:
-        settings = SimpleNamespace(**plan.trainers[trainer])
-        run = twin_runs.build(trainer, settings, **(FULL_SHARD if plan.sharding == "fsdp2" else {}))
-        steps = recorder.train(run)
+        steps = recorder.train(twin_runs.build(trainer, SimpleNamespace(**settings), **more))
     except Exception as error:  # on every rank alike, or the others wait for this one until the launch gives up
         traceback.print_exc()
         return Rank({}, [], failure=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}")
-    gradients = {n: g.contiguous() for n, g in steps.gradients[0].items() if g is not None}
-    kind = run.accelerator.distributed_type.value
-    return Rank(gradients, batches.sequences_of(steps.window(0)), steps.sharded, kind)
+    gradients = {n: g for n, g in steps.gradients[0].items() if g is not None}
+    return Rank(gradients, batches.sequences_of(steps.window(0)), steps.sharded)
 
 
 FULL_SHARD: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}

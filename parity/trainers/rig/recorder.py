@@ -41,15 +41,10 @@ class Steps:
 
 
 PLAIN = trl.QUIET | {
-    "max_steps": 1,
     "learning_rate": 0.0,
-    "optim": "sgd",
-    "lr_scheduler_type": "constant",
     "max_grad_norm": 0.0,
-    "seed": 3407,
     "gradient_checkpointing": False,
     "logging_strategy": "no",
-    "dataloader_pin_memory": False,
 }
 """Arguments of a step that changes nothing and clips nothing: the gradients are what is looked at."""
 

@@ -12,9 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from parity.case.case import normal
+from parity.case.case import hashes, normal
 from parity.trainers.rig import models
-from parity.trainers.rig.drive import reward
 from parity.upstream import trl
 
 PROMPT_LENGTHS = (2, 6, 3, 5, 2, 4, 7, 3)
@@ -31,7 +30,7 @@ Sequences = list[tuple[list[int], int]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Sample:
     """A sample as words: a prompt, a completion, and another completion of the same prompt.
 
     `counted`: in the loss; `ended`: with `end`, where a model generates the completion (a dataset's always end so);
@@ -48,18 +47,57 @@ class Row:
     limit: int | None = None
 
 
-def rows(prompts: int = 8) -> list[Row]:
-    """The samples; with fewer prompts than samples they follow each other in groups of one prompt."""
+def rows(prompts: int = 8) -> list[Sample]:
+    """The samples of the window; with fewer prompts than samples they follow each other in groups of one prompt."""
     out = []
     for i, (length, other) in enumerate(zip(LENGTHS, OTHER_LENGTHS, strict=True)):
         group = i * prompts // len(LENGTHS)
         prompt = models.words(11, f"prompt {group}", PROMPT_LENGTHS[group]) + " "
         completion, alternative = models.words(11, f"completion {i}", length), models.words(11, f"other {i}", other)
-        out.append(Row(prompt, completion, alternative, label=i % 3 != 0, ended=i % 2 == 0))
+        out.append(Sample(prompt, completion, alternative, label=i % 3 != 0, ended=i % 2 == 0))
     return out
 
 
-def without(chosen: Sequence[Row], bare: Collection[int]) -> list[Row]:
+def brief() -> list[Sample]:
+    """Eight prompts of unequal lengths, each with two completions: what a trainer is given that brings no window of its own."""
+    return [
+        Sample(
+            models.words(7, f"prompt {i}", 2 + 3 * (i % 3)) + " ",
+            models.words(7, f"chosen {i}", 3 + i % 4),
+            models.words(7, f"rejected {i}", 5 - i % 3),
+            label=True,
+        )
+        for i in range(8)
+    ]
+
+
+def dataset(chosen: Sequence[Sample], columns: str) -> Any:
+    """The samples as a dataset of "prompts", or with "completions", with "labels" besides, or with "pairs".
+
+    "messages" are conversations of a prompt alone, "turns" such that end with the completion.
+    """
+    from datasets import Dataset
+
+    prompts, completions = [r.prompt for r in chosen], [r.completion for r in chosen]
+    asked = [{"role": "user", "content": p} for p in prompts]
+    answers = [{"role": "assistant", "content": c} for c in completions]
+    table: dict[str, dict[str, list[Any]]] = {
+        "prompts": {"prompt": prompts},
+        "completions": {"prompt": prompts, "completion": completions},
+        "labels": {"prompt": prompts, "completion": completions, "label": [r.label for r in chosen]},
+        "pairs": {"prompt": prompts, "chosen": completions, "rejected": [r.other for r in chosen]},
+        "messages": {"messages": [[a] for a in asked]},
+        "turns": {"messages": [[a, b] for a, b in zip(asked, answers, strict=True)]},
+    }
+    return Dataset.from_dict(table[columns])
+
+
+def reward(completions: Any, **kwargs: Any) -> list[float]:
+    """A reward that differs within a group: a hash of the completion, in [0, 1)."""
+    return [float(hashes(3, str(c), (1,))[0] >> 40) / 2**24 for c in completions]
+
+
+def without(chosen: Sequence[Sample], bare: Collection[int]) -> list[Sample]:
     """The rows; where some of them, by number, are not to be counted, they are the ones without an end: truncated."""
     if not bare:
         return list(chosen)
@@ -72,7 +110,7 @@ def ids(text: str) -> list[int]:
     return found
 
 
-def sequences(chosen: Sequence[Row], name: str = "completion", generated: bool = False) -> Sequences:
+def sequences(chosen: Sequence[Sample], name: str = "completion", generated: bool = False) -> Sequences:
     """Prompt and completion of each row as token ids; `generated`: by a model, which ends some of them.
 
     Of a row that is not counted every token stands before the completion: none is scored.
@@ -152,7 +190,7 @@ def rewards(window: Sequences) -> Tensor:
     return torch.tensor(reward(completions=texts), dtype=torch.float64).view(-1, GENERATIONS)
 
 
-def preferred(chosen: Sequence[Row], penalty: float = 0.0) -> tuple[Sequences, Sequences]:
+def preferred(chosen: Sequence[Sample], penalty: float = 0.0) -> tuple[Sequences, Sequences]:
     """Of each row the completion with the higher reward, and the other one: what online DPO calls chosen and rejected.
 
     `penalty`: what a completion without an end loses.

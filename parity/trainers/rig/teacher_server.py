@@ -1,7 +1,7 @@
 """A teacher server on loopback with the part of vLLM's API that TRL's `VLLMClient` uses, backed by a real model.
 
 Two protocols: `POST /v1/completions` with `prompt_logprobs` (vLLM's own server, TRL since 1.12) and
-`POST /get_sequence_logprobs/` (`trl vllm-serve`, TRL 1.1 to 1.11, JSON and binary). The contract between teacher and
+`POST /get_sequence_logprobs/` (`trl vllm-serve`, TRL 1.1 to 1.11, arrays in base64). The contract between teacher and
 trainer: every completion position carries the k likeliest tokens and the token that is there, finite; a position that
 the server has nothing for is absent or NaN, and the client turns it into -inf.
 """
@@ -74,11 +74,6 @@ class Teacher:
         pairs = list(zip(request["sequences"], request["prompt_lengths"], strict=True))
         rows = [self.logps(ids, request["temperature"])[start:] for ids, start in pairs]
         tops = [row.topk(k, -1) for row in rows]
-        if request["response_format"] == "json":
-            return {
-                "logprobs": [top.values.tolist() for top in tops],
-                "logprob_token_ids": [top.indices.tolist() for top in tops],
-            }
         width = max(len(row) for row in rows)
         values, ids_of = np.full((len(rows), width, k), -np.inf, np.float32), np.zeros((len(rows), width, k), np.int32)
         actual, tokens = np.full((len(rows), width, 1), -np.inf, np.float32), np.zeros((len(rows), width, 1), np.int32)
@@ -92,14 +87,9 @@ class Teacher:
 
 
 def _ranked(row: Tensor, k: int, token: int) -> dict[str, dict[str, Any]]:
-    values, ids = row.topk(min(k, row.numel()))
-    out = {str(i): _entry(v, rank) for rank, (v, i) in enumerate(zip(values.tolist(), ids.tolist(), strict=True), 1)}
-    rank = int((row > row[token]).sum()) + 1
-    return out | {str(token): _entry(float(row[token]), rank)}
-
-
-def _entry(logprob: float, rank: int) -> dict[str, Any]:
-    return {"logprob": logprob, "rank": rank, "decoded_token": ""}
+    ids = [*row.topk(min(k, row.numel())).indices.tolist(), token]
+    ranks = [*range(1, len(ids)), int((row > row[token]).sum()) + 1]
+    return {str(i): {"logprob": float(row[i]), "rank": r, "decoded_token": ""} for i, r in zip(ids, ranks, strict=True)}
 
 
 def _handler(teacher: Teacher) -> type[http.server.BaseHTTPRequestHandler]:

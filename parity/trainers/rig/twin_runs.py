@@ -1,6 +1,5 @@
 """Run a real trainer on one stored window, with one variation that must not change its gradients."""
 
-import contextlib
 import inspect
 import itertools
 import re
@@ -14,7 +13,7 @@ from torch import Tensor
 from parity.errors import Unsupported
 from parity.trainers.check import Quantity, holds
 from parity.trainers.rig import batches, drive, models, recorder, stored_window
-from parity.trainers.rig.stored_window import Row, Sequences
+from parity.trainers.rig.stored_window import Sample, Sequences
 from parity.trainers.specs import SPECS
 from parity.upstream import trl
 
@@ -22,23 +21,23 @@ PACKED = 48
 """Tokens of a row of packed sequences: the window fills two, no sequence is cut."""
 
 
-def rows(trainer: str) -> list[Row]:
+def rows(trainer: str) -> list[Sample]:
     """The window of a trainer: groups of one prompt where advantages are relative to a group."""
     return stored_window.rows(4 if SPECS[trainer].grouped else 8)
 
 
-def expected(trainer: str, part: Sequence[Row] | None = None) -> Sequences:
+def expected(trainer: str, part: Sequence[Sample] | None = None) -> Sequences:
     """The token sequences that must reach the loss, each once."""
     chosen = rows(trainer) if part is None else part
     scored = sequences(trainer, chosen)
     return scored + _of(trainer, chosen, "other") if SPECS[trainer].paired else scored
 
 
-def sequences(trainer: str, chosen: Sequence[Row]) -> Sequences:
+def sequences(trainer: str, chosen: Sequence[Sample]) -> Sequences:
     return _of(trainer, chosen, "completion")
 
 
-def pair(trainer: str, chosen: Sequence[Row], penalty: float = 0.0) -> tuple[Sequences, Sequences]:
+def pair(trainer: str, chosen: Sequence[Sample], penalty: float = 0.0) -> tuple[Sequences, Sequences]:
     """The chosen and the rejected sequences of the rows: the dataset's, or those of the higher and the lower reward.
 
     `penalty`: what a generated completion without an end loses.
@@ -48,32 +47,25 @@ def pair(trainer: str, chosen: Sequence[Row], penalty: float = 0.0) -> tuple[Seq
     return sequences(trainer, chosen), _of(trainer, chosen, "other")
 
 
-def labels(chosen: Sequence[Row]) -> list[bool]:
+def labels(chosen: Sequence[Sample]) -> list[bool]:
     """Whether each row is desirable."""
     return [row.label for row in chosen]
 
 
-def _of(trainer: str, chosen: Sequence[Row], name: str) -> Sequences:
+def _of(trainer: str, chosen: Sequence[Sample], name: str) -> Sequences:
     spec = SPECS[trainer]
     found = stored_window.sequences(chosen, name, generated=spec.generates == "method")
     return [([models.BOS, *tokens], start + 1) for tokens, start in found] if spec.begun else found
 
 
-def dataset(trainer: str, chosen: Sequence[Row]) -> Any:
+def dataset(trainer: str, chosen: Sequence[Sample]) -> Any:
     """The window as the dataset that the trainer takes."""
-    from datasets import Dataset
-
-    spec, prompts = SPECS[trainer], [r.prompt for r in chosen]
+    spec = SPECS[trainer]
     if spec.given == "teacher_model" and not hasattr(drive.trl_class(spec.upstream), "_generate_single_turn"):
-        return Dataset.from_dict({"messages": [[{"role": "user", "content": p}] for p in prompts]})
-    if spec.generates:
-        return Dataset.from_dict({"prompt": list(dict.fromkeys(prompts)) if spec.grouped else prompts})
-    columns: dict[str, list[Any]] = {"prompt": prompts, "completion": [r.completion for r in chosen]}
-    if spec.data == "pairs":
-        columns = {"prompt": prompts, "chosen": columns["completion"], "rejected": [r.other for r in chosen]}
-    if spec.data == "labels":
-        columns["label"] = labels(chosen)
-    return Dataset.from_dict(columns)
+        return stored_window.dataset(chosen, "messages")
+    if spec.grouped:
+        chosen = list({sample.prompt: sample for sample in chosen}.values())
+    return stored_window.dataset(chosen, "prompts" if spec.generates else spec.data)
 
 
 def beta(trainer: str, s: SimpleNamespace) -> float:
@@ -114,7 +106,7 @@ def build(
     trainer: str,
     s: SimpleNamespace,
     path: str = "released",
-    part: Sequence[Row] | None = None,
+    part: Sequence[Sample] | None = None,
     adapter: Any = None,
     ends: Sequence[int] = (),
     **more: Any,
@@ -160,7 +152,7 @@ def build(
     if spec.generates == "model":
         _generate_stored(out, chosen)
     if s.tools:
-        (_with_tools if spec.rewarded else _generate_tools)(out)
+        (_with_tools if spec.rewarded else generate_tools)(out)
     return out
 
 
@@ -180,13 +172,11 @@ def _fused(config: type, required: bool) -> dict[str, Any]:
 
 def train(trainer: Any, path: str, **options: Any) -> recorder.Steps:
     """Trains and records it, on the path "fixed" with `parity.fixes` applied to the path that the version has."""
-    from parity.fixes.trainer import apply
-
-    with apply(trainer) if path == "fixed" else contextlib.nullcontext():
+    with drive.fixed(path, trainer):
         return recorder.train(trainer, **options)
 
 
-def _hand_out(trainer: Any, chosen: Sequence[Row]) -> None:
+def _hand_out(trainer: Any, chosen: Sequence[Sample]) -> None:
     """Stored completions in place of generation; everything behind it is the trainer's own."""
     original = getattr(trainer, "_generate_single_turn", None)
     if original is None and not hasattr(trainer, "_generate_with_model"):
@@ -247,7 +237,7 @@ def handed_names(generate: Any) -> list[str]:
     return str(handed[0]).split(", ")
 
 
-def _generate_stored(trainer: Any, chosen: Sequence[Row]) -> None:
+def _generate_stored(trainer: Any, chosen: Sequence[Sample]) -> None:
     """The stored pairs in place of `model.generate`: the first of a prompt, then the other; tokenising, masks are theirs."""
     stored = {
         tuple(stored_window.ids(r.prompt)): [
@@ -279,7 +269,7 @@ def _with_tools(trainer: Any) -> None:
     trainer._generate_and_score_completions = scored
 
 
-def _generate_tools(trainer: Any) -> None:
+def generate_tools(trainer: Any) -> None:
     """A tool mask beside the completions that the trainer's own generation hands on."""
     original: Any = getattr(trainer, "_generate", None)
     names = handed_names(original) if original else []
@@ -310,7 +300,7 @@ def hand_old(trainer: Any, logps: Mapping[tuple[int, ...], Tensor]) -> None:
     trainer._generate_and_score_completions = scored
 
 
-def all_there(trainer: str, steps: recorder.Steps, part: Sequence[Row] | None = None) -> Quantity:
+def all_there(trainer: str, steps: recorder.Steps, part: Sequence[Sample] | None = None) -> Quantity:
     """Every sequence of the window, each once, prompt and completion as they were given."""
     wanted, got = sorted(expected(trainer, part)), sorted(batches.sequences_of(steps.batches))
     missing = [w for w in wanted if w not in got]
