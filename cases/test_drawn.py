@@ -7,7 +7,7 @@ from parity.case.drawing import cases, draws
 from parity.plugin import device
 from parity.registry import facts, load, loss_families, loss_family, run_case
 from parity.results.ledger import Ledger
-from parity.results.report.failure import text_of
+from parity.results.report.render import text_of
 from parity.running.plan import DTYPES
 from parity.running.run import FIXED_SEED
 from parity.running.shard import selected

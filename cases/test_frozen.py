@@ -12,7 +12,7 @@ from parity.plugin import device
 from parity.registry import facts, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.recorded import altered, read
-from parity.results.report.failure import text_of
+from parity.results.report.render import text_of
 from parity.results.row import Row
 
 

@@ -10,7 +10,7 @@ from parity import data
 from parity.protocol.call import execute, fresh
 from parity.registry import facts, family, oracle_of, run_case, select
 from parity.results.ledger import Ledger
-from parity.results.report.failure import text_of
+from parity.results.report.render import text_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -10,7 +10,7 @@ from parity.cli import nightly, options, rollouts, versions
 from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
 from parity.cli.ledger import ledger_command
 from parity.cli.progress import Shown
-from parity.cli.show import Detail, detail, report
+from parity.cli.show import Detail, detail, report, text
 from parity.errors import UsageError
 
 
@@ -60,7 +60,7 @@ def run_command(max_time: str | None, detail: Detail, **options: Any) -> None:
         result = execute(started, progress, progress.say)
     done = result.options
     whole = not (done.families or done.implementations or done.dtypes or done.share or max_time)
-    report(result.header, result.rows, done.reports, result.reasons, result.exit_code, detail, keep=whole)
+    report(result.header, result.rows, done.file, done.reports, result.reasons, result.exit_code, detail, keep=whole)
     sys.exit(result.exit_code)
 
 
@@ -142,16 +142,40 @@ def replay_command(
     sys.exit(replay(case, implementations, device, issue, console(), minimise, reports))
 
 
-@main.command("findings", epilog="Example: parity findings")
+@main.command("findings", epilog="Example: parity findings --config grpo.yaml")
+@options.path("--config", "only those that these settings meet: a .yaml, .json or .py file, which is not run")
+@click.option("--trainer", help="the trainer that runs the settings, where the file does not say: GRPOTrainer")
 @options.LEDGER
-@click.option("--mended", is_flag=True, help="those that newer releases have mended")
-def findings_command(ledger: Path | None, mended: bool) -> None:
-    """Print the known findings, most severe first."""
-    from parity import data
-    from parity.results.ledger import Ledger
-    from parity.results.report.known import page
+@click.option("--page", type=click.Choice(["newest", "mended"]), help="print the page of docs/ instead")
+@options.JSON
+def findings_command(
+    config: Path | None, trainer: str | None, ledger: Path | None, page: str | None, as_json: bool
+) -> None:
+    """Show what is known to be wrong in the installed libraries.
 
-    click.echo(page(Ledger.load(ledger or data.ledger_file()), mended), nl=False)
+    Most severe first. --config keeps what applies to a training run.
+    """
+    from parity import data
+    from parity.cli import listing
+    from parity.results.ledger import Ledger
+    from parity.results.report.stack import Stack, records
+
+    known = Ledger.load(ledger or data.ledger_file())
+    if page:
+        from parity.results.report import render
+
+        click.echo(render.ledger_page(known, page == "mended"), nl=False)
+        return
+    found = Stack.here(known)
+    if config:
+        from parity.tools.advice import check
+
+        met = {one.entry.id for advice in check(config, trainer) for one in advice.findings}
+        found = Stack.of((e for e in found.entries if e.id in met), found.versions)
+    if as_json:
+        click.echo(text(records(found.entries)))
+    else:
+        listing.findings(found, console())
 
 
 @main.command("upstream", epilog="Example: parity upstream liger-luspo-padding")
@@ -202,7 +226,7 @@ def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
     past = memory.runs(results.parent / "history", lambda line: click.echo(f"parity: {line}", err=True))
     kept = next((run for run in past if run.id == header.run), None)  # a night may be graver
     ended, reasons = (kept.exit_code, kept.reasons) if kept else (ended, ())
-    report(header, rows, folder, list(reasons), ended, detail)
+    report(header, rows, results, folder, list(reasons), ended, detail)
     sys.exit(code)
 
 
@@ -218,7 +242,7 @@ def merge_command(results: tuple[Path, ...], out: Path) -> None:
     from parity.running.run import merge
 
     found = merge(results, out)
-    report(found.header, found.rows, out.parent, found.reasons, found.exit_code)
+    report(found.header, found.rows, out, out.parent, found.reasons, found.exit_code)
     sys.exit(found.exit_code)
 
 

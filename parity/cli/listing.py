@@ -10,6 +10,7 @@ from rich.text import Text
 
 from parity.errors import UsageError
 from parity.registry import family, load, loss_families, loss_family, meant, resolved
+from parity.results.report.stack import Stack, effect, fix, meaning, releases, where
 from parity.trainers import catalogue
 
 
@@ -90,6 +91,17 @@ def coverage(results: str, console: Console) -> None:
     console.print(table)
     never = sum(not one.judged for one in found)
     console.print(f"{len(found):,} judged or to be judged, {never:,} never", markup=False)
+
+
+def findings(stack: Stack, console: Console) -> None:
+    """A table of a stack's known defects for each severity."""
+    console.print(Text(f"{stack.named}: {stack.defects}", style="bold"))
+    for severity, entries in stack.by_severity.items():
+        table = _table(f"\n{meaning(severity)}", ("setting", "effect", "since", "fix", "parity replay …"))
+        for entry in entries:
+            table.add_row(*map(Text, (where(entry), effect(entry), releases(entry), fix(entry), entry.id)))
+        table.columns[2].max_width, table.columns[3].max_width, table.columns[4].no_wrap = 14, 16, True
+        console.print(table)
 
 
 def _with(meaning: str, **more: Iterable[Any] | None) -> str:

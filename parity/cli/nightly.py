@@ -73,8 +73,8 @@ def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...]
     if changed is not None:
         from parity.results.report.rows import read
 
-        header, rows = read(night.reports / "results.ndjson")
-        report(header, rows, night.reports, list(changed.run.reasons), code)
+        results = night.reports / "results.ndjson"
+        report(*read(results), results, night.reports, list(changed.run.reasons), code)
         click.echo(title(changed))
     sys.exit(code)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from parity.cli.group import console
 from parity.errors import UsageError
@@ -45,6 +46,7 @@ def detail(command: Any) -> Any:
 def report(
     header: Header,
     rows: list[Row],
+    results: Path,
     folder: Path,
     reasons: list[str],
     code: int,
@@ -52,10 +54,9 @@ def report(
     keep: bool = False,
 ) -> None:
     """Write the reports of a run into `folder`, then print it; `keep` it among the runs that later ones are compared with."""
-    from parity.results import json_output, memory, trend
-    from parity.results.report import html, junit, markdown, terminal, timings
+    from parity.results import memory
+    from parity.results.report import render, timings, wording
     from parity.results.report.summary import summarise
-    from parity.results.report.wording import compared, headline, verdict
 
     summary = summarise(header, rows)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,19 +64,24 @@ def report(
         memory.keep(memory.of(summary, code, reasons), folder / "history")
     damaged: list[str] = []
     past = memory.runs(folder / "history", damaged.append)
-    junit.write(summary, folder / "junit.xml")  # files first: whoever reads the terminal may stop reading
-    markdown.write(summary, folder / "summary.md", code, reasons)
-    html.write(summary, folder / "index.html", code, [*reasons, *damaged], past)
-    change = trend.of(summary.run, past)
-    ending = terminal.Ending(code, reasons, folder, change.growth if change else ())
+    ending = render.Ending(code, [*reasons, *damaged], results, folder, past)
+    render.write(summary, ending)  # files first: whoever reads the terminal may stop reading
     screen = console()
     if detail.json:
-        click.echo(json_output.text(json_output.of_run(summary, code, reasons)))
+        found = {
+            name: [{"cases": f.cases, "dtypes": f.dtypes, "quantities": f.roots, "row": f.lead} for f in of]
+            for name, of in (("new", summary.findings), ("known", summary.known))
+        }
+        about = {"run": summary.run, "exit_code": code, "reasons": reasons, "incomplete": summary.incomplete}
+        click.echo(text({**about, "compared": summary.compared, "stack": summary.stack.versions, **found}))
     elif detail.quiet:
-        terminal.show([(f"{headline(summary)} · {compared(summary)} · {verdict(summary, code)}", "")], screen)
-    elif detail.verbose:
-        terminal.render_in_full(summary, screen, ending)
+        render.show(f"{wording.opening(summary)} · {wording.verdict(summary, code)}", screen)
     else:
-        terminal.render(summary, screen, ending)
+        render.terminal(summary, screen, ending, full=detail.verbose)
     if detail.timings:
-        terminal.show([(line, "") for line in timings.lines(header.parts)], screen)
+        render.show("\n".join(timings.lines(header.parts)), screen)
+
+
+def text(value: Any) -> str:
+    """The JSON of a structure or of a list of them, indented."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()

@@ -15,7 +15,7 @@ import click
 from packaging.utils import canonicalize_name
 
 from parity.cli import options
-from parity.results.json_output import text
+from parity.cli.show import text
 from parity.versions.client import EnvironmentUnusable, cache_folder
 
 FOUND, NOT_FOUND, USAGE, UNUSABLE = 0, 1, 2, 3

@@ -12,7 +12,7 @@ from parity.nightly import steps
 from parity.process import installed
 from parity.results.report import measured
 from parity.results.report.findings import normalised
-from parity.results.report.markdown import escape
+from parity.results.report.render import escape
 from parity.results.row import Row
 from parity.results.step import CUT, CommandOutcome
 from parity.results.trend import SHARE

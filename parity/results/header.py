@@ -41,7 +41,6 @@ class About(msgspec.Struct, kw_only=True, rename={"source_hash": "cut-cross-entr
     asked: Asked | UnsetType = UNSET
     plan: dict[str, int] | UnsetType = UNSET
     ends: bool | UnsetType = UNSET
-    dimensions: dict[str, dict[str, Any]] | UnsetType = UNSET
     seconds: float | UnsetType = UNSET
 
     @property

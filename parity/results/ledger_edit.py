@@ -34,7 +34,7 @@ def entry(
     all its cases share (`sizes` left out), the installed version of `library`, the class where all have one, and the size of
     the failure where it has one.
     """
-    first, its = finding.lead, [part.source.rows[0].settings for part in finding.parts]
+    first, its = finding.lead, [part.first.settings for part in finding.parts]
     failing = [r for r in finding.rows if r.failing]
     classes = {r.cls for r in failing} if len(finding.classes) == 1 else set()
     out: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """The text of the one issue that a nightly gate keeps: what broke, since when, whose fault it is, how to see it again."""
 
-from parity.results.report.markdown import filled
+from parity.results.report.render import filled
 from parity.results.report.wording import CODES, count
 from parity.results.trend import STILL_FAILS, Change, since
 

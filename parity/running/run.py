@@ -12,12 +12,11 @@ from typing import Any
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from parity.case.inputs import defaults
 from parity.case.profiles import PROFILES
 from parity.compare.pooled_slope import pooled
 from parity.errors import UsageError
 from parity.process import Terminated, stopping
-from parity.registry import family, load, loss_families
+from parity.registry import load
 from parity.results.header import End, Last, Part, Parted
 from parity.results.report.rows import read, writer
 from parity.results.row import Row
@@ -57,8 +56,6 @@ def execute(
     cannot = outcome.cannot(options, device)
     head = header(secrets.token_hex(4), "cpu" if cannot else device, options.profile, seed)
     head.header.ends = True  # with a record of its end: a file without one is of a run that was killed
-    every = (*loss_families(), *catalogue.names())
-    head.header.dimensions = {n: defaults(family(n).settings) for n in every}
     head.header.asked = options.asked()
     head.header.plan = {shard.name: shard.count for shard in plan.shards}
     of, path, begun = sum(head.header.shards.values()), options.file, time.monotonic()

@@ -20,7 +20,7 @@ from parity.results.report.rows import read, rewrite
 from parity.results.row import Row
 from parity.running.plan import Options
 
-FREE = {"started", "command", "plan", "ends", "seconds", "dimensions", "asked"}
+FREE = {"started", "command", "plan", "ends", "seconds", "asked"}
 """What may differ in the headers of one run's parts; `asked` is compared by itself."""
 
 

@@ -18,11 +18,10 @@ from parity import data
 from parity.errors import Unsupported, UsageError
 from parity.process import installed
 from parity.results.ledger import Entry, Ledger
-from parity.results.report.known import releases
+from parity.results.report.stack import LIBRARIES, releases
 from parity.results.user import SEVERITIES
 from parity.upstream import trl
 
-LIBRARIES = ("trl", "transformers", "liger-kernel", "cut-cross-entropy", "unsloth-zoo", "bitsandbytes", "torch")
 ALIASES = {"lora_modules_to_save": "modules_to_save", "activation_checkpointing": "gradient_checkpointing"}
 MODELS = ("model", "model_name", "model_name_or_path")
 

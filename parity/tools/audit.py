@@ -31,7 +31,7 @@ from parity.judging.oracle import exact
 from parity.registry import facts, loss_families, loss_family, resolved, select
 from parity.results.ledger import Ledger
 from parity.results.report import measured
-from parity.results.report.markdown import code, escape
+from parity.results.report.render import code, escape
 from parity.results.row import Row
 
 ANSWERS = ("honoured", "ignored", "wrong", "refused", "crashed", "absent", "not run")

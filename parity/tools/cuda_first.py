@@ -107,7 +107,7 @@ def page(about: dict[str, object], done: Sequence[Done], rows: Sequence[Row]) ->
     on_gpu = {(r.implementation, r.case) for r in rows if r.device == "cuda" and r.judged}
     on_cpu = {(r.implementation, r.case) for r in rows if r.device == "cpu" and r.judged}
     new = collections.Counter((r.implementation, r.quantity, r.cls, r.message[:100]) for r in rows if r.new)
-    facts = ([name, str(value)] for name, value in about.items() if name != "dimensions")
+    facts = ([name, str(value)] for name, value in about.items())
     lines = [f"# First hour on {about['device_name']}", "", *measured.table(["", ""], facts)]
     lines += ["", f"Compared on CUDA: {len(on_gpu)} implementation-cases; on the CPU: {len(on_cpu)}.", "", "## New", ""]
     lines += [f"- {count} × {' · '.join(map(str, what))}" for what, count in new.most_common(40)] or ["Nothing."]

@@ -32,7 +32,7 @@ def replay(
 
     `smallest`: a file for the smallest part of a stored case that still disagrees; `reports`: where a case is looked for by id.
     """
-    from parity.results.report import failure
+    from parity.results.report import render
     from parity.results.report.summary import not_judged
 
     if issue and not ids and (code := _by_hand(name, console)) is not None:
@@ -58,10 +58,9 @@ def replay(
         return _issue(case, chosen, rows, console, name)
     for implementation in chosen:
         its_rows = [r for r in rows if r.implementation == implementation.id]
-        failure.render_finding(its_rows, console)
-        failure.render_rest(its_rows, console)
+        render.render_case(its_rows, console)
         if unknown := [name for row in its_rows for name in row.unjudged]:
-            failure.say(console, not_judged(implementation.id, unknown), "yellow")
+            render.show(f"note {not_judged(implementation.id, unknown)}", console)
     if ids and all(".py:" in name for name in ids):
         # `select` adds the references of a user's own, which answer for themselves
         wanted = {i.id for i in chosen if i.role != "reference"}

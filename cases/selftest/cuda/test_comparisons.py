@@ -22,7 +22,7 @@ from parity.judging.assess import CaseOracle, judge_all
 from parity.protocol.call import execute
 from parity.registry import facts, family, run_case, select
 from parity.results.ledger import Ledger
-from parity.results.report.failure import text_of
+from parity.results.report.render import text_of
 from parity.tools import replay
 from parity.tools.audit import Pairs, answer
 from parity.trainers.catalogue import is_trainer

@@ -15,7 +15,7 @@ from parity.judging.assess import CaseOracle, _on, confirmed, judge_all
 from parity.judging.oracle import exact
 from parity.protocol.call import execute
 from parity.registry import family, run_case
-from parity.results.report.failure import text_of
+from parity.results.report.render import text_of
 from parity.running.provenance import header
 
 BOTH = (TF32, TF32_TRUNCATED)

@@ -10,7 +10,7 @@ import pytest
 from cases.selftest.results.test_html import EVIL, GOOD, night, row
 from cases.selftest.results.test_report import CRASH, FINDING, HEADER, KNOWN, LONG, UNSUPPORTED, rename, summarise
 from parity.results import memory
-from parity.results.report import html
+from parity.results.report import render
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
@@ -42,7 +42,7 @@ def test_in_a_browser(tmp_path):
     header = HEADER | {"run": "run1"}
     long = rename(FINDING, implementation=LONG, message=EVIL * 9, replay="parity replay " + "x" * 300)
     summary = summarise(header, [*FINDING, *long, *KNOWN, UNSUPPORTED, CRASH, row().to_json()])
-    html.write(summary, tmp_path / "index.html", 1, ["a reason"], memory.runs(tmp_path / "history"))
+    render.write(summary, render.Ending(1, ["a reason"], folder=tmp_path, past=memory.runs(tmp_path / "history")))
     frames = "".join(f'<iframe src="index.html" width={w} height=900></iframe>' for w in WIDTHS)
     (tmp_path / "probe.html").write_text(PROBE % frames)
     done = subprocess.run(
@@ -53,7 +53,7 @@ def test_in_a_browser(tmp_path):
     )
     assert "CONSOLE" not in done.stderr, done.stderr
     found = json.loads(re.search("<title>(.*?)</title>", done.stdout)[1])
-    assert [f["title"] for f in found] == ["parity: NEW 3 · KNOWN 1"] * 2
+    assert [f["title"] for f in found] == ["parity: 1 unranked known defect seen, 3 new"] * 2
     for frame in found:
         assert frame["scroll"] <= frame["width"] and frame["beyond"] == [], frame
         assert frame["thin"] == [], "names one letter wide"

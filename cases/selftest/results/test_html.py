@@ -10,8 +10,7 @@ from cases.selftest.results.test_report import FINDING, HEADER, KNOWN, LOSS, in_
 from cases.selftest.results.test_terminal import shown
 from parity.results import memory, notify, trend
 from parity.results.header import About, Header
-from parity.results.report import html as report
-from parity.results.report import terminal
+from parity.results.report import render
 from parity.results.report.summary import summarise as typed
 from parity.results.row import Row
 
@@ -44,7 +43,7 @@ def test_since_when_what_is_gone_and_what_grew(tmp_path):
     ]
     last = night(tmp_path, 3, now, 1)
     about = Header(run="run3", header=About(profile="nightly", device="cpu", started=last.started.isoformat()))
-    text = report.render(typed(about, now), code=1, past=memory.runs(tmp_path))
+    text = render.page(typed(about, now), render.Ending(1, past=memory.runs(tmp_path)))
     in_order(
         text,
         "in 1 of 1 run",
@@ -56,10 +55,9 @@ def test_since_when_what_is_gone_and_what_grew(tmp_path):
         "3.00",
         "parity replay",
     )
-    ending = terminal.Ending(grown=trend.of("run3", memory.runs(tmp_path)).growth)
-    printed = shown(typed(about, now), ending=ending)
+    printed = shown(typed(about, now), ending=render.Ending(past=memory.runs(tmp_path)))
     assert "\ngrew     liger.f loss fp32: 0.50 to 0.90\n" in printed
-    in_order(text, "Headroom that grew", "liger.f", "0.50", "0.90")
+    in_order(text, "Error ÷ allowed that grew", "liger.f", "0.50", "0.90")
 
 
 def test_the_first_screen_says_what_is_wrong_whose_fault_it_is_and_since_when(tmp_path):
@@ -69,7 +67,7 @@ def test_the_first_screen_says_what_is_wrong_whose_fault_it_is_and_since_when(tm
     night(tmp_path, 1, old, 1)
     last = night(tmp_path, 2, rows, 1, {"trl": "1.17.0<b>"})
     about = Header(run="run2", header=About(profile="nightly", device="cpu", started=last.started.isoformat()))
-    text = report.render(typed(about, rows), code=1, past=memory.runs(tmp_path))
+    text = render.page(typed(about, rows), render.Ending(1, past=memory.runs(tmp_path)))
     said = [
         " ".join(re.sub("<.*?>", " ", line).split())
         for line in re.findall("(?s)<li>(.*?)</li>", text.split("<nav>")[0])
@@ -85,7 +83,7 @@ def test_the_first_screen_says_what_is_wrong_whose_fault_it_is_and_since_when(tm
 
     last = night(tmp_path, 3, now := rename_typed(GOOD * 2, implementation="lib.new"), 0)
     about = Header(run="run3", header=About(profile="nightly", device="cpu", started=last.started.isoformat()))
-    text = report.render(typed(about, now), past=memory.runs(tmp_path))
+    text = render.page(typed(about, now), render.Ending(past=memory.runs(tmp_path)))
     assert '<p>1 finding <a href="#fixed">fixed</a> since the run before.</p>' in text.split("<nav>")[0]
 
 
@@ -95,7 +93,10 @@ def test_a_finding_not_drawn_again_is_not_called_fixed_while_its_implementation_
     last = night(tmp_path, 1, now := [*GOOD, *BAD], 1)
     about = Header(run="run1", header=About(profile="nightly", device="cpu", started=last.started.isoformat()))
     past = memory.runs(tmp_path)
-    text, still = report.render(typed(about, now), 1, past=past), "not seen; its implementation still fails"
+    text, still = (
+        render.page(typed(about, now), render.Ending(1, past=past)),
+        "not seen; its implementation still fails",
+    )
     assert "fixed</a>" not in text.split("<nav>")[0] and still in text
     assert still in notify.body(trend.of("run1", past))
 
@@ -108,9 +109,9 @@ def test_a_fixed_finding_is_shown_as_the_run_before_it_had_it(tmp_path):
     last = night(tmp_path, 1, now)
     about = Header(run="run1", header=About(profile="nightly", device="cpu", started=last.started.isoformat()))
     summary = typed(about, now)
-    text = report.render(summary, past=memory.runs(tmp_path))
+    text = render.page(summary, render.Ending(past=memory.runs(tmp_path)))
     section = text.split('<h2 id="fixed">')[1].split("<h2")[0]
-    pieces = ("<details>", "logic in loss", "the candidate liger.f", "gate scalar", "7.25", "policy-1")
+    pieces = ("<details>", "logic in loss", "the candidate liger.f", "gate scalar: 7.25 times", "policy-1")
     in_order(section, *pieces, "scalar", "disagree", "worst entries of loss", "&lt;script", "parity replay policy-1")
     assert "<script" not in section
 
@@ -121,11 +122,11 @@ def rename_typed(rows, **fields):
 
 def test_a_run_that_was_not_kept_says_nothing_of_others(tmp_path):
     night(tmp_path, 0, GOOD)
-    text = report.render(summarise(HEADER, [LOSS]), past=memory.runs(tmp_path))
+    text = render.page(summarise(HEADER, [LOSS]), render.Ending(past=memory.runs(tmp_path)))
     assert 'id="grew"' not in text and 'id="fixed"' not in text
 
 
 def test_every_link_has_its_heading():
-    found = Links(report.render(summarise(HEADER, [*FINDING, *KNOWN])))
+    found = Links(render.page(summarise(HEADER, [*FINDING, *KNOWN])))
     assert len(found.targets) > 5 and len(found.ids) == len(set(found.ids))
     assert {t.removeprefix("#") for t in found.targets} <= set(found.ids)

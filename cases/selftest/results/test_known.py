@@ -1,5 +1,6 @@
 """The page for users: what `parity findings` prints, of every entry, in the order of severity."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from parity import data
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.results.ledger import Ledger
-from parity.results.report.known import is_mended, page, releases
+from parity.results.report.render import ledger_page
+from parity.results.report.stack import Stack, is_mended, releases
 from parity.results.user import SEVERITIES
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -18,18 +20,18 @@ LEDGER = Ledger.load(data.ledger_file())
 BY_ID = {entry.id: entry for entry in LEDGER.entries}
 
 
-@pytest.mark.parametrize(("committed", "option"), [(PAGE, []), (MENDED, ["--mended"])], ids=["newest", "mended"])
+@pytest.mark.parametrize(("committed", "option"), [(PAGE, "newest"), (MENDED, "mended")], ids=["newest", "mended"])
 def test_the_committed_page_is_what_the_command_prints(committed, option):
-    printed = CliRunner().invoke(main, ["findings", *option])
+    printed = CliRunner().invoke(main, ["findings", "--page", option])
     assert printed.exit_code == 0
     assert committed.read_text() == printed.output
 
 
 def test_an_entry_that_a_release_ends_stands_among_the_mended_alone():
     assert BY_ID["gmpo-liger"].versions == {"trl": ">=1.7,<1.14"}
-    assert "| gmpo-liger |" in page(LEDGER, mended=True)
-    assert "| gmpo-liger |" not in page(LEDGER)
-    assert "| gc-overwrite |" not in page(LEDGER, mended=True)
+    assert "| gmpo-liger |" in ledger_page(LEDGER, mended=True)
+    assert "| gmpo-liger |" not in ledger_page(LEDGER)
+    assert "| gc-overwrite |" not in ledger_page(LEDGER, mended=True)
 
 
 def test_it_can_be_sent_to_a_friend():
@@ -57,7 +59,7 @@ def test_every_entry_says_what_it_means_to_a_user(entry):
 
 
 def test_severe_ones_come_first_and_conventions_apart_at_the_end():
-    text = page(LEDGER)
+    text = ledger_page(LEDGER)
     places = [text.index(f"## {severity.capitalize()}") for severity in SEVERITIES]
     assert places == sorted(places)
     assert (
@@ -84,3 +86,25 @@ def test_a_ledger_with_an_unknown_word_is_refused(tmp_path, added, says):
     (tmp_path / "ledger.toml").write_text("[[finding]]\n" + "\n".join(lines))
     with pytest.raises(UsageError, match=says):
         Ledger.load(tmp_path / "ledger.toml")
+
+
+def test_findings_shows_what_is_wrong_in_the_installed_libraries(tmp_path, monkeypatch):
+    """By severity, without conventions in the count; `--config` keeps what a training run meets."""
+    monkeypatch.setenv("COLUMNS", "110")
+    stack = Stack.here(LEDGER)
+    assert not any(is_mended(e) for e in stack.entries) and all(e.in_force() for e in stack.entries)
+    printed = CliRunner().invoke(main, ["findings"]).output
+    high, convention = len(stack.by_severity["high"]), len(stack.by_severity["convention"])
+    counted = sum(map(len, stack.by_severity.values())) - convention
+    assert stack.defects.startswith(f"{high} high, ") and high and convention
+    assert sum(int(word) for word in stack.defects.split() if word.isdecimal()) == counted
+    assert " ".join(printed.split()).startswith(f"{stack.named}: {stack.defects} ")
+    places = [printed.index(text) for text in ("\nhigh: ", "gc-overwrite", "\nmedium: ", "\nlow: ", "\nconvention: ")]
+    assert places == sorted(places) and max(map(len, printed.splitlines())) <= 110
+    found = json.loads(CliRunner().invoke(main, ["findings", "--json"]).output)
+    assert [one["id"] for one in found] == [e.id for e in stack.entries] and found[0]["severity"] == "high"
+    assert {one["replay"] for one in found} >= {"parity replay gc-overwrite"}
+    (tmp_path / "grpo.yaml").write_text("top_entropy_quantile: 0.2\nnum_generations: 4\n")
+    words = ["findings", "--config", str(tmp_path / "grpo.yaml"), "--trainer", "GRPOTrainer", "--json"]
+    met = {one["id"] for one in json.loads(CliRunner().invoke(main, words).output)}
+    assert "trl-grpo-quantile-minus-inf" in met and "trl-online-dpo-accumulation" not in met

@@ -11,7 +11,7 @@ from rich.console import Console
 from parity.implementations.implementation import Implementation, origin
 from parity.registry import loss_family, run_case
 from parity.results.header import About, Header
-from parity.results.report import terminal
+from parity.results.report import render
 from parity.results.report.summary import summarise
 
 
@@ -34,7 +34,7 @@ def judged(library):
     case = family.case(1, "fp32", family.example(0))
     rows = list(run_case(case, [one], thorough=False))
     console = Console(width=200, record=True, file=io.StringIO())
-    terminal.render_in_full(summarise(Header(run="r", header=About()), rows), console)
+    render.terminal(summarise(Header(run="r", header=About()), rows), console, full=True)
     return rows, console.export_text()
 
 

@@ -9,7 +9,7 @@ from msgspec import convert
 from rich.console import Console
 
 from parity.results.header import Header
-from parity.results.report import failure, html, junit, markdown, terminal
+from parity.results.report import render
 from parity.results.report import summary as counting
 from parity.results.row import Row
 
@@ -120,7 +120,7 @@ def summarise(header, rows):
 
 
 def text_of(rows, *width):
-    return failure.text_of(typed(rows), *width)
+    return render.text_of(typed(rows), *width)
 
 
 def everything():
@@ -129,7 +129,8 @@ def everything():
 
 def shown(summary, width=100, **options):
     out = io.StringIO()
-    terminal.render_in_full(summary, Console(file=out, width=width, color_system=None, highlight=False, **options))
+    console = Console(file=out, width=width, color_system=None, highlight=False, **options)
+    render.terminal(summary, console, full=True)
     return out.getvalue()
 
 
@@ -148,14 +149,16 @@ def test_the_failure_text_in_its_order(width):
         text,
         "class    logic",
         "wrong    the candidate lib.loss",
-        "quantity grad_hidden, gate row, headroom 85.25",
-        "headroom of every gate",
+        "quantity grad_hidden, gate row: 85.25 times the allowed error",
+        "error ÷ allowed at every gate",
         "loss",
         "0.20",
         "grad_hidden",
         "41.50",
         "∞",
         "disagree  relation: masked garbage",
+        "row       the largest error of one row",
+        "relation  two calls that must agree exactly do not",
         "worst entries of grad_hidden",
         "token id",
         "masked?",
@@ -177,28 +180,33 @@ def test_what_replay_says_where_nothing_fails():
     out = io.StringIO()
     console = Console(file=out, width=100, color_system=None)
     for rows in ([agreeing], [declined], [], [GRADIENT, agreeing]):
-        failure.render_rest(typed(rows), console)
-    first, second = out.getvalue().splitlines()
-    assert first == "agrees      lib.loss · 1 quantity, largest headroom 0.2 (loss, gate scalar)"
+        render.render_case(typed(rows), console)
+    first, second, third = out.getvalue().splitlines()[:3]
+    assert first == "agrees      lib.loss · 1 quantity, at most 0.2 of the allowed error (loss, gate scalar)"
     assert second == "unsupported lib.loss · no fused path"
+    assert third == "class    logic"
 
 
 def test_the_whole_failure_text():
     assert text_of([LOSS, GRADIENT, PROTOCOL], 100) == (
         "class    logic\n"
         "wrong    the candidate lib.loss (the reference trl.GRPOTrainer agrees with float64)\n"
-        "quantity grad_hidden, gate row, headroom 85.25 (above 1 fails)\n"
+        "quantity grad_hidden, gate row: 85.25 times the allowed error\n"
         "sizes    value 1.5 · float64 3 · max |error| 0.5 · torch.dist 1.25 · torch.allclose False at atol\n"
         "         0.001, rtol 0.02\n"
         "case     policy-0123456789 · bf16 · cpu\n"
         "settings BxTxVxH 2x3x5x4, beta=0.04\n"
         "recipe   fp32\n"
         "\n"
-        "headroom of every gate\n"
+        "error ÷ allowed at every gate: above 1 fails\n"
         "quantity    verdict  scalar structure  norm   max   row slope\n"
         "loss        agree      0.20\n"
         "grad_hidden disagree                0 41.50 20.00 85.25     ∞\n"
         "agree     protocol\n"
+        "norm      the length of the whole error\n"
+        "max       the largest error of one entry\n"
+        "row       the largest error of one row: a token, or a word of the vocabulary\n"
+        "slope     a common factor: all too large, or all too small\n"
         "\n"
         "worst entries of grad_hidden\n"
         "sequence position token id masked?      value float64      error\n"
@@ -246,19 +254,16 @@ def test_the_summary_in_its_order():
     text = shown(everything())
     in_order(
         text,
-        "NEW 2",
-        "2 compared · 0 agree · 1 known · 1 disagree · 1 unsupported · 1 crashed\n",
+        "trl 1.16.0, torch 2.13.0: 1 unranked known defect seen, 2 new",
         "new 1 · lib.loss · crashed",
         "class    crashed",
         "class    logic",
-        "known trl-chunk-7 · lib.known · logic in grad_hidden",
-        "policy",
-        "lib.known",
+        "known defects, unranked",
         "lib.loss",
-        "unsupported, 100 %: no softcap parameter",
-        "policy: 2 compared; away from the default: ",
-        "beta 100 %",
-        "never: B, H, T, softcap",
+        "lib.known",
+        "known trl-chunk-7 · lib.known · logic in grad_hidden",
+        "unsupported, 1 case: no softcap parameter",
+        "2 compared · 0 agree · 1 known · 1 disagree · 1",
         "\nnext ",
     )
     assert "passed" not in text
@@ -266,65 +271,64 @@ def test_the_summary_in_its_order():
 
 def test_a_clean_run_says_what_it_compared():
     text = shown(summarise(HEADER, [LOSS]))
-    assert "\n1 compared · 1 agree\n" in text
-    assert "passed" not in text
+    assert ": 1 compared · 1 agree\n" in text and "no known defects seen, 0 new" in text
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_ids_are_never_cut(width):
     text = shown(summarise(HEADER, rename(FINDING, implementation=LONG)), width)
-    assert f"new 1 · {LONG} · logic" in text and LONG in re.sub(r"\s", "", text.split("worst headroom = ")[1])
+    assert f"new 1 · {LONG} · logic" in " ".join(text.split()) and f"\n{LONG}\n" in text.split("error ÷ allowed, ")[1]
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits(width):
-    table = shown(everything(), width).split("worst headroom = ")[1].split("not compared")[0]
+    table = shown(everything(), width).split("error ÷ allowed, ")[1].split("not compared")[0]
     assert max(len(line) for line in table.splitlines()) <= width and "85.25!" in table
 
 
 def test_an_interrupted_run_says_so():
     s = summarise(HEADER | {"interrupted": True}, [LOSS])
-    assert "interrupted" in markdown.render(s)
-    assert "interrupted" in html.render(s)
+    assert all("interrupted" in text for text in (render.markdown(s), render.page(s), render.junit(s)))
 
 
 def test_colour_adds_nothing_but_colour():
     out = io.StringIO()
-    terminal.render_in_full(
-        everything(), Console(file=out, width=100, force_terminal=True, color_system="standard", highlight=False)
-    )
+    console = Console(file=out, width=100, force_terminal=True, color_system="standard", highlight=False)
+    render.terminal(everything(), console, full=True)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
     assert plain == shown(everything())
 
 
 def test_junit():
-    root = ElementTree.fromstring(junit.render(everything()))
+    root = ElementTree.fromstring(render.junit(everything()))
     cases = {c.get("classname"): c for c in root.iter("testcase")}
     failure = cases["policy.lib.loss"].find("failure")
     assert cases["policy.lib.loss"].get("name") == "bf16, cpu"
     assert "the candidate lib.loss" in failure.get("message") and "crashed" in failure.get("message")
-    in_order(failure.text, "failed", "class    logic", "headroom of every gate", BASE["replay"])
+    in_order(failure.text, "failed", "class    logic", "error ÷ allowed at every gate", BASE["replay"])
     assert cases["policy.lib.known"].find("skipped").get("message") == "known: trl-chunk-7"
     assert cases["policy.lib.none"].find("skipped").get("message") == "unsupported: no softcap parameter"
     assert (root.get("tests"), root.get("failures"), root.get("errors"), root.get("skipped")) == ("3", "1", "0", "2")
-    crashed = ElementTree.fromstring(junit.render(summarise(HEADER, [CRASH, *KNOWN])))
+    crashed = ElementTree.fromstring(render.junit(summarise(HEADER, [CRASH, *KNOWN])))
     assert (crashed.get("errors"), crashed.get("failures"), crashed.get("skipped")) == ("1", "0", "1")
 
 
 def test_html_escapes():
     evil = "<script>alert('x')</script> & \"more\""
-    page = html.render(summarise(HEADER, rename(FINDING, message=evil, implementation=evil, case=evil, replay=evil)))
+    page = render.page(summarise(HEADER, rename(FINDING, message=evil, implementation=evil, case=evil, replay=evil)))
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert not re.search(r"https?://", page), "nothing is fetched"
 
 
 def test_html_says_the_same():
-    page = html.render(everything())
     in_order(
-        page,
-        "NEW 2 · KNOWN 1",
+        render.page(everything()),
+        "1 unranked known defect seen, 2 new",
+        "trl 1.16.0, torch 2.13.0",
         "2 compared on CPU, none on CUDA: 2 compared · 0 agree · 1 known · 1 disagree",
+        "Known defects of this stack",
+        "parity replay trl-chunk-7",
         "New findings",
         "logic in grad_hidden",
         "the candidate lib.loss",
@@ -335,29 +339,28 @@ def test_html_says_the_same():
         "Known findings",
         "trl-chunk-7",
         "no softcap parameter",
-        "Coverage",
     )
 
 
 def test_markdown():
-    text = markdown.render(everything())
+    text = render.markdown(everything())
     in_order(
         text,
-        "## Numerical parity: NEW 2 · KNOWN 1",
+        "## Numerical parity: trl 1.16.0, torch 2.13.0: 1 unranked known defect seen, 2 new",
         "2 compared · 0 agree · 1 known · 1 disagree",
         "### New findings",
         "**logic in grad\\_hidden** · `lib.loss`",
         f"`{BASE['replay']}`",
-        "### Known findings",
-        "`trl-chunk-7`",
+        "### Known defects",
+        "`parity replay trl-chunk-7`",
         "| policy | `lib.known` | bf16 (cpu) |",
-        "### Coverage",
+        "### Not compared",
     )
 
 
 def test_markdown_escapes():
     evil = "a|b `c` <img src=x> [d](e)\nnew"
-    text = markdown.render(summarise(HEADER, [declined("unsupported", evil)]))
+    text = render.markdown(summarise(HEADER, [declined("unsupported", evil)]))
     (cell,) = [line for line in text.splitlines() if line.startswith("| policy")]
     assert len(re.findall(r"(?<!\\)\|", cell)) == 9
     assert "<img" not in text
@@ -365,7 +368,7 @@ def test_markdown_escapes():
 
 def test_a_crash_is_not_given_the_reason_of_what_was_unsupported():
     rows = [declined("unsupported", "no bias parameter"), declined("crashed", "boom") | {"case": "policy-2"}]
-    text = markdown.render(summarise(HEADER, rows))
+    text = render.markdown(summarise(HEADER, rows))
     (cell,) = [line for line in text.splitlines() if line.startswith("| policy")]
     assert "CRASHED" in cell
     assert "no bias" not in cell
@@ -375,12 +378,11 @@ def test_markdown_fits_a_comment():
     rows = [
         GRADIENT | {"case": f"policy-{k}", "implementation": f"lib.loss{k}", "message": "x" * 300} for k in range(150)
     ]
-    text = markdown.render(summarise(HEADER, rows))
+    text = render.markdown(summarise(HEADER, rows))
     assert len(text) < 65_536
     assert "… and 90 more." in text
 
 
 def test_files_are_written(tmp_path):
-    for module, name in ((junit, "junit.xml"), (markdown, "summary.md"), (html, "index.html")):
-        module.write(everything(), tmp_path / name)
-        assert (tmp_path / name).stat().st_size > 500
+    render.write(everything(), render.Ending(folder=tmp_path))
+    assert all((tmp_path / name).stat().st_size > 500 for name in ("junit.xml", "summary.md", "index.html"))

@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from parity.case.case import Case
+from parity.cli.show import text
 from parity.decoding import save_json, saved
-from parity.results.json_output import text
 from parity.results.row import Row
 from parity.running.find import find
 from parity.versions import compare, history, row_diff

@@ -10,20 +10,19 @@ from functools import cached_property
 from parity.results.row import JUDGED, STOPPED, Row, stopped_by
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,.]*(e[+-]?\d+)?")
-
 _DTYPE = re.compile(r"\b(?:c10::|torch\.)?(?:BFloat16|Half|Float|Double|bfloat16|half|double|float(?:16|32|64)?)\b")
 
 
 @dataclasses.dataclass(frozen=True)
 class ImplementationCase:
-    """One case through one implementation on one device; `rows` has one row a quantity, in order."""
+    """One case through one implementation on one device: a row for each quantity, in order."""
 
-    implementation: str
-    case: str
-    family: str
-    dtype: str
-    device: str
     rows: tuple[Row, ...]
+
+    @property
+    def first(self) -> Row:
+        """Its first row, which has what all have: implementation, case, family, dtype, device, settings."""
+        return self.rows[0]
 
     @cached_property
     def outcome(self) -> str:
@@ -35,22 +34,39 @@ class ImplementationCase:
             return "compared"
         return "refused" if "refused" in found else "unsupported"
 
-    @property
-    def judged(self) -> tuple[Row, ...]:
-        """The rows in which something was compared with the oracle."""
-        return tuple(row for row in self.rows if row.judged)
-
-    @property
+    @cached_property
     def failing(self) -> tuple[Row, ...]:
         """The rows that need an explanation, known or new."""
         return tuple(row for row in self.rows if row.failing)
 
+    @cached_property
+    def roots(self) -> frozenset[str]:
+        """The quantities that its failure starts in: outputs if any fails, else gradients, else relations, else the run.
+
+        A wrong value makes a wrong gradient, and either breaks the relations: only the first of these says something new.
+        """
+        tiers = collections.defaultdict[int, set[str]](set)
+        for row in self.failing:
+            if row.verdict not in STOPPED:
+                tiers[tier(row)].add(row.subject)
+        return frozenset(tiers[min(tiers)]) if tiers else frozenset()
+
+    @cached_property
+    def lead(self) -> Row:
+        """The failing row that speaks for the others: a root, logic before precision, then the largest headroom."""
+        stopped = [r for r in self.failing if r.verdict in STOPPED]
+        return max(stopped or [r for r in self.failing if r.subject in self.roots], key=_gravity)
+
     @property
     def size(self) -> tuple[int, int, int, str]:
         """Orders cases for the reader: minimised ones first, then small shapes, then few settings."""
-        row = self.rows[0]
+        row = self.first
         volume = math.prod(v for v in (row.settings.get(k, 1) for k in "BTVH") if isinstance(v, int))
-        return (row.minimised is not True, volume, len(row.settings), self.case)
+        return (row.minimised is not True, volume, len(row.settings), row.case)
+
+
+def _gravity(row: Row) -> tuple[bool, float]:
+    return row.cls == "logic", headroom(row)
 
 
 def headroom(row: Row) -> float:
@@ -65,58 +81,60 @@ def about_run(row: Row) -> bool:
     return not row.settings
 
 
+def tier(row: Row) -> int:
+    """0 for an output, 1 for a gradient, 2 for a relation or the protocol, 3 for a row about the whole run."""
+    if about_run(row):
+        return 3
+    if row.subject == "protocol" or row.subject.startswith("relation"):
+        return 2
+    return 1 if row.subject.startswith("grad_") else 0
+
+
 def grouped(rows: Iterable[Row]) -> list[ImplementationCase]:
     """Rows by case, implementation and device. Where a case ran twice the later rows count, and count once."""
-    found: dict[tuple[str, str, str, str, str], dict[str | None, Row]] = {}
+    found = collections.defaultdict[tuple[str, ...], dict[str | None, Row]](dict)
     for row in rows:
-        key = row.implementation, row.case, row.family, row.dtype, row.device
-        found.setdefault(key, {})[row.quantity] = row
-    return [ImplementationCase(*key, tuple(by_quantity.values())) for key, by_quantity in found.items()]
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """The failing rows of one case that share a ledger entry and a root. `label`: why a call came to no end."""
-
-    source: ImplementationCase
-    known: str | None
-    verdict: str
-    roots: frozenset[str]
-    label: str
-    failing: tuple[Row, ...]
-
-    @property
-    def leads(self) -> list[Row]:
-        """The failing rows of its roots; all where there are none."""
-        return [r for r in self.failing if r.quantity in self.roots] or list(self.failing)
-
-    @property
-    def cls(self) -> str | None:
-        """logic where one of its roots is."""
-        found = {r.cls for r in self.leads}
-        return "logic" if "logic" in found else "precision" if "precision" in found else None
+        found[row.implementation, row.case, row.family, row.dtype, row.device][row.quantity] = row
+    return [ImplementationCase(tuple(by_quantity.values())) for by_quantity in found.values()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """Cases in which one implementation fails in the same root quantities (none where there was no result), under one ledger
-    entry or, with `known` empty, none. `verdict`: disagree, nondeterministic, crashed, timed-out or out-of-memory."""
+    entry or, with `known` empty, none. `verdict`: disagree, nondeterministic, crashed, timed-out or out-of-memory. Each of
+    `parts` has all rows of its case, less failures that belong to another finding."""
 
-    implementation: str
-    family: str
-    known: str | None
     verdict: str
-    wrong_in: frozenset[str]
-    parts: tuple[Failure, ...]
+    roots: tuple[str, ...]
+    parts: tuple[ImplementationCase, ...]
 
     @cached_property
-    def shown(self) -> Failure:
+    def shown(self) -> ImplementationCase:
         """The smallest case, which speaks for all: logic before precision, and one of which it is known whose fault it is."""
-        logic = [p for p in self.parts if p.cls == "logic"]
-        return min(
-            logic or self.parts,
-            key=lambda p: (p.verdict in STOPPED and lead_of(p.leads).blame is None, p.source.size),
-        )
+        logic = [p for p in self.parts if p.lead.cls == "logic"]
+        return min(logic or self.parts, key=lambda p: (p.lead.verdict in STOPPED and p.lead.blame is None, p.size))
+
+    @property
+    def lead(self) -> Row:
+        """The row of the smallest case that fails worst among the roots."""
+        return self.shown.lead
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All rows of the smallest case."""
+        return self.shown.rows
+
+    @property
+    def implementation(self) -> str:
+        return self.lead.implementation
+
+    @property
+    def family(self) -> str:
+        return self.lead.family
+
+    @property
+    def known(self) -> str | None:
+        return self.lead.known
 
     @property
     def key(self) -> str:
@@ -126,27 +144,9 @@ class Finding:
         return " ".join([self.implementation, self.family, self.verdict, *sorted(self.roots)])
 
     @cached_property
-    def roots(self) -> tuple[str, ...]:
-        """The quantities it starts in, in their order."""
-        return tuple(
-            dict.fromkeys(q for p in self.parts for r in p.failing if (q := r.quantity) in self.wrong_in and q)
-        )
-
-    @cached_property
-    def rows(self) -> tuple[Row, ...]:
-        """All rows of the smallest case, less failures that belong to another finding."""
-        ids = {id(r) for r in self.shown.failing}
-        return tuple(r for r in self.shown.source.rows if id(r) in ids or not r.failing)
-
-    @cached_property
-    def lead(self) -> Row:
-        """The row of `rows` that fails worst among the roots."""
-        return lead_of(self.shown.leads)
-
-    @cached_property
     def worst(self) -> Row:
         """The row that fails worst among the roots of all cases."""
-        return lead_of(r for p in self.parts for r in p.leads)
+        return max((p.lead for p in self.parts), key=_gravity)
 
     @property
     def cases(self) -> int:
@@ -156,17 +156,17 @@ class Finding:
     @property
     def classes(self) -> Mapping[str, int]:
         """How many of the cases are logic, and how many precision."""
-        return collections.Counter(p.cls for p in self.parts if p.cls)
+        return collections.Counter(p.lead.cls for p in self.parts if p.lead.cls)
 
     @property
     def blames(self) -> Mapping[str, int]:
         """How many of the cases blame whom ("": nobody)."""
-        return collections.Counter(lead_of(p.leads).blame or "" for p in self.parts)
+        return collections.Counter(p.lead.blame or "" for p in self.parts)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Those it was seen in."""
-        return tuple(sorted({p.source.dtype for p in self.parts}))
+        return tuple(sorted({p.first.dtype for p in self.parts}))
 
     @cached_property
     def failing(self) -> tuple[Row, ...]:
@@ -176,7 +176,7 @@ class Finding:
     @property
     def minimised(self) -> bool | None:
         """Of the case that is shown; False: no time was left for it, None: it is of no kind that is minimised."""
-        if any(r.minimised is True for r in self.shown.source.rows):
+        if any(r.minimised is True for r in self.rows):
             return True
         return False if any(r.minimised is False for r in self.failing) else None
 
@@ -189,15 +189,15 @@ class Finding:
 
 def findings(cases: Iterable[ImplementationCase]) -> list[Finding]:
     """All findings: crashes and logic before precision, large before small, known ones last."""
-    groups: dict[tuple[str, str, str | None, str, str], list[Failure]] = collections.defaultdict(list)
+    groups = collections.defaultdict[tuple[str | None, ...], list[ImplementationCase]](list)
     for case in cases:
-        for part in failures(case):
-            groups[case.implementation, case.family, part.known, part.verdict, part.label].append(part)
-    out = [
-        Finding(implementation, family, known, verdict, roots, tuple(parts))
-        for (implementation, family, known, verdict, _), group in groups.items()
-        for roots, parts in _by_roots(group).items()
-    ]
+        for part in _parts(case):
+            groups[part.first.implementation, part.first.family, part.lead.known, *_how(part)].append(part)
+    out = []
+    for (*_, verdict, _), group in groups.items():
+        for roots, parts in _by_roots(group).items():
+            order = dict.fromkeys(r.subject for p in parts for r in p.failing if r.subject in roots)
+            out.append(Finding(str(verdict), tuple(order), tuple(parts)))
     return sorted(out, key=_order)
 
 
@@ -208,63 +208,38 @@ def normalised(message: str) -> str:
 
 def _order(finding: Finding) -> tuple[bool, int, int, float, str]:
     kinds = ("crashed", "timed-out", "out-of-memory", "disagree", "nondeterministic")
-    grave = "logic" in finding.classes or finding.verdict in STOPPED
-    return (
-        finding.known is not None,
-        0 if grave else 1,
-        kinds.index(finding.verdict),
-        -headroom(finding.worst),
-        finding.implementation,
-    )
+    mild = "logic" not in finding.classes and finding.verdict not in STOPPED
+    size = -headroom(finding.worst)
+    return finding.known is not None, mild, kinds.index(finding.verdict), size, finding.implementation
 
 
-def failures(case: ImplementationCase) -> list[Failure]:
-    """A case's failing rows, split by ledger entry; a protocol leak is a finding beside whatever else is wrong."""
-    split: dict[tuple[str | None, bool], list[Row]] = collections.defaultdict(list)
-    for row in case.failing:
-        split[row.known, row.quantity == "protocol"].append(row)
-    out = []
-    for (known, _), rows in split.items():
-        if stopped := [r for r in rows if r.verdict in STOPPED]:
-            # The same cause whatever the numbers, the part that ran, and the dtypes, which a finding lists.
-            label = normalised(_DTYPE.sub("dtype", stopped_by(stopped[0].message)[0]))
-            out.append(Failure(case, known, stopped[0].verdict, frozenset(), label, tuple(rows)))
-            continue
-        roots = roots_of(rows)
-        flaky = all(r.verdict == "nondeterministic" for r in rows if r.quantity in roots)
-        out.append(Failure(case, known, "nondeterministic" if flaky else "disagree", roots, "", tuple(rows)))
-    return out
+def _parts(case: ImplementationCase) -> list[ImplementationCase]:
+    """A case for each ledger entry among its failing rows; a protocol leak is a finding beside whatever else is wrong."""
+
+    def of(row: Row) -> tuple[str | None, bool]:
+        return row.known, row.quantity == "protocol"
+
+    kinds = dict.fromkeys(map(of, case.failing))
+    return [ImplementationCase(tuple(r for r in case.rows if not r.failing or of(r) == kind)) for kind in kinds]
 
 
-def roots_of(failing: Iterable[Row]) -> frozenset[str]:
-    """The quantities that a disagreement starts in: outputs if any fails, else gradients, else relations, else the run.
-
-    A wrong value makes a wrong gradient, and either breaks the relations: only the first of these says something new.
-    """
-    tiers: dict[int, set[str]] = collections.defaultdict(set)
-    for row in failing:
-        tiers[tier(row)].add(row.subject)
-    return frozenset(tiers[min(tiers)]) if tiers else frozenset()
+def _how(part: ImplementationCase) -> tuple[str, str]:
+    """The verdict of a failure, and why a call came to no end: the same cause whatever the numbers, the part that ran, and the
+    dtypes, which a finding lists."""
+    if part.lead.verdict in STOPPED:
+        return part.lead.verdict, normalised(_DTYPE.sub("dtype", stopped_by(part.lead.message)[0]))
+    flaky = all(r.verdict == "nondeterministic" for r in part.failing if r.subject in part.roots)
+    return "nondeterministic" if flaky else "disagree", ""
 
 
-def tier(row: Row) -> int:
-    """0 for an output, 1 for a gradient, 2 for a relation or the protocol, 3 for a row about the whole run."""
-    quantity = row.quantity or ""
-    if about_run(row):
-        return 3
-    if quantity == "protocol" or quantity.startswith("relation"):
-        return 2
-    return 1 if quantity.startswith("grad_") else 0
-
-
-def _by_roots(parts: Sequence[Failure]) -> dict[frozenset[str], list[Failure]]:
+def _by_roots(parts: Sequence[ImplementationCase]) -> dict[frozenset[str], list[ImplementationCase]]:
     """Parts by root set. A case that asked for fewer gradients joins the set that it shows as far as it was judged."""
     sets = sorted({p.roots for p in parts}, key=lambda s: (-len(s), sorted(s)))
-    out: dict[frozenset[str], list[Failure]] = collections.defaultdict(list)
+    out = collections.defaultdict[frozenset[str], list[ImplementationCase]](list)
     for part in parts:
         target = part.roots
         if target and _gradients(target):
-            judged = {r.quantity for r in part.source.judged}
+            judged = {r.quantity for r in part.rows if r.judged}
             target = next(s for s in sets if s & judged == target and _gradients(s))
         out[target].append(part)
     return out
@@ -272,8 +247,3 @@ def _by_roots(parts: Sequence[Failure]) -> dict[frozenset[str], list[Failure]]:
 
 def _gradients(roots: Iterable[str]) -> bool:
     return all(q.startswith("grad_") for q in roots)
-
-
-def lead_of(rows: Iterable[Row]) -> Row:
-    """The failing row that speaks for the others: logic before precision, then the largest headroom."""
-    return max((r for r in rows if r.failing), key=lambda r: (r.cls == "logic", headroom(r)))

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from parity.results.header import About, End, Header
 from parity.results.report.findings import (
@@ -17,32 +16,16 @@ from parity.results.report.findings import (
     normalised,
     tier,
 )
-from parity.results.report.measured import share
+from parity.results.report.stack import Stack
 from parity.results.row import DECLINED, STOPPED, Row
 
 DTYPES = ("fp64", "fp32", "fp16", "bf16")
 ABSENT = re.compile(r" has no parameter (.+)$")
 """How `parity.implementations.user` says which parameters a case needs."""
 
-
-class Counts(collections.Counter[str]):
-    """Implementation-cases: `compared`, of which agree, known (all that fails is in the ledger), nondeterministic and disagree;
-    refused, unsupported, crashed, timed-out, out-of-memory."""
-
-    @classmethod
-    def of(cls, cases: Iterable[ImplementationCase]) -> "Counts":
-        """Each case in one outcome, a compared one in its verdict too."""
-        out = cls()
-        for case in cases:
-            out[case.outcome] += 1
-            if case.outcome == "compared":
-                out[_verdict(case.failing)] += 1
-        return out
-
-    @property
-    def stopped(self) -> int:
-        """Those that came to no end."""
-        return sum(self[verdict] for verdict in STOPPED)
+Counts = collections.Counter[str]
+"""Implementation-cases: `compared`, of which agree, known (all that fails is in the ledger), nondeterministic and disagree;
+refused, unsupported, crashed, timed-out, out-of-memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,54 +53,44 @@ class Line:
         """Whether something fails that no ledger entry covers."""
         return self.verdict not in ("agree", "known", *DECLINED)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was compared, and nothing crashed."""
+        return not self.counts["compared"] and self.verdict not in STOPPED
+
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """Why implementation-cases were unsupported or refused; `share` is of those with the same verdict."""
+    """Why implementation-cases were unsupported or refused, in how many, of which implementations."""
 
     verdict: str
     message: str
     count: int
-    share: str
     implementations: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Coverage:
-    """How many of a family's comparisons had each setting away from its default, the most exercised first."""
-
-    family: str
-    compared: int
-    settings: Mapping[str, int]
-
-    @property
-    def never(self) -> list[str]:
-        """The settings that no comparison had away from its default."""
-        return [name for name, count in self.settings.items() if not count]
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """Everything a report says. `incomplete`: how far a run came that did not finish; `ended`: whether it came to its end in
-    order, if only because its time was over; `findings`: new ones; `known`: those of the ledger; `notes`: what a reader must know
-    of an implementation, such as where it was imported from."""
+    order, if only because its time was over; `stack`: its libraries, and what the ledger knows of them; `findings`: new ones;
+    `known`: those of the ledger; `notes`: what a reader must know of an implementation, such as where it was imported from."""
 
     run: str
     header: About
     incomplete: str
     ended: bool
+    stack: Stack
     counts: Counts
     lines: tuple[Line, ...]
     findings: tuple[Finding, ...]
     known: tuple[Finding, ...]
-    coverage: tuple[Coverage, ...]
     reasons: tuple[Reason, ...]
     notes: tuple[str, ...]
 
     @property
     def compared(self) -> Mapping[str, int]:
         """Device -> implementation-cases compared there."""
-        out = collections.Counter[str]()
+        out = Counts()
         for line in self.lines:
             out[line.device] += line.counts["compared"]
         return out
@@ -126,45 +99,47 @@ class Summary:
 def summarise(header: Header, rows: Iterable[Row]) -> Summary:
     """Count a run; `header` is the file's first row, `rows` all others (`rows.read` returns the two)."""
     everything = grouped(rows)
-    cases = [c for c in everything if not about_run(c.rows[0])]
+    cases = [c for c in everything if not about_run(c.first)]
     found = findings(everything)
-    dimensions = header.header.dimensions or {}
+    interrupted = header.end.exit_code in (130, 143) if isinstance(header.end, End) else header.interrupted is True
     return Summary(
         run=header.run,
         header=header.header,
-        incomplete=_incomplete(header, rows),
-        ended=not interrupted(header),
-        counts=Counts.of(cases),
+        incomplete=_incomplete(header, rows, interrupted),
+        ended=not interrupted,
+        stack=Stack.of_run(header.header, found),
+        counts=_counted(cases),
         lines=tuple(_lines(everything)),
         findings=tuple(f for f in found if f.known is None),
         known=tuple(f for f in found if f.known is not None),
-        coverage=tuple(
-            _coverage(family, [c for c in cases if c.family == family], dimensions.get(family, {}))
-            for family in dict.fromkeys(c.family for c in cases)
-        ),
-        reasons=tuple(reasons(cases)),
+        reasons=tuple(_reasons(cases)),
         notes=tuple(_notes(everything, found)),
     )
 
 
-def interrupted(header: Header) -> bool:
-    """Whether a run was stopped, or killed, before it could end in order."""
-    return header.end.exit_code in (130, 143) if isinstance(header.end, End) else header.interrupted is True
-
-
-def _incomplete(header: Header, rows: Iterable[Row]) -> str:
+def _incomplete(header: Header, rows: Iterable[Row], interrupted: bool) -> str:
+    how = "interrupted: " if interrupted else ""
     if isinstance(end := header.end, End):
-        how = "interrupted: " if interrupted(header) else ""
         return "" if end.complete else f"{how}stopped after {end.cases:,} of {end.of:,} cases"
-    if header.interrupted is not True:
+    if not interrupted:
         return ""
     plan = header.header.shards
     if not plan:
-        return "interrupted: the file ends before the run did, what came later is missing"
+        return f"{how}the file ends before the run did, what came later is missing"
     done = {part.name: part.cases for part in header.parts or ()}
     begun = {(r.shard, r.case) for r in rows if r.shard in plan and r.shard not in done}
     count = sum(cases for name, cases in done.items() if name in plan) + len(begun)
-    return f"interrupted: stopped after {count:,} of {sum(plan.values()):,} cases, the file ends before the run did"
+    return f"{how}stopped after {count:,} of {sum(plan.values()):,} cases, the file ends before the run did"
+
+
+def _counted(cases: Iterable[ImplementationCase]) -> Counts:
+    """Each case in one outcome, a compared one in its verdict too."""
+    out = Counts()
+    for case in cases:
+        out[case.outcome] += 1
+        if case.outcome == "compared":
+            out[_verdict(case.failing)] += 1
+    return out
 
 
 def _verdict(failing: Sequence[Row]) -> str:
@@ -183,30 +158,26 @@ def worst(rows: Sequence[Row]) -> Row | None:
     return max([r for r in rows if not r.known] or rows, key=headroom, default=None)
 
 
-def _where(case: ImplementationCase) -> tuple[str, str, bool, str, int, str]:
-    """Family, references first, then implementation and dtype: the order of every table."""
-    dtype = DTYPES.index(case.dtype) if case.dtype in DTYPES else len(DTYPES)
-    return case.family, case.device, case.rows[0].role != "reference", case.implementation, dtype, case.dtype
-
-
 def _lines(everything: Iterable[ImplementationCase]) -> Iterable[Line]:
-    groups: dict[tuple[Any, ...], list[ImplementationCase]] = collections.defaultdict(list)
+    """By family, references first, then implementation and dtype: the order of every table."""
+    groups = collections.defaultdict[tuple[str, str, bool, str, int, str], list[ImplementationCase]](list)
     for case in everything:
-        groups[_where(case)].append(case)
-    for _, found in sorted(groups.items()):
-        first = found[0]
-        cases = [c for c in found if not about_run(c.rows[0])]
+        row = case.first
+        place = DTYPES.index(row.dtype) if row.dtype in DTYPES else len(DTYPES)
+        groups[row.family, row.device, row.role != "reference", row.implementation, place, row.dtype].append(case)
+    for (family, device, _, implementation, _, dtype), found in sorted(groups.items()):
+        cases = [c for c in found if not about_run(c.first)]
         failing = [r for c in found for r in c.failing]
         judged = collections.defaultdict[str, list[Row]](list)
-        for row in (r for c in found for r in c.judged):
+        for row in (r for c in found for r in c.rows if r.judged):
             judged[row.subject].append(row)
-        common = max(reasons(cases), key=lambda r: r.count, default=None)
+        common = max(_reasons(cases), key=lambda r: r.count, default=None)
         verdict = _verdict(failing)
         if not failing and not judged:
             verdict = common.verdict if common else "unsupported"
         yield Line(
-            *(first.implementation, first.family, first.dtype, first.device),
-            counts=Counts.of(cases),
+            *(implementation, family, dtype, device),
+            counts=_counted(cases),
             worst=worst([r for of_one in judged.values() for r in of_one]),
             known=tuple(sorted({r.known for r in failing if r.known})),
             verdict=verdict,
@@ -215,53 +186,29 @@ def _lines(everything: Iterable[ImplementationCase]) -> Iterable[Line]:
         )
 
 
-def _coverage(family: str, cases: Sequence[ImplementationCase], defaults: Mapping[str, Any]) -> Coverage:
-    compared = [c.rows[0].settings for c in cases if c.outcome == "compared"]
-    names = {*defaults, *(k for c in cases for k in c.rows[0].settings)}
-    counts = {n: sum(n in s and not (n in defaults and _same(s[n], defaults[n])) for s in compared) for n in names}
-    return Coverage(family, len(compared), dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))))
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Equality that tells True from 1: a flag that was turned on is away from a default of 1."""
-    return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
-
-
-def reasons(cases: Iterable[ImplementationCase]) -> list[Reason]:
+def _reasons(cases: Iterable[ImplementationCase]) -> list[Reason]:
     """Why nothing was compared, the most frequent first; messages that differ in a number only are one reason."""
-    totals: collections.Counter[str] = collections.Counter()
-    groups: dict[tuple[str, str], list[ImplementationCase]] = collections.defaultdict(list)
-    first: dict[tuple[str, str], str] = {}
+    groups = collections.defaultdict[tuple[str, str], list[tuple[str, str]]](list)
     for case in cases:
-        if case.outcome not in DECLINED:
-            continue
-        message = next((r.message for r in case.rows if r.verdict == case.outcome), "")
-        message = ABSENT.sub(" has no parameter for what the case moves", message)
-        key = case.outcome, normalised(message)
-        totals[case.outcome] += 1
-        groups[key].append(case)
-        first.setdefault(key, message or "no reason given")
-    out = [
-        Reason(
-            *(key[0], first[key], len(found), share(len(found), totals[key[0]])),
-            implementations=tuple(sorted({c.implementation for c in found})),
-        )
-        for key, found in groups.items()
-    ]
+        if case.outcome in DECLINED:
+            message = next((r.message for r in case.rows if r.verdict == case.outcome), "")
+            message = ABSENT.sub(" has no parameter for what the case moves", message) or "no reason given"
+            groups[case.outcome, normalised(message)].append((message, case.first.implementation))
+    out = [Reason(k, v[0][0], len(v), tuple(sorted({who for _, who in v}))) for (k, _), v in groups.items()]
     return sorted(out, key=lambda r: (r.verdict != "unsupported", -r.count, r.message))
 
 
 def _notes(cases: Iterable[ImplementationCase], found: Sequence[Finding]) -> Iterable[str]:
     imported = collections.defaultdict[str, dict[str, None]](dict)
     unjudged = collections.defaultdict[str, dict[str, None]](dict)
-    needs = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
+    needs = collections.defaultdict[str, Counts](Counts)
     for case in cases:
         for row in case.rows:
             if row.imported_from:
                 imported[row.imported_from][row.implementation] = None
             unjudged[row.implementation] |= dict.fromkeys(row.unjudged)
-        if case.outcome == "unsupported" and (absent := ABSENT.search(case.rows[0].message)):
-            needs[case.implementation].update(absent[1].split(", "))
+        if case.outcome == "unsupported" and (absent := ABSENT.search(case.first.message)):
+            needs[case.first.implementation].update(absent[1].split(", "))
     for file, names in imported.items():
         yield f"imported from {file}, not from site-packages: {', '.join(names)}"
     for who, names in unjudged.items():
@@ -271,10 +218,7 @@ def _notes(cases: Iterable[ImplementationCase], found: Sequence[Finding]) -> Ite
         lacking = ", ".join(f"{name} ({count:,})" for name, count in counted.most_common(8))
         yield f"{who}: cases that need parameters which it has not: {lacking}"
     if drawn := sum(f.known is None and f.minimised is False for f in found):
-        yield (
-            f"{drawn:,} of the new findings are shown as drawn: the time for minimising was used up; "
-            "run with --implementation to minimise one"
-        )
+        yield f"{drawn:,} of the new findings are shown as drawn, not made smaller; run with --implementation for smaller cases"
 
 
 def not_judged(who: str, names: Iterable[str]) -> str:

@@ -9,12 +9,36 @@ from typing import Any
 from msgspec import UNSET
 
 from parity.results.report.findings import Finding, headroom
-from parity.results.report.measured import share
-from parity.results.report.summary import Counts, Coverage, Line, Reason, Summary
+from parity.results.report.summary import Counts, Line, Reason, Summary
 from parity.results.row import DECLINED, NO_REFERENCE, STOPPED, UNKNOWN, Row
 
 ENTRY = ("parameter", "sequence", "position", "token", "masked", "index", "value", "oracle", "error")
 HEADINGS = {"token": "token id", "masked": "masked?", "oracle": "float64"}
+GATES = {
+    "structure": "a NaN, an infinity or a shape that the definition has not",
+    "exact": "a count, or a yes or no, is another",
+    "scalar": "the value of a sum or a mean",
+    "zero": "not 0 where the mask implies exactly 0",
+    "norm": "the length of the whole error",
+    "max": "the largest error of one entry",
+    "row": "the largest error of one row: a token, or a word of the vocabulary",
+    "slope": "a common factor: all too large, or all too small",
+    "relation": "two calls that must agree exactly do not",
+    "protocol": "the call changed what it must leave alone",
+    "pooled slope": "a common factor over all cases together",
+}
+"""What each gate looks at."""
+CODES = {
+    0: "nothing new disagrees",
+    1: "something disagrees that no ledger entry covers",
+    2: "the command was wrong",
+    3: "nothing, or not enough, was compared",
+    4: "a ledger entry no longer holds",
+    70: "parity itself failed",
+    130: "it was interrupted",
+    143: "it was asked to end",
+}
+"""What an exit code says."""
 
 
 def count(n: int, noun: str, plural: str = "") -> str:
@@ -23,7 +47,7 @@ def count(n: int, noun: str, plural: str = "") -> str:
 
 
 def ratio(value: float) -> str:
-    """A headroom; beyond 1,000 its size says nothing."""
+    """Error ÷ allowed; beyond 1,000 its size says nothing."""
     if math.isinf(value) or value > 1000:
         return "∞" if math.isinf(value) else ">1000"
     if value == 0:
@@ -40,29 +64,19 @@ def number(value: Any) -> str:
 
 def counts(c: Counts) -> str:
     """What was compared, what became of it, and what was not compared."""
-    said = [f"{c['compared']:,} compared", f"{c['agree']:,} agree"]
-    for name in ("known", "nondeterministic", "disagree", *DECLINED, *STOPPED):
-        said += [f"{c[name]:,} {name}"] if c[name] else []
-    return " · ".join(said)
-
-
-CODES = {
-    0: "nothing new disagrees",
-    1: "something disagrees that no ledger entry covers",
-    2: "the command was wrong",
-    3: "nothing, or not enough, was compared",
-    4: "a ledger entry no longer holds",
-    70: "parity itself failed",
-    130: "it was interrupted",
-    143: "it was asked to end",
-}
-"""What an exit code says."""
+    others = [f"{c[n]:,} {n}" for n in ("known", "nondeterministic", "disagree", *DECLINED, *STOPPED) if c[n]]
+    return " · ".join([f"{c['compared']:,} compared", f"{c['agree']:,} agree", *others])
 
 
 def headline(summary: Summary) -> str:
-    """`NEW none · KNOWN 14`: the opening of every report."""
-    so_far = " so far" if summary.incomplete else ""
-    return f"NEW {len(summary.findings) or 'none'}{so_far} · KNOWN {len(summary.known) or 'none'}"
+    """`4 high, 16 medium known defects seen, 0 new`: the opening of every report, behind the versions."""
+    return f"{summary.stack.defects} seen, {len(summary.findings):,} new{' so far' if summary.incomplete else ''}"
+
+
+def opening(summary: Summary) -> str:
+    """The headline behind the versions."""
+    named = summary.stack.named
+    return f"{named}: {headline(summary)}" if named else headline(summary)
 
 
 def others(reasons: Sequence[str]) -> list[str]:
@@ -80,6 +94,12 @@ def compared(summary: Summary) -> str:
     """How many implementation-cases were compared on each kind of device; on a CUDA device nothing stands for another."""
     cpu, cuda = (f"{n:,}" if (n := summary.compared.get(device, 0)) else "none" for device in ("cpu", "cuda"))
     return f"{cpu} compared on CPU, {cuda} on CUDA"
+
+
+def idle(reasons: Mapping[str, int]) -> str:
+    """How many implementations compared nothing, and why."""
+    why = "; ".join(f"{n}: {reason}" for reason, n in reasons.items())
+    return f"{count(sum(reasons.values()), 'implementation')} compared nothing ({why})"
 
 
 def about(summary: Summary) -> str:
@@ -104,7 +124,13 @@ def at(row: Row | None) -> str:
     if row is None:
         return ""
     quantity, gate = row.subject, row.gate
-    return f"{quantity} {gate}" if gate and gate not in quantity else quantity
+    return f"{quantity}, gate {gate}" if gate and gate not in quantity else quantity
+
+
+def size(row: Row) -> str:
+    """How wrong a quantity is: so many times the allowed error; or outright, where that has no size."""
+    value = headroom(row)
+    return f"{at(row)}: fails outright" if math.isinf(value) else f"{at(row)}: {ratio(value)} times the allowed error"
 
 
 def verdict_of(line: Line) -> str:
@@ -120,29 +146,27 @@ def verdict_of(line: Line) -> str:
 def wrong(row: Row) -> str:
     """Who is wrong, as a clause."""
     name, against = row.implementation, row.against
-    blame = row.blame
     if row.variant:
         return f"nobody: {name} follows another definition, {row.variant!r}"
-    if blame == "candidate":
-        ran = "ran this case" if row.verdict in STOPPED else "agrees with float64"
-        return f"the candidate {name}" + (f" (the reference {against} {ran})" if against else "")
-    if blame == "reference":
-        return f"the reference {name}"
-    if blame == "both":
-        return f"both the candidate {name} and the reference {against or ''}".rstrip()
-    if blame == "harness":
-        return f"the harness, in its adapter for {name}"
+    ran = "ran this case" if row.verdict in STOPPED else "agrees with float64"
+    whose = {
+        "candidate": f"the candidate {name}" + (f" (the reference {against} {ran})" if against else ""),
+        "reference": f"the reference {name}",
+        "both": f"both the candidate {name} and the reference {against or ''}".rstrip(),
+        "harness": f"the harness, in its adapter for {name}",
+    }
+    if row.blame:
+        return whose[row.blame]
     why = UNKNOWN + (row.message.partition(UNKNOWN)[2] or NO_REFERENCE) if row.verdict in STOPPED else "not decided"
     return f"{name}, or what calls it ({why})"
 
 
 def title(finding: Finding) -> str:
     """What a finding is, without its size: class or verdict, and where."""
-    where = ", ".join(finding.roots)
     if not finding.roots:
         return finding.verdict
     kind = "nondeterministic" if finding.verdict == "nondeterministic" else cls(finding.lead)
-    return f"{kind} in {where}"
+    return f"{kind} in {', '.join(finding.roots)}"
 
 
 def cls(row: Row) -> str:
@@ -151,16 +175,15 @@ def cls(row: Row) -> str:
 
 
 def spread(finding: Finding) -> str:
-    """In how many cases and dtypes a finding shows, its worst headroom, and what it costs of the gradient."""
+    """In how many cases and dtypes a finding shows, how wrong it is at worst, and what it costs of the gradient."""
     parts = [count(finding.cases, "case"), " ".join(finding.dtypes)]
     if len(finding.classes) > 1:
         parts.append(", ".join(f"{k} in {v:,}" for k, v in sorted(finding.classes.items())))
     if len(finding.blames) > 1:
-        parts.append(
-            "wrong: " + ", ".join(f"{k or 'not known who'} in {v:,}" for k, v in sorted(finding.blames.items())[::-1])
-        )
+        whose = sorted(finding.blames.items(), reverse=True)
+        parts.append("wrong: " + ", ".join(f"{k or 'not known who'} in {v:,}" for k, v in whose))
     if finding.roots:
-        parts.append(f"worst headroom {ratio(headroom(finding.worst))} at {at(finding.worst)}")
+        parts.append(f"at worst {size(finding.worst)}")
     if finding.off:
         median, worst = statistics.median(finding.off), finding.off[-1]
         more = f", at worst {_of_norm(worst)}" if len(finding.off) > 1 else ""
@@ -176,62 +199,62 @@ def _of_norm(share: float) -> str:
 
 def settings(values: Mapping[str, Any]) -> str:
     """Settings away from their default on one line, shapes first."""
-    shapes = "x".join(str(values[k]) for k in "BTVH" if k in values)
-    names = "x".join(k for k in "BTVH" if k in values)
-    rest = [
-        f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in values.items() if k not in ("B", "T", "V", "H")
-    ]
-    return ", ".join(([f"{names} {shapes}"] if shapes else []) + rest)
+    shapes = [k for k in "BTVH" if k in values]
+    sizes = f"{'x'.join(shapes)} {'x'.join(str(values[k]) for k in shapes)}"
+    rest = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in values.items() if k not in shapes]
+    return ", ".join([*([sizes] if shapes else []), *rest])
 
 
 def sizes(row: Row) -> str:
     """Value against oracle and reference, and the two measures that people ask for first."""
-    parts = [f"value {number(row.value)}", f"float64 {number(row.value_oracle)}"]
-    if row.value_reference is not None:
-        parts.append(f"reference {number(row.value_reference)}")
-    if row.max_abs is not None:
-        finite = " of the finite entries" if row.gate == "structure" else ""
-        parts.append(f"max |error|{finite} {number(row.max_abs)}")
-    if row.dist is not None:
-        parts.append(f"torch.dist {number(row.dist)}")
-    if row.allclose is not None:
-        tolerance = f"atol {row.atol or 0:.2g}, rtol {row.rtol or 0:.2g}"
-        parts.append(f"torch.allclose {row.allclose} at {tolerance}")
-    return " · ".join(parts)
+    finite = " of the finite entries" if row.gate == "structure" else ""
+    tolerance = f"atol {row.atol or 0:.2g}, rtol {row.rtol or 0:.2g}"
+    said = {
+        f"value {number(row.value)} · float64": number(row.value_oracle),
+        "reference": row.value_reference,
+        f"max |error|{finite}": row.max_abs,
+        "torch.dist": row.dist,
+        "torch.allclose": None if row.allclose is None else f"{row.allclose} at {tolerance}",
+    }
+    return " · ".join(f"{name} {number(value)}" for name, value in said.items() if value is not None)
 
 
 def reason(r: Reason) -> str:
-    """Why some cases were not compared, their share, and of which implementations, by name where they are few."""
+    """Why some cases were not compared, how many, and of which implementations, by name where they are few."""
     names = r.implementations
     whose = ", ".join(names) if len(names) <= 3 else f"{len(names)} implementations"
-    return f"{r.verdict}, {r.share}: {r.message} ({whose})"
-
-
-def coverage(c: Coverage) -> str:
-    """Which settings a family's comparisons had away from their default, and which never."""
-    met = ", ".join(f"{name} {share(count, c.compared)}" for name, count in c.settings.items() if count)
-    never = ", ".join(c.never) or "none"
-    return f"{c.family}: {c.compared:,} compared; away from the default: {met or 'nothing'}; never: {never}"
-
-
-def gates(rows: Sequence[Row]) -> list[str]:
-    """The gates that judged some of these rows, in their order."""
-    return list(dict.fromkeys(gate for row in rows for gate in row.gates))
+    return f"{r.verdict}, {count(r.count, 'case')}: {r.message} ({whose})"
 
 
 def hints(rows: Sequence[Row], lead: Row) -> list[str]:
     """The messages of everything that fails, the lead's first, each under the quantity it is about."""
     failing = [lead, *(r for r in rows if r is not lead and r.failing)]
-    messages = [f"{r.quantity}: {r.message}" if r.quantity else r.message for r in failing if r.message]
-    return list(dict.fromkeys(messages))
+    return list(dict.fromkeys(f"{r.quantity}: {r.message}" if r.quantity else r.message for r in failing if r.message))
 
 
-def entries(lead: Row) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the worst entries of a row; where sequence and position are known they stand for the index."""
+def gates(rows: Sequence[Row]) -> list[list[str]]:
+    """A table of error ÷ allowed: a line for each quantity, a column for each gate."""
+    names = list(dict.fromkeys(gate for row in rows for gate in row.gates))
+
+    def cell(row: Row, gate: str) -> str:
+        found = row.gates.get(gate, 0.0)
+        return "" if gate not in row.gates else ratio(math.inf if found is None else found)
+
+    return [["quantity", "verdict", *names], *([r.subject, r.verdict, *(cell(r, g) for g in names)] for r in rows)]
+
+
+def failed(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """The gates that something failed, and what they look at."""
+    names = dict.fromkeys(g for r in rows for g, value in r.gates.items() if value is None or value > 1)
+    return [(name, GATES[name]) for name in names if name in GATES]
+
+
+def entries(lead: Row) -> list[list[str]]:
+    """A table of the worst entries of a row; where sequence and position are known they stand for the index."""
     names = [k for k in ENTRY if any(k in e for e in lead.worst)]
     if "sequence" in names and "index" in names:
         names.remove("index")
-    return [HEADINGS.get(k, k) for k in names], [[_cell(e, k) for k in names] for e in lead.worst]
+    return [[HEADINGS.get(k, k) for k in names], *([_cell(e, k) for k in names] for e in lead.worst)]
 
 
 def _cell(entry: Mapping[str, Any], name: str) -> str:

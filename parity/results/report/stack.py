@@ -1,0 +1,132 @@
+"""What the ledger knows to be wrong in an installed stack: its defects by severity."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from parity import data
+from parity.errors import UsageError
+from parity.process import installed
+from parity.results.header import About
+from parity.results.ledger import Entry, Ledger
+from parity.results.report.findings import Finding
+from parity.results.user import SEVERITIES
+
+LIBRARIES = ("trl", "transformers", "liger-kernel", "cut-cross-entropy", "unsloth-zoo", "bitsandbytes", "torch")
+OTHER = "unranked"
+"""Severity of entries that have none: a user's own, and those of older releases."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Versions of the libraries, and the entries of the ledger that hold with them, most severe first."""
+
+    versions: Mapping[str, str]
+    entries: Sequence[Entry]
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry], versions: Mapping[str, str] | None = None) -> "Stack":
+        """Entries in any order; conventions come last."""
+        order = [*(name for name in SEVERITIES if name != "convention"), OTHER, "convention"]
+        ranked = sorted(entries, key=lambda e: (order.index(e.severity or OTHER), e.user.rank, e.id))
+        return cls({name: version for name in LIBRARIES if (version := (versions or {}).get(name))}, ranked)
+
+    @classmethod
+    def here(cls, ledger: Ledger) -> "Stack":
+        """The installed one, without a run."""
+        there = {name: version for name in LIBRARIES if (version := installed(name))}
+        return cls.of((e for e in ledger.entries if e.in_force() and not e.user.part_of), there)
+
+    @classmethod
+    def of_run(cls, about: About, found: Iterable[Finding]) -> "Stack":
+        """The one of a run, with the entries that it saw again."""
+        known: dict[str, Entry] = {}
+        if ids := {f.known: f for f in found if f.known}:
+            path = about.asked.ledger if about.asked else None
+            try:
+                ledger = Ledger.load(Path(path) if path else data.ledger_file())
+                known = {e.id: e for e in (*Ledger.older(ledger.path), *ledger.entries)}
+            except UsageError:  # of another machine
+                pass
+        seen = [known.get(id) or _unknown(id, finding) for id, finding in ids.items()]
+        return cls.of({e.id: e for e in (known.get(e.user.part_of, e) for e in seen)}.values(), about.versions)
+
+    @property
+    def named(self) -> str:
+        """`trl 1.16.0, liger-kernel 0.8.5, …`."""
+        return ", ".join(f"{name} {version}" for name, version in self.versions.items())
+
+    @property
+    def by_severity(self) -> Mapping[str, list[Entry]]:
+        """severity -> its entries, conventions last."""
+        out = collections.defaultdict[str, list[Entry]](list)
+        for entry in self.entries:
+            out[entry.severity or OTHER].append(entry)
+        return out
+
+    @property
+    def defects(self) -> str:
+        """`4 high, 16 medium known defects`; conventions are none."""
+        counts = {name: len(found) for name, found in self.by_severity.items() if name != "convention"}
+        counted = ", ".join(f"{n} {severity}" for severity, n in counts.items()) or "no"
+        return f"{counted} known defect{'' if sum(counts.values()) == 1 else 's'}"
+
+
+def _unknown(id: str, finding: Finding) -> Entry:
+    """An entry of which a run's rows have the id, and this machine's ledger nothing."""
+    lead, quantities = finding.lead, finding.roots or ("*",)
+    return Entry(
+        id=id,
+        family=lead.family,
+        implementations=(lead.implementation,),
+        quantities=quantities,
+        reason=lead.message or f"wrong in {', '.join(quantities)}",
+        date="-",
+        case=lead.case,
+    )
+
+
+def where(entry: Entry) -> str:
+    """The settings in which it shows, in a user's words."""
+    return entry.user.when[:1].upper() + entry.user.when[1:] or ", ".join(entry.implementations)
+
+
+def effect(entry: Entry) -> str:
+    """What it does to a training run."""
+    return entry.user.effect or entry.reason
+
+
+def fix(entry: Entry) -> str:
+    """What to do about it."""
+    return entry.user.fix or "none known"
+
+
+def meaning(severity: str) -> str:
+    """`high: default or common settings`."""
+    return f"{severity}: {dict(SEVERITIES)[severity]}" if severity in SEVERITIES else severity
+
+
+def releases(entry: Entry) -> str:
+    """The releases that are wrong, as far as known: since when, else the scope, else where it was seen."""
+    if entry.user.since:
+        name = entry.user.since.partition(" ")[0]
+        upper = [part for part in entry.versions.get(name, "").split(",") if part.startswith("<")]
+        others = [f"{other} {spec}" for other, spec in entry.versions.items() if other != name and spec.startswith("<")]
+        return ", ".join([f"{entry.user.since} on", *(part.replace("<", "below ") for part in [*upper[:1], *others])])
+    scope = "; ".join(f"{name} {spec}" for name, spec in entry.versions.items())
+    return scope or (f"seen in {entry.link.partition(':')[0]}" if entry.link else "not known")
+
+
+def is_mended(entry: Entry) -> bool:
+    """Whether some release of a library ends the entry's scope."""
+    return any("<" in specifier for specifier in entry.versions.values())
+
+
+def records(entries: Iterable[Entry]) -> list[dict[str, str]]:
+    """The entries for a program."""
+    return [
+        {"id": e.id, "severity": e.severity or OTHER, "setting": where(e), "effect": effect(e), "releases": releases(e)}
+        | {"fix": fix(e), "replay": f"parity replay {e.id}"}
+        for e in entries
+    ]
