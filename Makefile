@@ -62,7 +62,7 @@ check: $(READY)  ## ruff, types, layers of the imports, CI files
 bench: $(READY)  ## time and memory side by side (pytest-benchmark), comparisons per CPU second (RATE='--against REVISION')
 	@mkdir -p reports
 	$(PY) -m pytest -q cases/bench --benchmark-only --benchmark-json=reports/benchmark.json $(ARGS)
-	$(PY) -m parity.tools.bench.report reports/benchmark.json --plot reports/benchmark.svg
+	$(PY) -m pytest_benchmark compare reports/benchmark.json --columns=median --name=short
 	$(PY) -m parity.tools.bench.rate $(RATE)
 
 cuda-first: $(READY)  ## the first hour on a new GPU box, written to docs/results/; exit code 3 without a GPU

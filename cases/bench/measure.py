@@ -1,7 +1,7 @@
 """Peak memory of a block, and what counts as running out of it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -60,3 +60,10 @@ def phase(name: str) -> contextlib.AbstractContextManager[object]:
 def out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on CUDA or in torch's CPU allocator."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def label(name: str, peak: int | None, errors: Mapping[str, float]) -> str:
+    """A benchmark's name in the tables of pytest-benchmark: with peak memory and errors."""
+    return ", ".join(
+        [f"{name}: {(peak or 0) / 1e6:,.0f} MB", *(f"{kind} {error:.1e}" for kind, error in errors.items())]
+    )

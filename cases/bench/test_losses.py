@@ -73,6 +73,7 @@ def test_forward_and_backward(benchmark, family, size, dtype, turn, name):
     inputs, right, known = shared(family, size, dtype)
     run, errors, peak, why = first(known, name, inputs, right)
     benchmark.group = f"{family} {size} {dtype}"
+    benchmark.name = measure.label(name, peak, errors)
     benchmark.extra_info.update(
         table=family,
         size=str(size),
@@ -86,8 +87,7 @@ def test_forward_and_backward(benchmark, family, size, dtype, turn, name):
         device=DEVICE,
     )
     if run is None:
-        benchmark.pedantic(lambda: None, rounds=1)
-        return
+        pytest.skip(why)
     benchmark.pedantic(run, rounds=1)
     assert set(errors) == {"value", "gradient"}, "nothing was compared"
     something_else = 0.2 if dtype != "fp32" else 1e-4  # TRL's and Liger's GRPO gradients are 0.06 off in bf16

@@ -198,10 +198,10 @@ def upstream_command(ids: tuple[str, ...], every: bool, ledger: Path | None, rep
     if bool(ids) == every:
         raise UsageError("upstream: name entries of the ledger, or --all")
     done = []
-    for sent in upstream(ids, ledger or data.ledger_file(), reports / "upstream", workers):
-        done.append(sent)
-        click.echo(f"{sent.id}: {'' if sent.right else 'WRONG: '}{sent.outcome}")
-    wrong, idle = sum(not sent.right for sent in done), sum(not sent.ran for sent in done)
+    for found in upstream(ids, ledger or data.ledger_file(), reports / "upstream", workers):
+        done.append(found)
+        click.echo(f"{found.entry.id}: {'' if found.right else 'WRONG: '}{found.outcome}")
+    wrong, idle = sum(not found.right for found in done), sum(found.right and found.done is None for found in done)
     click.echo(f"{len(done)} entries: {len(done) - wrong - idle} right, {wrong} wrong, {idle} not run")
     sys.exit(int(wrong > 0))
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from parity.tools.advice import main
+from parity.tools.settings_check import main
 
 if __name__ == "__main__":
     sys.exit(main())

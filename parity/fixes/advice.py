@@ -1,17 +1,17 @@
-"""`check`: what of the installed stack is known to be wrong for a trainer, a config file or a script."""
+"""`check`: what of the installed stack is known to be wrong for a trainer or a config file."""
 
 from typing import Any
 
 
 def check(source: Any, trainer: str | None = None) -> Any:
-    """The known findings that these settings meet, and their fixes; nothing is changed, no code of a file is executed.
+    """The known findings that these settings meet, and their fixes; nothing is changed.
 
-        print(*check(trainer))                  # a constructed trainer
-        print(*check("config.yaml"))            # as `trl grpo --config` takes it; or "train.py"
+        print(check(trainer))                  # a constructed trainer
+        print(check("config.yaml"))            # as `trl grpo --config` takes it; or "args.json"
 
-    `trainer` names the trainer class where a file leaves it open. One `parity.tools.advice.Advice` a trainer, true where
+    `trainer` names the trainer class where a file leaves it open. The `parity.tools.settings_check.Advice` is true where
     something applies for certain. `python -m parity.fixes check FILE` prints the same.
     """
-    from parity.tools.advice import check as advise  # the ledger is above this package: read only when asked
+    from parity.tools.settings_check import check as advise  # the ledger is above this package: read only when asked
 
     return advise(source, trainer)

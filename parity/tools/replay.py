@@ -85,11 +85,11 @@ def entry_of(case: Case, rows: Sequence[Row], name: str = "") -> Entry | None:
 
 def _by_hand(name: str, console: Console) -> int | None:
     """Print the upstream report of a ledger's entry that has a script by hand; None where `name` is no such entry."""
-    from parity.tools.issue.entry import shown, text
+    from parity.tools.upstream import shown, text
 
     ledger = Ledger.load(data.ledger_file())
     found = next((shown(e, ledger) for e in ledger.entries if e.id == name), None)
-    if found is None:
+    if found is None or not found.code:
         return None
     console.file.write(text(found, ledger) + "\n")
     return found.done.code if found.done is not None and found.done.code in (AGREES, DISAGREES) else NO_JUDGEMENT

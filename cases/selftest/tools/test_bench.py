@@ -17,7 +17,7 @@ from parity.judging.oracle import exact
 from parity.registry import load, loss_family
 from parity.results.report import accuracy
 from parity.results.row import Row
-from parity.tools.bench import rate, report, same
+from parity.tools.bench import rate, same
 
 MB = 1 << 20
 
@@ -43,11 +43,13 @@ def test_what_counts_as_out_of_memory():
     assert not measure.out_of_memory(RuntimeError("shapes"))
 
 
-@pytest.mark.parametrize("family", ["logprobs", "policy"])
-def test_a_pass_of_ours_needs_neither_logits_nor_their_gradient(family):
+@pytest.mark.parametrize(
+    ("family", "ours"), [("logprobs", "fixes.selective_log_probs"), ("policy", "fixes.FusedLinearGRPOLoss")]
+)
+def test_a_pass_of_ours_needs_neither_logits_nor_their_gradient(family, ours):
     size = losses.Size(2, 64, 16, 4096)
     given = losses.inputs(family, size, "fp32", "cpu")
-    run = losses.prepared(load()[report.OURS[family]], given)
+    run = losses.prepared(load()[ours], given)
     found = run()
     assert {"grad_hidden", "grad_weight"} < set(found)
     with measure.peak("cpu") as peak:
@@ -60,94 +62,6 @@ def test_interpreted_kernels_are_not_timed():
     given = losses.inputs("logprobs", losses.Size(1, 2, 4, 8), "fp32", "cpu")
     with pytest.raises(Unsupported, match="interpreted"):
         losses.prepared(load()["cce.default"], given)
-
-
-def record(name, turn, seconds, peak=100, why=None, device="cpu"):
-    info = {"table": "logprobs", "size": "1 x 2 x 3", "dtype": "fp32", "name": name, "turn": turn, "peak": peak}
-    return {"extra_info": info | {"why": why, "device": device}, "stats": {"mean": seconds}}
-
-
-RECORDS = [
-    *(record("fixes.selective_log_probs", turn, s) for turn, s in enumerate((1.0, 2.0, 4.0))),
-    *(record("lib.loss", turn, s, peak=250) for turn, s in enumerate((2.0, 3.0, 4.0))),
-    record("lib.other", 0, 0.0, peak=None, why="out of memory"),
-]
-
-
-def test_ratios_are_paired_by_round(tmp_path):
-    benchmarks = report.benchmarks(RECORDS)
-    assert benchmarks[1].ratio(benchmarks[0]) == (1.5, 1.0, 2.0)
-    told = report.tables(benchmarks)
-    assert "| lib.loss | 1.50 (1.00 to 2.00) | 3 | 2.50 | 0 |" in told
-    assert "| lib.other | out of memory |" in told
-    path = tmp_path / "benchmark.json"
-    machine = {"cpu": {"brand_raw": "some CPU"}, "processor": "x86_64"}
-    path.write_text(json.dumps({"benchmarks": RECORDS, "machine_info": machine, "datetime": "2026-11-20T22:00:00"}))
-    command = [sys.executable, "-m", "parity.tools.bench.report", str(path), "--plot", str(tmp_path / "plot.svg")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.startswith("# Time and memory of the fixes\n\nWritten by `python -m parity.tools.bench.report ")
-    assert "\nsome CPU, 2026-11-20\n\n## logprobs\n\n| size | dtype |" in done.stdout
-    assert "peak memory ÷ ours" in (tmp_path / "plot.svg").read_text()
-
-
-ABOVE, BELOW = "lib.loss", "lib.loss (below ours)"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "peak", "error", "below"),
-    [
-        (2.5, 60, 1e-7, ABOVE),
-        (1.5, 160, 1e-7, BELOW),
-        (2.5, 40, 2e-7, BELOW),
-        (1.5, 160, 1e-3, ABOVE),
-        (1.3, 160, 1e-3, BELOW),
-        (1.5, 160, 4e-4, BELOW),
-        (1.8, 210, 1e-7, ABOVE),
-    ],
-    ids=[
-        "slower",
-        "between",
-        "leaner",
-        "as our narrow point",
-        "faster than that",
-        "more accurate than that",
-        "as our kept point",
-    ],
-)
-def test_the_frontier_holds_a_peer_against_every_point_of_ours_that_is_as_accurate(seconds, peak, error, below):
-    errors = {"value": 1e-8, "gradient": 2e-7}
-    points = [
-        ("fixes.selective_log_probs", 2.0, 50),
-        ("fixes.selective_log_probs.kept", 1.7, 200),
-        ("fixes.selective_log_probs.narrow", 1.4, 150),
-        ("lib.loss", seconds, peak),
-    ]
-    records = [record(name, 0, time, peak=size) for name, time, size in points]
-    value = {"lib.loss": error, "fixes.selective_log_probs.narrow": 1e-3}
-    for each in records:
-        name = each["extra_info"]["name"]
-        each["extra_info"]["errors"] = errors | {"value": value.get(name, errors["value"])}
-    benchmarks = report.benchmarks(records)
-    told, time = report.tables(benchmarks), f"{seconds / 2:.2f} ({seconds / 2:.2f} to {seconds / 2:.2f})"
-    assert f"| fp32 | {below} | {time} | {seconds} | {peak / 50:.2f} | 0 | {error:.1e} | 2.0e-07 |" in told
-    assert told.count("below ours") == ("below" in below)
-
-
-@pytest.mark.parametrize(("seconds", "below"), [((1.0, 1.0, 3.0), BELOW), ((1.0, 1.99, 2.0), ABOVE)])
-def test_the_frontier_goes_by_the_median_of_the_rounds(seconds, below):
-    """One round in which ours was faster is no proof."""
-    records = [record("fixes.selective_log_probs", turn, 2.0, peak=50) for turn in range(3)]
-    records += [record("lib.loss", turn, time, peak=50) for turn, time in enumerate(seconds)]
-    for each in records:
-        each["extra_info"]["errors"] = {"value": 1e-8, "gradient": 2e-7}
-    assert f"| fp32 | {below} | " in report.tables(report.benchmarks(records))
-
-
-def test_without_a_reference_nobody_is_called_accurate():
-    benchmarks = report.benchmarks(
-        [record("fixes.selective_log_probs", 0, 2.0, peak=50), record("lib.loss", 0, 1.0, peak=10)]
-    )
-    assert "below ours" not in report.tables(benchmarks)
 
 
 def test_the_error_of_a_pass_is_told_apart_by_value_and_gradient():
@@ -166,14 +80,6 @@ def test_the_reference_of_blocks_is_that_of_the_whole(family):
         found = losses.reference(given, logits)
         assert {"grad_hidden", "grad_weight"} < set(found)
         assert all(torch.allclose(found[name], whole[name], rtol=1e-12, atol=1e-14) for name in found)
-
-
-def test_out_of_memory_is_a_cell_even_of_ours():
-    """The others keep their seconds and megabytes; there is nothing to divide by."""
-    ours = record("fixes.selective_log_probs", 0, 0.0, peak=None, why="out of memory")
-    told = report.tables(report.benchmarks([ours, record("lib.loss", 0, 2.0, peak=3 * MB)]))
-    assert "| fixes.selective_log_probs | out of memory |" in told
-    assert "| lib.loss |  | 2 |  | 3 |" in told
 
 
 @pytest.mark.parametrize(

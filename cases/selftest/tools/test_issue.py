@@ -17,8 +17,7 @@ from parity.errors import Unsupported
 from parity.registry import load, oracle_of, resolved, run_case, select
 from parity.results.ledger import Ledger
 from parity.tools import upstream
-from parity.tools.issue import entry as entry_module
-from parity.tools.issue import patch, written
+from parity.tools.issue import edits, written
 from parity.tools.issue.ran import FAULT, Ran, ran
 from parity.tools.issue.standalone import limits_of, script
 from parity.tools.issue.tensors import NORMAL, number
@@ -157,7 +156,7 @@ def ledger():
 
 def test_an_entry_is_written_with_its_reason_first_and_a_patch_that_mends_it(tmp_path):
     entry = next(e for e in ledger().entries if e.id == "liger-clip-ratio-sequence")
-    sent = upstream.written(entry, ledger(), tmp_path)
+    sent = upstream.sent(entry, ledger(), tmp_path)
     assert sent.right and sent.outcome.startswith("shows: ") and sent.outcome.endswith("with the patch: exit 0"), sent
     text = (tmp_path / entry.id / "issue.md").read_text()
     title, _, reason, *_ = text.splitlines()
@@ -171,7 +170,7 @@ def test_an_entry_is_written_with_its_reason_first_and_a_patch_that_mends_it(tmp
 def test_every_entry_has_a_script_that_needs_the_libraries_alone():
     folder = ledger().folder
     for entry in ledger().entries:
-        code = written.script(folder, entry_module.source(entry, ledger()))
+        code = written.script(folder, upstream.source(entry, ledger()))
         assert code is not None, f"{entry.id} needs {folder}/scripts/{entry.id}.py"
         first, why = code.splitlines()[:2]
         assert first.startswith("# ") and any(c.isdigit() for c in first) and why.startswith("# "), entry.id
@@ -182,13 +181,13 @@ def test_every_entry_has_a_script_that_needs_the_libraries_alone():
 
 def test_every_patch_fits_the_installed_release():
     for entry in ledger().entries:
-        edits = patch.edits(ledger().folder, entry.id)
-        if edits and entry.in_force():
-            assert patch.diff(patch.patched(edits)).startswith("--- a/"), entry.id
+        wanted = edits.edits(ledger().folder, entry.id)
+        if wanted and entry.in_force():
+            assert edits.diff(edits.patched(wanted)).startswith("--- a/"), entry.id
 
 
 def test_replay_prints_the_report_of_an_entry_by_its_name(monkeypatch):
-    monkeypatch.setattr(entry_module, "ran", lambda code, first=None: Ran(0 if first else 1, "| a | b |\n"))
+    monkeypatch.setattr(upstream, "ran", lambda code, first=None: Ran(0 if first else 1, "| a | b |\n"))
     out = io.StringIO()
     assert replay("liger-clip-ratio-sequence", (), "cpu", True, Console(file=out)) == 1
     text = out.getvalue()
@@ -242,9 +241,9 @@ case = "case.json"
 """
     )
     own = Ledger.load(tmp_path / "ledger.toml")
-    sent = upstream.written(own.entries[0], own, tmp_path / "out")
+    sent = upstream.sent(own.entries[0], own, tmp_path / "out")
     assert (sent.right, told in sent.outcome) == (right, True), sent
-    assert sent.ran == ("not run" not in told)
+    assert (sent.done is not None) == ("not run" not in told)
 
 
 def test_what_a_script_lacks_is_named_with_the_command_that_installs_it():
