@@ -16,7 +16,7 @@ from msgspec import field
 from parity.decoding import convert, json_of, save_json, text_of
 from parity.errors import UsageError
 from parity.nightly.proof import Proof
-from parity.results.step import CommandOutcome
+from parity.results.memory import CommandOutcome
 
 FILE, LOCK = "night.json", "night.lock"
 

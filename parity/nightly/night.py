@@ -130,7 +130,7 @@ def _run(night: Night, book: Journal, say: Callable[[str], None], progress: Any)
         code = outcome.NOTHING
         why = f"compared less than usual: {count(len(changed.missing), 'implementation')}"
         this = replace(this, exit_code=code, reasons=[*this.reasons, why])
-        changed = trend.change(this, every)
+        changed = dataclasses.replace(changed, run=this)
     memory.keep(this, night.reports / "history")
     (night.reports / "issue.md").write_text(notify.body(changed), encoding="utf-8")
     book.exit_code = code

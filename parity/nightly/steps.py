@@ -17,11 +17,11 @@ from msgspec.structs import replace
 from parity.errors import UsageError
 from parity.process import stopping
 from parity.results.header import Header
+from parity.results.memory import CommandOutcome
 from parity.results.report.rows import read
 from parity.results.report.summary import summarise
 from parity.results.report.wording import count, title
 from parity.results.row import Row
-from parity.results.step import CommandOutcome
 from parity.running import outcome
 
 COMMAND = (sys.executable, "-P", "-m", "parity")

@@ -10,11 +10,11 @@ from pathlib import Path
 from parity.errors import UsageError
 from parity.nightly import steps
 from parity.process import installed
+from parity.results.memory import CUT, CommandOutcome
 from parity.results.report import measured
 from parity.results.report.findings import normalised
 from parity.results.report.render import escape
 from parity.results.row import Row
-from parity.results.step import CUT, CommandOutcome
 from parity.results.trend import SHARE
 from parity.versions import compare, releases, team
 from parity.versions.client import EnvironmentUnusable

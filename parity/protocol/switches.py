@@ -182,11 +182,6 @@ WATCHES: tuple[Watch, ...] = (
         lambda v: torch.set_anomaly_enabled(*v),
     ),
     Watch("hooks on saved tensors", _saved_hooks, _put_saved_hooks),
-    Watch(
-        "profiler", torch.autograd._profiler_enabled, lambda on: on or torch.autograd._disable_profiler(), kept=False
-    ),
-    Watch("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
-    Watch("autograd threads", torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
     Watch("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Watch(
         "default device",

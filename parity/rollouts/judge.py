@@ -44,7 +44,6 @@ class Statistics:
         quantiles: of |d|, at `QUANTILES`.
         rms, mean: √mean d², mean d.
         mean_ratio: mean exp(d), which judges nothing.
-        k3: mean exp(d) - d - 1, an estimate of KL(sampler ‖ trainer).
         by_position: "1-8" -> rms of the tokens there, of at least 30.
     """
 
@@ -56,7 +55,6 @@ class Statistics:
     rms: float
     mean: float
     mean_ratio: float
-    k3: float
     by_position: Mapping[str, float]
 
 
@@ -76,7 +74,6 @@ def statistics(d: Tensor, mask: Tensor) -> Statistics:
         rms=rms(values),
         mean=float(values.sum() / n),
         mean_ratio=float(values.exp().sum() / n),
-        k3=float((torch.expm1(values) - values).sum() / n),
         by_position=_by_position(d, finite),
     )
 
@@ -150,7 +147,7 @@ class Verdict:
                 *lines,
                 f"  {s.tokens} tokens, {s.unscored} not scored, {s.cut} that the trainer's top-p or top-k excludes",
                 f"  |log-ratio|: {quantiles}; rms {s.rms:.2e}, mean {s.mean:+.1e}; the trainer's own error {self.unit:.1e}",
-                f"  k3 {s.k3:.2e}; mean ratio {s.mean_ratio:.6f}, which judges nothing",
+                f"  mean ratio {s.mean_ratio:.6f}, which judges nothing",
                 "  rms by position: " + ", ".join(f"{n} {v:.1e}" for n, v in s.by_position.items()),
             ]
         )

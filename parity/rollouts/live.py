@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -53,23 +54,13 @@ def _runnable() -> Iterator[None]:
 
     with contextlib.ExitStack() as undo:
         engine = functools.partial(generation.LLM, dtype="float32", enforce_eager=True)
-        undo.enter_context(_replaced(generation, "LLM", engine))
+        undo.enter_context(mock.patch.object(generation, "LLM", engine))
         if not torch.cuda.is_available():
             import vllm._custom_ops as ops
 
-            undo.enter_context(_replaced(torch.cpu, "_is_amx_tile_supported", lambda: False))
-            undo.enter_context(_replaced(ops, "_supports_onednn", False))
+            undo.enter_context(mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=False))
+            undo.enter_context(mock.patch.object(ops, "_supports_onednn", False))
         yield
-
-
-@contextlib.contextmanager
-def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        setattr(holder, name, before)
 
 
 def _built(folder: Path) -> Any:
@@ -92,14 +83,13 @@ def _built(folder: Path) -> Any:
         "gradient_checkpointing": False,
         "use_cpu": not torch.cuda.is_available(),
     }
-    config = drive.config("GRPOTrainer")
-    args = drive.arguments(config, "cpu", wanted, ("use_vllm", "vllm_importance_sampling_mode"))
+    needed = ("use_vllm", "vllm_importance_sampling_mode")
     rows = [
         {"prompt": " ".join(f"w{3 + int(h % 50)}" for h in hashes(5, f"live {i}", (4 + i % 5,)))}
         for i in range(PROMPTS * STEPS)
     ]
     policy = models.loaded(folder, torch.float32)
-    return drive.build("GRPOTrainer", policy, args, train_dataset=datasets.Dataset.from_list(rows))
+    return drive.build("GRPOTrainer", policy, wanted, needed, train_dataset=datasets.Dataset.from_list(rows))
 
 
 def _forget_to_sync(trainer: Any) -> None:

@@ -72,7 +72,7 @@ def engine(options: RecordingOptions, folder: Path, max_length: int) -> Callable
     if options.engine == "transformers":
         return transformers_engine.opened(str(folder), options.dtype, max_length)
     if options.engine.startswith(("http://", "https://")):
-        return server.opened(options.engine, str(folder))
+        return server.opened(options.engine)
     raise UsageError(f"engine {options.engine!r} is unknown, choose vllm, transformers or a server's http://…")
 
 

@@ -12,6 +12,7 @@ from parity.fixes import check
 from parity.results.ledger import Ledger
 from parity.tools.settings_check import LIBRARIES, Run, Unknown, holds
 from parity.trainers.rig import drive, models
+from parity.upstream import trl
 
 pytest.importorskip("trl")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -56,8 +57,7 @@ def test_words_are_read_as_the_parser_of_a_config_reads_them(tmp_path):
 
 
 def test_a_trainer_is_looked_at_and_left_as_it_is():
-    args = drive.arguments(drive.config("GRPOTrainer"), "cpu", {"gradient_checkpointing": False})
-    trainer = drive.build("GRPOTrainer", models.model("llama"), args)
+    trainer = drive.build("GRPOTrainer", models.model("llama"), {"gradient_checkpointing": False})
     before = dict(vars(trainer.model)), torch.random.get_rng_state()
     assert "head-hook" not in found(trainer)
     assert dict(vars(trainer.model)) == before[0]
@@ -68,7 +68,6 @@ def test_a_trainer_is_looked_at_and_left_as_it_is():
 
 def test_every_condition_of_the_ledger_is_one_that_is_understood():
     words = {"trainer", "model", "imports", "uses", "liger", *LIBRARIES}
-    from parity.upstream import trl
 
     names = ("GRPO", "DPO", "SFT", "GKD", "OnlineDPO")
     fields = {field for name in names for field in trl.fields(trl.class_named(f"{name}Config"))} | {"modules_to_save"}
@@ -132,7 +131,7 @@ def test_a_value_that_is_no_number_is_not_taken_for_a_match_or_for_none(tmp_path
 
 @pytest.mark.parametrize("trainer", ["OnlineDPOTrainer", "GRPOTrainer", "DPOTrainer", "KTOTrainer"])
 def test_the_arguments_that_a_trainer_saves(tmp_path, trainer):
-    args = drive.arguments(drive.config(trainer), "cpu", {"gradient_accumulation_steps": 4})
+    args = trl.configured(drive.config(trainer), "cpu", {"gradient_accumulation_steps": 4})
     path = tmp_path / "args.json"
     path.write_text(args.to_json_string())
     online = found(path, trainer=None if trainer.startswith("Online") else trainer).get("trl-online-dpo-accumulation")

@@ -26,9 +26,9 @@ LABELS = IDS.masked_fill(torch.arange(8) < 3, -100)
 
 
 def built(name, policy=None, ref_model=None, **settings):
-    args = drive.arguments(drive.config(name), "cpu", {"gradient_checkpointing": False, **settings})
     more = {} if ref_model is None else {"ref_model": ref_model}
-    return drive.build(name, policy if policy is not None else models.model("llama"), args, **more)
+    wanted = {"gradient_checkpointing": False, **settings}
+    return drive.build(name, policy if policy is not None else models.model("llama"), wanted, **more)
 
 
 def scores(model, **more):

@@ -216,9 +216,7 @@ def test_a_trainer_that_needs_nothing_is_left_alone(name, reason):
 
     utils = needs_fused_head()
     theirs = utils._ChunkedLogProbFunction
-    config = drive.trl_class(name.replace("Trainer", "Config"))
-    args = drive.arguments(config, "cpu", {"gradient_checkpointing": False})
-    with apply(drive.build(name, models.model("llama"), args)) as applied:
+    with apply(drive.build(name, models.model("llama"), {"gradient_checkpointing": False})) as applied:
         assert not applied
         assert applied["use_selective_log_probs"].reason == reason
         assert utils._ChunkedLogProbFunction is theirs

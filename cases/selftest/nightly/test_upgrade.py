@@ -13,7 +13,7 @@ from cases.selftest.results.test_memory import row
 from parity.errors import UsageError
 from parity.nightly import upgrade
 from parity.nightly.upgrade import CHANGED, NOT_SAFE, SAFE, UNKNOWN, Part
-from parity.results.step import CommandOutcome
+from parity.results.memory import CommandOutcome
 from parity.versions import team
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.compare import Compared

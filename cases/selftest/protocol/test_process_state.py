@@ -35,14 +35,11 @@ def hook(*args):
 EFFECTS = {
     "environment variables": lambda: os.environ.update(UNSLOTH_RETURN_HIDDEN_STATES="1"),
     "hooks on saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t).__enter__(),
-    "profiler": lambda: torch.autograd.profiler.profile(use_kineto=False).__enter__(),
-    "torch.set_warn_always": lambda: torch.set_warn_always(not torch.is_warn_always_enabled()),
     "python RNG": lambda: random.seed(1),
     "numpy RNG": lambda: np.random.seed(1),  # noqa: NPY002
     "torch RNG": lambda: torch.manual_seed(1),
     "grad mode": lambda: torch.set_grad_enabled(False),
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
-    "autograd threads": lambda: torch.autograd.set_multithreading_enabled(False),
     "torch modes": lambda: Mode().__enter__(),
     "default dtype": lambda: torch.set_default_dtype(torch.bfloat16),
     "default device": lambda: torch.set_default_device("meta"),

@@ -1,8 +1,6 @@
 """The protocol gate and the exact relations: every leak is seen, named and undone; honest code passes."""
 
 import dataclasses
-import os
-import random
 
 import pytest
 import torch
@@ -48,42 +46,12 @@ def damage(name):
     return effect
 
 
-def rebind(x):
-    torch.nn.functional.softmax = lambda *args, **kwargs: None
-
-
-@pytest.mark.parametrize(
-    ("effect", "says"),
-    [
-        (damage("hidden"), "input hidden was changed in place"),
-        (damage("weight"), "input weight was changed in place"),
-        (damage("ids"), "input ids was changed in place"),
-        (lambda x: os.environ.update(UNSLOTH_RETURN_HIDDEN_STATES="1"), "environment variable UNSLOTH_RETURN_HIDDEN"),
-        (lambda x: torch.rand(1), "torch RNG changed"),
-        (lambda x: random.random(), "python RNG changed"),
-        (lambda x: torch.set_grad_enabled(False), "grad mode changed"),
-        (lambda x: torch.set_default_dtype(torch.bfloat16), "default dtype changed"),
-        (lambda x: torch.set_float32_matmul_precision("high"), "float32_matmul_precision changed"),
-        (rebind, "rebound torch.nn.functional.softmax"),
-        (lambda x: torch.use_deterministic_algorithms(True), "deterministic algorithms changed"),
-    ],
-)
-def test_a_leak_is_seen_named_and_undone(effect, says):
-    softmax = torch.nn.functional.softmax
-    try:
-        x = inputs()
-        kept = copies(x)
-        leaks = execute(leaving(effect), x).leaks
-        assert any(says in leak for leak in leaks), leaks
-        assert torch.is_grad_enabled()
-        assert torch.get_default_dtype() == torch.float32
-        assert torch.get_float32_matmul_precision() == "highest"
-        assert "UNSLOTH_RETURN_HIDDEN_STATES" not in os.environ
-        assert all(torch.equal(value, kept[name]) for name, value in copies(x).items())
-    finally:
-        torch.nn.functional.softmax = softmax
-        torch.use_deterministic_algorithms(False)
-        torch.set_default_dtype(torch.float32)
+@pytest.mark.parametrize("name", ["hidden", "weight", "ids"])
+def test_a_damaged_input_is_named_and_put_back(name):
+    x = inputs()
+    kept = copies(x)
+    assert f"input {name} was changed in place" in execute(leaving(damage(name)), x).leaks
+    assert all(torch.equal(value, kept[name]) for name, value in copies(x).items())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -246,16 +214,27 @@ def test_a_loss_that_does_not_scale_with_its_advantages():
     assert "linear in the advantages" in message
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_should_not_change_stays_finite(bad):
-    then = torch.tensor([1.0, bad])
-    for factors, holds in (({}, False), ({"g": 2.0}, True)):
-        first = torch.tensor([1.0, 3.0]) / (2.0 if factors else 1.0)
-        found, message = side_effects._related(
-            Outcome("ran", {"g": first}), Outcome("ran", {"g": then}), factors, "nothing changes"
-        )
-        assert found is holds
-        assert holds or message == "g is no longer finite: nothing changes"
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("value", "then", "factors", "holds"),
+    [
+        *(([1.0, 3.0], [1.0, bad], {}, False) for bad in (NAN, INF)),
+        *(([0.5, 1.5], [1.0, bad], {"g": 2.0}, True) for bad in (NAN, INF)),
+        # a gradient of 1e-37 that passed through 1e-40: its double is off by 7e-42, and that is no logic
+        ([1e-37, 1.0], [2e-37 + 7e-42, 2.0], {"g": 2.0}, True),
+        ([1e-37, 1.0], [2e-37 + 1e-36, 2.0], {"g": 2.0}, True),
+        ([1e-37, 1.0], [1e-3, 2.001], {"g": 2.0}, False),
+        ([1e-37], [2e-37 + 7e-42], {"g": 2.0}, True),
+        ([1e-37], [3e-37], {"g": 2.0}, False),
+    ],
+)
+def test_what_should_not_change_stays_finite_and_what_doubles_doubles(value, then, factors, holds):
+    first, second = (Outcome("ran", {"g": torch.tensor(x)}) for x in (value, then))
+    found, message = side_effects._related(first, second, factors, "nothing changes")
+    assert found is holds
+    assert factors or message == "g is no longer finite: nothing changes"
 
 
 CALLS = {
@@ -375,20 +354,3 @@ def test_two_forwards_that_cannot_be_are_named():
     x, other = inputs(), inputs(seed=4)
     found = side_effects.interleaved(wrong(once), x, other, execute(wrong(once), x))
     assert found == ["a second forward before the backward of the first: crashed, RuntimeError: busy"]
-
-
-def test_subnormals_on_the_way_do_not_double():
-    """A gradient of 1e-37 that passed through 1e-40: its double is off by 7e-42, and that is no logic."""
-    value = torch.tensor([1e-37, 1.0])
-    for off, holds in ((7e-42, True), (1e-36, True), (1e-3, False)):
-        then = value * 2 + torch.tensor([off, 0.0]) if off < 1e-30 else value * 2 + off
-        found, message = side_effects._related(
-            Outcome("ran", {"grad_hidden": value}), Outcome("ran", {"grad_hidden": then}), {"grad_hidden": 2.0}, "why"
-        )
-        assert found is holds, (off, message)
-    small = torch.tensor([1e-37])
-    for off, holds in ((7e-42, True), (1e-37, False)):
-        found, _ = side_effects._related(
-            Outcome("ran", {"g": small}), Outcome("ran", {"g": small * 2 + off}), {"g": 2.0}, "why"
-        )
-        assert found is holds, off

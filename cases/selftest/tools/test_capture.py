@@ -96,7 +96,7 @@ def test_a_step_of_a_real_trainer(tmp_path, name):
     from parity.trainers.rig import drive, models
 
     wanted = {"max_steps": 2, "temperature": 0.9, "beta": 0.04} if name == "GRPOTrainer" else {"max_steps": 2}
-    trainer = drive.build(name, models.model("llama"), drive.arguments(drive.config(name), "cpu", wanted))
+    trainer = drive.build(name, models.model("llama"), wanted)
     with parity.capture(trainer, to=tmp_path / "case.json", step=2):
         trainer.train()
     assert "compute_loss" not in vars(trainer)

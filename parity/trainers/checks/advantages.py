@@ -114,10 +114,8 @@ def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> Tensor:
     functions = [_returning(column, "nan" if s.rewards == "nan" else None) for column in rewards.T.tolist()]
     if s.rewards == "group-of-one":
         wanted |= {"num_generations_eval": 1}
-    args = drive.arguments(
-        config, call.device, wanted, ("num_generations_eval",) if "num_generations_eval" in wanted else ()
-    )
-    trainer = drive.build(call.trainer, models.model("llama"), args, reward_funcs=functions)
+    needed = {"num_generations_eval"} & wanted.keys()
+    trainer = drive.build(call.trainer, models.model("llama"), wanted, needed, call.device, reward_funcs=functions)
     prompts = [sample.prompt for sample in stored_window.brief()[:2]]
     alone = s.rewards == "group-of-one"
     batch = [{"prompt": p} for p in prompts for _ in range(1 if alone else GROUP)]

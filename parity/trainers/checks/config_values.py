@@ -148,14 +148,13 @@ BETA = 0.5
 
 
 def _built(call: CheckCall, **wanted: Any) -> Any:
-    config = drive.config(call.trainer)
     peft = None
     if call.settings.head == "lora":
         peft = trl.lora((*models.PROJECTIONS, "lm_head"))
     elif call.settings.head == "modules_to_save":
         peft = trl.lora(modules_to_save=["lm_head"])
-    args = drive.arguments(config, call.device, {"gradient_checkpointing": False, **wanted})
-    trainer = drive.build(call.trainer, _model(call), args, peft)
+    wanted = {"gradient_checkpointing": False, **wanted}
+    trainer = drive.build(call.trainer, _model(call), wanted, (), call.device, peft)
     _fill(trainer.model, call.settings.head)
     trainer.model.train()
     return trainer

@@ -45,10 +45,9 @@ def ragged_control(call: CheckCall) -> Iterator[Quantity]:
         "temperature": 1.0,
         "max_length": 32,
     }
-    args = drive.arguments(drive.config(call.trainer), call.device, wanted)
     data = stored_window.dataset(teacher_client.samples(call.settings.prompts), "turns")
     given = {"teacher_model": models.model("qwen2"), "train_dataset": data}
-    trainer = drive.build(call.trainer, models.model(ARCHITECTURE), args, **given)
+    trainer = drive.build(call.trainer, models.model(ARCHITECTURE), wanted, device=call.device, **given)
     steps = recorder.train(trainer)
     window = [batches.sequences_of([b]) for b in steps.batches]
     local = all(n is None for n in steps.items)

@@ -83,8 +83,7 @@ def gradient_flow(call: CheckCall) -> Iterator[Quantity]:
 def build(call: CheckCall) -> Any:
     """The trainer of a case, its model frozen or adapted as the case says."""
     s = call.settings
-    config = drive.config(call.trainer)
-    args = drive.arguments(config, call.device, {"beta": 0.04, **drive.checkpointing(s.checkpointing)})
+    wanted = {"beta": 0.04, **drive.checkpointing(s.checkpointing)}
     model = models.model(s.model)
     peft = None
     if s.trained == "frozen-embeddings":
@@ -97,7 +96,7 @@ def build(call: CheckCall) -> Any:
         import peft as library
 
         model = library.get_peft_model(model, trl.lora(models.targets(s.model)))
-    trainer = drive.build(call.trainer, model, args, peft)
+    trainer = drive.build(call.trainer, model, wanted, (), call.device, peft)
     with torch.no_grad():  # with B at zero, A has no gradient by definition
         for name, parameter in trainer.model.named_parameters():
             if "lora_B" in name:

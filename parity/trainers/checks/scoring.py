@@ -95,11 +95,10 @@ class Batch:
 
 
 def _built(call: CheckCall) -> Any:
-    s, config = call.settings, drive.config(call.trainer)
+    s = call.settings
     cast = {"cast_lm_head_to_fp32": True} if s.cast_lm_head_to_fp32 else {}
     wanted = {"temperature": TEMPERATURE, "beta": 0.0, "gradient_checkpointing": False, **cast}
-    args = drive.arguments(config, call.device, wanted, tuple(cast))
-    trainer = drive.build(call.trainer, models.model(MODEL, DTYPES[s.dtype]), args)
+    trainer = drive.build(call.trainer, models.model(MODEL, DTYPES[s.dtype]), wanted, cast, call.device)
     trainer.model.train()
     return trainer
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -105,19 +105,6 @@ BASE: dict[str, Any] = {
 """Arguments of one step that every version reads alike: their defaults moved between releases."""
 
 
-def arguments(config: type, device: str, wanted: Mapping[str, Any], needed: tuple[str, ...] = ()) -> Any:
-    """The config with `BASE` and `wanted`, without the fields that the version lacks.
-
-    Raises:
-        Unsupported: for a field in `needed` that the version has not.
-    """
-    out, noted = trl.configured(config, device, {**BASE, **wanted}, needed), _NOTED.get()
-    if noted is not None:
-        known = trl.fields(config)
-        noted.config |= {n for n, v in {**BASE, **wanted}.items() if n in known and v != known[n]}
-    return out
-
-
 def checkpointing(kind: str) -> dict[str, Any]:
     """The config's arguments for a kind of gradient checkpointing; a custom wrapper belongs to the model, not to them."""
     if kind in (OFF, CUSTOM):
@@ -136,13 +123,27 @@ def _judge() -> Any:
     return Judge()
 
 
-def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: Any) -> Any:
+def build(
+    trainer: str,
+    model: Any,
+    wanted: Mapping[str, Any],
+    needed: Collection[str] = (),
+    device: str = "cpu",
+    peft_config: Any = None,
+    **more: Any,
+) -> Any:
     """A real trainer over `model` with the data that its kind takes.
 
+    Its config has `BASE` and `wanted`, without the fields that the version lacks; `more` goes to its constructor.
+
     Raises:
-        Unsupported: where the release has another trainer under this name (RLOO before 0.21 is a PPO trainer).
+        Unsupported: for a field in `needed` that the version has not, and where the release has another trainer under this
+            name (RLOO before 0.21 is a PPO trainer).
     """
-    kind = trl_class(trainer)
+    kind, of, noted = trl_class(trainer), config(trainer), _NOTED.get()
+    args, known = trl.configured(of, device, {**BASE, **wanted}, tuple(needed)), trl.fields(of)
+    if noted is not None:
+        noted.config |= {n for n, v in {**BASE, **wanted}.items() if n in known and v != known[n]}
     if not trl.accepts(kind, "model"):
         raise Unsupported(f"the installed version's {trainer} is another one: it takes no `model`")
     given: dict[str, Any] = {"model": model, "args": args, "processing_class": models.tokenizer(), **more}
@@ -156,7 +157,7 @@ def build(trainer: str, model: Any, args: Any, peft_config: Any = None, **more: 
         given["peft_config"] = peft_config
     with trl.quiet(), trl.environment_kept():
         out = kind(**given)
-    if (noted := _NOTED.get()) is not None:
+    if noted is not None:
         noted.trainers.append(out)
     return out
 

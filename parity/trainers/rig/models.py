@@ -7,7 +7,6 @@ loaded from there.
 """
 
 import functools
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def config(name: str) -> Any:
 @functools.cache
 def saved(name: str) -> Path:
     """The folder of this process in which the model lies, weights and tokenizer, made on first use."""
-    folder = _folder() / name
+    folder = Path(trl.output_dir()) / "models" / name
     write(config(name), folder)  # unsupported where transformers lacks the architecture
     return folder
 
@@ -55,16 +54,6 @@ def write(given: Any, folder: Path) -> None:
         _scale_head(model)
         model.save_pretrained(folder)
         tokenizer().save_pretrained(folder)
-
-
-@functools.cache
-def _folder() -> Path:
-    import atexit
-    import shutil
-
-    folder = Path(tempfile.mkdtemp(prefix="parity-models-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 def model(name: str, dtype: torch.dtype = torch.float32) -> Any:

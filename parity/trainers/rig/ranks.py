@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -146,11 +147,8 @@ def sharding_on_any_device() -> Iterator[None]:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
             state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
-    state.AcceleratorState.__init__ = initialised
-    try:
+    with mock.patch.object(state.AcceleratorState, "__init__", initialised):
         yield
-    finally:
-        state.AcceleratorState.__init__ = original
 
 
 if __name__ == "__main__":

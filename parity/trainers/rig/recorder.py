@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -59,7 +60,6 @@ def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
     steps = Steps()
     compute_loss, training_step = trainer.compute_loss, trainer.training_step
     scored = _scores_in_forward(trainer)
-    earlier = vars(trainer).get("_forward")
 
     def weighed(model: Any, run: Callable[[], Any]) -> Any:
         if not weigh or len(steps.batches) > 1:
@@ -97,20 +97,13 @@ def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
             steps.sharded = sum(hasattr(p, "full_tensor") for p in named.values())
             steps.windows.append(len(steps.batches))
 
+    watched = {"compute_loss": recording, "training_step": stepping} | ({"_forward": forward} if scored else {})
     recorder = Recorder()
-    trainer.compute_loss, trainer.training_step = recording, stepping
     trainer.add_callback(recorder)
-    if scored is not None:
-        trainer._forward = forward
     try:
-        with trl.quiet(), trl.environment_kept(), trl.collecting_little():
+        with mock.patch.multiple(trainer, **watched), trl.quiet(), trl.environment_kept(), trl.collecting_little():
             trainer.train(**options)
     finally:
-        del trainer.compute_loss, trainer.training_step
-        if scored is not None:
-            del trainer._forward
-            if earlier is not None:
-                trainer._forward = earlier
         trainer.remove_callback(recorder)
     return steps
 

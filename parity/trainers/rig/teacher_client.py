@@ -59,8 +59,7 @@ def trainer(teacher: Teacher, architecture: str, split: str, **settings: Any) ->
     }
     generates = hasattr(drive.trl_class(name), "_generate_single_turn")
     data = stored_window.dataset(samples(), "prompts" if generates else "turns")
-    args = drive.arguments(drive.config(name), "cpu", wanted)
-    made = drive.build(name, models.model(architecture), args, train_dataset=data)
+    made = drive.build(name, models.model(architecture), wanted, train_dataset=data)
     stored = {tuple(stored_window.ids(s.prompt)): stored_window.ids(s.completion) for s in samples()}
     if generates:
         made._generate_single_turn = lambda prompt_ids, *_: [list(stored[tuple(p)]) for p in prompt_ids]

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -129,18 +130,10 @@ def serving(score: Score) -> Iterator[Teacher]:
     """
     from trl.generation import vllm_client
 
-    before = {name: os.environ.get(name) for name in ("NO_PROXY", "no_proxy")}
-    available = vllm_client.is_vllm_available
-    os.environ.update(NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
-    vllm_client.is_vllm_available = lambda *_, **__: True
-    teacher = Teacher(score)
-    try:
-        yield teacher
-    finally:
-        teacher.close()
-        vllm_client.is_vllm_available = available
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    here = mock.patch.dict(os.environ, NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
+    with here, mock.patch.object(vllm_client, "is_vllm_available", return_value=True):
+        teacher = Teacher(score)
+        try:
+            yield teacher
+        finally:
+            teacher.close()

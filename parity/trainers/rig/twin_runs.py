@@ -122,8 +122,7 @@ def build(
     """
     spec, name = SPECS[trainer], SPECS[trainer].upstream
     chosen = rows(trainer) if part is None else part
-    config = drive.config(name)
-    switches = {} if path == "released" else _fused(config, required=path == "fused")
+    switches = {} if path == "released" else _fused(drive.config(name), required=path == "fused")
     masked = {} if all(r.counted for r in chosen) else {"mask_truncated_completions": True}
     data = dataset(trainer, chosen)
     given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
@@ -136,11 +135,11 @@ def build(
         given["ref_model"] = models.model(s.model)
     if spec.given == "teacher_model":
         given["teacher_model"] = models.model(s.teacher)
-    args = drive.arguments(config, "cpu", {**options(trainer, s), **switches, **masked, **more}, (*needed(s), *masked))
+    wanted = {**options(trainer, s), **switches, **masked, **more}
     given["processing_class"] = tokenizer = models.tokenizer(s.pad)
     side, tokenizer.padding_side = tokenizer.padding_side, "right" if s.padding == "right" else "left"
     try:
-        out = drive.build(name, policy, args, **given)
+        out = drive.build(name, policy, wanted, (*needed(s), *masked), **given)
     finally:
         tokenizer.padding_side = side
     if adapter is not None:
