@@ -1,23 +1,55 @@
 """Numerical parity of post-training losses: oracle, reference and candidate on the same bits, with a name for who is wrong."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parity.running.run import RunResult
+
 __version__ = "0.1.0"
 
 
-def run(**options):  # type: ignore[no-untyped-def] # its types need torch, and the command line starts without
+def run(
+    *,
+    profile: str = "pr",
+    families: Sequence[str] = (),
+    implementations: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    device: str = "auto",
+    seed: int | None = None,
+    require: Sequence[str] = (),
+    ledger: Path | None = None,
+    results: Path | None = None,
+    reports: Path = Path("reports"),
+    workers: int | None = None,
+    max_time: float | None = None,
+    share: str = "",
+    resume: Path | None = None,
+    confirm: bool = False,
+    ray: str | None = None,
+    only: Sequence[str] = (),
+    minimise: bool = True,
+) -> RunResult:
     """`parity run` from Python; the result has `rows`, `exit_code`, `reasons` and the `header`.
 
-        found = parity.run(profile="quick", implementations=("my_kernel.py:my_loss",))
+        found = parity.run(profile="quick", implementations=["my_kernel.py:my_loss"])
         worst = max((r for r in found.rows if r.headroom is not None), key=lambda r: r.headroom)
 
-    Options are the fields of `parity.running.plan.Options`. Losses run in processes of their own; rows are written as they
-    come, to `reports/results.ndjson` unless `results` or `reports` says otherwise.
+    Each parameter is the command's option (`max_time` in seconds). Losses run in processes of their own; rows are written as
+    they come, to `reports/results.ndjson` unless `results` or `reports` says otherwise.
 
     Raises:
         UsageError: as the command does, one line.
     """
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in locals().items()
+    }
     from parity.running.run import Options, execute
 
-    return execute(Options(**options), lambda *told: None)
+    return execute(Options(**given), lambda *told: None)
 
 
 def capture(target, to="case.json", step=1, rows=None):  # type: ignore[no-untyped-def]

@@ -44,6 +44,7 @@ def main() -> None:
 @options.count("--workers", "processes; default: one for each core, if memory allows")
 @options.RAY
 @click.option("--share", default="", metavar="I/N", help="do part I of N; parity merge joins the results of all parts")
+@click.option("--minimise/--no-minimise", default=True, help="look for smaller cases of new findings at the end")
 @options.path("--resume", "continue the run that wrote this file", metavar="RESULTS")
 @click.option("--max-time", metavar="TIME", help="stop after 2h, 90m or the like, and report what was done")
 @detail
@@ -124,7 +125,7 @@ def audit_command(**options: Any) -> None:
 @options.with_versions
 @click.option("--issue", is_flag=True, help="print a bug report with a stand-alone script, for upstream")
 @options.path("--minimise", "write the smallest part of a captured batch that still disagrees", metavar="FILE")
-@options.path("--reports", "folder of the run that had the case", "reports")
+@options.path("--reports", "folder or results file of the run that had the case", "reports")
 def replay_command(
     case: str,
     implementations: tuple[str, ...],

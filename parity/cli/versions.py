@@ -184,20 +184,20 @@ def _shown(path: Path) -> str:
 @click.argument("before", metavar="SPEC")
 @click.argument("after", metavar="SPEC")
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
+@options.FAMILIES
+@click.option("--profile", help="besides the frozen cases those that this profile draws: quick, pr or nightly")
 @click.option("--all-defaults", is_flag=True, help="use each release's own default of every setting")
 @options.device("cpu")
 @options.JSON
 @_usable
-def compare_command(
-    before: str, after: str, implementations: tuple[str, ...], all_defaults: bool, device: str, as_json: bool
-) -> int:
+def compare_command(before: str, after: str, implementations: tuple[str, ...], as_json: bool, **asked: Any) -> int:
     """Show what changed between two releases.
 
     SPEC is PKG==VER. For each quantity: which release is nearer to the definition.
     """
     from parity.versions.compare import compare
 
-    found = compare(([before], [after]), implementations, all_defaults=all_defaults, device=device)
+    found = compare(([before], [after]), implementations, **asked)
     click.echo(text(found.json()) if as_json else found.text())
     return found.exit_code
 

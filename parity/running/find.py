@@ -1,5 +1,6 @@
 """Find a case by name: a file, a ledger entry, or the id of a case that is frozen, listed or in the last results."""
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from parity import data
 from parity.case.case import Case, Frozen
 from parity.decoding import decode
 from parity.errors import UsageError
-from parity.registry import family
+from parity.registry import family, meant
 from parity.results.ledger import Ledger
 from parity.results.row import Row
 from parity.trainers import catalogue
@@ -30,8 +31,8 @@ def followed(ids: Sequence[str], found_with: str | None, case: Case) -> tuple[st
 
 
 def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
-    """A case by file, by the id of a ledger entry, or by the id of a case in reports/ or a folder of it; with the
-    implementation it names.
+    """A case by file, by the id of a ledger entry, or by the id of a case in reports/ (or that results file) or a folder of
+    it; with the implementation it names.
 
     Raises:
         UsageError: when nothing has this name.
@@ -44,7 +45,8 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
     for entry, case in ledger.frozen():
         if entry.id == name:
             return case, None
-    folders = [reports, *sorted(file.parent for file in reports.glob("*/results.ndjson"))]
+    folder = reports.parent if reports.is_file() else reports
+    folders = [folder, *sorted(file.parent for file in folder.glob("*/results.ndjson"))]
     recorded = sorted((data.cases_dir() / "history").glob("*.json"))
     for file in [
         *data.frozen_cases(),
@@ -57,13 +59,17 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
     for case in (case for trainer in catalogue.names() for case in catalogue.cases(trainer, "pr", 0)):
         if case.id == name:
             return case, f"{case.family}.released"
-    for folder in folders:
-        if (drawn := _from_rows(name, folder / "results.ndjson")) is not None:
+    files = [folder / "results.ndjson" for folder in folders]
+    for file in [reports, *files] if reports.is_file() else files:
+        if (drawn := _from_rows(name, file)) is not None:
             return drawn, None
-    ids = ", ".join(e.id for e in ledger.entries)
+    known = [e.id for e in ledger.entries]
+    hint = (
+        meant(name, known) if difflib.get_close_matches(name, known, 1, 0.75) else "parity findings names the entries"
+    )
+    place = reports if reports.is_file() else folder / "results.ndjson"
     raise UsageError(
-        f"case {name[:200]!r}: no such file, ledger entry ({ids}) or case in {reports}/results.ndjson; another folder of "
-        "reports: --reports"
+        f"case {name[:200]!r}: no such file, entry of the ledger or case in {place} (another: --reports); {hint}"
     )
 
 

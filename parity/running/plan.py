@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,7 @@ MEMORY = 4 << 30
 class Options:
     """What the command line asked for. `confirm`: a new finding counts once a fresh process shows it, in any profile; `ray`: the
     address of a Ray cluster whose nodes run the shards; `only`: files of frozen cases that alone are run, whatever they gave when
-    they were measured."""
+    they were measured; `minimise`: look for smaller cases of new findings."""
 
     profile: str = "pr"
     families: tuple[str, ...] = ()
@@ -56,11 +57,17 @@ class Options:
     confirm: bool = False
     ray: str | None = None
     only: tuple[str, ...] = ()
+    minimise: bool = True
 
     @property
     def file(self) -> Path:
         """Where the rows go."""
         return self.results or self.reports / "results.ndjson"
+
+    @property
+    def place(self) -> str:
+        """What `parity replay` needs to find a case of this run, where that is not the default."""
+        return "" if self.file == Path("reports/results.ndjson") else f" --reports {shlex.quote(str(self.file))}"
 
     @property
     def findings(self) -> Path:

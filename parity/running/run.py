@@ -69,16 +69,24 @@ def execute(
         state = before or RunResult(head)
         state.options = options
         found = Findings(state.rows, profile, len(plan.extra), options.max_time, options.confirm, options.findings)
+        found.seconds *= options.minimise
         deadline = found.deadline(plan.settings)
 
         def tell(now: str, stage: str) -> None:
             progress(state.rows, state.done, of, now, stage, None if deadline is None else deadline - time.time())
 
+        def again_later() -> list[Shard]:
+            shards = found.sought(plan.shards, state.parts)
+            names = sorted({row.implementation for row in state.rows if row.new})
+            if shards:
+                say(f"new findings in {', '.join(names)}; {len(shards)} of them run again (--no-minimise ends sooner)")
+            return shards
+
         mine = head.header.shards
         left = [shard for shard in plan.shards if shard.name in mine and shard.name not in state.parts]
         if options.max_time is not None:
             left.sort(key=lambda shard: _place(shard, seed))
-        queue = ShardQueue(left, deadline, lambda: found.sought(plan.shards, state.parts))
+        queue = ShardQueue(left, deadline, again_later)
         say(nodes.announcement if nodes else plan.announcement)
         with writer(path, append=before is not None) as write:
             if before is None:
@@ -96,7 +104,8 @@ def execute(
                         _follow(state, events, found, write, tell)
             except KeyboardInterrupt as error:
                 state.exit_code = outcome.TERMINATED if isinstance(error, Terminated) else outcome.INTERRUPTED
-        state.rewrite(path)  # rows were marked since they were written, and whatever a loss did to the file is undone
+        if found.changed:
+            state.rewrite(path)
         finish(state, device, path, cannot)
         state.header.header.seconds = round(time.monotonic() - begun, 1)
         return state
@@ -124,6 +133,8 @@ def _follow(
             case Judged():
                 role = roles.get(event.row.implementation, event.row.role)
                 state.rows.append(replace(event.row, run=run, role=role, shard=shard.name))
+                if shard.kind in ("drawn", "pairs"):  # whose cases only this run's rows have
+                    state.rows[-1].replay += state.options.place
                 write(state.rows[-1])
                 if event.row.minimised is True:
                     found.freeze(state.rows[-1])

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from parity import data
 from parity.case.case import Case
+from parity.compare.result_rows import replay_line
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.process import prepare
@@ -37,6 +38,7 @@ def replay(
 
     if issue and not ids and (code := _by_hand(name, console)) is not None:
         return code
+    select(ids)  # a user's own family is known from here on
     case, found_with = find(name, reports)
     device = resolve_device(device)
     prepare(device, threads=1)
@@ -50,10 +52,13 @@ def replay(
         named = [i for i in chosen if len(chosen) == 1 or i.role != "reference"]
         if len(named) != 1:
             raise UsageError("replay: --minimise needs one --implementation")
-        case = minimise(case, named[0], smallest, device)
+        before, case = _extent(case), minimise(case, named[0], smallest, device)
+        render.show(f"wrote {smallest}: {_extent(case)} of {before}", console)
     wanted = {i.id for i in chosen}
     references = [i for i in select(()) if i.family == case.family and i.role == "reference" and i.id not in wanted]
     rows = list(run_case(case, [*references, *chosen], device))
+    for row in rows if Path(name).suffix == ".json" or smallest else ():
+        row.replay = replay_line(str(smallest or name), row.implementation)
     if issue:
         return _issue(case, chosen, rows, console, name)
     for implementation in chosen:
@@ -65,6 +70,12 @@ def replay(
         # `select` adds the references of a user's own, which answer for themselves
         wanted = {i.id for i in chosen if i.role != "reference"}
     return exit_code([r for r in rows if r.implementation in wanted])
+
+
+def _extent(case: Case) -> str:
+    """`B=1 T=2 V=7 H=4`."""
+    settings = vars(family(case.family).full_settings(case))
+    return " ".join(f"{name}={settings[name]}" for name in "BTVH" if name in settings)
 
 
 def exit_code(rows: Sequence[Row]) -> int:

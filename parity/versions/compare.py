@@ -11,11 +11,13 @@ from typing import Any
 
 from parity import data
 from parity.case.case import Case
+from parity.case.profiles import PROFILES
 from parity.errors import UsageError
 from parity.families.policy_settings import LOSS_TYPES
-from parity.registry import NAMES, loss_families, loss_family
+from parity.registry import NAMES, loss_families, loss_family, meant, resolved
 from parity.results.row import DECIDED
 from parity.running.plan import DTYPES
+from parity.trainers.specs import TRAINERS
 from parity.versions.case_check import CaseCheck
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
@@ -54,6 +56,16 @@ def twins() -> Cases:
 
     found = [case for name in catalogue.names() for case in catalogue.cases(name, "pr", 0)]
     return [(case.id, case) for case in found if case.settings["check"] == "twins"]
+
+
+def drawn(families: Sequence[str], profile: str | None) -> Cases:
+    """What a run of the profile with its fixed seed draws of the families, by the id of the case."""
+    from parity.versions.recall import of_profile
+
+    if profile and profile not in PROFILES:
+        raise UsageError(f"profile {profile!r} is unknown, {meant(profile, PROFILES)}")
+    every = [case for name in families if profile for stream in of_profile(name, profile) for case in stream]
+    return [(case.id, case) for case in every]
 
 
 def of(frozen: Cases, wanted: Sequence[str]) -> Cases:
@@ -121,11 +133,13 @@ def compare(
     specs: tuple[Sequence[str], Sequence[str]],
     named: Sequence[str] = (),
     *,
+    families: Sequence[str] = (),
+    profile: str | None = None,
     all_defaults: bool = False,
     device: str = "cpu",
     clock: float | None = None,
 ) -> Compared:
-    """The frozen cases in both environments, each in `clock` seconds.
+    """The frozen cases (of `families`), and those that `profile` draws, in both environments, each in `clock` seconds.
 
     all_defaults: every setting of the loss at the release's own default, which is what a user gets who sets nothing;
     what moves then is the release, wrong or not.
@@ -136,7 +150,9 @@ def compare(
         raise UsageError(f"compare: both sides are {', '.join(map(str, parsed[0]))}; name two")
     sides = [Environment.of(one) for one in specs]
     wanted = implementations(named, (spec.name for one in parsed for spec in one))
-    frozen = of([*cases(), *of_own(wanted), *twins()], wanted)
+    kept = tuple(resolved(name) for name in families) or (*loss_families(), *TRAINERS)
+    frozen = of([*cases(), *of_own(wanted), *twins(), *drawn(kept, profile)], wanted)
+    frozen = [(name, case) for name, case in frozen if case.family in kept]
     asked = [frozen, frozen]
     if all_defaults:
         asked = [_with_defaults(frozen, one.config) for one in both(sides, [[], []], (), device)]
