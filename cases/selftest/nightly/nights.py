@@ -17,7 +17,8 @@ def yesterday(reports):
 
 
 def page_of(reports):
-    header, rows = read(reports / "results.ndjson")
+    results = reports / "results.ndjson"
+    header, rows = read(results)
     (run,) = (run for run in memory.runs(reports / "history", str) if run.id == header.run)
-    show.report(header, rows, reports, list(run.reasons), run.exit_code)
+    show.report(header, rows, results, reports, list(run.reasons), run.exit_code)
     return (reports / "index.html").read_text()
