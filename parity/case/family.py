@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from parity.case.case import Case
-from parity.case.inputs import Inputs, Setting, fits
+from parity.case.inputs import Inputs, Setting, filled
 from parity.case.probe import Probe, derived
 from parity.decoding import shown
 from parity.errors import UsageError
@@ -133,21 +133,9 @@ class Family:
         Raises:
             UsageError: for a setting that the family does not have, or a value outside its choices.
         """
-        for name, value in case.settings.items():
-            if name not in self.settings:
-                raise UsageError(
-                    f"case {case.id}: setting {name!r} is unknown to family {self.name}, it has {', '.join(self.settings)}"
-                )
-            choices = self.settings[name].choices
-            if choices is not None and value not in choices:
-                raise UsageError(f"case {case.id}: {name}={shown(value)} is not among {', '.join(map(repr, choices))}")
-            default = self.settings[name].default
-            if choices is None and not fits(value, default):
-                kind = "an integer" if type(default) is int else "text" if isinstance(default, str) else "a number"
-                raise UsageError(f"case {case.id}: {name}={shown(value)} must be {kind}")
+        out = filled(case, self.settings, f"family {self.name}")
         if case.tensors is not None and not self.stored:
             raise UsageError(f"case {case.id}: family {self.name} does not say what tensors it stores (Family.stored)")
-        out = SimpleNamespace(**{n: case.settings.get(n, s.default) for n, s in self.settings.items()})
         self._bounded(case, out)
         return out
 

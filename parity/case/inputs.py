@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from parity.case.case import Case
+from parity.decoding import shown
+from parity.errors import UsageError
 from parity.judge.recipe import DTYPES
 
 
@@ -34,6 +36,24 @@ def fits(value: Any, default: Any) -> bool:
     if default is None:
         return value is None or isinstance(value, int | float | list)
     return isinstance(value, int | float) if type(default) is float else isinstance(value, type(default))
+
+
+def filled(case: Case, table: Mapping[str, Setting], of: str) -> SimpleNamespace:
+    """The settings of a case, with the defaults of those that it leaves out; `of`: whose table it is.
+
+    Raises:
+        UsageError: for a setting that is not in the table, or a value outside its choices.
+    """
+    for name, value in case.settings.items():
+        if name not in table:
+            raise UsageError(f"case {case.id}: setting {name!r} is unknown to {of}, it has {', '.join(table)}")
+        choices, default = table[name].choices, table[name].default
+        if choices is not None and value not in choices:
+            raise UsageError(f"case {case.id}: {name}={shown(value)} is not among {', '.join(map(repr, choices))}")
+        if choices is None and not fits(value, default):
+            kind = "an integer" if type(default) is int else "text" if isinstance(default, str) else "a number"
+            raise UsageError(f"case {case.id}: {name}={shown(value)} must be {kind}")
+    return SimpleNamespace(**{**defaults(table), **case.settings})
 
 
 @dataclasses.dataclass(frozen=True)

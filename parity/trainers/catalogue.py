@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from parity.case.case import Case
-from parity.case.inputs import Setting, fits
+from parity.case.inputs import Setting, filled
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.trainers.check import CHECKS, PATHS, Check
@@ -80,20 +80,8 @@ class TrainerFamily:
         found = self.check(case)
         if case.tensors:
             raise UsageError(f"case {case.id}: a check of a trainer does not store tensors")
-        for name, value in case.settings.items():
-            if name == "check":
-                continue
-            if name not in found.settings:
-                known = ", ".join(found.settings)
-                raise UsageError(f"case {case.id}: setting {name!r} is unknown to check {found.name}, it has {known}")
-            setting = found.settings[name]
-            if setting.choices is not None and value not in setting.choices:
-                choices = ", ".join(map(repr, setting.choices))
-                raise UsageError(f"case {case.id}: {name}={value!r} is not among {choices}")
-            if setting.choices is None and not fits(value, setting.default):
-                raise UsageError(f"case {case.id}: {name}={value!r} is not of the kind of {setting.default!r}")
-        values = {n: case.settings.get(n, s.default) for n, s in found.settings.items()}
-        return SimpleNamespace(check=found.name, **values)
+        table = {"check": Setting(None, "which check", (found.name,)), **found.settings}
+        return filled(case, table, f"check {found.name}")
 
     def check(self, case: Case) -> Check:
         """The check of a case.
