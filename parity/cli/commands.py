@@ -43,7 +43,7 @@ def main() -> None:
 @options.REPORTS
 @options.count("--workers", "processes; default: one for each core, if memory allows")
 @options.RAY
-@click.option("--share", default="", metavar="I/N", help="do part I of N; parity merge joins the results of all parts")
+@click.option("--share", default="", metavar="I/N", help="do part I of N; parity report joins the results of all parts")
 @click.option("--minimise/--no-minimise", default=True, help="look for smaller cases of new findings at the end")
 @options.path("--resume", "continue the run that wrote this file", metavar="RESULTS")
 @click.option("--max-time", metavar="TIME", help="stop after 2h, 90m or the like, and report what was done")
@@ -113,9 +113,9 @@ def audit_command(**options: Any) -> None:
 
     The answer is honoured, ignored, wrong, refused, crashed or absent.
     """
-    from parity.tools.audit import AuditOptions, run
+    from parity.tools.audit import run
 
-    sys.exit(run(AuditOptions(**options), console()))
+    sys.exit(run(console(), **options))
 
 
 @main.command("replay", epilog="Example: parity replay liger-luspo-padding")
@@ -144,7 +144,7 @@ def replay_command(
 
 
 @main.command("findings", epilog="Example: parity findings --config grpo.yaml")
-@options.path("--config", "only those that these settings meet: a .yaml, .json or .py file, which is not run")
+@options.path("--config", "only those that the settings of this .yaml or .json file meet")
 @click.option("--trainer", help="the trainer that runs the settings, where the file does not say: GRPOTrainer")
 @options.LEDGER
 @click.option("--page", type=click.Choice(["newest", "mended"]), help="print the page of docs/ instead")
@@ -169,9 +169,9 @@ def findings_command(
         return
     found = Stack.here(known)
     if config:
-        from parity.tools.advice import check
+        from parity.tools.settings_check import check
 
-        met = {one.entry.id for advice in check(config, trainer) for one in advice.findings}
+        met = {one.entry.id for one in check(config, trainer).findings}
         found = Stack.of((e for e in found.entries if e.id in met), found.versions)
     if as_json:
         click.echo(text(records(found.entries)))
@@ -207,44 +207,39 @@ def upstream_command(ids: tuple[str, ...], every: bool, ledger: Path | None, rep
     sys.exit(int(wrong > 0))
 
 
-@main.command("report", epilog="Example: parity report reports/results.ndjson -v")
-@click.argument("results", type=options.PATH, default=Path("reports/results.ndjson"))
+@main.command("report", epilog="Example: parity report a/results.ndjson b/results.ndjson --out results.ndjson")
+@click.argument("results", nargs=-1, type=options.PATH, metavar="[RESULTS]...")
+@options.path("--out", "where the parts of a shared run are joined", "reports/results.ndjson")
 @options.path("--reports", "folder for reports; default: where the results file is")
 @detail
-def report_command(results: Path, reports: Path | None, detail: Detail) -> None:
-    """Report a results file again (text, HTML, JUnit)."""
+def report_command(results: tuple[Path, ...], out: Path, reports: Path | None, detail: Detail) -> None:
+    """Report a results file again, or join a shared run.
+
+    RESULTS: one file, by default that of the last run; or all parts of parity run --share. Exit code of joined parts: that of
+    the run, 3 if a part is missing (parity run --resume OUT runs it).
+    """
     from parity.results import memory
     from parity.results.header import End
     from parity.results.report.rows import read
 
-    header, rows = read(results)
+    if len(results) > 1:
+        from parity.running.run import merge
+
+        joined = merge(results, out)
+        report(joined.header, joined.rows, out, reports or out.parent, joined.reasons, joined.exit_code, detail)
+        sys.exit(joined.exit_code)
+    file = results[0] if results else Path("reports/results.ndjson")
+    header, rows = read(file)
     if isinstance(header.end, End):
         code = NOTHING if header.end.exit_code in (NOTHING, INTERRUPTED, TERMINATED) else 0
     else:
         code = NOTHING if header.interrupted is True else 0
     ended = header.end.exit_code if isinstance(header.end, End) else code or int(any(row.new for row in rows))
-    folder = reports or results.parent
-    past = memory.runs(results.parent / "history", lambda line: click.echo(f"parity: {line}", err=True))
+    past = memory.runs(file.parent / "history", lambda line: click.echo(f"parity: {line}", err=True))
     kept = next((run for run in past if run.id == header.run), None)  # a night may be graver
     ended, reasons = (kept.exit_code, kept.reasons) if kept else (ended, ())
-    report(header, rows, results, folder, list(reasons), ended, detail)
+    report(header, rows, file, reports or file.parent, list(reasons), ended, detail)
     sys.exit(code)
-
-
-@main.command("merge", epilog="Example: parity merge a/results.ndjson b/results.ndjson")
-@click.argument("results", nargs=-1, required=True, type=options.PATH, metavar="RESULTS...")
-@options.path("--out", "the joined file; reports are written next to it", "reports/results.ndjson")
-def merge_command(results: tuple[Path, ...], out: Path) -> None:
-    """Join the results of a shared run, and report.
-
-    RESULTS come from parity run --share. Exit code as of parity run; 3 if a part is missing (parity run --resume OUT
-    runs it).
-    """
-    from parity.running.run import merge
-
-    found = merge(results, out)
-    report(found.header, found.rows, out, out.parent, found.reasons, found.exit_code)
-    sys.exit(found.exit_code)
 
 
 for _command in (*versions.COMMANDS, *nightly.COMMANDS, ledger_command, rollouts.rollouts):

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from parity.errors import UsageError
 from parity.process import Terminated, tell, under_watch
+from parity.versions.client import EnvironmentUnusable
 
 USAGE, NOTHING, FAULT, NO_JUDGEMENT, INTERRUPTED, TERMINATED = 2, 3, 70, 125, 130, 143
 """Exit codes beside those of a command itself. `replay` answers NO_JUDGEMENT for USAGE, NOTHING and FAULT: it is what
@@ -23,6 +24,9 @@ REMOVED: dict[str, str] = {
     "history-of": "`parity notify` says since when each finding is seen; kept runs are JSON in reports/history/",
     "rollouts list": "`parity doctor` names the shipped recordings, `parity rollouts judge FILE` says where one comes from",
     "rollouts replay": "cases of the policy family with a setting `recording` have a recorded importance ratio",
+    "merge": "`parity report A/results.ndjson B/results.ndjson` joins the parts of a shared run",
+    "env show": "`parity env list NAME` shows the versions of one environment",
+    "ledger accept": "`parity ledger add --all` takes all new findings of a run as a baseline",
     "schema": "docs/results.md explains the fields of a results file",
     "matrix": "compare two releases with `parity compare PKG==VER PKG==VER`, find the one that changed with `parity bisect PKG`",
     "mutants": "in a checkout, `make selftest` runs the deliberately wrong implementations with pytest",
@@ -84,6 +88,9 @@ class Group(Commands):
         except UsageError as error:
             click.echo(f"parity: {error}", err=True)
             sys.exit(_of(ctx, USAGE))
+        except EnvironmentUnusable as error:
+            click.echo(f"parity: {error}", err=True)
+            sys.exit(_of(ctx, NOTHING))
         except click.ClickException as error:
             error.show()
             sys.exit(_of(ctx, error.exit_code))

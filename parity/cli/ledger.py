@@ -1,4 +1,4 @@
-"""`parity ledger add`, `accept` and `measure`: entries, and what frozen cases give, written from what a run found."""
+"""`parity ledger add` and `measure`: entries, and what frozen cases give, written from what a run found."""
 
 import datetime
 import sys
@@ -10,7 +10,7 @@ import click
 
 from parity import data
 from parity.cli import options
-from parity.cli.group import NOTHING
+from parity.cli.group import NOTHING, Commands
 from parity.cli.nightly import duration
 from parity.cli.progress import Shown
 from parity.errors import UsageError
@@ -23,56 +23,56 @@ _RESULTS = click.option(
 _LEDGER = options.path("--ledger", "default: cases/ledger.toml")
 
 
-@click.group("ledger")
+@click.group("ledger", cls=Commands)
 def ledger_command() -> None:
     """Add findings to the list of known ones; measure those anew."""
 
 
 @ledger_command.command("add", epilog="Example: parity ledger add policy-3f2a --reason 'drops a mask' --link trl:loss")
-@click.argument("case", metavar="CASE")
+@click.argument("case", required=False, metavar="CASE")
+@click.option(
+    "--all", "every", is_flag=True, help="all new findings of the run, as a baseline, each marked as unexplained"
+)
 @click.option("--implementation", default=None, metavar="ID", help="which one, if several fail on CASE")
-@click.option("--reason", required=True, help="what is wrong, in one or two sentences")
-@click.option("--link", required=True, help="an issue, or file and function of a release")
-@click.option("--expires", default="", metavar="TIME", help="ask to look at it again after this time, such as 720h")
+@click.option("--reason", help="what is wrong, in one or two sentences")
+@click.option("--link", help="an issue, or file and function of a release")
+@click.option("--expires", metavar="TIME", help="ask to look at it again after this time; default with --all: 720h")
 @_RESULTS
 @_LEDGER
 def add_command(
-    case: str, implementation: str | None, reason: str, link: str, expires: str, results: Path, ledger: Path
+    case: str | None,
+    every: bool,
+    implementation: str | None,
+    reason: str | None,
+    link: str | None,
+    expires: str | None,
+    results: Path,
+    ledger: Path,
 ) -> None:
-    """Add the new finding that the last run has on CASE."""
-    header, rows, found = _found(results)
-    chosen = [f for f in found if f.lead.case == case and implementation in (None, f.implementation)]
-    if not chosen:
-        known = ", ".join(f"{f.lead.case} ({f.implementation})" for f in found)
-        raise UsageError(
-            f"case {case!r}: {results} has no new finding on it, choose from {known or 'none: it has no new findings'}"
-        )
-    for id in _write(chosen, header, rows, results, ledger, reason, link, expires):
-        click.echo(f"entered {id}")
+    """Add new findings of the last run.
 
-
-@ledger_command.command("accept", epilog="Example: parity ledger accept --expires 720h")
-@click.option(
-    "--expires", default="720h", show_default=True, metavar="TIME", help="each entry must be looked at after this time"
-)
-@_RESULTS
-@_LEDGER
-def accept_command(expires: str, results: Path, ledger: Path) -> None:
-    """Add all new findings of a run as a baseline.
-
-    Each is marked as unexplained, and turns a run red when it expires.
+    That on CASE, with --reason and --link; or --all.
     """
+    if every == (case is not None):
+        raise UsageError("ledger add: name a CASE, or --all")
     header, rows, found = _found(results)
-    if header.interrupted is True:
-        raise UsageError(
-            f"{results}: the run did not finish, so findings may be missing: first parity run --resume {results}"
-        )
+    if every:
+        if header.interrupted is True:
+            raise UsageError(
+                f"{results}: the run did not finish, so findings may be missing: first parity run --resume {results}"
+            )
+        reason, link, expires = f"Unexplained: accepted from run {header.run}.", "", expires or "720h"
+    elif not (reason and link):
+        raise UsageError("ledger add CASE: say what is wrong and where, with --reason and --link")
+    else:
+        known = ", ".join(f"{f.lead.case} ({f.implementation})" for f in found) or "none: it has no new findings"
+        found = [f for f in found if f.lead.case == case and implementation in (None, f.implementation)]
+        if not found:
+            raise UsageError(f"case {case!r}: {results} has no new finding on it, choose from {known}")
+    for id in _write(found, header, rows, results, ledger, reason, link, expires or ""):
+        click.echo(f"entered {id}")
     if not found:
-        click.echo(f"{results}: no new findings, nothing to accept")
-        return
-    reason = f"Unexplained: accepted from run {header.run}."
-    for id in _write(found, header, rows, results, ledger, reason, "", expires):
-        click.echo(f"accepted {id}")
+        click.echo(f"{results}: no new findings")
 
 
 @ledger_command.command("measure", epilog="Example: parity ledger measure liger-luspo-padding")

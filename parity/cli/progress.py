@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import math
 import threading
 import time
@@ -10,17 +9,13 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from parity.results.row import Row
 
 EVERY = 30.0
 """Seconds between two lines where there is no terminal."""
-WINDOW = 120.0
-"""Seconds over which the speed is measured: the first cases of a run, frozen ones, take longest."""
-
 EARLY = 0.03
-"""Share of the cases before which nothing is said about the time left."""
+"""Share of the cases before which nothing is said about the time left: the first, frozen ones, take longest."""
 
 
 class Shown:
@@ -33,18 +28,14 @@ class Shown:
         self.console = console or Console(stderr=True, highlight=False)
         self.clock = clock
         self.begun = clock()
-        self.past: collections.deque[tuple[float, int]] = collections.deque([(self.begun, 0)])
         self.done, self.of, self.read, self.now = 0, 0, 0, "starting"
         self.stage, self.until = "", math.inf
         self.new: set[str] = set()
         self.known: set[str] = set()
         self.ended: threading.Event | None = None
         self.lines: threading.Thread | None = None
-        self.live: Progress | None = None
-        if self.console.is_terminal and not self.console.is_dumb_terminal:
-            columns = (BarColumn(20), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-            self.live = Progress(*columns, console=self.console, transient=True, refresh_per_second=2)
-            self.task = self.live.add_task("", total=None)
+        terminal = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.live = self.console.status("") if terminal else None
 
     def __call__(
         self, rows: Sequence[Row], done: int, of: int, now: str, stage: str = "", seconds: float | None = None
@@ -58,14 +49,9 @@ class Shown:
                 self.new.add(row.implementation)
             elif row.known:
                 self.known.add(row.known)
-        self.read, self.of, self.now = len(rows), of, now or self.now
-        if done != self.done:
-            self.done = done
-            self.past.append((self.clock(), done))
-            while len(self.past) > 2 and self.past[-1][0] - self.past[1][0] > WINDOW:
-                self.past.popleft()
+        self.read, self.done, self.of, self.now = len(rows), done, of, now or self.now
         if self.live is not None:
-            self.live.update(self.task, total=of, completed=done, description=f"{self.figures()}\n{self.now}")
+            self.live.update(f"{self.figures()}\n{self.now}".replace("[", r"\["))
 
     def figures(self) -> str:
         """Cases done and planned, per cent, time left or what happens to the findings, findings so far."""
@@ -74,14 +60,11 @@ class Shown:
         return " · ".join([share, self.stage or self.left(), new, f"KNOWN {len(self.known) or 'none'}"])
 
     def left(self) -> str:
-        """Time left at the speed of the last minutes, at most until no more cases are dealt; how long findings then take, nobody
-        knows.
-        """
-        (start, before), (end, done) = self.past[0], self.past[-1]
-        if done == self.of > 0:
+        """Time left at the speed so far, at most until no more cases are dealt; how long findings then take, nobody knows."""
+        if self.done == self.of > 0:
             return "finishing"
-        early = done == before or end == start or done < EARLY * self.of
-        seconds = math.inf if early else (self.of - done) * (end - start) / (done - before)
+        early = self.done == 0 or self.done < EARLY * self.of
+        seconds = math.inf if early else (self.of - self.done) * (self.clock() - self.begun) / self.done
         seconds = min(seconds, self.until - self.clock())
         if seconds == math.inf:
             return "time left not known yet"

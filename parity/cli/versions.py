@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,28 +13,12 @@ import click
 from packaging.utils import canonicalize_name
 
 from parity.cli import options
+from parity.cli.group import Commands
 from parity.cli.show import text
-from parity.versions.client import EnvironmentUnusable, cache_folder
+from parity.errors import UsageError
+from parity.versions.client import cache_folder
 
 FOUND, NOT_FOUND, USAGE, UNUSABLE = 0, 1, 2, 3
-
-
-def _usable(command: Callable[..., int]) -> Callable[..., None]:
-    """End the process with the command's exit code; an unusable environment, or a full disk, is one line and 3."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            sys.exit(command(*args, **kwargs))
-        except EnvironmentUnusable as error:
-            click.echo(f"parity: {error}", err=True)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            click.echo(f"parity: {error.filename or 'a file'}: {error.strerror or error}", err=True)
-        sys.exit(UNUSABLE)
-
-    return run
 
 
 def _progress(line: str) -> None:
@@ -50,8 +32,7 @@ def _progress(line: str) -> None:
     "--profile", type=click.Choice(["quick", "pr", "nightly"]), default="pr", help="with --recall: how many cases"
 )
 @options.device("cpu")
-@_usable
-def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: str) -> int:
+def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: str) -> None:
     """Run recorded failures of older releases again.
 
     Each must show in the bad releases and be gone in the good ones.
@@ -65,10 +46,10 @@ def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: st
 
         seen = drawn.recall(records, profile, _progress, device)
         click.echo(f"{measured.head('What plain draws find', 'parity', 'recall.md')}\n{drawn.table(seen, profile)}")
-        return FOUND
+        return
     findings = history.recall(records, _progress, device)
     click.echo(f"{measured.head('Real upstream failures', 'parity', 'history.md')}\n{history.table(findings)}")
-    return history.exit_code(findings)
+    sys.exit(history.exit_code(findings))
 
 
 @click.command(
@@ -77,17 +58,17 @@ def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: st
 @click.argument("package", metavar="PKG")
 @click.option("--good", required=True, metavar="VER", help="a release that is right")
 @click.option("--bad", required=True, metavar="VER", help="a release that is wrong")
-@click.option("--case", "name", metavar="CASE", help="case file, ledger entry, or id of a case in reports/")
-@click.option("--check", "record", metavar="RECORD", help="a record of `parity history`")
+@click.option(
+    "--case", "name", metavar="CASE", help="case file, ledger entry, record of `parity history`, or id of a case"
+)
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="the implementation to follow")
 @click.option("--quantity", "quantities", multiple=True, metavar="NAME", help="follow only this quantity of --case")
 @options.choice("--find", "what to find", "broken", "fixed")
 @options.choice("--failure", "with --case: what counts as wrong", "disagree", "crashed", "timed-out", "out-of-memory")
 @click.option("--hold", multiple=True, metavar="PKG==VER", help="keep another package at this version")
-@click.option("--reports", type=options.PATH, default=Path("reports"), help="folder to look for the id of --case")
+@click.option("--reports", type=options.PATH, default=Path("reports"), help="where the id of --case is looked for")
 @options.device("cpu")
 @options.JSON
-@_usable
 def bisect_command(
     package: str,
     good: str,
@@ -98,10 +79,10 @@ def bisect_command(
     device: str,
     as_json: bool,
     **chosen: Any,
-) -> int:
+) -> None:
     """Find the release of PKG that changed a result.
 
-    Without --case and --check it compares the frozen cases in both releases and follows the clearest difference.
+    Without --case it compares the frozen cases in both releases and follows the clearest difference.
     """
     from parity.versions.case_check import CaseCheck
     from parity.versions.compare import first_difference
@@ -139,40 +120,36 @@ def bisect_command(
     kept.end()
     code = {"found": FOUND, "swapped": USAGE, "unjudged": UNUSABLE}.get(done.found.outcome, NOT_FOUND)
     click.echo(text(done.json(code)) if as_json else done.text)
-    return code
+    sys.exit(code)
 
 
 def _check(
     package: str,
     implementations: tuple[str, ...],
     name: str | None,
-    record: str | None,
     quantities: tuple[str, ...],
     failure: str,
     reports: Path,
 ) -> tuple[Any, str] | None:
     """The check that was named, and the arguments of `parity replay` for it; None where none was."""
-    from parity.errors import UsageError
     from parity.registry import select
     from parity.running.find import find as find_case
     from parity.versions import history
     from parity.versions.case_check import CaseCheck, only_implementation
 
-    if name and record:
-        raise UsageError("--case and --check both name a case; use one of them")
-    if record:
-        found = history.load([record])[0]
+    if name is None:
+        if quantities:
+            raise UsageError("--quantity needs --case")
+        return None
+    if (history.folder() / f"{name}.toml").exists():
+        found = history.load([name])[0]
         if found.package != package:
-            raise UsageError(f"record {record!r} is about {found.package}, not {package}")
+            raise UsageError(f"record {name!r} is about {found.package}, not {package}")
         return found.check, f"{_shown(found.file)} --implementation {found.check.implementation}"
-    if name:
-        case, found_with = find_case(name, reports)
-        chosen = only_implementation(case, implementations, found_with)
-        select([chosen])
-        return CaseCheck(name, case, chosen, quantities or ("*",), failure), f"{name} --implementation {chosen}"
-    if quantities:
-        raise UsageError("--quantity needs --case")
-    return None
+    case, found_with = find_case(name, reports)
+    chosen = only_implementation(case, implementations, found_with)
+    select([chosen])
+    return CaseCheck(name, case, chosen, quantities or ("*",), failure), f"{name} --implementation {chosen}"
 
 
 def _shown(path: Path) -> str:
@@ -189,8 +166,7 @@ def _shown(path: Path) -> str:
 @click.option("--all-defaults", is_flag=True, help="use each release's own default of every setting")
 @options.device("cpu")
 @options.JSON
-@_usable
-def compare_command(before: str, after: str, implementations: tuple[str, ...], as_json: bool, **asked: Any) -> int:
+def compare_command(before: str, after: str, implementations: tuple[str, ...], as_json: bool, **asked: Any) -> None:
     """Show what changed between two releases.
 
     SPEC is PKG==VER. For each quantity: which release is nearer to the definition.
@@ -199,52 +175,42 @@ def compare_command(before: str, after: str, implementations: tuple[str, ...], a
 
     found = compare(([before], [after]), implementations, **asked)
     click.echo(text(found.json()) if as_json else found.text())
-    return found.exit_code
+    sys.exit(found.exit_code)
 
 
-@click.group("env")
+@click.group("env", cls=Commands)
 def env_command() -> None:
     """Show or remove environments of other versions."""
 
 
-@env_command.command("list", epilog="Example: parity env list")
-@_usable
-def env_list() -> int:
-    """List name, size, date and broken packages."""
-    from parity.versions.environment import environments_root, listing, own_bytes
+@env_command.command("list", epilog="Example: parity env list trl-1.16.0")
+@click.argument("name", required=False)
+def env_list(name: str | None) -> None:
+    """List environments, or the versions in one.
 
-    made = listing()
-    for one in made:
-        broken = [name for name, reason in one.imports.items() if reason]
-        broken_text = f"  does not import: {', '.join(broken)}" if broken else ""
-        click.echo(f"{one.name}  {own_bytes(one) >> 20} MB  {(one.before or 'no date')[:10]}{broken_text}")
-    click.echo(f"{len(made)} environments in {environments_root()}")
-    return FOUND
-
-
-@env_command.command("show", epilog="Example: parity env show trl-1.16.0")
-@click.argument("name")
-@_usable
-def env_show(name: str) -> int:
-    """Show the versions in one environment.
-
-    The beginning of its name is enough.
+    The beginning of a NAME is enough.
     """
-    from parity.versions.environment import show
+    from parity.versions.environment import environments_root, listing, own_bytes, show
 
-    made = show(name)
-    click.echo(f"{made.name}\n{made.root}\nnothing newer than {made.before or 'today'}; torch from {made.torch}")
-    for package, version in sorted(made.versions.items()):
-        reason = made.imports.get(package)
+    if name is None:
+        made = listing()
+        for one in made:
+            broken = [package for package, reason in one.imports.items() if reason]
+            broken_text = f"  does not import: {', '.join(broken)}" if broken else ""
+            click.echo(f"{one.name}  {own_bytes(one) >> 20} MB  {(one.before or 'no date')[:10]}{broken_text}")
+        click.echo(f"{len(made)} environments in {environments_root()}")
+        return
+    one = show(name)
+    click.echo(f"{one.name}\n{one.root}\nnothing newer than {one.before or 'today'}; torch from {one.torch}")
+    for package, version in sorted(one.versions.items()):
+        reason = one.imports.get(package)
         click.echo(f"  {package} {version}" + (f"  does not import: {reason}" if reason else ""))
-    return FOUND
 
 
 @env_command.command("prune", epilog="Example: parity env prune --days 7")
 @click.argument("names", nargs=-1)
 @click.option("--days", type=click.IntRange(min=0), default=30, show_default=True, help="unused for longer than this")
-@_usable
-def env_prune(names: tuple[str, ...], days: int) -> int:
+def env_prune(names: tuple[str, ...], days: int) -> None:
     """Remove environments.
 
     Those named, or those unused for --days (0: all). One that is in use stays.
@@ -255,7 +221,6 @@ def env_prune(names: tuple[str, ...], days: int) -> int:
     for name in removed:
         click.echo(f"removed {name}")
     click.echo(f"{len(removed)} removed; locks are kept, so they can be made again without a network")
-    return FOUND
 
 
 COMMANDS = (history_command, bisect_command, compare_command, env_command)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import warnings
@@ -17,29 +18,31 @@ from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from rich.markdown import Markdown
 
 from parity.case.case import Case
 from parity.case.inputs import Inputs
 from parity.case.probe import Probe
 from parity.compare.one_case import rows_of
+from parity.data import ledger_file
+from parity.decoding import save_json, write
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.judging.assess import CaseOracle
 from parity.judging.oracle import exact
+from parity.process import prepare
 from parity.registry import facts, loss_families, loss_family, resolved, select
 from parity.results.ledger import Ledger
 from parity.results.report import measured
 from parity.results.report.render import code, escape
 from parity.results.row import Row
+from parity.running.provenance import header, resolve_device
 
 ANSWERS = ("honoured", "ignored", "wrong", "refused", "crashed", "absent", "not run")
 """Moves alike; does not move; moves otherwise; a clear error; an unclear one; no such parameter; nothing to judge."""
 FINDINGS = frozenset({"ignored", "wrong", "crashed"})
 JUDGED = FINDINGS | {"honoured", "refused"}
 SEVERITY = ("not run", "absent", "honoured", "ignored", "wrong", "refused", "crashed")
-COLOURS = {"ignored": "bold red", "wrong": "bold red", "crashed": "bold red", "refused": "yellow", "absent": "dim"}
 HEADINGS = ("setting", "reference", "candidate", "effect", "silent", "known")
 
 DTYPES = ("fp32", "fp16", "bf16")
@@ -124,7 +127,6 @@ class Answer:
         answer: one of `ANSWERS`, over all pairs tried.
         reason: message of the refusal, or why there is nothing to judge.
         case: the pair's case that shows it best; None where there is none.
-        gates: failing quantity -> its gate.
         metrics: metrics that disagree although loss and gradients agree.
         loss, gradient: value and norm over the definition's; None where that is 0 or not finite.
         silent: no warning that is not there without the setting; None unless the answer is a finding.
@@ -138,7 +140,6 @@ class Answer:
     answer: str
     reason: str = ""
     case: Case | None = None
-    gates: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metrics: tuple[str, ...] = ()
     loss: float | None = None
     gradient: float | None = None
@@ -158,27 +159,24 @@ def answer(implementation: Implementation, pairs: Pairs, count: int, known: Know
     """
     blank = Answer(pairs.name, implementation.id, implementation.role, pairs.probe, "not run")
     reasons: list[str] = []
-    for base in range(len(pairs.probe.bases)):
-        for dtype in DTYPES:
-            found: list[Answer] = []
-            confounded = 0
-            for one in pairs.moving(base, dtype):
-                said = _one(implementation, one, blank, known)
-                if said is None:
-                    continue
-                if said.reason == CONFOUNDED:
-                    confounded += 1
-                elif said.answer == "not run":
-                    reasons.append(said.reason)
-                    break
-                else:
-                    found.append(said)
-                if len(found) == count or confounded == PATIENCE:
-                    break
-            if found:
-                return _merged(found)
-            if confounded:
-                return dataclasses.replace(blank, reason=CONFOUNDED)
+    for base, dtype in itertools.product(range(len(pairs.probe.bases)), DTYPES):
+        found: list[Answer] = []
+        confounded = 0
+        for one in pairs.moving(base, dtype):
+            said = _one(implementation, one, blank, known)
+            if said is not None and said.reason == CONFOUNDED:
+                confounded += 1
+            elif said is not None and said.answer == "not run":
+                reasons.append(said.reason)
+                break
+            elif said is not None:
+                found.append(said)
+            if len(found) == count or confounded == PATIENCE:
+                break
+        if found:
+            return _merged(found)
+        if confounded:
+            return dataclasses.replace(blank, reason=CONFOUNDED)
     return dataclasses.replace(blank, reason=reasons[0] if reasons else "no case on which the definition moves")
 
 
@@ -228,7 +226,6 @@ def _one(implementation: Implementation, pair: Pair, blank: Answer, known: Known
     return dataclasses.replace(
         out,
         answer="ignored" if ignored else "wrong",
-        gates={str(r.quantity): str(r.gate) for r in wrong},
         silent=not said - said_still,
         known=_known(wrong, known, pair.case),
     )
@@ -289,44 +286,37 @@ def _known(rows: Iterable[Row], known: Known, case: Case) -> tuple[str, ...]:
     return () if None in found else tuple(dict.fromkeys(map(str, found)))
 
 
-@dataclasses.dataclass(frozen=True)
-class AuditOptions:
-    """What the command line asked for; `cases`: pairs of inputs for each setting, which must all give the same answer."""
-
-    families: tuple[str, ...] = ()
-    implementations: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
-    device: str = "auto"
-    cases: int = 2
-    ledger: Path | None = None
-    reports: Path = Path("reports")
-
-
-def audit(options: AuditOptions, device: str) -> list[Answer]:
-    """The answers, references first.
+def audit(
+    families: Sequence[str],
+    implementations: Sequence[str],
+    settings: Sequence[str],
+    cases: int,
+    ledger: Path | None,
+    device: str,
+) -> list[Answer]:
+    """The answers, references first; `cases` pairs of inputs for each setting must all give the same one.
 
     Raises:
         UsageError: for a family, implementation or setting that does not exist.
     """
-    from parity.data import ledger_file
+    names = [resolved(name) for name in families] or loss_families()
+    if odd := [n for n in names if n not in loss_families()]:
+        raise UsageError(f"family {odd[0]!r} is not audited, choose from {', '.join(loss_families())}")
+    probes = [(name, probe) for name in names for probe in loss_family(name).audited()]
+    known = sorted({probe.setting for _, probe in probes})
+    if odd := [n for n in settings if n not in known]:
+        raise UsageError(f"setting {odd[0]!r} is not audited, choose from {', '.join(known)}")
+    chosen = sorted(select(implementations), key=lambda i: i.role != "reference")
+    entries = Ledger.load(ledger or ledger_file())
 
-    names = [resolved(name) for name in options.families]
-    if odd := next((n for n in names if n not in loss_families()), None):
-        raise UsageError(f"family {odd!r} is not audited, choose from {', '.join(loss_families())}")
-    known = sorted({p.setting for name in names or loss_families() for p in loss_family(name).audited()})
-    if odd := next((n for n in options.settings if n not in known), None):
-        raise UsageError(f"setting {odd!r} is not audited, choose from {', '.join(known)}")
-    chosen = sorted(select(options.implementations), key=lambda i: i.role != "reference")
-    ledger = Ledger.load(options.ledger or ledger_file())
+    def entry(row: Row, case: Case) -> str | None:
+        return entries.match(row, facts(case))
+
     answers: list[Answer] = []
-    for name in names or loss_families():
-        in_family = [i for i in chosen if i.family == name]
-        for probe in loss_family(name).audited() if in_family else ():
-            if not options.settings or probe.setting in options.settings:
-                pairs = Pairs(name, probe, device)
-                answers += [
-                    answer(i, pairs, options.cases, lambda row, case: ledger.match(row, facts(case))) for i in in_family
-                ]
+    for name, probe in probes:
+        if not settings or probe.setting in settings:
+            pairs = Pairs(name, probe, device)
+            answers += [answer(i, pairs, cases, entry) for i in chosen if i.family == name]
     return answers
 
 
@@ -337,107 +327,58 @@ def exit_code(answers: Sequence[Answer]) -> int:
     return NEW if any(a.new for a in answers) else AGREE
 
 
-def run(options: AuditOptions, console: Console) -> int:
-    """Audit, print, write `audit.ndjson` and `audit.md`; returns the exit code."""
-    from parity.process import prepare
-    from parity.results.report.rows import writer
-    from parity.running.provenance import header, resolve_device
-
-    device = resolve_device(options.device)
+def run(console: Console, reports: Path, device: str, **asked: Any) -> int:
+    """Audit, print, write `audit.md` and the cases of what is new; returns the exit code."""
+    device = resolve_device(device)
     prepare(device, threads=1)
-    answers = audit(options, device)
-    about = header("audit", device, "audit", 0)
-    with writer(options.reports / "audit.ndjson") as write:
-        write(about)
-        for one in answers:
-            write(row(one))
+    answers = audit(device=device, **asked)
+    about = header("audit", device, "audit", 0).header
     shown = ("torch", "transformers", "trl", "liger-kernel", "cut-cross-entropy")
-    versions = ", ".join(f"{k} {v}" for k, v in about.header.versions.items() if k in shown)
-    page = f"{measured.head('Settings audit', 'parity')}\n{markdown(answers, versions)}"
-    (options.reports / "audit.md").write_text(page, encoding="utf-8")
-    show(answers, console)
+    page = markdown(answers, ", ".join(f"{k} {v}" for k, v in about.versions.items() if k in shown))
+    write(reports / "audit.md", f"{measured.head('Settings audit', 'parity')}\n{page}")
+    for one in answers:
+        if one.new and one.case is not None:
+            save_json(reports / "findings" / f"{one.case.id}.json", one.case.to_json())
+    console.print(Markdown(page))
     found = exit_code(answers)
-    console.print(f"\n{versions}", markup=False)
-    console.print(f"reports in {options.reports}/: audit.ndjson, audit.md; exit code {found}", markup=False)
+    console.print(f"\nreports in {reports}/: audit.md, findings/; exit code {found}", markup=False)
     return found
 
 
-def row(one: Answer) -> dict[str, Any]:
-    """One answer as a JSON object; its case can be given to `parity replay`."""
-    plain = {f.name: getattr(one, f.name) for f in dataclasses.fields(one) if f.name not in ("probe", "case", "gates")}
-    return plain | {
-        "setting": one.probe.setting,
-        "value": one.probe.value,
-        "label": one.probe.label,
-        "gates": dict(one.gates),
-        "case": None if one.case is None else one.case.to_json(),
-        "new": one.new,
-    }
-
-
-def grouped(answers: Sequence[Answer]) -> Iterator[tuple[str, list[tuple[Answer, tuple[str, ...]]], list[str]]]:
-    """For each implementation its title, the answers worth a row with their cells under `HEADINGS`, and remarks on the rest."""
+def markdown(answers: Sequence[Answer], versions: str) -> str:
+    """The counts, then of each implementation a table of what is not simply honoured, and remarks on the rest."""
+    counts = [a.answer for a in answers]
+    out = [escape(versions), "", f"**{escape(' · '.join(f'{counts.count(kind)} {kind}' for kind in ANSWERS))}**", ""]
     references = {(a.family, a.probe.label): a for a in answers if a.role == "reference"}
     for family, name in dict.fromkeys((a.family, a.implementation) for a in answers):
-        rows: list[tuple[Answer, tuple[str, ...]]] = []
+        rows: list[Answer] = []
         rest: dict[str, list[str]] = {}
         for one in (a for a in answers if (a.family, a.implementation) == (family, name)):
-            other = references.get((one.family, one.probe.label), one)
             if one.answer == "honoured" and not one.metrics:
-                rest.setdefault("honoured", []).append(one.probe.label)
+                rest.setdefault("Honoured", []).append(one.probe.label)
             elif one.answer == "not run":
-                rest.setdefault(f"not run: {one.reason}", []).append(one.probe.label)
-            elif one.answer == other.answer == "absent":
-                rest.setdefault("not in this release", []).append(one.probe.label)
+                rest.setdefault(f"Not run: {one.reason}", []).append(one.probe.label)
+            elif one.answer == references.get((family, one.probe.label), one).answer == "absent":
+                rest.setdefault("Not in this release", []).append(one.probe.label)
             else:
-                rows.append((one, _cells(one, None if other is one else other)))
-        rows.sort(key=lambda r: (not r[0].new, ANSWERS.index(r[0].answer)))
-        remarks = [
-            f"{why}: {', '.join(labels) if len(labels) <= 6 or why[:3] != 'not' else f'{len(labels)} settings'}"
-            for why, labels in rest.items()
-        ]
-        yield f"{family}: {name}", rows, remarks
+                rows.append(one)
+        rows.sort(key=lambda a: (not a.new, ANSWERS.index(a.answer)))
+        out += [f"## {code(f'{family}: {name}')}", ""]
+        if rows:
+            cells = (map(escape, _cells(one, references.get((family, one.probe.label)))) for one in rows)
+            out += [*measured.table(HEADINGS, cells), ""]
+        for why, labels in rest.items():
+            told = ", ".join(labels) if len(labels) <= 6 or why == "Honoured" else f"{len(labels)} settings"
+            out += [f"{escape(f'{why}: {told}')}.", ""]
+    return "\n".join(out)
 
 
 def _cells(one: Answer, reference: Answer | None) -> tuple[str, ...]:
     said = "; ".join([one.answer, *(f"{name} wrong" for name in one.metrics)])
     reason = f": {one.reason[:90]}" if one.reason else ""
-    ratios = (("loss", one.loss), ("gradient", one.gradient))
-    effect = ", ".join(f"{name} ×{value:.3g}" for name, value in ratios if value is not None)
+    ratios = [f"{name} ×{value:.3g}" for name, value in (("loss", one.loss), ("gradient", one.gradient)) if value]
+    effect = (", ".join(ratios) or "not finite") if one.answer in ("ignored", "wrong") else ""
     silent = "" if one.silent is None else "yes" if one.silent else "no"
-    known = ", ".join(one.known) or ("new" if one.new else "")
-    effect = (effect or "not finite") if one.answer in ("ignored", "wrong") else ""
-    return one.probe.label, "" if reference is None else reference.answer, said + reason, effect, silent, known
-
-
-def counts(answers: Iterable[Answer]) -> str:
-    """How many (implementation, setting) pairs have each answer."""
-    found = [a.answer for a in answers]
-    return " · ".join(f"{found.count(kind)} {kind}" for kind in ANSWERS)
-
-
-def show(answers: Sequence[Answer], console: Console) -> None:
-    """Print the counts, then for each implementation what is not simply honoured."""
-    console.print(Text(counts(answers), style="bold"))
-    for title, rows, remarks in grouped(answers):
-        console.print(Text(f"\n{title}", style="bold"))
-        table = Table(*HEADINGS, box=None, pad_edge=False, header_style="bold")
-        for one, cells in rows:
-            bright = one.new or one.answer == "refused"
-            table.add_row(*map(Text, cells), style=COLOURS.get(one.answer, "") if bright else "dim")
-        if rows:
-            console.print(table)
-        for remark in remarks:
-            console.print(Text(remark, style="dim"))
-
-
-def markdown(answers: Sequence[Answer], versions: str) -> str:
-    """The same as Markdown, as one posts it in an issue."""
-    out = [escape(versions), "", f"**{escape(counts(answers))}**", ""]
-    for title, rows, remarks in grouped(answers):
-        out += [f"## {code(title)}", ""]
-        if rows:
-            out += [*measured.table(HEADINGS, (map(escape, cells) for _, cells in rows)), ""]
-        for remark in remarks:
-            out += [f"{escape(remark[0].upper() + remark[1:])}.", ""]
-    return "\n".join(out)
+    known = ", ".join(one.known) or (f"new: {one.case.id}" if one.new and one.case else "")
+    other = "" if reference in (None, one) else reference.answer
+    return one.probe.label, other, said + reason, effect, silent, known

@@ -36,8 +36,6 @@ def replay(
     from parity.results.report import render
     from parity.results.report.summary import not_judged
 
-    if issue and not ids and (code := _by_hand(name, console)) is not None:
-        return code
     select(ids)  # a user's own family is known from here on
     case, found_with = find(name, reports)
     device = resolve_device(device)
@@ -94,30 +92,23 @@ def entry_of(case: Case, rows: Sequence[Row], name: str = "") -> Entry | None:
     return next((e for e in covering if e.id == name), next(iter(covering), None))
 
 
-def _by_hand(name: str, console: Console) -> int | None:
-    """Print the upstream report of a ledger's entry that has a script by hand; None where `name` is no such entry."""
+def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], console: Console, name: str = "") -> int:
+    """Print the report of the first implementation that disagrees: that by hand where a ledger's entry covers it."""
+    from parity.tools.issue.text import issue_text
     from parity.tools.upstream import shown, text
 
-    ledger = Ledger.load(data.ledger_file())
-    found = next((shown(e, ledger) for e in ledger.entries if e.id == name), None)
-    if found is None or not found.code:
-        return None
-    console.file.write(text(found, ledger) + "\n")
-    return found.done.code if found.done is not None and found.done.code in (AGREES, DISAGREES) else NO_JUDGEMENT
-
-
-def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], console: Console, name: str = "") -> int:
-    """Print the upstream report of the first implementation that disagrees; `name`: what was asked for."""
-    from parity.tools.issue.text import issue_text
-
-    if case.tensors:
-        raise UsageError(
-            f"case {case.id}: no script stands alone without its tensors: send the case file and {case.tensors}"
-        )
     for implementation in chosen:
         its_rows = [r for r in rows if r.implementation == implementation.id]
         if any(r.failing for r in its_rows):
-            console.file.write(issue_text(case, implementation, rows, entry_of(case, its_rows, name)) + "\n")
+            entry, ledger = entry_of(case, its_rows, name), Ledger.load(data.ledger_file())
+            if entry is not None and (found := shown(entry, ledger)).code:
+                console.file.write(text(found, ledger) + "\n")
+                return found.done.code if found.done is not None and found.done.code < 2 else NO_JUDGEMENT
+            if case.tensors:
+                raise UsageError(
+                    f"case {case.id}: no script stands alone without its tensors: send the case file and {case.tensors}"
+                )
+            console.file.write(issue_text(case, implementation, rows) + "\n")
             return DISAGREES
     console.print(f"case {case.id}: nothing to report, no implementation disagrees here", markup=False)
     return exit_code(rows)

@@ -1,6 +1,7 @@
 """`parity upstream`: each entry of the ledger as a folder that a person can send: script, text with its numbers, patch."""
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -10,7 +11,7 @@ from parity.errors import UsageError
 from parity.results.ledger import Entry, Ledger
 from parity.tools.issue import edits, written
 from parity.tools.issue.ran import Ran, ran
-from parity.tools.issue.text import first_sentence, numbers, versions
+from parity.tools.issue.text import numbers, versions
 
 SHOWS, GONE = 1, 0
 """Exit codes of a script: the defect shows, it is gone."""
@@ -114,8 +115,8 @@ def title(entry: Entry, ledger: Ledger) -> str:
     user = entry.user
     if user.part_of:
         user = next(e.user for e in ledger.entries if e.id == user.part_of)
-    effect = first_sentence(user.effect)
-    return f"{entry.link.partition(':')[0]}: {user.when}: {effect[:1].lower()}{effect[1:]}".rstrip(".")
+    effect = re.split(r"(?<=[.!])\s+(?=[A-Z])", user.effect, maxsplit=1)[0].rstrip(".")
+    return f"{entry.link.partition(':')[0]}: {user.when}: {effect[:1].lower()}{effect[1:]}"
 
 
 def upstream(ids: Sequence[str], ledger_file: Path, folder: Path, workers: int) -> Iterator[Shown]:

@@ -14,28 +14,21 @@ import click
 import psutil
 
 from parity.process import WITH
-from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
 from parity.versions.spec import Spec
-
-UNUSABLE, NO_JUDGEMENT = 3, 125
 
 
 def run_inside(specs: Sequence[str | Spec], argv: Sequence[str]) -> int:
     """Runs `parity ARGV` in the environment of `specs`, made if it is not there, and returns its exit code.
 
-    Working folder, results and reports are the caller's. An environment that cannot be made or imported: one line on
-    stderr, and 3, or 125 for `replay` (`git bisect run` then skips). SpecError for a spec that cannot be read.
+    Working folder, results and reports are the caller's. EnvironmentUnusable for one that cannot be made or imported,
+    SpecError for a spec that cannot be read.
     """
-    try:
-        made = Environment.of(specs)
-        click.echo(described(made), err=True)
-        with forwarded():
-            words = shlex.join(word for spec in specs for word in ("--with", str(spec)))
-            return made.run(["python", "-m", "parity", *argv], settings={WITH: words}).returncode
-    except EnvironmentUnusable as error:
-        click.echo(f"parity: {error}", err=True)
-        return NO_JUDGEMENT if list(argv[:1]) == ["replay"] else UNUSABLE
+    made = Environment.of(specs)
+    click.echo(described(made), err=True)
+    with forwarded():
+        words = shlex.join(word for spec in specs for word in ("--with", str(spec)))
+        return made.run(["python", "-m", "parity", *argv], settings={WITH: words}).returncode
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ def test_each_kind(kind, stride, offset):
         assert torch.equal(moved.float(), NUMBERS)
         assert (moved.stride(), moved.storage_offset()) == (stride, offset)
     scope = {"torch": torch, "nan": torch.nan}
-    exec("\n".join(assigned("x", x, built("logprobs", 0))), scope)
+    exec("\n".join(assigned("x", x)), scope)
     assert (scope["x"].stride(), scope["x"].storage_offset()) == (stride, offset)
 
 

@@ -1,4 +1,4 @@
-"""`parity ledger add` and `accept`: what was new is known afterwards, and nothing beside it."""
+"""`parity ledger add`, one or all: what was new is known afterwards, and nothing beside it."""
 
 import json
 import shutil
@@ -64,7 +64,7 @@ def test_add_writes_one_narrow_entry(red, tmp_path):
 
 
 def test_what_is_accepted_is_known_in_the_next_run(red):
-    done = ledger(red, "accept", "--expires", "24h")
+    done = ledger(red, "add", "--all", "--expires", "24h")
     assert done.exit_code == 0, done.output
     entries = Ledger.load(red / "cases" / "ledger.toml").entries
     accepted = [e for e in entries if "Unexplained" in e.reason]
@@ -105,7 +105,9 @@ def ledger_of(folder, *words):
 def test_half_a_run_is_no_baseline(red, tmp_path):
     half = tmp_path / "results.ndjson"
     half.write_bytes(b"".join((red / "reports/results.ndjson").read_bytes().splitlines(keepends=True)[:-1]))
-    done = CliRunner().invoke(main, ["ledger", "accept", "--run", str(half), "--ledger", str(tmp_path / "mine.toml")])
+    done = CliRunner().invoke(
+        main, ["ledger", "add", "--all", "--run", str(half), "--ledger", str(tmp_path / "mine.toml")]
+    )
     assert done.exit_code == 2 and "did not finish" in done.output and not (tmp_path / "mine.toml").exists()
 
 
@@ -119,6 +121,6 @@ def test_a_run_without_new_findings_has_nothing_to_accept(red, tmp_path):
     lines = (red / "reports/results.ndjson").read_text().splitlines(keepends=True)
     results.write_text("".join(line for line in lines if '"verdict": "disagree"' not in line))
     shutil.copy(data.ledger_file(), mine)
-    done = CliRunner().invoke(main, ["ledger", "accept", "--run", str(results), "--ledger", str(mine)])
-    assert done.exit_code == 0 and "nothing to accept" in done.output
+    done = CliRunner().invoke(main, ["ledger", "add", "--all", "--run", str(results), "--ledger", str(mine)])
+    assert done.exit_code == 0 and "no new findings" in done.output
     assert mine.read_text() == data.ledger_file().read_text()

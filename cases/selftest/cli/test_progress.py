@@ -34,16 +34,6 @@ def test_the_figures():
     )
 
 
-def test_time_left_follows_the_speed_of_the_last_minutes():
-    """A slow start does not weigh for ever: 10 cases in 300 s, then one a second."""
-    now = [0.0]
-    shown, _ = made(lambda: now[0])
-    for second, done in [(300, 10), *((300 + k, 10 + k) for k in range(1, 200))]:
-        now[0] = second
-        shown([], done, 309, "")
-    assert shown.left() == "about 100 s left" or shown.left() == "about 2 min left"
-
-
 def test_what_happens_to_findings_stands_where_no_time_left_is_known():
     now = [0.0]
     shown, _ = made(lambda: now[0])
@@ -90,6 +80,6 @@ def test_a_terminal_gets_live_lines():
     shown, out = made(lambda: 0.0, force_terminal=True)
     with shown:
         shown([], 3, 4, "lib.a on case-1")
-        shown.live.refresh()
+        shown.live._live.refresh()
     assert "3 of 4 cases (75 %)" in out.getvalue() and "lib.a on case-1" in out.getvalue()
     assert out.getvalue().rstrip("\r\n").endswith("\x1b[2K"), "nothing of it stays"

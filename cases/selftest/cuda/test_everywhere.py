@@ -104,7 +104,7 @@ def test_bisect(asked, monkeypatch):
         return SimpleNamespace(text="", found=SimpleNamespace(outcome="unjudged"))
 
     monkeypatch.setattr(searching, "search", search)
-    parity("bisect", "trl", "--good", "1.14.0", "--bad", "1.15.0", "--check", "delta")
+    parity("bisect", "trl", "--good", "1.14.0", "--bad", "1.15.0", "--case", "delta")
     assert asked.devices == ["cuda"] and "--device cuda" in seen["reproduce"] and "on cuda" in seen["about"]
 
 

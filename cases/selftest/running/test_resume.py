@@ -111,10 +111,10 @@ def test_machines_share_a_run_and_their_files_are_joined(options, tmp_path):
         execute(own)
         files.append(str(own.reports / "results.ndjson"))
     out = tmp_path / "all" / "results.ndjson"
-    done = CliRunner().invoke(main, ["merge", *files, files[0], "--out", str(out)])
+    done = CliRunner().invoke(main, ["report", *files, files[0], "--out", str(out)])
     header, rows = rows_of(out)
     assert rows == expected and header.end.complete and (out.parent / "index.html").exists(), done.output
-    done = CliRunner().invoke(main, ["merge", files[0], files[2], "--out", str(out)])
+    done = CliRunner().invoke(main, ["report", files[0], files[2], "--out", str(out)])
     assert done.exit_code == 3 and "stopped after" in done.output and not read(out)[0].end.complete
     execute(Options(resume=out))
     assert rows_of(out)[1] == expected, "what a machine did not bring is run here"
@@ -163,7 +163,7 @@ def test_files_of_two_runs_are_not_joined(options, tmp_path):
         own = Options(**vars(options) | {"reports": tmp_path / str(seed), "seed": seed, "share": "1/9"})
         execute(own)
         paths.append(str(own.reports / "results.ndjson"))
-    done = CliRunner().invoke(main, ["merge", *paths, "--out", str(tmp_path / "all.ndjson")])
+    done = CliRunner().invoke(main, ["report", *paths, "--out", str(tmp_path / "all.ndjson")])
     assert done.exit_code == 2 and "seed was 2, here it is 1" in done.output
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
@@ -12,7 +11,7 @@ import torch
 from rich.console import Console
 
 from parity import data
-from parity.case.case import Case, normal
+from parity.case.case import Case
 from parity.errors import Unsupported
 from parity.registry import load, oracle_of, resolved, run_case, select
 from parity.results.ledger import Ledger
@@ -20,8 +19,8 @@ from parity.tools import upstream
 from parity.tools.issue import edits, written
 from parity.tools.issue.ran import FAULT, Ran, ran
 from parity.tools.issue.standalone import limits_of, script
-from parity.tools.issue.tensors import NORMAL, number
-from parity.tools.issue.text import at_fault, issue_text
+from parity.tools.issue.tensors import number
+from parity.tools.issue.text import issue_text
 from parity.tools.replay import replay
 
 LUSPO = Case("policy", 3, "fp32", {"loss_type": "luspo", "lengths": [3, 1]})
@@ -79,11 +78,10 @@ def test_a_script_of_what_is_right_exits_with_0():
     assert (done.code, done.output.splitlines()[-1]) == (0, "right"), done
 
 
-def test_large_tensors_come_from_the_hash_and_are_compared_by_products():
-    case = Case("logprobs", 3, "fp32", {"V": 300, "H": 16, "temperature": 0.7})
+def test_large_results_are_compared_by_products():
+    case = Case("logprobs", 3, "fp32", {"V": 60, "H": 16, "temperature": 0.7})
     limits = {"logps": 1e-5, "grad_hidden": 1e-5, "grad_weight": 1e-5}
     text = script(case, load()["liger.chunked_selective_logprob"], limits)
-    assert len(text) < 6000 and "weight = (normal(" in text
     assert text.count("_ChunkedSelectiveLogProbFunction.apply(") == 1
     assert ran(text).code == 0
     damaged = text.replace("chunk_size", "c").replace(".backward([", ".backward([1.001 * ")
@@ -100,6 +98,7 @@ def test_autocast_is_part_of_a_script():
 @pytest.mark.parametrize(
     ("family", "settings", "id", "why"),
     [
+        ("logprobs", {"V": 600, "H": 16}, "liger.chunked_selective_logprob", "a script of .* characters"),
         ("policy", {}, "trl.GRPOTrainer", "that no line of the script makes"),
         ("logprobs", {"context": "checkpoint"}, "trl.selective_log_softmax", "made under checkpoint"),
         ("logprobs", {}, "fixes.selective_log_probs", "calls no function of a library by name"),
@@ -275,19 +274,6 @@ def test_a_script_is_made_whole_from_its_setup(tmp_path):
 
 def imported(text):
     return set(written.modules(text))
-
-
-def test_the_function_at_fault_is_read_from_the_link():
-    entries = {e.id: e for e in ledger().entries}
-    assert at_fault(entries["softcap-names"]) == "add_fused_lm_head"
-    assert at_fault(None) == ""
-
-
-def test_the_hash_of_a_script_is_that_of_a_case():
-    key = int.from_bytes(hashlib.blake2b(b"7/hidden", digest_size=8).digest(), "little", signed=True)
-    space = {"torch": torch}
-    exec(NORMAL, space)
-    assert torch.equal(space["normal"](key, 3, 4), normal(7, "hidden", (3, 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

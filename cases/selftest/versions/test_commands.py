@@ -66,7 +66,7 @@ def test_prune_of_an_unknown_name_says_which_there_are(cache):
 def test_a_cache_that_cannot_be_written_is_one_line(cache, monkeypatch):
     (cache / "file").write_text("")
     monkeypatch.setenv("PARITY_CACHE", str(cache / "file"))
-    done = parity("bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--check", "delta")
+    done = parity("bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--case", "delta")
     assert done.exit_code == 3 and done.output.count("\n") == 1
     assert f"cache folder {cache / 'file'}" in done.output
 

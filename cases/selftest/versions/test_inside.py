@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from parity.cli.commands import main
 from parity.versions import inside
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
@@ -57,10 +59,12 @@ class Unusable:
 
 
 @pytest.mark.parametrize(("command", "code"), [("run", 3), ("audit", 3), ("replay", 125)])
-def test_an_environment_that_cannot_be_made_is_one_line_and_no_judgement(monkeypatch, capsys, command, code):
+def test_an_environment_that_cannot_be_made_is_one_line_and_no_judgement(monkeypatch, command, code):
     monkeypatch.setattr(inside, "Environment", Unusable)
-    assert inside.run_inside(["trl==99.9"], [command]) == code
-    assert capsys.readouterr().err == "parity: trl==99.9: no such version\n"
+    words = [command, *(["one-token"] if command == "replay" else []), "--with", "trl==99.9"]
+    monkeypatch.setattr("sys.argv", ["parity", *words])
+    done = CliRunner().invoke(main, words)
+    assert (done.exit_code, done.output) == (code, "parity: trl==99.9: no such version\n")
 
 
 def test_a_spec_that_cannot_be_read_is_a_usage_error():

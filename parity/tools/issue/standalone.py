@@ -1,6 +1,6 @@
 """The stand-alone script that shows a finding: torch and the library, nothing of this package.
 
-It holds the tensors of the case, the call of the library as the adapter makes it (`recorded`), and what it should give: every
+It holds the tensors of the case, the call of the library as the adapter makes it (`recorder`), and what it should give: every
 quantity of the float64 definition, as its numbers or, beyond `WHOLE` of them, as products with random vectors. It exits with 1
 while the library is wrong, with 0 once it is right.
 """
@@ -16,12 +16,14 @@ from parity.implementations.implementation import Implementation
 from parity.protocol.call import differentiated, fresh
 from parity.registry import oracle_of
 from parity.results.row import Row
-from parity.tools.issue.recorded import Recorder
-from parity.tools.issue.tensors import NORMAL, assigned, wrapped
+from parity.tools.issue.recorder import Recorder
+from parity.tools.issue.tensors import assigned, wrapped
 
 STRUCTURAL = 0.1
 """Relative distance from which a quantity counts as wrong that was NaN, infinite or missing."""
 WHOLE = 64
+LONGEST = 60_000
+"""Characters of a script; an issue takes 65,536."""
 SKETCHED = f"""\
 def sketch(tensor):  # the numbers of a small tensor, 16 random products of a large one
     flat = tensor.detach().cpu().double().flatten()
@@ -59,10 +61,8 @@ def limits_of(rows: Sequence[Row]) -> dict[str, float]:
     return out
 
 
-def script(
-    case: Case, implementation: Implementation, limits: Mapping[str, float], device: str = "cpu", why: str = ""
-) -> str:
-    """The script of a finding; `limits` as `limits_of` gives them, `why` for a comment line.
+def script(case: Case, implementation: Implementation, limits: Mapping[str, float], device: str = "cpu") -> str:
+    """The script of a finding; `limits` as `limits_of` gives them.
 
     Raises:
         Unsupported: where no script can stand alone, with the reason.
@@ -83,14 +83,14 @@ def script(
         raise Unsupported("the adapter calls no function of a library by name")
     body = "\n".join([*seen.lines, *found.values()])
     used = [name for name in tensors if name in x.leaves or name in body]
-    lines = [line for name in used for line in assigned(name, tensors[name].detach(), x)]
+    lines = [line for name in used for line in assigned(name, tensors[name].detach())]
     for name in used:
         if name in x.parameters:
             lines.append(f"{name} = torch.nn.Parameter({name}, {name in x.leaves})")
         elif name in x.leaves:
             lines.append(f"{name}.requires_grad_()")
     for name in given:
-        lines += assigned(f"cotangent_{name}", x.cotangents[name], x)
+        lines += assigned(f"cotangent_{name}", x.cotangents[name])
     inner = [part for line in seen.lines for part in wrapped(line)]
     if x.context == "autocast":
         inner = ["with torch.autocast(hidden.device.type, torch.bfloat16):", *(f"    {line}" for line in inner)]
@@ -105,11 +105,11 @@ def script(
     kept = ", ".join(f"{name!r}: {value:.2g}" for name, value in limits.items() if name in exact)
     lines += [f"LIMITS = {{{kept}}}  # a relative distance beyond is no rounding", "", ""]
     lines += [*SKETCHED.splitlines(), "", "", *COMPARED.splitlines()]
-    if any("normal(" in line for line in lines):
-        lines = [*NORMAL.splitlines(), "", "", *lines]
-    head = [f"# {implementation.library or implementation.id} {implementation.version() or ''}".rstrip()]
-    head += [f"# {why}"] if why else []
-    return "\n".join([*head, *_imports(seen, implementation, device, "\n".join(lines)), "", *lines]) + "\n"
+    head = f"# {implementation.library or implementation.id} {implementation.version() or ''}".rstrip()
+    out = "\n".join([head, *_imports(seen, implementation, device, "\n".join(lines)), "", *lines]) + "\n"
+    if len(out) > LONGEST:
+        raise Unsupported(f"its tensors make a script of {len(out):,} characters")
+    return out
 
 
 def _told(name: str, value: torch.Tensor) -> list[str]:

@@ -1,28 +1,11 @@
-"""A case's tensors as lines of a stand-alone script: literals, or where these are long `parity.case.case`'s index hash."""
+"""A case's tensors as lines of a stand-alone script."""
 
-import hashlib
 import math
 import textwrap
-from types import SimpleNamespace
 
 import torch
 
-from parity.case.case import Case, normal
-from parity.case.inputs import Inputs
-
 WIDTH = 120
-LITERAL = 6
-"""Lines of a literal that a call of the hash is not preferred to."""
-NORMAL = """\
-def normal(key, *shape):  # a counter-based hash: splitmix64 of (key, i, j, ...), as a bell-shaped number
-    h = torch.tensor(key)
-    for n in shape:
-        h = h[..., None] - torch.arange(1, n + 1) * 7046029254386353131
-        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
-            h = (h ^ (h >> shift & (1 << 64 - shift) - 1)) * factor
-    return (sum(h >> k & 0x3FFF for k in (0, 16, 32, 48)) - 32766).double() * 115 / 2**20
-"""
-"""`parity.case.case.normal` in torch's wrapping int64 arithmetic."""
 
 
 def wrapped(line: str) -> list[str]:
@@ -33,11 +16,9 @@ def wrapped(line: str) -> list[str]:
     return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def assigned(name: str, tensor: torch.Tensor, inputs: Inputs) -> list[str]:
+def assigned(name: str, tensor: torch.Tensor) -> list[str]:
     """Lines that give `name` the tensor's bits and strides."""
     lines = wrapped(f"{name} = {literal(tensor)}")
-    if len(lines) > LITERAL:
-        lines = _hashed(name, tensor, inputs) or lines
     shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
     if (offset or not tensor.is_contiguous()) and tensor.numel():
         span = offset + 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -70,27 +51,3 @@ def number(value: float, dtype: torch.dtype) -> str:
         if torch.tensor(float(text), dtype=dtype).item() == value:
             return text
     return repr(value)
-
-
-def _hashed(name: str, tensor: torch.Tensor, inputs: Inputs) -> list[str]:
-    """The line that makes the tensor by the hash, if that gives its bits (what is derived or recorded has no hash)."""
-    case, s = inputs.case, inputs.settings
-    label, factor = name, _factors(case, s).get(name, 1.0)
-    narrow = "" if not name.startswith("cotangent_") else ".bfloat16().double()"
-    if narrow:
-        label, factor = f"cotangent/{name.removeprefix('cotangent_')}", _factors(case, s)["cotangent"]
-    value = normal(case.seed, label, tensor.shape)
-    value = (value.bfloat16().double() if narrow else value) * factor
-    if not torch.equal(value.to(tensor.dtype), tensor):
-        return []
-    digest = hashlib.blake2b(f"{case.seed}/{label}".encode(), digest_size=8).digest()
-    key = int.from_bytes(digest, "little", signed=True)
-    shape = ", ".join(map(str, tensor.shape))
-    return [f"{name} = (normal({key}, {shape}){narrow} * {factor!r}).to({tensor.dtype})"]
-
-
-def _factors(case: Case, s: SimpleNamespace) -> dict[str, float]:
-    """Tensor -> what the hash's numbers are multiplied by; a guess, which `_hashed` checks."""
-    scaled = 1.0 if getattr(s, "cotangent", "") != "scaled" else 1024.0 if case.dtype == "fp16" else 65536.0
-    peak = getattr(s, "peak", 1.0)
-    return {"weight": peak / getattr(s, "H", 1) ** 0.5, "lora_b": peak / 2, "cotangent": scaled}

@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import platform
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from parity.case.case import Case
 from parity.errors import Unsupported
 from parity.implementations.implementation import Implementation
 from parity.process import installed
-from parity.results.ledger import Entry
 from parity.results.row import Row
 from parity.tools.issue.ran import ran
 from parity.tools.issue.standalone import limits_of, script
@@ -23,16 +21,14 @@ from parity.trainers.catalogue import is_trainer
 
 QUIET = frozenset("B T V H peak targets ids_dtype layout layouts grad cotangent chunk_size check".split())
 """Settings that describe the inputs rather than the option that goes wrong, left out of a title."""
-WORDS = {"logps": "log-probs", "clip_ratio": "clip ratio", "kl": "KL", "softcap": "softcap"}
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 
-def issue_text(case: Case, implementation: Implementation, rows: Sequence[Row], entry: Entry | None = None) -> str:
+def issue_text(case: Case, implementation: Implementation, rows: Sequence[Row]) -> str:
     """What one pastes upstream, in Markdown.
 
     Args:
         rows: of this case and implementation, as `parity.registry.run_case` yields them.
-        entry: the ledger's entry, whose reason comes first and whose function is named.
     """
     its_rows = [r for r in rows if r.implementation == implementation.id]
     failing = [r for r in its_rows if r.verdict not in ("agree", "unsupported")]
@@ -40,20 +36,21 @@ def issue_text(case: Case, implementation: Implementation, rows: Sequence[Row], 
     if its_rows and its_rows[0].device != "cpu" and torch.cuda.is_available():
         where = torch.cuda.get_device_name()
     parts = [
-        f"# {title(case, implementation, failing, entry)}",
-        entry.reason if entry else "",
+        f"# {title(case, implementation, failing)}",
         _setting(case),
-        _shown(case, implementation, its_rows, entry),
-        _paths(implementation, entry),
+        _shown(case, implementation, its_rows),
+        "\n".join(["## Code", "", *(f"- `{name}`" for name in implementation.sources)])
+        if implementation.sources
+        else "",
         versions(("torch", "triton", implementation.library or "", "transformers"), where),
     ]
     return "\n\n".join(p for p in parts if p) + "\n"
 
 
-def _shown(case: Case, implementation: Implementation, its_rows: Sequence[Row], entry: Entry | None) -> str:
+def _shown(case: Case, implementation: Implementation, its_rows: Sequence[Row]) -> str:
     """The script and what it prints; where none shows the finding, why, and how the case is replayed."""
     try:
-        code = script_of(case, implementation, its_rows, entry)
+        code = script_of(case, implementation, its_rows)
         own = Path(implementation.id.rpartition(":")[0]).resolve().parent if implementation.is_function else None
         done = ran(code, first=own)
         if done.code != 1:
@@ -67,7 +64,7 @@ def _shown(case: Case, implementation: Implementation, its_rows: Sequence[Row], 
     return f"{gives}\n\n## Script\n\nNeeds torch and the library alone; exits with 1 while this is so.\n\n```python\n{code}```"
 
 
-def script_of(case: Case, implementation: Implementation, its_rows: Sequence[Row], entry: Entry | None) -> str:
+def script_of(case: Case, implementation: Implementation, its_rows: Sequence[Row]) -> str:
     """The stand-alone script of a finding that has none by hand.
 
     Raises:
@@ -78,30 +75,18 @@ def script_of(case: Case, implementation: Implementation, its_rows: Sequence[Row
     limits = limits_of(its_rows)
     if not limits:
         raise Unsupported("no number is wrong: what fails is how the call behaves")
-    why = "" if entry is None else first_sentence(entry.reason)
-    return script(case, implementation, limits, its_rows[0].device, why)
+    return script(case, implementation, limits, its_rows[0].device)
 
 
-def first_sentence(reason: str) -> str:
-    """The first sentence of a reason, for one comment line."""
-    return re.split(r"(?<=[.!])\s+(?=[A-Z])", reason, maxsplit=1)[0].rstrip(".")
-
-
-def title(case: Case, implementation: Implementation, failing: Sequence[Row], entry: Entry | None = None) -> str:
+def title(case: Case, implementation: Implementation, failing: Sequence[Row]) -> str:
     """`library version: function: effect, with setting=value (dtype)`."""
     moved = [f"{n}={_short(v)}" for n, v in case.settings.items() if n not in QUIET]
     where = f", with {', '.join(moved[:4])}{', …' if len(moved) > 4 else ''}" if moved else ""
     library = (
         f"{implementation.library} {implementation.version() or '?'}" if implementation.library else "user function"
     )
-    name = at_fault(entry) or implementation.id.partition(".")[2] or implementation.id
+    name = implementation.id.partition(".")[2] or implementation.id
     return f"{library}: `{name}`: {effect(failing)}{where} ({DTYPES.get(case.dtype, case.dtype)})"
-
-
-def at_fault(entry: Entry | None) -> str:
-    """The first function that the entry's link names behind a file."""
-    found = re.search(r"\.py ([A-Za-z_][\w.]*)", entry.link) if entry else None
-    return found[1] if found else ""
 
 
 def _short(value: Any) -> str:
@@ -110,37 +95,22 @@ def _short(value: Any) -> str:
 
 
 def effect(failing: Sequence[Row]) -> str:
-    """What goes wrong, in a few words: NaN, a missing gradient, a factor, a relative error, or the exception."""
+    """What goes wrong, in a few words: the exception, what is not finite or missing, a factor, or a relative error."""
     if not failing:
         return "differs from its definition"
     first = failing[0]
     if first.quantity is None:
         return f"{first.verdict}: {first.message}"[:90]
-    for word, cell in (("NaN", "nan"), ("no", "none"), ("infinite", "inf")):
-        found = [str(r.quantity) for r in failing if r.value_oracle is not None and _cell(r) == cell]
-        if found:
-            return f"{word} {_words(found)}"
+    if odd := [r for r in failing if r.value is None and r.value_oracle is not None]:
+        return f"{_cell(odd[0])} in {', '.join(str(r.quantity) for r in odd)}"
     value, truth = first.value, first.value_oracle
-    if (
-        value is not None
-        and truth
-        and not 0.99 < value / truth < 1.01
-        and (first.quantity == "loss" or first.dist is None)
-    ):
-        return f"{_words([first.quantity])} is {value / truth:.3g} times what it should be"
+    if value is not None and truth and first.quantity == "loss" and not 0.99 < value / truth < 1.01:
+        return f"loss is {value / truth:.3g} times what it should be"
     errors = [(r.dist / abs(r.value_oracle), str(r.quantity)) for r in failing if r.dist and r.value_oracle]
     if errors:
         error, quantity = max(errors)
-        return f"{_words([quantity])} off by {100 * error:.2g} %"
+        return f"{quantity} off by {100 * error:.2g} %"
     return f"{first.quantity}: {first.message}"[:90]
-
-
-def _words(quantities: Sequence[str]) -> str:
-    """`gradient of hidden and weight`, `entropy`."""
-    plain = [WORDS.get(q, q) for q in quantities if not q.startswith("grad_")]
-    leaves = [q.removeprefix("grad_") for q in quantities if q.startswith("grad_")]
-    gradients = [f"gradient of {', '.join(leaves)}"] if leaves else []
-    return " and ".join([*([", ".join(plain)] if plain else []), *gradients])
 
 
 def _setting(case: Case) -> str:
@@ -149,9 +119,7 @@ def _setting(case: Case) -> str:
 
 
 def _cell(row: Row) -> str:
-    """The value as a script prints it: a row has no number where the value is not finite or not there."""
-    if row.value is not None:
-        return f"{row.value:.6g}"
+    """What stands for a value that is not finite or not there."""
     message = row.message or ""
     if message.startswith(("no gradient", "missing")):
         return "none"
@@ -162,13 +130,6 @@ def numbers(output: str) -> str:
     """What a script printed: a table as it is, anything else as code."""
     shown = output.strip()
     return shown if shown.startswith("|") else f"```\n{shown}\n```"
-
-
-def _paths(implementation: Implementation, entry: Entry | None) -> str:
-    lines = ["## Code", ""]
-    lines += [f"- {entry.link}"] if entry and entry.link else []
-    lines += [f"- `{name}`" for name in implementation.sources]
-    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def versions(names: Iterable[str], where: str = "CPU") -> str:
