@@ -69,10 +69,11 @@ def add_command(
         found = [f for f in found if f.lead.case == case and implementation in (None, f.implementation)]
         if not found:
             raise UsageError(f"case {case!r}: {results} has no new finding on it, choose from {known}")
-    for id in _write(found, header, rows, results, ledger, reason, link, expires or ""):
-        click.echo(f"entered {id}")
     if not found:
         click.echo(f"{results}: no new findings")
+        return
+    for id in _write(found, header, rows, results, ledger, reason, link, expires or ""):
+        click.echo(f"entered {id}")
 
 
 @ledger_command.command("measure", epilog="Example: parity ledger measure liger-luspo-padding")
