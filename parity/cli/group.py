@@ -1,6 +1,7 @@
 """How every command ends: exit codes, one-line errors that the user can fix, and a parent process where foreign code runs."""
 
 import errno
+import io
 import os
 import sys
 import traceback
@@ -34,6 +35,10 @@ REMOVED: dict[str, str] = {
 """Commands of earlier versions, and the sentence that says how to do their work today."""
 
 
+NARROWEST = 20
+"""Columns below which COLUMNS says nothing: some terminals give 0."""
+
+
 class Quiet(Console):
     """A console whose reader may go away: the rest is not printed, and nothing else changes."""
 
@@ -45,7 +50,8 @@ class Quiet(Console):
 
 def console() -> Console:
     """The terminal, or a page of 110 columns (COLUMNS) where the output is no terminal."""
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "110"))
+    asked = os.environ.get("COLUMNS", "")
+    width = None if sys.stdout.isatty() else int(asked) if asked.isdecimal() and int(asked) >= NARROWEST else 110
     return Quiet(width=width, soft_wrap=False, highlight=False)
 
 
@@ -79,6 +85,9 @@ class Group(Commands):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command and end as the module says."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a terminal without UTF-8
         try:
             return super().invoke(ctx)
         except (SystemExit, click.exceptions.Exit) as error:
@@ -104,6 +113,9 @@ class Group(Commands):
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 click.echo(f"parity: {error.filename or 'a file'}: {error.strerror}", err=True)
                 sys.exit(_of(ctx, NOTHING))
+            if isinstance(error, IsADirectoryError | NotADirectoryError | PermissionError) and error.filename:
+                click.echo(f"parity: {error.filename}: {error.strerror}", err=True)
+                sys.exit(_of(ctx, USAGE))
             traceback.print_exc()
             click.echo("parity: an error of the harness, not of a loss; please report it", err=True)
             sys.exit(_of(ctx, FAULT))

@@ -29,7 +29,10 @@ def duration(text: str) -> datetime.timedelta:
     if found is None or not any(found.groups()):
         raise UsageError(f"time {text!r} cannot be read, write for example 6h, 90m or 1h30m")
     h, m, s = (int(x or 0) for x in found.groups())
-    return datetime.timedelta(hours=h, minutes=m, seconds=s)
+    try:
+        return datetime.timedelta(hours=h, minutes=m, seconds=s)
+    except OverflowError:
+        raise UsageError(f"time {text!r} is longer than there is") from None
 
 
 @click.command("nightly", epilog="Example: parity nightly --max-time 2h")

@@ -20,8 +20,6 @@ Signature = tuple[str, str, str | None]
 class Findings:
     """The new findings among the rows of a run, which it also marks: what a fresh process does not show is
     `nondeterministic`, what there was no time to minimise says so.
-
-    `changed`: rows were marked after they had been written.
     """
 
     def __init__(
@@ -33,7 +31,7 @@ class Findings:
         confirm: bool = False,
         folder: Path = Path("reports/findings"),
     ):
-        self.rows, self.profile, self.changed, self.folder = rows, profile, False, folder
+        self.rows, self.profile, self.folder = rows, profile, folder
         self.fresh = confirm or not profile.derandomised
         self.seconds = profile.minimise_seconds * workers
         self.reserve = 0.0 if max_time is None else min(profile.minimise_seconds, max_time / 10)
@@ -87,7 +85,7 @@ class Findings:
             ]
             covered.update(same)
             if drawn and not minimise:
-                lead.minimised, self.changed = False, True
+                lead.minimised = False
             cases = (
                 list(_cases((drawn or there)[: AGAIN if self.fresh else 1]))
                 if within and (minimise or self.fresh)
@@ -127,7 +125,7 @@ class Findings:
         for row in self.rows:
             signature = signature_of(row) if (row.implementation, row.family) == (who, shard.family) else None
             if signature and signature[1:] in gone:
-                row.verdict, row.cls, self.changed = "nondeterministic", None, True
+                row.verdict, row.cls = "nondeterministic", None
                 row.message = "; ".join(filter(None, [note, row.message]))
 
 

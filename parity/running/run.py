@@ -104,8 +104,7 @@ def execute(
                         _follow(state, events, found, write, tell)
             except KeyboardInterrupt as error:
                 state.exit_code = outcome.TERMINATED if isinstance(error, Terminated) else outcome.INTERRUPTED
-        if found.changed:
-            state.rewrite(path)
+        state.rewrite(path)  # rows were marked since they were written, and whatever a loss did to the file is undone
         finish(state, device, path, cannot)
         state.header.header.seconds = round(time.monotonic() - begun, 1)
         return state

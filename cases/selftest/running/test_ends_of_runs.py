@@ -130,3 +130,24 @@ def test_a_folder_of_reports_belongs_to_one_run(tmp_path):
         other.kill()
     with running.locked(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"COLUMNS": "0"}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    ids=lambda env: next(iter(env)),
+)
+def test_no_terminal_changes_how_a_run_ends(tmp_path, env):
+    path = file_of(tmp_path / "results.ndjson", HEADER, row(message="×"), end(complete=True, exit_code=0))
+    command = [sys.executable, "-m", "parity", "report", str(path), "-v"]
+    done = subprocess.run(command, env=os.environ | env, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_what_cannot_be_written_is_a_sentence(tmp_path):
+    path = file_of(tmp_path / "results.ndjson", HEADER, row(), end(complete=True, exit_code=0))
+    (tmp_path / "index.html").mkdir()
+    done = CliRunner().invoke(main, ["report", str(path)])
+    assert done.exit_code == 2 and f"parity: {tmp_path / 'index.html'}: Is a directory" in done.output
+    done = CliRunner().invoke(main, ["run", "--max-time", "99999999999h"])
+    assert done.exit_code == 2 and "time '99999999999h' is longer than there is" in done.output

@@ -178,6 +178,16 @@ def test_a_shard_counts_once_its_record_is_whole(options):
     assert rows_of(path)[1] == expected
 
 
+@pytest.mark.parametrize(
+    "act", [lambda path: path.write_bytes(path.read_bytes() + b"{}\n"), lambda path: path.unlink(missing_ok=True)]
+)
+def test_what_is_done_to_the_file_of_a_run_is_undone_at_its_end(options, tmp_path, act):
+    execute(options)
+    reports = tmp_path / "b"
+    running.execute(Options(**vars(options) | {"reports": reports}), lambda *_: act(reports / "results.ndjson"))
+    assert rows_of(reports / "results.ndjson")[1] == rows_of(options.reports / "results.ndjson")[1]
+
+
 @pytest.mark.skipif("PARITY_KILLS" not in os.environ, reason="minutes: PARITY_KILLS=20 runs it")
 def test_a_real_run_that_is_killed_many_times(tmp_path):
     options = {"profile": "quick", "families": ("logprobs",), "implementations": ("trl", "fixes")}
