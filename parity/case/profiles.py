@@ -13,6 +13,7 @@ class Profile:
         derandomised: whether the seed is fixed, so that a green tree stays green; where it is not, a new finding counts once
             a fresh process has shown it too.
         cost: multiplies `Implementation.every`: a larger number gives costly implementations a smaller share of cases.
+        least: drawn cases that an implementation gets at least, as far as there are so many that it takes.
         thorough: one case in this many gets the repeated calls and exact relations.
         shrink_seconds: time given to minimising one new finding.
         findings: new findings that a run looks at again and minimises; further ones are reported as drawn.
@@ -24,6 +25,7 @@ class Profile:
 
     derandomised: bool = True
     cost: int = 1
+    least: int = 60
     thorough: int = 4
     shrink_seconds: float = 20.0
     findings: int = 12
@@ -34,6 +36,7 @@ class Profile:
 PROFILES = {
     "quick": Profile(
         cost=4,
+        least=8,
         shrink_seconds=8.0,
         findings=6,
         minimise_seconds=16.0,

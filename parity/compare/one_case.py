@@ -64,6 +64,8 @@ def skip_reason(family: Family, implementation: Implementation, case: Case, sett
     context = context_of(settings)
     if (context if context != "tf32" else "plain") not in implementation.contexts:
         return f"context {context} is not supported"
+    if declared := implementation.refuses(settings, case.dtype, device):
+        return declared
     return interpreter_limit(family, case, settings) if implementation.interpreted and device == "cpu" else None
 
 

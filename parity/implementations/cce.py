@@ -10,11 +10,18 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from parity.case.inputs import Inputs
 from parity.implementations import plain
-from parity.implementations.implementation import EVERY_CONTEXT, Outputs, accepted, implementation, require, taking
+from parity.implementations.implementation import (
+    EVERY_CONTEXT,
+    ONE_DTYPE,
+    Outputs,
+    accepted,
+    fitting,
+    implementation,
+    only,
+    taking,
+)
 from parity.judge.recipe import Recipe
 
 SOURCES = (
@@ -25,19 +32,29 @@ BLOCK = 128
 """Block of the backward kernel: the gradients of so many logits make one partial sum, added in the dtype of the gradient."""
 
 
+FOLDED = only(
+    "temperature with a softcap: scaling the hidden states does not apply it",
+    lambda s: s.softcap is None or s.temperature == 1.0,
+)
+LIMITS = (
+    fitting("cut_cross_entropy:linear_cross_entropy", lambda s: {"bias": (s.bias, "none")}),
+    FOLDED,
+)
+RUNS_HERE = (
+    only("bf16 tl.dot gives NaN in Triton's interpreter", lambda s: s.device == "cuda" or s.dtype != "bf16"),
+    only(
+        "V beyond 2,048 takes minutes in Triton's interpreter: run it on CUDA",
+        lambda s: s.device == "cuda" or s.V <= 2048,
+    ),
+    only("its backward refuses float32 hidden states (fp16 and bf16 only)", lambda s: s.dtype != "fp32"),
+)
+
+
 def _call(x: Inputs, **options: Any) -> Outputs:
     import cut_cross_entropy
 
     s, linear_cross_entropy = x.settings, accepted(cut_cross_entropy, "linear_cross_entropy")
     options |= taking(linear_cross_entropy, {"bias": (x.bias, None)})
-    require(
-        x.weight.dtype == x.hidden.dtype or "impl" not in options or options["impl"] == "cce",
-        "e @ c.T of one dtype only",
-    )
-    require(
-        s.softcap is None or s.temperature == 1.0,
-        "temperature with a softcap: scaling the hidden states does not apply it",
-    )
     factor = plain.factor(x)
     hidden = x.hidden if factor == 1.0 else x.hidden * factor
     nll = linear_cross_entropy(hidden, x.weight, x.ids.long(), softcap=s.softcap, reduction="none", **options)
@@ -104,42 +121,31 @@ KERNEL: dict[str, Any] = {
     "interpreted": True,
     "every": 12,
     "sources": SOURCES,
+    "limits": (*RUNS_HERE, *LIMITS),
 }
-
-
-def runs_here(x: Inputs) -> None:
-    require(x.hidden.is_cuda or x.hidden.dtype != torch.bfloat16, "bf16 tl.dot gives NaN in Triton's interpreter")
-    require(
-        x.hidden.is_cuda or x.settings.V <= 2048, "V beyond 2,048 takes minutes in Triton's interpreter: run it on CUDA"
-    )
-    require(x.hidden.dtype != torch.float32, "its backward refuses float32 hidden states (fp16 and bf16 only)")
 
 
 @implementation("cce.default", **KERNEL, seeks=frozenset({"rare"}))
 def default(x: Inputs) -> Outputs:
     """`linear_cross_entropy(…, impl="cce")` as it comes: gradient filtering at "high"."""
-    runs_here(x)
     return _call(x, impl="cce")
 
 
 @implementation("cce.auto", **KERNEL | {"every": 16})
 def auto(x: Inputs) -> Outputs:
     """The same with `filter_eps="auto"`."""
-    runs_here(x)
     return _call(x, impl="cce", filter_eps="auto")
 
 
 @implementation("cce.unfiltered", **KERNEL)
 def unfiltered(x: Inputs) -> Outputs:
     """The same with `filter_eps=None`: every block of the gradient."""
-    runs_here(x)
     return _call(x, impl="cce", filter_eps=None)
 
 
 @implementation("cce.minus_inf", **KERNEL | {"every": 16})
 def minus_inf(x: Inputs) -> Outputs:
     """The same with `filter_eps=-inf`, which filters nothing either."""
-    runs_here(x)
     return _call(x, impl="cce", filter_eps=-math.inf)
 
 
@@ -152,6 +158,7 @@ def minus_inf(x: Inputs) -> Outputs:
     contexts=frozenset({"plain", "autocast", "checkpoint"}),
     every=24,
     sources=("cut_cross_entropy.torch_compile.torch_compile_linear_cross_entropy",),
+    limits=(*LIMITS, ONE_DTYPE),
 )
 def torch_compile(x: Inputs) -> Outputs:
     """`linear_cross_entropy(…, impl="torch_compile")`."""

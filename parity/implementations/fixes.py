@@ -8,7 +8,7 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import cce, plain
-from parity.implementations.implementation import EVERY_CONTEXT, Outputs, implementation, require
+from parity.implementations.implementation import EVERY_CONTEXT, ONE_DTYPE, Outputs, implementation, only
 from parity.implementations.trl_trainer import METRICS
 from parity.judge.recipe import Recipe
 
@@ -75,12 +75,21 @@ def selective_log_probs_narrow(x: Inputs) -> Outputs:
     return _log_probs(x, "chunked", None if x.settings.chunk_size else 2**40, narrow_products=True)
 
 
-@implementation("fixes.selective_log_probs.cce", **cce.KERNEL | {"library": "cut-cross-entropy", "every": 24})
+@implementation(
+    "fixes.selective_log_probs.cce",
+    **cce.KERNEL
+    | {
+        "every": 24,
+        "limits": (
+            *cce.RUNS_HERE,
+            ONE_DTYPE,
+            only("the cce backend has no bias", lambda s: s.bias == "none"),
+            only("the cce backend has no entropy", lambda s: s.entropy == "none"),
+        ),
+    },
+)
 def selective_log_probs_cce(x: Inputs) -> Outputs:
     """`parity.fixes.selective_log_probs(backend="cce")`: the unfiltered kernel, temperature and softcap together."""
-    cce.runs_here(x)
-    require(x.bias is None, "the cce backend has no bias")
-    require(x.settings.entropy == "none", "the cce backend has no entropy")
     return _log_probs(x, "cce")
 
 
@@ -112,6 +121,7 @@ SAME = (
     "off_policy_mask_threshold entropy_coef steps_per_generation"
 ).split()
 """Settings that are arguments of `FusedLinearGRPOLoss` under their own name."""
+ONE_HEAD = (only("a bare loss takes one weight, no adapter on the head", lambda s: s.head != "lora"),)
 
 
 @implementation(
@@ -120,6 +130,7 @@ SAME = (
     recipe=_chunked,
     outputs=frozenset(METRICS),
     contexts=EVERY_CONTEXT,
+    limits=ONE_HEAD,
     sources=("parity.fixes.grpo.FusedLinearGRPOLoss.forward",),
 )
 def fused_linear_grpo_loss(x: Inputs) -> Outputs:
@@ -134,6 +145,7 @@ def fused_linear_grpo_loss(x: Inputs) -> Outputs:
     outputs=frozenset(METRICS),
     contexts=EVERY_CONTEXT,
     every=4,
+    limits=ONE_HEAD,
     sources=("parity.fixes.grpo.FusedLinearGRPOLoss.forward",),
 )
 def fused_linear_grpo_loss_narrow(x: Inputs) -> Outputs:
@@ -145,7 +157,6 @@ def _policy_loss(x: Inputs, **kwargs: Any) -> Outputs:
     from parity.fixes import FusedLinearGRPOLoss
 
     s = x.settings
-    require(s.head != "lora", "a bare loss takes one weight, no adapter on the head")
     loss = FusedLinearGRPOLoss(
         beta=s.beta,
         compiled=False,

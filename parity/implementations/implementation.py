@@ -7,18 +7,22 @@ shapes; it never repairs what it wraps. Gradients are taken by the harness, from
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from parity.case.inputs import Inputs
-from parity.errors import Unsupported, UsageError
+from parity.errors import HarnessError, Unsupported, UsageError
 from parity.judge import products
 from parity.judge.recipe import IEEE_FP32, Recipe
 from parity.process import installed, packaged
@@ -33,6 +37,8 @@ class Named(dict[str, torch.Tensor]):
 
 
 Adapter = Callable[[Inputs], Outputs]
+Limit = Callable[[Any], str]
+"""Every setting of a case, with its `dtype` and the `device` -> why it is not taken; empty where it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +55,9 @@ class Implementation:
         outputs: optional outputs that it offers.
         contexts: call contexts that it is judged in.
         dtypes: dtypes that it claims.
+        limits: what it takes of its family's settings, a `Limit` each.
+        rejects: what the library itself refuses with an error, a `Limit` each: no draw shows it, frozen cases and audits do.
+        parameters: the names that a user's function takes of its family's (`Family.demands`); None: any.
         around: a context in which the harness takes both passes, where forward alone would not do.
         interpreted: whether it is a Triton kernel, which runs in the interpreter where there is no GPU.
         every: on the CPU, run it on one case in `every` (a cost, not a narrowing: which cases is a hash of their id).
@@ -68,6 +77,9 @@ class Implementation:
     outputs: frozenset[str] = frozenset()
     contexts: frozenset[str] = frozenset({"plain"})
     dtypes: frozenset[str] = frozenset({"fp32", "fp16", "bf16"})
+    limits: tuple[Limit, ...] = ()
+    rejects: tuple[Limit, ...] = ()
+    parameters: frozenset[str] | None = None
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     interpreted: bool = False
     every: int = 1
@@ -109,6 +121,16 @@ class Implementation:
     def version(self) -> str | None:
         """Installed version of its library, or None."""
         return installed(self.library) if self.library else None
+
+    def refuses(self, settings: Any, dtype: str, device: str, rejected: bool = False) -> str:
+        """Why it does not take a case with these settings, by what it declares, or is `rejected`; empty where it takes it."""
+        asked = SimpleNamespace(**vars(settings), dtype=dtype, device=device)
+        try:
+            return next(
+                filter(None, (limit(asked) for limit in (*self.limits, *(self.rejects if rejected else ())))), ""
+            )
+        except Unsupported as error:  # the release has not what the limit asks about
+            return str(error)
 
     def missing(self) -> str | None:
         """Why it cannot run here, with the remedy; None where it can."""
@@ -157,8 +179,38 @@ def implementation(id: str, **fields: Any) -> Callable[[Adapter], Adapter]:
     return register
 
 
+def only(reason: str, holds: Callable[[Any], bool]) -> Limit:
+    """The limit that something must hold of the settings."""
+    return lambda s: "" if holds(s) else reason
+
+
+def fitting(path: str, wanted: Callable[[Any], Mapping[str, tuple[Any, Any]]]) -> Limit:
+    """The limit that the installed function at MODULE:NAME has the parameters that settings want, see `lacking`."""
+    return lambda s: lacking(function, wanted(s)) if (function := found_at(path)) is not None else ""
+
+
+@functools.cache
+def found_at(path: str) -> Any:
+    """What is at MODULE:NAME in the installed version; None where nothing is."""
+    module, _, name = path.partition(":")
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return None
+
+
+@functools.cache
+def says(module: str, text: str) -> bool:
+    """Whether the source of an installed module has a text, such as the message of an error that it raises."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None and text in Path(found.origin).read_text(encoding="utf-8")
+
+
+ONE_DTYPE = only("hidden states and head of one dtype only", lambda s: s.head_dtype == "same" or s.dtype == "fp32")
+
+
 def require(condition: bool, reason: str) -> None:
-    """Raise `Unsupported(reason)` unless the condition holds."""
+    """Raise `Unsupported(reason)` unless the condition holds. For what tensors decide: what settings do is a `Limit`."""
     if not condition:
         raise Unsupported(reason)
 
@@ -183,12 +235,23 @@ def accepted(module: Any, name: str) -> Any:
     return found
 
 
-def taking(function: Any, required: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """Keyword arguments for the installed signature, from name -> (value, default). A parameter that it lacks must be at its
-    default, else `Unsupported`.
-    """
+def lacking(function: Any, required: Mapping[str, tuple[Any, Any]]) -> str:
+    """Why the installed signature does not take name -> (value, default): a parameter that it lacks must be at its default."""
     known = inspect.signature(function).parameters
     for name, (value, default) in required.items():
         at_default = value is default or (not isinstance(value, torch.Tensor) and value == default)
-        require(name in known or at_default, f"no {name} parameter in the installed version")
+        if name not in known and not at_default:
+            return f"no {name} parameter in the installed version"
+    return ""
+
+
+def taking(function: Any, required: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Keyword arguments for the installed signature, from name -> (value, default).
+
+    Raises:
+        HarnessError: where it lacks one that is not at its default, although no limit of the implementation says so.
+    """
+    if lacks := lacking(function, required):
+        raise HarnessError(f"a setting is declared as taken and is not: {lacks}")
+    known = inspect.signature(function).parameters
     return {name: value for name, (value, _) in required.items() if name in known}

@@ -9,20 +9,26 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
+from parity.implementations.cce import FOLDED
 from parity.implementations.implementation import (
     EVERY_CONTEXT,
     KERNEL,
+    ONE_DTYPE,
     Outputs,
     accepted,
     by_token,
+    fitting,
     implementation,
-    require,
+    only,
     taking,
 )
 from parity.judge.recipe import Recipe
 
 offer = functools.partial(implementation, family="logprobs", library="liger-kernel")
 """The decorator of this file."""
+
+NO_SOFTCAP = only("no softcap parameter", lambda s: s.softcap is None)
+NO_SCALE = only("no logit-scale parameter", lambda s: s.logit_scale == 1.0)
 
 
 def chunked(x: Inputs, **more: Any) -> Recipe:
@@ -68,16 +74,7 @@ def _kernel(x: Inputs) -> Recipe:
 
 def _folded(x: Inputs) -> torch.Tensor:
     """Hidden states times scale over temperature: neither is a parameter of Liger's cross entropies."""
-    s = x.settings
-    require(
-        s.softcap is None or s.temperature == 1.0,
-        "temperature with a softcap: scaling the hidden states does not apply it",
-    )
     factor = plain.factor(x)
-    require(
-        factor == 1.0 or x.bias is None,
-        "scale or temperature with a bias: scaling the hidden states leaves the bias out",
-    )
     return x.hidden if factor == 1.0 else x.hidden * factor
 
 
@@ -86,15 +83,13 @@ def _folded(x: Inputs) -> torch.Tensor:
     recipe=chunked,
     contexts=EVERY_CONTEXT,
     sources=("liger_kernel.chunked_loss.fused_linear_ppo._ChunkedSelectiveLogProbFunction",),
+    limits=(NO_SOFTCAP, NO_SCALE, only("no ignore_index", lambda s: s.ignored == "none")),
 )
 def chunked_selective_logprob(x: Inputs) -> Outputs:
     """`_ChunkedSelectiveLogProbFunction`, the log-probs inside Liger's fused GRPO loss."""
     import liger_kernel.chunked_loss.fused_linear_ppo as module
 
     s = x.settings
-    require(s.softcap is None, "no softcap parameter")
-    require(s.logit_scale == 1.0, "no logit-scale parameter")
-    require(s.ignored == "none", "no ignore_index")
     function = accepted(module, "_ChunkedSelectiveLogProbFunction")
     logps = function.apply(
         x.hidden.flatten(0, 1), x.weight, x.ids.flatten().long(), x.bias, s.temperature, s.chunk_size or 4096
@@ -106,13 +101,24 @@ def chunked_selective_logprob(x: Inputs) -> Outputs:
     "liger.fused_linear_cross_entropy",
     recipe=_fused,
     sources=("liger_kernel.ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction",),
+    limits=(
+        ONE_DTYPE,
+        fitting(
+            "liger_kernel.transformers.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyLoss",
+            lambda s: {"softcap": (s.softcap, None)},
+        ),
+        FOLDED,
+        only(
+            "scale or temperature with a bias: scaling the hidden states leaves the bias out",
+            lambda s: s.logit_scale == s.temperature or s.bias == "none",
+        ),
+    ),
     **KERNEL,
 )
 def fused_linear_cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerFusedLinearCrossEntropyLoss(reduction="none")`."""
     import liger_kernel.transformers.fused_linear_cross_entropy as module
 
-    require(x.weight.dtype == x.hidden.dtype, "hidden states and head of one dtype only")
     kind = accepted(module, "LigerFusedLinearCrossEntropyLoss")
     loss = kind(reduction="none", ignore_index=IGNORE_INDEX, **taking(kind, {"softcap": (x.settings.softcap, None)}))
     nll = loss(x.weight, _folded(x).flatten(0, 1), x.ids.flatten().long(), x.bias)

@@ -9,20 +9,35 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import KERNEL, Outputs, accepted, implementation, require, taking
-from parity.implementations.trl_divergence import heads, teacher_logits
+from parity.implementations.implementation import (
+    KERNEL,
+    ONE_DTYPE,
+    Outputs,
+    accepted,
+    fitting,
+    implementation,
+    only,
+    require,
+    taking,
+)
+from parity.implementations.liger import NO_SCALE, NO_SOFTCAP
+from parity.implementations.trl_divergence import DENSE, HEADS, ONE_VOCABULARY, teacher_biased, teacher_logits
 from parity.judge.recipe import Recipe
 
 offer = functools.partial(implementation, family="divergence", library="liger-kernel")
 """The decorator of this file."""
 
 
-def _bare(x: Inputs) -> None:
-    """What none of Liger's fused losses has a parameter for."""
-    s = x.settings
-    require(s.softcap is None and s.teacher_softcap is None, "no softcap parameter")
-    require(s.logit_scale == 1.0 and s.teacher_logit_scale == 1.0, "no logit-scale parameter")
-    require(x.num_items_in_batch is None, "no normaliser parameter: divides by its own label positions")
+NORMALISED = only("no normaliser parameter: divides by its own label positions", lambda s: s.num_items == "none")
+BARE = (
+    *HEADS,
+    only("no softcap parameter", lambda s: s.softcap is None and s.teacher_softcap is None),
+    only("no logit-scale parameter", lambda s: s.logit_scale == 1.0 and s.teacher_logit_scale == 1.0),
+    NORMALISED,
+    ONE_DTYPE,
+)
+"""What none of Liger's fused losses has a parameter for."""
+FORWARD = only("forward KL only", lambda s: s.beta == 0.0)
 
 
 def _labels(x: Inputs) -> torch.Tensor:
@@ -51,15 +66,19 @@ def _chunks(x: Inputs) -> Recipe:
     recipe=_chunks,
     contexts=frozenset({"plain", "autocast", "checkpoint"}),
     sources=("liger_kernel.chunked_loss.jsd_loss.LigerFusedLinearJSDLoss",),
+    limits=(
+        *BARE,
+        fitting(
+            "liger_kernel.chunked_loss.jsd_loss:LigerFusedLinearJSDLoss.forward",
+            lambda s: {"student_bias": (s.bias, "none"), "teacher_bias": (teacher_biased(s), False)},
+        ),
+    ),
 )
 def fused_linear_jsd_loss(x: Inputs) -> Outputs:
     """`LigerFusedLinearJSDLoss` with the soft loss alone and compiled=False: plain torch in chunks of tokens."""
     import liger_kernel.chunked_loss.jsd_loss as module
 
-    heads(x)
-    _bare(x)
     s = x.settings
-    require(x.weight.dtype == x.hidden.dtype, "hidden states and head of one dtype only")
     kind, chunk = accepted(module, "LigerFusedLinearJSDLoss"), s.chunk_size or 1024
     loss = kind(
         weight_hard_loss=0.0,
@@ -88,18 +107,18 @@ def _tiles(x: Inputs) -> Recipe:
     "liger.fused_linear_jsd",
     recipe=_tiles,
     sources=("liger_kernel.ops.fused_linear_jsd.LigerFusedLinearJSDFunction", "liger_kernel.ops.jsd._jsd_kernel"),
+    limits=(
+        *BARE,
+        only("no bias parameter", lambda s: s.bias == "none" and not teacher_biased(s)),
+        ONE_VOCABULARY,
+    ),
     **KERNEL,
 )
 def fused_linear_jsd(x: Inputs) -> Outputs:
     """`LigerFusedLinearJSD`, chunks of logits and the Triton JSD kernel."""
     import liger_kernel.transformers.fused_linear_jsd as module
 
-    heads(x)
-    _bare(x)
     s = x.settings
-    require(x.weight.dtype == x.hidden.dtype, "hidden states and head of one dtype only")
-    require(x.bias is None and x.teacher_bias is None, "no bias parameter")
-    require(s.extra_vocabulary == 0, "one vocabulary: both heads have V rows")
     cls = accepted(module, "LigerFusedLinearJSD")
     loss = cls(jsd_beta=s.beta, ignore_index=IGNORE_INDEX, temperature=s.temperature)
     student, teacher = x.hidden.flatten(0, 1), x.teacher_hidden.flatten(0, 1)
@@ -131,13 +150,13 @@ def _kernel(x: Inputs) -> Recipe:
     "liger.jsd",
     recipe=_kernel,
     sources=("liger_kernel.ops.jsd.LigerJSDFunction", "liger_kernel.ops.jsd._jsd_kernel"),
+    limits=(NORMALISED, *DENSE),
     **KERNEL,
 )
 def jsd(x: Inputs) -> Outputs:
     """`LigerJSD` on log-probs of materialised logits."""
     import liger_kernel.transformers.jsd as module
 
-    require(x.num_items_in_batch is None, "no normaliser parameter: divides by its own label positions")
     student, teacher = _log_probs(x)
     loss = accepted(module, "LigerJSD")(beta=x.settings.beta, ignore_index=IGNORE_INDEX)
     return {"loss": loss(student, teacher, _labels(x))}
@@ -148,13 +167,17 @@ def _teachers_gradient(x: Inputs) -> Recipe:
     return dataclasses.replace(_kernel(x), log_probs="input")
 
 
-@offer("liger.kl_div", recipe=_teachers_gradient, sources=("liger_kernel.ops.kl_div.LigerKLDivLossFunction",), **KERNEL)
+@offer(
+    "liger.kl_div",
+    recipe=_teachers_gradient,
+    sources=("liger_kernel.ops.kl_div.LigerKLDivLossFunction",),
+    limits=(FORWARD, NORMALISED, *DENSE, only("no labels", lambda s: s.ignored != "all")),
+    **KERNEL,
+)
 def kl_div(x: Inputs) -> Outputs:
     """`LigerKLDIVLoss(reduction="batchmean", log_target=True)` on the label positions' log-probs."""
     import liger_kernel.transformers.kl_div as module
 
-    require(x.settings.beta == 0.0, "forward KL only")
-    require(x.num_items_in_batch is None, "no normaliser parameter: divides by its own rows")
     rows = _labels(x) != IGNORE_INDEX
     require(bool(rows.any()), "no labels: the caller selects the rows, and none is left")
     student, teacher = _log_probs(x)
@@ -172,6 +195,15 @@ def _narrow_teacher(x: Inputs) -> Recipe:
     "liger.fused_linear_kl_div",
     recipe=_narrow_teacher,
     sources=("liger_kernel.ops.fused_linear_kl_div.LigerFusedLinearKLDivFunction",),
+    limits=(
+        FORWARD,
+        NORMALISED,
+        *DENSE,
+        NO_SOFTCAP,
+        NO_SCALE,
+        ONE_DTYPE,
+        only("no bias parameter", lambda s: s.bias == "none"),
+    ),
     **KERNEL,
 )
 def fused_linear_kl_div(x: Inputs) -> Outputs:
@@ -179,12 +211,6 @@ def fused_linear_kl_div(x: Inputs) -> Outputs:
     import liger_kernel.transformers.fused_linear_kl_div as module
 
     s = x.settings
-    require(s.beta == 0.0, "forward KL only")
-    require(s.softcap is None, "no softcap parameter")
-    require(s.logit_scale == 1.0, "no logit-scale parameter")
-    require(x.num_items_in_batch is None, "no normaliser parameter: divides by its own label positions")
-    require(x.weight.dtype == x.hidden.dtype, "hidden states and head of one dtype only")
-    require(x.bias is None, "no bias parameter")
     target = torch.softmax(teacher_logits(x).float() / s.temperature, -1).flatten(0, 1)
     kind = accepted(module, "LigerFusedLinearKLDivLoss")
     loss = kind(ignore_index=IGNORE_INDEX, temperature=s.temperature)

@@ -1,6 +1,5 @@
 """Liger's GRPO losses as bare kernels: the chunked fused linear loss and the Triton loss on logits."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -8,8 +7,8 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.policy import CLIPPED, WINDOW_NORMALISED
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, accepted, implementation, require, taking
-from parity.implementations.liger import chunked, streams_vocabulary
+from parity.implementations.implementation import Limit, Outputs, accepted, fitting, implementation, only, says, taking
+from parity.implementations.liger import NO_SCALE, NO_SOFTCAP, chunked, streams_vocabulary
 from parity.judge.recipe import Recipe
 
 
@@ -25,19 +24,34 @@ def _kernel(x: Inputs) -> Recipe:
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype)
 
 
-def _common(x: Inputs) -> None:
-    """What neither loss has a parameter for: the trainer around it would have to do it."""
-    s = x.settings
-    require(s.off_policy_mask_threshold is None, "no off-policy mask parameter")
-    require(x.top_entropy_quantile is None, "no entropy-quantile parameter")
-    require(s.entropy_coef == 0.0, "no entropy bonus")
-    require(x.advantages.dim() == 1, "advantages of shape (B,) only")
-    require(s.head != "lora", "a bare kernel takes one weight, no adapter on the head")
-    window = s.loss_type in WINDOW_NORMALISED
-    require(s.accumulation == 1 or window, "the division by the accumulation steps is the caller's")
-    require(
-        not window or (s.mode == "train" and s.accumulation == s.steps_per_generation),
+def _windowed(s: Any) -> bool:
+    return s.loss_type in WINDOW_NORMALISED
+
+
+COMMON = (
+    only("no off-policy mask parameter", lambda s: s.off_policy_mask_threshold is None),
+    only("no entropy-quantile parameter", lambda s: not s.entropy_quantile),
+    only("no entropy bonus", lambda s: s.entropy_coef == 0.0),
+    only("advantages of shape (B,) only", lambda s: s.advantages not in ("token", "repeated")),
+    only("a bare kernel takes one weight, no adapter on the head", lambda s: s.head != "lora"),
+    only("the division by the accumulation steps is the caller's", lambda s: s.accumulation == 1 or _windowed(s)),
+    only(
         "a window other than the generation batch is the caller's",
+        lambda s: not _windowed(s) or (s.mode == "train" and s.accumulation == s.steps_per_generation),
+    ),
+)
+"""What neither loss has a parameter for: the trainer around it would have to do it."""
+
+
+def _token_level(module: str) -> Limit:
+    refused = "Sequence-level importance sampling is not supported"
+    return only(
+        "sequence level with this loss type is refused",
+        lambda s: (
+            s.importance_sampling_level == "token"
+            or s.loss_type not in ("cispo", "sapo", "vespo")
+            or not says(module, refused)
+        ),
     )
 
 
@@ -50,9 +64,8 @@ NEEDED = "a release must have it"
 """Default of a parameter that a release must have: its value stands for nothing else."""
 
 
-def _options(x: Inputs, function: Any) -> dict[str, Any]:
+def _options(s: Any) -> dict[str, tuple[Any, Any]]:
     """The numeric settings, under Liger's names. A release without loss types averages over all tokens, as bnpo."""
-    s = x.settings
     length = s.max_completion_length
     wanted: dict[str, tuple[Any, Any]] = {
         "beta": (s.beta, NEEDED),
@@ -67,14 +80,17 @@ def _options(x: Inputs, function: Any) -> dict[str, Any]:
     if s.loss_type == "vespo":
         names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
         wanted |= {n: (getattr(s, n), NEEDED) for n in names}
-    return taking(function, wanted)
+    return wanted
 
 
-def _tensor_options(x: Inputs, function: Any) -> dict[str, Any]:
-    wanted: dict[str, tuple[Any, Any]] = {"vllm_is_ratio": (x.importance_sampling_ratio, None)}
-    if x.settings.loss_type in WINDOW_NORMALISED:
-        wanted["num_items_in_batch"] = (x.num_items_in_batch, NEEDED)
-    return taking(function, wanted)
+def _tensors(s: Any, ratio: Any, items: Any) -> dict[str, tuple[Any, Any]]:
+    wanted: dict[str, tuple[Any, Any]] = {"vllm_is_ratio": (ratio, None)}
+    return wanted | ({"num_items_in_batch": (items, NEEDED)} if _windowed(s) else {})
+
+
+def _tensor_options(s: Any) -> dict[str, tuple[Any, Any]]:
+    """Which of the optional tensors there are."""
+    return _tensors(s, None if s.ratio == "none" else s.ratio, True)
 
 
 def _metrics(x: Inputs, metrics: Any) -> Outputs:
@@ -90,14 +106,7 @@ def _fused_loss(x: Inputs, compiled: bool) -> Outputs:
     import liger_kernel.chunked_loss.grpo_loss as module
 
     kind = accepted(module, "LigerFusedLinearGRPOLoss")
-    known = inspect.signature(kind.forward).parameters
-    require("selected_token_ids" in known, "takes rewards, not advantages, in the installed version")
     s = x.settings
-    _common(x)
-    require(s.softcap is None, "no softcap parameter")
-    require(s.logit_scale == 1.0, "no logit-scale parameter")
-    one = streams_vocabulary() or s.context == "autocast" or x.weight.dtype == x.hidden.dtype
-    require(one, "hidden states and head of one dtype only before 0.8")
     low, high = _epsilons(x)
     loss = kind(
         compiled=compiled,
@@ -106,7 +115,7 @@ def _fused_loss(x: Inputs, compiled: bool) -> Outputs:
         epsilon_low=low,
         epsilon_high=high,
         temperature=s.temperature,
-        **_options(x, kind),
+        **taking(kind, _options(s)),
     )
     out, metrics = loss(
         plain.states(x),
@@ -117,11 +126,12 @@ def _fused_loss(x: Inputs, compiled: bool) -> Outputs:
         x.bias,
         ref_per_token_logps=x.ref_logps,
         old_per_token_logps=x.old_logps,
-        **_tensor_options(x, kind.forward),
+        **taking(kind.forward, _tensors(s, x.importance_sampling_ratio, x.num_items_in_batch)),
     )
     return {"loss": out} | _metrics(x, metrics)
 
 
+FUSED_LOSS = "liger_kernel.chunked_loss.grpo_loss:LigerFusedLinearGRPOLoss"
 FUSED: dict[str, Any] = {
     "family": "policy",
     "role": "candidate",
@@ -129,6 +139,19 @@ FUSED: dict[str, Any] = {
     "recipe": _fused,
     "outputs": frozenset({"kl", "clip_ratio"}),
     "sources": ("liger_kernel.chunked_loss.grpo_loss.LigerFusedLinearGRPOFunction.ppo_loss_fn",),
+    "limits": (
+        fitting(f"{FUSED_LOSS}.forward", lambda s: {"selected_token_ids": ("advantages, not rewards", NEEDED)}),
+        *COMMON,
+        NO_SOFTCAP,
+        NO_SCALE,
+        only(
+            "hidden states and head of one dtype only before 0.8",
+            lambda s: streams_vocabulary() or s.context == "autocast" or s.head_dtype == "same" or s.dtype == "fp32",
+        ),
+        fitting(FUSED_LOSS, _options),
+        fitting(f"{FUSED_LOSS}.forward", _tensor_options),
+    ),
+    "rejects": (_token_level("liger_kernel.chunked_loss.grpo_loss"),),
 }
 
 
@@ -155,6 +178,9 @@ def fused_compiled(x: Inputs) -> Outputs:
     return _fused_loss(x, compiled=True)
 
 
+KERNEL_LOSS = "liger_kernel.transformers.grpo_loss:triton_grpo_loss"
+
+
 @implementation(
     "liger.triton_grpo_loss",
     family="policy",
@@ -165,6 +191,17 @@ def fused_compiled(x: Inputs) -> Outputs:
     interpreted=True,
     every=4,
     sources=("liger_kernel.ops.grpo_loss.GrpoLossFunction",),
+    limits=(*COMMON, fitting(KERNEL_LOSS, _options), fitting(KERNEL_LOSS, _tensor_options)),
+    rejects=(
+        _token_level("liger_kernel.ops.grpo_loss"),
+        only(
+            "it asserts contiguous tensors",
+            lambda s: (
+                s.layouts in ("contiguous", "flat")
+                or not says("liger_kernel.ops.grpo_loss", "completion_ids.is_contiguous()")
+            ),
+        ),
+    ),
 )
 def triton_grpo_loss(x: Inputs) -> Outputs:
     """`triton_grpo_loss(reduce=True, inplace=False)` on materialised logits, which have one position more.
@@ -175,11 +212,11 @@ def triton_grpo_loss(x: Inputs) -> Outputs:
 
     function = accepted(module, "triton_grpo_loss")
     reduces = taking(function, {"reduce": (True, True)})
-    _common(x)
     low, high = _epsilons(x)
     z = plain.logits(x)
     z = torch.cat([z, torch.zeros_like(z[:, :1])], 1)
-    options = _options(x, function) | _tensor_options(x, function)
+    tensors = _tensors(x.settings, x.importance_sampling_ratio, x.num_items_in_batch)
+    options = taking(function, _options(x.settings) | tensors)
     out, *metrics = function(
         z,
         x.old_logps,

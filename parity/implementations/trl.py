@@ -15,7 +15,8 @@ from parity.implementations.implementation import (
     accepted,
     by_token,
     implementation,
-    require,
+    lacking,
+    only,
     taking,
 )
 from parity.judge.recipe import Recipe
@@ -64,8 +65,7 @@ def _kernel(x: Inputs) -> Recipe:
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype)
 
 
-def _unignored(x: Inputs) -> None:
-    require(x.settings.ignored == "none", "no ignore_index: the caller masks")
+UNIGNORED = only("no ignore_index: the caller masks", lambda s: s.ignored == "none")
 
 
 @offer(
@@ -74,12 +74,12 @@ def _unignored(x: Inputs) -> None:
     recipe=_stored,
     contexts=EVERY_CONTEXT,
     sources=("trl.trainer.utils.selective_log_softmax", "trl.trainer.utils.entropy_from_logits"),
+    limits=(UNIGNORED,),
 )
 def selective_log_softmax(x: Inputs) -> Outputs:
     """`selective_log_softmax(logits, ids)` on materialised logits, as the trainer does without a fused head."""
     from trl.trainer import utils
 
-    _unignored(x)
     function, z, temperature = accepted(utils, "selective_log_softmax"), plain.logits(x), x.settings.temperature
     scaled = z / temperature if temperature != 1.0 else z
     if "temperature" in inspect.signature(function).parameters:
@@ -136,8 +136,19 @@ def _chunked_function() -> tuple[Any, bool]:
     return accepted(chunked_logprob, "ChunkedLogProbFunction"), True
 
 
+def _chunked_takes(s: Any) -> str:
+    """Up to 1.12 some parameters were missing."""
+    function, takes_outputs = _chunked_function()
+    wanted = {
+        "bias": (s.bias, "none"),
+        "temperature": (s.temperature, 1.0),
+        "final_logit_softcapping": (s.softcap, None),
+        "logit_scale": (s.logit_scale, 1.0),
+    }
+    return "" if takes_outputs else lacking(function.forward, wanted)
+
+
 def _chunked(x: Inputs) -> Outputs:
-    _unignored(x)
     s = x.settings
     function, takes_outputs = _chunked_function()
     outputs = ("entropy",) if s.entropy != "none" else ()
@@ -161,6 +172,7 @@ def _chunked(x: Inputs) -> Outputs:
     contexts=EVERY_CONTEXT,
     interpreted=trl.chunks_are_triton(),
     sources=("trl.kernels.chunked_logprob.ChunkedLogProbFunction",),
+    limits=(UNIGNORED, _chunked_takes),
 )
 def chunked(x: Inputs) -> Outputs:
     """`ChunkedLogProbFunction`, what GRPOTrainer's fused LM head calls: torch on the CPU, Triton on CUDA."""
@@ -176,6 +188,7 @@ def _kernel_tiles(x: Inputs) -> Recipe:
     recipe=_kernel_tiles,
     around=functools.partial(trl.triton_taken, CHUNKED),
     sources=("trl.kernels.chunked_logprob._forward_kernel", "trl.kernels.chunked_logprob._backward_kernel"),
+    limits=(UNIGNORED, _chunked_takes),
     **KERNEL,
 )
 def chunked_kernel(x: Inputs) -> Outputs:

@@ -10,15 +10,18 @@ import torch
 from packaging.version import Version
 
 from parity.case.inputs import Inputs
+from parity.families.divergence_inputs import bans
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.implementation import (
     EVERY_CONTEXT,
     KERNEL,
+    Limit,
     Outputs,
     accepted,
+    fitting,
     implementation,
-    require,
+    only,
     taking,
 )
 from parity.implementations.trl import softcap
@@ -30,10 +33,33 @@ offer = functools.partial(implementation, family="divergence", library="trl")
 """The decorator of this file."""
 
 
+_A_DENSE_TEACHER = only("takes a dense teacher", lambda s: s.sparse == "none")
+DENSE = (
+    _A_DENSE_TEACHER,
+    only("one vocabulary: the trainer resizes the teacher", lambda s: s.extra_vocabulary == 0),
+)
+"""Of a loss on whole logits of student and teacher."""
+HEADS = (
+    _A_DENSE_TEACHER,
+    only("takes the teacher's hidden states and head, not its logits", lambda s: s.teacher == "head"),
+)
+"""Of a loss that takes the teacher as hidden states and a head."""
+ONE_VOCABULARY = only("one vocabulary: both heads have V rows", lambda s: s.extra_vocabulary == 0)
+OWN_COUNT = only("no num_items_in_batch: divides by its own label positions", lambda s: s.num_items == "none")
+
+
+def teacher_biased(s: Any) -> bool:
+    """Whether the teacher's head has a bias: asked for, or because it must exclude what the student excludes."""
+    return bool(s.sparse == "none" and s.teacher == "head" and (s.teacher_bias != "none" or bans(s)[1]))
+
+
+def _with_items(path: str) -> Limit:
+    """`generalized_jsd_loss` of a trainer takes a number of items since it has a parameter for it."""
+    return fitting(path, lambda s: {"num_items_in_batch": (s.num_items, "none")})
+
+
 def teacher_logits(x: Inputs) -> torch.Tensor:
     """The teacher's logits (B, T, V) as its model makes them, in its own dtype and without gradient."""
-    require(x.settings.sparse == "none", "takes a dense teacher")
-    require(x.settings.extra_vocabulary == 0, "one vocabulary: the trainer resizes the teacher")
     if x.teacher_logits is not None:
         return x.teacher_logits
     s = x.settings
@@ -77,6 +103,11 @@ def _generalized_jsd(function: Any, x: Inputs) -> Outputs:
     recipe=materialised,
     contexts=EVERY_CONTEXT,
     sources=("trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss",),
+    limits=(
+        *DENSE,
+        _with_items("trl.experimental.gkd.gkd_trainer:GKDTrainer.generalized_jsd_loss"),
+        _with_items("trl.trainer.gkd_trainer:GKDTrainer.generalized_jsd_loss"),
+    ),
 )
 def generalized_jsd_loss(x: Inputs) -> Outputs:
     """`GKDTrainer.generalized_jsd_loss` on materialised logits."""
@@ -94,18 +125,13 @@ def generalized_jsd_loss(x: Inputs) -> Outputs:
     contexts=EVERY_CONTEXT,
     every=4,
     sources=("trl.experimental.gold.gold_trainer.GOLDTrainer.generalized_jsd_loss",),
+    limits=(*DENSE, _with_items("trl.experimental.gold.gold_trainer:GOLDTrainer.generalized_jsd_loss")),
 )
 def gold_jsd_loss(x: Inputs) -> Outputs:
     """`GOLDTrainer.generalized_jsd_loss`, GKD's with a path for probabilities."""
     from trl.experimental.gold import gold_trainer
 
     return _generalized_jsd(accepted(gold_trainer, "GOLDTrainer").generalized_jsd_loss, x)
-
-
-def heads(x: Inputs) -> None:
-    """Unsupported unless the teacher comes as hidden states and a head."""
-    require(x.settings.sparse == "none", "takes a dense teacher")
-    require(x.teacher_hidden is not None, "takes the teacher's hidden states and head, not its logits")
 
 
 def _tiles(x: Inputs) -> Recipe:
@@ -120,7 +146,6 @@ def _tiles(x: Inputs) -> Recipe:
 def _chunked(x: Inputs) -> Outputs:
     import trl.kernels.chunked_divergence as module
 
-    heads(x)
     s = x.settings
     function = accepted(module, "ChunkedDivergenceFunction")
     per_token, _ = function.apply(
@@ -170,7 +195,6 @@ def _walked(x: Inputs) -> Recipe:
 def _wired(x: Inputs) -> Outputs:
     import trl.trainer.distillation_trainer as module
 
-    heads(x)
     s = x.settings
     try:
         import trl.kernels.chunked_divergence  # noqa: F401
@@ -205,6 +229,7 @@ def _wired(x: Inputs) -> Outputs:
     contexts=EVERY_CONTEXT,
     interpreted=trl.chunks_are_triton(),
     sources=("trl.kernels.chunked_divergence.ChunkedDivergenceFunction",),
+    limits=HEADS,
 )
 def chunked_divergence(x: Inputs) -> Outputs:
     """`ChunkedDivergenceFunction`, masked and averaged here: torch on the CPU, Triton on CUDA."""
@@ -217,6 +242,7 @@ def chunked_divergence(x: Inputs) -> Outputs:
     contexts=EVERY_CONTEXT,
     interpreted=trl.chunks_are_triton(),
     sources=("trl.trainer.distillation_trainer._chunked_divergence_loss",),
+    limits=HEADS,
 )
 def distillation_loss(x: Inputs) -> Outputs:
     """`_chunked_divergence_loss`, the same as DistillationTrainer wires it: mask, normaliser, scales, softcaps."""
@@ -232,6 +258,7 @@ def _kernel_tiles(x: Inputs) -> Recipe:
     recipe=_kernel_tiles,
     around=functools.partial(trl.triton_taken, "trl.kernels.chunked_divergence", "trl.trainer.distillation_trainer"),
     sources=("trl.kernels.chunked_divergence._stats_kernel", "trl.kernels.chunked_divergence._backward_kernel"),
+    limits=HEADS,
     **KERNEL,
 )
 def distillation_loss_kernel(x: Inputs) -> Outputs:
@@ -284,12 +311,10 @@ def _sparse(x: Inputs) -> Recipe:
     recipe=_sparse,
     contexts=EVERY_CONTEXT,
     sources=(f"{SERVER}._compute_server_forward_kl_loss",),
+    limits=(only("takes a sparse teacher at beta 0", lambda s: s.sparse == "topk" and s.beta == 0.0), OWN_COUNT),
 )
 def server_forward_kl(x: Inputs) -> Outputs:
     """`ServerDistillationTrainer._compute_server_forward_kl_loss` on the teacher's top k."""
-    s = x.settings
-    require(s.sparse == "topk" and s.beta == 0.0, "takes a sparse teacher at beta 0")
-    require(x.num_items_in_batch is None, "no num_items_in_batch: divides by its own label positions")
     trainer, holder = _server(x)
     result = {"topk_logprobs": x.support_logps, "topk_token_ids": x.support_ids}
     return {"loss": trainer._compute_server_forward_kl_loss(holder, result, _student_logps(x), x.ids)}
@@ -300,11 +325,13 @@ def server_forward_kl(x: Inputs) -> Outputs:
     recipe=_sparse,
     contexts=EVERY_CONTEXT,
     sources=(f"{SERVER}._compute_server_sparse_top_1_divergence_loss",),
+    limits=(
+        only("takes the mixed support of a sparse teacher, at beta above 0", lambda s: s.sparse == "mixed"),
+        OWN_COUNT,
+    ),
 )
 def server_sparse_top_1(x: Inputs) -> Outputs:
     """`ServerDistillationTrainer._compute_server_sparse_top_1_divergence_loss` on the teacher's top 1 and the label."""
-    require(x.settings.sparse == "mixed", "takes the mixed support of a sparse teacher, at beta above 0")
-    require(x.num_items_in_batch is None, "no num_items_in_batch: divides by its own label positions")
     trainer, holder = _server(x)
     result = {
         "topk_logprobs": x.top1_logps.unsqueeze(-1),
@@ -322,6 +349,10 @@ def server_sparse_top_1(x: Inputs) -> Outputs:
     contexts=EVERY_CONTEXT,
     every=4,
     sources=("trl.experimental.sdft.loss_utils.compute_divergence", "trl.experimental.sdft.loss_utils.add_tail_bucket"),
+    limits=(
+        only("no padding inside a support", lambda s: s.sparse == "none" or (s.sparse == "topk" and not s.ragged)),
+        DENSE[1],
+    ),
 )
 def self_distillation(x: Inputs) -> Outputs:
     """SDFT's `compute_full_logit_self_distillation_loss`, or its divergence on a completed top k, averaged here."""
@@ -334,7 +365,6 @@ def self_distillation(x: Inputs) -> Outputs:
         function = accepted(module, "compute_full_logit_self_distillation_loss")
         per_token = function(plain.logits(x) / s.temperature, teacher, distillation_alpha=s.beta)[labelled]
     else:
-        require(not s.ragged and s.sparse == "topk", "no padding inside a support")
         add_tail = accepted(module, "add_tail_bucket")
         complete = add_tail if s.tail else lambda logps: logps - torch.logsumexp(logps, dim=-1, keepdim=True)
         student = complete(_student_logps(x)[labelled].gather(-1, x.support_ids[labelled]))

@@ -15,8 +15,9 @@ import torch
 
 from parity.case.inputs import Inputs
 from parity.families.policy import WINDOW_NORMALISED
+from parity.families.policy_settings import SETTINGS as DEFAULTS
 from parity.implementations import plain
-from parity.implementations.implementation import Implementation, Outputs, implementation, require
+from parity.implementations.implementation import Implementation, Limit, Outputs, implementation, only, says
 from parity.implementations.trl import tiles
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.judge.recipe import Recipe
@@ -47,22 +48,12 @@ def config_class(kind: Any = None) -> Any:
 
 
 def arguments(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
-    """A GRPOConfig for the case (of `kind` if given); what the version lacks must be at the case's default.
-
-    Raises:
-        Unsupported: for a moved setting that the installed version has no field for.
-    """
-    from parity.families.policy_settings import SETTINGS as defaults
-
+    """A GRPOConfig for the case (of `kind` if given); what the version lacks is at the case's default, see `_fields`."""
     s = x.settings
     wanted = {name: getattr(s, name) for name in SETTINGS if name != "top_entropy_quantile"}
     wanted["top_entropy_quantile"] = 1.0 if x.top_entropy_quantile is None else float(x.top_entropy_quantile)
     config = config_class(kind)
     known = trl.fields(config_class())
-    without = {name: setting.default for name, setting in defaults.items()}
-    without |= {"top_entropy_quantile": 1.0, "loss_type": _only_loss()}
-    for name in sorted(_relevant(s) - set(known)):
-        require(wanted[name] == without[name], f"GRPOConfig has no {name} in the installed version")
     wanted |= {
         "per_device_train_batch_size": 2,
         "num_generations": 2,
@@ -74,6 +65,63 @@ def arguments(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
     if liger:
         wanted |= trl.liger(config)
     return trl.configured(config, x.hidden.device.type, {n: v for n, v in wanted.items() if n in known})
+
+
+def _fields(s: Any) -> str:
+    """What the installed GRPOConfig has no field for must be at its default."""
+    without = {name: setting.default for name, setting in DEFAULTS.items()} | {"loss_type": _only_loss()}
+    for name in sorted(_relevant(s) - set(trl.fields(config_class()))):
+        if s.entropy_quantile if name == "top_entropy_quantile" else getattr(s, name) != without[name]:
+            return f"GRPOConfig has no {name} in the installed version"
+    return ""
+
+
+def _limits(kind: Any = None, liger: bool = False) -> tuple[Limit, ...]:
+    """What the installed GRPOTrainer, or a subclass, takes: which fields its config has, and what its code reads."""
+
+    def reads(text: str) -> bool:
+        return trl.mentions(text, kind or trl.class_named("GRPOTrainer"))
+
+    fused = liger and not trl.since("1.14")
+    return (
+        _fields,
+        only("the installed version reads no tool_mask", lambda s: not s.holes or reads("tool_mask")),
+        only(
+            "the installed version takes reference log-probs from its own reference model",
+            lambda s: s.beta == 0.0 or reads('"ref_per_token_logps"'),
+        ),
+        only(
+            "the installed version reads reference log-probs at beta 0 too",
+            lambda s: s.beta != 0.0 or reads("self.beta != 0") or not reads("self.beta"),
+        ),
+        only(
+            "the installed version reads no old_per_token_logps",
+            lambda s: s.old == "absent" or reads("old_per_token_logps"),
+        ),
+        only(
+            f"{'its Liger path' if fused else 'the installed version'} takes advantages of shape (B,) only",
+            lambda s: s.advantages not in ("token", "repeated") or (reads("advantages.dim()") and not fused),
+        ),
+        only(
+            "the installed version leaves the division by the accumulation steps to training_step",
+            lambda s: reads("current_gradient_accumulation_steps") or s.accumulation == 1 or s.mode == "eval",
+        ),
+        only(
+            "the installed version reads no importance_sampling_ratio",
+            lambda s: s.ratio == "none" or reads("importance_sampling_ratio"),
+        ),
+    )
+
+
+REJECTS = (
+    only(
+        "an adapter on the head is refused",
+        lambda s: (
+            s.head != "lora"
+            or not says("trl.trainer.grpo_trainer", "Applying a PEFT adapter to `lm_head` is not supported")
+        ),
+    ),
+)
 
 
 def _only_loss() -> str:
@@ -140,18 +188,6 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
     s = x.settings
     kind: Any = type(out)
     device = x.hidden.device
-    require(x.tool_mask is None or trl.mentions("tool_mask", kind), "the installed version reads no tool_mask")
-    given = s.beta == 0.0 or trl.mentions('"ref_per_token_logps"', kind)
-    require(given, "the installed version takes reference log-probs from its own reference model")
-    asks = x.ref_logps is not None or trl.mentions("self.beta != 0", kind) or not trl.mentions("self.beta", kind)
-    require(asks, "the installed version reads reference log-probs at beta 0 too")
-    on_policy = x.old_logps is None or trl.mentions("old_per_token_logps", kind)
-    require(on_policy, "the installed version reads no old_per_token_logps")
-    fused = any(getattr(out, name, None) is not None for name in LIGER)
-    shaped = x.advantages.dim() == 1 or (trl.mentions("advantages.dim()", kind) and not fused)
-    require(shaped, f"{'its Liger path' if fused else 'the installed version'} takes advantages of shape (B,) only")
-    divides = trl.mentions("current_gradient_accumulation_steps", kind) or s.accumulation == 1 or s.mode == "eval"
-    require(divides, "the installed version leaves the division by the accumulation steps to training_step")
     inputs: dict[str, Any] = {
         "prompt_ids": torch.zeros(s.B, PROMPT, dtype=torch.long, device=device),
         "prompt_mask": torch.ones(s.B, PROMPT, dtype=torch.long, device=device),
@@ -173,9 +209,6 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
     if x.sampling_logps is not None:
         inputs["sampling_per_token_logps"] = x.sampling_logps
     if x.importance_sampling_ratio is not None:
-        require(
-            trl.mentions("importance_sampling_ratio", kind), "the installed version reads no importance_sampling_ratio"
-        )
         inputs["importance_sampling_ratio"] = x.importance_sampling_ratio
         out.use_vllm, out.vllm_importance_sampling_correction = True, True
     return inputs
@@ -259,6 +292,8 @@ METRIC_NAMES = frozenset(name for name, version in _SINCE.items() if trl.since(v
     outputs=METRIC_NAMES,
     contexts=frozenset({"plain", "autocast"}),
     interpreted=trl.chunks_are_triton(),
+    limits=_limits(),
+    rejects=REJECTS,
     sources=("trl.trainer.grpo_trainer.GRPOTrainer._compute_loss",),
 )
 def grpo_trainer(x: Inputs) -> Outputs:
@@ -266,7 +301,7 @@ def grpo_trainer(x: Inputs) -> Outputs:
     return outputs(x)
 
 
-def _has_liger_path() -> bool:
+def _has_liger_path(s: Any) -> bool:
     GRPOTrainer = trl.class_named("GRPOTrainer")
     return hasattr(GRPOTrainer, "compute_liger_loss") or hasattr(GRPOTrainer, "_chunked_logps")
 
@@ -279,12 +314,17 @@ def _has_liger_path() -> bool:
     outputs=frozenset({"kl", "clip_ratio"}),
     contexts=frozenset({"plain"}),
     extends="" if trl.since("1.14") else "liger.FusedLinearGRPOLoss",
+    limits=(
+        only(
+            f"this version of TRL has no Liger path ({'removed in 1.15' if trl.since('1.15') else 'it came later'})",
+            _has_liger_path,
+        ),
+        *_limits(liger=True),
+    ),
     sources=("trl.trainer.grpo_trainer.GRPOTrainer.compute_liger_loss",),
 )
 def grpo_trainer_liger(x: Inputs) -> Outputs:
     """`GRPOTrainer.compute_loss`, the version's own Liger path: Liger's loss up to 1.13, chunked log-probs in 1.14."""
-    when = "removed in 1.15" if trl.since("1.15") else "it came later"
-    require(_has_liger_path(), f"this version of TRL has no Liger path ({when})")
     return outputs(x, liger=True)
 
 
@@ -304,6 +344,8 @@ def of_subclass(kind: type, id: str) -> Implementation:
         outputs=METRIC_NAMES,
         contexts=frozenset({"plain", "autocast"}),
         interpreted=trl.chunks_are_triton(),
+        limits=_limits(kind),
+        rejects=REJECTS,
         extends="trl.GRPOTrainer",
         sources=(f"{kind.__module__}.{kind.__qualname__}",),
     )

@@ -16,12 +16,28 @@ from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.families.policy import WINDOW_NORMALISED
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, accepted, by_token, implementation, require, taking
-from parity.implementations.trl_divergence import heads
+from parity.implementations.implementation import (
+    Outputs,
+    accepted,
+    by_token,
+    fitting,
+    found_at,
+    implementation,
+    only,
+    taking,
+)
+from parity.implementations.trl import UNIGNORED
+from parity.implementations.trl_divergence import HEADS, ONE_VOCABULARY
 from parity.judge.recipe import Recipe
 
 JSD_CHUNK = 256
 """Default of `distillation_chunked_jsd`."""
+
+
+BIASED = fitting(
+    "unsloth_zoo.rl_replacements:chunked_hidden_states_selective_log_softmax",
+    lambda s: {"lm_head_bias": (s.bias, "none")},
+)
 
 
 def _chunked(x: Inputs) -> Recipe:
@@ -54,21 +70,16 @@ def _log_probs(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
     library="unsloth-zoo",
     recipe=_chunked,
     sources=("unsloth_zoo.rl_replacements.chunked_hidden_states_selective_log_softmax",),
+    limits=(UNIGNORED, BIASED),
 )
 def chunked_selective_log_softmax(x: Inputs) -> Outputs:
     """`chunked_hidden_states_selective_log_softmax(hidden, head, ids, …)`."""
-    require(x.settings.ignored == "none", "no ignore_index: the caller masks")
     return {"logps": _log_probs(x, x.hidden)}
 
 
 def _options(x: Inputs) -> dict[str, Any]:
-    """The keyword arguments of `grpo_compute_loss`; what its caller would have to make is unsupported."""
+    """The keyword arguments of `grpo_compute_loss`."""
     s = x.settings
-    require(s.mode == "train", "the evaluation's normaliser is the caller's")
-    require(s.off_policy_mask_threshold is None, "the off-policy mask is TRL's, handed in by the trainer")
-    require(x.top_entropy_quantile is None and s.entropy_coef == 0.0, "entropy is the trainer's, around this loss")
-    require(x.importance_sampling_ratio is None, "forms the sampler's ratio itself, from old and sampling log-probs")
-    require(s.head != "lora", "a bare loss takes one weight, no adapter on the head")
     out: dict[str, Any] = {
         "loss_type": s.loss_type,
         "importance_sampling_level": s.importance_sampling_level,
@@ -90,11 +101,26 @@ def _options(x: Inputs) -> dict[str, Any]:
     return out
 
 
+def _scales(s: Any) -> str:
+    """Its backward ignores the upstream gradient unless told a factor for it, which the trainer does under DeepSpeed."""
+    function = found_at("unsloth_zoo.rl_replacements:UnslothEfficientGRPO.forward")
+    scales = function is None or "upstream_scale" in inspect.signature(function).parameters
+    return "" if scales or s.cotangent == "ones" else "ignores the upstream gradient"
+
+
 GRPO: dict[str, Any] = {
     "family": "policy",
     "role": "candidate",
     "library": "unsloth-zoo",
     "recipe": _chunked,
+    "limits": (
+        only("the evaluation's normaliser is the caller's", lambda s: s.mode == "train"),
+        only("the off-policy mask is TRL's, handed in by the trainer", lambda s: s.off_policy_mask_threshold is None),
+        only("entropy is the trainer's, around this loss", lambda s: not s.entropy_quantile and s.entropy_coef == 0.0),
+        only("forms the sampler's ratio itself, from old and sampling log-probs", lambda s: s.ratio == "none"),
+        only("a bare loss takes one weight, no adapter on the head", lambda s: s.head != "lora"),
+        BIASED,
+    ),
 }
 
 
@@ -117,14 +143,15 @@ def _efficient(x: Inputs, chunks: int) -> Outputs:
     function, options = accepted(module, "UnslothEfficientGRPO"), _options(x)
     arguments = [x.weight, x.ids.long(), x.mask, x.advantages, x.settings.beta, None, chunks, options]
     if x.settings.cotangent != "ones":
-        # Its backward ignores the upstream gradient unless told a factor for it, which the trainer does under DeepSpeed.
-        require("upstream_scale" in inspect.signature(function.forward).parameters, "ignores the upstream gradient")
         arguments.append(1.0)
     new = _log_probs(x, plain.states(x))
     return {"loss": function.apply(new, x.old_logps, x.ref_logps, None, *arguments)[0]}
 
 
-EFFICIENT: dict[str, Any] = {"sources": ("unsloth_zoo.rl_replacements.UnslothEfficientGRPO",), **GRPO}
+EFFICIENT = GRPO | {
+    "sources": ("unsloth_zoo.rl_replacements.UnslothEfficientGRPO",),
+    "limits": (*GRPO["limits"], _scales),
+}
 
 
 @implementation("unsloth.UnslothEfficientGRPO", **EFFICIENT)
@@ -183,14 +210,13 @@ def _scaler(x: Inputs) -> Any:
     library="unsloth-zoo",
     recipe=_jsd_chunks,
     sources=("unsloth_zoo.rl_replacements.distillation_chunked_jsd",),
+    limits=(*HEADS, ONE_VOCABULARY),
 )
 def distillation_chunked_jsd(x: Inputs) -> Outputs:
     """`distillation_chunked_jsd`, chunks of valid positions, gradients taken in the forward pass."""
     import unsloth_zoo.rl_replacements as module
 
-    heads(x)
     s = x.settings
-    require(s.extra_vocabulary == 0, "one vocabulary: both heads have V rows")
     function = accepted(module, "distillation_chunked_jsd")
     scaler = _scaler(x)  # a release that takes none is judged without: then loss scaling saves nothing
     options = taking(function, {"scaler": (scaler, scaler)})

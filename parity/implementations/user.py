@@ -173,6 +173,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
         recipe=recipe_of(function),
         outputs=frozenset(getattr(function, "outputs", ())),
         contexts=frozenset(getattr(function, "contexts", ("plain", "autocast", "checkpoint", "compile"))),
+        parameters=None if open_ended else frozenset(map(canonical, names)),
         sources=(_dotted(function),),
     )
 

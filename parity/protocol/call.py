@@ -40,6 +40,8 @@ def fresh(inputs: Inputs) -> Inputs:
 def forward(implementation: Implementation, x: Inputs) -> Outputs:
     """Call the adapter in the call context of the case: plain, tf32, autocast, torch.compile region, reentrant checkpoint."""
     context = x.context
+    if declared := implementation.refuses(x.settings, x.case.dtype, x.device.type):
+        raise Unsupported(declared)
 
     def call(x: Inputs) -> Outputs:
         outputs = implementation.call(x)

@@ -70,7 +70,6 @@ class Part(msgspec.Struct, kw_only=True):
     spent: dict[str, dict[str, float]] = field(default_factory=dict)
     checked: dict[str, bool | None] = field(default_factory=dict)
     shown: list[tuple[str, str | None]] | None = None
-    apart: dict[str, list[tuple[str, str, str]]] = field(default_factory=dict)
 
 
 class Parted(Written, kw_only=True):

@@ -53,14 +53,6 @@ class Confirmed(_Event, frozen=True):
     shown: list[tuple[str, str | None]]
 
 
-class Apart(_Event, frozen=True):
-    """Pairs of settings that an implementation does not run with, each with the reason: no run owes them. Beside "" stands one
-    that it refuses alone."""
-
-    implementation: str
-    pairs: list[tuple[str, str, str]]
-
-
 class ShardDone(_Event, frozen=True):
     """The shard came to its end, or after `cases` of its cases to that of the run's time; it took `seconds` of CPU time,
     `spent` as `parity.judge.timings.spent` tells."""
@@ -84,4 +76,4 @@ class Lost(_Event, frozen=True):
     refused: bool = False
 
 
-Event: TypeAlias = Importing | At | Started | Judged | Checked | Confirmed | Apart | ShardDone | Retired | Lost
+Event: TypeAlias = Importing | At | Started | Judged | Checked | Confirmed | ShardDone | Retired | Lost

@@ -118,14 +118,14 @@ class Sought(msgspec.Struct, frozen=True, kw_only=True):
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """`count` cases of a family, from number `start` on: frozen ones, those of a trainer's checks, or of the `of` that are
-    drawn in stream `index`; the pairs that no draw shows an `implementation`, which count as one case; or a finding.
+    drawn in stream `index`; what an `implementation` gets besides its draws, which counts as one case; or a finding.
 
     `resume` cases at the start were done before a worker died; `skip` names pairs (case, implementation) that killed it,
     `exclude` implementations left out.
     """
 
     family: str
-    kind: Literal["frozen", "checks", "drawn", "pairs", "finding"]
+    kind: Literal["frozen", "checks", "drawn", "besides", "finding"]
     seed: int
     count: int
     start: int = 0
@@ -221,9 +221,9 @@ def planned(options: Options, device: str, seed: int) -> Plan:
     for name in families if not options.only else ():
         for index, of in enumerate(streams(loss_family(name).drawn.get(options.profile, 0), device)):
             shards += slices(of, SHARD, family=name, kind="drawn", seed=seed, index=index, of=of)
-    for one in chosen if profile.cost == 1 and not options.only else ():
+    for one in chosen if not options.only else ():
         if one.family in families:
-            shards += [Shard(family=one.family, kind="pairs", seed=seed, count=1, implementation=one.id)]
+            shards += [Shard(family=one.family, kind="besides", seed=seed, count=1, implementation=one.id)]
     for name in checked if not options.only else ():
         total = len(catalogue.cases(name, options.profile, seed))
         shards += slices(total, CHECKS, family=name, kind="checks", seed=seed)

@@ -21,7 +21,7 @@ from parity.results.header import End, Last, Part, Parted
 from parity.results.report.rows import read, writer
 from parity.results.row import Row
 from parity.running import outcome, supervisor
-from parity.running.events import Apart, At, Checked, Confirmed, Judged, Lost, ShardDone, Started
+from parity.running.events import At, Checked, Confirmed, Judged, Lost, ShardDone, Started
 from parity.running.findings import Findings
 from parity.running.nodes import Nodes
 from parity.running.plan import Options, Shard, check, planned
@@ -144,8 +144,6 @@ def _follow(
             case Confirmed():
                 part.shown = event.shown
                 found.confirmed(shard, event.shown)
-            case Apart():
-                part.apart = {event.implementation: event.pairs}
             case Lost():
                 state.lost.append(event.message)
             case Started():

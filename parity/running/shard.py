@@ -29,9 +29,8 @@ from parity.results import recorded
 from parity.results.ledger import Ledger, stale
 from parity.results.recorded import Recorded
 from parity.results.row import Row
-from parity.running.accepting import Accepting, Draws, refused
-from parity.running.events import Apart, At, Checked, Confirmed, Event, Judged, Started
-from parity.running.pairs import Pairs
+from parity.running.capabilities import besides, refusal
+from parity.running.events import At, Checked, Confirmed, Event, Judged, Started
 from parity.running.plan import Shard, Sought, signature_of
 from parity.trainers import catalogue
 
@@ -54,15 +53,14 @@ class Session:
     deadline: float | None = None
     frozen: Sequence[tuple[str, Case, Mapping[str, Any]]] = ()
     streams: dict[tuple[str, int], Stream] = dataclasses.field(default_factory=dict)
-    accepting: dict[str, Accepting] = dataclasses.field(default_factory=dict)
 
     def run(self, shard: Shard) -> int:
         """How many of its cases the shard came to before the time of the run was over; frozen ones are run in any case."""
         if shard.kind == "finding":
             self.finding(shard)
             return 1
-        if shard.kind == "pairs":
-            return int(self._paired(shard))
+        if shard.kind == "besides":
+            return int(self._besides(shard))
         kinds: Mapping[str, Callable[[Any, Shard], None]]
         kinds = {"frozen": self._frozen, "checks": self._check, "drawn": self._drawn}
         for number, case in enumerate(self._cases(shard)):
@@ -123,71 +121,32 @@ class Session:
     def _drawn(self, case: Case, shard: Shard) -> None:
         for one in (case, *second_pass(case, self.device, not self.profile.derandomised)):
             chosen = [i for i in self._of(one) if selected(i, one, self.profile.cost, self.device)]
-            chosen += [
-                i for i in self._of(one) if one is case and self._accepting(i, shard).wants(one, self._draws(i, shard))
-            ]
-            thorough = functools.partial(repeated, case=one, one_in=self.profile.thorough)
-            rows = []
-            for row in self._run(one, chosen, shard, thorough):
-                rows.append(row)
-                self.emit(Judged(row))
-            self._moved(one, case, refused(rows), shard)
-
-    def _moved(self, case: Case, drawn: Case, names: Set[str], shard: Shard) -> None:
-        """The case (or the one that was `drawn`) again for those that refused it, moved to where they do not, beside their
-        family's references."""
-        moved: dict[str, tuple[Case, list[Implementation]]] = {}
-        for i in self._of(case):
-            if i.id in names:
-                takes = self._accepting(i, shard)
-                near = takes.without_refused(case) if takes.deals(drawn, self._draws(i, shard)) else None
-                if near is not None:
-                    moved.setdefault(near.id, (near, []))[1].append(i)
-        for near, chosen in moved.values():
-            references = [i for i in self._of(case) if i.role == "reference" and i not in chosen]
-            for row in self._run(near, [*references, *chosen], shard, thorough=False):
-                self.emit(Judged(row))
-
-    def _paired(self, shard: Shard) -> bool:
-        """The pairs of settings that an implementation takes and that no draw shows it; whether the time was enough."""
-        for i in self.implementations:
-            if i.id != shard.implementation:
-                continue
-            self.emit(At(0))
-            takes, draws = self._accepting(i, shard), self._draws(i, shard)
-            if takes.base is None:
-                continue
-            pairs = Pairs(takes, draws)
-            for case in pairs.cases():
-                if self.deadline is not None and time.time() > self.deadline:
-                    return False
-                references = [r for r in self._of(case) if r.role == "reference" and r is not i]
-                for row in self._run(case, [*references, i], shard, thorough=False):
+            if self._concerns(one, chosen):
+                thorough = functools.partial(repeated, case=one, one_in=self.profile.thorough)
+                for row in self._run(one, chosen, shard, thorough):
                     self.emit(Judged(row))
-            self.emit(Apart(i.id, pairs.apart))
-        return True
 
-    def _draws(self, implementation: Implementation, shard: Shard) -> Draws:
-        """The first draws of a shard's family, as an implementation has them."""
-
-        def first() -> Sequence[Case]:
-            counts = streams(loss_family(shard.family).drawn[self.profile_name], self.device)
-            keyed = [self._stream(shard.family, n, of, shard.seed).first(of) for n, of in enumerate(counts[:STREAMS])]
-            return [case for stream in keyed for _, case in stream]
-
-        gets = functools.partial(selected, implementation, cost=self.profile.cost, device=self.device)
-        return Draws(first, gets, self.profile.cost)
-
-    def _accepting(self, implementation: Implementation, shard: Shard) -> Accepting:
-        def announce(case: Case) -> bool:
-            if (case.id, implementation.id) in shard.skip:  # it took a process down here
-                return False
-            self.emit(Started(case.id, implementation.id, case.to_json()))
+    def _concerns(self, case: Case, chosen: Sequence[Implementation]) -> bool:
+        """Whether one of those chosen takes the case besides the references, which alone run where nothing else is asked for."""
+        if all(i.role == "reference" for i in self._of(case)):
             return True
+        return any(i.role != "reference" and refusal(i, case, self.device) is None for i in chosen)
 
-        known = self.accepting.setdefault(implementation.id, Accepting(implementation, self.device))
-        known.announce = announce
-        return known
+    def _besides(self, shard: Shard) -> bool:
+        """What an implementation gets besides its draws; whether the time was enough."""
+        (own,) = [i for i in self.implementations if i.id == shard.implementation]
+        self.emit(At(0))
+        counts = streams(loss_family(shard.family).drawn[self.profile_name], self.device)
+        keyed = [self._stream(shard.family, n, of, shard.seed).first(of) for n, of in enumerate(counts[:STREAMS])]
+        drawn = [case for stream in keyed for _, case in stream]
+        gets = functools.partial(selected, own, cost=self.profile.cost, device=self.device)
+        for _, case in besides(own, drawn, gets, self.profile.least, self.device, self.profile.cost == 1):
+            if self.deadline is not None and time.time() > self.deadline:
+                return False
+            references = [r for r in self._of(case) if r.role == "reference" and r is not own]
+            for row in self._run(case, [*references, own], shard, thorough=False):
+                self.emit(Judged(row))
+        return True
 
     @within("stage", "minimising")
     def finding(self, shard: Shard) -> None:

@@ -27,7 +27,7 @@ from parity.compare.one_case import rows_of
 from parity.data import ledger_file
 from parity.decoding import save_json, write
 from parity.errors import UsageError
-from parity.implementations.implementation import Implementation
+from parity.implementations.implementation import Implementation, require
 from parity.judging.assess import CaseOracle
 from parity.judging.oracle import exact
 from parity.process import prepare
@@ -78,7 +78,9 @@ class Pair:
         exchanged = {n: side.inputs.tensors[n] for n in self.exchanged}
 
         def call(x: Inputs) -> Any:
-            return implementation.call(dataclasses.replace(x, settings=side.inputs.settings).replace(**exchanged))
+            told = dataclasses.replace(x, settings=side.inputs.settings).replace(**exchanged)
+            require(not (why := implementation.refuses(told.settings, told.case.dtype, told.device.type)), why)
+            return implementation.call(told)
 
         return dataclasses.replace(implementation, call=call)
 

@@ -8,10 +8,9 @@ path is an implementation in rows, such as "grpo-trainer.released".
 
 import dataclasses
 import functools
-import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from parity.case.case import Case
+from parity.case.covering import covering
 from parity.case.inputs import Setting
 from parity.errors import UsageError
 from parity.judge.gates import Judgement
@@ -175,14 +175,14 @@ def by_profile(
 ) -> Callable[[Callable[[int], Iterable[CheckCase]]], CheckCases]:
     """Make `CheckCases` of a function of the seed, which is asked in nightly and soak; the short profiles have a few fixed ones.
 
-    `covered`: pr has `covering` too, of those for which it is true.
+    `covered`: pr has `every_value` too, of those for which it is true.
     """
 
     def decorate(longer: Callable[[int], Iterable[CheckCase]]) -> CheckCases:
         @functools.wraps(longer)
         def cases(profile: str, seed: int) -> Iterable[CheckCase]:
             if profile == "pr":
-                return [*pr, *(covering(filter(covered, longer(seed)), pr) if covered else ())]
+                return [*pr, *(every_value(filter(covered, longer(seed)), pr) if covered else ())]
             return quick if profile == "quick" else longer(seed)
 
         return cases
@@ -190,37 +190,25 @@ def by_profile(
     return decorate
 
 
-def covering(cases: Iterable[CheckCase], listed: Sequence[CheckCase] = ()) -> Iterator[CheckCase]:
-    """A part of the cases with which, beside the listed ones, each trainer has every value of every setting; greedy.
-
-    Of cases with as many new values, the one with the most new pairs of values away from default. Then, for each value that
-    these have only beside more settings than some case needs, the smallest such case: a path may refuse what stands beside it.
-    """
+def every_value(cases: Iterable[CheckCase], listed: Sequence[CheckCase] = ()) -> Iterator[CheckCase]:
+    """A part of the cases with which, beside the listed ones, each trainer has every value of every setting, and each value
+    beside no more settings than some case needs: a path may refuse what stands beside it."""
     by_trainer: dict[str, list[Mapping[str, Any]]] = {}
     for trainer, settings in cases:
         by_trainer.setdefault(trainer, []).append(settings)
     for trainer, every in by_trainer.items():
         names = sorted({name for settings in every for name in settings})
+        least: dict[tuple[str, str], int] = {}
+        for settings in every:
+            for name, value in settings.items():
+                least[name, repr(value)] = min(len(settings), least.get((name, repr(value)), len(settings)))
 
-        def values(settings: Mapping[str, Any], names: Sequence[str] = names) -> frozenset[tuple[str, str]]:
-            return frozenset((name, repr(settings.get(name, "default"))) for name in names)
+        def shown(settings: Mapping[str, Any], names: Sequence[str] = names, least: Any = least) -> set[Hashable]:
+            values = {(name, repr(settings.get(name, "default"))) for name in names}
+            return values | {(*value, "alone") for value in values if len(settings) <= least.get(value, 0)}
 
-        def pairs(settings: Mapping[str, Any]) -> set[frozenset[tuple[str, str]]]:
-            return set(map(frozenset, itertools.combinations(((n, repr(v)) for n, v in settings.items()), 2)))
-
-        have = [s for t, s in listed if t == trainer]
-        left = set().union(*map(values, every)).difference(*map(values, have))
-        met = set().union(*map(pairs, have))
-        while left:
-            best = max(every, key=lambda s: (len(values(s) & left), len(pairs(s) - met)))
-            yield trainer, best
-            have.append(best)
-            left, met = left - values(best), met | pairs(best)
-        for value in sorted({(n, repr(v)) for settings in every for n, v in settings.items()}):
-            smallest = min((s for s in every if value in values(s)), key=len)
-            if all(len(s) > len(smallest) for s in have if value in values(s)):
-                yield trainer, smallest
-                have.append(smallest)
+        met = set[Hashable]().union(*(shown(settings) for one, settings in listed if one == trainer))
+        yield from ((trainer, settings) for settings in covering(every, shown, met))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,22 +274,14 @@ def check(
 
 
 def pairwise(settings: Mapping[str, Setting], seed: int) -> Iterator[dict[str, Any]]:
-    """CheckCases that cover every pair of values of every two settings with choices, greedily; the order follows the seed.
+    """Cases that cover every pair of values of every two settings with choices; which ones follows the seed.
 
     Settings without choices stay at their default. Yields complete cases, defaults included.
     """
-    axes = {name: s.choices for name, s in settings.items() if s.choices is not None}
-    names, shuffled = list(axes), random.Random(seed)
-    open_pairs = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]}
-    while open_pairs:
-        best: dict[str, Any] = {}
-        covered: set[Any] = set()
-        first = shuffled.choice(sorted(open_pairs, key=repr))
-        for _ in range(40):
-            case = {name: shuffled.choice(axes[name]) for name in names}
-            case[first[0]], case[first[2]] = first[1], first[3]
-            pairs = {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)} & open_pairs
-            if len(pairs) > len(covered):
-                best, covered = case, pairs
-        open_pairs -= covered
-        yield best
+    from allpairspy import AllPairs
+
+    axes = {name: list(s.choices) for name, s in settings.items() if s.choices is not None}
+    shuffled = random.Random(seed)
+    for values in axes.values():
+        shuffled.shuffle(values)
+    yield from (dict(zip(axes, case, strict=True)) for case in AllPairs(list(axes.values())))

@@ -27,7 +27,8 @@ from parity.process import prepare
 from parity.registry import load, loss_family, run_case, select
 from parity.results.report import measured
 from parity.results.row import Row
-from parity.running.accepting import Accepting, Draws, refused
+from parity.running.capabilities import besides
+from parity.running.capabilities import nearest as nearest_taken
 from parity.running.plan import DTYPES
 from parity.running.run import FIXED_SEED
 from parity.running.shard import STREAMS, selected
@@ -222,18 +223,16 @@ def main() -> int:
     device, moving, plan = json.load(sys.stdin)
     prepare(device, threads=1)
     rows: dict[tuple[str, str], list[Row]] = {}
-    learned: dict[str, Accepting] = {}
     for id, implementation, quantities, expected, count, moves, found in plan:
         (chosen,) = select([implementation])
         shown: list[tuple[Mapping[str, object], Mapping[str, object]]] = []
         for asked in map(Case.from_json, found):
-            accepting = learned.setdefault(chosen.id, Accepting(chosen, device)) if moving else None
             case = asked
-            for case in (asked, *(_moved(asked, accepting, moving, moves, device) if accepting else ())):
+            for case in (asked, *(_moved(asked, implementation, moving, moves, device) if moving else ())):
                 key = implementation, case.id  # two records may ask for it
                 if key not in rows:
                     rows[key] = list(run_case(case, [chosen], device, thorough=False))
-                if not refused(rows[key]):
+                if not _refused(rows[key]):
                     break
             if CaseCheck("", case, implementation, tuple(quantities)).answer(rows[key]).verdict == expected:
                 shown.append((asked.to_json(), case.to_json()))
@@ -243,19 +242,30 @@ def main() -> int:
     return 0
 
 
-def _moved(case: Case, accepting: Accepting, moving: str, moves: Sequence[str], device: str) -> Iterator[Case]:
-    """The case moved to where it is not refused, if a run of the profile does that and it still moves what the record says."""
+@functools.cache
+def _besides(implementation: str, profile: str, device: str) -> dict[str, Case]:
+    """The draws that a run of the profile gives an implementation moved to where it takes them."""
+    (chosen,) = select([implementation])
+    drawn = [*itertools.chain(*itertools.islice(of_profile(chosen.family, profile), STREAMS))]
+    known = PROFILES[profile]
+    gets = functools.partial(selected, chosen, cost=known.cost, device=device)
+    found = besides(chosen, drawn, gets, known.least, device, known.cost == 1)
+    return {case.id: near for case, near in reversed(found)}
+
+
+def _moved(case: Case, implementation: str, moving: str, moves: Sequence[str], device: str) -> Iterator[Case]:
+    """The case moved to where it is taken, if a run of the profile does that and it still moves what the record says."""
     if catalogue.is_trainer(case.family):
         return
-    accepting.announce = lambda case: True
-    if moving != ACCEPTED:
-        first = functools.cache(lambda: [*itertools.chain(*itertools.islice(of_profile(case.family, moving), STREAMS))])
-        gets = functools.partial(selected, accepting.implementation, cost=PROFILES[moving].cost, device=device)
-        if not accepting.deals(case, Draws(first, gets, PROFILES[moving].cost)):
-            return
-    without = accepting.without_refused(case)
-    if without is not None and all(without.settings.get(name) == case.settings.get(name) for name in moves):
-        yield without
+    found = _besides(implementation, moving, device).get(case.id) if moving != ACCEPTED else None
+    if moving == ACCEPTED:
+        found = nearest_taken(load()[implementation], case, device)
+    if found not in (None, case) and all(found.settings.get(name) == case.settings.get(name) for name in moves):
+        yield found
+
+
+def _refused(rows: Sequence[Row]) -> bool:
+    return bool(rows) and all(row.verdict in ("unsupported", "refused") for row in rows)
 
 
 if __name__ == "__main__":

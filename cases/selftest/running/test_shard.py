@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from parity import data
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
-from parity.case.profiles import PROFILES, Profile, streams
+from parity.case.profiles import PROFILES, Profile
 from parity.compare import stale_cache
 from parity.implementations.implementation import Implementation, require
 from parity.registry import NAMES, from_file, load, loss_family, select
@@ -173,24 +173,29 @@ def test_the_cases_of_a_stream_do_not_depend_on_its_shards():
     assert whole[:3] == FIRST
 
 
-def test_a_worker_gives_and_moves_what_blind_recall_takes_it_to(tmp_path, monkeypatch):
-    """Both look at the first draws of the family, wherever the worker's shard begins."""
+def test_a_worker_gives_what_recall_takes_it_to(tmp_path, monkeypatch):
+    """Both look at the first draws of the family, and move the same of them to what the kernel takes."""
     own, _ = session("right", tmp_path)
     (kernel,) = select(["liger.fused_linear_kl_div"])
     own.implementations, own.profile_name, own.profile, own.dtypes = [kernel], "pr", PROFILES["pr"], DTYPES
-    counts = streams(loss_family("divergence").drawn["pr"], "cpu")
-    late = drawn_shard(10, FIXED_SEED, family="divergence", index=1, start=100, of=counts[1])
-    expected = [case.id for stream in recall.of_profile("divergence", "pr") for case in stream]
-    assert [case.id for case in own._draws(kernel, late).cases()] == expected
-    ran, moved = [], []
-    monkeypatch.setattr(own, "_run", lambda case, chosen, shard, thorough: iter([ran.append((case.id, chosen))][:0]))
-    monkeypatch.setattr(own, "_moved", lambda case, drawn, names, shard: moved.append((case.id, drawn.id)))
-    takes = own._accepting(kernel, late)
-    monkeypatch.setattr(takes, "wants", lambda case, draws: not draws.gets(case))
-    for case in own._cases(late):
-        own._drawn(case, late)
-    assert [chosen for _, chosen in ran] == [[kernel]] * 10
-    assert moved == [(case, case) for case, _ in ran]
+    expected = recall._besides(kernel.id, "pr", "cpu")
+    ran = []
+    monkeypatch.setattr(own, "_run", lambda case, chosen, shard, thorough: iter([ran.append((case, chosen))][:0]))
+    own.run(Shard(family="divergence", kind="besides", seed=FIXED_SEED, count=1, implementation=kernel.id))
+    assert ran == [(case, [kernel]) for case in expected.values()] and len(ran) > 40
+
+
+def test_a_case_that_no_candidate_takes_is_not_run(tmp_path, monkeypatch):
+    own, _ = session("right", tmp_path)
+    reference = dataclasses.replace(select(["trl.GRPOTrainer"])[0], family=own.implementations[0].family)
+    (candidate,) = own.implementations
+    never = dataclasses.replace(candidate, role="candidate", limits=(lambda s: "takes nothing",))
+    case = Case(candidate.family, 3, "fp32", {})
+    for chosen, ran in (([reference, never], []), ([reference, candidate], [2]), ([reference], [1])):
+        own.implementations, seen = chosen, []
+        monkeypatch.setattr(own, "_run", lambda case, chosen, *rest, seen=seen: iter([seen.append(len(chosen))][:0]))
+        own._drawn(case, drawn_shard(1, 5))
+        assert seen == ran
 
 
 def test_a_resumed_shard_leaves_out_what_was_done(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parity.trainers import catalogue
-from parity.trainers.check import CheckCall, covering, shared
+from parity.trainers.check import CheckCall, every_value, shared
 
 
 def test_a_part_of_the_cells_has_every_value_of_each_trainer():
@@ -13,14 +13,14 @@ def test_a_part_of_the_cells_has_every_value_of_each_trainer():
         ("b", {"x": 1}),
         ("b", {"y": 2}),
     ]
-    part = list(covering(cases))
+    part = list(every_value(cases))
     assert len(part) < len(cases) and all(case in cases for case in part)
     for trainer in ("a", "b"):
         for name in ("x", "y"):
             every = {s.get(name) for t, s in cases if t == trainer}
             assert {s.get(name) for t, s in part if t == trainer} == every
     assert sum(t == "a" for t, _ in part) == 4  # no more than its longest axis
-    assert [s for t, s in covering(cases, part[:-1]) if t == "b"] == [part[-1][1]]  # listed ones count
+    assert [s for t, s in every_value(cases, part[:-1]) if t == "b"] == [part[-1][1]]  # listed ones count
 
 
 def test_a_value_stands_beside_no_more_than_it_needs():
@@ -32,11 +32,11 @@ def test_a_value_stands_beside_no_more_than_it_needs():
         ("a", {"loss": "exo_pair", "smoothing": 0.1}),
         ("a", {"loss": "exo_pair", "smoothing": 0.1, "weighting": True}),
     ]
-    part = [settings for _, settings in covering(cases)]
+    part = [settings for _, settings in every_value(cases)]
     for name, smallest in (("weighting", 1), ("ld_alpha", 1), ("smoothing", 2)):
         assert min(len(s) for s in part if name in s) == smallest
     listed = [("a", {"ld_alpha": 0.4, "weighting": True})]
-    assert ("a", {"ld_alpha": 0.4}) in list(covering(cases, listed))
+    assert ("a", {"ld_alpha": 0.4}) in list(every_value(cases, listed))
 
 
 def test_ld_alpha_is_met_where_liger_refuses_every_other_setting_beside_it():

@@ -1,0 +1,207 @@
+"""What implementations declare to take is true, and they get cases accordingly: every pair that they take is met."""
+
+import collections
+import dataclasses
+import itertools
+
+import pytest
+
+from parity.case.case import Case
+from parity.case.covering import covering
+from parity.case.drawing import cases, draws
+from parity.case.profiles import PROFILES, streams
+from parity.errors import HarnessError
+from parity.implementations.implementation import Implementation, fitting, only, require, taking
+from parity.protocol.call import execute
+from parity.registry import load, loss_families, loss_family, oracle_of, run_case, select
+from parity.results.ledger import Ledger
+from parity.running import shard as shard_module
+from parity.running.capabilities import besides, nearest, refusal
+from parity.running.events import Judged
+from parity.running.plan import DTYPES, Options, Shard, planned
+from parity.running.shard import Session
+
+LARGEST = 400
+"""Blocks of logits of a case that the kernels are shown here."""
+
+
+def drawn_of(family, count):
+    found = draws(cases(family, DTYPES, "pr"), f"declared/{family.name}", count)
+    sizes = ((case, family.full_settings(case)) for case in found)
+    return [case for case, s in sizes if s.B * s.T * (1 + s.V // 64) < LARGEST and s.__dict__["context"] != "compile"]
+
+
+@pytest.mark.parametrize("name", loss_families())
+def test_what_is_declared_as_taken_runs(name):
+    """The only place where an implementation is tried. `nearest` has more of them meet narrow kernels."""
+    family = loss_family(name)
+    drawn, refused = drawn_of(family, 60), []
+    count = collections.Counter()
+    for i in select(()):
+        most = 2 if "compile" in i.id else 4 if i.every > 1 or i.interpreted else 12
+        for case in drawn if i.family == name and not i.missing() else ():
+            near = nearest(i, case, "cpu") if count[i.id] < most else None
+            if near is not None:
+                count[i.id] += 1
+                outcome = execute(i, oracle_of(near, "cpu").offered(i).inputs)
+                if outcome.verdict != "ran" and not outcome.message.startswith(("no labels", "Triton's interpreter")):
+                    refused.append((i.id, near.settings, outcome.verdict, outcome.message))
+    for one in refused:
+        print(one)
+    assert not refused
+    assert len(count) > 5 and min(count.values()) >= 2
+
+
+def test_a_setting_that_the_installed_function_lacks_is_refused_before_the_call_and_loud_within():
+    def loss(hidden, weight):
+        pass
+
+    limit = fitting(f"{__name__}:lacks", lambda s: {"bias": (s.bias, "none")})
+    globals()["lacks"] = loss
+    kernel = Implementation("own", "logprobs", "candidate", lambda x: {}, limits=(limit,))
+    case = Case("logprobs", 3, "fp32", {"bias": "random"})
+    assert refusal(kernel, case, "cpu") == "no bias parameter in the installed version"
+    assert refusal(kernel, Case("logprobs", 3, "fp32"), "cpu") is None
+    rows = list(run_case(case, [kernel], thorough=False))
+    assert [(row.verdict, row.message) for row in rows] == [
+        ("unsupported", "no bias parameter in the installed version")
+    ]
+    with pytest.raises(HarnessError, match="declared as taken"):
+        taking(loss, {"bias": (1, None)})
+
+
+MANY = {
+    "beta": 0.5,
+    "softcap": 5.0,
+    "bias": "random",
+    "temperature": 0.7,
+    "layouts": "mixed",
+    "ignored": "some",
+    "peak": 4.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("liger.fused_linear_kl_div", {"temperature", "layouts", "ignored", "peak"}),
+        ("trl.generalized_jsd_loss", {"beta", "temperature", "bias", "layouts", "ignored", "peak", "softcap"}),
+    ],
+)
+def test_what_is_refused_goes_back_and_the_rest_stays(name, kept):
+    (chosen,) = select([name])
+    near = nearest(chosen, Case("divergence", 3, "fp32", MANY), "cpu")
+    assert {k for k, v in near.settings.items() if MANY.get(k) == v} == kept
+    rows = list(run_case(near, [chosen], thorough=False))
+    assert rows and not {row.verdict for row in rows} & {"unsupported", "refused"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "either"),
+    [  # what is refused together: one of the two goes
+        ({"loss_type": "vespo", "steps_per_generation": 4}, 1),
+        ({"loss_type": "dapo", "mode": "eval", "softcap": 5.0, "holes": True}, 2),
+        # taken beside dapo alone, both or neither
+        ({"loss_type": "dapo", "accumulation": 4, "steps_per_generation": 4, "softcap": 5.0}, 2),
+    ],
+)
+def test_of_what_is_refused_together_as_much_stays_as_can(settings, either):
+    (liger,) = select(["liger.FusedLinearGRPOLoss"])
+    near = nearest(liger, Case("policy", 3, "fp32", settings), "cpu")
+    assert sum(near.settings.get(name) == value for name, value in settings.items()) >= either
+    assert refusal(liger, near, "cpu") is None
+
+
+def test_a_dtype_that_is_refused_is_another_and_what_is_not_installed_gets_nothing():
+    (cce,) = select(["cce.unfiltered"])  # its backward refuses float32
+    near = nearest(cce, Case("logprobs", 3, "fp32", {"softcap": 5.0, "V": 33}), "cpu")
+    assert near.dtype == "fp16" and near.settings == {"softcap": 5.0, "V": 33}
+    (absent,) = select(["unsloth.distillation_chunked_jsd"])
+    if absent.missing() is not None:
+        assert nearest(absent, Case("divergence", 3, "fp32", MANY), "cpu") is None
+
+
+def test_an_early_release_that_refuses_the_defaults_starts_from_another_base():
+    """TRL 0.15 reads reference log-probs at any beta, and no old ones."""
+    early = only("not in this version", lambda s: s.beta != 0.0 and s.old == "absent")
+    trainer = dataclasses.replace(load()["trl.GRPOTrainer"], limits=(early,))
+    near = nearest(trainer, Case("policy", 3, "fp32", {"softcap": 5.0}), "cpu")
+    assert near.settings == {"old": "absent", "beta": 0.04, "softcap": 5.0}
+
+
+TAKEN = {"temperature", "softcap", "rare", "head_dtype", "ids_dtype", "chunk_size"}
+OTHERS = {"B", "T", "V", "H", "targets", "cotangent", "grad", "peak"}
+
+
+def moved(s):
+    default = loss_family("logprobs").settings
+    return {name for name in default if getattr(s, name) != default[name].default}
+
+
+def narrow(x):
+    require(moved(x.settings) <= TAKEN | OTHERS, "tried although it says that it does not take it")
+    return load()["trl.selective_log_softmax"].call(x)
+
+
+NARROW = Implementation(
+    "own.narrow",
+    "logprobs",
+    "candidate",
+    narrow,
+    load()["trl.selective_log_softmax"].recipe,
+    limits=(
+        only("few parameters", lambda s: moved(s) <= TAKEN | OTHERS),
+        only("either a temperature or a softcap", lambda s: not {"temperature", "softcap"} <= moved(s)),
+    ),
+)
+
+
+def test_all_pairs_that_are_taken_are_met_and_nothing_else_is_tried(tmp_path, monkeypatch):
+    family = dataclasses.replace(loss_family("logprobs"), drawn={"pr": 60})
+    monkeypatch.setattr(shard_module, "loss_family", lambda name: family)
+    events: list = []
+    profile = dataclasses.replace(PROFILES["pr"], least=0)
+    own = Session([NARROW], "pr", profile, DTYPES, "cpu", Ledger((), tmp_path), tmp_path, events.append)
+    for index, of in enumerate(streams(60, "cpu")):
+        own.run(Shard(family="logprobs", kind="drawn", seed=1, count=of, index=index, of=of))
+    by_draws = len(events)
+    assert own.run(Shard(family="logprobs", kind="besides", seed=1, count=1, implementation="own.narrow")) == 1
+    rows = [e.row for e in events if isinstance(e, Judged)]
+    assert {row.verdict for row in rows} <= {"agree", "unsupported"}
+    assert not any("tried" in row.message for row in rows)
+    met = {
+        pair for r in rows if r.verdict == "agree" for pair in itertools.combinations(sorted({*r.settings} & TAKEN), 2)
+    }
+    apart = {("rare", "softcap"), ("rare", "temperature"), ("softcap", "temperature")}
+    assert met == set(itertools.combinations(sorted(TAKEN), 2)) - apart
+    added = {e.row.case for e in events[by_draws:] if isinstance(e, Judged)}
+    assert 0 < len(added) < 12
+
+
+def test_an_implementation_gets_at_least_so_many_and_no_more_than_it_needs():
+    drawn = drawn_of(loss_family("logprobs"), 120)
+    every = besides(NARROW, drawn, lambda case: True, 30, "cpu")
+    own = [case for case in drawn if refusal(NARROW, case, "cpu") is None]
+    assert len(own) + len(every) == 30
+    assert len(besides(NARROW, drawn, lambda case: True, len(own) + 3, "cpu", every_pair=False)) == 3
+    assert all(refusal(NARROW, near, "cpu") is None for _, near in every)
+    assert not {near.id for _, near in every} & {case.id for case in own}
+
+
+def test_a_covering_part_shows_all_and_the_most_first():
+    found = list(covering(["ab", "abc", "d", "cd", "a"], set))
+    assert found == ["abc", "d"] and list(covering(["ab", "cd"], set, {"a", "b"})) == ["cd"]
+
+
+def test_no_draw_holds_what_says_nothing():
+    for name in loss_families():
+        family = loss_family(name)
+        for case in draws(cases(family, DTYPES, "pr"), f"settled/{name}", 150):
+            full = vars(family.full_settings(case))
+            assert family.settled(case.dtype, dict(full)) == full
+
+
+def test_every_implementation_of_a_run_has_a_shard_besides_its_draws():
+    chosen = Options(families=("divergence",), implementations=("liger.fused_linear_kl_div",))
+    kinds = [(s.kind, s.name) for s in planned(chosen, "cpu", 1).shards if s.kind == "besides"]
+    assert ("besides", "divergence besides liger.fused_linear_kl_div") in kinds

@@ -1,0 +1,151 @@
+"""Which drawn cases an implementation gets, by what it declares to take: nothing is run to find out."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from parity.case.case import Case
+from parity.case.covering import covering
+from parity.case.family import Family
+from parity.compare.one_case import skip_reason
+from parity.errors import UsageError
+from parity.implementations.implementation import Implementation
+from parity.registry import loss_family
+
+TOGETHER = 2
+"""Settings that go beside others together where neither goes alone, at most."""
+TRIED = 3
+"""Cases with one of two settings, and values of the other, of which a case with both is made, where no draw has both."""
+
+
+def refusal(implementation: Implementation, case: Case, device: str) -> str | None:
+    """Why an implementation does not take a case, by what it declares; None where it takes it."""
+    family = loss_family(case.family)
+    settings = family.full_settings(case)
+    reason = skip_reason(family, implementation, case, settings, device)
+    reason = reason or implementation.refuses(settings, case.dtype, device, rejected=True) or None
+    if reason is None and implementation.parameters is not None:
+        absent = family.demands(family.build(case)) - implementation.parameters
+        return f"no parameter {', '.join(sorted(absent))}" if absent else None
+    return reason
+
+
+def nearest(implementation: Implementation, case: Case, device: str) -> Case | None:
+    """The case with as many of its settings as the implementation takes together, the others at their default or at the first
+    of the family's bases that it takes; None where it takes no such case.
+
+    In the case's dtype and sizes, or else in another that it takes, or the default ones. Which settings stay where not all
+    can is by a hash of the case's id, so that of many cases each setting stays in some.
+    """
+    if refusal(implementation, case, device) is None:
+        return case
+    family = loss_family(case.family)
+    for dtype in dict.fromkeys((case.dtype, "fp32", "fp16", "bf16")):
+        for start in _starts(family, case, dtype):
+            if refusal(implementation, start, device) is None:
+                found = _with_more(implementation, start, case, device)
+                return found if _stands(family, found) else None
+    return None
+
+
+def _starts(family: Family, case: Case, dtype: str) -> Iterator[Case]:
+    sizes = {n: v for n, v in case.settings.items() if _is_size(family, n, v)}
+    bases = [{}, *family.bases, *(base for probe in family.probes for base in probe.bases)]
+    for kept, base in itertools.product((sizes, {}), {repr(base): base for base in bases}.values()):
+        yield _settled(family, case.seed, dtype, {**base, **kept})
+
+
+def _with_more(implementation: Implementation, found: Case, case: Case, device: str) -> Case:
+    """`found` with as many settings of the case as go one by one, or by two where neither goes alone."""
+    family = loss_family(case.family)
+    names = [n for n, v in case.settings.items() if not _is_size(family, n, v)]
+    names.sort(key=lambda name: zlib.crc32(f"{case.id}/{name}".encode()))
+    size = 1
+    while size <= TOGETHER:
+        before = found
+        for some in itertools.combinations(names, size):
+            wanted = {n: case.settings[n] for n in some}
+            if wanted.items() <= found.settings.items():
+                continue
+            more = _settled(family, case.seed, found.dtype, {**found.settings, **wanted})
+            if wanted.items() <= more.settings.items() and refusal(implementation, more, device) is None:
+                found = more
+        size = 1 if found != before else size + 1
+    return found
+
+
+def _is_size(family: Family, name: str, value: Any) -> bool:
+    """Whether a setting stays only together with the sizes: one of them, or a number for each sequence."""
+    return name in family.shapes or isinstance(value, list)
+
+
+def _settled(family: Family, seed: int, dtype: str, settings: Mapping[str, Any]) -> Case:
+    full = {name: setting.default for name, setting in family.settings.items()} | dict(settings)
+    return family.case(seed, dtype, family.settled(dtype, full))
+
+
+def _stands(family: Family, case: Case) -> bool:
+    """Whether it is a case at all: some values stand only beside others."""
+    try:
+        family.build(case)
+    except UsageError:
+        return False
+    return True
+
+
+def shown(case: Case) -> frozenset[Hashable]:
+    """The pairs of settings away from their defaults, and the values of those that have choices."""
+    family = loss_family(case.family)
+    names = sorted(case.settings.keys() - set(family.shapes))
+    values = {(n, case.settings[n]) for n in names if family.settings[n].choices is not None}
+    return frozenset({*itertools.combinations(names, 2), *values})
+
+
+def besides(
+    implementation: Implementation,
+    drawn: Sequence[Case],
+    gets: Callable[[Case], bool],
+    least: int,
+    device: str,
+    every_pair: bool = True,
+) -> list[tuple[Case, Case]]:
+    """What an implementation gets besides the draws that it takes and is given: (draw, the nearest case that it takes).
+
+    A covering array over what it takes: each brings two settings together, or a value, that none of its cases has yet. Then
+    others, until it has `least` cases; without `every_pair` no more than these.
+    """
+    own = [case for case in drawn if gets(case) and refusal(implementation, case, device) is None]
+    given = {case.id for case in own}
+    pool: dict[str, tuple[Case, Case]] = {}
+    for case in drawn:
+        near = nearest(implementation, case, device) if case.id not in given else None
+        if near is not None and near.id not in given:
+            pool.setdefault(near.id, (case, near))
+    for case, near in _joined(implementation, [*own, *(near for _, near in pool.values())], device):
+        pool.setdefault(near.id, (case, near))
+    met = frozenset[Hashable]().union(*map(shown, own))
+    new = list(covering(list(pool.values()), lambda pair: shown(pair[1]), met))
+    rest = [pair for pair in pool.values() if pair not in new]
+    wanted = max(0, least - len(own))
+    return new + rest[: max(0, wanted - len(new))] if every_pair else (new + rest)[:wanted]
+
+
+def _joined(implementation: Implementation, cases: Sequence[Case], device: str) -> Iterator[tuple[Case, Case]]:
+    """Cases with two settings that none of the cases has together: one of them with a value of the other."""
+    if not cases:
+        return
+    family, together = loss_family(implementation.family), frozenset[Hashable]().union(*map(shown, cases))
+    least = sorted(cases, key=lambda case: len(case.settings))
+    names = sorted({n for case in cases for n, v in case.settings.items() if not _is_size(family, n, v)})
+    having = {name: [case for case in least if name in case.settings] for name in names}
+    for pair in itertools.combinations(names, 2):
+        for a, b in (pair, pair[::-1]) if pair not in together else ():
+            for one, other in itertools.product(having[a][:TRIED], having[b][:TRIED]):
+                near = _settled(family, one.seed, one.dtype, {**one.settings, b: other.settings[b]})
+                taken = {*pair} <= near.settings.keys() and refusal(implementation, near, device) is None
+                if taken and _stands(family, near):
+                    yield one, near
+                    break
