@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from parity.running.plan import Shard
 
-SECONDS = {"frozen": 1.5, "checks": 4.0, "drawn": 0.15, "pairs": 10.0, "finding": 20.0}
+SECONDS = {"frozen": 1.5, "checks": 4.0, "drawn": 0.15, "besides": 10.0, "finding": 20.0}
 SECONDS |= {"drawn policy": 0.4, "drawn divergence": 0.2}
 """CPU seconds of a case by kind, or by kind and family, as they were measured."""
 

@@ -19,7 +19,7 @@ def emptied(queue, seconds=lambda shard: None):
 
 
 def test_the_longest_is_first():
-    a, b, c, pairs = shard("policy", 0), shard("policy", 50), shard("logprobs", 0), shard("logprobs", 0, 1, "pairs")
+    a, b, c, pairs = shard("policy", 0), shard("policy", 50), shard("logprobs", 0), shard("logprobs", 0, 1, "besides")
     assert emptied(ShardQueue([c, a, pairs, b])) == [("policy", 0), ("policy", 50), ("logprobs", 0), ("logprobs", 0)]
     assert expected(a) == 20.0 and expected(c) == 7.5 and expected(pairs) == 10.0
 
