@@ -8,7 +8,7 @@ import click
 
 from parity.cli import nightly, options, rollouts, versions
 from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
-from parity.cli.ledger import ledger_command
+from parity.cli.ledger_commands import ledger_command
 from parity.cli.progress import Shown
 from parity.cli.show import Detail, detail, report, text
 from parity.errors import UsageError

@@ -39,7 +39,7 @@ def execute(options):
 def rows_of(path):
     """Every row of a file as often as it is there; what a run or a second one of it may have of its own is left out."""
     header, rows = read(path)
-    return header, collections.Counter(repr(replace(r, run="", shard=UNSET)) for r in rows)
+    return header, collections.Counter(repr(replace(r, run="", replay="", shard=UNSET)) for r in rows)
 
 
 def killed(options, seconds):

@@ -1,1 +1,1 @@
-"""What `make bench` prints of the records of cases/bench, comparisons per CPU second, and the comparison of two results files."""
+"""Comparisons per CPU second, and the comparison of two results files."""

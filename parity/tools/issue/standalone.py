@@ -1,8 +1,8 @@
 """The stand-alone script that shows a finding: torch and the library, nothing of this package.
 
-It holds the tensors of the case, the call of the library as the adapter makes it (`recorder`), and what it should give: every
-quantity of the float64 definition, as its numbers or, beyond `WHOLE` of them, as products with random vectors. It exits with 1
-while the library is wrong, with 0 once it is right.
+It holds the tensors of the case, the call of the library as the adapter makes it (`call_recorder`), and the float64 definition:
+each quantity as its numbers or, beyond `WHOLE` of them, as products with random vectors. It exits with 1 while the library is
+wrong, with 0 once it is right.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from parity.implementations.implementation import Implementation
 from parity.protocol.call import differentiated, fresh
 from parity.registry import oracle_of
 from parity.results.row import Row
-from parity.tools.issue.recorder import Recorder
+from parity.tools.issue.call_recorder import Recorder
 from parity.tools.issue.tensors import assigned, wrapped
 
 STRUCTURAL = 0.1
