@@ -35,12 +35,14 @@ class Oracle:
         draw: draws replicas.
         kind: (quantity, replicas) -> the fields of `Unit` besides exact, replicas and compute.
         seed: of the replicas.
+        counts: how many of them to judge with, one after the other.
     """
 
     exact: Quantities
     draw: Draw
     kind: Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, Any]]
     seed: int
+    counts: tuple[int, ...] = (REPLICAS, CONFIRMATION)
     _replicas: dict[tuple[Recipe, int, bool, bool, frozenset[str] | None], Quantities] = dataclasses.field(
         default_factory=dict, repr=False
     )
@@ -106,4 +108,4 @@ class Oracle:
                 for name, value in values.items()
             }
 
-        return escalate(judge_with, (REPLICAS, CONFIRMATION), certain=CERTAIN)
+        return escalate(judge_with, self.counts, certain=CERTAIN)

@@ -23,7 +23,7 @@ from parity.case.inputs import Setting
 from parity.errors import UsageError
 from parity.judge.gates import Judgement
 from parity.judge.oracle import Oracle
-from parity.judge.recipe import IEEE_FP32, Recipe
+from parity.judge.recipe import IEEE_FP32, UNIT_ROUNDOFF, Recipe
 from parity.trainers.specs import SPECS, TRAINERS, TrainerSpec
 
 Made = TypeVar("Made")
@@ -112,6 +112,12 @@ def bounded(
 ) -> Quantity:
     """A quantity that is `Within` a bound of what it should be."""
     return Quantity(quantity, value, Within(exact, allowed), message)
+
+
+def summed(quantity: str, value: float, terms: Sequence[float], message: str = "") -> Quantity:
+    """A sum of Python's: n additions in float64, each off by 2⁻⁵³ of at most Σ|terms|."""
+    allowed = len(terms) * UNIT_ROUNDOFF["fp64"] * sum(map(abs, terms))
+    return Quantity(quantity, value, Within(math.fsum(terms), allowed), message)
 
 
 def holds(

@@ -120,7 +120,7 @@ def test_a_batch_by_hand():
 
 def test_scalars_are_judged_by_replicas():
     model = models.model("llama", torch.float64).eval()
-    scalars = training_step.scalars(model, lambda m: {"x": training_step.logits(m, [[3, 4, 5]])[0].sum()})
+    scalars = training_step.measured(model, lambda m: {"x": training_step.logits(m, [[3, 4, 5]])[0].sum()})
     value = float(scalars.exact["x"])
     assert Entry(scalars, "x").judge(value * (1 + 1e-7)).agrees
     assert not Entry(scalars, "x").judge(value * (1 + 1e-3)).agrees

@@ -36,7 +36,7 @@ def test_as_far_from_exact_as_one_at_a_time(define):
     ratios = [
         spread(stacked.first(COUNT)[n], e) / spread(alone.first(COUNT)[n], e) for n, e in exact.items() if e.any()
     ]
-    assert stacked._at_once  # no silent fall back
+    assert stacked.at_once  # no silent fall back
     assert len(ratios) == len(exact)
     assert 0.8 < sorted(ratios)[len(ratios) // 2] < 1.25
     assert min(ratios) > 0.3 and max(ratios) < 3.0
@@ -70,7 +70,7 @@ def test_replicas_that_were_made_stay_as_they_are():
 def test_a_model_that_routes_tokens_takes_one_at_a_time():
     found = replicas(models.model("qwen3_moe", torch.float64), lambda model: {"loss": windows.sft(WINDOW, model)})
     assert len(found.first(2)["loss"].unique()) == 2
-    assert not found._at_once
+    assert not found.at_once
 
 
 def test_an_error_of_the_definition_is_not_taken_for_one_of_vmap():

@@ -11,6 +11,7 @@ from parity.registry import select
 from parity.trainers import catalogue
 from parity.trainers.checks import sampler
 from parity.trainers.definitions import windows
+from parity.trainers.definitions.training_step import completion_logps
 from parity.trainers.execute import rows
 from parity.trainers.rig import drive, stored_window, twin_runs
 
@@ -51,7 +52,7 @@ def test_no_ratio_is_near_a_bound_and_the_bounds_bite(mode, own):
     window = twin_runs.sequences("grpo-trainer", twin_runs.rows("grpo-trainer"))
     s = SimpleNamespace(mode=mode, low=None, high=math.inf)
     with torch.no_grad():
-        logps = windows.padded(windows.completion_logps(stored_window.policy("llama", torch.float64), window))
+        logps = windows.padded(completion_logps(stored_window.policy("llama", torch.float64), window))
     mask = windows.padded([torch.ones(len(t) - n) for t, n in window])
     if own is not None:
         mask = mask * windows.padded([own(torch.tensor(t[n:])).float() for t, n in window])

@@ -6,7 +6,6 @@ applies them; a trainer that multiplies hidden states by `lm_head.weight` itself
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -18,10 +17,8 @@ from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, shared
-from parity.trainers.definitions import log_probs
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.log_probs import LOGPS
-from parity.trainers.definitions.training_step import LOSS, exact_step, taken
+from parity.trainers.definitions.training_step import LOSS, completion_logps, exact_step, measured
 from parity.trainers.rig import drive, models, quantised_heads
 from parity.upstream import trl
 
@@ -40,6 +37,7 @@ SETTINGS = {
 }
 TRAINERS = ("grpo-trainer", "rloo-trainer", "async-grpo-trainer", "dpo-trainer", "sft-trainer")
 PROMPT, LENGTH = 3, 12
+LOGPS = "logps"
 
 
 PR: tuple[CheckCase, ...] = (("grpo-trainer", {"model": "gemma4"}), ("sft-trainer", {"head": "modules_to_save"}))
@@ -90,7 +88,7 @@ def config_values(call: CheckCall) -> Iterator[Quantity]:
 
 
 def _log_probs(handed: Tensor, truth: Any, batch: Batch) -> Quantity:
-    oracle = log_probs.oracle(functools.partial(batch.logps, truth))
+    oracle = measured(truth, lambda model: {LOGPS: batch.logps(model)})
     exact = oracle.exact[LOGPS]
     e = (handed.double() - exact).abs()
     b, t = divmod(int(e.argmax()), e.shape[1])
@@ -112,12 +110,9 @@ class Batch:
         self.spec = call.spec
         self.temperature = call.settings.temperature if call.spec.scored else 1.0
 
-    def logps(self, model: Any, copies: int = 1) -> Tensor:
-        """Log-probs of the completion tokens by the model's own forward, (copies·2, LENGTH - PROMPT)."""
-        rows = self.ids.repeat(copies, 1)
-        z = model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False).logits / self.temperature
-        logps = taken(torch.log_softmax(z[:, :-1], -1), rows[:, 1:])
-        return logps[:, PROMPT - 1 :]
+    def logps(self, model: Any) -> Tensor:
+        """Log-probs of the completion tokens by the model's own forward, (2, LENGTH - PROMPT)."""
+        return torch.stack(completion_logps(model, [(row, PROMPT) for row in self.ids.tolist()], self.temperature))
 
     def definition(self, model: Any) -> Tensor:
         """The scalar whose gradients are compared, by the model's own logits."""

@@ -81,7 +81,7 @@ def sampler(call: CheckCall) -> Iterator[Quantity]:
     if not s.correction or s.split != "8x1":
         return  # over several micro-batches the log has a mean of their values
     measured = functools.partial(_measured, s, window, windows.padded(given), counted)
-    truth = shared(call, "logged", lambda: training_step.scalars(exact(), measured))
+    truth = shared(call, "logged", lambda: training_step.measured(exact(), measured))
     for name in truth.exact:
         if name in logged:
             yield Quantity(name, float(logged[name]), Entry(truth, name))
@@ -116,7 +116,7 @@ def log_probs(window: Sequences, missing: bool, counted: Any) -> list[Tensor]:
     """What the sampler reports of each completion, (T_i,) float32: NaN where it has none, 0 for a tool's token."""
     out = []
     with torch.no_grad():
-        exactly = windows.completion_logps(stored_window.policy("llama", torch.float64), window)
+        exactly = training_step.completion_logps(stored_window.policy("llama", torch.float64), window)
     for i, (logps, (tokens, start)) in enumerate(zip(exactly, window, strict=True)):
         reported = (logps + APART * normal(21, f"sampler {i}", logps.shape).double()).float()
         if counted is not None:
@@ -161,7 +161,7 @@ def ratio(s: SimpleNamespace, reported: Tensor, logps: Tensor, mask: Tensor) -> 
 
 def _measured(s: SimpleNamespace, window: Sequences, reported: Tensor, counted: Any, model: Any) -> dict[str, Tensor]:
     """What is logged: |log π - log π_sampler| of the tokens that count, and the ratios."""
-    logps = windows.padded(windows.completion_logps(model, window))
+    logps = windows.padded(training_step.completion_logps(model, window))
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(t[n:]) for t, n in window], batch_first=True)
     mask = windows.padded([torch.ones(len(t) - n, dtype=torch.bool) for t, n in window])
     if counted is not None:

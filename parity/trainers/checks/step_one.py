@@ -1,12 +1,13 @@
 """KL at step 1: the policy is the reference, so KL, log-ratios and what follows from them are machine zero.
 
-Bounds. A log-prob of the policy and one of the reference are two correct evaluations of one definition; each may be off
-by g = 6·rms of that token's log-prob over Monte Carlo replicas of the model (the judge's row gate). So |d| ≤ D = 2g for
-the log-ratio d of a token, exp(d) - d - 1 ≤ D²/2·exp(D) for its KL, plus 4u for evaluating that near 1.
+Policy, reference and the policy that generated are three evaluations of one model: equal in float64, apart by rounding in a
+replica. What a trainer makes of them is written as the trainer computes it, because rounding follows the algebra:
+exp(d) - d - 1 is off by u near d = 0, expm1(d) - d by next to nothing.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
+from parity.families.policy import divergence
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, bounded, by_profile, check, holds, pairwise
-from parity.trainers.definitions import log_probs, windows
-from parity.trainers.definitions.log_probs import Truth, U
-from parity.trainers.rig import drive, models
+from parity.judge.problem import Problem
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, holds, pairwise
+from parity.trainers.definitions.training_step import completion_logps, measured
+from parity.trainers.rig import checkpointing, drive, models
 from parity.trainers.rig.first_step import FirstStep, run
 from parity.upstream import trl
 
@@ -60,9 +62,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
 def step_one(call: CheckCall) -> Iterator[Quantity]:
     """With the policy equal to the reference the first step shows no KL, no log-ratio and the loss of ratio 1."""
     step = run(call)
-    truth = log_probs.truth(call, step.ids, step.mask, step.completion)
-    yield from _log_probs(step, truth)
-    yield from METRICS[call.trainer](call, step, truth)
+    yield from quantities(call, step, definition(call, step))
     if call.settings.checkpointing == drive.CUSTOM:
         first = next(iter(step.lost), "")
         message = f"{first} lost its own checkpointing function during the step"
@@ -72,38 +72,52 @@ def step_one(call: CheckCall) -> Iterator[Quantity]:
     yield holds("grad_norm", finite, f"grad_norm is {norm}", value=None if norm is None else float(norm))
 
 
-def _log_probs(step: FirstStep, truth: Truth) -> Iterator[Quantity]:
-    """Log-probs of policy and reference against the model's own logits, and against each other."""
-    for name, value in (("logps", step.policy), ("ref_logps", step.reference)):
+Scored = SimpleNamespace
+"""Log-probs (B, T) by the `policy`, the `reference` and the `old` policy, which generated; what is `counted`, (B, T), 1 or 0."""
+
+
+def definition(call: CheckCall, step: FirstStep) -> Oracle:
+    """What the step should show. Sequences begin with their first token, and end with the padding that they have."""
+    s = call.settings
+    model = models.model(s.model, torch.float64).eval()
+    if s.checkpointing == drive.CUSTOM:
+        checkpointing.install(model, checkpoint=False)
+    width = step.ids.shape[1] - int(step.completion.any(0).int().argmax())
+    rows = [ids[int(mask.argmax()) :].tolist() for ids, mask in zip(step.ids, step.mask, strict=True)]
+    window = [(row, len(row) - width) for row in rows]
+    counted = step.completion[:, -width:].cpu().double()
+    seen = counted.nonzero(as_tuple=True)
+    temperature = s.temperature if call.spec.scored else 1.0
+
+    def define(model: Any) -> Mapping[str, Tensor]:
+        policy, reference, old = torch.stack(completion_logps(model, window * 3, temperature)).chunk(3)
+        by = Scored(policy=policy, reference=reference, old=old, counted=counted)
+        apart = {"logps": policy, "ref_logps": reference, "log_ratio": policy - reference}
+        return {name: x[seen] for name, x in apart.items()} | LOGGED[call.case.family](call, step, by)
+
+    return measured(model, define)
+
+
+def quantities(call: CheckCall, step: FirstStep, oracle: Oracle) -> Iterator[Quantity]:
+    """Log-probs of policy and reference against the model's own logits and each other; the loss, and what is logged."""
+    both = step.policy is not None and step.reference is not None
+    apart = step.policy - step.reference if both else None  # type: ignore[operator]
+    for name, value in {"logps": step.policy, "ref_logps": step.reference, "log_ratio": apart}.items():
         if value is not None:
-            t = value.shape[1]
-            counted = truth.counted[:, -t:]
-            oracle = Oracle(
-                {name: truth.logps[:, -t:][counted]},
-                lambda *asked, t=t, counted=counted, name=name: {name: truth.replicas[:, :, -t:][:, counted]},
-                lambda name, found: {"entrywise": True},
-                seed=0,
+            seen = step.completion[:, -value.shape[1] :].bool()
+            found, exact = value.detach()[seen].cpu(), oracle.exact[name]
+            i = int((found.double() - exact).abs().argmax())
+            b, t = (int(x[i]) for x in seen.nonzero(as_tuple=True))
+            where = (
+                f"worst at sequence {b}, completion token {t}: {float(found[i]):.5g} instead of {float(exact[i]):.5g}"
             )
-            yield Quantity(name, value.detach().cpu()[counted], Entry(oracle, name), _first(value, truth))
-    if step.policy is not None and step.reference is not None:
-        t = step.policy.shape[1]
-        counted = truth.counted[:, -t:]
-        d = (step.policy - step.reference).detach().cpu().double()[counted].abs()
-        yield bounded("log_ratio", d, torch.zeros_like(d), truth.apart[:, -t:][counted], "policy and reference differ")
-
-
-def _first(value: Tensor, truth: Truth) -> str:
-    """Where policy or reference first differs from the definition."""
-    t = value.shape[1]
-    e = (value.detach().cpu().double() - truth.logps[:, -t:]).abs() * truth.counted[:, -t:]
-    beyond = (e > truth.apart[:, -t:]).nonzero()
-    if len(beyond) == 0:
-        return ""
-    b, i = (int(k) for k in beyond[0])
-    return (
-        f"first at sequence {b}, completion token {i}: {float(value[b, i]):.5g} instead of "
-        f"{float(truth.logps[b, i - t]):.5g} by the model's own logits"
-    )
+            yield Quantity(name, found, Entry(oracle, name), f"{where} by the model's own logits")
+    for name in [n for n, exact in oracle.exact.items() if exact.dim() == 0]:
+        key = "objective/kl" if name == "kl" and call.spec.paired else name
+        value, exact = step.loss if name == "loss" else _metric(step, key), float(oracle.exact[name])
+        yield Quantity(name, value, Entry(oracle, name), f"{name} {value:.5g} at step 1 instead of {exact:.5g}")
+    if both and LOGGED[call.case.family] is _grpo:  # a fused loss hands out no log-probs
+        yield _recomputed(step)
 
 
 def _metric(step: FirstStep, key: str) -> float:
@@ -112,85 +126,67 @@ def _metric(step: FirstStep, key: str) -> float:
     return float(step.log[key])
 
 
-def _grpo(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[Quantity]:
+def _mean(x: Tensor, counted: Tensor) -> Tensor:
+    return (x * counted).sum() / counted.sum()
+
+
+def _grpo(call: CheckCall, step: FirstStep, by: Scored) -> dict[str, Tensor]:
+    """KL: the mean over completion tokens of k3. Loss: the mean of -A + β·k3."""
     assert step.advantages is not None
-    kl = _metric(step, "kl")
-    bound = float(truth.kl[truth.counted].max())
-    yield bounded("kl", kl, 0.0, bound, f"KL {kl:.4g} at step 1, at most {bound:.2g} is rounding")
-    if step.policy is not None and step.reference is not None:  # a fused loss hands out no log-probs
-        yield _recomputed(kl, step, windows.k3)
-    exact, terms = loss_at_ratio_one(step, "loss_type" in trl.fields(drive.config(call.trainer)))
-    allowed = call.settings.beta * bound + (terms + 8) * U * float(step.advantages.abs().mean())
-    yield bounded("loss", step.loss, exact, allowed, f"loss {step.loss:.5g} at ratio 1 and KL 0, expected {exact:.5g}")
+    k3 = divergence(by.reference - by.policy, None)
+    terms = call.settings.beta * k3 - step.advantages.cpu().double().unsqueeze(1)
+    return {"kl": _mean(k3, by.counted), "loss": averaged(terms, by.counted, _of_sequences(call))}
 
 
-def loss_at_ratio_one(step: FirstStep, has_loss_types: bool) -> tuple[float, int]:
-    """-mean of the advantages, and how many terms a sum of it has: over sequences (grpo), -Σ A_i/B, or over tokens (bnpo),
-    -Σ A_i·|o_i|/Σ |o_i|, where the release has no loss types and averages over tokens: TRL 0.16."""
-    assert step.advantages is not None
-    advantages = step.advantages.double()
-    if has_loss_types or not trl.since("0.16.0"):
-        return -float(advantages.mean()), drive.COMPLETION
-    lengths = step.completion.sum(1).double().to(advantages.device)
-    return -float((advantages * lengths).sum() / lengths.sum()), int(lengths.sum())
+def _of_sequences(call: CheckCall) -> bool:
+    """Whether GRPO's loss is a mean over sequences (grpo), not over tokens (bnpo), where the release has no loss types: 0.16."""
+    return "loss_type" in trl.fields(drive.config(call.trainer)) or not trl.since("0.16.0")
 
 
-def _recomputed(kl: float, step: FirstStep, of: Any) -> Quantity:
-    """The trainer's metric against the definition on its own log-probs: the mean over completion tokens."""
+def averaged(terms: Tensor, counted: Tensor, of_sequences: bool) -> Tensor:
+    """The mean over sequences of each one's mean over its tokens, or the mean over all tokens."""
+    return ((terms * counted).sum(1) / counted.sum(1)).mean() if of_sequences else _mean(terms, counted)
+
+
+def _recomputed(step: FirstStep) -> Quantity:
+    """The trainer's metric by its own log-probs: the mean over completion tokens."""
     assert step.policy is not None and step.reference is not None
-    t = step.policy.shape[1]
-    counted = step.completion[:, -t:].bool().cpu()
-    d = (step.reference - step.policy).detach().cpu()[counted]
-    exact = float(of(d.double()).mean())
-    # exp(d), the subtraction of d and of 1: u each of what they are near, and the mean's own
-    allowed = float(
-        (U * (3 * d.double().exp() + 2 * d.double().abs() + 1)).mean()
-    ) + counted.sum().item() ** 0.5 * U * abs(exact)
-    return bounded(
-        "kl by its own log-probs", kl, exact, allowed, f"the metric says {kl:.5g}, its own log-probs {exact:.5g}"
-    )
+    seen = step.completion[:, -step.policy.shape[1] :].bool()
+    inputs = {name: x.detach()[seen].cpu() for name, x in (("policy", step.policy), ("reference", step.reference))}
+
+    def mean(policy: Tensor, reference: Tensor) -> Mapping[str, Tensor]:
+        return {"kl": divergence(reference - policy, None).mean()}
+
+    oracle, kl = Problem(mean, inputs, {}, ()).oracle, _metric(step, "kl")
+    message = f"the metric says {kl:.5g}, its own log-probs {float(oracle.exact['kl']):.5g}"
+    return Quantity("kl by its own log-probs", kl, Entry(oracle, "kl"), message)
 
 
-def _rloo(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[Quantity]:
+def _rloo(call: CheckCall, step: FirstStep, by: Scored) -> dict[str, Tensor]:
+    """KL: the mean log-ratio of a token. Loss: -mean of A·ratio of the sequence."""
     assert step.advantages is not None
-    kl = _metric(step, "kl")
-    bound = float(truth.apart[truth.counted].max())
-    yield bounded("kl", kl, 0.0, bound, f"mean log-ratio {kl:.4g} at step 1, at most {bound:.2g} is rounding")
-    # the sequence's ratio is exp of a sum of differences, each at most D
-    drift = math.expm1(float((truth.apart * truth.counted).sum(1).max()))
-    size, exact = float(step.advantages.abs().mean()), -float(step.advantages.double().mean())
-    yield bounded(
-        "loss", step.loss, exact, (drift + 8 * U) * size, f"loss {step.loss:.5g} at ratio 1, expected {exact:.5g}"
-    )
+    policy, old = ((x * by.counted).sum(1) for x in (by.policy, by.old))
+    loss = -((policy - old).exp() * step.advantages.cpu().double()).mean()
+    return {"kl": _mean(by.old - by.reference, by.counted), "loss": loss}
 
 
-def _pairs(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[Quantity]:
-    sums = (truth.apart * truth.counted).sum(1)
-    bound = call.settings.beta * float(sums.max())
-    for key in ("rewards/chosen", "rewards/rejected"):
-        value = _metric(step, key)
-        yield bounded(key, value, 0.0, bound, f"{key} {value:.4g} at step 1, at most {bound:.2g} is rounding")
-    yield _ln2(step, bound)
-    kept = truth.logps * truth.counted
-    exact = kept.sum(1).chunk(2)
-    for key, rows in (("logps/chosen", exact[0]), ("logps/rejected", exact[1])):
-        value, truly = _metric(step, key), float(rows.mean())
-        allowed = float(sums.max()) / 2 + drive.COMPLETION * U * abs(truly)
-        yield bounded(key, value, truly, allowed, f"{key} {value:.6g}, {truly:.6g} by the model's own logits")
+def _dpo(call: CheckCall, step: FirstStep, by: Scored) -> dict[str, Tensor]:
+    policy, reference = ((x * by.counted).sum(1).chunk(2) for x in (by.policy, by.reference))
+    delta = [p - r for p, r in zip(policy, reference, strict=True)]
+    out = {"loss": -torch.nn.functional.logsigmoid(call.settings.beta * (delta[0] - delta[1])).mean()}
+    for i, side in enumerate(("chosen", "rejected")):
+        out |= {f"rewards/{side}": call.settings.beta * delta[i].mean(), f"logps/{side}": policy[i].mean()}
+    return out
 
 
-def _online(call: CheckCall, step: FirstStep, truth: Truth) -> Iterator[Quantity]:
-    kl = _metric(step, "objective/kl")
-    assert step.policy is not None
-    sums = float(truth.apart[:, -step.policy.shape[1] :].sum(1).max())  # the metric sums over padded completions too
-    yield bounded("kl", kl, 0.0, sums, f"KL {kl:.4g} at step 1, at most {sums:.2g} is rounding")
-    yield _ln2(step, call.settings.beta * sums)
+def _online(call: CheckCall, step: FirstStep, by: Scored) -> dict[str, Tensor]:
+    """DPO's loss, whichever of two is chosen; the KL sums over padding too."""
+    return {"loss": _dpo(call, step, by)["loss"], "kl": (by.policy - by.reference).sum(1).mean()}
 
 
-def _ln2(step: FirstStep, bound: float) -> Quantity:
-    """-log σ(0); its slope there is 1/2, of a difference of two sums."""
-    message = f"loss {step.loss:.6g} at log-ratio 0, expected ln 2"
-    return bounded("loss", step.loss, math.log(2.0), bound + 4 * U, message)
-
-
-METRICS = {"GRPOTrainer": _grpo, "RLOOTrainer": _rloo, "DPOTrainer": _pairs, "OnlineDPOTrainer": _online}
+LOGGED: dict[str, Callable[[CheckCall, FirstStep, Scored], dict[str, Tensor]]] = {
+    "grpo-trainer": _grpo,
+    "rloo-trainer": _rloo,
+    "dpo-trainer": _dpo,
+    "online-dpo-trainer": _online,
+}

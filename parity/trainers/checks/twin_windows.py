@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, Quantity, bounded, by_profile, check, holds, shared
+from parity.judge.problem import Problem
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, holds, shared, summed
 from parity.trainers.checks.metrics import Batch
 from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
 from parity.trainers.definitions import twin_losses, windows
-from parity.trainers.definitions.gradients import first_step, gradients, window_loss
-from parity.trainers.definitions.training_step import exact_step
+from parity.trainers.definitions.gradients import Parameters, first_step, gradients, window_loss
+from parity.trainers.definitions.training_step import completion_logps, exact_step, measured
 from parity.trainers.rig import batches, drive, models, recorder, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Sample
 from parity.trainers.specs import JUDGED, SPECS
@@ -160,22 +162,26 @@ def _synced(run: Run) -> Iterator[Quantity]:
     The second step's gradient is that of the definition with this reference.
     """
     built, steps, name = run.built, run.steps, run.s.model
-    first, moved = models.model(name, torch.float64), models.model(name, torch.float64)
-    _mix(first, steps.parameters[1])
-    _mix(moved, steps.parameters[1])
-    _mix(moved, dict(built.accelerator.unwrap_model(built.model).named_parameters()))
-    found = dict(built.accelerator.unwrap_model(built.ref_model).named_parameters())
-    wanted = dict(moved.named_parameters())
-    off = {n: float((found[n].double() - w).abs().max() / (6 * 2.0**-24 * w.abs().max())) for n, w in wanted.items()}
-    worst = max(off, key=lambda name: off[name])
-    yield bounded("reference", off[worst], 0.0, 1.0, f"furthest off: {worst}")
+    saved, policy, reference = (
+        {n: p.detach().clone() for n, p in model.named_parameters()}
+        for model in (models.model(name), *map(built.accelerator.unwrap_model, (built.model, built.ref_model)))
+    )
+    inputs = {"saved": saved, "first": dict(steps.parameters[1]), "second": policy}
+    synced = Problem(_mixed_twice, inputs, {}, ()).oracle
+    yield Quantity("reference", {n: reference[n] for n in synced.exact}, Parameters(synced))
+    first = models.model(name, torch.float64)
+    with torch.no_grad():
+        for n, p in first.named_parameters():
+            p.copy_(_mix(p, steps.parameters[1][n].double()))
     yield run.gradient("gradient of step 2", 1, count=4, reference=first.eval().requires_grad_(False))
 
 
-def _mix(reference: Any, policy: Mapping[str, Any]) -> None:
-    with torch.no_grad():
-        for name, parameter in reference.named_parameters():
-            parameter.mul_(1 - MIXED).add_(policy[name].double(), alpha=MIXED)
+def _mix(reference: Tensor, policy: Tensor) -> Tensor:
+    return reference.mul(1 - MIXED).add(policy, alpha=MIXED)
+
+
+def _mixed_twice(saved: dict[str, Tensor], first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _mix(_mix(p, first[name]), second[name]) for name, p in saved.items()}
 
 
 def _truncated(run: Run) -> Iterator[Quantity]:
@@ -192,7 +198,7 @@ def _truncated(run: Run) -> Iterator[Quantity]:
     yield gradients(step, steps.gradients[0])
 
 
-def _adaptive(run: Run, applied: float, left: float) -> Iterator[Quantity]:
+def _adaptive(run: Run, applied: float) -> Iterator[Quantity]:
     """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): below the target the bonus grows by a step and is applied.
 
     Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it. Above its
@@ -204,7 +210,8 @@ def _adaptive(run: Run, applied: float, left: float) -> Iterator[Quantity]:
     settings = {"loss_type": s.loss, "beta": 0.0, "max_completion_length": drive.COMPLETION, "entropy_coef": applied}
     window = twin_runs.sequences(run.trainer, rows)
     step = exact_step(model, functools.partial(windows.grpo, window, s.model, settings, None, None))
-    yield bounded("coefficient", float(run.built.entropy_coef), left, 1e-12, "0.1, twice moved by 0.05")
+    moves = (0.05, 0.05) if applied else (-0.05, -0.05)
+    yield summed("coefficient", float(run.built.entropy_coef), (0.1, *moves), "0.1, twice moved by 0.05")
     yield gradients(step, steps.gradients[1], "gradient of step 2")
 
 
@@ -228,13 +235,14 @@ def _controlled(run: Run) -> Iterator[Quantity]:
         target = (own[steps - 1] + other) / 2
         built = run.build(max_steps=steps, entropy_target=target)
         twin_runs.train(built, run.call.path)
-        left = 0.1 + sum(0.05 if x <= target else -0.05 for x in own[:steps])
+        terms = (0.1, *(0.05 if x <= target else -0.05 for x in own[:steps]))
         message = f"or else it moves by the mean {name}"
-        yield bounded(f"coefficient after step {steps}", float(built.entropy_coef), left, 1e-12, message)
+        yield summed(f"coefficient after step {steps}", float(built.entropy_coef), terms, message)
     before = float(built.entropy_coef)
     with trl.quiet():
         built.evaluate()
-    yield bounded("coefficient after evaluation", float(built.entropy_coef), before, 0.0, "evaluation moves it")
+    after = float(built.entropy_coef)
+    yield holds("coefficient after evaluation", after == before, "evaluation moves it", "exact", after, before)
 
 
 def _generation(run: Run) -> Iterator[Quantity]:
@@ -252,22 +260,19 @@ def _clipped(run: Run) -> Iterator[Quantity]:
     older = stored_window.policy(run.s.model, torch.float64, stored_window.OLDER)
     generation = windows.Generation(window, older, steps=1)
     with torch.no_grad():
-        old = windows.completion_logps(generation.old, window)
+        old = completion_logps(generation.old, window)
     twin_runs.hand_old(run.built, {tuple(t): lp for (t, _), lp in zip(window, old, strict=True)})
     yield twin_runs.all_there(trainer, run.steps)
     model = stored_window.policy(run.s.model, torch.float64)
-    share = dict(zip(("low", "high"), windows.beyond(trainer, window, generation, CLIP, model).tolist(), strict=True))
+    shares = functools.partial(windows.beyond, trainer, window, generation, CLIP)
+    counts = measured(model, shares, shares(model))
+    share = {side: float(counts.exact[f"clip_ratio/{side}_mean"]) for side in ("low", "high")}
     yield holds("beyond", all(0 < x < 0.5 for x in share.values()), f"{share}: the case tests nothing", gate="exact")
     define = twin_losses.definition(trainer, run.s, generation=generation, clip=CLIP)
     yield from first_step(exact_step(model, define), run.steps)
-    share["region"] = sum(share.values())
     logged = drive.logged(run.built)
-    each = [windows.beyond(trainer, [sequence], generation, CLIP, model).tolist() for sequence in window]
-    wanted = {f"clip_ratio/{side}_mean": exact for side, exact in share.items()}
-    wanted |= {"clip_ratio/low_min": min(low for low, _ in each), "clip_ratio/high_max": max(high for _, high in each)}
-    for name, exact in wanted.items():
-        if name in logged:
-            yield bounded(name, float(logged[name]), exact, 2.0**-22, "the share of what is beyond the bound")
+    for name in [n for n in counts.exact if n in logged]:
+        yield Quantity(name, float(logged[name]), Entry(counts, name), "the share of what is beyond the bound")
 
 
 def _misaligned(run: Run) -> Iterator[Quantity]:
@@ -306,9 +311,9 @@ class Window:
     losses: tuple[str, ...] = ()
 
 
-def _entropy(target: float, applied: float, left: float) -> Window:
-    """The coefficient that is applied in the second step, and the one that is left, with this target."""
-    judge = functools.partial(_adaptive, applied=applied, left=left)
+def _entropy(target: float, applied: float) -> Window:
+    """The coefficient that is applied in the second step with this target."""
+    judge = functools.partial(_adaptive, applied=applied)
     config = TWO_STEPS | ADAPTIVE | {"entropy_target": target}
     return Window(judge, ("grpo-trainer",), "4x1", config=config, needs=("use_adaptive_entropy",))
 
@@ -337,8 +342,8 @@ WINDOWS = {
     ),
     "truncated": Window(_truncated, TRUNCATING, truncated=(1, 4, 5), losses=LOSSES),
     "ends": Window(_truncated, TRUNCATING, truncated=(1, 4, 5), ended=(0, 6)),
-    "adaptive": _entropy(target=100.0, applied=0.15, left=0.2),
-    "satisfied": _entropy(target=0.0, applied=0.0, left=0.0),
+    "adaptive": _entropy(target=100.0, applied=0.15),
+    "satisfied": _entropy(target=0.0, applied=0.0),
     "controlled": Window(
         _controlled,
         ("grpo-trainer",),

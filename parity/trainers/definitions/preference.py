@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from parity.trainers.definitions import windows
-from parity.trainers.definitions.training_step import completion_logits, taken
+from parity.trainers.definitions.training_step import completion_logits, completion_logps, taken
 from parity.trainers.rig import stored_window
 from parity.trainers.rig.stored_window import Reference, Sequences
 
@@ -33,9 +33,9 @@ class Pairs:
     """
 
     def __init__(self, window: tuple[Sequences, Sequences], reference: Reference, s: SimpleNamespace, model: Any):
-        token_logps = [windows.completion_logps(model, w) for w in window]
+        token_logps = [completion_logps(model, w) for w in window]
         with torch.no_grad():
-            base = [windows.completion_logps(stored_window.reference(reference), w) for w in window]
+            base = [completion_logps(stored_window.reference(reference), w) for w in window]
         self.s, self.tokens, self.token_logps = s, token_logps[0], token_logps
         self.logps, self.ref = _summed(token_logps, s.ld_alpha), _summed(base, s.ld_alpha)
         self.ratios = [a - b for a, b in zip(self.logps, self.ref, strict=True)]
@@ -165,7 +165,7 @@ def cpo(window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> 
     r is log π of a completion, per token for ipo and simpo; (1 - exp(-a·r))/a with AlphaPO's exponent a (arXiv
     2501.03884). f as DPO's; simpo: sigmoid of β(r_w - r_l) - γ (arXiv 2405.14734); alphapo: simpo with nll = 0.
     """
-    tokens = [windows.completion_logps(model, w) for w in window]
+    tokens = [completion_logps(model, w) for w in window]
     averaged = s.loss in ("ipo", "simpo", "alphapo")
     r = [torch.stack([t.mean() if averaged else t.sum() for t in side]) for side in tokens]
     if s.power:
@@ -193,8 +193,8 @@ def orpo(window: tuple[Sequences, Sequences], beta: float, model: Any) -> Tensor
     odds = p/(1 - p), log p the mean over a completion's tokens (arXiv 2403.07691, equations 3 to 7; its authors' code
     takes the likelihood of the prompt too).
     """
-    odds = [log_odds(windows.completion_logps(model, side)) for side in window]
-    whole = torch.cat(windows.completion_logps(model, [(tokens, 1) for tokens, _ in window[0]]))
+    odds = [log_odds(completion_logps(model, side)) for side in window]
+    whole = torch.cat(completion_logps(model, [(tokens, 1) for tokens, _ in window[0]]))
     return -whole.mean() - beta * logsigmoid(odds[0] - odds[1]).mean()
 
 
@@ -243,7 +243,7 @@ def mismatched(window: Sequences) -> Sequences:
 
 def dft(window: Sequences, model: Any) -> Tensor:
     """-Σ p·log p / N over the completion tokens, p without gradient (arXiv 2508.05629)."""
-    logps = torch.cat(windows.completion_logps(model, window))
+    logps = torch.cat(completion_logps(model, window))
     return -(logps.exp().detach() * logps).sum() / logps.numel()
 
 

@@ -32,7 +32,7 @@ class Replicas:
         differentiated: str | None = None,
     ):
         self._defined, self._rounding, self._differentiated = _Defined(model, define), rounding, differentiated
-        self._at_once = True
+        self.at_once = True
         self._made: dict[tuple[Recipe, int], Results] = {}
 
     def _recorded(self) -> torch.set_grad_enabled:
@@ -54,11 +54,11 @@ class Replicas:
 
     def _more(self, seeds: list[int], recipe: Recipe) -> list[Results]:
         modes = (self._rounding(recipe, "fp32", seed) for seed in seeds)
-        if self._rounding.vectorised and self._at_once:
+        if self._rounding.vectorised and self.at_once:
             try:
                 return [self._together(len(seeds), self._rounding(recipe, "fp32", seeds[0]))]
             except RuntimeError:  # what is wrong with the definition itself shows again below
-                self._at_once = False
+                self.at_once = False
         return [self._alone(mode) for mode in modes]
 
     def _alone(self, mode: StepRounding) -> Results:

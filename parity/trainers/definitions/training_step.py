@@ -5,13 +5,14 @@ angles), `Double` keeps float64.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from parity.errors import OracleError
+from parity.judge.escalation import CONFIRMATION, LAST_WORD, REPLICAS
 from parity.judge.oracle import Oracle
 from parity.judge.recipe import Recipe
 from parity.trainers.definitions.replicated import Replicas, Results
@@ -52,14 +53,27 @@ def taken(logps: Tensor, tokens: Tensor) -> Tensor:
     return logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def scalars(model: Any, define: Callable[[Any], Mapping[str, Tensor]]) -> Oracle:
-    """Numbers of a model by their definition; `model` as of `exact_step`, `define`: model -> name -> 0-dim tensor."""
+def completion_logps(model: Any, window: Sequence[tuple[list[int], int]], temperature: float = 1.0) -> list[Tensor]:
+    """Log-probs (T_i,) of the tokens of each completion."""
+    return [taken(torch.log_softmax(z / temperature, -1), tokens) for z, tokens in completion_logits(model, window)]
+
+
+def measured(model: Any, define: Callable[[Any], Mapping[str, Tensor]], counted: Collection[str] = ()) -> Oracle:
+    """Numbers and tensors of a model by their definition, forward alone; `model` as of `exact_step`.
+
+    `define`: model -> name -> a tensor whose entries are judged one by one, or 0-dim; `counted`: those that are counts, shares,
+    or made of what is exact in float32.
+    """
     replicas = Replicas(model, define)
 
     def draw(recipe: Recipe, count: int, seed: int, *others: Any) -> Results:
-        return replicas.first(count, recipe, seed)
+        # minutes, where a model takes one replica at a time
+        return replicas.first(count if replicas.at_once else min(count, CONFIRMATION), recipe, seed)
 
-    return Oracle(replicas.exact(), draw, lambda name, found: {"scalar": True}, seed=0)
+    def kind(name: str, found: Mapping[str, Tensor]) -> dict[str, bool]:
+        return {"counted": name in counted, "scalar": found[name].dim() == 1, "entrywise": True}
+
+    return Oracle(replicas.exact(), draw, kind, seed=0, counts=(REPLICAS, CONFIRMATION, LAST_WORD))
 
 
 def exact_step(model: Any, loss: Loss, rounding: type[StepRounding] = StepRounding) -> Oracle:

@@ -16,23 +16,14 @@ from parity.case.case import Case
 from parity.case.inputs import Inputs, defaults
 from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
+from parity.families.policy import divergence as k3
 from parity.trainers.definitions import training_step
-from parity.trainers.definitions.training_step import completion_logits, taken
+from parity.trainers.definitions.training_step import completion_logits, completion_logps
 from parity.trainers.rig import stored_window
 from parity.trainers.rig.stored_window import Reference, Sequences
 
 CLIP = 0.2
 """ε of the clipped ratio, TRL's default in GRPO and RLOO."""
-
-
-def completion_logps(model: Any, window: Sequences, temperature: float = 1.0) -> list[Tensor]:
-    """Log-probs (T_i,) of the tokens of each completion."""
-    return [taken(torch.log_softmax(z / temperature, -1), tokens) for z, tokens in completion_logits(model, window)]
-
-
-def k3(d: Tensor) -> Tensor:
-    """r - 1 - log r of d = log r, for the small ones of a metric."""
-    return torch.expm1(d) - d
 
 
 def sums(model: Any, window: Sequences) -> Tensor:
@@ -127,24 +118,32 @@ def gmpo(
         kept = torch.ones_like(t) if tools is None else tools(torch.tensor(ids[start:])).to(t)
         count = kept.sum().clamp(min=1.0)
         d = (t - o).clamp(max=clip[1]) if sign > 0 else (t - o).clamp(min=-clip[0])
-        kl = torch.expm1(ref - t) - (ref - t)
+        kl = k3(ref - t, None)
         terms.append(-sign * ((d * kept).sum() / count).exp() + beta * (kl * kept).sum() / count)
     return torch.stack(terms).mean()
 
 
-def beyond(trainer: str, window: Sequences, generation: Generation, clip: tuple[float, float], model: Any) -> Tensor:
-    """Share of the tokens (RLOO: sequences) with ρ < 1 - ε and A < 0, and with ρ > 1 + ε_high and A > 0; (2,).
+def beyond(
+    trainer: str, window: Sequences, generation: Generation, clip: tuple[float, float], model: Any
+) -> dict[str, Tensor]:
+    """Shares of the tokens (RLOO: sequences) with ρ < 1 - ε and A < 0, and with ρ > 1 + ε_high and A > 0, as they are logged.
 
-    GMPO's bounds are those of log ρ.
+    Means over the window, the least and the largest of a sequence. GMPO's bounds are those of log ρ.
     """
     a = generation.of(window, advantages(generation.whole))
     with torch.no_grad():
         new, old = (completion_logps(m, window) for m in (model, generation.old))
     d = [n - o for n, o in zip(new, old, strict=True)]
     d = [x.sum(0, keepdim=True) for x in d] if trainer == "rloo-trainer" else d
-    signs = torch.cat([s.expand(len(x)) for s, x in zip(a, d, strict=True)])
-    size = torch.cat(d) if trainer == "gmpo-trainer" else torch.cat(d).expm1()
-    return torch.stack([(size < -clip[0]) & (signs < 0), (size > clip[1]) & (signs > 0)]).double().mean(1)
+    sizes = d if trainer == "gmpo-trainer" else [x.expm1() for x in d]
+    low = [((x < -clip[0]) & (s < 0)).double() for x, s in zip(sizes, a, strict=True)]
+    high = [((x > clip[1]) & (s > 0)).double() for x, s in zip(sizes, a, strict=True)]
+    share = {"low": torch.cat(low).mean(), "high": torch.cat(high).mean()}
+    share["region"] = share["low"] + share["high"]
+    return {f"clip_ratio/{side}_mean": x for side, x in share.items()} | {
+        "clip_ratio/low_min": torch.stack([x.mean() for x in low]).min(),
+        "clip_ratio/high_max": torch.stack([x.mean() for x in high]).max(),
+    }
 
 
 def advantages(window: Sequences, earned: Tensor | None = None) -> Tensor:
