@@ -8,9 +8,10 @@ from collections.abc import Collection
 import torch
 
 from parity.implementations.implementation import Implementation
+from parity.judge.escalation import REPLICAS
 from parity.judge.recipe import TF32, TF32_TRUNCATED
 from parity.judge.timings import within
-from parity.judging.assess import CaseOracle, judge_all
+from parity.judging.assess import CaseOracle, judged
 from parity.protocol.exceptions import Outcome
 
 
@@ -126,8 +127,8 @@ def undeclared(
         wider = dataclasses.replace(recipe, **fields).resolve(dtype)
         if wider == recipe:
             continue
-        judged = judge_all(oracle, implementation, outcome, wider, only=failing)  # few replicas: a hint, no verdict
-        if all(q in judged and judged[q].agrees for q in failing):
+        found = judged(oracle, implementation, outcome, wider, only=failing, most=REPLICAS)
+        if all(q in found and found[q].agrees for q in failing):
             named = ", ".join(f"{k}={v!r}" for k, v in fields.items())
             return f"right for code that rounds so: Recipe({named}); declare it if that is meant"
     return None

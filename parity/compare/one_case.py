@@ -17,11 +17,11 @@ from parity.compare.blame import Blame, flaky
 from parity.compare.result_rows import empty_row, judged_row, logic_row
 from parity.compare.stale_cache import Calls
 from parity.implementations.implementation import Implementation
-from parity.judge.escalation import settle
+from parity.judge.escalation import REPLICAS
 from parity.judge.gates import Judgement
 from parity.judge.recipe import IEEE_FP32
 from parity.judge.timings import within
-from parity.judging.assess import CaseOracle, classify, confirmed, followed_variant, judge_all
+from parity.judging.assess import CaseOracle, classify, confirmed, followed_variant, judged
 from parity.protocol import process_state, side_effects
 from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
@@ -111,7 +111,7 @@ def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -
     why = _explain(found)
     if thorough and not found.failing and recipe.describe() != "fp32":
         wide = dataclasses.replace(IEEE_FP32, output=recipe.output)
-        finer = judge_all(found.oracle, found.implementation, found.outcome, wide)
+        finer = judged(found.oracle, found.implementation, found.outcome, wide, most=REPLICAS)
         base.recipe_measured = "fp32" if all(j.agrees for j in finer.values()) else recipe.describe()
     for name, j in found.judged.items():
         row = judged_row(base, found.oracle, name, j, found.outcome)
@@ -212,6 +212,5 @@ def _repeated_calls(found: Found) -> tuple[list[str], dict[str, tuple[bool, str]
 def _agree(found: Found, outcome: Outcome) -> bool:
     """Whether whatever outputs another call gave agree with the definition."""
     oracle, implementation = found.oracle, found.implementation
-    recipe, only = implementation.recipe_for(oracle.inputs), frozenset(outcome.quantities)
-    judged = settle(functools.partial(judge_all, oracle, implementation, outcome, recipe, only=only), together=True)
-    return all(j.agrees for j in judged.values())
+    given = judged(oracle, implementation, outcome, only=frozenset(outcome.quantities))
+    return all(j.agrees for j in given.values())

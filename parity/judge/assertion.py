@@ -19,9 +19,6 @@ from parity.judge.oracle import gradient_name
 from parity.judge.problem import Problem, call, clone, laid_out, named
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 
-FIRST, SURE = 4, 0.5
-"""Replicas that accept what is below `SURE` of the allowed error: their root mean square is twice too large in three of a
-thousand (χ² with 4 degrees of freedom), so that what they accept by half is hardly ever what twelve reject."""
 TF32_PRODUCTS = "tf32 products"
 GATES = ("structure", "scalar", "exact", "norm", "max", "row", "slope")
 
@@ -359,18 +356,8 @@ def _judged(problem: Problem, values: Mapping[str, torch.Tensor | None], recipe:
     def judge_with(count: int, finer: bool, names: Collection[str] | None) -> dict[str, Judgement]:
         return {n: _judge(problem, n, values, recipe, count, finer) for n in exact if names is None or n in names}
 
-    judged = judge_with(0, False, None)
-    few = judge_with(FIRST, False, [n for n, j in judged.items() if not j.agrees and j.open])
-    judged |= {n: j for n, j in few.items() if j.headroom <= SURE}
-    left = [n for n, j in judged.items() if not j.agrees]
-    if left:
-        largest = max(x.numel() for x in (*exact.values(), *problem.tensors.values()))
-        judged |= escalate(
-            lambda count, finer, names: judge_with(count, finer, left if names is None else names),
-            ladder(largest),
-            finer=True,
-            certain=CERTAIN,
-        )
+    largest = max(x.numel() for x in (*exact.values(), *problem.tensors.values()))
+    judged = escalate(judge_with, ladder(largest), finer=True, certain=CERTAIN)
     return {name: judged[name] for name in exact}
 
 

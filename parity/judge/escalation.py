@@ -7,8 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from parity.judge.gates import Judgement
 
+FEW, SURE, LARGE = 4, 0.5, 1 << 14
+"""So few replicas come first where each holds `LARGE` entries or more (below, twelve cost as much), and accept what is below
+`SURE` of the allowed error: their root mean square is twice too large in three of a thousand (χ² with 4 degrees of freedom), so
+that what they accept by half is hardly ever what twelve reject."""
 REPLICAS = 12
-"""Replicas of a first judgement: enough for what agrees. They underestimate the spread of some entry now and then."""
+"""Replicas of a first disagreement: enough for what agrees. They underestimate the spread of some entry now and then."""
 CONFIRMATION = 60
 LAST_WORD, LAST_WORD_LOGITS = 480, 1 << 23
 """The most replicas, as far as that many logits go: where rounding decides which token wins (bf16 logits over a temperature
@@ -23,8 +27,12 @@ out ten times too small with a probability below 1e-9 (χ² with 12 degrees of f
 
 
 def ladder(size: int) -> tuple[int, ...]:
-    """How many replicas to judge with, one after the other; `size`: logits, or entries of the head, of one replica."""
-    return REPLICAS, CONFIRMATION, _last_word(size, LAST_WORD_LOGITS)
+    """How many replicas to judge with, one after the other; `size`: logits, or entries of the head, of one replica.
+
+    None at first: every gate allows what the dtype's own precision demands, and replicas only ever allow more.
+    """
+    few = (FEW,) if size >= LARGE else ()
+    return 0, *few, REPLICAS, CONFIRMATION, _last_word(size, LAST_WORD_LOGITS)
 
 
 def if_near(size: int, entries: int = 1) -> int:
@@ -45,44 +53,32 @@ def escalate(
 ) -> dict[str, Judgement]:
     """The verdict on every quantity: `judge_with(count, finer, names)` for counts that grow while something disagrees.
 
-    Each step judges only the names that disagree so far (None: all). What more replicas cannot change stays as it is (see
-    `settle`). With `finer`, what still disagrees is judged with added replicas that are more precise, because an
-    implementation may be. One disagreement from `certain` on ends it for all: the result is wrong. Where something is
-    wrong by less than `NEAR` in the end, all that is wrong is judged with `near(names)` replicas, if those are more.
+    Each step judges only the names that are undecided so far (None: all). From `REPLICAS` on the counts end where more
+    of them can change nothing: a quantity is open while its headroom is finite and below `certain`, or where its replicas
+    overflow. With a finite `certain` the quantities are one result, which one that is not open settles. With `finer`,
+    what still disagrees is judged with added replicas that are more precise, because an implementation may be. Where
+    something is wrong by less than `NEAR` in the end, all that is wrong is judged with `near(names)` replicas, if those
+    are more.
     """
     judged: dict[str, Judgement] = {}
-
-    def wrong() -> list[str]:
-        return [name for name, j in judged.items() if not j.agrees]
-
-    def step(count: int) -> dict[str, Judgement]:
-        judged.update(judge_with(count, False, wrong() if judged else None))
-        return judged
-
-    settle(step, counts, certain, together=certain < math.inf)
-    if finer and any(judged[name].open and judged[name].headroom < certain for name in wrong()):
-        judged.update({name: j for name, j in judge_with(counts[-1], True, wrong()).items() if j.agrees})
-    nearly = any(judged[name].open and judged[name].headroom < NEAR for name in wrong())
-    count = near(wrong()) if near is not None and nearly else 0
-    return step(count) if count > counts[-1] else judged
-
-
-def settle(
-    judge_with: Callable[[int], Mapping[str, Judgement]],
-    counts: Sequence[int] = (REPLICAS, CONFIRMATION),
-    certain: float = math.inf,
-    together: bool = False,
-) -> Mapping[str, Judgement]:
-    """What `judge_with(count)` says for the first count at which nothing is open any more, or for the last one.
-
-    A quantity is open while its headroom is above 1 and below `certain`, or where its replicas overflow: more of them may
-    still explain it. With `together` the quantities are one result, which one certain disagreement settles.
-    """
-    judged = judge_with(counts[0])
-    for count in counts[1:]:
-        wrong = [j for j in judged.values() if not j.agrees]
-        still = [j for j in wrong if (j.open and j.headroom < certain) or j.overflows]
-        if not still or (together and len(still) < len(wrong)):
+    names: list[str] | None = None
+    for count in counts:
+        latest = judge_with(count, False, names)
+        judged.update(latest)
+        names = [name for name, j in latest.items() if not j.headroom <= (SURE if count == FEW else 1.0)]
+        if not names:
             break
-        judged = judge_with(count)
+        if count >= REPLICAS:
+            left = [latest[name] for name in names]
+            still = [j for j in left if (j.open and j.headroom < certain) or j.overflows]
+            if not still or (certain < math.inf and len(still) < len(left)):
+                break
+    wrong = [name for name, j in judged.items() if not j.agrees]
+    if finer and any(judged[name].open and judged[name].headroom < certain for name in wrong):
+        judged.update({name: j for name, j in judge_with(counts[-1], True, wrong).items() if j.agrees})
+        wrong = [name for name in wrong if not judged[name].agrees]
+    nearly = any(judged[name].open and judged[name].headroom < NEAR for name in wrong)
+    count = near(wrong) if near is not None and nearly else 0
+    if count > counts[-1]:
+        judged.update(judge_with(count, False, wrong))
     return judged

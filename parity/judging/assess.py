@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.case.layouts import elsewhere
 from parity.implementations.implementation import Implementation
-from parity.judge.escalation import REPLICAS, escalate, if_near, ladder, settle
+from parity.judge.escalation import REPLICAS, escalate, if_near, ladder
 from parity.judge.gates import Judgement, failed, judge
 from parity.judge.oracle import Oracle, Quantities, gradient_name
 from parity.judge.products import CutOperands
@@ -33,17 +33,14 @@ ON_DEVICE = 1 << 20
 kernels (some 10 µs) cost less than the CPU's arithmetic. A guess; cases/bench/test_replicas.py measures it."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class CaseOracle:
-    """A case with what is computed for it once: exact quantities, and replicas by recipe."""
+    """A case with what is computed for it once: exact quantities, replicas by recipe, and the same for cases derived from it."""
 
     family: Family
     inputs: Inputs
     exact: Quantities
-    _cut: dict[str, Quantities] = dataclasses.field(default_factory=dict)
-    _narrowed: dict[frozenset[str], CaseOracle] = dataclasses.field(default_factory=dict)
-    _variants: dict[str, CaseOracle] = dataclasses.field(default_factory=dict)
-    _heard: dict[frozenset[tuple[str, torch.dtype]], CaseOracle] = dataclasses.field(default_factory=dict)
+    _derived: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def on_cpu(self) -> Inputs:
@@ -53,45 +50,48 @@ class CaseOracle:
     @functools.cached_property
     def home(self) -> Inputs:
         """The inputs where oracle and replicas run: on the device of the case if that is large, else on the CPU."""
-        return self.inputs if largest(self) >= ON_DEVICE else self.on_cpu
+        return self.inputs if largest(self.family, self.inputs) >= ON_DEVICE else self.on_cpu
 
     @classmethod
     def of(cls, family: Family, case: Case, device: str = "cpu") -> CaseOracle:
         """Build the inputs and run the oracle."""
         inputs = _built(family, case)
-        oracle = cls(family, inputs if device == "cpu" else _on(inputs, device), {})
-        oracle.exact = exact(family, oracle.home)
-        return oracle
+        return cls.at(family, inputs if device == "cpu" else _on(inputs, device))
+
+    @classmethod
+    def at(cls, family: Family, inputs: Inputs) -> CaseOracle:
+        """Run the oracle on inputs."""
+        return cls(family, inputs, exact(family, cls(family, inputs, {}).home))
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
+
+    def _upstream(self, cotangents: dict[str, torch.Tensor]) -> CaseOracle:
+        """This case with other upstream gradients."""
+        return self.at(self.family, dataclasses.replace(self.inputs, cotangents=cotangents))
 
     def offered(self, implementation: Implementation) -> CaseOracle:
         """This case without upstream gradients on optional outputs that the implementation does not offer."""
-        absent = frozenset(
-            n for n in self.inputs.cotangents if n in self.family.optional and n not in implementation.outputs
-        )
+        every, offers = self.inputs.cotangents, implementation.outputs
+        absent = frozenset(n for n in every if n in self.family.optional and n not in offers)
         if not absent:
             return self
-        if absent not in self._narrowed:
-            kept = {n: g for n, g in self.inputs.cotangents.items() if n not in absent}
-            inputs = dataclasses.replace(self.inputs, cotangents=kept)
-            self._narrowed[absent] = CaseOracle(self.family, inputs, {})
-            self._narrowed[absent].exact = exact(self.family, self._narrowed[absent].home)
-        return self._narrowed[absent]
+        return self._once(absent, lambda: self._upstream({n: g for n, g in every.items() if n not in absent}))
 
     def heard(self, outputs: Mapping[str, torch.Tensor | None]) -> CaseOracle:
         """This case with the upstream gradients that reach outputs of these dtypes: autograd gives a 16-bit loss a 16-bit one.
 
         One that is too large for the dtype is kept: an infinite upstream gradient would give no gradient.
         """
-        narrow = {n: v.dtype for n in self.inputs.cotangents if (v := outputs.get(n)) is not None}
-        narrow = {n: dtype for n, dtype in narrow.items() if _rounds(self.inputs.cotangents[n], dtype)}
+        every = self.inputs.cotangents
+        narrow = {n: v.dtype for n in every if (v := outputs.get(n)) is not None}
+        narrow = {n: dtype for n, dtype in narrow.items() if _rounds(every[n], dtype)}
         if not narrow:
             return self
-        key = frozenset(narrow.items())
-        if key not in self._heard:
-            kept = {n: g.to(narrow.get(n, g.dtype)).to(g) for n, g in self.inputs.cotangents.items()}
-            self._heard[key] = CaseOracle(self.family, dataclasses.replace(self.inputs, cotangents=kept), {})
-            self._heard[key].exact = exact(self.family, self._heard[key].home)
-        return self._heard[key]
+        rounded = {n: g.to(narrow.get(n, g.dtype)).to(g) for n, g in every.items()}
+        return self._once(frozenset(narrow.items()), lambda: self._upstream(rounded))
 
     @functools.cached_property
     def beside(self) -> Inputs:
@@ -126,18 +126,18 @@ class CaseOracle:
         }
 
     def cut(self, precision: str) -> Quantities:
-        """The definition with the operands of every product on tf32's grid, computed once."""
-        if precision not in self._cut:
+        """The definition with the operands of every product on tf32's grid."""
+
+        def computed() -> Quantities:
             with CutOperands(precision):
-                self._cut[precision] = exact(self.family, self.home)
-        return self._cut[precision]
+                return exact(self.family, self.home)
+
+        return self._once(precision, computed)
 
     def variant(self, name: str) -> CaseOracle:
-        """The same inputs under a named variant of the definition, computed once."""
-        if name not in self._variants:
-            fam = dataclasses.replace(self.family, oracle=self.family.variants[name])
-            self._variants[name] = CaseOracle(fam, self.on_cpu, exact(fam, self.home))
-        return self._variants[name]
+        """The same inputs under a named variant of the definition."""
+        definition = self.family.variants[name]
+        return self._once(name, lambda: self.at(dataclasses.replace(self.family, oracle=definition), self.on_cpu))
 
     @functools.cached_property
     def in_float32(self) -> CaseOracle:
@@ -190,24 +190,24 @@ def judge_all(
     finer: bool = False,
     only: Collection[str] | None = None,
 ) -> dict[str, Judgement]:
-    """Judge every quantity that the implementation should return (or `only` some), and each that it should not. `finer`: see
-    `CaseOracle`."""
+    """Judge every quantity that the implementation should return (or `only` some), and each that it should not, with `count`
+    replicas; `finer`: see `Oracle.replicas`."""
     oracle = oracle.heard(outcome.quantities)
     wanted = expected(oracle, implementation, recipe)
-    judged = {}
+    out = {}
     for name, dtype in wanted.items():
         if only is not None and name not in only:
             continue
         value = outcome.quantities.get(name)
         if value is None:
-            judged[name] = failed("no gradient" if name.startswith("grad_") else "missing")
+            out[name] = failed("no gradient" if name.startswith("grad_") else "missing")
             continue
         asked = _asked(oracle, name, dtype, value.dtype)
-        judged[name] = judge(value, oracle.oracle.unit(name, recipe, count, finer, only), asked)
+        out[name] = judge(value, oracle.oracle.unit(name, recipe, count, finer, only), asked)
     for name in outcome.quantities:
         if name.startswith("grad_") and name not in wanted and (only is None or name in only):
-            judged[name] = failed("a gradient where none was asked for")
-    return judged
+            out[name] = failed("a gradient where none was asked for")
+    return out
 
 
 def _asked(oracle: CaseOracle, name: str, dtype: torch.dtype | None, came: torch.dtype) -> torch.dtype:
@@ -217,43 +217,56 @@ def _asked(oracle: CaseOracle, name: str, dtype: torch.dtype | None, came: torch
     return came if dtype is None or name in oracle.family.scalars else dtype
 
 
-def largest(oracle: CaseOracle) -> int:
+def largest(family: Family, inputs: Inputs) -> int:
     """Entries of the logits or the head, whichever a replica holds more of; see `Family.grid`."""
-    inputs = oracle.inputs
     heads = (t.numel() for n, t in inputs.tensors.items() if t is not None and n in inputs.parameters)
-    return max(math.prod(oracle.family.sizes(inputs.settings)), *heads, 1)
+    return max(math.prod(family.sizes(inputs.settings)), *heads, 1)
 
 
 def near(oracle: CaseOracle, names: Collection[str]) -> int:
     """How many replicas judge the quantities `names` where they nearly agree."""
-    return if_near(largest(oracle), max(oracle.exact[n].numel() if n in oracle.exact else 1 for n in names))
+    size = largest(oracle.family, oracle.inputs)
+    return if_near(size, max(oracle.exact[n].numel() if n in oracle.exact else 1 for n in names))
+
+
+def judged(
+    oracle: CaseOracle,
+    implementation: Implementation,
+    outcome: Outcome,
+    recipe: Recipe | None = None,
+    only: Collection[str] | None = None,
+    most: int | None = None,
+) -> dict[str, Judgement]:
+    """The judgement of every quantity (or `only` some) under a recipe (None: its own), with as many replicas as it takes.
+
+    With `most` these are at most so many: enough for a hint. Without, the verdict: an implementation may be more precise
+    than its recipe. Where float16 flushes a gradient to 0 in every replica, they have no spread, and the float32 value seems
+    wrong. Or two of its values that are nearly alike lie on both sides of a tie, which no stretched grid has there: among
+    30,000 rows one does. So what still disagrees is judged again with added replicas, some that store nothing in 16 bits,
+    some on the dtypes' own numbers.
+    """
+    asked = recipe or implementation.recipe_for(oracle.inputs)
+    return escalate(
+        lambda count, finer, names: judge_all(
+            oracle, implementation, outcome, asked, count, finer, only if names is None else names
+        ),
+        [count for count in ladder(largest(oracle.family, oracle.inputs)) if most is None or count <= most],
+        near=lambda names: near(oracle, names) if most is None else 0,
+        finer=most is None and asked.stores_narrow,
+    )
 
 
 def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
-    """The judgement of every quantity, settled (see `parity.judge.escalation`).
-
-    An implementation may be more precise than its recipe: where float16 flushes a gradient to 0 in every replica, they
-    have no spread, and the float32 value seems wrong. Or two of its values that are nearly alike lie on both sides of a
-    tie, which no stretched grid has there: among 30,000 rows one does. So what still disagrees is judged again with added
-    replicas, some that store nothing in 16 bits, some on the dtypes' own numbers. A result in which autocast changes no
-    bit is judged as without autocast.
-    """
-    recipe = implementation.recipe_for(oracle.inputs)
-    counts = ladder(largest(oracle))
-    judged = escalate(
-        lambda count, finer, names: judge_all(oracle, implementation, outcome, recipe, count, finer, names),
-        counts,
-        near=lambda names: near(oracle, names),
-        finer=recipe.stores_narrow,
-    )
+    """The verdict on every quantity. A result in which autocast changes no bit is judged as without autocast."""
+    out = judged(oracle, implementation, outcome)
     if oracle.inputs.context == "autocast":
         plain = oracle.in_float32
-        without, asked = execute(implementation, plain.inputs), implementation.recipe_for(plain.inputs)
+        without = execute(implementation, plain.inputs)
         same = {n for n, x in without.quantities.items() if same_bits(outcome.quantities.get(n), x)}
-        same -= {n for n, j in judged.items() if not j.agrees} | (judged.keys() ^ without.quantities.keys())
+        same -= {n for n, j in out.items() if not j.agrees} | (out.keys() ^ without.quantities.keys())
         if without.verdict == "ran" and same:
-            judged |= settle(lambda count: judge_all(plain, implementation, without, asked, count, only=same), counts)
-    return judged
+            out |= judged(plain, implementation, without, only=same)
+    return out
 
 
 @within("stage", "class")
@@ -266,12 +279,11 @@ def classify(oracle: CaseOracle, implementation: Implementation, failing: Sequen
         recipe = implementation.recipe_for(precise.inputs)
         if not narrow:  # tf32 explains nothing where it is off: the recipe has it where it is on
             recipe = dataclasses.replace(recipe, tanh="sigmoid")
-        judged = judge_all(precise, implementation, outcome, recipe)
+        found = judged(precise, implementation, outcome, recipe)
     else:  # it has no float32: would the coarsest recipe of its dtype explain it?
-        judged = judge_all(
-            oracle, implementation, execute(implementation, oracle.inputs), EAGER.resolve(oracle.inputs.case.dtype)
-        )
-    return {name: "precision" if name in judged and judged[name].agrees else "logic" for name in failing}
+        again = execute(implementation, oracle.inputs)
+        found = judged(oracle, implementation, again, EAGER.resolve(oracle.inputs.case.dtype))
+    return {name: "precision" if name in found and found[name].agrees else "logic" for name in failing}
 
 
 @within("stage", "variants")
@@ -283,17 +295,14 @@ def followed_variant(
     One that differs from the definition in none of them on this case explains nothing, and neither does one to which a
     result is no nearer than to the definition.
     """
-    recipe = implementation.recipe_for(oracle.inputs)
     for name in oracle.family.variants:
         other = oracle.variant(name)
         if all(q in oracle.exact and torch.equal(other.exact[q], oracle.exact[q]) for q in failing):
             continue
         if not all(_nearer(outcome.quantities.get(q), other.exact.get(q), oracle.exact.get(q)) for q in failing):
             continue
-        judged = settle(
-            functools.partial(judge_all, other, implementation, outcome, recipe, only=failing), together=True
-        )
-        if all(q in judged and judged[q].agrees for q in failing):
+        found = judged(other, implementation, outcome, only=failing)
+        if all(q in found and found[q].agrees for q in failing):
             return name
     return None
 

@@ -29,7 +29,6 @@ from parity.decoding import save_json, write
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation, require
 from parity.judging.assess import CaseOracle
-from parity.judging.oracle import exact
 from parity.process import prepare
 from parity.registry import facts, loss_families, loss_family, resolved, select
 from parity.results.ledger import Ledger
@@ -100,7 +99,7 @@ def pair(name: str, probe: Probe, base: Mapping[str, Any], dtype: str, number: i
     leaves = tuple(n for n in still.leaves if still.tensors[n] is not None)
     sides = moved, dataclasses.replace(still, cotangents=kept, leaves=leaves)
     changed = tuple(n for n, t in moved.tensors.items() if t is not still.tensors[n])
-    with_it, without = (CaseOracle(fam, x.to(device), exact(fam, x)) for x in sides)
+    with_it, without = (CaseOracle.at(fam, x.to(device)) for x in sides)
     return Pair(case, with_it, without, changed)
 
 

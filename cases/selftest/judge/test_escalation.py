@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from parity.judge.escalation import CERTAIN, CONFIRMATION, LAST_WORD, REPLICAS, escalate, if_near, ladder, settle
+from parity.judge.escalation import CERTAIN, CONFIRMATION, FEW, LARGE, LAST_WORD, REPLICAS, escalate, if_near, ladder
 from parity.judge.gates import Judgement
 
 
@@ -19,9 +19,30 @@ def ladder_of(headrooms, **fields):
     return judge_with, asked
 
 
-def test_what_agrees_is_judged_once():
-    judge_with, asked = ladder_of({12: 0.9})
-    assert settle(judge_with, (12, 60, 480))["x"].agrees and asked == [12]
+def settle(judge_with, counts=(REPLICAS, CONFIRMATION), certain=math.inf):
+    return escalate(lambda count, finer, names: judge_with(count), counts, certain=certain)
+
+
+@pytest.mark.parametrize(
+    ("headrooms", "expected"),
+    [({0: 0.9}, [0]), ({0: 1.1, 4: 0.5}, [0, 4]), ({0: math.inf, 4: 0.6, 12: 0.9}, [0, 4, 12])],
+    ids=["by its own precision", "few replicas by half", "more where few are unsure"],
+)
+def test_what_agrees_is_judged_with_no_more_replicas(headrooms, expected):
+    judge_with, asked = ladder_of(headrooms)
+    assert settle(judge_with, (0, FEW, 12, 60, 480), CERTAIN)["x"].agrees and asked == expected
+
+
+def test_what_was_accepted_is_not_judged_again():
+    asked = []
+
+    def judge_with(count, finer, names):
+        asked.append(names)
+        given = {"a": 0.9, "b": 2.0} if count == 0 else {"b": 0.7}
+        return {name: Judgement({"norm": h}) for name, h in given.items()}
+
+    found = escalate(judge_with, (0, 12, 60))
+    assert asked == [None, ["b"]] and {n: j.headroom for n, j in found.items()} == {"a": 0.9, "b": 0.7}
 
 
 def test_what_more_replicas_mend_agrees():
@@ -68,15 +89,15 @@ def test_one_certain_disagreement_settles_what_is_one_result():
         asked.append(count)
         return {"a": Judgement({"norm": math.inf}), "b": Judgement({"norm": 2.0})}
 
-    settle(judge_with, together=True)
+    settle(judge_with, certain=CERTAIN)
     assert asked == [REPLICAS]
     settle(judge_with)
     assert asked == [REPLICAS, REPLICAS, CONFIRMATION]
 
 
 def test_the_last_count_follows_the_size_of_a_replica():
-    assert ladder(1) == (REPLICAS, CONFIRMATION, LAST_WORD)
-    assert ladder(1 << 16) == (REPLICAS, CONFIRMATION, 128)
-    assert ladder(1 << 30) == (REPLICAS, CONFIRMATION, CONFIRMATION)
+    assert ladder(LARGE - 1) == (0, REPLICAS, CONFIRMATION, LAST_WORD)
+    assert ladder(1 << 16) == (0, FEW, REPLICAS, CONFIRMATION, 128)
+    assert ladder(1 << 30) == (0, FEW, REPLICAS, CONFIRMATION, CONFIRMATION)
     assert (if_near(1), if_near(1 << 21), if_near(1 << 30)) == (LAST_WORD, 128, CONFIRMATION)
     assert if_near(1, 1 << 19) == 128

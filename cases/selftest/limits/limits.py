@@ -22,7 +22,7 @@ from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.compare.pooled_slope import POOL_FLOOR, POOL_MINIMUM, POOL_SIGMAS, allowed_slope, mean_slope
 from parity.implementations.implementation import Implementation
-from parity.judge.escalation import REPLICAS, escalate, ladder
+from parity.judge.escalation import escalate, ladder
 from parity.judge.gates import Judgement, judge
 from parity.judging.assess import CaseOracle, expected, largest, near
 from parity.protocol.call import execute
@@ -111,7 +111,7 @@ def measure(name: str, dtype: str, kind: str, oracle: CaseOracle) -> list[Detect
 
 def _slopes(jury: Jury, plain: Values, present: list[str]) -> Iterator[tuple[str, tuple[float, float]]]:
     for n in present:
-        j = jury.first(plain, n)
+        j = jury.last(plain, n)
         if j.slope is not None and math.isfinite(j.slope) and "slope" in j.gates:
             yield n, (j.slope, allowed_slope(j.slope, j.gates["slope"]))
 
@@ -168,10 +168,10 @@ class Jury:
         inputs = self.oracle.inputs
         self.recipe = self.honest.recipe_for(inputs)
         self.dtypes = expected(self.oracle, self.honest, self.recipe)
-        self.counts = ladder(largest(self.oracle))
+        self.counts = ladder(largest(self.oracle.family, self.oracle.inputs))
         self._units: dict[tuple[str, int], object] = {}
 
-    def first(self, values: Values, name: str, count: int = REPLICAS) -> Judgement:
+    def _with(self, values: Values, name: str, count: int) -> Judgement:
         """One quantity by the gates, with `count` replicas."""
         if (name, count) not in self._units:
             self._units[name, count] = self.oracle.oracle.unit(name, self.recipe, count)
@@ -179,11 +179,12 @@ class Jury:
 
     def caught(self, values: Values, names: list[str]) -> bool:
         """Whether a run calls one of the quantities wrong, more replicas included."""
-        return any(n not in values or not self._last(values, n).agrees for n in names)
+        return any(n not in values or not self.last(values, n).agrees for n in names)
 
-    def _last(self, values: Values, name: str) -> Judgement:
+    def last(self, values: Values, name: str) -> Judgement:
+        """The judgement that a run comes to."""
         judged = escalate(
-            lambda count, finer, names: {name: self.first(values, name, count)},
+            lambda count, finer, names: {name: self._with(values, name, count)},
             self.counts,
             near=lambda names: near(self.oracle, names),
         )

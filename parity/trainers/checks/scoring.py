@@ -22,7 +22,6 @@ from parity.families import logprobs
 from parity.judge.oracle import Oracle
 from parity.judge.recipe import DTYPES, Recipe
 from parity.judging.assess import CaseOracle
-from parity.judging.oracle import exact as by_oracle
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, holds
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.bf16_model import BackboneRounding
@@ -130,7 +129,7 @@ def _head(
     slopes = torch.cat([torch.zeros_like(h) if h.grad is None else h.grad.clone() for h in backbone])
     head = model.get_output_embeddings().weight
     inputs = _inputs(head, batch, s, torch.cat(backbone)[:, before][scored].detach())
-    oracle = CaseOracle(logprobs.FAMILY, inputs, by_oracle(logprobs.FAMILY, inputs)).oracle
+    oracle = CaseOracle.at(logprobs.FAMILY, inputs).oracle
     recipe = _recipe(s, calls=len(backbone)).resolve(s.dtype)
     found = {"logps": logps[scored], "grad_hidden": slopes[:, before][scored]}
     found |= {} if entropies is None else {"entropy": entropies[scored]}
