@@ -86,6 +86,9 @@ def selective_log_probs_narrow(x: Inputs) -> Outputs:
             only("the cce backend has no bias", lambda s: s.bias == "none"),
             only("the cce backend has no entropy", lambda s: s.entropy == "none"),
         ),
+        "rejects": (
+            only("a softcap with such a vocabulary is refused", lambda s: s.softcap is None or s.V % 256 == 0),
+        ),
     },
 )
 def selective_log_probs_cce(x: Inputs) -> Outputs:
