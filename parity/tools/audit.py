@@ -339,7 +339,8 @@ def run(console: Console, reports: Path, device: str, **asked: Any) -> int:
     write(reports / "audit.md", f"{measured.head('Settings audit', 'parity')}\n{page}")
     for one in answers:
         if one.new and one.case is not None:
-            save_json(reports / "findings" / f"{one.case.id}.json", one.case.to_json())
+            content = {"case": one.case.to_json(), "implementation": one.implementation}
+            save_json(reports / "findings" / f"{one.case.id}.json", content)
     console.print(Markdown(page))
     found = exit_code(answers)
     console.print(f"\nreports in {reports}/: audit.md, findings/; exit code {found}", markup=False)

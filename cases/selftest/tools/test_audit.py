@@ -12,13 +12,13 @@ from click.testing import CliRunner
 
 from cases.selftest.controls.correct import control
 from cases.selftest.mutants.mutant import mutants, originals
-from parity.case.case import Case
 from parity.case.inputs import Inputs
 from parity.case.probe import Probe
 from parity.cli.commands import main
 from parity.implementations.implementation import Implementation, Outputs
 from parity.implementations.user import from_function
 from parity.registry import NAMES, family, loss_family
+from parity.running.find import find
 from parity.tools.audit import NEW, NOTHING, Answer, Pairs, answer, exit_code, markdown, pair
 
 HONEST = {name: originals(name)[0].implementation for name in ("policy", "logprobs")}
@@ -246,7 +246,8 @@ def test_the_command_on_a_users_own_function(tmp_path, monkeypatch):
     assert "1 honoured" in done.output and "1 ignored" in done.output
     assert Path("reports/audit.md").read_text().startswith("# Settings audit\n\nWritten by `parity")
     (case,) = Path("reports/findings").glob("*.json")
-    assert Case.load(case).settings["delta"] == 1.8
+    case, implementation = find(case.stem)
+    assert (case.settings["delta"], implementation) == (1.8, "own.py:loss")
 
 
 @pytest.mark.parametrize(
