@@ -178,6 +178,7 @@ def test_a_worker_gives_what_recall_takes_it_to(tmp_path, monkeypatch):
     own, _ = session("right", tmp_path)
     (kernel,) = select(["liger.fused_linear_kl_div"])
     own.implementations, own.profile_name, own.profile, own.dtypes = [kernel], "pr", PROFILES["pr"], DTYPES
+    recall._besides.cache_clear()
     expected = recall._besides(kernel.id, "pr", "cpu")
     ran = []
     monkeypatch.setattr(own, "_run", lambda case, chosen, shard, thorough: iter([ran.append((case, chosen))][:0]))
