@@ -27,10 +27,10 @@ def cases(draw: Any, family: Family, dtypes: Sequence[str], profile: str) -> Cas
     """A case of `family` in one of `dtypes`; the defaults of every dimension come first, so that it shrinks to them."""
     dtype = draw(st.sampled_from(tuple(dtypes)))
     contexts: tuple[str, ...] = CONTEXTS.get(profile, ("plain",) * 8 + ("checkpoint", "compile"))
-    contexts = tuple(c for c in contexts if c in family.contexts)
+    contexts = tuple(c for c in contexts if c in family.drawing.contexts)
     if dtype == "fp32":
         contexts += ("autocast",)
-    settings = family.draw(draw, st, dtype, profile, contexts)
+    settings = family.drawing.draw(draw, st, dtype, profile, contexts)
     return family.case(draw(st.integers(0, 1 << 20)), dtype, settings)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -12,7 +13,6 @@ import torch
 
 from parity.case.case import Case
 from parity.case.inputs import Inputs, Setting, filled
-from parity.case.probe import Probe, derived
 from parity.decoding import shown
 from parity.errors import UsageError
 
@@ -47,85 +47,126 @@ class AnyFamily(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
-    """A loss family: everything that the commands need of it. What has a default works with it.
-
-    The definition. Tensors may be any that `build` makes: no name is demanded.
+class Output:
+    """What a family returns under a name.
 
     Attributes:
-        name: as in cases and on the command line.
-        settings: every dimension with its default; shapes included.
+        optional: whether an implementation may leave it out.
+        scalar: whether the scalar gate judges it.
+        counted: whether it must match to the last bit of float32 (counts, clip fractions).
+    """
+
+    optional: bool = False
+    scalar: bool = False
+    counted: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """How the cases of a family are made.
+
+    Attributes:
         draw: `draw(draw, strategies, dtype, profile, contexts) -> settings`, drawn with Hypothesis.
-        contexts: call contexts that make sense for the family.
-        build: case -> `Inputs` on the CPU, in the dtypes under test.
-        oracle: the definition, float64, plain torch, on inputs that may carry a leading replica dimension in every
-            leaf. Returns the outputs; names with a leading underscore are internal: `_logps` (per-token log-probs) and
-            `_terms` (what the loss sums) sharpen the gate of a scalar.
-        outputs: output quantities in order; an implementation may leave out those in `optional`.
-        scalars: the outputs judged by the scalar gate.
-        exact: the outputs that must match to the last bit of float32 (counts, clip fractions).
-        zeros: inputs -> quantity -> boolean mask of rows that the loss mask makes exactly zero.
-        features: case -> the facts that coverage counts and that ledger scopes can name, besides settings.
-        variants: name -> an oracle with another definition, such as an older release's, tried where something disagrees.
-        demands: inputs -> names of the settings and tensors that a function must have parameters for to handle them.
-        required: parameter names by which a user's function is recognised as belonging to the family.
-        relations: name -> `Relation`, the exact relations.
-
-    How it is judged and reported:
-
-    Attributes:
-        replicated: tensors of which every replica has its own, rounded by itself; None: every one of floating point.
-        shapes: the settings that are sizes; rows show them always, and the last is the length of a row of `grid`.
-        grid: settings -> (rows, length of a row) of the largest tensor that a loss holds, such as the logits; it decides how
-            many replicas fit in memory and which cases Triton's interpreter can walk through. None: by `shapes`.
-        place: (inputs, quantity, index) -> what an entry belongs to, for the worst entries of a finding.
-        factors: inputs -> name -> number by whose power an error may be off, for a finding's message.
-
-    Its cases, and what the other commands ask about them:
-
-    Attributes:
-        drawn: profile -> number of drawn cases.
-        settled: (dtype, every setting) -> the same with those at their defaults that have no meaning beside others; `draw`
+        canonical: (dtype, every setting) -> the same with those at their defaults that have no meaning beside others; `draw`
             ends with it, and two settings that it does not leave together are no pair that a run owes.
-        example: number -> settings of a small case without special values; the audit and `parity compare` start
-            from it.
-        bases: settings with which an implementation may run that refuses the defaults, as early releases do.
-        probes: what `parity audit` moves; empty: every choice and every number, see `parity.case.probe.derived`.
-        config_fields: settings that a field of the same name decides in the configuration of TRL's trainer.
+        counts: profile -> number of drawn cases.
+        contexts: call contexts that make sense for the family.
+        example: number -> settings of a small case without special values; the audit and `parity compare` start from it.
+    """
+
+    draw: Callable[..., dict[str, Any]]
+    canonical: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda dtype, settings: settings
+    counts: Mapping[str, int] = dataclasses.field(default_factory=lambda: DRAWN)
+    contexts: tuple[str, ...] = ("plain", "checkpoint", "compile")
+    example: Callable[[int], dict[str, Any]] = lambda number: {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """What is known of the tensors of a family by name.
+
+    Attributes:
+        replicated: those of which every replica has its own, rounded by itself; None: every one of floating point.
+        required: parameter names by which a user's function is recognised as belonging to the family.
+        demands: inputs -> names of the settings and tensors that a function must have parameters for to handle them.
         stored: tensors that a case may store -> their dimensions, a letter each ("BTH", "BT|B1" where there are two ways);
             what `build` then makes of `case.tensors`. Empty: cases of the family store none.
         derived: (stored tensors, file) -> the settings that they decide.
     """
 
-    name: str
-    settings: Mapping[str, Setting]
-    draw: Callable[..., dict[str, Any]]
-    build: Callable[[Case], Inputs]
-    oracle: Oracle
-    outputs: tuple[str, ...]
-    contexts: tuple[str, ...] = ("plain", "checkpoint", "compile")
-    optional: frozenset[str] = frozenset()
-    scalars: frozenset[str] = frozenset()
-    exact: frozenset[str] = frozenset()
-    zeros: Callable[[Inputs], dict[str, torch.Tensor]] = lambda inputs: {}
-    features: Callable[[Case], dict[str, Any]] = lambda case: {}
-    variants: Mapping[str, Oracle] = dataclasses.field(default_factory=dict)
-    demands: Callable[[Inputs], set[str]] = lambda inputs: set()
-    required: tuple[str, ...] = ()
-    relations: Mapping[str, Relation] = dataclasses.field(default_factory=dict)
     replicated: frozenset[str] | None = None
-    shapes: tuple[str, ...] = ("B", "T", "V", "H")
-    grid: Callable[[SimpleNamespace], tuple[int, int]] | None = None
-    place: Callable[[Inputs, str, tuple[int, ...]], dict[str, Any]] = lambda inputs, quantity, index: {}
-    factors: Callable[[Inputs], dict[str, float]] = numbers
-    drawn: Mapping[str, int] = dataclasses.field(default_factory=lambda: DRAWN)
-    settled: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda dtype, settings: settings
-    example: Callable[[int], dict[str, Any]] = lambda number: {}
-    bases: tuple[Mapping[str, Any], ...] = ()
-    probes: tuple[Probe, ...] = ()
-    config_fields: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    demands: Callable[[Inputs], set[str]] = lambda inputs: set()
     stored: Mapping[str, str] = dataclasses.field(default_factory=dict)
     derived: Callable[[Mapping[str, torch.Tensor], str], dict[str, Any]] = lambda tensors, where: {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanations:
+    """What may explain a disagreement.
+
+    Attributes:
+        variants: name -> an oracle with another definition, such as an older release's.
+        place: (inputs, quantity, index) -> what an entry belongs to, for the worst entries of a finding.
+        factors: inputs -> name -> number by whose power an error may be off, for a finding's message.
+    """
+
+    variants: Mapping[str, Oracle] = dataclasses.field(default_factory=dict)
+    place: Callable[[Inputs, str, tuple[int, ...]], dict[str, Any]] = lambda inputs, quantity, index: {}
+    factors: Callable[[Inputs], dict[str, float]] = numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A loss family: a definition, its inputs, its settings, and what its quantities are. What has a default works with it.
+
+    Attributes:
+        name: as in cases and on the command line.
+        settings: every dimension with its default; shapes included.
+        drawing: how its cases are made.
+        build: case -> `Inputs` on the CPU, in the dtypes under test. Tensors may have any names.
+        oracle: the definition, float64, plain torch, on inputs that may carry a leading replica dimension in every
+            leaf. Returns the outputs; names with a leading underscore are internal: `_logps` (per-token log-probs) and
+            `_terms` (what the loss sums) sharpen the gate of a scalar.
+        outputs: output quantities in order.
+        zeros: inputs -> quantity -> boolean mask of rows that the loss mask makes exactly zero.
+        relations: name -> `Relation`, the exact relations.
+        tensors: what is known of its tensors by name.
+        explanations: what may explain a disagreement.
+        features: case -> the facts that coverage counts and that ledger scopes can name, besides settings.
+        shapes: the settings that are sizes; rows show them always, and the last is the length of a row of `grid`.
+        grid: settings -> (rows, length of a row) of the largest tensor that a loss holds, such as the logits; it decides how
+            many replicas fit in memory and which cases Triton's interpreter can walk through. None: by `shapes`.
+    """
+
+    name: str
+    settings: Mapping[str, Setting]
+    drawing: Drawing
+    build: Callable[[Case], Inputs]
+    oracle: Oracle
+    outputs: Mapping[str, Output]
+    zeros: Callable[[Inputs], dict[str, torch.Tensor]] = lambda inputs: {}
+    relations: Mapping[str, Relation] = dataclasses.field(default_factory=dict)
+    tensors: Tensors = Tensors()
+    explanations: Explanations = Explanations()
+    features: Callable[[Case], dict[str, Any]] = lambda case: {}
+    shapes: tuple[str, ...] = ("B", "T", "V", "H")
+    grid: Callable[[SimpleNamespace], tuple[int, int]] | None = None
+
+    @property
+    def first(self) -> str:
+        """The output that comes first: the loss, or the log-probs."""
+        return next(iter(self.outputs))
+
+    @functools.cached_property
+    def optional(self) -> frozenset[str]:
+        """The outputs that an implementation may leave out."""
+        return frozenset(name for name, output in self.outputs.items() if output.optional)
+
+    @functools.cached_property
+    def scalars(self) -> frozenset[str]:
+        """The outputs that the scalar gate judges."""
+        return frozenset(name for name, output in self.outputs.items() if output.scalar)
 
     def full_settings(self, case: Case) -> SimpleNamespace:
         """Every setting of `case`, defaults filled in.
@@ -134,8 +175,8 @@ class Family:
             UsageError: for a setting that the family does not have, or a value outside its choices.
         """
         out = filled(case, self.settings, f"family {self.name}")
-        if case.tensors is not None and not self.stored:
-            raise UsageError(f"case {case.id}: family {self.name} does not say what tensors it stores (Family.stored)")
+        if case.tensors is not None and not self.tensors.stored:
+            raise UsageError(f"case {case.id}: family {self.name} does not say what tensors it stores (Tensors.stored)")
         self._bounded(case, out)
         return out
 
@@ -168,10 +209,6 @@ class Family:
             found = [int(getattr(settings, name)) for name in self.shapes if hasattr(settings, name)]
             rows, length = math.prod(found[:-1]), found[-1] if found else 1
         return max(rows, 1), max(length, 1)
-
-    def audited(self) -> tuple[Probe, ...]:
-        """What an audit moves."""
-        return self.probes or derived(self.settings, self.example(0))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How much a run does: shares of the costly parts; how many cases a family draws stands in its record (`Family.drawn`)."""
+"""How much a run does: shares of the costly parts; how many cases a family draws stands in its record (`Drawing.counts`)."""
 
 from __future__ import annotations
 

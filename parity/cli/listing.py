@@ -74,7 +74,7 @@ def profiles(console: Console) -> None:
     from parity.case.profiles import PROFILES
 
     names = loss_families()
-    rows = [(k, p.derandomised, *(loss_family(f).drawn.get(k, 0) for f in names)) for k, p in PROFILES.items()]
+    rows = [(k, p.derandomised, *(loss_family(f).drawing.counts.get(k, 0) for f in names)) for k, p in PROFILES.items()]
     _show("profiles", ("name", "fixed seed", *names), rows, console)
 
 

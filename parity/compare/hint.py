@@ -23,7 +23,7 @@ def hints(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
     v, o = value.detach().cpu().double(), truth.double()
     out = []
     if not bool(torch.isfinite(v).all()):
-        loss = outcome.quantities.get(oracle.family.outputs[0])
+        loss = outcome.quantities.get(oracle.family.first)
         if name.startswith("grad_") and loss is not None and bool(torch.isfinite(loss).all()):
             out.append("the value is finite, but its gradient is not")
         return out
@@ -86,7 +86,7 @@ def _tf32(oracle: CaseOracle, name: str, v: torch.Tensor, o: torch.Tensor) -> li
 
 
 def _named_factor(oracle: CaseOracle, factor: float) -> str:
-    for label, value in oracle.family.factors(oracle.inputs).items():
+    for label, value in oracle.family.explanations.factors(oracle.inputs).items():
         for power, text in ((1, label), (-1, f"1 ÷ ({label})"), (2, f"({label})²")):
             if value not in (0.0, 1.0) and not (value == -1.0 and power != 1) and abs(factor / value**power - 1) < 2e-3:
                 return f", which is {text}"

@@ -75,9 +75,9 @@ def judged_row(base: Row, oracle: CaseOracle, name: str, j: Judgement, outcome: 
 def _entry(
     oracle: CaseOracle, name: str, index: tuple[int, ...], value: float, truth: float, error: float
 ) -> dict[str, Any]:
-    """One of the worst entries, with what it belongs to (`Family.place`): sequence, position, token id and mask of a token."""
+    """One of the worst entries, with what it belongs to (`Explanations.place`): sequence, position, id and mask of a token."""
     out = {"index": list(index), "value": finite(value), "oracle": finite(truth), "error": finite(error)}
-    return out | oracle.family.place(oracle.inputs, name, index)
+    return out | oracle.family.explanations.place(oracle.inputs, name, index)
 
 
 def logic_row(base: Row, quantity: str, holds: bool, message: str) -> Row:

@@ -24,12 +24,11 @@ import torch
 
 from parity.case import layouts
 from parity.case.case import Case
-from parity.case.family import Family, Relation
+from parity.case.family import Drawing, Explanations, Family, Output, Relation, Tensors
 from parity.case.inputs import Inputs
 from parity.families import divergence_inputs as inputs_of
 from parity.families import head, stored_tensors
 from parity.families.logprobs import IGNORE_INDEX
-from parity.families.probes import DIVERGENCE
 from parity.judge.recipe import LARGEST
 from parity.judge.stages import of_teacher, stored
 
@@ -264,25 +263,27 @@ GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
 FAMILY: Family = Family(
     name="divergence",
     settings=inputs_of.SETTINGS,
-    draw=inputs_of.draw,
-    settled=inputs_of.settled,
+    drawing=Drawing(
+        inputs_of.draw,
+        inputs_of.canonical,
+        example=lambda number: {**head.example(number), "cotangent": "ones"},
+    ),
     build=_build,
-    stored=inputs_of.STORED,
-    derived=lambda tensors, where: inputs_of.derived(FAMILY, tensors, where),
     oracle=oracle,
-    outputs=("loss",),
-    scalars=frozenset({"loss"}),
+    outputs={"loss": Output(scalar=True)},
     zeros=zeros,
     features=features,
-    variants={"exchanged mixture": exchanged_mixture, "zero-padded student": zero_padded},
-    demands=demands,
-    required=("hidden", "weight", "ids", "beta"),
-    replicated=head.REPLICATED | head.TEACHER,
+    tensors=Tensors(
+        head.REPLICATED | head.TEACHER,
+        required=("hidden", "weight", "ids", "beta"),
+        demands=demands,
+        stored=inputs_of.STORED,
+        derived=lambda tensors, where: inputs_of.derived(FAMILY, tensors, where),
+    ),
+    explanations=Explanations(
+        {"exchanged mixture": exchanged_mixture, "zero-padded student": zero_padded}, head.place, head.factors
+    ),
     grid=head.grid,
-    place=head.place,
-    factors=head.factors,
-    example=lambda number: {**head.example(number), "cotangent": "ones"},
-    probes=DIVERGENCE,
     relations={
         "cotangent x2": Relation(_double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in its input"),
         "items x2": Relation(_double_items, dict.fromkeys(("loss", *GRADIENTS), 0.5), "it divides the loss"),

@@ -118,16 +118,16 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     if draw(st.booleans()):  # half of the cases leave what bare losses cannot say at its default
         for name in WIRING:
             out[name] = SETTINGS[name].default
-    return settled(dtype, out)
+    return canonical(dtype, out)
 
 
-def settled(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
+def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     """Settings of a case, with those at their defaults that say nothing beside the others: a sparse teacher has no logits of
     its own."""
     if out["sparse"] != "none":
         out |= {"extra_vocabulary": 0, "teacher": "head", "num_items": "none"}
         out["sparse"] = "topk" if out["beta"] == 0.0 else out["sparse"]
-    return head.settled(dtype, out)
+    return head.canonical(dtype, out)
 
 
 def bans(s: SimpleNamespace) -> tuple[bool, bool]:

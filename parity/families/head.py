@@ -268,10 +268,10 @@ def draw_head(draw: Any, st: Any, dtype: str, *, profile: str, contexts: tuple[s
         out |= {"V": min(vocabulary, 40), "H": draw(st.sampled_from([1, 2, 7, 33, 130]))}
     if out["softcap"] is not None and draw(st.integers(0, 3)):  # it holds every logit at its bound
         out["level"] = 0.0
-    return settled(dtype, out)
+    return canonical(dtype, out)
 
 
-def settled(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
+def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     """Settings of a case, with those at their defaults that say nothing beside the others."""
     if dtype == "fp32":  # the head has it anyway
         out["head_dtype"] = "same"

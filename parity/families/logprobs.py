@@ -16,12 +16,11 @@ import torch
 
 from parity.case import layouts
 from parity.case.case import Case, uniform
-from parity.case.family import Family, Relation
+from parity.case.family import Drawing, Explanations, Family, Output, Relation, Tensors
 from parity.case.inputs import Inputs, Setting
 from parity.case.layouts import arranged, like
 from parity.errors import UsageError
 from parity.families import head, stored_tensors
-from parity.families.probes import LOGPROBS
 from parity.judge.recipe import DTYPES, LARGEST
 from parity.judge.stages import log_softmax_again
 
@@ -61,10 +60,10 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     if dtype != "fp32" and draw(st.integers(0, 15)) == 15:
         out |= {n: SETTINGS[n].default for n in draw(st.sampled_from([PLAIN, ()]))}
         out["rare"] = round(draw(st.sampled_from(RARE)), 4)
-    return settled(dtype, out)
+    return canonical(dtype, out)
 
 
-def settled(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
+def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     """Settings of a case, with those at their defaults that say nothing beside the others: what moves the logits of a rare
     block would make it common."""
     if dtype == "fp32":
@@ -75,7 +74,7 @@ def settled(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
         out |= {"B": 1, "T": min(out["T"], 4), "V": 2 * RARE_BLOCK, "H": min(out["H"], 16), "targets": "likely"}
         if "weight" not in out["grad"]:
             out["grad"] = "hidden weight"
-    return head.settled(dtype, out)
+    return head.canonical(dtype, out)
 
 
 def _with_rare_blocks(case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | None]) -> None:
@@ -199,25 +198,23 @@ GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
 FAMILY: Family = Family(
     name="logprobs",
     settings=SETTINGS,
-    draw=draw,
-    settled=settled,
+    drawing=Drawing(
+        draw, canonical, counts={"quick": 80, "pr": 700, "nightly": 6000, "soak": 60000}, example=head.example
+    ),
     build=build,
     oracle=oracle,
-    outputs=("logps", "entropy"),
-    optional=frozenset({"entropy"}),
+    outputs={"logps": Output(), "entropy": Output(optional=True)},
     zeros=zeros,
     features=features,
-    demands=demands,
-    required=("hidden", "weight", "ids"),
-    replicated=head.REPLICATED,
+    tensors=Tensors(
+        head.REPLICATED,
+        required=("hidden", "weight", "ids"),
+        demands=demands,
+        stored=stored_tensors.HEAD,
+        derived=derived,
+    ),
+    explanations=Explanations(place=head.place, factors=head.factors),
     grid=head.grid,
-    place=head.place,
-    factors=head.factors,
-    drawn={"quick": 80, "pr": 700, "nightly": 6000, "soak": 60000},
-    example=head.example,
-    probes=LOGPROBS,
-    stored=stored_tensors.HEAD,
-    derived=derived,
     relations={
         "cotangent x2": Relation(
             _double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in the upstream gradient"

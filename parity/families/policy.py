@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from parity.case.case import Case
-from parity.case.family import Family, Relation
+from parity.case.family import Drawing, Explanations, Family, Output, Relation, Tensors
 from parity.case.inputs import Inputs
 from parity.case.layouts import like
 from parity.families import head, policy_stored
 from parity.families import policy_inputs as inputs_of
 from parity.families import policy_settings as settings_of
-from parity.families.probes import POLICY
 from parity.judge.stages import log_softmax_again
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -341,43 +340,35 @@ def _example(number: int) -> dict[str, Any]:
     return {**head.example(number), "lengths": lengths, "cotangent": "ones"}
 
 
-CONFIG_FIELDS = tuple(
-    (
-        "loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl temperature "
-        "off_policy_mask_threshold entropy_coef sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos "
-        "vespo_k_neg vespo_lambda_neg max_completion_length"
-    ).split()
-)
 QUANTITIES = ("loss", "grad_hidden", "grad_weight", "grad_bias")
 
 FAMILY: Family = Family(
     name="policy",
     settings=settings_of.SETTINGS,
-    draw=settings_of.draw,
-    settled=settings_of.settled,
-    bases=({"old": "absent", "beta": 0.04}, {"loss_type": "bnpo"}),  # TRL 0.15, 0.16
+    drawing=Drawing(
+        settings_of.draw,
+        settings_of.canonical,
+        counts={"quick": 60, "pr": 700, "nightly": 6000, "soak": 60000},
+        example=_example,
+    ),
     build=_build,
     oracle=oracle,
-    outputs=("loss", "kl", "entropy", "clip_ratio", "clip_low", "clip_high"),
-    contexts=("plain", "checkpoint", "compile"),
-    optional=frozenset({"kl", "entropy", "clip_ratio", "clip_low", "clip_high"}),
-    scalars=frozenset({"loss", "kl", "entropy", "clip_ratio", "clip_low", "clip_high"}),
-    exact=frozenset({"clip_ratio", "clip_low", "clip_high"}),
+    outputs={
+        "loss": Output(scalar=True),
+        **dict.fromkeys(("kl", "entropy"), Output(optional=True, scalar=True)),
+        **dict.fromkeys(("clip_ratio", "clip_low", "clip_high"), Output(optional=True, scalar=True, counted=True)),
+    },
     zeros=zeros,
     features=features,
-    variants={"capped KL": capped_kl},
-    demands=demands,
-    required=("hidden", "weight", "ids", "mask", "advantages"),
-    replicated=head.REPLICATED,
+    tensors=Tensors(
+        head.REPLICATED,
+        required=("hidden", "weight", "ids", "mask", "advantages"),
+        demands=demands,
+        stored=policy_stored.TENSORS,
+        derived=lambda tensors, where: policy_stored.derived(FAMILY, tensors, where),
+    ),
+    explanations=Explanations({"capped KL": capped_kl}, head.place, factors),
     grid=head.grid,
-    place=head.place,
-    factors=factors,
-    drawn={"quick": 60, "pr": 700, "nightly": 6000, "soak": 60000},
-    example=_example,
-    probes=POLICY,
-    stored=policy_stored.TENSORS,
-    derived=lambda tensors, where: policy_stored.derived(FAMILY, tensors, where),
-    config_fields=CONFIG_FIELDS,
     relations={
         "advantages x2": Relation(
             _double_advantages, dict.fromkeys(QUANTITIES, 2.0), "the loss is linear in the advantages"

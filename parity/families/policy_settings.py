@@ -168,10 +168,10 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
             out["grad"] = "weight"
     if draw(st.integers(0, 19)) == 19:  # a batch without a loss token, whatever else moves
         out["lengths"] = [0] * rows
-    return settled(dtype, out)
+    return canonical(dtype, out)
 
 
-def settled(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
+def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     """Settings of a case, with those at their defaults that say nothing beside the others."""
     if out["loss_type"] in ("cispo", "sapo", "vespo"):
         out["delta"] = None
@@ -181,4 +181,14 @@ def settled(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
         out["head_dtype"] = "same"
     if out["head"] == "tied":  # its square would be added
         out["level"] = 0.0
-    return head.settled(dtype, out)
+    return head.canonical(dtype, out)
+
+
+CONFIG_FIELDS = tuple(
+    (
+        "loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl temperature "
+        "off_policy_mask_threshold entropy_coef sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos "
+        "vespo_k_neg vespo_lambda_neg max_completion_length"
+    ).split()
+)
+"""Settings that a field of the same name decides in the configuration of TRL's trainer."""

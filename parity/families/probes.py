@@ -13,7 +13,7 @@ import torch
 
 from parity.case.family import Family
 from parity.case.inputs import Inputs
-from parity.case.probe import Probe, Tensors
+from parity.case.probe import Probe, Tensors, derived
 
 
 def _without(*names: str) -> Callable[[Inputs], Tensors]:
@@ -140,3 +140,15 @@ DIVERGENCE = (
     Probe("tail", False, {"sparse": "topk", "beta": 0.0}),
     Probe("chunk_size", 3, bases=DENSE, stays=True),
 )
+
+PROBES: Mapping[str, tuple[Probe, ...]] = {"logprobs": LOGPROBS, "policy": POLICY, "divergence": DIVERGENCE}
+"""Family -> what an audit moves."""
+BASES: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "policy": ({"old": "absent", "beta": 0.04}, {"loss_type": "bnpo"}),  # TRL 0.15, 0.16
+}
+"""Family -> settings with which an implementation may run that refuses the defaults, as early releases do."""
+
+
+def probes_of(family: Family) -> tuple[Probe, ...]:
+    """What an audit moves; of a family without probes every choice and every number, see `parity.case.probe.derived`."""
+    return PROBES.get(family.name) or derived(family.settings, family.drawing.example(0))

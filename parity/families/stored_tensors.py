@@ -59,12 +59,12 @@ def inputs(family: Family, case: Case) -> Inputs:
     """
     s, found, where = family.full_settings(case), read(case), str(case.tensors)
     check_values(found, where)
-    for name, value in family.derived(found, where).items():
+    for name, value in family.tensors.derived(found, where).items():
         if getattr(s, name) != value:
             raise UsageError(f"{where}: {name} is {value!r} in these tensors, {getattr(s, name)!r} in the case")
     if found["hidden"].dtype != DTYPES[case.dtype]:
         raise UsageError(f"{where}: hidden is {found['hidden'].dtype}, the case says {case.dtype}")
-    first, ids = family.outputs[0], found["ids"]
+    first, ids = family.first, found["ids"]
     if bool(((ids >= s.V) | ((ids < 0) & (ids != LABELS))).any()):
         raise UsageError(f"{where}: ids hold {int(ids.min())} to {int(ids.max())}, the vocabulary is V={s.V}")
     shape = () if first in family.scalars else tuple(ids.shape)
@@ -72,5 +72,5 @@ def inputs(family: Family, case: Case) -> Inputs:
     if tuple(upstream.shape) != shape:
         raise UsageError(f"{where}: d {first} has shape {tuple(upstream.shape)}, expected {shape}")
     hidden = -found["hidden"].flip(0, 1) if case.seed else found["hidden"]
-    tensors = dict.fromkeys(family.stored) | found | {"hidden": laid_out(hidden, s.layout)}
+    tensors = dict.fromkeys(family.tensors.stored) | found | {"hidden": laid_out(hidden, s.layout)}
     return arranged(Inputs(case, s, tensors, head.leaves(s), {first: upstream}))

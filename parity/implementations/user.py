@@ -129,16 +129,16 @@ def family_of(signature: inspect.Signature, id: str, families: Iterable[Family])
         UsageError: where they fit none.
     """
     names = {n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    known = [f for f in families if f.required]
-    fits = [f for f in known if set(f.required) <= set(map(canonical, names))]
+    known = [f for f in families if f.tensors.required]
+    fits = [f for f in known if set(f.tensors.required) <= set(map(canonical, names))]
     if not fits:
-        wanted = "; ".join(f"{f.name}: {', '.join(f.required)}" for f in known)
+        wanted = "; ".join(f"{f.name}: {', '.join(f.tensors.required)}" for f in known)
         found = f"its parameters {', '.join(sorted(names))} fit no family" if names else "its parameters have no names"
         raise UsageError(
             f"implementation {id!r}: {found} ({wanted}). A function of logits can be wrapped: "
             "def logps(hidden, weight, ids): return yours(hidden @ weight.T, ids)"
         )
-    return max(fits, key=lambda f: len(f.required))
+    return max(fits, key=lambda f: len(f.tensors.required))
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
@@ -182,7 +182,7 @@ def _call(function: Callable[..., Any], fam: Family, names: set[str], open_ended
     offered = copy.deepcopy(vars(x.settings)) | dict(x.tensors)
     canonical = {ALIASES.get(n, n): n for n in names}
     label = getattr(function, "__name__", "the function")
-    absent = [] if open_ended else sorted(fam.demands(x) - set(canonical))
+    absent = [] if open_ended else sorted(fam.tensors.demands(x) - set(canonical))
     require(not absent, f"{label} has no parameter {', '.join(absent)}")
     parameters = _signature(function).parameters
     kwargs = {canonical[n]: v for n, v in offered.items() if n in canonical}
@@ -217,9 +217,9 @@ def named_outputs(result: Any, fam: Family, declared: Iterable[str] = ()) -> Nam
             f"returned {type(result).__name__}, expected a tensor, a tuple that begins with one, or a dict of outputs"
         )
     out, unknown = Named(), list[str]()
-    certain = len(fam.optional) == 1
+    certain, in_order = len(fam.optional) == 1, list(fam.outputs)
     for place, part in enumerate(parts):
-        next_name = fam.outputs[place] if place < len(fam.outputs) else ""
+        next_name = in_order[place] if place < len(in_order) else ""
         if isinstance(part, Mapping):
             for name, value in part.items():
                 known = name in fam.outputs and isinstance(value, torch.Tensor | float | int)
@@ -231,7 +231,7 @@ def named_outputs(result: Any, fam: Family, declared: Iterable[str] = ()) -> Nam
             out[next_name] = part
         elif part is not None:
             unknown.append(f"value {place + 1}")
-    if fam.outputs[0] not in out:
-        raise Returned(f"returned {', '.join(map(str, out)) or 'a dict'} without {fam.outputs[0]}")
+    if fam.first not in out:
+        raise Returned(f"returned {', '.join(map(str, out)) or 'a dict'} without {fam.first}")
     out.unknown = tuple(unknown)
     return out

@@ -111,16 +111,16 @@ class CaseOracle:
     def _kind(self, name: str, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         scalar, gradient = name in self.family.scalars, name.startswith("grad_")
         first_order = terms = 0.0
-        if scalar and name == self.family.outputs[0] and "_slope" in self.exact:
+        if scalar and name == self.family.first and "_slope" in self.exact:
             spread = (found["_logps"] - self.exact["_logps"]).square().mean(0)
             first_order = float((self.exact["_slope"].square() * spread).nan_to_num().sum().sqrt())
-        if scalar and name == self.family.outputs[0] and "_terms" in self.exact:
+        if scalar and name == self.family.first and "_terms" in self.exact:
             terms = float(self.exact["_terms"].norm()) * self.exact["_terms"].numel() ** 0.5
         return {
             "zero": self.family.zeros(self.on_cpu).get(name),
             "entrywise": not gradient or self.exact[name].dim() == 1,
             "scalar": scalar,
-            "counted": name in self.family.exact,
+            "counted": name in self.family.outputs and self.family.outputs[name].counted,
             "first_order": first_order,
             "terms": terms,
         }
@@ -136,7 +136,7 @@ class CaseOracle:
 
     def variant(self, name: str) -> CaseOracle:
         """The same inputs under a named variant of the definition."""
-        definition = self.family.variants[name]
+        definition = self.family.explanations.variants[name]
         return self._once(name, lambda: self.at(dataclasses.replace(self.family, oracle=definition), self.on_cpu))
 
     @functools.cached_property
@@ -295,7 +295,7 @@ def followed_variant(
     One that differs from the definition in none of them on this case explains nothing, and neither does one to which a
     result is no nearer than to the definition.
     """
-    for name in oracle.family.variants:
+    for name in oracle.family.explanations.variants:
         other = oracle.variant(name)
         if all(q in oracle.exact and torch.equal(other.exact[q], oracle.exact[q]) for q in failing):
             continue

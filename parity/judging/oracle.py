@@ -91,7 +91,7 @@ def replicas(
     while done < count:
         width = min(stack, count - done)
         mode = MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + done, own_grids - done)
-        x = to_double(inputs, width, family.replicated)
+        x = to_double(inputs, width, family.tensors.replicated)
         with mode:
             found = _run(family, x, mode, gradients)
         part = {name: value.cpu() for name, value in found.items() if keep is None or name in keep}

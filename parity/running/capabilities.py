@@ -12,6 +12,7 @@ from parity.case.covering import covering
 from parity.case.family import Family
 from parity.compare.one_case import skip_reason
 from parity.errors import UsageError
+from parity.families.probes import BASES, PROBES
 from parity.implementations.implementation import Implementation
 from parity.registry import loss_family
 
@@ -28,7 +29,7 @@ def refusal(implementation: Implementation, case: Case, device: str) -> str | No
     reason = skip_reason(family, implementation, case, settings, device)
     reason = reason or implementation.refuses(settings, case.dtype, device, rejected=True) or None
     if reason is None and implementation.parameters is not None:
-        absent = family.demands(family.build(case)) - implementation.parameters
+        absent = family.tensors.demands(family.build(case)) - implementation.parameters
         return f"no parameter {', '.join(sorted(absent))}" if absent else None
     return reason
 
@@ -53,7 +54,7 @@ def nearest(implementation: Implementation, case: Case, device: str) -> Case | N
 
 def _starts(family: Family, case: Case, dtype: str) -> Iterator[Case]:
     sizes = {n: v for n, v in case.settings.items() if _is_size(family, n, v)}
-    bases = [{}, *family.bases, *(base for probe in family.probes for base in probe.bases)]
+    bases = [{}, *BASES.get(family.name, ()), *(b for p in PROBES.get(family.name, ()) for b in p.bases)]
     for kept, base in itertools.product((sizes, {}), {repr(base): base for base in bases}.values()):
         yield _settled(family, case.seed, dtype, {**base, **kept})
 
@@ -84,7 +85,7 @@ def _is_size(family: Family, name: str, value: Any) -> bool:
 
 def _settled(family: Family, seed: int, dtype: str, settings: Mapping[str, Any]) -> Case:
     full = {name: setting.default for name, setting in family.settings.items()} | dict(settings)
-    return family.case(seed, dtype, family.settled(dtype, full))
+    return family.case(seed, dtype, family.drawing.canonical(dtype, full))
 
 
 def _stands(family: Family, case: Case) -> bool:

@@ -5,7 +5,7 @@ import functools
 import json
 from typing import Any
 
-from parity.case.family import Family
+from parity.case.family import Drawing, Family
 from parity.case.inputs import Setting
 from parity.errors import UsageError
 from parity.process import tell, under_watch
@@ -84,7 +84,7 @@ def describe(text: str) -> int:
 def _data(family: Family) -> dict[str, Any]:
     """What is data in a family's record and is asked for outside the processes that judge it."""
     settings = {n: [s.default, s.doc, s.choices] for n, s in family.settings.items()}
-    return {"name": family.name, "settings": settings, "shapes": family.shapes, "drawn": dict(family.drawn)}
+    return {"name": family.name, "settings": settings, "shapes": family.shapes, "counts": dict(family.drawing.counts)}
 
 
 def _without_code(raw: dict[str, Any]) -> Family:
@@ -95,5 +95,5 @@ def _without_code(raw: dict[str, Any]) -> Family:
         n: Setting(default, doc, None if choices is None else tuple(choices))
         for n, (default, doc, choices) in raw["settings"].items()
     }
-    rest = {"shapes": tuple(raw["shapes"]), "drawn": raw["drawn"]}
-    return Family(raw["name"], settings, draw=absent, build=absent, oracle=absent, outputs=(), **rest)
+    drawing = Drawing(absent, counts=raw["counts"])
+    return Family(raw["name"], settings, drawing, absent, absent, outputs={}, shapes=tuple(raw["shapes"]))

@@ -219,7 +219,7 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         total = sum(case["family"] == name for _, case, _ in frozen)
         shards += slices(total, FROZEN, family=name, kind="frozen", seed=seed)
     for name in families if not options.only else ():
-        for index, of in enumerate(streams(loss_family(name).drawn.get(options.profile, 0), device)):
+        for index, of in enumerate(streams(loss_family(name).drawing.counts.get(options.profile, 0), device)):
             shards += slices(of, SHARD, family=name, kind="drawn", seed=seed, index=index, of=of)
     for one in chosen if not options.only else ():
         if one.family in families:

@@ -21,6 +21,7 @@ from parity.case.drawing import batch, batches, cases
 from parity.case.family import Family
 from parity.case.profiles import Profile, streams
 from parity.compare.result_rows import replay_line
+from parity.families.probes import PROBES
 from parity.implementations.implementation import Implementation
 from parity.judge.timings import within
 from parity.protocol import process_state
@@ -136,7 +137,7 @@ class Session:
         """What an implementation gets besides its draws; whether the time was enough."""
         (own,) = [i for i in self.implementations if i.id == shard.implementation]
         self.emit(At(0))
-        counts = streams(loss_family(shard.family).drawn[self.profile_name], self.device)
+        counts = streams(loss_family(shard.family).drawing.counts[self.profile_name], self.device)
         keyed = [self._stream(shard.family, n, of, shard.seed).first(of) for n, of in enumerate(counts[:STREAMS])]
         drawn = [case for stream in keyed for _, case in stream]
         gets = functools.partial(selected, own, cost=self.profile.cost, device=self.device)
@@ -350,8 +351,8 @@ def selected(implementation: Implementation, case: Case, cost: int, device: str)
 
 
 def near(family: Family, case: Case) -> bool:
-    """Whether a case moves no more than a quarter of the settings that decide what is computed (those of `Family.probes`)."""
-    names = {p.setting for p in family.probes if not p.stays}
+    """Whether a case moves no more than a quarter of the settings that decide what is computed (those of its probes)."""
+    names = {p.setting for p in PROBES.get(family.name, ()) if not p.stays}
     s = vars(family.full_settings(case))
     return sum(s[name] != family.settings[name].default for name in names) <= len(names) // 4
 

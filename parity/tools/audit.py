@@ -27,6 +27,7 @@ from parity.compare.one_case import rows_of
 from parity.data import ledger_file
 from parity.decoding import save_json, write
 from parity.errors import UsageError
+from parity.families.probes import probes_of
 from parity.implementations.implementation import Implementation, require
 from parity.judging.assess import CaseOracle
 from parity.process import prepare
@@ -87,7 +88,7 @@ class Pair:
 def pair(name: str, probe: Probe, base: Mapping[str, Any], dtype: str, number: int, device: str = "cpu") -> Pair:
     """The `number`-th pair of a probe; log-probs that derive from the oracle are those of the moved side on both."""
     fam = loss_family(name)
-    wanted = fam.example(number) | dict(base) | dict(probe.among)
+    wanted = fam.drawing.example(number) | dict(base) | dict(probe.among)
     case = fam.case(1000 + number, dtype, wanted | ({} if probe.data else {probe.setting: probe.value}))
     moved = fam.build(case)
     if probe.leaves:
@@ -303,7 +304,7 @@ def audit(
     names = [resolved(name) for name in families] or loss_families()
     if odd := [n for n in names if n not in loss_families()]:
         raise UsageError(f"family {odd[0]!r} is not audited, choose from {', '.join(loss_families())}")
-    probes = [(name, probe) for name in names for probe in loss_family(name).audited()]
+    probes = [(name, probe) for name in names for probe in probes_of(loss_family(name))]
     known = sorted({probe.setting for _, probe in probes})
     if odd := [n for n in settings if n not in known]:
         raise UsageError(f"setting {odd[0]!r} is not audited, choose from {', '.join(known)}")

@@ -13,7 +13,7 @@ from parity import data
 from parity.case.case import Case
 from parity.case.profiles import PROFILES
 from parity.errors import UsageError
-from parity.families.policy_settings import LOSS_TYPES
+from parity.families.policy_settings import CONFIG_FIELDS, LOSS_TYPES
 from parity.registry import NAMES, loss_families, loss_family, meant, resolved
 from parity.results.row import DECIDED
 from parity.running.plan import DTYPES
@@ -46,7 +46,7 @@ def of_own(wanted: Sequence[str]) -> Cases:
 
     families = dict.fromkeys(one.family for one in select(wanted) if one.family in set(loss_families()) - set(NAMES))
     every = itertools.product(map(loss_family, families), DTYPES, range(2))
-    found = [family.case(SEED + number, dtype, family.example(number)) for family, dtype, number in every]
+    found = [family.case(SEED + number, dtype, family.drawing.example(number)) for family, dtype, number in every]
     return [(case.id, case) for case in found]
 
 
@@ -187,14 +187,13 @@ def both(
 
 def _with_defaults(frozen: Cases, config: Mapping[str, Any]) -> Cases:
     """The cases whose settings a GRPOConfig decides, with each of those at the release's default, each such case once."""
-    fields = {name: loss_family(name).config_fields for name in loss_families()}
-    values = {n: v for n, v in config.items() if any(n in of for of in fields.values())}
+    values = {n: v for n, v in config.items() if n in CONFIG_FIELDS}
     if values.get("loss_type", LOSS_TYPES[0]) not in LOSS_TYPES:
         raise UsageError(f"--all-defaults: loss_type {values['loss_type']!r} is none of {', '.join(LOSS_TYPES)}")
     out: dict[str, tuple[str, Case]] = {}
     for name, case in frozen:
-        if decided := fields.get(case.family):
-            kept = {n: v for n, v in case.settings.items() if n not in (*decided, "entropy_quantile")}
+        if case.family == "policy":
+            kept = {n: v for n, v in case.settings.items() if n not in (*CONFIG_FIELDS, "entropy_quantile")}
             made = loss_family(case.family).case(case.seed, case.dtype, kept | values)
             out.setdefault(made.id, (name, made))
     return list(out.values())

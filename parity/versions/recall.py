@@ -130,7 +130,7 @@ def of_profile(family: str, profile: str) -> Iterator[list[Case]]:
         yield list(catalogue.cases(family, profile, FIXED_SEED))
         return
     found = loss_family(family)
-    for index, count in enumerate(streams(found.drawn[profile], "cpu")):
+    for index, count in enumerate(streams(found.drawing.counts[profile], "cpu")):
         yield list(draws(cases(found, DTYPES, profile), f"{FIXED_SEED}/{family}/{index}", count))
 
 

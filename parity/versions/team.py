@@ -15,6 +15,7 @@ import yaml
 from parity.case.case import Case
 from parity.case.inputs import Setting
 from parity.errors import UsageError
+from parity.families.policy_settings import CONFIG_FIELDS
 from parity.registry import loss_family
 
 SEEDS = 3
@@ -47,10 +48,9 @@ def read(path: Path) -> Team:
         raise UsageError(f"{path}: neither YAML nor JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise UsageError(f"{path}: expected names of arguments with their values, got a {type(found).__name__}")
-    fields = loss_family("policy").config_fields
-    settings = {name: found[name] for name in fields if name in found}
+    settings = {name: found[name] for name in CONFIG_FIELDS if name in found}
     if not settings:
-        raise UsageError(f"{path}: sets none of {', '.join(fields)}")
+        raise UsageError(f"{path}: sets none of {', '.join(CONFIG_FIELDS)}")
     return Team(settings, tuple(sorted(found.keys() - settings.keys())))
 
 
@@ -104,7 +104,7 @@ def cases(team: Team) -> Iterator[tuple[str, Case]]:
             case = family.case(seed, dtype, SHAPE | dict(team.settings))
             family.full_settings(case)
             yield "your settings", case
-    for name in family.config_fields:
+    for name in CONFIG_FIELDS:
         for value in _neighbours(team.settings.get(name, family.settings[name].default), family.settings[name]):
             case = family.case(0, "fp32", SHAPE | dict(team.settings) | {name: value})
             family.full_settings(case)

@@ -18,6 +18,7 @@ from fixtures.pretended_cuda import pretended
 from parity import data
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
+from parity.families.probes import PROBES
 from parity.judging.assess import CaseOracle, judge_all
 from parity.protocol.call import execute
 from parity.registry import facts, family, run_case, select
@@ -157,7 +158,7 @@ def test_one_that_ignores_strides_is_caught():
 
 
 def test_audit():
-    probe = next(p for p in family("policy").probes if p.label.startswith("temperature"))
+    probe = next(p for p in PROBES["policy"] if p.label.startswith("temperature"))
     honest = control("control.policy.plain")
     call = honest.call
 

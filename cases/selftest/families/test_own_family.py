@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -152,4 +153,4 @@ def test_its_name_is_its_own():
     one = registry.loss_family(resolved(FAMILY))
     for taken in ("policy", "grpo-trainer"):
         with pytest.raises(UsageError, match="exists already"):
-            registry.add_family(type(one)(**{**vars(one), "name": taken}))
+            registry.add_family(dataclasses.replace(one, name=taken))

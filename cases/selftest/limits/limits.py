@@ -78,7 +78,7 @@ def implementation(name: str, kind: str, error: float = 0.0) -> Implementation:
 
 def label_of(name: str) -> str:
     """How the table calls what a family returns first."""
-    first = loss_family(name).outputs[0]
+    first = loss_family(name).first
     return "log-probs" if first == "logps" else first
 
 
@@ -120,7 +120,7 @@ def _errors(name: str, kind: str, oracle: CaseOracle, plain: Values) -> Errors:
     """(target, quantities that may show it, ε -> their values)."""
     gradients = tuple(n for n in plain if n.startswith("grad_"))
     narrow = all(plain[n].dtype == oracle.inputs.dtype for n in gradients)  # a float32 head's gradient would decide
-    first = oracle.family.outputs[0]
+    first = oracle.family.first
     yield label_of(name), (first,), lambda e: scaled(plain, (first,), e)
     if name == "policy":
         yield "log-probs", ("loss", *gradients), lambda e: again(oracle, implementation(name, LOGITS[kind], e))
@@ -209,7 +209,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def cases_of_a_run(found: Sequence[DetectionLimit], drawn: int) -> int:
     """Cases of this family and dtype that show the error, in a run of profile pr."""
-    return max(1, round(loss_family(found[0].family).drawn["pr"] / len(DTYPES) * len(found) / drawn))
+    return max(1, round(loss_family(found[0].family).drawing.counts["pr"] / len(DTYPES) * len(found) / drawn))
 
 
 def by_a_run(found: Sequence[DetectionLimit], drawn: int) -> float:
@@ -246,7 +246,7 @@ def page(rows: Iterable[Sequence[object]]) -> str:
 def _cells(key: Key, group: Sequence[DetectionLimit], drawn: int) -> list[str]:
     family, target, dtype, logits = key
     values, of = [one.limit for one in group], loss_family(family)
-    scale = target == "gradients" or (of.outputs[0] not in of.scalars and target == label_of(family))
+    scale = target == "gradients" or (of.first not in of.scalars and target == label_of(family))
     slope = pooled(group, drawn) if scale else NEVER
     half, most, run = quantile(values, 0.5), quantile(values, CERTAIN), by_a_run(group, drawn)
     beyond = f" ({sum(v <= 0.01 for v in values)} at 0.01)" if most == NEVER else ""

@@ -35,7 +35,7 @@ def test_ninety_nine_percent_of_one_case_and_of_a_run():
     assert limits.quantile(values, 0.99) == 2.0**-1
     assert limits.quantile(values, 0.5) == 2.0**-50
     count = limits.cases_of_a_run(own, 100)
-    assert count == round(loss_family("policy").drawn["pr"] / 3)
+    assert count == round(loss_family("policy").drawing.counts["pr"] / 3)
     caught = sum(v <= limits.by_a_run(own, 100) for v in values) / 100
     assert 1 - (1 - caught) ** count >= 0.99
     fewer = sum(v < limits.by_a_run(own, 100) for v in values) / 100

@@ -64,7 +64,7 @@ def drawn(name: str, seed: int) -> Iterator[Case]:
     """The cases of a family in profile pr, shard by shard, as `parity.running.shard` draws them."""
     strategy = cases(loss_family(name), DTYPES, PROFILE)
     for shard in range(SHARDS):
-        yield from draws(strategy, f"{seed}/{name}/{shard}", loss_family(name).drawn[PROFILE] // SHARDS)
+        yield from draws(strategy, f"{seed}/{name}/{shard}", loss_family(name).drawing.counts[PROFILE] // SHARDS)
 
 
 def stream_fates(

@@ -20,7 +20,7 @@ SEEDS = range(FIRST, FIRST + number("SEEDS", 1))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses(family, seed, device, record_property):
     """A stream is as long as the draws of a run of profile pr."""
-    budget = number("CASES", loss_family(family).drawn[PROFILE])
+    budget = number("CASES", loss_family(family).drawing.counts[PROFILE])
     told(stream_fates(family, seed, budget, mutants(family), controls(family), device), record_property)
 
 

@@ -157,7 +157,8 @@ NARROW = Implementation(
 
 
 def test_all_pairs_that_are_taken_are_met_and_nothing_else_is_tried(tmp_path, monkeypatch):
-    family = dataclasses.replace(loss_family("logprobs"), drawn={"pr": 60})
+    whole = loss_family("logprobs")
+    family = dataclasses.replace(whole, drawing=dataclasses.replace(whole.drawing, counts={"pr": 60}))
     monkeypatch.setattr(shard_module, "loss_family", lambda name: family)
     events: list = []
     profile = dataclasses.replace(PROFILES["pr"], least=0)
@@ -198,7 +199,7 @@ def test_no_draw_holds_what_says_nothing():
         family = loss_family(name)
         for case in draws(cases(family, DTYPES, "pr"), f"settled/{name}", 150):
             full = vars(family.full_settings(case))
-            assert family.settled(case.dtype, dict(full)) == full
+            assert family.drawing.canonical(case.dtype, dict(full)) == full
 
 
 def test_every_implementation_of_a_run_has_a_shard_besides_its_draws():

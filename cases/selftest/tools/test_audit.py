@@ -15,6 +15,7 @@ from cases.selftest.mutants.mutant import mutants, originals
 from parity.case.inputs import Inputs
 from parity.case.probe import Probe
 from parity.cli.commands import main
+from parity.families.probes import PROBES
 from parity.implementations.implementation import Implementation, Outputs
 from parity.implementations.user import from_function
 from parity.registry import NAMES, family, loss_family
@@ -29,7 +30,7 @@ def nothing_known(row, case):
 
 
 def probe(name: str, label: str) -> Probe:
-    return next(p for p in loss_family(name).probes if p.label.startswith(label))
+    return next(p for p in PROBES[name] if p.label.startswith(label))
 
 
 def asked(implementation: Implementation, label: str, known=nothing_known) -> Answer:
@@ -110,7 +111,7 @@ def test_a_clear_error_is_refused_and_an_unclear_one_crashed():
 
 def test_a_setting_honoured_on_some_cases_alone_is_wrong():
     def edit(x: Inputs, call) -> Outputs:
-        return without_delta(x, call) if loss_family("policy").example(0)["B"] == x.settings.B else call(x)
+        return without_delta(x, call) if loss_family("policy").drawing.example(0)["B"] == x.settings.B else call(x)
 
     pairs = Pairs("policy", probe("policy", "delta"), "cpu")
     found = answer(edited(edit), pairs, 2, nothing_known)
@@ -153,7 +154,7 @@ def test_effects_are_ratios_to_the_definition():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_probe_moves_the_definition_or_says_that_it_stays(name):
-    for one in loss_family(name).probes:
+    for one in PROBES[name]:
         for base in range(len(one.bases)):
             found = next(Pairs(name, one, "cpu").moving(base, "fp32"), None)
             assert found is not None, (
@@ -163,9 +164,9 @@ def test_every_probe_moves_the_definition_or_says_that_it_stays(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_labels_tell_probes_apart_and_name_settings_of_the_family(name):
-    labels = [p.label for p in loss_family(name).probes]
+    labels = [p.label for p in PROBES[name]]
     assert len(set(labels)) == len(labels)
-    assert {p.setting for p in loss_family(name).probes} <= set(family(name).settings)
+    assert {p.setting for p in PROBES[name]} <= set(family(name).settings)
 
 
 def test_both_sides_of_a_pair_share_every_tensor_but_the_settings_own():
@@ -178,7 +179,7 @@ def test_both_sides_of_a_pair_share_every_tensor_but_the_settings_own():
     assert [n for n, t in dropped.moved.inputs.tensors.items() if dropped.still.inputs.tensors[n] is not t] == [
         "importance_sampling_ratio"
     ]
-    assert loss_family("policy").example(0) != loss_family("policy").example(1)
+    assert loss_family("policy").drawing.example(0) != loss_family("policy").drawing.example(1)
     assert made.moved.exact["loss"] != made.still.exact["loss"]
 
 
@@ -189,7 +190,9 @@ def test_what_is_wrong_without_the_setting_is_not_blamed_on_it():
 
     def edit(x: Inputs, call) -> Outputs:
         out = call(x)
-        return out | {"loss": out["loss"] * 1.1} if loss_family("policy").example(0)["B"] == x.settings.B else out
+        return (
+            out | {"loss": out["loss"] * 1.1} if loss_family("policy").drawing.example(0)["B"] == x.settings.B else out
+        )
 
     assert asked(edited(edit), "temperature").answer == "honoured"
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from parity.compare.one_case import skip_reason
+from parity.families.probes import probes_of
 from parity.process import prepare
 from parity.protocol.call import execute
 from parity.registry import load, loss_families, loss_family, run_case
@@ -22,7 +23,7 @@ MARK = "called "
 def cases(name, dtype):
     """Label -> case of a loss family: the plain ones, then each setting of an audit moved by itself on each of them."""
     family = loss_family(name)
-    probes = [probe for probe in family.audited() if not probe.data]
+    probes = [probe for probe in probes_of(family) if not probe.data]
     plain = [dict(base) for probe in probes for base in probe.bases] or [{}]
     out: dict[str, dict[str, Any]] = {"plain": {}} | {_label(base): base for base in plain}
     for probe in probes:
