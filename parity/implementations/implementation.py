@@ -57,7 +57,7 @@ class Implementation:
         dtypes: dtypes that it claims.
         limits: what it takes of its family's settings, a `Limit` each.
         rejects: what the library itself refuses with an error, a `Limit` each: no draw shows it, frozen cases and audits do.
-        parameters: the names that a user's function takes of its family's (`Family.demands`); None: any.
+        parameters: the names that a user's function takes of its family's (`Tensors.demands`); None: any.
         around: a context in which the harness takes both passes, where forward alone would not do.
         interpreted: whether it is a Triton kernel, which runs in the interpreter where there is no GPU.
         every: on the CPU, run it on one case in `every` (a cost, not a narrowing: which cases is a hash of their id).
