@@ -33,7 +33,7 @@ PARTNERS = ("trl", "liger-kernel", "transformers", "accelerate", "datasets", "pe
 LEADERS = ("unsloth-zoo", "trl", "transformers", "liger-kernel")
 # TRL 0.2x to 1.x imports requests without declaring it.
 UNDECLARED = ("requests",)
-HARNESS = ("rich", "click", "jinja2", "safetensors", "numpy", "packaging", "psutil", "msgspec", "pyyaml")
+HARNESS = ("rich", "click", "jinja2", "safetensors", "numpy", "packaging", "psutil", "msgspec", "pyyaml", "allpairspy")
 # The tools that draw and collect cases stay as they are here: the same seed draws the same cases in every environment,
 # and pytest's strict configuration knows the same options.
 TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark")

@@ -30,6 +30,7 @@ from parity.trainers.catalogue import is_trainer
 from parity.trainers.definitions import windows
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.training_step import exact_step, of_parameters
+from parity.trainers.execute import judge as judge_quantity
 from parity.trainers.rig import stored_window
 
 BEYOND = {"cce.torch_compile"}
@@ -188,7 +189,8 @@ def test_gradients_of_a_trainer():
         wrong = {n: g * (2.0 if "q_proj" in n else 1.0) for n, g in right.items()}
         result = gradients(step, wrong)
     told = f"{sum('q_proj' in n for n in right)} of {len(right)} parameters disagree"
-    assert result.message.startswith(told) and "is 2 times the definition's" in result.message
+    message = judge_quantity(result).message
+    assert message.startswith(told) and "is 2 times the definition's" in message
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,8 @@ def own(hidden, weight, ids, temperature=1.0):
 
 
 NAMES = ("{}/own.py:own", "fixtures/kernels.py:right")
+DRAWN, TAKEN = 8, 5
+"""Cases of a run, and those of them that a function of hidden, weight and ids takes."""
 
 
 def planted(
@@ -117,7 +119,7 @@ def planted(
     counter = str(tmp_path / "calls")
     counted = f"open({counter!r}, 'a').write('x'); calls = os.path.getsize({counter!r})"
     (tmp_path / "own.py").write_text(FAULTS.format(counted=counted, act=act, setup=setup))
-    return followed(plan_of(tmp_path, [n.format(tmp_path) for n in names], exclude), 8, timeout)
+    return followed(plan_of(tmp_path, [n.format(tmp_path) for n in names], exclude), DRAWN, timeout)
 
 
 def plan_of(tmp_path, implementations, exclude=()) -> dict:
@@ -159,14 +161,14 @@ def test_past_the_time_of_a_run_what_hangs_is_waited_for_once(tmp_path, deadline
 def test_one_that_is_killed_from_outside_has_a_second_chance(tmp_path):
     events = planted(tmp_path, "if calls == 2: os.kill(os.getpid(), signal.SIGKILL)")
     for name in ("own", "right"):
-        assert {r.verdict for r in rows_of(events, name)} == {"agree", "unsupported"}, name
+        assert {r.verdict for r in rows_of(events, name)} == {"agree"}, name
     nothing_twice(events)
 
 
 def test_one_that_always_dies_is_crashed_and_no_row_stands_twice(tmp_path):
     events = planted(tmp_path, "if calls > 1: os._exit(0)")
     assert "crashed" in {r.verdict for r in rows_of(events, "own")}
-    assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
+    assert {r.verdict for r in rows_of(events, "right")} == {"agree"}
     assert sum(r.verdict == "crashed" for r in rows_of(events, "own")) <= supervisor.THRICE
     assert "exit code 0" in next(r.message for r in rows_of(events, "own") if r.verdict == "crashed")
     nothing_twice(events)
@@ -253,8 +255,8 @@ def test_a_fork_that_goes_on_and_words_on_every_descriptor_change_nothing(tmp_pa
         "        except OSError: pass"
     )
     events = planted(tmp_path, act)
-    assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
-    assert len({r.case for r in rows_of(events, "right")}) == 8
+    assert {r.verdict for r in rows_of(events, "right")} == {"agree"}
+    assert len({r.case for r in rows_of(events, "right")}) == TAKEN
     nothing_twice(events)
 
 
@@ -266,8 +268,8 @@ def test_a_world_that_cannot_be_put_back_is_left_for_a_fresh_process(tmp_path):
     events = planted(tmp_path, act)
     wrong = [r for r in rows_of(events, "own") if r.verdict not in ("agree", "unsupported")]
     assert [(r.quantity, r.verdict) for r in wrong] == [("protocol", "disagree")], wrong
-    assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
-    assert len({r.case for r in rows_of(events, "right")}) == 8
+    assert {r.verdict for r in rows_of(events, "right")} == {"agree"}
+    assert len({r.case for r in rows_of(events, "right")}) == TAKEN
     nothing_twice(events)
 
 
@@ -282,7 +284,7 @@ def test_a_cuda_context_that_is_lost_once_and_not_again_is_a_verdict_too(tmp_pat
     said = r"CUDA error: device-side assert triggered0, at .*own\.py:9 own; not again with CUDA_LAUNCH_BLOCKING=1; not known"
     assert row.verdict == "crashed" and re.search(said, row.message)
     judged = [r.case for r in rows_of(events, "own") if r.verdict == "agree"]
-    assert row.case in judged and {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
+    assert row.case in judged and {r.verdict for r in rows_of(events, "right")} == {"agree"}
     nothing_twice(events)
 
 
@@ -290,8 +292,8 @@ def test_a_lost_cuda_context_is_one_verdict_with_the_line_of_the_launch_and_a_fr
     events = planted(tmp_path, f"if calls in (2, 3): {LOSES}")
     (row,) = (r for r in rows_of(events, "own") if r.verdict not in ("agree", "unsupported"))
     assert row.verdict == "crashed" and re.search(r"device-side assert triggered1, at .*own\.py:9 own$", row.message)
-    assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
-    assert len({r.case for r in rows_of(events, "right")}) == 8
+    assert {r.verdict for r in rows_of(events, "right")} == {"agree"}
+    assert len({r.case for r in rows_of(events, "right")}) == TAKEN
     assert not [e for e in events if isinstance(e, Lost)]
     nothing_twice(events)
 
@@ -342,8 +344,8 @@ def test_a_thread_that_goes_on_is_named_and_changes_no_row_of_another(tmp_path):
     events = planted(tmp_path, "if calls == 2: _thread.start_new_thread(spins, (weight,))", setup=SPINS)
     said = [r.message for r in rows_of(events, "own") if r.quantity == "protocol" and r.verdict == "disagree"]
     assert re.search(r"own\.py:own left a thread that goes on at .*own\.py:\d+", " ".join(said))
-    assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
-    assert len({r.case for r in rows_of(events, "right")}) == 8
+    assert {r.verdict for r in rows_of(events, "right")} == {"agree"}
+    assert len({r.case for r in rows_of(events, "right")}) == TAKEN
 
 
 def test_the_code_of_another_librarys_function_is_put_back_and_who_exchanged_it_is_named(tmp_path):
@@ -353,7 +355,7 @@ def test_the_code_of_another_librarys_function_is_put_back_and_who_exchanged_it_
     )
     events = planted(tmp_path, act, exclude=())
     theirs = [e.row for e in events if isinstance(e, Judged) and e.row.implementation == "trl.selective_log_softmax"]
-    assert {r.verdict for r in theirs} <= {"agree", "unsupported"} and len({r.case for r in theirs}) == 8
+    assert {r.verdict for r in theirs} <= {"agree", "unsupported"} and len({r.case for r in theirs}) == TAKEN
     wrong = {r.quantity: r.message for r in rows_of(events, "own") if r.verdict == "disagree"}
     assert "exchanged the code of trl.trainer.utils.selective_log_softmax" in wrong["protocol"]
 
@@ -363,8 +365,8 @@ def test_what_one_does_to_its_process_costs_its_neighbour_no_row(tmp_path, monke
     monkeypatch.setattr(supervisor, "HALTED", 1.0)
     events = planted(tmp_path, act, timeout=200.0)
     assert "timed-out" not in {r.verdict for r in rows_of(events, "own")}, "somebody waited for its limit"
-    assert {r.verdict for r in rows_of(events, "right")} == {"agree", "unsupported"}
-    assert len({r.case for r in rows_of(events, "right")}) == 8
+    assert {r.verdict for r in rows_of(events, "right")} == {"agree"}
+    assert len({r.case for r in rows_of(events, "right")}) == TAKEN
     assert not [e for e in events if isinstance(e, Lost)]
     nothing_twice(events)
 

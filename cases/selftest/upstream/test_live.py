@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parity.case.drawing import cases, draws
-from parity.errors import HarnessError, Unsupported
+from parity.errors import HarnessError
 from parity.families.policy import FAMILY
 from parity.implementations import trl_replay, trl_trainer
 from parity.protocol.call import backward, execute, fresh, gradients
@@ -151,6 +151,11 @@ def test_before_1_15_logits_have_the_dtype_of_autocast(monkeypatch, context, ele
 
 def test_a_liger_path_takes_an_advantage_for_each_completion_alone(monkeypatch):
     monkeypatch.setattr(trl, "mentions", lambda *_: True)
-    x = oracle_of(FAMILY.case(1, "fp32", {"advantages": "token"})).inputs
-    with pytest.raises(Unsupported, match=r"its Liger path takes advantages of shape \(B,\) only"):
-        trl_trainer.batch(x, SimpleNamespace(liger_loss=1))
+    monkeypatch.setattr(trl, "since", lambda release: False)
+    said = {}
+    for advantages in ("mixed", "token"):
+        asked = FAMILY.full_settings(FAMILY.case(1, "fp32", {"advantages": advantages}))
+        asked = SimpleNamespace(**vars(asked), dtype="fp32", device="cpu")
+        said[advantages] = {limit(asked) for limit in trl_trainer._limits(liger=True)}
+    refused = "its Liger path takes advantages of shape (B,) only"
+    assert refused in said["token"] and refused not in said["mixed"]

@@ -6,7 +6,7 @@ import types
 import pytest
 
 from cases.selftest.versions import called
-from parity.errors import Unsupported
+from parity.errors import HarnessError
 from parity.implementations import trl
 from parity.implementations.implementation import Implementation, taking
 from parity.process import environment
@@ -82,7 +82,7 @@ def test_a_setting_is_handed_over_where_the_signature_has_it_and_needed_only_whe
         raise AssertionError
 
     assert taking(older, {"beta": (0.5, 0.0), "delta": (None, None)}) == {"beta": 0.5}
-    with pytest.raises(Unsupported, match="no delta parameter in the installed version"):
+    with pytest.raises(HarnessError, match="declared as taken and is not: no delta parameter in the installed version"):
         taking(older, {"delta": (1.8, None)})
 
 

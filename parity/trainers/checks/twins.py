@@ -118,7 +118,7 @@ def _saved(call: CheckCall, checkpointed: int) -> Quantity:
     s = SimpleNamespace(**{**vars(call.settings), "checkpointing": drive.OFF})
     plain = twin_runs.train(twin_runs.build(call.case.family, s, call.path), call.path, weigh=True).activations
     message = f"{checkpointed} bytes of activations are kept, {plain} without checkpointing: it does nothing"
-    return holds("saved activations", checkpointed <= plain, message, "bytes", float(checkpointed), float(plain))
+    return holds("saved activations", checkpointed < plain, message, "bytes", float(checkpointed), float(plain))
 
 
 def by_definition(trainer: str, s: SimpleNamespace) -> Oracle:
