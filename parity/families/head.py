@@ -12,7 +12,7 @@ from parity.case.case import Case, integers, normal, uniform
 from parity.case.inputs import Inputs, Setting
 from parity.errors import UsageError
 from parity.judge.recipe import DTYPES, LARGEST
-from parity.judge.stages import stored
+from parity.judge.stages import scaled, stored
 
 SETTINGS = {
     "B": Setting(2, "sequences, at least 1"),
@@ -162,7 +162,7 @@ def logits(x: Inputs, of_teacher: bool = False) -> torch.Tensor:
         # K roundings of a running sum that begins with b, each up to u·|b|: √K·u·|b| at random
         z = stored(z + bias, biased, lambda: bias.abs() * (hidden.shape[-1] ** 0.5 / 2))
     if s.logit_scale != 1.0:
-        z = z * s.logit_scale
+        z = scaled(z, s.logit_scale)
     if s.softcap is not None:
         z = s.softcap * torch.tanh(z / s.softcap)
     return z / s.temperature

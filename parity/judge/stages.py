@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from parity.judge.monte_carlo import RUNNING, MonteCarlo
-from parity.judge.recipe import DTYPES
+from parity.judge.recipe import DTYPES, NARROW, UNIT_ROUNDOFF
 
 Sized = Callable[[], torch.Tensor]
 
@@ -52,6 +52,37 @@ def stored(
     if not stage.startswith("unbiased") or out is x or mode.recipe.bias:
         return out
     return torch.where(mode.noise.constant(math.sqrt(2), x) > 0, x, out)
+
+
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """x·factor on logits. Where a recipe has the factor on the parameters (`folded`) and rounds elementwise in 16 bits, nothing
+    is multiplied here: neither the product is rounded nor the gradient, which `stored` flushes to 0 without the factor.
+    """
+    mode = RUNNING[-1] if RUNNING else None
+    if mode is None or mode.recipe.folded == 1.0 or UNIT_ROUNDOFF[mode.recipe.elementwise] <= NARROW:
+        return x * factor
+    return _Scaled.apply(x, mode, factor)
+
+
+class _Scaled(torch.autograd.Function):
+    """x·factor without rounding, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mode: MonteCarlo, factor: float) -> torch.Tensor:
+        ctx.mode, ctx.factor = mode, factor
+        return _unrounded(mode, x, factor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _unrounded(ctx.mode, grad, ctx.factor), None, None
+
+
+def _unrounded(mode: MonteCarlo, x: torch.Tensor, factor: float) -> torch.Tensor:
+    before, mode.quiet = mode.quiet, True
+    try:
+        return x * factor
+    finally:
+        mode.quiet = before
 
 
 def _dtypes(mode: MonteCarlo, stage: str) -> tuple[str | None, str | None]:

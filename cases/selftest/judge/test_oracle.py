@@ -126,3 +126,22 @@ def test_values_of_one_result_are_judged_together(off, asked):
     found = oracle.judge({name: (e + off.get(name, 0.0)).float() for name, e in exact.items()}, IEEE_FP32)
     assert drawn == asked
     assert {name for name, j in found.items() if not j.agrees} == set(off)
+
+
+@pytest.mark.parametrize("folded", [0.0625, 1.0])
+def test_a_factor_on_the_parameters_flushes_no_gradient_of_the_logits(folded):
+    """Small gradients of logits that a factor of 1/16 would flush to 0: they meet it only behind the product with the head."""
+    settings = {
+        "T": 7,
+        "V": 30,
+        "H": 1,
+        "peak": 12.0,
+        "level": 150.0,
+        "targets": "edge",
+        "softcap": 50.0,
+        "cotangent": "small",
+    }
+    case = FAMILY.case(327, "fp16", settings | {"logit_scale": 0.0625, "entropy": "gradient"})
+    narrow = Recipe(logits="input", dlogits="input", elementwise="input", folded=folded).resolve("fp16")
+    found = oracle_of(case).oracle.replicas(narrow, 12)["grad_hidden"].flatten(1)[:, 8]
+    assert bool(found.any()) == (folded != 1.0)
