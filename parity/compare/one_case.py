@@ -102,7 +102,8 @@ def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -
     if leaks and not unfit:
         leaks = side_effects.left_again(implementation, oracle.inputs, leaks)
     if outcome.verdict != "ran":
-        yield replace(base, verdict=outcome.verdict, message=outcome.message, blame=outcome.blame)
+        message = "; ".join(filter(None, [outcome.message, *unfit]))
+        yield replace(base, verdict=outcome.verdict, message=message, blame=outcome.blame)
         return
     if unfit:  # nothing in this process can be believed, least of all the replicas
         yield logic_row(base, "protocol", False, "; ".join(leaks + unfit))
