@@ -54,8 +54,10 @@ def run_case(
         yield from map(blame.decide, rows)
 
 
-def skip_reason(family: Family, implementation: Implementation, case: Case, settings: Any, device: str) -> str | None:
-    """Why an implementation does not claim this case, before it is called."""
+def skip_reason(
+    family: Family, implementation: Implementation, case: Case, settings: Any, device: str, rejected: bool = False
+) -> str | None:
+    """Why an implementation does not claim this case, or its library is known to have it `rejected`, before it is called."""
     missing = implementation.missing()
     if missing:
         return missing
@@ -64,7 +66,7 @@ def skip_reason(family: Family, implementation: Implementation, case: Case, sett
     context = context_of(settings)
     if (context if context != "tf32" else "plain") not in implementation.contexts:
         return f"context {context} is not supported"
-    if declared := implementation.refuses(settings, case.dtype, device):
+    if declared := implementation.refuses(settings, case.dtype, device, rejected):
         return declared
     return interpreter_limit(family, case, settings) if implementation.interpreted and device == "cpu" else None
 

@@ -61,7 +61,9 @@ class CaseOracle:
     @classmethod
     def at(cls, family: Family, inputs: Inputs) -> CaseOracle:
         """Run the oracle on inputs."""
-        return cls(family, inputs, exact(family, cls(family, inputs, {}).home))
+        oracle = cls(family, inputs, {})
+        oracle.exact.update(exact(family, oracle.home))
+        return oracle
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._derived:

@@ -25,9 +25,7 @@ TRIED = 3
 def refusal(implementation: Implementation, case: Case, device: str) -> str | None:
     """Why an implementation does not take a case, by what it declares; None where it takes it."""
     family = loss_family(case.family)
-    settings = family.full_settings(case)
-    reason = skip_reason(family, implementation, case, settings, device)
-    reason = reason or implementation.refuses(settings, case.dtype, device, rejected=True) or None
+    reason = skip_reason(family, implementation, case, family.full_settings(case), device, rejected=True)
     if reason is None and implementation.parameters is not None:
         absent = family.tensors.demands(family.build(case)) - implementation.parameters
         return f"no parameter {', '.join(sorted(absent))}" if absent else None
