@@ -49,7 +49,7 @@ def size(x: Any) -> float | None:
     return float(x) if x.dim() == 0 else float(x.norm())
 
 
-NUMBERS = ("headroom", "max_abs", "max_rel", "dist", "atol", "rtol", "slope")
+NUMBERS = ("headroom", "max_abs", "dist", "slope")
 """Fields that a judgement and its row have in common."""
 
 
@@ -66,6 +66,8 @@ def judged_row(base: Row, oracle: CaseOracle, name: str, j: Judgement, outcome: 
         value=finite(size(outcome.quantities.get(name))),
         value_oracle=finite(size(oracle.exact.get(name))),
         allclose=j.allclose,
+        atol=None if j.agrees else finite(j.atol),
+        rtol=None if j.agrees else finite(j.rtol),
         worst=[] if j.agrees else [_entry(oracle, name, *w) for w in j.worst],
         message=j.message,
         **numbers,

@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args
 import msgspec
 from msgspec import UNSET, UnsetType
 
-SCHEMA = 1
-"""Version of the results file; one with another number is not read."""
+SCHEMA = 2
+"""Version of the results file that is written; the one before is read too."""
 
 Verdict = Literal[
     "agree", "disagree", "refused", "unsupported", "crashed", "timed-out", "out-of-memory", "nondeterministic"
@@ -40,14 +40,13 @@ class Written(msgspec.Struct):
         return data
 
 
-class Row(Written, kw_only=True, rename={"cls": "class"}):
+class Row(Written, kw_only=True, omit_defaults=True, rename={"cls": "class"}):
     """One quantity of one implementation on one case; its fields are explained in docs/results.md, `cls` under "class".
 
-    A number that is not finite is None. Fields without a default are in every row; those of a later parity than this one
-    are ignored.
+    A number that is not finite is None. A field that has its default is left out of a file; those of a later parity than this
+    one are ignored.
     """
 
-    schema: int = SCHEMA
     run: str = ""
     case: str
     family: str
@@ -71,7 +70,6 @@ class Row(Written, kw_only=True, rename={"cls": "class"}):
     value_oracle: float | None = None
     value_reference: float | None = None
     max_abs: float | None = None
-    max_rel: float | None = None
     dist: float | None = None
     allclose: bool | None = None
     atol: float | None = None
@@ -119,5 +117,5 @@ def stopped_by(message: str) -> tuple[str, str]:
 
 
 def finite(value: float | None) -> float | None:
-    """The value, or None where it is NaN or infinite: rows are strict JSON."""
-    return None if value is None or not math.isfinite(value) else float(value)
+    """The value to seven digits, or None where it is NaN or infinite: rows are strict JSON."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6e}")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from parity import data
 from parity.case.case import Case, Frozen
-from parity.decoding import decode
 from parity.errors import UsageError
 from parity.registry import family, meant
 from parity.results.ledger import Ledger
+from parity.results.report.rows import read
 from parity.results.row import Row
 from parity.trainers import catalogue
 
@@ -84,17 +84,7 @@ def _from_rows(name: str, path: Path) -> Case | None:
     """Rebuild a case from its rows: they carry its seed and settings."""
     if not path.exists():
         return None
-    with path.open() as lines:
-        for line in lines:
-            if f'"{name}"' not in line:
-                continue
-            try:
-                row = decode(Row, line, str(path))
-            except UsageError:  # the header, or a line that a killed run left half written
-                continue
-            if row.case == name and row.seed is not None:
-                return case_of(row)
-    return None
+    return next((case_of(row) for row in read(path)[1] if row.case == name and row.seed is not None), None)
 
 
 def case_of(row: Row) -> Case | None:

@@ -132,7 +132,7 @@ def _follow(
             case Judged():
                 role = roles.get(event.row.implementation, event.row.role)
                 state.rows.append(replace(event.row, run=run, role=role, shard=shard.name))
-                if shard.kind in ("drawn", "pairs"):  # whose cases only this run's rows have
+                if shard.kind in ("drawn", "besides"):  # whose cases only this run's rows have
                     state.rows[-1].replay += state.options.place
                 write(state.rows[-1])
                 if event.row.minimised is True:

@@ -121,7 +121,6 @@ def _row(base: Row, quantity: Quantity, j: Judgement, unsteady: bool) -> Row:
         value=finite(_size(quantity.value)),
         value_oracle=finite(_size(quantity.definition.exact)),
         max_abs=finite(j.max_abs),
-        max_rel=finite(j.max_rel),
         worst=[] if j.agrees else list(j.worst),
         message="" if j.agrees else j.message,
     )

@@ -19,6 +19,7 @@ from parity.case.case import Case
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.registry import loss_families, resolved
+from parity.results.report.rows import read
 from parity.versions import compare, look
 from parity.versions.environment import Environment
 from parity.versions.row_diff import differences, side
@@ -55,19 +56,18 @@ def run(tmp_path_factory):
     options = ["--profile", "quick", "--dtype", "fp32", "--workers", "1", "--reports", str(folder)]
     command = [sys.executable, "-m", "parity", "run", *options, "--ledger", str(folder / "ledger.toml"), *NAMED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    rows = [json.loads(line) for line in (folder / "results.ndjson").read_text().splitlines()[1:-1]]
-    return folder, done, rows
+    return folder, done, read(folder / "results.ndjson")[1]
 
 
 def test_a_run_judges_it_in_worker_processes_and_knows_its_ledger(run):
     _, done, rows = run
     assert done.returncode == 1, done.stdout + done.stderr
-    right, wrong = ([r for r in rows if r.get("implementation") == id and "quantity" in r] for id in (RIGHT, WRONG))
-    assert len({r["case"] for r in right}) > 50, "60 by its record, less those in a context that it does not claim"
-    assert {r["verdict"] for r in right} == {"agree"}
-    failing = [r for r in wrong if r["verdict"] == "disagree"]
-    assert {r["quantity"] for r in failing} == {"y", "grad_x", "grad_weight"}
-    assert all((r["known"] == "eps-ignored") == (r["quantity"] != "grad_weight") for r in failing)
+    right, wrong = ([r for r in rows if r.implementation == id and r.judged] for id in (RIGHT, WRONG))
+    assert len({r.case for r in right}) > 50, "60 by its record, less those in a context that it does not claim"
+    assert {r.verdict for r in right} == {"agree"}
+    failing = [r for r in wrong if r.verdict == "disagree"]
+    assert {r.quantity for r in failing} == {"y", "grad_x", "grad_weight"}
+    assert all((r.known == "eps-ignored") == (r.quantity != "grad_weight") for r in failing)
     assert "no longer reproduces" not in done.stdout
 
 

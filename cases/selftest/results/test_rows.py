@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from msgspec import UNSET, convert
@@ -13,12 +14,12 @@ from msgspec.structs import replace
 
 from parity.errors import UsageError
 from parity.results.header import About, Header
-from parity.results.report.rows import read, writer
-from parity.results.row import Row
+from parity.results.report.rows import read, rewrite, writer
+from parity.results.row import SCHEMA, Row
 
+PAGE = Path(__file__).parents[3] / "docs" / "results.md"
 HEADER = Header(run="r1", header=About(seed=3))
 OBJECT = {
-    "schema": 1,
     "run": "r1",
     "case": "policy-1",
     "family": "policy",
@@ -49,12 +50,99 @@ def test_what_is_written_is_read(tmp_path):
     assert rows == [ROW, replace(ROW, quantity="kl")]
 
 
-def test_a_row_is_in_the_file_before_the_next_is_made(tmp_path):
+def test_a_comparison_is_in_the_file_before_the_next_begins(tmp_path):
     path = tmp_path / "results.ndjson"
     with writer(path) as add:
-        add(HEADER)
-        add(ROW)
-        assert read(path)[1] == [ROW]
+        for number in range(3):
+            rows = [replace(ROW, implementation=f"lib.{number}", quantity=name) for name in ("loss", "kl")]
+            for row in (HEADER, *rows) if not number else rows:
+                add(row)
+            assert len(read(path)[1]) == 2 * number
+
+
+OTHER = {
+    "case": "policy-2",
+    "settings": {"B": 2},
+    "seed": 1,
+    "features": {"one token": True},
+    "shard": "a",
+    "frozen": "f.json",
+    "dtype": "bf16",
+    "implementation": "lib.other",
+    "role": "reference",
+    "against": "lib.plain",
+    "recipe": "fp32",
+    "recipe_measured": "bf16",
+    "minimised": True,
+    "replay": "parity replay f.json",
+    "unjudged": ["x"],
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_rows_are_read_as_they_were_written_however_they_alternate(tmp_path, name):
+    path, other = tmp_path / "results.ndjson", replace(ROW, quantity="kl", **{name: OTHER[name]})
+    rows = [
+        ROW,
+        other,
+        ROW,
+        replace(ROW, replay=f"parity replay {ROW.case} --implementation {ROW.implementation}"),
+        other,
+    ]
+    write(path, HEADER, *rows)
+    assert read(path)[1] == rows
+
+
+def test_a_case_is_written_once_and_a_comparison_has_its_quantities_within(tmp_path):
+    path = tmp_path / "results.ndjson"
+    write(path, HEADER, *(replace(ROW, implementation=i, quantity=q) for i in ("a", "b") for q in ("loss", "kl")))
+    case, *comparisons = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    assert case == {
+        "case": "policy-1",
+        "run": "r1",
+        "family": "policy",
+        "dtype": "fp32",
+        "device": "cpu",
+        "settings": {"B": 1},
+    }
+    assert [(c["implementation"], [q["quantity"] for q in c["quantities"]]) for c in comparisons] == [
+        ("a", ["loss", "kl"]),
+        ("b", ["loss", "kl"]),
+    ]
+
+
+def test_a_file_of_schema_1_is_read(tmp_path):
+    path = tmp_path / "results.ndjson"
+    header = HEADER.to_json() | {"schema": 1}
+    end = {"end": {"cases": 1, "of": 1, "complete": True, "exit_code": 0}, "schema": 1, "run": "r1"}
+    lines = [header, OBJECT | {"schema": 1, "max_rel": 0.5, "known": None}, {"part": {"name": "a", "cases": 1}}, end]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found, rows = read(path)
+    assert rows == [ROW] and found.end.complete and [part.name for part in found.parts] == ["a"]
+    rewrite(path, found, rows)
+    again, rows = read(path)
+    assert rows == [ROW] and again == replace(found, schema=SCHEMA, end=UNSET)
+
+
+def test_the_line_for_pandas_on_the_page_gives_a_table_of_quantities(tmp_path, monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    line = next(line for line in PAGE.read_text().splitlines() if "json_normalize" in line)
+    (tmp_path / "reports").mkdir()
+    write(
+        tmp_path / "reports" / "results.ndjson",
+        HEADER,
+        ROW,
+        replace(ROW, quantity="kl", headroom=0.5),
+        replace(ROW, case="policy-2"),
+    )
+    monkeypatch.chdir(tmp_path)
+    table = eval(line.strip().removeprefix("table = "), {"pandas": pandas})
+    assert [*zip(table["case"], table["implementation"], table["quantity"], strict=True)] == [
+        ("policy-1", "lib.loss", "loss"),
+        ("policy-1", "lib.loss", "kl"),
+        ("policy-2", "lib.loss", "loss"),
+    ]
+    assert table["headroom"].max() == 0.5
 
 
 def test_a_new_run_replaces_the_file(tmp_path):
@@ -75,7 +163,7 @@ def test_no_nan_and_no_infinity(tmp_path, value):
 @pytest.mark.parametrize("cut", [1, 40, 200])
 def test_a_half_written_last_line_is_dropped_and_said(tmp_path, cut):
     path = tmp_path / "results.ndjson"
-    write(path, HEADER, ROW, replace(ROW, case="policy-2"))
+    write(path, HEADER, ROW, replace(ROW, case="policy-2", message=200 * "π"))
     path.write_bytes(path.read_bytes()[: -cut - 1])
     header, rows = read(path)
     assert rows == [ROW]
@@ -98,7 +186,7 @@ def test_a_last_line_without_its_break_counts(tmp_path):
 
 def test_append_goes_on_after_a_kill(tmp_path):
     path = tmp_path / "results.ndjson"
-    write(path, HEADER, ROW, ROW)
+    write(path, HEADER, ROW, replace(ROW, case="policy-2"))
     path.write_bytes(path.read_bytes()[:-30])
     write(path, replace(ROW, case="policy-9"), append=True)
     header, rows = read(path)
@@ -109,15 +197,18 @@ def test_append_goes_on_after_a_kill(tmp_path):
 def test_a_killed_process_keeps_what_it_had(tmp_path):
     path = tmp_path / "results.ndjson"
     code = f"""
+        from msgspec import convert
+        from parity.results.header import Header
         from parity.results.report.rows import writer
+        from parity.results.row import Row
         with writer({str(path)!r}) as add:
-            add({HEADER.to_json()!r})
-            while True:
-                add({OBJECT!r})
+            add(convert({HEADER.to_json()!r}, Header))
+            for number in range(100_000):
+                add(convert({OBJECT!r} | {{"case": str(number)}}, Row))
                 print(flush=True)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, cwd=os.getcwd())
-    for _ in range(50):
+    for _ in range(51):
         process.stdout.readline()
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -125,7 +216,7 @@ def test_a_killed_process_keeps_what_it_had(tmp_path):
     header, rows = read(path)
     assert header.run == "r1"
     assert len(rows) >= 50
-    assert all(row == ROW for row in rows)
+    assert all(replace(row, case=ROW.case) == ROW for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +227,9 @@ def test_a_killed_process_keeps_what_it_had(tmp_path):
         (json.dumps(OBJECT | {"verdict": "fine"}), "line 2: Invalid enum value 'fine' - at `$.verdict`"),
         (json.dumps(OBJECT | {"case": 3}), "line 2: Expected `str`, got `int` - at `$.case`"),
         (json.dumps(OBJECT | {"settings": None}), "line 2: Expected `object`, got `null` - at `$.settings`"),
+        ('{"case": "policy-9", "quantities": []}', "line 2: a comparison on case policy-9, of which no line before"),
+        ('{"case": ["policy-9"], "quantities": []}', "line 2: Expected `str`, got `array`"),
+        ('{"settings": {}}', "line 2: Expected `str`, got `null`"),
         (json.dumps(OBJECT).replace("0.1", "NaN"), "line 2: NaN is not strict JSON"),
     ],
 )
@@ -155,7 +249,7 @@ def test_a_malformed_line_is_named(tmp_path, line, says):
         ("", "no header row"),
         ('{"sch', "no header row"),
         (json.dumps(OBJECT) + "\n", "line 1: expected the header row"),
-        (json.dumps(HEADER.to_json() | {"schema": 2}) + "\n", "line 1: schema 2 is not readable here"),
+        (json.dumps(HEADER.to_json() | {"schema": 3}) + "\n", "line 1: schema 3 is not readable here"),
     ],
 )
 def test_a_file_without_its_header(tmp_path, text, says):

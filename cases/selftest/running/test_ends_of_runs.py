@@ -9,9 +9,12 @@ import time
 
 import pytest
 from click.testing import CliRunner
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from parity.cli.commands import main
 from parity.errors import UsageError
+from parity.results.header import About, End, Header, Last, Part, Parted
 from parity.results.report import render
 from parity.results.report.rows import read, writer
 from parity.results.report.summary import summarise
@@ -19,13 +22,10 @@ from parity.results.row import Row
 from parity.running import run as running
 from parity.running.events import At, Judged
 
-HEADER = {
-    "schema": 1,
-    "run": "aa",
-    "header": {"versions": {}, "device": "cpu", "profile": "quick", "seed": 1, "ends": True},
-}
-PLANNED = HEADER | {"header": HEADER["header"] | {"plan": {"a": 40, "b": 50}}}
-PART = {"part": {"name": "a", "cases": 40}, "schema": 1, "run": "aa"}
+ABOUT = About(device="cpu", profile="quick", seed=1, ends=True)
+HEADER = Header(run="aa", header=ABOUT)
+PLANNED = Header(run="aa", header=replace(ABOUT, plan={"a": 40, "b": 50}))
+PART = Parted(part=Part(name="a", cases=40), run="aa")
 
 
 def row(**fields):
@@ -51,7 +51,7 @@ def file_of(path, *records):
 
 
 def end(**fields):
-    return {"end": {"cases": 12, "of": 340, "complete": False, "exit_code": 130} | fields, "schema": 1, "run": "aa"}
+    return Last(end=End(**{"cases": 12, "of": 340, "complete": False, "exit_code": 130} | fields), run="aa")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_every_report_says_that_a_run_did_not_finish(tmp_path, records, says):
 
 
 def test_a_run_that_finished_and_an_older_file_are_whole(tmp_path):
-    older = {**HEADER, "header": {k: v for k, v in HEADER["header"].items() if k != "ends"}}
+    older = Header(run="aa", header=replace(ABOUT, ends=UNSET))
     for number, records in enumerate([(HEADER, row(), end(complete=True, exit_code=0)), (older, row())]):
         path = file_of(tmp_path / f"{number}.ndjson", *records)
         assert summarise(*read(path)).incomplete == ""
@@ -84,7 +84,7 @@ def test_a_run_that_finished_and_an_older_file_are_whole(tmp_path):
 
 def test_rows_of_two_runs_in_one_file_are_refused(tmp_path):
     path = file_of(tmp_path / "results.ndjson", HEADER, row(), row(run="bb"))
-    with pytest.raises(UsageError, match=r"results.ndjson line 3: a row of run bb under the header of run aa"):
+    with pytest.raises(UsageError, match=r"results.ndjson line 4: a row of run bb under the header of run aa"):
         read(path)
 
 

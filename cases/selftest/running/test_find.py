@@ -1,10 +1,13 @@
 """A case by its id, from the rows of a run: in the folder of reports, in a folder inside it, or in one that is named."""
 
-import msgspec
 import pytest
+from msgspec import convert
 
 from parity.case.case import Case
 from parity.errors import UsageError
+from parity.results.header import About, Header
+from parity.results.report.rows import writer
+from parity.results.row import Row
 from parity.running.find import find
 
 CASE = Case("logprobs", 3, "bf16", {"V": 5})
@@ -25,7 +28,9 @@ ROW = {
 @pytest.mark.parametrize("folder", [".", "unsloth"])
 def test_a_case_that_no_file_has_is_found_by_the_rows_of_its_run(folder, tmp_path):
     (tmp_path / folder).mkdir(exist_ok=True)
-    (tmp_path / folder / "results.ndjson").write_bytes(msgspec.json.encode(ROW) + b"\n")
+    with writer(tmp_path / folder / "results.ndjson") as write:
+        write(Header(header=About()))
+        write(convert(ROW, Row))
     assert find(CASE.id, tmp_path) == (CASE, None)
 
 

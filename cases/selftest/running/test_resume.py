@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from parity.cli.commands import main
 from parity.errors import UsageError
-from parity.results.report.rows import PART, read, rewrite
+from parity.results.report.rows import read, rewrite
 from parity.running import run as running
 from parity.running import supervisor
 from parity.running.plan import Options
@@ -172,7 +172,7 @@ def test_a_shard_counts_once_its_record_is_whole(options):
     path = options.reports / "results.ndjson"
     _, expected = rows_of(path)
     lines = path.read_bytes().splitlines(keepends=True)
-    last = max(n for n, line in enumerate(lines) if line.startswith(PART))
+    last = max(n for n, line in enumerate(lines) if line.startswith(b'{"part":'))
     path.write_bytes(b"".join(lines[:last]) + lines[last][:20])
     assert execute(Options(resume=path)).header.end.complete
     assert rows_of(path)[1] == expected

@@ -1,4 +1,5 @@
-"""The results file: one strict JSON object a line, written during the run, so that a killed run keeps its rows."""
+"""The results file: strict JSON, a line for each case and for each comparison, written during the run, so that a killed run keeps
+its rows."""
 
 import contextlib
 import json
@@ -15,12 +16,27 @@ from parity.errors import UsageError
 from parity.results.header import Header, Last, Parted
 from parity.results.row import SCHEMA, Row
 
-Record: TypeAlias = Header | Row | Parted | Last | Mapping[str, Any]
+Record: TypeAlias = Header | Row | Parted | Last
+OF_CASE = ("run", "family", "dtype", "device", "seed", "settings", "features", "shard", "frozen")
+"""Fields of a row that its file has once for each case."""
+OF_COMPARISON = (
+    "implementation",
+    "role",
+    "against",
+    "recipe",
+    "recipe_measured",
+    "minimised",
+    "unjudged",
+    "imported_from",
+    "replay",
+)
+"""And once for each implementation on a case."""
 
 
 @contextlib.contextmanager
 def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Record], None]]:
-    """Open a results file; the function it returns writes one row, the header first, and flushes it.
+    """Open a results file; the function it returns writes a record, the header first. A comparison is in the file when the next
+    record is not a row of it.
 
     Folders are made. An existing file is replaced, or with `append` continued, less a last line that was left half
     written.
@@ -36,24 +52,74 @@ def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Record]
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
 
-    def write(row: Record) -> None:
-        data = row if isinstance(row, Mapping) else row.to_json()
-        try:
-            line = json.dumps(data, allow_nan=False)
-        except ValueError as error:
-            bad = ", ".join(k for k, v in data.items() if not _strict(v))
-            who = " ".join(str(data[k]) for k in ("case", "implementation", "quantity") if k in data)
-            raise ValueError(
-                f"row {who}: {bad} is not strict JSON ({error}); write null for what is not finite"
-            ) from None
+    def line(text: str) -> None:
         # One system call a line: a kill leaves at most one line cut, and two writers never mix within one.
         try:
-            file.write(line.encode() + b"\n")
+            file.write(text.encode() + b"\n")
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from None
 
+    comparisons = _Comparisons(line)
+
+    def write(record: Record) -> None:
+        if isinstance(record, Row):
+            comparisons.add(record)
+        else:
+            comparisons.end()
+            line(_text(record.to_json()))
+
     with file:
         yield write
+        comparisons.end()
+
+
+class _Comparisons:
+    """Makes lines of rows: one for a case, unless it is as it was written before, then one for each comparison."""
+
+    def __init__(self, line: Callable[[str], None]):
+        self._line = line
+        self._cases: dict[str, int] = {}
+        self._last: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._quantities: list[str] = []
+
+    def add(self, row: Row) -> None:
+        data = row.to_json()
+        case = {name: data.pop(name) for name in ("case", *OF_CASE) if name in data}
+        comparison = {"case": row.case} | {name: data.pop(name) for name in OF_COMPARISON if name in data}
+        comparison.pop("replay", None)
+        if row.replay != _replay(comparison):
+            comparison["replay"] = row.replay
+        try:
+            heads, quantity = [_text(case), _text(comparison)], _text(data)
+        except ValueError as error:
+            whole = row.to_json()
+            bad = ", ".join(name for name, value in whole.items() if not _strict(value))
+            who = " ".join(filter(None, [row.case, row.implementation, row.quantity]))
+            raise ValueError(
+                f"row {who}: {bad} is not strict JSON ({error}); write null for what is not finite"
+            ) from None
+        if self._last != (case, comparison):
+            self.end()
+            if self._cases.get(row.case) != hash(heads[0]):
+                self._line(heads[0])
+                self._cases[row.case] = hash(heads[0])
+            self._last = case, comparison
+        self._quantities.append(quantity)
+
+    def end(self) -> None:
+        """Write the comparison whose rows came last."""
+        if self._last is not None:
+            self._line(f'{_text(self._last[1])[:-1]},"quantities":[{",".join(self._quantities)}]}}')
+        self._last, self._quantities = None, []
+
+
+def _replay(comparison: Mapping[str, Any]) -> str:
+    """The command that shows a comparison again, where its line names no other."""
+    return f"parity replay {comparison['case']} --implementation {comparison['implementation']}"
+
+
+def _text(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
 def read(path: str | Path) -> tuple[Header, list[Row]]:
@@ -73,41 +139,32 @@ def read(path: str | Path) -> tuple[Header, list[Row]]:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     *lines, rest = content.split(b"\n")
-    header: Header | None = None
-    rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
-        if header is None:
-            header = _header(line, f"{path} line {number}")
-        elif line.strip():
-            _take(line, f"{path} line {number}", header, rows)
+    cut = False
     if rest.strip():
-        where = f"{path} line {len(lines) + 1}"
         try:
-            json_of(rest, where)
+            json_of(rest, str(path))
         except UsageError:
-            if header is not None:
-                header.interrupted = True
+            cut = True
         else:  # complete but for its line break
-            if header is None:
-                header = _header(rest, where)
-            else:
-                _take(rest, where, header, rows)
-    if header is None:
+            lines.append(rest)
+    if not lines:
         raise UsageError(f"{path}: no header row; the run that wrote it ended before it began")
-    if header.header.ends is True and header.end is UNSET:
+    header = _header(lines[0], f"{path} line 1")
+    rows: list[Row] = []
+    cases: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(lines[1:], 2):
+        if line.strip():
+            _take(line, f"{path} line {number}", header, rows, cases)
+    if cut or (header.header.ends is True and header.end is UNSET):
         header.interrupted = True
     return header, rows
-
-
-END, PART = b'{"end": ', b'{"part": '
-"""How the record of a run's end begins, which is the last line, and that of a shard's."""
 
 
 def rewrite(path: Path, header: Header, rows: Iterable[Row]) -> None:
     """Write a results file anew, whole or not at all: the header, the rows and the shards that are done; no end record."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with writer(draft) as write:
-        write(replace(header, end=UNSET, interrupted=UNSET, parts=UNSET))
+        write(replace(header, schema=SCHEMA, end=UNSET, interrupted=UNSET, parts=UNSET))
         for row in rows:
             write(row)
         for part in header.parts or ():
@@ -115,29 +172,36 @@ def rewrite(path: Path, header: Header, rows: Iterable[Row]) -> None:
     draft.replace(path)
 
 
-def _take(line: bytes, where: str, header: Header, rows: list[Row]) -> None:
-    if line.startswith(END):
-        header.end = decode(Last, line, where).end
-    elif line.startswith(PART):
-        if not isinstance(header.parts, list):
-            header.parts = []
-        header.parts.append(_of_run(decode(Parted, line, where), where, header).part)
-    else:
-        rows.append(_of_run(decode(Row, line, where), where, header))
-
-
-def _of_run(row: Any, where: str, header: Header) -> Any:
-    if row.run and header.run and row.run != header.run:
-        both = f"a row of run {short(row.run)} under the header of run {short(header.run)}"
+def _take(line: bytes, where: str, header: Header, rows: list[Row], cases: dict[str, dict[str, Any]]) -> None:
+    """A line after the header; `cases`: the fields of those that were read."""
+    data: dict[str, Any] = decode(dict[str, Any], line, where)
+    if "end" in data:
+        header.end = convert(Last, data, where).end
+        return
+    run = data.get("run")
+    if run and header.run and run != header.run:
+        both = f"a row of run {short(str(run))} under the header of run {short(header.run)}"
         raise UsageError(f"{where}: {both}: two runs in one file")
-    return row
+    if "part" in data:
+        header.parts = [*(header.parts or ()), convert(Parted, data, where).part]
+    elif "quantities" in data:
+        name = convert(str, data.get("case"), where)
+        if name not in cases:
+            raise UsageError(f"{where}: a comparison on case {short(name)}, of which no line before says what it is")
+        quantities = convert(list[dict[str, Any]], data.pop("quantities"), where)
+        whole = {"replay": _replay({"implementation": ""} | data)} | cases[name] | data
+        rows += [convert(Row, whole | one, where) for one in quantities]
+    elif "verdict" in data:  # a file of schema 1: a line for each row
+        rows.append(convert(Row, data, where))
+    else:
+        cases[convert(str, data.get("case"), where)] = data
 
 
 def _header(line: bytes, where: str) -> Header:
     data = json_of(line, where)
     if not isinstance(data, dict) or not isinstance(data.get("header"), dict):
         raise UsageError(f"{where}: expected the header row {{schema, run, header}} of a results file")
-    of_schema(data, SCHEMA, where, "a header")
+    of_schema(data, 1 if data.get("schema") is not True and data.get("schema") == 1 else SCHEMA, where, "a header")
     found: Header = convert(Header, data, where)
     return found
 
