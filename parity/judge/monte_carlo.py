@@ -63,10 +63,13 @@ class MonteCarlo(TorchDispatchMode):
 
     stages = True
     """Whether `stored` stores; not in a whole model's step, whose recipe is float32."""
+    vectorised = True
+    """Whether `torch.vmap` may run many replicas at once: where nothing is remembered from one operation to a later one."""
 
-    def __init__(self, recipe: Recipe, dtype: str, seed: int, own_grids: int = 0):
+    def __init__(self, recipe: Recipe, dtype: str, seed: int, own_grids: int = 0, width: int = 1):
         super().__init__()
         self.own_grids = own_grids
+        self.width = width
         self.recipe = recipe.resolve(dtype)
         self.dtype = dtype
         self.noise = Noise(seed)
@@ -193,6 +196,11 @@ class MonteCarlo(TorchDispatchMode):
     def _lanes(self, out: torch.Tensor) -> torch.Tensor:
         """1 in half of the replicas and 16 in the others, (R, 1, …): in how many lanes a sum over the vocabulary is added."""
         return torch.where(self.noise.each(out) > 0, 1.0, float(LANES))
+
+    def saved_output(self, x: torch.Tensor) -> torch.Tensor:
+        """A returned value that a backward pass reads again: as it was stored in half of the replicas."""
+        narrow = self.store(x, self.recipe.kept or self.dtype)
+        return x if narrow is x else torch.where(self.noise.constant(math.tau, x) > 0, narrow, x)
 
     def _shifted(self, out: torch.Tensor) -> torch.Tensor:
         """√2 in half of the replicas and 0 in the others, (R, 1, …): two correct algorithms for a log-softmax.

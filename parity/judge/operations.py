@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,10 +64,6 @@ class AnyOperation(MonteCarlo):
     Raises:
         NotImplementedError: for an operation without a rule, by name, with the remedy.
     """
-
-    def __init__(self, width: int, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.width = width
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
@@ -166,11 +161,6 @@ class AnyOperation(MonteCarlo):
         dim = int(channels)
         parts = [x.unflatten(dim, (self.width, -1)).movedim(dim, 0).contiguous() for x in (out, size)]
         return self._within(parts[0], parts[1], terms).movedim(0, dim).flatten(dim, dim + 1)
-
-    def saved_output(self, x: torch.Tensor) -> torch.Tensor:
-        """A returned value that a backward pass reads again: as it was stored in half of the replicas."""
-        narrow = self.store(x, self.recipe.kept or self.dtype)
-        return x if narrow is x else torch.where(self.noise.constant(math.tau, x) > 0, narrow, x)
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:

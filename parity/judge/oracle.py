@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parity.judge.escalation import CERTAIN, CONFIRMATION, REPLICAS, escalate
+from parity.judge.escalation import CERTAIN, REPLICAS, escalate, ladder
 from parity.judge.gates import Judgement, Unit, judge
 from parity.judge.recipe import Recipe
 
@@ -35,14 +35,12 @@ class Oracle:
         draw: draws replicas.
         kind: (quantity, replicas) -> the fields of `Unit` besides exact, replicas and compute.
         seed: of the replicas.
-        counts: how many of them to judge with, one after the other.
     """
 
     exact: Quantities
     draw: Draw
     kind: Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, Any]]
     seed: int
-    counts: tuple[int, ...] = (REPLICAS, CONFIRMATION)
     _replicas: dict[tuple[Recipe, int, bool, bool, frozenset[str] | None], Quantities] = dataclasses.field(
         default_factory=dict, repr=False
     )
@@ -108,4 +106,4 @@ class Oracle:
                 for name, value in values.items()
             }
 
-        return escalate(judge_with, self.counts, certain=CERTAIN)
+        return escalate(judge_with, ladder(max(x.numel() for x in self.exact.values())), certain=CERTAIN)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
+from parity.judge.monte_carlo import MonteCarlo
 from parity.judge.operations import AnyOperation, OwnConstants, as_definition, is_floating
 from parity.judge.oracle import Oracle, Quantities, gradient_name
 from parity.judge.recipe import NAMES, UNIT_ROUNDOFF, Recipe
@@ -56,6 +57,7 @@ class Problem:
         also: other correct forms of the definition, which have their share of the replicas.
         given: output -> upstream gradient; missing ones are random.
         seed: of upstream gradients and replicas.
+        rounding: the arithmetic of a replica.
     """
 
     definition: Definition
@@ -65,6 +67,14 @@ class Problem:
     also: tuple[Definition, ...] = ()
     given: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     seed: int = 0
+    rounding: type[MonteCarlo] = AnyOperation
+    _routed: list[Definition] = dataclasses.field(default_factory=list, repr=False)
+    """Forms whose path depends on values (a router that sends tokens to experts), or that have no batched form."""
+
+    @property
+    def at_once(self) -> bool:
+        """Whether many replicas are one run of `torch.vmap`, as far as is known by now; else they cost a run each."""
+        return self.rounding.vectorised and not self._routed
 
     @functools.cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -73,9 +83,9 @@ class Problem:
 
     @functools.cached_property
     def dtype(self) -> str:
-        """The coarsest dtype among the inputs: that of the recipe's "input"."""
-        found = [x.dtype for x in self.tensors.values() if is_floating(x)]
-        return NAMES[max(found, key=lambda d: UNIT_ROUNDOFF[NAMES[d]])] if found else "fp32"
+        """The coarsest dtype among the inputs, at most fp32: that of the recipe's "input"."""
+        found = [NAMES[x.dtype] for x in self.tensors.values() if is_floating(x)]
+        return max(("fp32", *found), key=lambda name: UNIT_ROUNDOFF[name])
 
     @functools.cached_property
     def cotangents(self) -> dict[str, torch.Tensor]:
@@ -119,10 +129,10 @@ class Problem:
 
     def _with_gradients(self, x: Mapping[str, torch.Tensor], outputs: Quantities) -> Quantities:
         out = {name: o.detach() for name, o in outputs.items()}
-        reached = [n for n, o in outputs.items() if o.requires_grad and n in self.cotangents]
         leaves = [x[n] for n in self.leaves]
-        found: Sequence[torch.Tensor | None] = [None] * len(leaves)
-        if reached and leaves:
+        found: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
+        reached = [n for n, o in outputs.items() if leaves and o.requires_grad]
+        if reached:
             upstream = [self.cotangents[n].to(outputs[n]).expand_as(outputs[n]) for n in reached]
             found = torch.autograd.grad([outputs[n] for n in reached], leaves, upstream, allow_unused=True)
         grads = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
@@ -145,21 +155,21 @@ class Problem:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _stack(self, form: Definition, recipe: Recipe, width: int, seed: int, own_grids: int) -> Quantities:
-        """One run of `torch.vmap`, or one run a replica where the path through the definition depends on values."""
-        try:
-            return self._together(form, recipe, width, seed, own_grids)
-        except NotImplementedError:
-            raise
-        except RuntimeError:
-            if width == 1:
+        """One run of `torch.vmap`, or one run a replica where that cannot be."""
+        if self.rounding.vectorised and form not in self._routed:
+            try:
+                return self._together(form, recipe, width, seed, own_grids)
+            except NotImplementedError:
                 raise
-            each = [self._together(form, recipe, 1, seed + i, own_grids - i, vmap=False) for i in range(width)]
-            return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+            except RuntimeError:  # an error of the definition itself shows again below
+                self._routed.append(form)
+        each = [self._together(form, recipe, 1, seed + i, own_grids - i, vmap=False) for i in range(width)]
+        return {name: torch.cat([one[name] for one in each]) for name in each[0]}
 
     def _together(
         self, form: Definition, recipe: Recipe, width: int, seed: int, own_grids: int, vmap: bool = True
     ) -> Quantities:
-        mode = AnyOperation(width, recipe, self.dtype, seed, own_grids)
+        mode = self.rounding(recipe, self.dtype, seed, own_grids, width)
         x = self._double(width if vmap else None)
         floats = [name for name, t in x.items() if is_floating(t)]
         keys: list[str] = []

@@ -107,13 +107,6 @@ class YesNo:
         return Judgement({self.gate: 0.0 if self.answer else math.inf})
 
 
-def bounded(
-    quantity: str, value: float | Tensor, exact: float | Tensor, allowed: float | Tensor, message: str = ""
-) -> Quantity:
-    """A quantity that is `Within` a bound of what it should be."""
-    return Quantity(quantity, value, Within(exact, allowed), message)
-
-
 def summed(quantity: str, value: float, terms: Sequence[float], message: str = "") -> Quantity:
     """A sum of Python's: n additions in float64, each off by 2⁻⁵³ of at most Σ|terms|."""
     allowed = len(terms) * UNIT_ROUNDOFF["fp64"] * sum(map(abs, terms))

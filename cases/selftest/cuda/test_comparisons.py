@@ -28,8 +28,8 @@ from parity.tools import replay
 from parity.tools.audit import Pairs, answer
 from parity.trainers.catalogue import is_trainer
 from parity.trainers.definitions import windows
-from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import exact_step, of_parameters
+from parity.trainers.definitions.gradients import Parameters, gradients
+from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.execute import judge as judge_quantity
 from parity.trainers.rig import stored_window
 
@@ -185,7 +185,7 @@ def test_gradients_of_a_trainer():
     window = stored_window.sequences(stored_window.rows())
     step = exact_step(stored_window.policy("llama", torch.float64), lambda model: windows.sft(window, model))
     with pretended():
-        right = {n: g.float().cuda() for n, g in of_parameters(step.exact).items()}
+        right = {n: g.float().cuda() for n, g in Parameters(step).exact.items()}
         wrong = {n: g * (2.0 if "q_proj" in n else 1.0) for n, g in right.items()}
         result = gradients(step, wrong)
     told = f"{sum('q_proj' in n for n in right)} of {len(right)} parameters disagree"

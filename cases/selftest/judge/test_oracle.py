@@ -109,7 +109,7 @@ def test_what_overflows_in_a_replica_is_skipped_and_counted():
 
 @pytest.mark.parametrize(
     ("off", "asked"),
-    [({}, [12]), ({"b": 3e-5}, [12, 60]), ({"b": 1.0}, [12]), ({"a": 1.0, "b": 3e-5}, [12])],
+    [({}, []), ({"b": 3e-5}, [12, 60, 480]), ({"b": 1.0}, [12]), ({"a": 1.0, "b": 3e-5}, [12])],
     ids=["right", "open", "certain", "one certain"],
 )
 def test_values_of_one_result_are_judged_together(off, asked):

@@ -26,30 +26,35 @@ def column(*values):
     return torch.tensor(values, dtype=torch.float64)[:, None]
 
 
+def by_definition(trainer, x, weights, **settings):
+    return advantages.definition(trainer, call(trainer, **settings).settings, x, weights).exact["advantages"].tolist()
+
+
 def test_grpo_advantages_by_hand():
     x = column(1.0, 2.0, 3.0, 6.0, 5.0, NAN, 5.0, 5.0)
-    exact, _ = advantages._grpo(call("grpo-trainer", scale_rewards="none"), x, [1.0])
-    assert exact.tolist() == [-2.0, -1.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]
-    exact, _ = advantages._grpo(call("grpo-trainer"), x, [1.0])
+    exact = by_definition("grpo-trainer", x, [1.0], scale_rewards="none")
+    assert exact == [-2.0, -1.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]
+    exact = by_definition("grpo-trainer", x, [1.0])
     std = math.sqrt(14 / 3) + 1e-4  # of 1, 2, 3, 6: (4 + 1 + 0 + 9) / 3
-    assert exact.tolist() == pytest.approx([-2 / std, -1 / std, 0.0, 3 / std, 0.0, 0.0, 0.0, 0.0])
+    assert exact == pytest.approx([-2 / std, -1 / std, 0.0, 3 / std, 0.0, 0.0, 0.0, 0.0])
 
 
 def test_leave_one_out_by_hand():
     x = column(1.0, 2.0, 3.0, 6.0, NAN, 4.0, NAN, NAN)
-    exact, _ = advantages._rloo(call("rloo-trainer"), x, [1.0])
-    assert exact.tolist() == pytest.approx([1 - 11 / 3, 2 - 10 / 3, 3 - 9 / 3, 6 - 6 / 3, 0.0, 0.0, 0.0, 0.0])
+    exact = by_definition("rloo-trainer", x, [1.0])
+    assert exact == pytest.approx([1 - 11 / 3, 2 - 10 / 3, 3 - 9 / 3, 6 - 6 / 3, 0.0, 0.0, 0.0, 0.0])
 
 
 def test_weights_leave_out_what_a_function_does_not_score():
     x = torch.tensor([[1.0, 2.0], [NAN, 2.0], [1.0, NAN], [NAN, NAN]], dtype=torch.float64)
-    assert advantages._summed(x, [1.0, -0.5]).nan_to_num(-99.0).tolist() == [[0.0, -1.0, 1.0, -99.0]]
+    exact = by_definition("grpo-trainer", x, [1.0, -0.5], scale_rewards="none")
+    assert exact == [0.0, -1.0, 1.0, 0.0]  # sums 0, -1, 1 and none: their mean is 0
 
 
 def test_each_function_is_normalised_first_by_hand():
     x = torch.tensor([[0.0, 4.0], [2.0, 0.0], [0.0, 0.0], [2.0, 4.0]], dtype=torch.float64)
-    exact, _ = advantages._grpo(call("grpo-trainer", aggregation="normalize_then_sum"), x, [1.0, 1.0])
-    assert exact.tolist() == pytest.approx([0.0, 0.0, -math.sqrt(1.5), math.sqrt(1.5)], rel=1e-3, abs=1e-3)
+    exact = by_definition("grpo-trainer", x, [1.0, 1.0], aggregation="normalize_then_sum")
+    assert exact == pytest.approx([0.0, 0.0, -math.sqrt(1.5), math.sqrt(1.5)], rel=1e-3, abs=1e-3)
 
 
 @pytest.mark.parametrize("trainer", ["grpo-trainer", "rloo-trainer"])

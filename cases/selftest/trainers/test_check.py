@@ -15,7 +15,7 @@ from parity.running.find import find
 from parity.running.supervisor import lost_row
 from parity.tools.replay import exit_code
 from parity.trainers import catalogue
-from parity.trainers.check import CHECKS, CheckCall, bounded, check, holds, pairwise
+from parity.trainers.check import CHECKS, CheckCall, Quantity, Within, check, holds, pairwise
 from parity.trainers.execute import judge
 from parity.trainers.rig import drive
 
@@ -41,7 +41,7 @@ def toy(monkeypatch):
         if kind == "silent":
             return
         value = {"right": 0.0, "wrong": 3.0, "moody": 3.0 if len(CALLS) % 2 else 0.0}[kind]
-        yield bounded("amount", value, 0.0, 1.0, "too much")
+        yield Quantity("amount", value, Within(0.0, 1.0), "too much")
         yield holds("flag", True)
 
     yield family("grpo-trainer")
@@ -132,9 +132,9 @@ def test_an_unknown_trainer_is_a_usage_error():
 
 
 def test_nan_never_agrees():
-    assert not judge(bounded("kl", math.nan, 0.0, 1.0)).agrees
-    assert not judge(bounded("kl", 0.0, 0.0 + 1e-9, 0.0)).agrees
-    assert judge(bounded("kl", 0.0, 0.0, 0.0)).agrees
+    assert not judge(Quantity("kl", math.nan, Within(0.0, 1.0))).agrees
+    assert not judge(Quantity("kl", 0.0, Within(1e-9, 0.0))).agrees
+    assert judge(Quantity("kl", 0.0, Within(0.0, 0.0))).agrees
 
 
 def test_pairwise_covers_every_pair():

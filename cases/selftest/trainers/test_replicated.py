@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from parity.judge.recipe import IEEE_FP32
 from parity.trainers.definitions import windows
-from parity.trainers.definitions.replicated import Replicas
 from parity.trainers.definitions.step_rounding import StepRounding
+from parity.trainers.definitions.training_step import exact_step, measured
 from parity.trainers.rig import models, stored_window
 
 WINDOW = stored_window.sequences(stored_window.rows())
@@ -16,28 +17,28 @@ class OneAtATime(StepRounding):
     vectorised = False
 
 
-def replicas(model, define, rounding=StepRounding, differentiated=None):
-    return Replicas(model, define, rounding, differentiated)
-
-
 def spread(found, exact):
     return float((found - exact).square().mean().sqrt())
 
 
 def grpo(model):
-    return {"loss": windows.grpo(WINDOW, "llama", {"beta": 0.1, "loss_type": "grpo"}, None, None, model)}
+    return windows.grpo(WINDOW, "llama", {"beta": 0.1, "loss_type": "grpo"}, None, None, model)
 
 
-@pytest.mark.parametrize("define", [grpo, lambda model: {"loss": windows.sft(WINDOW, model)}], ids=["grpo", "sft"])
-def test_as_far_from_exact_as_one_at_a_time(define):
+def sft(model):
+    return windows.sft(WINDOW, model)
+
+
+@pytest.mark.parametrize("loss", [grpo, sft])
+def test_as_far_from_exact_as_one_at_a_time(loss, monkeypatch):
     model = stored_window.policy("llama", torch.float64)
-    stacked, alone = (replicas(model, define, kind, "loss") for kind in (StepRounding, OneAtATime))
-    exact = stacked.exact()
-    ratios = [
-        spread(stacked.first(COUNT)[n], e) / spread(alone.first(COUNT)[n], e) for n, e in exact.items() if e.any()
-    ]
-    assert stacked.at_once  # no silent fall back
-    assert len(ratios) == len(exact)
+    stacked, alone = (exact_step(model, loss, kind) for kind in (StepRounding, OneAtATime))
+    widths = []
+    monkeypatch.setattr(torch, "vmap", lambda f, vmap=torch.vmap, **options: widths.append(f) or vmap(f, **options))
+    many, each = (step.replicas(IEEE_FP32, COUNT) for step in (stacked, alone))
+    assert len(widths) == 1  # no silent fall back
+    ratios = [spread(many[n], e) / spread(each[n], e) for n, e in stacked.exact.items() if e.any()]
+    assert len(ratios) == len(stacked.exact)
     assert 0.8 < sorted(ratios)[len(ratios) // 2] < 1.25
     assert min(ratios) > 0.3 and max(ratios) < 3.0
 
@@ -51,31 +52,24 @@ def test_each_replica_rounds_what_constants_make():
         with torch.no_grad():
             return {"constants": (c / c.sum()).prod(), "reference": windows.sums(reference, WINDOW).sum()}
 
-    found = replicas(stored_window.policy("llama", torch.float64), define)
-    for name, exact in found.exact().items():
-        stack = found.first(COUNT)[name]
+    found = measured(stored_window.policy("llama", torch.float64), define)
+    for name, exact in found.exact.items():
+        stack = found.replicas(IEEE_FP32, COUNT)[name]
         assert len(stack.unique()) == COUNT
         assert float(stack.std()) > 0.5 * spread(stack, exact)  # no error that all have in common
 
 
-def test_replicas_that_were_made_stay_as_they_are():
-    found = replicas(stored_window.policy("llama", torch.float64), grpo, differentiated="loss")
-    few = {name: x.clone() for name, x in found.first(3).items()}
-    many = found.first(5)
-    assert {len(x) for x in many.values()} == {5}
-    assert all(torch.equal(x, many[name][:3]) for name, x in few.items())
-    assert len(many["loss"].unique()) == 5
-
-
 def test_a_model_that_routes_tokens_takes_one_at_a_time():
-    found = replicas(models.model("qwen3_moe", torch.float64), lambda model: {"loss": windows.sft(WINDOW, model)})
-    assert len(found.first(2)["loss"].unique()) == 2
-    assert not found.at_once
+    found = measured(models.model("qwen3_moe", torch.float64), lambda model: {"loss": windows.sft(WINDOW, model)})
+    assert len(found.replicas(IEEE_FP32, 2)["loss"].unique()) == 2
+    assert len(found.replicas(IEEE_FP32, 61)["loss"]) == 60  # no more: they take minutes
 
 
 def test_an_error_of_the_definition_is_not_taken_for_one_of_vmap():
     def define(model):
-        raise RuntimeError("this definition is wrong")
+        if torch._C._len_torch_dispatch_stack():
+            raise RuntimeError("this definition is wrong")
+        return {"loss": windows.sft(WINDOW, model)}
 
     with pytest.raises(RuntimeError, match="this definition is wrong"):
-        replicas(models.model("llama", torch.float64), define).first(2)
+        measured(models.model("llama", torch.float64), define).replicas(IEEE_FP32, 2)

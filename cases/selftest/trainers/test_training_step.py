@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parity.judge.operations import Double
+from parity.judge.oracle import gradient_name
 from parity.judge.recipe import IEEE_FP32
 from parity.trainers.definitions import preference, windows
-from parity.trainers.definitions.bf16_model import BackboneRounding, Wide
-from parity.trainers.definitions.gradients import forward_order, gradients
-from parity.trainers.definitions.step_rounding import AutocastRounding, Double, StepRounding
-from parity.trainers.definitions.training_step import exact_step, logits, of_parameters
+from parity.trainers.definitions.bf16_model import BackboneRounding
+from parity.trainers.definitions.gradients import Parameters, forward_order, gradients
+from parity.trainers.definitions.step_rounding import AutocastRounding, StepRounding
+from parity.trainers.definitions.training_step import exact_step, logits
 from parity.trainers.execute import judge
 from parity.trainers.rig import models, stored_window
 
@@ -149,7 +151,7 @@ def test_damage_is_seen_and_named(step, plain, damage, told):
 
 
 def test_parameters_in_the_order_of_the_forward_pass(step):
-    order = forward_order(of_parameters(step.exact))
+    order = forward_order(Parameters(step).exact)
     assert (order[0], order[-2], order[-1]) == ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     layers = [int(n.split(".")[2]) for n in order if ".layers." in n]
     assert layers == sorted(layers)
@@ -192,8 +194,8 @@ def test_a_model_in_bfloat16_is_judged_by_what_it_loses(narrow):
     step, found = narrow
     assert judge(gradients(step, found)).agrees
     ratios = []
-    for name, exact in of_parameters(step.exact).items():
-        errors = (step.unit(name, IEEE_FP32).replicas - exact).flatten(1).norm(dim=1)
+    for name, exact in Parameters(step).exact.items():
+        errors = (step.unit(gradient_name(name), IEEE_FP32).replicas - exact).flatten(1).norm(dim=1)
         ratios.append(float((found[name].double() - exact).norm() / errors.square().mean().sqrt()))
     assert 0.7 < sorted(ratios)[len(ratios) // 2] < 1.4
 
@@ -218,7 +220,9 @@ def test_norms_of_a_model_in_bfloat16_round_in_float32():
     exact, errors = norm(x), {"regions": 0.0, "none": 0.0}
     for name, seed in itertools.product(errors, range(24)):
         mode = BackboneRounding(IEEE_FP32, "fp32", seed)
-        with Wide(mode) if name == "regions" else Double(), mode:
+        if name == "none":
+            mode.casts = Double()
+        with mode:
             found = norm(x)
         errors[name] += float((found - exact).detach().norm())
     assert errors["none"] > 1.15 * errors["regions"]  # the same if no region opens

@@ -1,10 +1,13 @@
 """Advantages: groups without spread, completions without a reward, weights, normalisation.
 
-The trainer generates for real; the reward functions return a table by position, so that the definition is known.
+The trainer generates for real; the reward functions return a table by position, so that the definition is known. It has the
+algebra of the trainers' code: the mean of squares times n/(n - 1), then its root.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,12 +16,12 @@ from torch import Tensor
 from parity.case.case import uniform
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.judge.recipe import UNIT_ROUNDOFF
-from parity.trainers.check import CheckCall, CheckCase, Quantity, bounded, by_profile, check
+from parity.judge.oracle import Oracle
+from parity.judge.problem import Problem
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check
 from parity.trainers.rig import drive, models, stored_window
 from parity.upstream import trl
 
-U = UNIT_ROUNDOFF["fp32"]
 EPSILON = 1e-4
 """What TRL adds to a standard deviation."""
 GROUP = 4
@@ -63,14 +66,43 @@ def advantages(call: CheckCall) -> Iterator[Quantity]:
     """Advantages of a generation batch, by their definition: (r - mean) / (std + 1e-4) in a group, or leave-one-out."""
     rewards, weights = table(call.settings.rewards)
     found = _asked(call, rewards, weights)
-    if call.settings.rewards == "group-of-one":
-        exact = allowed = torch.zeros(len(rewards), dtype=torch.float64)
-    else:
-        exact, allowed = DEFINITION[call.trainer](call, rewards, weights)
-    error = (found.double() - exact).abs()
-    i = int((error / allowed).masked_fill(error == 0, 0.0).nan_to_num(math.inf).argmax())
+    oracle = definition(call.case.family, call.settings, rewards, weights)
+    exact = oracle.exact["advantages"]
+    i = int((found.double() - exact).abs().nan_to_num(math.inf).argmax())
     message = f"completion {i % GROUP} of group {i // GROUP}: {float(found[i]):.6g} instead of {float(exact[i]):.6g}"
-    yield bounded("advantages", found, exact, allowed, message)
+    yield Quantity("advantages", found, Entry(oracle, "advantages"), message)
+
+
+def definition(trainer: str, s: SimpleNamespace, rewards: Tensor, weights: list[float]) -> Oracle:
+    """The advantages (completions,) of rewards (completions, functions), NaN where a function does not score.
+
+    0 for a completion without a reward, and for one alone in its group.
+    """
+    scored = Scored(~rewards.isnan(), weights, 1 if s.rewards == "group-of-one" else GROUP)
+
+    def define(rewards: Tensor) -> dict[str, Tensor]:
+        found = DEFINITION[trainer](scored, rewards, s)
+        return {"advantages": torch.where(scored.seen, found, 0.0).flatten()}
+
+    return Problem(define, {"rewards": rewards.nan_to_num(0.0).float()}, {}, ()).oracle
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Which completion is scored by which function, (completions, functions), the functions' weights, the size of a group."""
+
+    by: Tensor
+    weights: list[float]
+    size: int
+
+    @property
+    def seen(self) -> Tensor:
+        """Whether a completion is scored, and not the only one of its group, (groups, size)."""
+        return self.by.any(1).view(-1, self.size) & (self.size > 1)
+
+    def weighed(self, rewards: Tensor) -> Tensor:
+        """The weighted sum over the functions that scored a completion, (groups, size)."""
+        return torch.where(self.by, rewards * torch.tensor(self.weights), 0.0).sum(1).view(-1, self.size)
 
 
 def table(name: str) -> tuple[Tensor, list[float]]:
@@ -93,31 +125,22 @@ def table(name: str) -> tuple[Tensor, list[float]]:
 
 def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> Tensor:
     """What the trainer makes of the table, on completions that it generated."""
-    s = call.settings
-    config = drive.config(call.trainer)
+    s, known = call.settings, trl.fields(drive.config(call.trainer))
+    alone = s.rewards == "group-of-one"
     wanted: dict[str, Any] = {"beta": 0.0, "num_generations": GROUP, "per_device_train_batch_size": 2 * GROUP}
     wanted |= {"max_completion_length": 3, "reward_weights": weights, "gradient_checkpointing": False}
-    known = trl.fields(config)
-    if call.trainer == "GRPOTrainer":
-        if "multi_objective_aggregation" not in known and s.aggregation != "sum_then_normalize":
-            raise Unsupported("GRPOConfig has no multi_objective_aggregation in the installed version")
-        old = isinstance(known.get("scale_rewards"), bool)
-        if old and s.scale_rewards == "batch":
-            raise Unsupported("scale_rewards of the installed version is on or off")
-        wanted |= {"scale_rewards": s.scale_rewards == "group" if old else s.scale_rewards}
-        wanted |= {"multi_objective_aggregation": s.aggregation}
-    else:
-        if s.clipped and "reward_clip_range" not in known:
-            raise Unsupported("RLOOConfig has no reward_clip_range in the installed version")
-        wanted |= {"normalize_advantages": s.normalize}
-        wanted |= {"reward_clip_range": CLIP} if s.clipped else {}
+    switched = isinstance(known.get("scale_rewards"), bool)
+    if switched and s.scale_rewards == "batch":
+        raise Unsupported("scale_rewards of the installed version is on or off")
+    wanted |= {"scale_rewards": s.scale_rewards == "group" if switched else s.scale_rewards}
+    wanted |= {"normalize_advantages": s.normalize}
+    needed: dict[str, Any] = {"num_generations_eval": 1} if alone else {}
+    needed |= {"reward_clip_range": CLIP} if s.clipped else {}
+    needed |= {"multi_objective_aggregation": s.aggregation} if s.aggregation != "sum_then_normalize" else {}
     functions = [_returning(column, "nan" if s.rewards == "nan" else None) for column in rewards.T.tolist()]
-    if s.rewards == "group-of-one":
-        wanted |= {"num_generations_eval": 1}
-    needed = {"num_generations_eval"} & wanted.keys()
-    trainer = drive.build(call.trainer, models.model("llama"), wanted, needed, call.device, reward_funcs=functions)
+    model = models.model("llama")
+    trainer = drive.build(call.trainer, model, wanted | needed, needed, call.device, reward_funcs=functions)
     prompts = [sample.prompt for sample in stored_window.brief()[:2]]
-    alone = s.rewards == "group-of-one"
     batch = [{"prompt": p} for p in prompts for _ in range(1 if alone else GROUP)]
     trainer.model.train(not alone)
     with trl.quiet(), drive.seeded():
@@ -132,64 +155,40 @@ def _returning(column: list[float], missing: str | None) -> Callable[..., list[f
     return scored
 
 
-def _summed(rewards: Tensor, weights: list[float]) -> Tensor:
-    """Weighted sum over the functions that scored a completion, NaN where none did, (groups, GROUP)."""
-    total = (rewards * torch.tensor(weights, dtype=torch.float64)).nansum(1)
-    return total.masked_fill(rewards.isnan().all(1), NOBODY).view(-1, GROUP)
+def _mean(x: Tensor, seen: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Of what is seen, 0 of nothing."""
+    return torch.where(seen, x, 0.0).sum(dim, keepdim=True) / seen.sum(dim, keepdim=True).clamp(min=1)
 
 
-def _std(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Sample standard deviation of what is not NaN; of a single value 0."""
-    n = (~x.isnan()).sum(dim, keepdim=True)
-    square = (x - x.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
-    return (square / (n - 1).clamp(min=1)).sqrt()
+def _spread(x: Tensor, seen: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Sample standard deviation of what is seen, 0 of a single value, + 1e-4."""
+    n = seen.sum(dim, keepdim=True)
+    correction = torch.where(n > 1, n / (n - 1).clamp(min=1), 0.0)
+    return (_mean((x - _mean(x, seen, dim)) ** 2, seen, dim) * correction).sqrt() + EPSILON
 
 
-def _error(x: Tensor, spread: Tensor, exact: Tensor) -> Tensor:
-    """Rounding of (x - mean) / spread, and of the spread: n + 4 roundings of numbers as large as the rewards."""
-    size = (x.numel() + 4) * U * x.nan_to_num(0.0).abs().max()
-    return size / spread * (1 + exact.abs()) + 4 * U * exact.abs()
-
-
-def _grpo(call: CheckCall, rewards: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
-    s = call.settings
+def _grpo(scored: Scored, rewards: Tensor, s: SimpleNamespace) -> Tensor:
+    """normalize_then_sum is GDPO: each function normalised in its group, then the weighted sum over the batch."""
+    seen = scored.seen
     if s.aggregation == "normalize_then_sum":
-        return _normalised_first(rewards, weights)
-    x = _summed(rewards, weights)
-    centred = x - x.nanmean(1, keepdim=True)
-    if s.scale_rewards == "none":
-        spread = torch.ones(1, 1, dtype=torch.float64)
-    else:
-        spread = (_std(x, 1) if s.scale_rewards == "group" else _std(x, (0, 1))) + EPSILON
-    exact = (centred / spread).nan_to_num(0.0)
-    return exact.flatten(), _error(x, spread, exact).flatten()
+        grouped, each = (x.view(*seen.shape, -1) for x in (rewards, scored.by))
+        x = scored.weighed(((grouped - _mean(grouped, each, 1)) / _spread(grouped, each, 1)).flatten(0, 1))
+        return (x - _mean(x, seen, (0, 1))) / _spread(x, seen, (0, 1))
+    x = scored.weighed(rewards)
+    away = x - _mean(x, seen, 1)
+    return away if s.scale_rewards == "none" else away / _spread(x, seen, 1 if s.scale_rewards == "group" else (0, 1))
 
 
-def _normalised_first(rewards: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
-    """GDPO: each function normalised in its group, then the weighted sum over the batch."""
-    grouped = rewards.view(-1, GROUP, rewards.shape[1])
-    spread = _std(grouped, 1) + EPSILON
-    each = (grouped - grouped.nanmean(1, keepdim=True)) / spread
-    x = _summed(each.view(-1, rewards.shape[1]), weights)
-    outer = _std(x, (0, 1)) + EPSILON
-    exact = ((x - x.nanmean()) / outer).nan_to_num(0.0)
-    inner = _error(grouped, spread, each.nan_to_num(0.0)).amax() * rewards.shape[1]
-    return exact.flatten(), (_error(x, outer, exact) + inner / outer).flatten()
+def _rloo(scored: Scored, rewards: Tensor, s: SimpleNamespace) -> Tensor:
+    """The reward less the mean of the group's others; 0 where there are none."""
+    x = scored.weighed(rewards)
+    x = torch.where(scored.seen, x.clamp(*CLIP) if s.clipped else x, 0.0)
+    others = scored.seen.sum(1, keepdim=True) - 1
+    away = x - (x.sum(1, keepdim=True) - x) / others.clamp(min=1)
+    counted = scored.seen & (others > 0)
+    if s.normalize:
+        away = (away - _mean(away, counted, (0, 1))) / _spread(away, counted, (0, 1))
+    return torch.where(counted, away, 0.0)
 
 
-def _rloo(call: CheckCall, rewards: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
-    x = _summed(rewards, weights)
-    if call.settings.clipped:
-        x = x.clamp(*CLIP)
-    n = (~x.isnan()).sum(1, keepdim=True)
-    others = (x.nansum(1, keepdim=True) - x) / (n - 1)
-    exact = (x - others).masked_fill(n < 2, NOBODY)
-    spread = torch.ones(1, 1, dtype=torch.float64)
-    if call.settings.normalize:
-        spread = _std(exact, (0, 1)) + EPSILON
-        exact = (exact - exact.nanmean()) / spread
-    exact = exact.nan_to_num(0.0)
-    return exact.flatten(), _error(x, spread, exact).flatten()
-
-
-DEFINITION = {"GRPOTrainer": _grpo, "RLOOTrainer": _rloo}
+DEFINITION = {"grpo-trainer": _grpo, "rloo-trainer": _rloo}

@@ -168,7 +168,7 @@ def _synced(run: Run) -> Iterator[Quantity]:
     )
     inputs = {"saved": saved, "first": dict(steps.parameters[1]), "second": policy}
     synced = Problem(_mixed_twice, inputs, {}, ()).oracle
-    yield Quantity("reference", {n: reference[n] for n in synced.exact}, Parameters(synced))
+    yield Quantity("reference", {n: reference[n] for n in synced.exact}, Parameters(synced, prefix=""))
     first = models.model(name, torch.float64)
     with torch.no_grad():
         for n, p in first.named_parameters():

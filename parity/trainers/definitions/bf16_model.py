@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.judge.monte_carlo import MonteCarlo
+from parity.judge.operations import Double
 from parity.judge.recipe import LARGEST, Recipe
-from parity.trainers.definitions.step_rounding import Double, StepRounding
+from parity.trainers.definitions.step_rounding import StepRounding
 
 aten = torch.ops.aten
 
@@ -26,12 +28,18 @@ class BackboneRounding(StepRounding):
 
     vectorised = False
 
-    def __init__(self, recipe: Recipe, dtype: str, seed: int):
-        super().__init__(recipe, "bf16", seed)
+    def __init__(self, recipe: Recipe, dtype: str, *args: int):
+        super().__init__(recipe, "bf16", *args)
         self.wide = False
+        self.casts = Wide(self)
 
-    def casts(self) -> Double:
-        return Wide(self)
+    def __enter__(self) -> MonteCarlo:
+        self.casts.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.casts.__exit__(*exception)
 
     def rounded(self, out: Tensor, dtype: str | None = None) -> Tensor:
         return super().rounded(out, dtype or ("fp32" if self.wide else "bf16"))

@@ -2,16 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from parity.judge.gates import Judgement
-from parity.judge.oracle import Oracle
+from parity.judge.oracle import Oracle, gradient_name
 from parity.judge.recipe import IEEE_FP32
+from parity.results.row import finite as finite_number
 from parity.trainers.check import Entry, Quantity, holds
-from parity.trainers.definitions.training_step import LOSS, of_parameters
+from parity.trainers.definitions.training_step import LOSS
 from parity.trainers.rig.recorder import Steps
 
 SHOWN = 5
@@ -42,29 +43,41 @@ class Parameters:
     """The gradient of every parameter of a step; each gate's headroom is that of its worst parameter.
 
     The message names the first parameter, in the order of the forward pass, that disagrees: where the two part.
+    `prefix`: what a quantity's name has before the parameter's; "" for the parameters themselves.
     """
 
     step: Oracle
+    prefix: str = gradient_name("")
 
     @property
     def exact(self) -> Mapping[str, Tensor]:
-        return of_parameters(self.step.exact)
+        return {n.removeprefix(self.prefix): e for n, e in self.step.exact.items() if n.startswith(self.prefix)}
 
     def judge(self, value: Given) -> Judgement:
-        step, exact = self.step, self.exact
-        judgements = step.judge({name: _given(value.get(name), e) for name, e in exact.items()}, IEEE_FP32)
+        exact = self.exact
+        found = {self.prefix + n: _given(value.get(n), e) for n, e in exact.items()}
+        judgements = {n.removeprefix(self.prefix): j for n, j in self.step.judge(found, IEEE_FP32).items()}
         gates: dict[str, float] = {}
         for j in judgements.values():
             for gate, headroom in j.gates.items():
                 gates[gate] = max(gates.get(gate, 0.0), math.inf if math.isnan(headroom) else headroom)
         failing = [n for n in forward_order(exact) if not judgements[n].agrees]
-        order = sorted(failing, key=lambda n: -judgements[n].headroom)[:SHOWN]
+        errors = {n: _relative(value.get(n), exact[n]) for n in failing}
+        shown = sorted(failing, key=lambda n: -judgements[n].headroom)[:SHOWN]
         return Judgement(
             gates,
-            _message(step, value, judgements, failing),
+            _message(value, exact, errors, shown) if failing else "",
             max_abs=max((j.max_abs for j in judgements.values() if j.max_abs is not None), default=None),
             max_rel=max((j.max_rel for j in judgements.values() if j.max_rel is not None), default=None),
-            worst=tuple(_entry(step, value, judgements[n], n) for n in order),
+            worst=tuple(
+                {
+                    "parameter": n,
+                    "error": errors[n],
+                    "headroom": finite_number(judgements[n].headroom),
+                    "gate": judgements[n].gate,
+                }
+                for n in shown
+            ),
         )
 
 
@@ -92,23 +105,21 @@ def forward_order(names: Mapping[str, Tensor]) -> list[str]:
     return sorted(names, key=key)
 
 
-def _message(step: Oracle, found: Given, judgements: Mapping[str, Judgement], failing: list[str]) -> str:
-    if not failing:
-        return ""
-    first = failing[0]
-    error = _relative(step, found, first)
-    sizes = (
+def _message(
+    found: Given, exact: Mapping[str, Tensor], errors: Mapping[str, float | None], worst: Sequence[str]
+) -> str:
+    """`errors`: of what disagrees, in the order of the forward pass; `worst`: its names, worst first."""
+    first, error = next(iter(errors.items()))
+    size = (
         "no gradient" if found.get(first) is None else "not finite" if error is None else f"relative error {error:.3g}"
     )
-    worst = max(failing, key=lambda n: judgements[n].headroom)
-    ratio = _ratio(step, found, worst)
-    scale = "" if ratio is None else f"; {worst} is {ratio:.6g} times the definition's"
-    return f"{len(failing)} of {len(judgements)} parameters disagree, first {first} ({sizes}){scale}"
+    ratio = _ratio(found.get(worst[0]), exact[worst[0]])
+    scale = "" if ratio is None else f"; {worst[0]} is {ratio:.6g} times the definition's"
+    return f"{len(errors)} of {len(exact)} parameters disagree, first {first} ({size}){scale}"
 
 
-def _ratio(step: Oracle, found: Given, name: str) -> float | None:
+def _ratio(value: Tensor | None, exact: Tensor) -> float | None:
     """The factor between the two, where one is the other times a factor (to 1e-3)."""
-    value, exact = found.get(name), step.exact[name]
     if value is None or not bool(value.isfinite().all()) or not bool(exact.any()):
         return None
     value = value.detach().cpu().double()
@@ -117,18 +128,8 @@ def _ratio(step: Oracle, found: Given, name: str) -> float | None:
     return factor if rest < 1e-3 * abs(factor) else None
 
 
-def _relative(step: Oracle, found: Given, name: str) -> float | None:
-    value, exact = found.get(name), step.exact[name]
+def _relative(value: Tensor | None, exact: Tensor) -> float | None:
+    """‖value - exact‖/‖exact‖, where it is finite."""
     if value is None:
         return None
-    out = float((value.detach().cpu().double() - exact).norm() / exact.norm().clamp(min=1e-300))
-    return out if math.isfinite(out) else None
-
-
-def _entry(step: Oracle, found: Given, j: Judgement, name: str) -> dict[str, object]:
-    return {
-        "parameter": name,
-        "error": _relative(step, found, name),
-        "headroom": j.headroom if math.isfinite(j.headroom) else None,
-        "gate": j.gate,
-    }
+    return finite_number(float((value.detach().cpu().double() - exact).norm() / exact.norm().clamp(min=1e-300)))

@@ -1,4 +1,4 @@
-"""The arithmetic of replicas of a whole model: casts to float32 that go to float64, and the operations that a loss has not."""
+"""The arithmetic of replicas of a whole model: the operations that a loss has not."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from parity.judge.monte_carlo import MonteCarlo
-from parity.judge.operations import Double
 
 aten = torch.ops.aten
 
@@ -34,12 +33,6 @@ class StepRounding(MonteCarlo):
     """
 
     stages = False
-    vectorised = True
-    """Whether `torch.vmap` may run many replicas at once: where nothing is remembered from one operation to a later one."""
-
-    def casts(self) -> Double:
-        """What makes the model's casts to float32 casts to float64, for the time of a replica."""
-        return Double()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.quiet:

@@ -4,6 +4,7 @@ A trainer's gradients are compared with it. Where transformers' code casts to fl
 angles), `Double` keeps float64.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from parity.errors import OracleError
-from parity.judge.escalation import CONFIRMATION, LAST_WORD, REPLICAS
-from parity.judge.oracle import Oracle
+from parity.judge.escalation import CONFIRMATION
+from parity.judge.oracle import Oracle, gradient_name
+from parity.judge.problem import Problem
 from parity.judge.recipe import Recipe
-from parity.trainers.definitions.replicated import Replicas, Results
 from parity.trainers.definitions.step_rounding import StepRounding
 from parity.trainers.rig.architectures import PAD
 
@@ -58,22 +59,50 @@ def completion_logps(model: Any, window: Sequence[tuple[list[int], int]], temper
     return [taken(torch.log_softmax(z / temperature, -1), tokens) for z, tokens in completion_logits(model, window)]
 
 
+class _Defined(torch.nn.Module):
+    """A definition of a model as the forward pass of a module that holds the model."""
+
+    def __init__(self, model: Any, define: Callable[[Any], Mapping[str, Tensor]]):
+        super().__init__()
+        self.model, self._define = model, define
+
+    def forward(self) -> Mapping[str, Tensor]:
+        return self._define(self.model)
+
+
+def _problem(
+    model: Any,
+    define: Callable[[Any], Mapping[str, Tensor]],
+    leaves: Collection[str] = (),
+    rounding: type[StepRounding] = StepRounding,
+) -> Oracle:
+    """What a definition says of a model; where that takes one replica at a time, at most `CONFIRMATION`: minutes else."""
+    defined = _Defined(model, define)
+    state = {n: x for n, x in (*model.named_parameters(), *model.named_buffers()) if x.is_floating_point()}
+
+    def definition(**state: Tensor) -> Any:
+        return torch.func.functional_call(defined, {f"model.{name}": x for name, x in state.items()}, ())
+
+    problem = Problem(definition, {}, state, tuple(leaves), given={LOSS: torch.ones(())}, rounding=rounding)
+
+    def draw(recipe: Recipe, count: int, *more: Any) -> Mapping[str, Tensor]:
+        return problem.oracle.draw(recipe, count if problem.at_once else min(count, CONFIRMATION), *more)
+
+    return dataclasses.replace(problem.oracle, draw=draw)
+
+
 def measured(model: Any, define: Callable[[Any], Mapping[str, Tensor]], counted: Collection[str] = ()) -> Oracle:
     """Numbers and tensors of a model by their definition, forward alone; `model` as of `exact_step`.
 
     `define`: model -> name -> a tensor whose entries are judged one by one, or 0-dim; `counted`: those that are counts, shares,
     or made of what is exact in float32.
     """
-    replicas = Replicas(model, define)
-
-    def draw(recipe: Recipe, count: int, seed: int, *others: Any) -> Results:
-        # minutes, where a model takes one replica at a time
-        return replicas.first(count if replicas.at_once else min(count, CONFIRMATION), recipe, seed)
+    oracle = _problem(model, define)
 
     def kind(name: str, found: Mapping[str, Tensor]) -> dict[str, bool]:
-        return {"counted": name in counted, "scalar": found[name].dim() == 1, "entrywise": True}
+        return {**oracle.kind(name, found), "counted": name in counted}
 
-    return Oracle(replicas.exact(), draw, kind, seed=0, counts=(REPLICAS, CONFIRMATION, LAST_WORD))
+    return dataclasses.replace(oracle, kind=kind)
 
 
 def exact_step(model: Any, loss: Loss, rounding: type[StepRounding] = StepRounding) -> Oracle:
@@ -84,15 +113,15 @@ def exact_step(model: Any, loss: Loss, rounding: type[StepRounding] = StepRoundi
     and a step of nothing else would pass whatever it is given; in float32 for one whose gradients are `FARTHEST` from the
     exact ones: that is another step, not its rounding.
     """
-    replicas = Replicas(model, lambda model: {LOSS: loss(model)}, rounding, differentiated=LOSS)
-    exact = replicas.exact()
-    slopes = of_parameters(exact)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    oracle = _problem(model, lambda model: {LOSS: loss(model)}, trained, rounding)
+    slopes = {name: oracle.exact[name] for name in map(gradient_name, trained)}
 
-    def draw(recipe: Recipe, count: int, seed: int, *others: Any) -> Results:
-        found = replicas.first(count, recipe, seed)
+    def draw(recipe: Recipe, *more: Any) -> Mapping[str, Tensor]:
+        found = oracle.draw(recipe, *more)
         lost = [n for n, e in slopes.items() if bool((e.isfinite() & ~found[n].isfinite()).any())]
         if lost:
-            raise OracleError(f"the replica's gradient of {lost[0]} is not finite where the exact one is")
+            raise OracleError(f"the replica's {lost[0]} is not finite where the exact one is")
         if rounding is StepRounding:
             squares = sum((found[n] - e).square().flatten(1).sum(1) for n, e in slopes.items())
             apart = float(torch.as_tensor(squares).max().sqrt()) / _total(slopes)
@@ -100,12 +129,7 @@ def exact_step(model: Any, loss: Loss, rounding: type[StepRounding] = StepRoundi
                 raise OracleError(f"a replica's gradients are {apart:.2g} from the exact ones: no rounding does that")
         return found
 
-    return Oracle(exact, draw, lambda name, found: {"scalar": name == LOSS}, seed=0)
-
-
-def of_parameters(step: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients among the exact values of a step."""
-    return {name: g for name, g in step.items() if name != LOSS}
+    return dataclasses.replace(oracle, draw=draw)
 
 
 def _total(gradients: Mapping[str, Tensor]) -> float:
