@@ -13,7 +13,7 @@ from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle
 from parity.process import elsewhere
 from parity.protocol.exceptions import Outcome
-from parity.results.row import Row, finite
+from parity.results.row import VALUE, Row, finite
 
 
 def empty_row(family: AnyFamily, case: Case, implementation: str, device: str, **fields: Any) -> Row:
@@ -49,7 +49,7 @@ def size(x: Any) -> float | None:
     return float(x) if x.dim() == 0 else float(x.norm())
 
 
-NUMBERS = ("headroom", "max_abs", "dist", "slope")
+NUMBERS = ("headroom", "max_abs", "dist", "atol", "rtol", "slope")
 """Fields that a judgement and its row have in common."""
 
 
@@ -63,11 +63,9 @@ def judged_row(base: Row, oracle: CaseOracle, name: str, j: Judgement, outcome: 
         gate=j.gate,
         gates={k: finite(v) for k, v in j.gates.items()},
         undecided=oracle.inputs.undecided + j.undecided,
-        value=finite(size(outcome.quantities.get(name))),
-        value_oracle=finite(size(oracle.exact.get(name))),
+        value=finite(size(outcome.quantities.get(name)), VALUE),
+        value_oracle=finite(size(oracle.exact.get(name)), VALUE),
         allclose=j.allclose,
-        atol=None if j.agrees else finite(j.atol),
-        rtol=None if j.agrees else finite(j.rtol),
         worst=[] if j.agrees else [_entry(oracle, name, *w) for w in j.worst],
         message=j.message,
         **numbers,
@@ -78,7 +76,7 @@ def _entry(
     oracle: CaseOracle, name: str, index: tuple[int, ...], value: float, truth: float, error: float
 ) -> dict[str, Any]:
     """One of the worst entries, with what it belongs to (`Explanations.place`): sequence, position, id and mask of a token."""
-    out = {"index": list(index), "value": finite(value), "oracle": finite(truth), "error": finite(error)}
+    out = {"index": list(index), "value": finite(value, VALUE), "oracle": finite(truth, VALUE), "error": finite(error)}
     return out | oracle.family.explanations.place(oracle.inputs, name, index)
 
 

@@ -116,6 +116,10 @@ def stopped_by(message: str) -> tuple[str, str]:
     return (cause, part) if part in ("forward pass", "backward pass", "call") else (said, "")
 
 
-def finite(value: float | None) -> float | None:
-    """The value to seven digits, or None where it is NaN or infinite: rows are strict JSON."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.6e}")
+SIZE, VALUE = 5, 6
+"""Digits of an error, of a value."""
+
+
+def finite(value: float | None, digits: int = SIZE) -> float | None:
+    """The value to so many digits, or None where it is NaN or infinite: rows are strict JSON."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits - 1}e}")

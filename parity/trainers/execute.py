@@ -17,7 +17,7 @@ from parity.judge.timings import within
 from parity.protocol import process_state
 from parity.protocol.call import guarded
 from parity.protocol.exceptions import Outcome
-from parity.results.row import Row, finite
+from parity.results.row import VALUE, Row, finite
 from parity.trainers.catalogue import family, path_of
 from parity.trainers.check import Check, CheckCall, Quantity
 from parity.trainers.rig import drive
@@ -118,8 +118,8 @@ def _row(base: Row, quantity: Quantity, j: Judgement, unsteady: bool) -> Row:
         gate=j.gate,
         headroom=finite(j.headroom),
         gates={k: finite(v) for k, v in j.gates.items()},
-        value=finite(_size(quantity.value)),
-        value_oracle=finite(_size(quantity.definition.exact)),
+        value=finite(_size(quantity.value), VALUE),
+        value_oracle=finite(_size(quantity.definition.exact), VALUE),
         max_abs=finite(j.max_abs),
         worst=[] if j.agrees else list(j.worst),
         message="" if j.agrees else j.message,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from msgspec import UNSET, convert
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
 from parity.errors import UsageError
 from parity.results.header import About, Header
@@ -99,7 +99,6 @@ def test_a_case_is_written_once_and_a_comparison_has_its_quantities_within(tmp_p
     case, *comparisons = [json.loads(line) for line in path.read_text().splitlines()[1:]]
     assert case == {
         "case": "policy-1",
-        "run": "r1",
         "family": "policy",
         "dtype": "fp32",
         "device": "cpu",
@@ -111,17 +110,46 @@ def test_a_case_is_written_once_and_a_comparison_has_its_quantities_within(tmp_p
     ]
 
 
+SIZES = {"worst": [{"index": [0]}], "max_abs": 0.25, "allclose": True, "atol": 0.5, "rtol": 0.5, "value_reference": 1.0}
+
+
+def test_only_what_fails_keeps_how(tmp_path):
+    path, stated = tmp_path / "results.ndjson", {"against": "a", "recipe": "fp32", "features": {"kept": 3}}
+    wrong = replace(
+        ROW, verdict="disagree", gate="norm", headroom=2.0, gates={"norm": 2.0, "max": 0.0}, **stated, **SIZES
+    )
+    rows = [
+        wrong,
+        replace(wrong, verdict="agree"),
+        replace(wrong, verdict="unsupported"),
+        replace(wrong, gates={"norm": 2.0}),
+    ]
+    write(path, HEADER, *(replace(row, features=row.features | {"false": False}) for row in rows))
+    without = {name: field.default for name, field in ((f.name, f) for f in fields(Row)) if name in SIZES} | {
+        "worst": []
+    }
+    assert read(path)[1] == [
+        wrong,
+        replace(wrong, verdict="agree", **without),
+        replace(wrong, verdict="unsupported", against=None, recipe=None, **without),
+        replace(wrong, gates={"norm": 2.0}),
+    ]
+    assert '"gates":{"norm":2.0}' not in path.read_text()
+
+
 def test_a_file_of_schema_1_is_read(tmp_path):
     path = tmp_path / "results.ndjson"
     header = HEADER.to_json() | {"schema": 1}
     end = {"end": {"cases": 1, "of": 1, "complete": True, "exit_code": 0}, "schema": 1, "run": "r1"}
-    lines = [header, OBJECT | {"schema": 1, "max_rel": 0.5, "known": None}, {"part": {"name": "a", "cases": 1}}, end]
+    older = {"schema": 1, "max_rel": 0.5, "known": None, "headroom": 0.123456789, "value": 0.123456789}
+    lines = [header, OBJECT | older, {"part": {"name": "a", "cases": 1}}, end]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found, rows = read(path)
-    assert rows == [ROW] and found.end.complete and [part.name for part in found.parts] == ["a"]
+    row = replace(ROW, headroom=0.12346, value=0.123457)
+    assert rows == [row] and found.end.complete and [part.name for part in found.parts] == ["a"]
     rewrite(path, found, rows)
     again, rows = read(path)
-    assert rows == [ROW] and again == replace(found, schema=SCHEMA, end=UNSET)
+    assert rows == [row] and again == replace(found, schema=SCHEMA, end=UNSET)
 
 
 def test_the_line_for_pandas_on_the_page_gives_a_table_of_quantities(tmp_path, monkeypatch):

@@ -83,7 +83,7 @@ def test_a_run_that_finished_and_an_older_file_are_whole(tmp_path):
 
 
 def test_rows_of_two_runs_in_one_file_are_refused(tmp_path):
-    path = file_of(tmp_path / "results.ndjson", HEADER, row(), row(run="bb"))
+    path = file_of(tmp_path / "results.ndjson", HEADER, row(), replace(PART, run="bb"))
     with pytest.raises(UsageError, match=r"results.ndjson line 4: a row of run bb under the header of run aa"):
         read(path)
 

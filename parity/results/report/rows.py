@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from parity.decoding import convert, decode, json_of, of_schema, short
 from parity.errors import UsageError
 from parity.results.header import Header, Last, Parted
-from parity.results.row import SCHEMA, Row
+from parity.results.row import DECLINED, SCHEMA, SIZE, VALUE, Row, finite
 
 Record: TypeAlias = Header | Row | Parted | Last
-OF_CASE = ("run", "family", "dtype", "device", "seed", "settings", "features", "shard", "frozen")
+OF_CASE = ("family", "dtype", "device", "seed", "settings", "features", "shard", "frozen")
 """Fields of a row that its file has once for each case."""
 OF_COMPARISON = (
     "implementation",
@@ -31,6 +31,10 @@ OF_COMPARISON = (
     "replay",
 )
 """And once for each implementation on a case."""
+OF_FAILING = ("worst", "max_abs", "allclose", "atol", "rtol", "value_reference")
+"""Fields that are kept of a row that fails: reports show no others'."""
+OF_JUDGED = ("against", "recipe", "recipe_measured")
+"""Fields of a row that was not declined."""
 
 
 @contextlib.contextmanager
@@ -74,23 +78,22 @@ def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Record]
 
 
 class _Comparisons:
-    """Makes lines of rows: one for a case, unless it is as it was written before, then one for each comparison."""
+    """Makes lines of rows: one where a case begins, then one for each comparison, which says what is other there."""
 
     def __init__(self, line: Callable[[str], None]):
         self._line = line
-        self._cases: dict[str, int] = {}
-        self._last: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._case: dict[str, Any] = {}
+        self._last: dict[str, Any] = {}
         self._quantities: list[str] = []
 
     def add(self, row: Row) -> None:
-        data = row.to_json()
+        data = _kept(row)
         case = {name: data.pop(name) for name in ("case", *OF_CASE) if name in data}
-        comparison = {"case": row.case} | {name: data.pop(name) for name in OF_COMPARISON if name in data}
-        comparison.pop("replay", None)
-        if row.replay != _replay(comparison):
-            comparison["replay"] = row.replay
+        begins = any(case.get(name) != self._case.get(name) for name in ("case", "shard", "frozen"))
+        other = {} if begins else {n: getattr(row, n) for n in OF_CASE if case.get(n) != self._case.get(n)}
+        comparison = {"case": row.case} | {name: data.pop(name) for name in OF_COMPARISON if name in data} | other
         try:
-            heads, quantity = [_text(case), _text(comparison)], _text(data)
+            begin, _, quantity = _text(case), _text(comparison), _text(data)
         except ValueError as error:
             whole = row.to_json()
             bad = ", ".join(name for name, value in whole.items() if not _strict(value))
@@ -98,24 +101,54 @@ class _Comparisons:
             raise ValueError(
                 f"row {who}: {bad} is not strict JSON ({error}); write null for what is not finite"
             ) from None
-        if self._last != (case, comparison):
+        if begins or comparison != self._last:
             self.end()
-            if self._cases.get(row.case) != hash(heads[0]):
-                self._line(heads[0])
-                self._cases[row.case] = hash(heads[0])
-            self._last = case, comparison
+            self._last = comparison
+        if begins:
+            self._line(begin)
+            self._case = case
         self._quantities.append(quantity)
 
     def end(self) -> None:
         """Write the comparison whose rows came last."""
-        if self._last is not None:
-            self._line(f'{_text(self._last[1])[:-1]},"quantities":[{",".join(self._quantities)}]}}')
-        self._last, self._quantities = None, []
+        if self._last:
+            self._line(f'{_text(self._last)[:-1]},"quantities":[{",".join(self._quantities)}]}}')
+        self._last, self._quantities = {}, []
 
 
-def _replay(comparison: Mapping[str, Any]) -> str:
-    """The command that shows a comparison again, where its line names no other."""
-    return f"parity replay {comparison['case']} --implementation {comparison['implementation']}"
+def _kept(row: Row) -> dict[str, Any]:
+    """What of a row is written: nothing that its line says already, and only what is read of a row of its verdict."""
+    data = row.to_json()
+    data.pop("run", None)
+    if not row.failing:
+        for name in OF_FAILING:
+            data.pop(name, None)
+    if row.verdict in DECLINED:
+        for name in OF_JUDGED:
+            data.pop(name, None)
+    if row.features:
+        data["features"] = {name: value for name, value in row.features.items() if value is not False}
+    for name, default in _derived(data).items():
+        data.pop(name, None)
+        if getattr(row, name) != default:
+            data[name] = getattr(row, name)
+    return data
+
+
+def _rounded(row: Row) -> Row:
+    """A row of schema 1 with the digits that it would have now."""
+    sizes = {name: finite(getattr(row, name)) for name in ("headroom", "max_abs", "dist", "atol", "rtol", "slope")}
+    values = {name: finite(getattr(row, name), VALUE) for name in ("value", "value_oracle", "value_reference")}
+    gates = {name: finite(size) for name, size in row.gates.items()}
+    entry = {"value": VALUE, "oracle": VALUE, "error": SIZE}
+    worst = [{n: finite(x, entry[n]) if n in entry else x for n, x in one.items()} for one in row.worst]
+    return replace(row, gates=gates, worst=worst, **sizes, **values)
+
+
+def _derived(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What fields of a row are where its lines do not say so."""
+    replay = f"parity replay {data['case']} --implementation {data.get('implementation')}"
+    return {"replay": replay, "gates": {data["gate"]: data.get("headroom")} if "gate" in data else {}}
 
 
 def _text(data: Mapping[str, Any]) -> str:
@@ -189,10 +222,11 @@ def _take(line: bytes, where: str, header: Header, rows: list[Row], cases: dict[
         if name not in cases:
             raise UsageError(f"{where}: a comparison on case {short(name)}, of which no line before says what it is")
         quantities = convert(list[dict[str, Any]], data.pop("quantities"), where)
-        whole = {"replay": _replay({"implementation": ""} | data)} | cases[name] | data
-        rows += [convert(Row, whole | one, where) for one in quantities]
+        whole = {"run": header.run} | cases[name] | data
+        rows += [convert(Row, _derived(whole | one) | whole | one, where) for one in quantities]
     elif "verdict" in data:  # a file of schema 1: a line for each row
-        rows.append(convert(Row, data, where))
+        kept = _kept(_rounded(convert(Row, data, where)))
+        rows.append(convert(Row, {"run": header.run} | _derived(kept) | kept, where))
     else:
         cases[convert(str, data.get("case"), where)] = data
 
