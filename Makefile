@@ -66,7 +66,7 @@ bench: $(READY)  ## time and memory side by side (pytest-benchmark), comparisons
 	$(PY) -m parity.tools.bench.rate $(RATE)
 
 cuda-first: $(READY)  ## the first hour on a new GPU box, written to docs/results/; exit code 3 without a GPU
-	$(PY) -m parity.tools.cuda_first
+	$(PY) -m parity.nightly.cuda_first
 
 rollouts: .venv-rollouts/.ready  ## an environment with a third party's CPU build of vLLM (no GPU needed)
 

@@ -29,11 +29,11 @@ def main() -> None:
     default="pr",
     show_default=True,
     help="how much to do: quick, pr, nightly or soak",
-    shell_complete=options.values(options.profiles),
+    shell_complete=options.values("profiles"),
 )
 @options.FAMILIES
 @options.IMPLEMENTATIONS
-@options.several("--dtype", "dtypes", "fp32, fp16 or bf16", options.dtypes, parted=True)
+@options.several("--dtype", "dtypes", "fp32, fp16 or bf16")
 @options.DEVICE
 @click.option("--seed", type=int, default=None, help="of the drawn cases; default: fixed in quick and pr, else new")
 @options.with_versions
@@ -46,21 +46,19 @@ def main() -> None:
 @click.option("--share", default="", metavar="I/N", help="do part I of N; parity report joins the results of all parts")
 @click.option("--minimise/--no-minimise", default=True, help="look for smaller cases of new findings at the end")
 @options.path("--resume", "continue the run that wrote this file", metavar="RESULTS")
-@click.option("--max-time", metavar="TIME", help="stop after 2h, 90m or the like, and report what was done")
+@options.time("--max-time", "stop after 2h, 90m or the like, and report what was done")
 @detail
-def run_command(max_time: str | None, detail: Detail, **options: Any) -> None:
+def run_command(detail: Detail, **options: Any) -> None:
     """Run every implementation on many cases, judge, and report.
 
     Exit code: 0 nothing new, 1 a new finding, 3 nothing was compared, 4 a known finding no longer happens.
     """
     from parity.running.run import Options, execute
 
-    limit = nightly.duration(max_time).total_seconds() if max_time else None
-    started = Options(max_time=limit, **options)
     with Shown() as progress:
-        result = execute(started, progress, progress.say)
+        result = execute(Options(**options), progress, progress.say)
     done = result.options
-    whole = not (done.families or done.implementations or done.dtypes or done.share or max_time)
+    whole = not (done.families or done.implementations or done.dtypes or done.share or options["max_time"])
     report(result.header, result.rows, done.file, done.reports, result.reasons, result.exit_code, detail, keep=whole)
     sys.exit(result.exit_code)
 
@@ -68,10 +66,10 @@ def run_command(max_time: str | None, detail: Detail, **options: Any) -> None:
 @main.command("list", epilog="Example: parity list --family policy")
 @options.FAMILIES
 @click.option(
-    "--settings", metavar="FAMILY", help="the settings of this family", shell_complete=options.values(options.families)
+    "--settings", metavar="FAMILY", help="the settings of this family", shell_complete=options.values("families")
 )
 @click.option(
-    "--checks", metavar="TRAINER", help="the checks of this trainer", shell_complete=options.values(options.trainers)
+    "--checks", metavar="TRAINER", help="the checks of this trainer", shell_complete=options.values("trainers")
 )
 @click.option("--profiles", is_flag=True, help="the profiles, with how many cases each draws")
 @click.option("--coverage", metavar="RESULTS", help="settings, config fields and metrics that a results file judged")
@@ -119,28 +117,21 @@ def audit_command(**options: Any) -> None:
 
 
 @main.command("replay", epilog="Example: parity replay liger-luspo-padding")
-@click.argument("case", shell_complete=options.values(options.cases))
+@click.argument("case", shell_complete=options.values("cases"))
 @options.IMPLEMENTATIONS
 @options.DEVICE
 @options.with_versions
 @click.option("--issue", is_flag=True, help="print a bug report with a stand-alone script, for upstream")
 @options.path("--minimise", "write the smallest part of a captured batch that still disagrees", metavar="FILE")
 @options.path("--reports", "folder or results file of the run that had the case", "reports")
-def replay_command(
-    case: str,
-    implementations: tuple[str, ...],
-    device: str,
-    issue: bool,
-    minimise: Path | None,
-    reports: Path,
-) -> None:
+def replay_command(case: str, **options: Any) -> None:
     """Run one case again and show every number.
 
     CASE is a case file, a ledger entry, or the id of a case. Exit code: 0 agrees, 1 disagrees, 125 not judged.
     """
     from parity.tools.replay import replay
 
-    sys.exit(replay(case, implementations, device, issue, console(), minimise, reports))
+    sys.exit(replay(case, console=console(), **options))
 
 
 @main.command("findings", epilog="Example: parity findings --config grpo.yaml")
@@ -154,7 +145,7 @@ def findings_command(
 ) -> None:
     """Show what is known to be wrong in the installed libraries.
 
-    Most severe first. --config keeps what applies to a training run.
+    Most severe first. --config keeps what applies to a training run; exit code 1 if something does for certain.
     """
     from parity import data
     from parity.cli import listing
@@ -166,17 +157,16 @@ def findings_command(
         from parity.results.report import render
 
         click.echo(render.ledger_page(known, page == "mended"), nl=False)
-        return
-    found = Stack.here(known)
-    if config:
+    elif config:
         from parity.tools.settings_check import check
 
-        met = {one.entry.id for one in check(config, trainer).findings}
-        found = Stack.of((e for e in found.entries if e.id in met), found.versions)
-    if as_json:
-        click.echo(text(records(found.entries)))
+        advice = check(config, trainer, known)
+        click.echo(text(records(f.entry for f in advice.findings)) if as_json else str(advice))
+        sys.exit(int(bool(advice)))
+    elif as_json:
+        click.echo(text(records(Stack.here(known).entries)))
     else:
-        listing.findings(found, console())
+        listing.findings(Stack.here(known), console())
 
 
 @main.command("upstream", epilog="Example: parity upstream liger-luspo-padding")
@@ -230,12 +220,11 @@ def report_command(results: tuple[Path, ...], out: Path, reports: Path | None, d
         sys.exit(joined.exit_code)
     file = results[0] if results else Path("reports/results.ndjson")
     header, rows = read(file)
-    if isinstance(header.end, End):
-        code = NOTHING if header.end.exit_code in (NOTHING, INTERRUPTED, TERMINATED) else 0
-    else:
-        code = NOTHING if header.interrupted is True else 0
-    ended = header.end.exit_code if isinstance(header.end, End) else code or int(any(row.new for row in rows))
-    past = memory.runs(file.parent / "history", lambda line: click.echo(f"parity: {line}", err=True))
+    end = header.end if isinstance(header.end, End) else None
+    stopped = end.exit_code in (NOTHING, INTERRUPTED, TERMINATED) if end else header.interrupted is True
+    code = NOTHING if stopped else 0
+    ended = end.exit_code if end else code or int(any(row.new for row in rows))
+    past = memory.runs(file.parent / "history", options.warn)
     kept = next((run for run in past if run.id == header.run), None)  # a night may be graver
     ended, reasons = (kept.exit_code, kept.reasons) if kept else (ended, ())
     report(header, rows, file, reports or file.parent, list(reasons), ended, detail)

@@ -11,15 +11,13 @@ import click
 from parity import data
 from parity.cli import options
 from parity.cli.group import NOTHING, Commands
-from parity.cli.nightly import duration
 from parity.cli.progress import Shown
 from parity.errors import UsageError
 from parity.results.header import Header
 from parity.results.row import Row
 
-_RESULTS = click.option(
-    "--run", "results", type=click.Path(path_type=Path), default=Path("reports/results.ndjson"), show_default=True
-)
+MONTH = 30 * 24 * 3600.0
+"""Seconds."""
 _LEDGER = options.path("--ledger", "default: cases/ledger.toml")
 
 
@@ -36,8 +34,8 @@ def ledger_command() -> None:
 @click.option("--implementation", default=None, metavar="ID", help="which one, if several fail on CASE")
 @click.option("--reason", help="what is wrong, in one or two sentences")
 @click.option("--link", help="an issue, or file and function of a release")
-@click.option("--expires", metavar="TIME", help="ask to look at it again after this time; default with --all: 720h")
-@_RESULTS
+@options.time("--expires", "ask to look at it again after this time; default with --all: 720h")
+@options.path("--run", "a results file", "reports/results.ndjson")
 @_LEDGER
 def add_command(
     case: str | None,
@@ -45,39 +43,44 @@ def add_command(
     implementation: str | None,
     reason: str | None,
     link: str | None,
-    expires: str | None,
-    results: Path,
-    ledger: Path,
+    expires: float | None,
+    run: Path,
+    ledger: Path | None,
 ) -> None:
     """Add new findings of the last run.
 
     That on CASE, with --reason and --link; or --all.
     """
+    from parity.results.report.rows import read
+    from parity.results.report.summary import summarise
+
     if every == (case is not None):
         raise UsageError("ledger add: name a CASE, or --all")
-    header, rows, found = _found(results)
+    header, rows = read(run)
+    found = list(summarise(header, rows).findings)
     if every:
         if header.interrupted is True:
             raise UsageError(
-                f"{results}: the run did not finish, so findings may be missing: first parity run --resume {results}"
+                f"{run}: the run did not finish, so findings may be missing: first parity run --resume {run}"
             )
-        reason, link, expires = f"Unexplained: accepted from run {header.run}.", "", expires or "720h"
+        reason, link, expires = f"Unexplained: accepted from run {header.run}.", "", expires or MONTH
     elif not (reason and link):
         raise UsageError("ledger add CASE: say what is wrong and where, with --reason and --link")
     else:
         known = ", ".join(f"{f.lead.case} ({f.implementation})" for f in found) or "none: it has no new findings"
         found = [f for f in found if f.lead.case == case and implementation in (None, f.implementation)]
         if not found:
-            raise UsageError(f"case {case!r}: {results} has no new finding on it, choose from {known}")
+            raise UsageError(f"case {case!r}: {run} has no new finding on it, choose from {known}")
     if not found:
-        click.echo(f"{results}: no new findings")
+        click.echo(f"{run}: no new findings")
         return
-    for id in _write(found, header, rows, results, ledger, reason, link, expires or ""):
+    until = None if expires is None else datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=expires)
+    for id in _write(found, header, rows, run, ledger, reason, link, until and until.date()):
         click.echo(f"entered {id}")
 
 
 @ledger_command.command("measure", epilog="Example: parity ledger measure liger-luspo-padding")
-@click.argument("names", nargs=-1, metavar="[ENTRY|CASE]...", shell_complete=options.values(options.cases))
+@click.argument("names", nargs=-1, metavar="[ENTRY|CASE]...", shell_complete=options.values("cases"))
 @options.IMPLEMENTATIONS
 @options.DEVICE
 @options.with_versions
@@ -88,21 +91,25 @@ def measure_command(names: tuple[str, ...], implementations: tuple[str, ...], de
     A later run shows a finding as new that grew threefold there, changed its class, or fails in another quantity. Without a
     name: all frozen cases.
     """
+    from parity.registry import meant
     from parity.results import recorded
     from parity.results.ledger import Ledger
     from parity.running.plan import Options, frozen_files
     from parity.running.run import execute
 
     ledger = ledger or data.ledger_file()
-    files = frozen_files(ledger)
+    files, entries = frozen_files(ledger), Ledger.load(ledger).entries
+    known = {Path(name).stem: name for name in files} | {entry.id: Path(entry.case).name for entry in entries}
+    if odd := [name for name in names if name not in known]:
+        raise UsageError(f"{odd[0]!r} is no entry of {ledger} and no frozen case, {meant(odd[0], known)}")
+    chosen = tuple(sorted({known[name] for name in names} if names else files))
     with tempfile.TemporaryDirectory() as folder, Shown() as progress:
-        chosen = _cases(names, files, ledger)
         asked = Options(
             implementations=implementations, device=device, ledger=ledger, reports=Path(folder), only=chosen
         )
         run = execute(asked, progress, progress.say)
     about = run.header.header
-    loose = {e.id for e in Ledger.load(ledger).entries if "nondeterministic" in e.verdicts}
+    loose = {e.id for e in entries if "nondeterministic" in e.verdicts}
     for name in chosen:
         rows = [r for r in run.rows if r.frozen == name]
         now = recorded.of(rows, about.device or "cpu", about.versions, loose)
@@ -110,29 +117,8 @@ def measure_command(names: tuple[str, ...], implementations: tuple[str, ...], de
         new = sorted({r.implementation for r in rows if r.new})
         click.echo(f"{name}: {state}{', left out as it is new: ' + ', '.join(new) if new else ''}")
     for line in run.lost:
-        click.echo(f"parity: a worker was lost: {line}", err=True)
+        options.warn(f"a worker was lost: {line}")
     sys.exit(NOTHING if run.lost or not any(r.judged for r in run.rows) else 0)
-
-
-def _cases(names: tuple[str, ...], files: dict[str, Path], ledger: Path) -> tuple[str, ...]:
-    """The files of entries and frozen cases by name; of none, all."""
-    from parity.registry import meant
-    from parity.results.ledger import Ledger
-
-    known = {Path(name).stem: name for name in files}
-    known |= {entry.id: Path(entry.case).name for entry in Ledger.load(ledger).entries}
-    for name in names:
-        if name not in known:
-            raise UsageError(f"{name!r} is no entry of {ledger} and no frozen case, {meant(name, known)}")
-    return tuple(sorted({known[name] for name in names} if names else files))
-
-
-def _found(results: Path) -> tuple[Header, list[Row], list[Any]]:
-    from parity.results.report.rows import read
-    from parity.results.report.summary import summarise
-
-    header, rows = read(results)
-    return header, rows, list(summarise(header, rows).findings)
 
 
 def _write(
@@ -143,21 +129,16 @@ def _write(
     ledger: Path | None,
     reason: str,
     link: str,
-    expires: str,
+    until: datetime.date | None,
 ) -> list[str]:
     from parity.registry import family, load
     from parity.results import recorded
     from parity.results.ledger_edit import append, entry
     from parity.running.find import find
 
-    until = None
-    if expires:
-        until = (datetime.datetime.now(datetime.UTC) + duration(expires)).date()
     libraries = {i.id: i.library for i in load().values()}
     entries = []
-    for finding in findings:
-        if not finding.lead.settings:  # about the whole run: it has no case
-            continue
+    for finding in (f for f in findings if f.lead.settings):  # one about the whole run has no case
         case, _ = find(finding.lead.case, results.parent)
         shapes = [*family(case.family).shapes, "lengths"]
         library = libraries.get(finding.implementation, "")

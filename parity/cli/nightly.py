@@ -1,7 +1,6 @@
 """The commands of the gate: `parity nightly`, `notify`, `upgrade-check`."""
 
 import datetime
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,8 @@ from parity.decoding import write
 from parity.errors import UsageError
 
 
-def _warn(line: str) -> None:
-    click.echo(f"parity: {line}", err=True)
-
-
-def duration(text: str) -> datetime.timedelta:
-    """6h, 90m, 1h30m or 45s as a time span.
-
-    Raises:
-        UsageError: for anything else.
-    """
-    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
-    if found is None or not any(found.groups()):
-        raise UsageError(f"time {text!r} cannot be read, write for example 6h, 90m or 1h30m")
-    h, m, s = (int(x or 0) for x in found.groups())
-    try:
-        return datetime.timedelta(hours=h, minutes=m, seconds=s)
-    except OverflowError:
-        raise UsageError(f"time {text!r} is longer than there is") from None
-
-
 @click.command("nightly", epilog="Example: parity nightly --max-time 2h")
-@click.option("--max-time", default="6h", show_default=True, help="for everything: 6h, 90m, 1h30m")
+@options.time("--max-time", "for everything: 6h, 90m, 1h30m", "6h")
 @click.option("--profile", default="nightly", show_default=True, help="how much the long run does")
 @options.FAMILIES
 @options.IMPLEMENTATIONS
@@ -44,38 +23,29 @@ def duration(text: str) -> datetime.timedelta:
 @click.option("--seed", type=int, default=None, help="default: a new one, which is printed")
 @options.LEDGER
 @click.option("--skip", multiple=True, metavar="NAME", help="leave out history, mutants, upstream or unsloth")
-@click.option(
-    "--with",
-    "specs",
-    multiple=True,
-    metavar="PKG==VER",
-    help="judge this release too, installed in a separate environment",
-)
+@click.option("--with", "specs", multiple=True, metavar="PKG==VER", help="judge this release too")
 @click.option("--resume", is_flag=True, help="continue a night that was killed")
 @options.RAY
 @options.REPORTS
-def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...], **options: Any) -> None:
+def nightly_command(skip: tuple[str, ...], specs: tuple[str, ...], **options: Any) -> None:
     """Run everything for some hours, and write one page.
 
     First a planted mistake must be caught. Then a long run with new cases, then history, mutants and more.
     """
     from parity.nightly.night import COMMANDS, Night, run
     from parity.results.notify import title
+    from parity.results.report.rows import read
 
-    others = tuple(o for o in COMMANDS if o[0] not in skip)
     if unknown := set(skip) - {o[0] for o in COMMANDS}:
         raise UsageError(f"--skip {sorted(unknown)[0]!r}: choose from {', '.join(o[0] for o in COMMANDS)}")
+    words = ["run", "--profile", options["profile"], *(word for n in options["families"] for word in ("--family", n))]
     libraries = [name for name in options["implementations"] if ".py:" not in name]
-    only = [word for name in options["families"] for word in ("--family", name)]
-    only += [word for name in libraries for word in ("--implementation", name)]
-    words = ("run", "--profile", options["profile"], *only)
-    others += tuple((spec, (*words, "--with", spec), 0.1) for spec in specs)
-    night = Night(max_time=duration(max_time).total_seconds(), others=others, **options)
+    words += [word for name in libraries for word in ("--implementation", name)]
+    others = [o for o in COMMANDS if o[0] not in skip] + [(spec, (*words, "--with", spec), 0.1) for spec in specs]
+    night = Night(others=tuple(others), **options)
     with Shown() as progress:
         code, changed = run(night, progress.say, progress)
     if changed is not None:
-        from parity.results.report.rows import read
-
         results = night.reports / "results.ndjson"
         report(*read(results), results, night.reports, list(changed.run.reasons), code)
         click.echo(title(changed))
@@ -83,14 +53,12 @@ def nightly_command(max_time: str, skip: tuple[str, ...], specs: tuple[str, ...]
 
 
 @click.command("notify", epilog="Example: parity notify --out issue.md")
-@click.option(
-    "--stale", default="36h", show_default=True, metavar="TIME", help="red if the last run is older than this"
-)
+@options.time("--stale", "red if the last run is older than this", "36h")
 @click.option("--profile", default="nightly", show_default=True, help="only runs of this profile count")
 @click.option("--page", default="", metavar="LINK", help="address of the report, for the text")
 @options.path("--out", "file for the text of the issue")
 @options.REPORTS
-def notify_command(stale: str, profile: str, page: str, out: Path | None, reports: Path) -> None:
+def notify_command(stale: float, profile: str, page: str, out: Path | None, reports: Path) -> None:
     """Write the text of an issue about the last night.
 
     Prints its title. Exit code: 0 green, close the issue; 1 red, open or update it; 3 no run within --stale, or the last
@@ -99,10 +67,10 @@ def notify_command(stale: str, profile: str, page: str, out: Path | None, report
     from parity.nightly.journal import standing
     from parity.results import memory, notify, trend
 
-    past = [run for run in memory.runs(reports / "history", _warn) if run.profile == profile]
+    past = [run for run in memory.runs(reports / "history", options.warn) if run.profile == profile]
     under_way, lost = standing(reports, profile, {run.id for run in past})
     past = [run for run in past if run.id != under_way]
-    late = trend.stale(past, duration(stale), datetime.datetime.now(datetime.UTC))
+    late = trend.stale(past, datetime.timedelta(seconds=stale), datetime.datetime.now(datetime.UTC))
     if lost or late:
         text = f"parity: no night: {lost or late.replace('such run', f'run of profile {profile}')}"
         body = f"**{text}**\n\n" + ("" if lost else "The machine, its timer or its runner is down.\n")
@@ -120,11 +88,11 @@ def notify_command(stale: str, profile: str, page: str, out: Path | None, report
 
 @click.command("upgrade-check", epilog="Example: parity upgrade-check trl==1.16.0 --config config.yaml")
 @click.argument("spec", metavar="PKG==VER|PKG==NEXT")
-@options.path("--config", "your TRL arguments: YAML, JSON, or training_args.bin")
-@click.option("--max-time", default="1h", show_default=True, help="for each of run, compare and audit")
+@options.path("--config", "your TRL arguments: YAML or JSON")
+@options.time("--max-time", "for each of run, compare and audit", "1h")
 @options.device("auto")
 @options.REPORTS
-def upgrade_check_command(spec: str, config: Path | None, max_time: str, device: str, reports: Path) -> None:
+def upgrade_check_command(spec: str, config: Path | None, max_time: float, device: str, reports: Path) -> None:
     """Say whether it is safe to upgrade to a release.
 
     Does run, compare and audit with that release, and writes one page. With --config the verdict is about your settings
@@ -132,9 +100,8 @@ def upgrade_check_command(spec: str, config: Path | None, max_time: str, device:
     """
     from parity.nightly import upgrade
 
-    folder, limit = reports / "upgrade", duration(max_time).total_seconds()
-    spec = upgrade.resolved(spec)
-    found, parts = upgrade.check(spec, config, folder, lambda line: click.echo(line, err=True), device, limit)
+    folder, spec = reports / "upgrade", upgrade.resolved(spec)
+    found, parts = upgrade.check(spec, config, folder, options.say, device, max_time)
     write(folder / "upgrade.md", upgrade.page(spec, parts))
     for part in parts:
         click.echo(f"{part.name}: {part.verdict}: {part.summary}")

@@ -1,6 +1,8 @@
 """The options that commands share, and the values that the shell completes: names of the registry and of the ledger."""
 
+import datetime
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,19 +13,43 @@ import click
 from parity.errors import UsageError
 
 Option = Callable[[Any], Any]
+PATH = click.Path(path_type=Path)
 
 
-def values(names: Callable[[], Iterable[str]]) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
+def say(line: str) -> None:
+    """A line beside the output."""
+    click.echo(line, err=True)
+
+
+def warn(line: str) -> None:
+    """A line beside the output that says who says it."""
+    say(f"parity: {line}")
+
+
+def known(kind: str) -> Iterable[str]:
+    """The names of a kind; `cases`: what `replay` takes by name, ledger entries and frozen cases."""
+    if kind in ("dtypes", "devices"):
+        return {"dtypes": ("fp32", "fp16", "bf16"), "devices": ("auto", "cpu", "cuda")}[kind]
+    from parity import data, registry
+    from parity.case.profiles import PROFILES
+    from parity.results.ledger import Ledger
+    from parity.trainers.specs import TRAINERS
+
+    if kind == "cases":
+        return sorted({e.id for e in Ledger.load(data.ledger_file()).entries} | {p.stem for p in data.frozen_cases()})
+    if kind == "implementations":
+        return sorted(registry.load())
+    return {"families": [*registry.loss_families(), *TRAINERS], "trainers": TRAINERS, "profiles": PROFILES}[kind]
+
+
+def values(kind: str) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
     """`shell_complete` of an option or argument: the names that continue the last word behind a comma."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, word: str) -> list[Any]:
         before, comma, last = word.rpartition(",")
-        return [f"{before}{comma}{name}" for name in names() if name.startswith(last)]
+        return [f"{before}{comma}{name}" for name in known(kind) if name.startswith(last)]
 
     return complete
-
-
-PATH = click.Path(path_type=Path)
 
 
 def path(name: str, help: str | None = None, default: str | None = None, **fields: Any) -> Option:
@@ -42,79 +68,68 @@ def choice(name: str, help: str | None, *names: str) -> Option:
     return click.option(name, type=click.Choice(names), default=names[0], show_default=True, help=help)
 
 
-def several(
-    name: str, into: str, help: str, known: Callable[[], Iterable[str]], parted: bool = False, **fields: Any
-) -> Option:
-    """An option that may be repeated, its values `known` to the shell; `parted`: by commas too."""
-    callback = _split if parted else None
-    return click.option(name, into, multiple=True, callback=callback, help=help, shell_complete=values(known), **fields)
+def several(name: str, into: str, help: str, metavar: str | None = None) -> Option:
+    """An option that may be repeated, and whose values, known to the shell as `into`, may be parted by commas."""
+
+    def split(ctx: click.Context, option: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(word for value in given for word in value.split(",") if word)
+
+    more: dict[str, Any] = {"help": help, "metavar": metavar, "shell_complete": values(into)}
+    return click.option(name, into, multiple=True, callback=split, **more)
 
 
-def _split(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
-    """Values that stand behind one another or are parted by commas."""
-    return tuple(word for value in values for word in value.split(",") if word)
+def seconds(text: str) -> float:
+    """6h, 90m, 1h30m or 45s as seconds.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
+    if found is None or not any(found.groups()):
+        raise UsageError(f"time {text!r} cannot be read, write for example 6h, 90m or 1h30m")
+    h, m, s = (int(x or 0) for x in found.groups())
+    try:
+        return datetime.timedelta(hours=h, minutes=m, seconds=s).total_seconds()
+    except OverflowError:
+        raise UsageError(f"time {text!r} is longer than there is") from None
 
 
-def families() -> list[str]:
-    """Loss families and trainers."""
-    from parity.registry import loss_families
-    from parity.trainers.specs import TRAINERS
+def time(name: str, help: str, default: str | None = None) -> Option:
+    """An option that takes a time; the command gets seconds."""
 
-    return [*loss_families(), *TRAINERS]
+    def read(ctx: click.Context, option: click.Parameter, value: str | None) -> float | None:
+        return seconds(value) if value else None
 
-
-def trainers() -> list[str]:
-    from parity.trainers.specs import TRAINERS
-
-    return list(TRAINERS)
+    shown: dict[str, Any] = {"metavar": "TIME", "show_default": default is not None, "help": help}
+    return click.option(name, default=default, callback=read, **shown)
 
 
-def implementations() -> list[str]:
-    from parity.registry import load
+def device(default: str) -> Option:
+    """`--device`, "cpu" or "cuda" once it is read, which must be usable."""
 
-    return sorted(load())
+    def there(ctx: click.Context, option: click.Parameter, value: str) -> str:
+        from parity.running.provenance import resolve_device
 
+        return resolve_device(value)
 
-def profiles() -> list[str]:
-    from parity.case.profiles import PROFILES
-
-    return list(PROFILES)
-
-
-def dtypes() -> list[str]:
-    return ["fp32", "fp16", "bf16"]
-
-
-def devices() -> list[str]:
-    return ["auto", "cpu", "cuda"]
-
-
-def cases() -> list[str]:
-    """What `replay` takes by name: ledger entries and frozen cases."""
-    from parity import data
-    from parity.results.ledger import Ledger
-
-    return sorted({e.id for e in Ledger.load(data.ledger_file()).entries} | {p.stem for p in data.frozen_cases()})
+    more: dict[str, Any] = {"help": "auto, cpu or cuda", "shell_complete": values("devices")}
+    return click.option("--device", default=default, callback=there, show_default=True, **more)
 
 
 DEVICE = click.option(
-    "--device", default="auto", show_default=True, help="auto, cpu or cuda", shell_complete=values(devices)
+    "--device", default="auto", show_default=True, help="auto, cpu or cuda", shell_complete=values("devices")
 )
 FAMILIES = several(
     "--family",
     "families",
     "only this loss or trainer (names: parity list), or your own; separate several by commas",
-    families,
-    parted=True,
-    metavar="NAME|FILE.py:NAME",
+    "NAME|FILE.py:NAME",
 )
 IMPLEMENTATIONS = several(
     "--implementation",
     "implementations",
     "only this one, a pattern (liger.*), or your own function or trainer; separate several by commas",
-    implementations,
-    parted=True,
-    metavar="ID|FILE.py:NAME",
+    "ID|FILE.py:NAME",
 )
 LEDGER = path("--ledger", "another list of known findings")
 REPORTS = path("--reports", "folder for reports", "reports")
@@ -122,19 +137,6 @@ JSON = click.option("--json", "as_json", is_flag=True, help="print JSON")
 RAY = click.option(
     "--ray", default=None, metavar="HOST:PORT|auto|local", help="run on this Ray cluster (docs/scale.md)"
 )
-
-
-def device(default: str) -> Option:
-    """`--device`, "cpu" or "cuda" once it is read."""
-    said = "auto, cpu or cuda"
-    return click.option("--device", default=default, callback=_there, show_default=True, help=said)
-
-
-def _there(ctx: click.Context, option: click.Parameter, value: str) -> str:
-    """ "cpu" or "cuda", which must be usable."""
-    from parity.running.provenance import resolve_device
-
-    return resolve_device(value)
 
 
 def with_versions(command: Callable[..., None]) -> Callable[..., None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -16,21 +15,14 @@ from parity.cli import options
 from parity.cli.group import Commands
 from parity.cli.show import text
 from parity.errors import UsageError
-from parity.versions.client import cache_folder
 
 FOUND, NOT_FOUND, USAGE, UNUSABLE = 0, 1, 2, 3
-
-
-def _progress(line: str) -> None:
-    click.echo(line, err=True)
 
 
 @click.command("history", epilog="Example: parity history --record dpo-liger-head")
 @click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; may be repeated")
 @click.option("--recall", is_flag=True, help="instead: which records are found by random cases alone")
-@click.option(
-    "--profile", type=click.Choice(["quick", "pr", "nightly"]), default="pr", help="with --recall: how many cases"
-)
+@options.choice("--profile", "with --recall: how many cases", "pr", "quick", "nightly")
 @options.device("cpu")
 def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: str) -> None:
     """Run recorded failures of older releases again.
@@ -44,10 +36,10 @@ def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: st
     if recall:
         from parity.versions import recall as drawn
 
-        seen = drawn.recall(records, profile, _progress, device)
+        seen = drawn.recall(records, profile, options.say, device)
         click.echo(f"{measured.head('What plain draws find', 'parity', 'recall.md')}\n{drawn.table(seen, profile)}")
         return
-    findings = history.recall(records, _progress, device)
+    findings = history.recall(records, options.say, device)
     click.echo(f"{measured.head('Real upstream failures', 'parity', 'history.md')}\n{history.table(findings)}")
     sys.exit(history.exit_code(findings))
 
@@ -66,7 +58,7 @@ def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: st
 @options.choice("--find", "what to find", "broken", "fixed")
 @options.choice("--failure", "with --case: what counts as wrong", "disagree", "crashed", "timed-out", "out-of-memory")
 @click.option("--hold", multiple=True, metavar="PKG==VER", help="keep another package at this version")
-@click.option("--reports", type=options.PATH, default=Path("reports"), help="where the id of --case is looked for")
+@options.path("--reports", "where the id of --case is looked for", "reports")
 @options.device("cpu")
 @options.JSON
 def bisect_command(
@@ -91,20 +83,18 @@ def bisect_command(
     package = str(canonicalize_name(package))
     check_ends(package, good, bad, find)
     named = _check(package, implementations, **chosen)
-    followed = named[0].case.id if named else implementations
-    question = repr([package, good, bad, find, hold, device, followed, sorted(chosen.items())])
-    kept = Answers(cache_folder("bisect") / f"{hashlib.sha256(question.encode()).hexdigest()[:12]}.json")
+    kept = Answers.of(package, good, bad, find, hold, device, named[0].case.id if named else implementations, chosen)
 
     def compared() -> CaseCheck:
         older, newer = (good, bad) if find == "broken" else (bad, good)
-        _progress(f"the frozen cases in {package} {older} and {newer}")
+        options.say(f"the frozen cases in {package} {older} and {newer}")
         return first_difference(package, older, newer, hold, implementations, find, device)
 
     if named is None:
         check = kept.answer(CaseCheck, "differs most clearly", compared)
-        _progress(f"differs most clearly: {check.about}")
-    check, arguments = named or (check, f"{check.name} --implementation {check.implementation}")
-    check = dataclasses.replace(check, device=device)
+        options.say(f"differs most clearly: {check.about}")
+        named = check, f"{check.name} --implementation {check.implementation}"
+    check = dataclasses.replace(named[0], device=device)
     done = search(
         package,
         good=good,
@@ -114,8 +104,8 @@ def bisect_command(
         find=find,
         hold=hold,
         kept=kept,
-        reproduce=f"parity replay {arguments} --device {device} --with {{high}}",
-        say=_progress,
+        reproduce=f"parity replay {named[1]} --device {device} --with {{high}}",
+        say=options.say,
     )
     kept.end()
     code = {"found": FOUND, "swapped": USAGE, "unjudged": UNUSABLE}.get(done.found.outcome, NOT_FOUND)
@@ -145,16 +135,12 @@ def _check(
         found = history.load([name])[0]
         if found.package != package:
             raise UsageError(f"record {name!r} is about {found.package}, not {package}")
-        return found.check, f"{_shown(found.file)} --implementation {found.check.implementation}"
+        shown = found.file.relative_to(Path.cwd()) if found.file.is_relative_to(Path.cwd()) else found.file
+        return found.check, f"{shown} --implementation {found.check.implementation}"
     case, found_with = find_case(name, reports)
     chosen = only_implementation(case, implementations, found_with)
     select([chosen])
     return CaseCheck(name, case, chosen, quantities or ("*",), failure), f"{name} --implementation {chosen}"
-
-
-def _shown(path: Path) -> str:
-    """A path relative to the working directory where that is possible."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 @click.command("compare", epilog="Example: parity compare trl==1.13.0 trl==1.16.0")
@@ -163,7 +149,6 @@ def _shown(path: Path) -> str:
 @click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
 @options.FAMILIES
 @click.option("--profile", help="besides the frozen cases those that this profile draws: quick, pr or nightly")
-@click.option("--all-defaults", is_flag=True, help="use each release's own default of every setting")
 @options.device("cpu")
 @options.JSON
 def compare_command(before: str, after: str, implementations: tuple[str, ...], as_json: bool, **asked: Any) -> None:

@@ -1,8 +1,7 @@
-"""`python -m parity.fixes check FILE`."""
+"""`python -m parity.fixes check` was removed."""
 
 import sys
 
-from parity.tools.settings_check import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    print("parity.fixes: `check` was removed: `parity findings --config FILE`", file=sys.stderr)
+    sys.exit(2)

@@ -39,6 +39,12 @@ class Journal(msgspec.Struct, kw_only=True):
         """Keep it, whole or not at all."""
         save_json(reports / FILE, self)
 
+    def end(self, reports: Path, exit_code: int) -> int:
+        """Keep it with its exit code, which is given back."""
+        self.exit_code = exit_code
+        self.save(reports)
+        return exit_code
+
     @classmethod
     def read(cls, reports: Path) -> Journal:
         """The night that was written last. Raises UsageError where there is none, or none that can be read."""
@@ -85,16 +91,15 @@ def standing(reports: Path, profile: str, kept: Collection[str]) -> tuple[str, s
         night = Journal.read(reports)
     except UsageError as error:
         return "", str(error)
-    which = f"the night of {datetime.datetime.fromtimestamp(night.began, datetime.UTC):%Y-%m-%d %H:%M} UTC"
     if night.profile != profile:
         return "", ""
+    which = f"the night of {datetime.datetime.fromtimestamp(night.began, datetime.UTC):%Y-%m-%d %H:%M} UTC"
     if night.exit_code is None and under_way(reports):
         return night.kept, ""
-    if night.exit_code is None and not night.kept:
+    if night.kept:
+        lost = f"{which} ended, and its file in {reports / 'history'} is not there or unreadable"
+        return "", "" if night.kept in kept else lost
+    if night.exit_code is None:
         return "", f"{which} died, or was stopped, in its long run or before"
-    if not night.kept:
-        why = [str(one) for one in night.proofs if not one.holds]
-        return "", f"{which} ended with {night.exit_code}: {'; '.join(why) or 'nothing compared'}"
-    if night.kept not in kept:
-        return "", f"{which} ended, and its file in {reports / 'history'} is not there or unreadable"
-    return "", ""
+    why = [str(one) for one in night.proofs if not one.holds]
+    return "", f"{which} ended with {night.exit_code}: {'; '.join(why) or 'nothing compared'}"

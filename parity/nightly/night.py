@@ -22,7 +22,7 @@ from parity.nightly.journal import Journal
 from parity.nightly.proof import proof
 from parity.process import prepare
 from parity.results import memory, notify, trend
-from parity.results.report.summary import summarise
+from parity.results.report.summary import Summary, summarise
 from parity.results.report.wording import count
 from parity.running import outcome
 from parity.running import run as running
@@ -63,9 +63,39 @@ class Night:
 
 
 def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, trend.Change | None]:
-    """The night from proof to page; the exit code, and what changed since the run before (None: it never began)."""
+    """The night from proof to page; the exit code, and what changed since the run before (None: there is no whole run)."""
     with running.locked(night.reports, journal.LOCK):
-        return _run(night, _begun(night), say, progress)
+        book = _begun(night)
+        say(f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {book.seed} · {book.device}")
+        book.save(night.reports)
+        prepare(book.device, threads=1)
+        book.proofs = book.proofs or proof(book.device, book.seed)
+        for one in book.proofs:
+            say(str(one))
+        if not all(one.holds for one in book.proofs):
+            say("the harness does not see a planted mistake: nothing that it says tonight would mean anything")
+            return book.end(night.reports, outcome.NOTHING), None
+        damaged: list[str] = []
+        past = memory.runs(night.reports / "history", damaged.append)
+        jobs = [CUDA, *night.others] if book.device == "cuda" and night.others else list(night.others)
+        jobs = [job for job in jobs if job[1][0] != "pytest" or Path(job[1][-1]).is_dir()]  # a wheel has no tests
+        result = _long_run(night, book, past, max(LEAST, 1.0 - sum(share for *_, share in jobs)), say, progress)
+        result.reasons += [line for line in damaged if line not in result.reasons]
+        for reason in result.reasons:
+            say(reason)
+        if result.exit_code in (outcome.INTERRUPTED, outcome.TERMINATED):
+            say("the night was stopped: parity nightly --resume goes on")
+            return result.exit_code, None
+        summary = summarise(result.header, result.rows)
+        # Killed from here on, the night is not green.
+        memory.keep(memory.of(summary, result.exit_code, result.reasons, ended=False), night.reports / "history")
+        book.kept = summary.run
+        book.save(night.reports)
+        _commands(night, book, jobs, say)
+        changed = _changed(book, past, summary, result)
+        memory.keep(changed.run, night.reports / "history")
+        (night.reports / "issue.md").write_text(notify.body(changed), encoding="utf-8")
+        return book.end(night.reports, changed.run.exit_code), changed
 
 
 def _begun(night: Night) -> Journal:
@@ -83,70 +113,14 @@ def _begun(night: Night) -> Journal:
     )
 
 
-def _run(night: Night, book: Journal, say: Callable[[str], None], progress: Any) -> tuple[int, trend.Change | None]:
-    say(f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {book.seed} · {book.device}")
-    book.save(night.reports)
-    prepare(book.device, threads=1)
-    book.proofs = book.proofs or proof(book.device, book.seed)
-    for one in book.proofs:
-        say(str(one))
-    if not all(one.holds for one in book.proofs):
-        say("the harness does not see a planted mistake: nothing that it says tonight would mean anything")
-        book.exit_code = outcome.NOTHING
-        book.save(night.reports)
-        return outcome.NOTHING, None
-
-    damaged: list[str] = []
-    every = memory.runs(night.reports / "history", damaged.append)
-    jobs = [CUDA, *night.others] if book.device == "cuda" and night.others else list(night.others)
-    jobs = [job for job in jobs if job[1][0] != "pytest" or Path(job[1][-1]).is_dir()]  # a wheel has no tests
-    result = _long_run(night, book, every, max(LEAST, 1.0 - sum(share for *_, share in jobs)), say, progress)
-    result.reasons += [line for line in damaged if line not in result.reasons]
-    for reason in result.reasons:
-        say(reason)
-    if result.exit_code in (outcome.INTERRUPTED, outcome.TERMINATED):
-        say("the night was stopped: parity nightly --resume goes on")
-        return result.exit_code, None
-    summary = summarise(result.header, result.rows)
-    # Killed from here on, the night is not green.
-    memory.keep(memory.of(summary, result.exit_code, result.reasons, ended=False), night.reports / "history")
-    book.kept = summary.run
-    book.save(night.reports)
-    for number, (name, words, share) in enumerate(jobs):
-        if name in {step.name for step in book.steps}:
-            continue
-        left = night.max_time - (time.time() - book.began)
-        limit = max(left * share / sum(one[2] for one in jobs[number:]), 0.0)
-        say(f"{name}: at most {limit / 60:.0f} min")
-        book.steps.append(steps.part(name, words, night.reports, limit))
-        book.save(night.reports)
-        say(f"{name}: {book.steps[-1].verdict}, {book.steps[-1].seconds / 60:.0f} min")
-
-    code = worst([result.exit_code, *(step.counts for step in book.steps)])
-    bad = [f"{step.name}: {step.verdict}" for step in book.steps if step.counts or not step.whole]
-    this = memory.of(summary, code, [*dict.fromkeys([*result.reasons, *bad])], steps=book.steps)
-    changed = trend.change(this, every)
-    if changed.missing and code in (outcome.AGREE, outcome.NEW, outcome.STALE):
-        code = outcome.NOTHING
-        why = f"compared less than usual: {count(len(changed.missing), 'implementation')}"
-        this = replace(this, exit_code=code, reasons=[*this.reasons, why])
-        changed = dataclasses.replace(changed, run=this)
-    memory.keep(this, night.reports / "history")
-    (night.reports / "issue.md").write_text(notify.body(changed), encoding="utf-8")
-    book.exit_code = code
-    book.save(night.reports)
-    return code, changed
-
-
 def _long_run(
-    night: Night, book: Journal, every: Sequence[memory.Run], share: float, say: Callable[[str], None], progress: Any
+    night: Night, book: Journal, past: Sequence[memory.Run], share: float, say: Callable[[str], None], progress: Any
 ) -> running.RunResult:
     """The run of tonight's seed: begun, gone on with, or where it had ended when the night was killed, read."""
     path = night.reports / "results.ndjson"
-    ended = next((one for one in every if night.resume and one.id == book.kept), None)
+    ended = next((one for one in past if night.resume and one.id == book.kept), None)
     if ended is not None:
         return running.read_back(path, ended.exit_code, ended.reasons)
-    going_on = night.resume and has(path, book.seed, book.profile)
     options = running.Options(
         profile=book.profile,
         families=tuple(book.families),
@@ -158,9 +132,34 @@ def _long_run(
         confirm=True,
         ray=night.ray,
         max_time=share * max(1.0, night.max_time - (time.time() - book.began)),
-        resume=path if going_on else None,
+        resume=path if night.resume and has(path, book.seed, book.profile) else None,
     )
     return running.execute(options, progress, say)
+
+
+def _commands(night: Night, book: Journal, jobs: Sequence[Job], say: Callable[[str], None]) -> None:
+    """The other commands that are not done yet, each in its share of the time that is left."""
+    done = {step.name for step in book.steps}
+    for number, (name, words, share) in enumerate(jobs):
+        if name not in done:
+            left = night.max_time - (time.time() - book.began)
+            limit = max(left * share / sum(one[2] for one in jobs[number:]), 0.0)
+            say(f"{name}: at most {limit / 60:.0f} min")
+            book.steps.append(steps.part(name, words, night.reports, limit))
+            book.save(night.reports)
+            say(f"{name}: {book.steps[-1].verdict}, {book.steps[-1].seconds / 60:.0f} min")
+
+
+def _changed(book: Journal, past: Sequence[memory.Run], summary: Summary, result: running.RunResult) -> trend.Change:
+    """The night beside those before it, with its exit code: the gravest of its parts, 3 where it compared less than usual."""
+    code = worst([result.exit_code, *(step.counts for step in book.steps)])
+    reasons = [*result.reasons, *(f"{s.name}: {s.verdict}" for s in book.steps if s.counts or not s.whole)]
+    found = trend.change(memory.of(summary, code, [*dict.fromkeys(reasons)], steps=book.steps), past)
+    if not found.missing or code not in (outcome.AGREE, outcome.NEW, outcome.STALE):
+        return found
+    why = f"compared less than usual: {count(len(found.missing), 'implementation')}"
+    this = replace(found.run, exit_code=outcome.NOTHING, reasons=[*found.run.reasons, why])
+    return dataclasses.replace(found, run=this)
 
 
 def worst(codes: Sequence[int]) -> int:

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from parity.case.case import Case
 from parity.errors import UsageError
+from parity.families.policy_settings import CONFIG_FIELDS
 from parity.nightly import steps
 from parity.process import installed
+from parity.registry import loss_family
 from parity.results.memory import CUT, CommandOutcome
 from parity.results.report import measured
 from parity.results.report.findings import normalised
 from parity.results.report.render import escape
 from parity.results.row import Row
 from parity.results.trend import SHARE
-from parity.versions import compare, releases, team
+from parity.tools.settings_check import settings_of
+from parity.versions import compare, releases
 from parity.versions.client import EnvironmentUnusable
-from parity.versions.environment import Environment
-from parity.versions.row_diff import MARKS, Difference, differences, side, table
-from parity.versions.spec import parse_all
+from parity.versions.row_diff import MARKS, Difference
 
 SAFE, CHANGED, NOT_SAFE, UNKNOWN = "safe", "safe, with changes of behaviour", "not safe", "not known"
 CODES = {SAFE: 0, CHANGED: 0, NOT_SAFE: 1, UNKNOWN: 3}
 NEXT, OWN, COMPARE = "NEXT", "your settings", "compare"
 LIMIT = 3600.0
 """Seconds on the clock for one of the commands."""
+SEEDS, FACTORS = 3, (0.5, 2.0)
+"""Of the cases with exactly a team's settings; by which a number is moved to make its neighbours."""
+SHAPE = {"B": 3, "T": 6, "V": 33, "H": 8, "lengths": [6, 4, 1], "old": "mixed"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +70,7 @@ def check(
     """The verdict and its parts, the team's own settings first; these and each command have `limit` seconds.
 
     Raises:
-        EnvironmentUnusable: when the environment of the other release cannot be made.
-        UsageError: where the package is not installed here.
+        UsageError: where the package is not installed here, and as `own_settings`.
     """
     package = spec.partition("==")[0]
     if not (version := installed(package)):
@@ -74,7 +79,7 @@ def check(
     parts = []
     if config is not None:
         say(f"your settings in {now} and {spec}")
-        parts.append(own_settings(now, spec, team.read(config), device, limit))
+        parts.append(own_settings(now, spec, config, device, limit))
 
     def asked(name: str, words: Sequence[str]) -> Part:
         words = [*words, "--device", device]
@@ -88,59 +93,77 @@ def check(
     return verdict(parts), parts
 
 
-def own_settings(before: str, after: str, wanted: team.Team, device: str, limit: float = LIMIT) -> Part:
-    """A team's settings and their neighbours through the plain and the fused losses of both releases, in `limit` seconds."""
-    asked = [(f"{label} ({case.dtype}, seed {case.seed})", case) for label, case in team.cases(wanted)]
-    named = compare.implementations(["trl.GRPOTrainer.*", "liger.FusedLinearGRPOLoss"])
-    made = [Environment.of(parse_all([spec])) for spec in (before, after)]
-    try:
-        seen = compare.both(made, [asked, asked], named, device, clock=limit)
-    except EnvironmentUnusable as error:
-        return Part(OWN, UNKNOWN, str(error), "")
-    different = differences(*(side(looked.rows, asked) for looked in seen))
-    worse = [m for m in different if m.mark == "+"]
-    mine = [m for m in worse if m.case.startswith(OWN)]
-    judged = sum(r.judged for r in seen[1].rows)
-    if not judged:
-        return Part(OWN, UNKNOWN, "nothing was compared with these settings", "")
-    exactly = {case.id for label, case in asked if label.startswith(OWN)}
-    one, two = (sum(r.judged and r.case in exactly for r in looked.rows) for looked in seen)
-    lost, why = _lost(different)
-    counts = ", ".join(f"{sum(m.mark == mark for m in different)} {mark}" for mark in MARKS)
-    if mine:
-        summary, found = f"{len(mine)} quantities are wrong with exactly these settings", NOT_SAFE
-    elif two < SHARE * one:
-        summary, found = f"{two} of {one} quantities with exactly these settings could be judged there; {why}", UNKNOWN
-    elif worse:
-        summary, found = f"right with these settings, {len(worse)} quantities wrong with neighbours of them", CHANGED
-    elif different:
-        inside = f"{len(different) - lost} moved inside their gates" if len(different) > lost else ""
-        summary, found = "; ".join(filter(None, ["right", inside, why if lost else ""])), CHANGED
-    else:
-        summary, found = "nothing moved", SAFE
-    others = f"\nnot part of the loss, not looked at: {', '.join(wanted.others)}" if wanted.others else ""
-    text = table(different) if different else "nothing moved"
-    return Part(OWN, found, f"{summary} ({counts}; {judged} judged)", text + others)
+def own_cases(settings: Mapping[str, Any]) -> Iterator[tuple[str, Case]]:
+    """(label, case): a team's settings of the policy loss in two dtypes and with several seeds, then each neighbour once.
+
+    Raises:
+        UsageError: for a value that the policy family does not accept, naming it.
+    """
+    family = loss_family("policy")
+
+    def made(dtype: str, seed: int, **moved: Any) -> Case:
+        case = family.case(seed, dtype, {**SHAPE, **settings, **moved})
+        family.full_settings(case)
+        return case
+
+    yield from ((OWN, made(dtype, seed)) for dtype in ("fp32", "bf16") for seed in range(SEEDS))
+    for name in CONFIG_FIELDS:
+        value, choices = settings.get(name, family.settings[name].default), family.settings[name].choices
+        near = [v for v in choices or () if v != value]
+        if choices is None and isinstance(value, int | float) and not isinstance(value, bool) and value:
+            near = [type(value)(value * factor) for factor in FACTORS]
+        yield from ((f"{name}={one}", made("fp32", 0, **{name: one})) for one in near)
 
 
-def compared(before: str, after: str, device: str, limit: float) -> Part:
-    """What moved between two releases; where a fifth of what is judged in one is not in the other, nothing is known."""
+def own_settings(before: str, after: str, config: Path, device: str, limit: float = LIMIT) -> Part:
+    """A team's settings and their neighbours through the plain and the fused losses of both releases, in `limit` seconds.
+
+    Raises:
+        UsageError: for a file that cannot be read, or has no setting of the policy loss.
+    """
+    given = settings_of(config)
+    settings = {name: given[name] for name in CONFIG_FIELDS if name in given}
+    if not settings:
+        raise UsageError(f"{config}: sets none of {', '.join(CONFIG_FIELDS)}")
+    asked = [(f"{label} ({case.dtype}, seed {case.seed})", case) for label, case in own_cases(settings)]
+    named = ["trl.GRPOTrainer.*", "liger.FusedLinearGRPOLoss"]
+    part = compared(before, after, device, limit, OWN, named=named, asked=asked)
+    beside = ", ".join(sorted(given.keys() - settings.keys()))
+    said = f"{part.printed}\nnot part of the loss, not looked at: {beside}" if beside else part.printed
+    return dataclasses.replace(part, printed=said)
+
+
+def compared(
+    before: str,
+    after: str,
+    device: str,
+    limit: float,
+    name: str = COMPARE,
+    named: Sequence[str] = (),
+    asked: Any = None,
+) -> Part:
+    """What moved between two releases; where a fifth of what is judged in one is not in the other, nothing is known.
+
+    Of a team's own cases those with exactly its settings decide, and what moves with their neighbours is told.
+    """
     try:
-        found = compare.compare(([before], [after]), device=device, clock=limit)
+        found = compare.compare(([before], [after]), named, asked=asked, device=device, clock=limit)
     except (EnvironmentUnusable, UsageError) as error:
-        return Part(COMPARE, UNKNOWN, str(error), "")
+        return Part(name, UNKNOWN, str(error), "")
+    exactly = {case.id for label, case in asked or () if label.startswith(OWN)}
+    which = " with exactly these settings" if exactly else ""
+    one, two = (sum(r.judged and (r.case in exactly or not exactly) for r in rows) for rows in found.rows)
+    wrong = sum(m.mark == "+" and (m.case.startswith(OWN) or not exactly) for m in found.moved)
     worse, better, other = (sum(m.mark == mark for m in found.moved) for mark in MARKS)
     lost, why = _lost(found.moved)
-    said = [text for n, text in ((worse, f"{worse} worse"), (better, f"{better} better")) if n]
-    said += [f"{other - lost} otherwise moved"] if other > lost else []
-    said += [why] if lost else []
-    summary = "; ".join([*said, *found.notes]) or "nothing moved"
-    one, two = found.judged
-    if worse:
-        return Part(COMPARE, NOT_SAFE, summary, found.text())
-    if two < SHARE * one:
-        return Part(COMPARE, UNKNOWN, f"{two:,} of {one:,} quantities could be judged there; {summary}", found.text())
-    return Part(COMPARE, CHANGED if said or found.notes else SAFE, summary, found.text())
+    told = {"worse": worse, "better": better, "otherwise moved": other - lost}
+    moved = [*(f"{n} {text}" for text, n in told.items() if n > 0), *([why] if lost else []), *found.notes]
+    summary, verdict = "; ".join(moved) or "nothing moved", CHANGED if moved else SAFE
+    if wrong:
+        summary, verdict = f"{wrong} quantities are wrong{which}; {summary}", NOT_SAFE
+    elif two < SHARE * one:
+        summary, verdict = f"{two:,} of {one:,} quantities{which} could be judged there; {summary}", UNKNOWN
+    return Part(name, verdict, summary, found.text())
 
 
 def _lost(found: Sequence[Difference]) -> tuple[int, str]:
@@ -159,17 +182,12 @@ def _judged(row: Row | None) -> bool:
 
 def part(step: CommandOutcome) -> Part:
     """What one command says about the upgrade, by its exit code; what it had no time for is not safe."""
-    if step.exit_code is None:
-        return Part(step.name, UNKNOWN, CUT, step.tail)
-    if step.reached and step.exit_code in (0, 4):
-        return Part(step.name, UNKNOWN, f"nothing new is wrong so far, but {CUT}: {step.reached}", step.tail)
-    if step.exit_code == 0:
-        return Part(step.name, SAFE, "nothing new is wrong", step.tail)
-    if step.exit_code in (1, 4):
-        found = NOT_SAFE if step.exit_code == 1 else CHANGED
-        summary = "something is wrong that is not known" if step.exit_code == 1 else "a known failure is gone"
-        return Part(step.name, found, summary, step.tail)
-    return Part(step.name, UNKNOWN, f"it could not answer (exit code {step.exit_code})", step.tail)
+    gone = {0: (SAFE, "nothing new is wrong"), 4: (CHANGED, "a known failure is gone")}
+    answers = gone | {1: (NOT_SAFE, "something is wrong that is not known"), None: (UNKNOWN, CUT)}
+    found, said = answers.get(step.exit_code, (UNKNOWN, f"it could not answer (exit code {step.exit_code})"))
+    if step.reached and step.exit_code in gone:
+        found, said = UNKNOWN, f"nothing new is wrong so far, but {CUT}: {step.reached}"
+    return Part(step.name, found, said, step.tail)
 
 
 def verdict(parts: Sequence[Part]) -> str:

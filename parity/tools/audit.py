@@ -1,13 +1,13 @@
 """`parity audit`: does each setting have its effect, in each implementation?
 
-A setting is moved from its default on a case whose definition moves with it. The answer is a query over the judge's rows of
-three calls: told the setting and judged by the definition with it, not told it, and told it but judged without it.
+A setting is moved from its default on a case whose definition moves with it. The answer is a query over the judge's rows of two
+calls on the same tensors, with the setting and without it; an implementation that does not move ignores it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -28,7 +29,7 @@ from parity.data import ledger_file
 from parity.decoding import save_json, write
 from parity.errors import UsageError
 from parity.families.probes import probes_of
-from parity.implementations.implementation import Implementation, require
+from parity.implementations.implementation import Implementation
 from parity.judging.assess import CaseOracle
 from parity.process import prepare
 from parity.registry import facts, loss_families, loss_family, resolved, select
@@ -41,14 +42,14 @@ from parity.running.provenance import header, resolve_device
 ANSWERS = ("honoured", "ignored", "wrong", "refused", "crashed", "absent", "not run")
 """Moves alike; does not move; moves otherwise; a clear error; an unclear one; no such parameter; nothing to judge."""
 FINDINGS = frozenset({"ignored", "wrong", "crashed"})
-JUDGED = FINDINGS | {"honoured", "refused"}
 SEVERITY = ("not run", "absent", "honoured", "ignored", "wrong", "refused", "crashed")
 HEADINGS = ("setting", "reference", "candidate", "effect", "silent", "known")
-
 DTYPES = ("fp32", "fp16", "bf16")
 CONFOUNDED = "disagrees without the setting too (parity run judges that)"
 MOVES = 0.05
 """Least relative change of a quantity of the definition: a hundred times the rounding of float16, twelve of bfloat16."""
+STILL = 1e-6
+"""Relative change of a norm up to which an implementation did not move."""
 TRIES = 16
 """Pairs drawn until enough of them move."""
 PATIENCE = 4
@@ -60,29 +61,17 @@ Known = Callable[[Row, Case], str | None]
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """One case with the setting (`moved`) and without it (`still`); all but `exchanged` is the same to the last bit."""
+    """One case with the setting (`moved`) and without it (`still`); every tensor that is not the setting's is the same."""
 
     case: Case
     moved: CaseOracle
     still: CaseOracle
-    exchanged: tuple[str, ...]
 
     def shift(self) -> float:
         """The largest relative change of a judged quantity of the definition, infinite where only one side has it."""
         a, b = self.moved.exact, self.still.exact
         names = [n for n in a if n in self.moved.inputs.cotangents or n.startswith("grad_")]
         return max(float((a[n] - b[n]).norm() / a[n].norm().clamp(min=1e-30)) if n in b else math.inf for n in names)
-
-    def calling(self, implementation: Implementation, side: CaseOracle) -> Implementation:
-        """The implementation told the settings of `side`, whatever inputs the judge gives it."""
-        exchanged = {n: side.inputs.tensors[n] for n in self.exchanged}
-
-        def call(x: Inputs) -> Any:
-            told = dataclasses.replace(x, settings=side.inputs.settings).replace(**exchanged)
-            require(not (why := implementation.refuses(told.settings, told.case.dtype, told.device.type)), why)
-            return implementation.call(told)
-
-        return dataclasses.replace(implementation, call=call)
 
 
 def pair(name: str, probe: Probe, base: Mapping[str, Any], dtype: str, number: int, device: str = "cpu") -> Pair:
@@ -98,27 +87,23 @@ def pair(name: str, probe: Probe, base: Mapping[str, Any], dtype: str, number: i
     still = still.replace(**probe.off(moved))
     kept = {n: g for n, g in still.cotangents.items() if n not in probe.outputs}
     leaves = tuple(n for n in still.leaves if still.tensors[n] is not None)
-    sides = moved, dataclasses.replace(still, cotangents=kept, leaves=leaves)
-    changed = tuple(n for n, t in moved.tensors.items() if t is not still.tensors[n])
-    with_it, without = (CaseOracle.at(fam, x.to(device)) for x in sides)
-    return Pair(case, with_it, without, changed)
+    still = dataclasses.replace(still, cotangents=kept, leaves=leaves)
+    return Pair(case, *(CaseOracle.at(fam, x.to(device)) for x in (moved, still)))
 
 
 class Pairs:
     """The pairs of one probe, made when an implementation asks for them and shared by all."""
 
     def __init__(self, name: str, probe: Probe, device: str):
-        self.name, self.probe, self.device = name, probe, device
-        self._made: dict[tuple[int, str, int], Pair] = {}
+        self.name, self.probe = name, probe
+        self._made = functools.cache(
+            lambda base, dtype, number: pair(name, probe, probe.bases[base], dtype, number, device)
+        )
 
     def moving(self, base: int, dtype: str) -> Iterator[Pair]:
         """Pairs on which the definition moves, or, where the probe says so, stays."""
-        for number in range(TRIES):
-            key = (base, dtype, number)
-            if key not in self._made:
-                self._made[key] = pair(self.name, self.probe, self.probe.bases[base], dtype, number, self.device)
-            if (self._made[key].shift() >= MOVES) != self.probe.stays:
-                yield self._made[key]
+        made = (self._made(base, dtype, number) for number in range(TRIES))
+        return (one for one in made if (one.shift() >= MOVES) != self.probe.stays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +138,12 @@ class Answer:
         """Whether it is a finding that the ledger does not have."""
         return self.answer in FINDINGS and not self.known
 
+    @property
+    def weight(self) -> tuple[int, float]:
+        """The graver answer first, then the further one."""
+        far = (abs(math.log(max(abs(ratio), 1e-30))) for ratio in (self.loss, self.gradient) if ratio is not None)
+        return SEVERITY.index(self.answer), sum(far)
+
 
 def answer(implementation: Implementation, pairs: Pairs, count: int, known: Known) -> Answer:
     """The answer of an implementation on `count` pairs of the first base and dtype on which it runs at all.
@@ -166,110 +157,76 @@ def answer(implementation: Implementation, pairs: Pairs, count: int, known: Know
         confounded = 0
         for one in pairs.moving(base, dtype):
             said = _one(implementation, one, blank, known)
-            if said is not None and said.reason == CONFOUNDED:
-                confounded += 1
-            elif said is not None and said.answer == "not run":
+            confounded += said.reason == CONFOUNDED
+            if said.answer != "not run":
+                found.append(said)
+            elif said.reason not in ("", CONFOUNDED):
                 reasons.append(said.reason)
                 break
-            elif said is not None:
-                found.append(said)
             if len(found) == count or confounded == PATIENCE:
                 break
         if found:
-            return _merged(found)
+            worst = max(found, key=lambda a: a.weight)
+            mixed = len({a.answer for a in found}) > 1 and worst.answer == "ignored"
+            return dataclasses.replace(worst, answer="wrong") if mixed else worst
         if confounded:
             return dataclasses.replace(blank, reason=CONFOUNDED)
     return dataclasses.replace(blank, reason=reasons[0] if reasons else "no case on which the definition moves")
 
 
-def _merged(found: Sequence[Answer]) -> Answer:
-    """The pair that is furthest off, under the answer of all: an error on one is the answer, else they must be alike."""
-    worst = max(found, key=lambda a: (SEVERITY.index(a.answer), _far(a.loss) + _far(a.gradient)))
-    mixed = len({a.answer for a in found}) > 1 and worst.answer in ("ignored", "wrong")
-    return dataclasses.replace(worst, answer="wrong") if mixed else worst
-
-
-def _far(ratio: float | None) -> float:
-    return 0.0 if ratio is None else abs(math.log(max(abs(ratio), 1e-30)))
-
-
-def _one(implementation: Implementation, pair: Pair, blank: Answer, known: Known) -> Answer | None:
-    """The answer on one pair; None where the judge could not tell the two sides apart."""
-    moved, said = _judged(implementation, pair.moved)
+def _one(implementation: Implementation, pair: Pair, blank: Answer, known: Known) -> Answer:
+    """The answer on one pair; "not run" without a reason where the judge could not tell its two sides apart."""
     out = dataclasses.replace(blank, case=pair.case)
     if lacking := [n for n in blank.probe.outputs if n not in implementation.outputs]:
         return dataclasses.replace(out, answer="absent", reason=f"has no {' and no '.join(lacking)}")
+    moved, said = _judged(implementation, pair.moved)
+    still, said_still = _judged(implementation, pair.still)
     verdict, message = moved[0].verdict, moved[0].message
     if verdict == "unsupported":
-        never = (
-            message.startswith("Triton's interpreter") or _judged(implementation, pair.still)[0][0].verdict == verdict
-        )
+        never = still[0].verdict == verdict
         return dataclasses.replace(blank if never else out, answer="not run" if never else "absent", reason=message)
+    if verdict == "refused":
+        return dataclasses.replace(out, answer="refused", reason=message)
     if moved[0].quantity is None:
         covered = _known(moved, known, pair.case)
-        kind = "refused" if verdict == "refused" else "crashed"
-        return dataclasses.replace(
-            out, answer=kind, reason=message, silent=None if kind == "refused" else False, known=covered
-        )
-    wrong = _failing(moved, pair.moved)
+        return dataclasses.replace(out, answer="crashed", reason=message, silent=False, known=covered)
+    wrong = [r for r in moved if r.failing and _asked(r, pair.moved)]
+    stays = not blank.probe.stays and not blank.probe.outputs and _unmoved(moved, still, pair)
     out = dataclasses.replace(out, loss=_ratio(moved, "loss"), gradient=_ratio(moved, "grad_"))
     if not wrong:
-        untold = pair.calling(implementation, pair.still)
-        if not blank.probe.stays and not _failing(_judged(untold, pair.moved)[0], pair.moved):
-            return None
         metrics = [str(r.quantity) for r in moved if r.failing and r.gate not in ("protocol", "relation")]
-        return dataclasses.replace(out, answer="honoured", metrics=tuple(metrics))
-    told = _judged(pair.calling(implementation, pair.moved), pair.still)[0]
-    moves = not blank.probe.stays and not blank.probe.outputs
-    ignored = moves and told[0].quantity is not None and not _failing(told, pair.still)
-    still, said_still = _judged(implementation, pair.still)
-    if not ignored and still[0].quantity is not None and _failing(still, pair.still):
-        return dataclasses.replace(out, answer="not run", reason=CONFOUNDED)
-    return dataclasses.replace(
-        out,
-        answer="ignored" if ignored else "wrong",
-        silent=not said - said_still,
-        known=_known(wrong, known, pair.case),
-    )
+        return blank if stays else dataclasses.replace(out, answer="honoured", metrics=tuple(metrics))
+    if still[0].quantity is not None and any(r.failing and _asked(r, pair.still) for r in still):
+        return dataclasses.replace(blank, reason=CONFOUNDED)
+    covered, silent = _known(wrong, known, pair.case), not said - said_still
+    return dataclasses.replace(out, answer="ignored" if stays else "wrong", silent=silent, known=covered)
 
 
 def _judged(implementation: Implementation, oracle: CaseOracle) -> tuple[list[Row], set[str]]:
-    """The rows of a call, and the warnings."""
+    """The rows of a call, and its warnings, also those that a filter or a level would keep from a user's eyes here."""
     said: set[str] = set()
 
     def call(x: Inputs) -> Any:
-        with _heard(said):
+        def warned(message: Any, *_: Any, **__: Any) -> None:
+            said.add(str(message))
+
+        logged = mock.patch.object(logging.Logger, "warning", lambda self, *given, **named: warned(*given))
+        with mock.patch.object(warnings, "warn", warned), logged:
             return implementation.call(x)
 
     return list(rows_of(oracle, dataclasses.replace(implementation, call=call), thorough=False)), said
 
 
-@contextlib.contextmanager
-def _heard(said: set[str]) -> Iterator[None]:
-    """Warnings and log lines of level warning, also those that a filter or a level would keep from a user's eyes here."""
-    warn, log = warnings.warn, logging.Logger.warning
-
-    def warned(message: Any, *args: Any, **kwargs: Any) -> Any:
-        said.add(str(message))
-        return warn(message, *args, **kwargs)
-
-    def logged(self: logging.Logger, message: Any, *args: Any, **kwargs: Any) -> Any:
-        said.add(str(message))
-        return log(self, message, *args, **kwargs)
-
-    warnings.warn, logging.Logger.warning = warned, logged  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        warnings.warn, logging.Logger.warning = warn, log  # type: ignore[method-assign]
+def _asked(row: Row, oracle: CaseOracle) -> bool:
+    """Whether the audit is about it: an output with an upstream gradient, or a gradient; no metric."""
+    return row.quantity is None or row.quantity in oracle.inputs.cotangents or row.quantity.startswith("grad_")
 
 
-def _failing(rows: Iterable[Row], oracle: CaseOracle) -> list[Row]:
-    """The rows that the audit is about: outputs with an upstream gradient, and gradients; no metrics."""
-    asked = oracle.inputs.cotangents
-    return [
-        r for r in rows if r.failing and (r.quantity is None or r.quantity in asked or r.quantity.startswith("grad_"))
-    ]
+def _unmoved(moved: Iterable[Row], still: Iterable[Row], pair: Pair) -> bool:
+    """Whether every value and norm of the implementation is the same with the setting and without it."""
+    then = {r.quantity: r.value for r in still if _asked(r, pair.still)}
+    both = [(r.value, then[r.quantity]) for r in moved if _asked(r, pair.moved) and r.quantity in then]
+    return bool(both) and all(a == b or (a and b and math.isclose(a, b, rel_tol=STILL)) for a, b in both)
 
 
 def _ratio(rows: Iterable[Row], start: str) -> float | None:
@@ -302,29 +259,25 @@ def audit(
         UsageError: for a family, implementation or setting that does not exist.
     """
     names = [resolved(name) for name in families] or loss_families()
-    if odd := [n for n in names if n not in loss_families()]:
-        raise UsageError(f"family {odd[0]!r} is not audited, choose from {', '.join(loss_families())}")
-    probes = [(name, probe) for name in names for probe in probes_of(loss_family(name))]
-    known = sorted({probe.setting for _, probe in probes})
-    if odd := [n for n in settings if n not in known]:
-        raise UsageError(f"setting {odd[0]!r} is not audited, choose from {', '.join(known)}")
+    probes = [(name, probe) for name in names if name in loss_families() for probe in probes_of(loss_family(name))]
+    settings_known = sorted({probe.setting for _, probe in probes})
+    for kind, asked, there in (("family", names, loss_families()), ("setting", settings, settings_known)):
+        if odd := [n for n in asked if n not in there]:
+            raise UsageError(f"{kind} {odd[0]!r} is not audited, choose from {', '.join(there)}")
     chosen = sorted(select(implementations), key=lambda i: i.role != "reference")
     entries = Ledger.load(ledger or ledger_file())
-
-    def entry(row: Row, case: Case) -> str | None:
-        return entries.match(row, facts(case))
-
     answers: list[Answer] = []
     for name, probe in probes:
         if not settings or probe.setting in settings:
             pairs = Pairs(name, probe, device)
-            answers += [answer(i, pairs, cases, entry) for i in chosen if i.family == name]
+            known: Known = lambda row, case: entries.match(row, facts(case))  # noqa: E731
+            answers += [answer(i, pairs, cases, known) for i in chosen if i.family == name]
     return answers
 
 
 def exit_code(answers: Sequence[Answer]) -> int:
     """3 when nothing was judged, 1 for a finding that is not known, else 0."""
-    if not any(a.answer in JUDGED for a in answers):
+    if all(a.answer in ("absent", "not run") for a in answers):
         return NOTHING
     return NEW if any(a.new for a in answers) else AGREE
 
@@ -334,9 +287,9 @@ def run(console: Console, reports: Path, device: str, **asked: Any) -> int:
     device = resolve_device(device)
     prepare(device, threads=1)
     answers = audit(device=device, **asked)
-    about = header("audit", device, "audit", 0).header
+    versions = header("audit", device, "audit", 0).header.versions
     shown = ("torch", "transformers", "trl", "liger-kernel", "cut-cross-entropy")
-    page = markdown(answers, ", ".join(f"{k} {v}" for k, v in about.versions.items() if k in shown))
+    page = markdown(answers, ", ".join(f"{k} {v}" for k, v in versions.items() if k in shown))
     write(reports / "audit.md", f"{measured.head('Settings audit', 'parity')}\n{page}")
     for one in answers:
         if one.new and one.case is not None:
@@ -349,7 +302,7 @@ def run(console: Console, reports: Path, device: str, **asked: Any) -> int:
 
 
 def markdown(answers: Sequence[Answer], versions: str) -> str:
-    """The counts, then of each implementation a table of what is not simply honoured, and remarks on the rest."""
+    """The counts, then of each implementation a table of what is not simply honoured, and the rest in a sentence."""
     counts = [a.answer for a in answers]
     out = [escape(versions), "", f"**{escape(' · '.join(f'{counts.count(kind)} {kind}' for kind in ANSWERS))}**", ""]
     references = {(a.family, a.probe.label): a for a in answers if a.role == "reference"}
@@ -357,22 +310,14 @@ def markdown(answers: Sequence[Answer], versions: str) -> str:
         rows: list[Answer] = []
         rest: dict[str, list[str]] = {}
         for one in (a for a in answers if (a.family, a.implementation) == (family, name)):
-            if one.answer == "honoured" and not one.metrics:
-                rest.setdefault("Honoured", []).append(one.probe.label)
-            elif one.answer == "not run":
-                rest.setdefault(f"Not run: {one.reason}", []).append(one.probe.label)
-            elif one.answer == references.get((family, one.probe.label), one).answer == "absent":
-                rest.setdefault("Not in this release", []).append(one.probe.label)
+            if (one.answer == "honoured" and not one.metrics) or one.answer == "not run":
+                rest.setdefault(f"{one.answer}{one.reason and ': '}{one.reason}", []).append(one.probe.label)
             else:
                 rows.append(one)
         rows.sort(key=lambda a: (not a.new, ANSWERS.index(a.answer)))
-        out += [f"## {code(f'{family}: {name}')}", ""]
-        if rows:
-            cells = (map(escape, _cells(one, references.get((family, one.probe.label)))) for one in rows)
-            out += [*measured.table(HEADINGS, cells), ""]
-        for why, labels in rest.items():
-            told = ", ".join(labels) if len(labels) <= 6 or why == "Honoured" else f"{len(labels)} settings"
-            out += [f"{escape(f'{why}: {told}')}.", ""]
+        cells = (map(escape, _cells(one, references.get((family, one.probe.label)))) for one in rows)
+        out += [f"## {code(f'{family}: {name}')}", "", *(measured.table(HEADINGS, cells) if rows else ()), ""]
+        out += [escape(f"{why.capitalize()}: {', '.join(labels)}.") + "\n" for why, labels in rest.items()]
     return "\n".join(out)
 
 

@@ -17,15 +17,11 @@ from parity.case.family import Family
 from parity.case.stored import write
 from parity.errors import UsageError
 from parity.families import policy_stored
+from parity.families.policy_settings import CONFIG_FIELDS
 from parity.implementations.user import canonical, family_of, named_outputs
 from parity.judge.recipe import DTYPES
 from parity.registry import family, loss_families, loss_family
 
-POLICY_SETTINGS = (
-    "loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl off_policy_mask_threshold "
-    "entropy_coef sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg "
-    "max_completion_length steps_per_generation"
-).split()
 GIVEN = {
     "completion_ids": "ids",
     "completion_mask": "completion_mask",
@@ -229,7 +225,7 @@ def _policy(trainer: Any, inputs: Mapping[str, Any], hidden: Tensor, taken: _Tak
     completion = taken.tensors["completion_mask"]
     taken.keep("mask", completion * taken.tensors["tool_mask"] if "tool_mask" in taken.tensors else completion)
     s = family("policy").settings
-    wanted = {n: getattr(trainer.args, n) for n in POLICY_SETTINGS if hasattr(trainer.args, n)}
+    wanted = {n: getattr(trainer.args, n) for n in (*CONFIG_FIELDS, "steps_per_generation") if hasattr(trainer.args, n)}
     wanted |= {"temperature": trainer.temperature, "mode": "train" if trainer.model.training else "eval"}
     wanted["accumulation"] = getattr(trainer, "current_gradient_accumulation_steps", None) or 1
     quantile = getattr(trainer.args, "top_entropy_quantile", 1.0)

@@ -6,7 +6,7 @@ transformers' are asked of the installed TRL, so that one which no case moves is
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from parity.errors import UsageError
 from parity.registry import family
@@ -47,10 +47,8 @@ class Covered:
         return not self.judged and self.why not in EXCUSED.values()
 
 
-@dataclasses.dataclass
-class _Count:
-    judged: set[str] = dataclasses.field(default_factory=set)
-    declined: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+Thing = tuple[str, str, str]
+"""Whose, kind, name."""
 
 
 def covered(rows: Iterable[Row]) -> list[Covered]:
@@ -59,55 +57,43 @@ def covered(rows: Iterable[Row]) -> list[Covered]:
     for row in rows:
         if row.settings and "[" not in row.case:
             cases[row.implementation, row.case].append(row)
-    counts: dict[tuple[str, str, str], _Count] = collections.defaultdict(_Count)
-    for of, kind, name in {one for found in cases.values() for one in _universe(found[0])}:
-        counts[of, kind, name]  # even if no case judges it
+    said: dict[Thing, dict[str, str | None]] = collections.defaultdict(
+        dict
+    )  # case -> why it declined, None if it judged
     for (_, case), found in cases.items():
-        for of, kind, name, judges in _met(found):
-            count = counts[of, kind, name]
-            if judges:
-                count.judged.add(case)
-            else:
-                count.declined[found[0].message] += 1
-    return sorted(
-        (_told(*key, count) for key, count in counts.items()),
-        key=lambda c: (c.judged, not c.missing, c.of, c.kind, c.name),
-    )
+        there, met = _asked(found)
+        for thing in there:
+            said[thing]  # even if no case judges it
+        for thing, judges in met.items():
+            said[thing][case] = None if judges else said[thing].get(case, found[0].message)
+    out = [
+        _told(thing, [*answers.values()], sum(why is None for why in answers.values()))
+        for thing, answers in said.items()
+    ]
+    return sorted(out, key=lambda c: (c.judged, not c.missing, c.of, c.kind, c.name))
 
 
-def _universe(row: Row) -> Iterator[tuple[str, str, str]]:
-    """Everything that there is to be judged of a row's implementation or trainer: the fields that TRL's config adds."""
-    if catalogue.is_trainer(row.family):
-        config = f"{TRAINERS[row.family].removesuffix('Trainer')}Config"
-        return ((row.family, "config", name) for name in own_fields(config))
-    return ((row.implementation, "setting", name) for name in _settings(row.family))
-
-
-def _settings(name: str) -> list[str]:
-    """The settings of a family of losses; its sizes are in every case."""
-    return [n for n in family(name).settings if n not in family(name).shapes]
-
-
-def _met(found: Sequence[Row]) -> Iterator[tuple[str, str, str, bool]]:
-    """(whose, kind, name, whether the case judged it)."""
-    of, implementation, features = found[0].family, found[0].implementation, found[0].features
-    judged = {row.quantity for row in found if row.judged}
+def _asked(found: Sequence[Row]) -> tuple[list[Thing], dict[Thing, bool]]:
+    """What is there to be judged of a case's implementation or trainer, and what the case met: whether it judged that."""
+    first, judged = found[0], {row.quantity for row in found if row.judged}
+    of, features = first.family, first.features
     if not catalogue.is_trainer(of):
-        known = _settings(of)
-        yield from ((implementation, "setting", n, bool(judged)) for n in found[0].settings if n in known)
-        return
-    yield from ((of, "config", name, bool(judged)) for name in features.get("config", ()))
-    yield from ((of, "logged", name, name in judged) for name in features.get("logged", ()) if name not in OWN)
+        known = [n for n in family(of).settings if n not in family(of).shapes]
+        there: list[Thing] = [(first.implementation, "setting", n) for n in known]
+        return there, {thing: bool(judged) for thing in there if thing[2] in first.settings}
+    met: dict[Thing, bool] = {(of, "config", n): bool(judged) for n in features.get("config", ())}
+    met |= {(of, "logged", n): n in judged for n in features.get("logged", ()) if n not in OWN}
+    config = f"{TRAINERS[of].removesuffix('Trainer')}Config"
+    return [(of, "config", n) for n in own_fields(config)], met
 
 
-def _told(of: str, kind: str, name: str, count: _Count) -> Covered:
-    why = ""
-    if not count.judged:
-        why = next((text for start, text in EXCUSED.items() if name.startswith(start)), "")
-        if kind == "logged":
-            why = why or "no check has a definition of it"
-        why = why or max(count.declined, key=count.declined.__getitem__, default="") or "no case of this run moves it"
-    return Covered(of, kind, name, len(count.judged), count.declined.total(), why)
+def _told(thing: Thing, answers: Sequence[str | None], judged: int) -> Covered:
+    _, kind, name = thing
+    excuse = next((text for start, text in EXCUSED.items() if name.startswith(start)), "")
+    common = collections.Counter(filter(None, answers)).most_common(1)
+    none = "no check has a definition of it" if kind == "logged" else "no case of this run moves it"
+    why = "" if judged else excuse or (common[0][0] if common and kind != "logged" else none)
+    return Covered(*thing, judged, len(answers) - judged, why)
 
 
 def of_file(path: str) -> list[Covered]:

@@ -22,17 +22,18 @@ AGREES, DISAGREES, NO_JUDGEMENT = 0, 1, 125
 
 def replay(
     name: str,
-    ids: Sequence[str],
+    implementations: Sequence[str],
     device: str,
     issue: bool,
     console: Console,
-    smallest: Path | None = None,
+    minimise: Path | None = None,
     reports: Path = Path("reports"),
 ) -> int:
     """Run the case through the named implementations (else the one it was found with, else all) and print the findings.
 
-    `smallest`: a file for the smallest part of a stored case that still disagrees; `reports`: where a case is looked for by id.
+    `minimise`: a file for the smallest part of a stored case that still disagrees; `reports`: where a case is looked for by id.
     """
+    ids, smallest = implementations, minimise
     from parity.results.report import render
     from parity.results.report.summary import not_judged
 
@@ -45,12 +46,12 @@ def replay(
     if not chosen:
         raise UsageError(f"case {case.id} is of family {case.family}; none of {', '.join(ids)} is")
     if smallest is not None:
-        from parity.tools.minimise import minimise
+        from parity.tools.minimise import minimise as smallest_part
 
         named = [i for i in chosen if len(chosen) == 1 or i.role != "reference"]
         if len(named) != 1:
             raise UsageError("replay: --minimise needs one --implementation")
-        before, case = _extent(case), minimise(case, named[0], smallest, device)
+        before, case = _extent(case), smallest_part(case, named[0], smallest, device)
         render.show(f"wrote {smallest}: {_extent(case)} of {before}", console)
     wanted = {i.id for i in chosen}
     references = [i for i in select(()) if i.family == case.family and i.role == "reference" and i.id not in wanted]

@@ -1,10 +1,8 @@
-"""`python -m parity.fixes check`: the ledger's findings, filtered by a training run's settings."""
+"""`parity findings --config`: the ledger's findings, filtered by a training run's settings."""
 
-import argparse
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,13 +81,13 @@ class Advice:
         return "\n".join([f"{self.run.name}: {self.run.trainers[0]}; {found}", *said])
 
 
-def check(source: Any, trainer: str | None = None) -> Advice:
+def check(source: Any, trainer: str | None = None, ledger: Ledger | None = None) -> Advice:
     """The known findings that the settings of a run meet; `parity.fixes.check` says what `source` may be.
 
     Raises:
         UsageError: for an unknown trainer, and for a file that cannot be read or leaves the trainer open.
     """
-    entries = Ledger.load(data.ledger_file()).entries
+    entries = (ledger or Ledger.load(data.ledger_file())).entries
     known = sorted({name for e in entries for table in e.user.applies for name in table.get("trainer", ())})
     if trainer not in (None, *known):
         raise UsageError(f"trainer {trainer!r} is unknown, choose from {', '.join(known)}")
@@ -157,28 +155,35 @@ def _fields(trainer: str) -> Mapping[str, Any]:
         return {}
 
 
-def _of_file(path: Path, asked: str | None, known: Sequence[str]) -> Run:
-    """What `trl grpo --config` takes. Its trainer is the one asked for, else the one whose config knows most of the settings."""
+def settings_of(path: Path) -> dict[str, Any]:
+    """The settings in a file, as `trl grpo --config` takes them or `args.to_json_string()` gives them.
+
+    Raises:
+        UsageError: for a file that cannot be read, or holds something else.
+    """
     import yaml
 
-    if not path.is_file():
-        raise UsageError(f"{path}: no such file")
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise UsageError(f"{path}: expected settings in a .yaml or .json file, as args.to_json_string() gives them")
     try:
         found: Any = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"{path}: not a readable {path.suffix} file: {error}") from None
-    if not isinstance(found, dict):
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not a readable {path.suffix} file: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise UsageError(f"{path}: expected a table of settings")
-    args = {ALIASES.get(str(k), str(k)): v for k, v in found.items()}
+    return {ALIASES.get(str(name), str(name)): value for name, value in found.items()}
+
+
+def _of_file(path: Path, asked: str | None, known: Sequence[str]) -> Run:
+    """Its trainer is the one asked for, else the one whose config knows most of the settings."""
+    args = settings_of(path)
     counts = {trainer: len(args.keys() & _fields(trainer).keys()) for trainer in known}
     likely = [asked] if asked else [t for t, n in counts.items() if n == max(counts.values()) > 0]
     if len(likely) != 1:
-        fits = (
-            f"its settings fit {', '.join(likely)}" if likely else "it has no setting of a trainer that a finding is of"
-        )
-        raise UsageError(f"{path}: {fits}; say which runs it (--trainer GRPOTrainer)")
+        fits = f"fit {', '.join(likely)}" if likely else "are none of a trainer that a finding is of"
+        raise UsageError(f"{path}: its settings {fits}; say which runs it (--trainer GRPOTrainer)")
     models = tuple(_model(str(args[k])) for k in MODELS if args.get(k))
     return Run(str(path), tuple(likely), args, models, uses=frozenset(k for k, v in args.items() if v is True))
 
@@ -218,21 +223,3 @@ def _of_trainer(trainer: Any) -> Run:
         args["gradient_checkpointing"] = True
     trainers = tuple(kind.__name__ for kind in kinds) or (type(trainer).__name__,)
     return Run(type(trainer).__name__, trainers, args, tuple(models), frozenset(imports), frozenset(uses))
-
-
-def main() -> int:
-    """The command: 1 where something known is wrong for a file's settings, 0 where not, 2 for misuse."""
-    parser = argparse.ArgumentParser(prog="python -m parity.fixes", description="Known findings that settings meet.")
-    command = parser.add_subparsers(required=True).add_parser(
-        "check", help="known findings that a file's settings meet"
-    )
-    command.add_argument("file", help="config.yaml or args.json")
-    command.add_argument("--trainer", help="the trainer class, where the file does not say: GRPOTrainer")
-    given = parser.parse_args()
-    try:
-        found = check(given.file, given.trainer)
-    except UsageError as error:
-        print(f"parity.fixes: {error}", file=sys.stderr)
-        return 2
-    print(found)
-    return int(bool(found))

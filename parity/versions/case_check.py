@@ -1,6 +1,5 @@
 """What is measured in each version: one case through one implementation, and the result for bisect and history."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -45,52 +44,28 @@ class CaseCheck:
         answer = self.answer(found)
         return replace(answer, verdict="disagree") if answer.verdict == self.failure else answer
 
-    def of_check(self, found: Iterable[Row]) -> list[Row]:
-        mine = [r for r in found if r.case == self.case.id and r.implementation == self.implementation]
-        return [r for r in mine if r.quantity is None or any(fnmatchcase(r.quantity, p) for p in self.quantities)]
-
     def answer(self, found: Iterable[Row]) -> Measurement:
         """agree when every quantity that counts agrees, disagree with the greatest headroom when one does not.
 
         A verdict about the whole case (refused, unsupported, crashed, …) is the answer, with its message.
         """
-        mine = self.of_check(found)
+        mine = [r for r in found if r.case == self.case.id and r.implementation == self.implementation]
         if whole := next((r for r in mine if r.quantity is None), None):
             return Measurement(whole.verdict, message=whole.message)
+        mine = [r for r in mine if any(fnmatchcase(str(r.quantity), p) for p in self.quantities)]
         if not mine:
-            return Measurement(
-                "unsupported", message=f"{self.implementation} hands out no {', '.join(self.quantities)}"
-            )
+            lacks = f"{self.implementation} hands out no {', '.join(self.quantities)}"
+            return Measurement("unsupported", message=lacks)
         failing = [r for r in mine if r.verdict != "agree"]
-        found_wrong = "; ".join(
-            f"{r.quantity} {amount(r.value)} instead of {amount(r.value_oracle)}" for r in failing[:3]
-        )
-        return Measurement(failing[0].verdict if failing else "agree", _greatest(failing or mine), message=found_wrong)
-
-
-def _greatest(mine: Sequence[Row]) -> float | None:
-    levels = [r.headroom for r in mine]
-    finite = [level for level in levels if level is not None]
-    return max(finite) if len(finite) == len(levels) else None
+        said = [f"{r.quantity} {amount(r.value)} instead of {amount(r.value_oracle)}" for r in failing[:3]]
+        sizes = [r.headroom for r in failing or mine]
+        size = None if None in sizes else max(filter(None, sizes), default=0.0)
+        return Measurement(failing[0].verdict if failing else "agree", size, message="; ".join(said))
 
 
 def amount(value: float | None) -> str:
     """A number as reports print it."""
     return "not finite" if value is None else f"{value:.4g}"
-
-
-def norm(found: Iterable[Row], case: Case, implementation: str, pattern: str) -> tuple[float | None, float | None]:
-    """Value, or norm over all gradients together, of an implementation, and by definition; None if absent or not finite."""
-    mine = [r for r in found if r.case == case.id and r.implementation == implementation]
-    mine = [r for r in mine if fnmatchcase(str(r.quantity), pattern)]
-    return _together([r.value for r in mine]), _together([r.value_oracle for r in mine])
-
-
-def _together(values: Sequence[float | None]) -> float | None:
-    if len(values) == 1:
-        return values[0]
-    finite = [v for v in values if v is not None]
-    return math.hypot(*finite) if finite and len(finite) == len(values) else None
 
 
 def only_implementation(case: Case, named: Sequence[str], found_with: str | None) -> str:

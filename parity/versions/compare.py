@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from parity import data
 from parity.case.case import Case
-from parity.case.profiles import PROFILES
+from parity.case.drawing import cases as case_strategy
+from parity.case.drawing import draws
+from parity.case.profiles import PROFILES, streams
 from parity.errors import UsageError
-from parity.families.policy_settings import CONFIG_FIELDS, LOSS_TYPES
-from parity.registry import NAMES, loss_families, loss_family, meant, resolved
-from parity.results.row import DECIDED
+from parity.registry import NAMES, loss_families, loss_family, meant, resolved, select
+from parity.results.row import DECIDED, Row
 from parity.running.plan import DTYPES
-from parity.trainers.specs import TRAINERS
+from parity.running.run import FIXED_SEED
+from parity.trainers import catalogue
 from parity.versions.case_check import CaseCheck
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
@@ -28,52 +30,45 @@ from parity.versions.row_diff import MARKS, Difference, differences, side, table
 from parity.versions.spec import parse_all
 
 Cases = list[tuple[str, Case]]
-
 QUICK = ("trl", "liger-kernel")
-SEED = 20261120
 
 
-def cases() -> Cases:
-    """The frozen cases of the families compared, by name: regressions, and those of the history records."""
-    paths = {path.stem: path for path in [*sorted(folder().glob("*.json")), *data.frozen_cases()]}
-    found = [(name, Case.load(path)) for name, path in paths.items()]
-    return [(name, case) for name, case in found if case.family in NAMES and case.tensors is None]
+def cases(wanted: Sequence[str], families: Sequence[str] = (), profile: str | None = None) -> Cases:
+    """By name, what some wanted implementation can run, of `families` if any are named: every frozen case, each trainer's `twins`
+    of profile pr, two small cases in each dtype of a user's own family, and what a run of `profile` draws.
 
-
-def of_own(wanted: Sequence[str]) -> Cases:
-    """Two small cases in each dtype for the families of `wanted` that have no frozen ones: a user's own."""
-    from parity.registry import select
-
-    families = dict.fromkeys(one.family for one in select(wanted) if one.family in set(loss_families()) - set(NAMES))
-    every = itertools.product(map(loss_family, families), DTYPES, range(2))
-    found = [family.case(SEED + number, dtype, family.drawing.example(number)) for family, dtype, number in every]
-    return [(case.id, case) for case in found]
-
-
-def twins() -> Cases:
-    """Every trainer once, all of a window in one sequence a time, by the id of the case: what profile pr runs of them."""
-    from parity.trainers import catalogue
-
-    found = [case for name in catalogue.names() for case in catalogue.cases(name, "pr", 0)]
-    return [(case.id, case) for case in found if case.settings["check"] == "twins"]
-
-
-def drawn(families: Sequence[str], profile: str | None) -> Cases:
-    """What a run of the profile with its fixed seed draws of the families, by the id of the case."""
-    from parity.versions.recall import of_profile
-
+    Raises:
+        UsageError: for a family or profile that does not exist.
+    """
     if profile and profile not in PROFILES:
         raise UsageError(f"profile {profile!r} is unknown, {meant(profile, PROFILES)}")
-    every = [case for name in families if profile for stream in of_profile(name, profile) for case in stream]
-    return [(case.id, case) for case in every]
+    kept = {one.family for one in select(wanted)} & (
+        {*map(resolved, families)} or {*loss_families(), *catalogue.names()}
+    )
+    paths = {path.stem: path for path in [*sorted(folder().glob("*.json")), *data.frozen_cases()]}
+    found = [(name, Case.load(path)) for name, path in paths.items()]
+    found = [(name, case) for name, case in found if case.family in NAMES and case.tensors is None]
+    for name in (n for n in (*loss_families(), *catalogue.names()) if n in kept):
+        more = list(drawn(name, profile)) if profile else []
+        if catalogue.is_trainer(name):
+            more += [case for case in catalogue.cases(name, "pr", 0) if case.settings["check"] == "twins"]
+        elif name not in NAMES:
+            own = loss_family(name)
+            more += [
+                own.case(FIXED_SEED + n, d, own.drawing.example(n)) for d, n in itertools.product(DTYPES, range(2))
+            ]
+        found += [(case.id, case) for case in more]
+    return [(name, case) for name, case in found if case.family in kept]
 
 
-def of(frozen: Cases, wanted: Sequence[str]) -> Cases:
-    """The cases that some wanted implementation can run."""
-    from parity.registry import select
-
-    families = {one.family for one in select(wanted)}
-    return [(name, case) for name, case in frozen if case.family in families]
+def drawn(family: str, profile: str) -> Iterator[Case]:
+    """The cases that a run of the profile with its fixed seed draws of a family, or lists for a trainer."""
+    if catalogue.is_trainer(family):
+        yield from catalogue.cases(family, profile, FIXED_SEED)
+        return
+    found = loss_family(family)
+    for index, count in enumerate(streams(found.drawing.counts[profile], "cpu")):
+        yield from draws(case_strategy(found, DTYPES, profile), f"{FIXED_SEED}/{family}/{index}", count)
 
 
 def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[str]:
@@ -81,10 +76,7 @@ def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[
 
     Of the trainers those as released and on their fused path: what `parity.fixes` repairs is no release's.
     """
-    from parity.registry import select
-    from parity.trainers.catalogue import is_trainer
-
-    chosen = [i for i in select(named) if i.family in loss_families() or is_trainer(i.family)]
+    chosen = [i for i in select(named) if i.family in loss_families() or catalogue.is_trainer(i.family)]
     if not named:
         chosen = [i for i in chosen if not i.id.endswith("-trainer.fixed")]
         others = set(packages) - set(QUICK)
@@ -94,13 +86,18 @@ def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """Two environments: how many cases, the quantities judged in each, what moved, and what else changed, a line each."""
+    """Two environments: how many cases, the rows of each, what moved, and what else changed, a line each."""
 
     sides: tuple[Environment, Environment]
     cases: int
-    judged: tuple[int, int]
+    rows: tuple[Sequence[Row], Sequence[Row]]
     moved: Sequence[Difference]
     notes: Sequence[str]
+
+    @property
+    def judged(self) -> tuple[int, ...]:
+        """The quantities held against their definition in each."""
+        return tuple(sum(r.verdict in DECIDED for r in rows) for rows in self.rows)
 
     @property
     def exit_code(self) -> int:
@@ -135,68 +132,38 @@ def compare(
     *,
     families: Sequence[str] = (),
     profile: str | None = None,
-    all_defaults: bool = False,
+    asked: Cases | None = None,
     device: str = "cpu",
     clock: float | None = None,
 ) -> Compared:
-    """The frozen cases (of `families`), and those that `profile` draws, in both environments, each in `clock` seconds.
+    """The cases `asked`, by default `cases`, in both environments, each in `clock` seconds.
 
-    all_defaults: every setting of the loss at the release's own default, which is what a user gets who sets nothing;
-    what moves then is the release, wrong or not.
     EnvironmentUnusable when one of the environments cannot be made, imported or run, or nothing was compared.
     """
     parsed = [parse_all(one) for one in specs]
     if parsed[0] == parsed[1]:
         raise UsageError(f"compare: both sides are {', '.join(map(str, parsed[0]))}; name two")
-    sides = [Environment.of(one) for one in specs]
     wanted = implementations(named, (spec.name for one in parsed for spec in one))
-    kept = tuple(resolved(name) for name in families) or (*loss_families(), *TRAINERS)
-    frozen = of([*cases(), *of_own(wanted), *twins(), *drawn(kept, profile)], wanted)
-    frozen = [(name, case) for name, case in frozen if case.family in kept]
-    asked = [frozen, frozen]
-    if all_defaults:
-        asked = [_with_defaults(frozen, one.config) for one in both(sides, [[], []], (), device)]
-    seen = both(sides, asked, wanted, device, clock=clock)
-    found = [one.rows for one in seen]
-    judged = [sum(r.verdict in DECIDED for r in rows) for rows in found]
-    if not all(judged):
-        raise EnvironmentUnusable(f"compare: {' and '.join(map(str, judged))} judged quantities, nothing to compare")
-    different = differences(side(found[0], asked[0]), side(found[1], asked[1]), settings_too=all_defaults)
-    settings = _settings_moved(*(one.config for one in seen))
-    whole = len(asked[0]), (judged[0], judged[1]), different
-    return Compared((sides[0], sides[1]), *whole, settings)
+    asked = cases(wanted, families, profile) if asked is None else asked
+    before, after = (Environment.of(one) for one in specs)
+    one, two = both((before, after), asked, wanted, device, clock=clock)
+    moved = differences(side(one.rows, asked), side(two.rows, asked))
+    notes = _settings_moved(one.config, two.config)
+    found = Compared((before, after), len(asked), (one.rows, two.rows), moved, notes)
+    if not all(found.judged):
+        said = " and ".join(map(str, found.judged))
+        raise EnvironmentUnusable(f"compare: {said} judged quantities, nothing to compare")
+    return found
 
 
 def both(
-    made: Sequence[Environment],
-    asked: Sequence[Cases],
-    wanted: Sequence[str],
-    device: str,
-    *,
-    clock: float | None = None,
+    made: Sequence[Environment], asked: Cases, wanted: Sequence[str], device: str, *, clock: float | None = None
 ) -> list[Look]:
-    """What each environment shows of its cases, the environments at the same time, each in `clock` seconds."""
-
-    def one(environment: Environment, frozen: Cases) -> Look:
-        given = [case for _, case in frozen]
-        return look(environment, given, wanted, config=True, clock=clock, device=device)
-
+    """What each environment shows of the cases, the environments at the same time, each in `clock` seconds."""
+    given = [case for _, case in asked]
+    shown = functools.partial(look, cases=given, implementations=wanted, config=True, clock=clock, device=device)
     with ThreadPoolExecutor(len(made)) as pool:
-        return list(pool.map(one, made, asked))
-
-
-def _with_defaults(frozen: Cases, config: Mapping[str, Any]) -> Cases:
-    """The cases whose settings a GRPOConfig decides, with each of those at the release's default, each such case once."""
-    values = {n: v for n, v in config.items() if n in CONFIG_FIELDS}
-    if values.get("loss_type", LOSS_TYPES[0]) not in LOSS_TYPES:
-        raise UsageError(f"--all-defaults: loss_type {values['loss_type']!r} is none of {', '.join(LOSS_TYPES)}")
-    out: dict[str, tuple[str, Case]] = {}
-    for name, case in frozen:
-        if case.family == "policy":
-            kept = {n: v for n, v in case.settings.items() if n not in (*CONFIG_FIELDS, "entropy_quantile")}
-            made = loss_family(case.family).case(case.seed, case.dtype, kept | values)
-            out.setdefault(made.id, (name, made))
-    return list(out.values())
+        return list(pool.map(shown, made))
 
 
 def _settings_moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -216,30 +183,20 @@ def first_difference(
         UsageError: when nothing differs in the direction asked for; it says what does in the other.
     """
     wanted = implementations(named, [package])
-    frozen = of([*cases(), *of_own(wanted), *twins()], wanted)
+    asked = cases(wanted)
     made = [Environment.of([f"{package}=={version}"], hold) for version in (older, newer)]
-    found = both(made, [frozen, frozen], wanted, device)
-    different = differences(*(side(one.rows, frozen) for one in found))
-    mark, other = "+-" if find == "broken" else "-+"
-    if one := next((m for m in different if m.mark == mark), None):
-        return replace(_check(one, dict(frozen)[one.case]), device=device)
-    raise UsageError(
-        f"nothing {'broke' if find == 'broken' else 'became right'} between {package} {older} and {newer} in "
-        f"{len(frozen)} frozen cases{_other_way(different, other, find)}; name one with --case or --check"
-    )
-
-
-def _check(one: Difference, case: Case) -> CaseCheck:
+    different = differences(*(side(one.rows, asked) for one in both(made, asked, wanted, device)))
+    marks, said = "+-", ["broke", "became right"]
+    if find != "broken":
+        marks, said = marks[::-1], said[::-1]
+    one = next((m for m in different if m.mark == marks[0]), None)
+    if one is None:
+        other = sum(m.mark == marks[1] for m in different)
+        hint = f", but {other} quantities {said[1]} (change --find and swap the ends)" if other else ""
+        where = f"between {package} {older} and {newer} in {len(asked)} frozen cases"
+        raise UsageError(f"nothing {said[0]} {where}{hint}; name one with --case")
+    case = dict(asked)[one.case]
     if one.quantity is not None:
-        return CaseCheck(one.case, case, one.implementation, (one.quantity,))
-    verdicts = [r.verdict for r in (one.before, one.after) if r is not None]
-    return CaseCheck(one.case, case, one.implementation, failure="crashed" if "crashed" in verdicts else "disagree")
-
-
-def _other_way(different: Sequence[Difference], mark: str, find: str) -> str:
-    count = sum(m.mark == mark for m in different)
-    if not count:
-        return ""
-    return (
-        f", but {count} quantities {'became right' if find == 'broken' else 'broke'} (change --find and swap the ends)"
-    )
+        return CaseCheck(one.case, case, one.implementation, (one.quantity,), device=device)
+    crashed = "crashed" in [r.verdict for r in (one.before, one.after) if r is not None]
+    return CaseCheck(one.case, case, one.implementation, failure="crashed" if crashed else "disagree", device=device)

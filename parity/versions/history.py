@@ -29,11 +29,10 @@ from parity import data
 from parity.case.case import Case
 from parity.decoding import convert, text_of, toml_of
 from parity.errors import UsageError
-from parity.registry import load as load_implementations
 from parity.results.report import measured
-from parity.results.row import Row
-from parity.trainers.catalogue import is_trainer
-from parity.versions.case_check import CaseCheck, amount, norm
+from parity.results.report.wording import ratio
+from parity.versions.bisect import Measurement
+from parity.versions.case_check import CaseCheck
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
 from parity.versions.look import rows
@@ -59,14 +58,6 @@ class Record:
     file: Path = Path()
     moves: tuple[str, ...] = ()
 
-    @property
-    def reference(self) -> str:
-        """The plain path that its candidate is compared with in reports."""
-        family = self.check.case.family
-        if is_trainer(family):
-            return f"{family}.released"
-        return next(i.id for i in load_implementations().values() if i.family == family and i.role == "reference")
-
 
 @dataclass(frozen=True)
 class Recheck:
@@ -75,10 +66,8 @@ class Recheck:
     record: Record
     specs: tuple[str, ...]
     bad: bool
-    verdict: str
+    answer: Measurement
     as_recorded: bool | None
-    sentence: str
-    factor: float | None = None
 
 
 def folder() -> Path:
@@ -142,7 +131,8 @@ def recall(records: Sequence[Record], say: Callable[[str], None], device: str = 
         for finding in _in_environment(specs, asked, device):
             out.append(finding)
             mark = {True: ", as recorded", False: ", NOT AS RECORDED", None: ""}[finding.as_recorded]
-            say(f"{' '.join(specs)}  {finding.record.id}: {finding.verdict}{mark}{finding.sentence}")
+            said = f": {finding.answer.message}" if finding.answer.message else ""
+            say(f"{' '.join(specs)}  {finding.record.id}: {finding.answer.verdict}{mark}{said}")
     return out
 
 
@@ -152,45 +142,26 @@ def _in_environment(specs: tuple[str, ...], asked: Sequence[tuple[Record, bool]]
         implementations = sorted({record.check.implementation for record, _ in asked})
         found = rows(Environment.of(specs), list(cases.values()), implementations, device)
     except EnvironmentUnusable as error:
-        return [Recheck(record, specs, bad, "not run", None, f": {error}") for record, bad in asked]
-    return [_judged(record, specs, bad, found) for record, bad in asked]
-
-
-def _judged(record: Record, specs: tuple[str, ...], bad: bool, found: Sequence[Row]) -> Recheck:
-    answer = record.check.answer(found)
-    right = answer.verdict == (record.expect if bad else record.then)
-    case, implementation = record.check.case, record.check.implementation
-    parts = [answer.message] if answer.message else []
-    factor = None
-    if answer.verdict in ("agree", "disagree"):
-        for name, pattern in (("loss", "loss"), ("gradient norm", "grad_*")):
-            value, exact = norm(found, case, implementation, pattern)
-            if value is None and exact is None:
-                continue  # a family without this quantity, or whose definition has no finite one
-            plain, _ = norm(found, case, record.reference, pattern)
-            beside = "" if implementation == record.reference else f"reference {amount(plain)}, "
-            parts.append(f"{name} {amount(value)} ({beside}definition {amount(exact)})")
-            if name == "gradient norm":
-                factor = value / exact if value is not None and exact else None
-    return Recheck(record, specs, bad, answer.verdict, right, "".join(f"; {part}" for part in parts), factor)
+        return [Recheck(record, specs, bad, Measurement("not run", message=str(error)), None) for record, bad in asked]
+    answers = [(record, bad, record.check.answer(found)) for record, bad in asked]
+    return [Recheck(r, specs, bad, a, a.verdict == (r.expect if bad else r.then)) for r, bad, a in answers]
 
 
 def table(findings: Sequence[Recheck]) -> str:
-    """The recall table, Markdown: a line a record."""
-    heads = ["record", "what went wrong", "shown by", "red on", "green on", "gradient ×", "recalled"]
-    rows = []
+    """The recall table, Markdown: a line a record; error ÷ allowed is the largest of a bad release."""
+    heads = ["record", "what went wrong", "shown by", "red on", "green on", "error ÷ allowed", "recalled"]
+    lines = []
     records = {f.record.id: f.record for f in sorted(findings, key=lambda f: f.record.id)}
     for record in records.values():
         of_record = [f for f in findings if f.record is record]
         of_record.sort(key=lambda f: Version(f.specs[0].partition("==")[2]))
         sides = [", ".join(_version(f) for f in of_record if f.bad is bad) for bad in (True, False)]
-        factors = [f.factor for f in of_record if f.bad and f.verdict == "disagree" and f.factor is not None]
-        most = max(factors, key=lambda x: abs(x - 1), default=None)
-        right = sum(f.as_recorded is True for f in of_record)
-        rows.append([record.id, record.what, f"`{record.check.implementation}`", *sides])
-        rows[-1] += ["" if most is None else f"{most:.3g}", f"{right} of {len(of_record)}"]
+        sizes = [f.answer.headroom for f in of_record if f.bad and f.answer.verdict == "disagree"]
+        size = "" if not sizes else "not finite" if None in sizes else ratio(max(filter(None, sizes)))
+        right = f"{sum(f.as_recorded is True for f in of_record)} of {len(of_record)}"
+        lines.append([record.id, record.what, f"`{record.check.implementation}`", *sides, size, right])
     whole = sum(all(f.as_recorded for f in findings if f.record is r) for r in records.values())
-    return "\n".join([*measured.table(heads, rows), "", f"{whole} of {len(records)} records recalled"])
+    return "\n".join([*measured.table(heads, lines), "", f"{whole} of {len(records)} records recalled"])
 
 
 def _version(finding: Recheck) -> str:
@@ -198,7 +169,8 @@ def _version(finding: Recheck) -> str:
     text = first.replace("==", " ") + "".join(f" + {other.replace('==', ' ')}" for other in others)
     if finding.as_recorded is None:
         return f"{text} (not run)"
-    return text + ("" if finding.verdict in ("disagree", "agree") and finding.as_recorded else f" ({finding.verdict})")
+    verdict = finding.answer.verdict
+    return text + ("" if verdict in ("disagree", "agree") and finding.as_recorded else f" ({verdict})")
 
 
 def exit_code(findings: Sequence[Recheck]) -> int:

@@ -1,4 +1,4 @@
-"""Run cases inside an environment and return result rows, for history, bisect and compare.
+"""Run cases inside an environment and return result rows, for history, its recall, bisect and compare.
 
 `python -m parity.versions.look` reads a plan (JSON) from its standard input and prints one row a line, and the defaults
 of GRPOConfig where the plan asks for them; `look` is the caller's side.
@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from parity import data
 from parity.case.case import Case
 from parity.decoding import decode
 from parity.errors import UsageError
-from parity.process import environment
-from parity.registry import facts, run_case
+from parity.process import environment, prepare
+from parity.registry import facts, run_case, select
+from parity.results.ledger import Ledger
 from parity.results.row import Row
+from parity.running.capabilities import nearest
 from parity.running.cpu_limit import LimitExceeded
+from parity.upstream import trl
 from parity.versions.client import EnvironmentUnusable, one_line
 from parity.versions.environment import Environment
 
@@ -36,8 +39,10 @@ class Look:
     config: dict[str, Any]
 
 
-def rows(made: Environment, cases: Sequence[Case], implementations: Sequence[str], device: str = "cpu") -> list[Row]:
-    return look(made, cases, implementations, device=device).rows
+def rows(
+    made: Environment, cases: Sequence[Case], wanted: Sequence[str], device: str = "cpu", near: bool = False
+) -> list[Row]:
+    return look(made, cases, wanted, device=device, near=near).rows
 
 
 def look(
@@ -46,10 +51,13 @@ def look(
     implementations: Sequence[str],
     *,
     config: bool = False,
+    near: bool = False,
     clock: float | None = None,
     device: str = "cpu",
 ) -> Look:
     """Every case through the named implementations and the references of its family, in the environment.
+
+    `near`: also, where one of the named does not take a case of a loss there, the nearest case that it takes.
 
     Failing rows carry the id of the ledger entry that they fall under, in `known`.
     One thread, without repeated calls and relations: the same cases, the same rows, wherever it runs.
@@ -57,81 +65,56 @@ def look(
     `clock` on the clock, by default `cpu_limit.BACKSTOP` times as many; the message says which.
     """
     plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations)}
-    stdin = json.dumps(plan | {"config": config, "device": device})
-    done = ran(made, "parity.versions.look", stdin, CPU_LIMIT, device, clock)
-    try:
-        found = [decode(Row, line, f"environment {made.name}") for line in printed(done, ROW)]
-    except UsageError as error:
-        raise EnvironmentUnusable(str(error)) from None
-    return Look(found, json.loads(next(iter(printed(done, CONFIG)))) if config else {})
-
-
-def printed(done: subprocess.CompletedProcess[str], mark: str) -> list[str]:
-    """What a process printed by `print_json` with this mark; anything else may stand between."""
-    return [line.removeprefix(mark) for line in done.stdout.splitlines() if line.startswith(mark)]
-
-
-def ran(
-    made: Environment,
-    module: str,
-    stdin: str,
-    cpu_limit: float,
-    device: str,
-    clock: float | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """A module run in the environment, which reads `stdin`, to its end; EnvironmentUnusable as for `look`."""
+    stdin = json.dumps(plan | {"config": config, "near": near, "device": device})
     settings = environment(device, 1) | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
-    command = ["python", "-W", "ignore", "-m", module]
+    command = ["python", "-W", "ignore", "-m", "parity.versions.look"]
     try:
-        done = made.run(command, settings=settings, capture=True, stdin=stdin, cpu_limit=cpu_limit, clock=clock)
+        done = made.run(command, settings=settings, capture=True, stdin=stdin, cpu_limit=CPU_LIMIT, clock=clock)
     except LimitExceeded as error:
         raise EnvironmentUnusable(f"environment {made.name}: {error}") from None
     if done.returncode:
         last = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
         raise EnvironmentUnusable(f"environment {made.name}: {last}")
-    return done
+    shown, about = (
+        [line.removeprefix(mark) for line in done.stdout.splitlines() if line.startswith(mark)]
+        for mark in (ROW, CONFIG)
+    )
+    try:
+        return Look(
+            [decode(Row, line, f"environment {made.name}") for line in shown], json.loads(about[0]) if config else {}
+        )
+    except UsageError as error:
+        raise EnvironmentUnusable(str(error)) from None
 
 
 def main() -> int:
-    """Runs the plan in this process."""
-    from parity import data
-    from parity.process import prepare
-    from parity.registry import select
-    from parity.results.ledger import Ledger
-
+    """Runs the plan in this process; lines without the marks may stand between."""
     plan = json.load(sys.stdin)
     prepare(plan["device"], threads=1)
     ledger = Ledger.load(data.ledger_file())
     wanted = select(plan["implementations"])
     references = [one for one in select(()) if one.role == "reference"]
-    for raw in plan["cases"]:
-        case = Case.from_json(raw)
+    cases = {case.id: case for case in map(Case.from_json, plan["cases"])}
+    if plan["near"]:
+        pairs = [(i, case) for i in wanted for case in cases.values() if i.family == case.family and not i.is_trainer]
+        cases |= {found.id: found for i, case in pairs if (found := nearest(i, case, plan["device"]))}
+    for case in cases.values():
         chosen = {one.id: one for one in (*references, *wanted) if one.family == case.family}
         for row in run_case(case, chosen.values(), plan["device"], thorough=False):
             if row.failing:
                 row.known = ledger.match(row, facts(case))
-            print_json(ROW, row.to_json())
+            print(f"\n{ROW}{json.dumps(row.to_json(), allow_nan=False)}", flush=True)
     if plan["config"]:
-        print_json(CONFIG, _config())
+        print(f"\n{CONFIG}{json.dumps(_config(), allow_nan=False)}", flush=True)
     return 0
-
-
-def print_json(mark: str, content: Any) -> None:
-    """Print strict JSON on a line of its own, behind a mark."""
-    print(f"\n{mark}{json.dumps(content, allow_nan=False)}", flush=True)
 
 
 def _config() -> dict[str, Any]:
     """Defaults that a user may leave alone; one that is no plain value as Python writes it."""
-    from parity.upstream import trl
-
+    known = trl.fields(trl.class_named("GRPOConfig"))
+    given = {name: value for name, value in known.items() if value is not dataclasses.MISSING}
     plain = (bool, int, float, str, type(None))
-    known = {
-        name: value
-        for name, value in trl.fields(trl.class_named("GRPOConfig")).items()
-        if value is not dataclasses.MISSING
-    }
-    return {name: value if isinstance(value, plain) else repr(value) for name, value in known.items()}
+    return {name: value if isinstance(value, plain) else repr(value) for name, value in given.items()}
 
 
 if __name__ == "__main__":

@@ -1,63 +1,46 @@
-"""`parity history --recall`: which records the plain draws of a profile find, the frozen cases forgotten.
+"""`parity history --recall`: which records a run of a profile finds, the frozen cases forgotten.
 
-The cases are those that a run of the profile draws, or lists for a trainer, in the record's family. One of them finds the
-record when it fails in the record's quantities on a bad release, answers as recorded on the good one next to it, and moves
-what the record says (`moves`): several failures end with one release. What the good one refuses it cannot clear: there the
-case, with what the good one refuses at its default, must answer so on both. `python -m parity.versions.recall` looks
-at the cases in the environment that it runs in.
+`parity run` draws the cases of a record's family for its implementation in a bad release. One of them finds the record when it
+fails there in the record's quantities, moves what the record says (`moves`), and answers as recorded on the good release next
+to it: several failures end with one release. What the good one refuses it cannot clear: there the nearest case that it takes
+must answer so on both.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import json
-import math
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from packaging.version import Version
 
 from parity.case.case import Case
-from parity.case.drawing import cases, draws
-from parity.case.profiles import PROFILES, streams
-from parity.process import prepare
-from parity.registry import load, loss_family, run_case, select
 from parity.results.report import measured
+from parity.results.report.rows import read
 from parity.results.row import Row
-from parity.running.capabilities import besides
-from parity.running.capabilities import nearest as nearest_taken
-from parity.running.plan import DTYPES
+from parity.running.find import case_of
 from parity.running.run import FIXED_SEED
-from parity.running.shard import STREAMS, selected
-from parity.trainers import catalogue
-from parity.versions.case_check import CaseCheck
-from parity.versions.client import EnvironmentUnusable
+from parity.versions.client import EnvironmentUnusable, one_line
 from parity.versions.environment import Environment
 from parity.versions.history import Record
-from parity.versions.look import print_json, printed, ran
+from parity.versions.look import rows
 
-BATCHES = 2, 4, 6
-"""Failing cases of a record that are tried on the good release, one batch after the other until one finds it."""
-ACCEPTED = "accepted"
-CPU_LIMIT = 3600.0
-_LINE = "parity-recall "
+TRIED = 100
+"""Failing cases of a record that are looked at on the good release."""
+CPU_LIMIT = 4 * 3600.0
 Sides = tuple[tuple[str, ...], tuple[str, ...]]
-Pairs = list[tuple[Case, Case]]
-"""Cases, each beside what it was moved to where the implementation refuses it, else beside itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordSeen:
-    """What the cases of a profile showed of a record: how many there are, how many move what it says and are dealt to its
-    implementation, the number of the first asked that finds it (`nearest` first), and why none does."""
+    """What a run showed of a record: cases that move what it says, how many fail, the first that finds it, or why none."""
 
     record: Record
-    cases: int
-    could: int
-    first: int | None = None
+    cases: int = 0
+    failed: int = 0
+    first: Case | None = None
     why: str = ""
 
 
@@ -66,207 +49,104 @@ def recall(
 ) -> list[RecordSeen]:
     """Every record that is a failure and no refusal, one pair of releases after the other; `say` gets each as text."""
     asked = [r for r in records if r.expect != "refused"]
-    pairs: dict[Sides, list[Record]] = {}
-    for r in asked:
-        pairs.setdefault(side_by_side(r), []).append(r)
-    drawn = {f: [*itertools.chain(*of_profile(f, profile))] for f in sorted({r.check.case.family for r in asked})}
-    out = {}
-    for (bad, good), here in sorted(pairs.items(), key=lambda pair: -len(pair[1])):
-        could = {r.id: nearest(r, (c for c in drawn[r.check.case.family] if fits(r, c, profile, device))) for r in here}
-        found = _found(here, could, bad, good, profile, device)
-        for r in here:
-            every, (case, why) = drawn[r.check.case.family], found[r.id]
-            first = every.index(case) + 1 if case else None
-            out[r.id] = RecordSeen(r, len(every), len(could[r.id]), first, why)
-            say(f"{r.id}: {f'case {first}' if first else why} ({len(could[r.id])} of {len(every)} cases)")
+    out: dict[str, RecordSeen] = {}
+    for (bad, good), group in itertools.groupby(sorted(asked, key=side_by_side), side_by_side):
+        here = list(group)
+        try:
+            seen = _found(here, profile, bad, good, device)
+        except EnvironmentUnusable as error:
+            seen = [RecordSeen(r, why=str(error)) for r in here]
+        for one in seen:
+            out[one.record.id] = one
+            say(f"{one.record.id}: {one.first.id if one.first else one.why} ({one.failed} of {one.cases} cases fail)")
     return [out[r.id] for r in asked]
 
 
+def drawn(made: Environment, records: Iterable[Record], profile: str, device: str) -> list[Row]:
+    """What `parity run` of the records' families and implementations writes in an environment, but of frozen cases."""
+    checks = [record.check for record in records]
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["run", "--profile", profile, "--seed", str(FIXED_SEED), "--device", device, "--no-minimise"]
+        named = {"--family": [c.case.family for c in checks], "--implementation": [c.implementation for c in checks]}
+        words += [word for option, values in named.items() for one in sorted({*values}) for word in (option, one)]
+        command = ["python", "-m", "parity", *words, "--reports", folder]
+        done = made.run(command, capture=True, cpu_limit=CPU_LIMIT)
+        if not (file := Path(folder) / "results.ndjson").exists():
+            raise EnvironmentUnusable(f"environment {made.name}: {one_line(done.stderr)}")
+        return [row for row in read(file)[1] if not row.frozen]
+
+
 def _found(
-    records: Sequence[Record],
-    could: Mapping[str, Sequence[Case]],
-    bad: tuple[str, ...],
-    good: tuple[str, ...],
-    profile: str,
-    device: str,
-) -> dict[str, tuple[Case | None, str]]:
-    """Record -> the first of its cases that fails on the bad release and answers as recorded on the good one, or why none."""
-    out: dict[str, tuple[Case | None, str]] = {}
-    out |= {r.id: (None, "no case has what it needs") for r in records if not could[r.id]}
-    left, failed = dict(could), Counter[str]()
-    for batch in BATCHES:
-        here = [r for r in records if r.id not in out]
-        try:
-            wrong = _look(bad, [(r, left[r.id], r.expect, batch) for r in here], profile, device)
-            tried = [(r, [ran for _, ran in wrong[r.id]], r.then, batch) for r in here if wrong[r.id]]
-            right = _look(good, tried, ACCEPTED, device)
-            moved = [(r, [ran for _, ran in right[r.id]], r.expect, 1) for r, *_ in tried if _only_moved(right[r.id])]
-            still = _look(bad, moved, None, device)
-        except EnvironmentUnusable as error:
-            return out | {r.id: (None, str(error)) for r in here}
-        for r in here:
-            shown, again = wrong[r.id], [case for case, _ in still.get(r.id, ())]
-            hits = {a.id for a, ran in right.get(r.id, ()) if a == ran or ran in again}
-            failed[r.id] += len(shown)
-            if case := next((case for case, ran in shown if ran.id in hits), None):
-                out[r.id] = case, ""
-            elif len(shown) < batch or batch == BATCHES[-1]:
-                none = f"{failed[r.id]} fail, none is as recorded on the good release"
-                out[r.id] = None, none if failed[r.id] else "none fails"
-            else:
-                left[r.id] = left[r.id][left[r.id].index(shown[-1][0]) + 1 :]
+    records: Sequence[Record], profile: str, bad: tuple[str, ...], good: tuple[str, ...], device: str
+) -> list[RecordSeen]:
+    """Of each record the first of its cases that fails and answers as recorded on the good release, or why there is none."""
+    there = drawn(Environment.of(bad), records, profile, device)
+    cases = {r.id: _cases(there, r) for r in records}
+    failing = {r.id: _answering(there, r, r.expect)[:TRIED] for r in records}
+    wanted = sorted({r.check.implementation for r in records if failing[r.id]})
+    asked = {case.id: case for of_record in failing.values() for case in of_record}
+    right = rows(Environment.of(good), list(asked.values()), wanted, device, near=True) if asked else []
+    cleared = {r.id: _answering(right, r, r.then) for r in records}
+    near = {case.id: case for of_record in cleared.values() for case in of_record if case.id not in asked}
+    again = rows(Environment.of(bad), list(near.values()), wanted, device) if near else []
+    out = []
+    for r in records:
+        both = [case for case in cleared[r.id] if case in failing[r.id]]
+        both += [case for case in _answering(again, r, r.expect) if case in cleared[r.id]]
+        none = "no case has what it needs" if not cases[r.id] else "none fails"
+        why = "none that fails is as recorded on the good release" if failing[r.id] else none
+        first = both[0] if both else None
+        out.append(RecordSeen(r, len(cases[r.id]), len(failing[r.id]), first, "" if both else why))
     return out
 
 
-def _only_moved(found: Pairs) -> bool:
-    """Whether every case that answers was refused as it was asked: it has to fail on the bad release as it ran."""
-    return bool(found) and all(asked != ran for asked, ran in found)
+def _answering(found: Iterable[Row], record: Record, verdict: str) -> list[Case]:
+    """The record's cases to which its check gives the verdict."""
+    return [
+        case
+        for case, mine in _cases(found, record)
+        if dataclasses.replace(record.check, case=case).answer(mine).verdict == verdict
+    ]
 
 
-def of_profile(family: str, profile: str) -> Iterator[list[Case]]:
-    """The cases that a run of the profile with its fixed seed draws of a family, in order, stream by stream, or lists for a
-    trainer."""
-    if catalogue.is_trainer(family):
-        yield list(catalogue.cases(family, profile, FIXED_SEED))
-        return
-    found = loss_family(family)
-    for index, count in enumerate(streams(found.drawing.counts[profile], "cpu")):
-        yield list(draws(cases(found, DTYPES, profile), f"{FIXED_SEED}/{family}/{index}", count))
+def _cases(found: Iterable[Row], record: Record) -> list[tuple[Case, list[Row]]]:
+    """The cases of the record's implementation that move what it needs, in the order of the run, each with its rows."""
+    mine: dict[str, list[Row]] = {}
+    for row in found:
+        if (row.implementation, row.family) == (record.check.implementation, record.check.case.family):
+            mine.setdefault(row.case, []).append(row)
+    known = [(case_of(of_case[0]), of_case) for of_case in mine.values()]
+    return [(case, of_case) for case, of_case in known if case is not None and fits(record, case)]
 
 
-def fits(record: Record, case: Case, profile: str, device: str) -> bool:
-    """Whether a case moves what the record needs as its frozen case does, and is dealt to its implementation."""
-    frozen = record.check.case
-    if not catalogue.is_trainer(case.family) and not selected(
-        load()[record.check.implementation], case, PROFILES[profile].cost, device
-    ):
-        return False
-    given = [(case.settings.get(name), frozen.settings.get(name)) for name in record.moves]
+def fits(record: Record, case: Case) -> bool:
+    """Whether a case moves what the record needs: a word as its frozen case does, a number to any value."""
+    given = [(case.settings.get(name), record.check.case.settings.get(name)) for name in record.moves]
     return all(ours is not None and (ours == theirs or not isinstance(theirs, str)) for ours, theirs in given)
 
 
-def nearest(record: Record, found: Iterable[Case]) -> list[Case]:
-    """The cases, those first that are most like the frozen one: `BATCHES` is spent where what the record says can show.
-
-    A case is away from it by one for another dtype, for a setting that only one of them has and for another value without a
-    size, and by |log₂(ours/theirs)|, at most one, for a number of another size. It decides in which order cases are asked.
-    """
-    frozen = record.check.case
-
-    def apart(ours: object, theirs: object) -> float:
-        sizes = [float(x) for x in (ours, theirs) if isinstance(x, int | float) and not isinstance(x, bool) and x > 0]
-        both = len(sizes) == 2
-        return float(ours != theirs) if not both else min(1.0, abs(math.log2(sizes[0] / sizes[1])))
-
-    def away(case: Case) -> float:
-        names = case.settings.keys() | frozen.settings.keys()
-        moved = sum(apart(case.settings.get(n), frozen.settings.get(n)) for n in names)
-        return (case.dtype != frozen.dtype) + moved
-
-    return sorted(found, key=away)
-
-
-def side_by_side(record: Record) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def side_by_side(record: Record) -> Sides:
     """A bad release and a good one without another of the record's between them; the newest failure that was mended, if any."""
 
     def version(specs: tuple[str, ...]) -> Version:
         return Version(specs[0].partition("==")[2])
 
-    mended = [
-        (max(old, key=version), good)
-        for good in record.good
-        if (old := [b for b in record.bad if version(b) < version(good)])
-    ]
-    if mended:
-        newest = max(mended, key=lambda pair: version(pair[0]))[0]
-        return newest, min((good for bad, good in mended if bad == newest), key=version)
-    return min(record.bad, key=version), max(record.good, key=version)
-
-
-def _look(
-    specs: tuple[str, ...], asked: Sequence[tuple[Record, Sequence[Case], str, int]], moving: str | None, device: str
-) -> dict[str, Pairs]:
-    """Record -> the first cases, as many as asked for, that answer as expected in one environment.
-
-    Those that the implementation refuses are moved with `moving`: as a run of that profile does it, or, with `ACCEPTED`, all.
-    """
-    plan = [
-        [r.id, r.check.implementation, r.check.quantities, expected, count, list(r.moves), [c.to_json() for c in found]]
-        for r, found, expected, count in asked
-    ]
-    if not plan:
-        return {}
-    stdin = json.dumps([device, moving, plan])
-    done = ran(Environment.of(specs), "parity.versions.recall", stdin, CPU_LIMIT, device)
-    return {
-        id: [(Case.from_json(asked), Case.from_json(ran)) for asked, ran in found]
-        for id, found in map(json.loads, printed(done, _LINE))
-    }
+    pairs = [(bad, good) for good in record.good for bad in record.bad if version(bad) < version(good)]
+    if not pairs:
+        return min(record.bad, key=version), max(record.good, key=version)
+    newest = max((bad for bad, _ in pairs), key=version)
+    return newest, min((good for bad, good in pairs if bad == newest), key=version)
 
 
 def table(seen: Sequence[RecordSeen], profile: str) -> str:
     """Which records the profile finds, and why not the others, Markdown."""
-    rows = []
-    for one in seen:
-        first = "" if one.first is None else f"{one.first:,}"
-        could = f"{one.could:,} of {one.cases:,}"
-        rows.append([one.record.id, f"`{one.record.check.implementation}`", could, first, one.why])
-    lines = measured.table(["record", "implementation", "could show it", "found by case", "why not"], rows)
+    cells = [
+        [s.record.id, f"`{s.record.check.implementation}`", f"{s.failed:,} of {s.cases:,}", s.first.id if s.first else "", s.why]
+        for s in seen
+    ]  # fmt: skip
+    lines = measured.table(["record", "implementation", "cases that fail", "found by", "why not"], cells)
     found = sum(one.first is not None for one in seen)
     share = measured.share(found, len(seen))
-    sentence = f"Profile {profile} finds {found} of {len(seen)} records ({share}) without the frozen cases."
-    return "\n".join([*lines, "", sentence])
-
-
-def main() -> int:
-    """Looks at the cases of its plan, those of a record until enough answer as expected; prints these."""
-    device, moving, plan = json.load(sys.stdin)
-    prepare(device, threads=1)
-    rows: dict[tuple[str, str], list[Row]] = {}
-    for id, implementation, quantities, expected, count, moves, found in plan:
-        (chosen,) = select([implementation])
-        shown: list[tuple[Mapping[str, object], Mapping[str, object]]] = []
-        for asked in map(Case.from_json, found):
-            case = asked
-            for case in (asked, *(_moved(asked, implementation, moving, moves, device) if moving else ())):
-                key = implementation, case.id  # two records may ask for it
-                if key not in rows:
-                    rows[key] = list(run_case(case, [chosen], device, thorough=False))
-                if not _refused(rows[key]):
-                    break
-            if CaseCheck("", case, implementation, tuple(quantities)).answer(rows[key]).verdict == expected:
-                shown.append((asked.to_json(), case.to_json()))
-            if len(shown) == count:
-                break
-        print_json(_LINE, [id, shown])
-    return 0
-
-
-@functools.cache
-def _besides(implementation: str, profile: str, device: str) -> dict[str, Case]:
-    """The draws that a run of the profile gives an implementation moved to where it takes them."""
-    (chosen,) = select([implementation])
-    drawn = [*itertools.chain(*itertools.islice(of_profile(chosen.family, profile), STREAMS))]
-    known = PROFILES[profile]
-    gets = functools.partial(selected, chosen, cost=known.cost, device=device)
-    found = besides(chosen, drawn, gets, known.least, device, known.cost == 1)
-    return {case.id: near for case, near in reversed(found)}
-
-
-def _moved(case: Case, implementation: str, moving: str, moves: Sequence[str], device: str) -> Iterator[Case]:
-    """The case moved to where it is taken, if a run of the profile does that and it still moves what the record says."""
-    if catalogue.is_trainer(case.family):
-        return
-    found = _besides(implementation, moving, device).get(case.id) if moving != ACCEPTED else None
-    if moving == ACCEPTED:
-        found = nearest_taken(load()[implementation], case, device)
-    if found not in (None, case) and all(found.settings.get(name) == case.settings.get(name) for name in moves):
-        yield found
-
-
-def _refused(rows: Sequence[Row]) -> bool:
-    return bool(rows) and all(row.verdict in ("unsupported", "refused") for row in rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return "\n".join(
+        [*lines, "", f"Profile {profile} finds {found} of {len(seen)} records ({share}) without the frozen cases."]
+    )

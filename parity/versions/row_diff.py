@@ -74,11 +74,8 @@ def side(found: Iterable[Row], cases: Sequence[tuple[str, Case]]) -> dict[tuple[
     return {(name, r.implementation, r.quantity): r for r in found for name in names.get(r.case, ())}
 
 
-def differences(before: Side, after: Side, *, settings_too: bool = False) -> list[Difference]:
-    """What differs, most telling first.
-
-    `settings_too`: the sides ran under settings of their own, so that a value inside its gates counts as well.
-    """
+def differences(before: Side, after: Side) -> list[Difference]:
+    """What differs, most telling first."""
     out = []
     for key in {**before, **after}:
         one, two = before.get(key), after.get(key)
@@ -87,7 +84,7 @@ def differences(before: Side, after: Side, *, settings_too: bool = False) -> lis
             if key[2] is not None:
                 continue
             one, two = one or _worst(before, key), two or _worst(after, key)
-        if one is None or two is None or _differ(one, two, settings_too):
+        if one is None or two is None or _differ(one, two):
             out.append(Difference(*key, one, two))
     return sorted(out, key=lambda m: (MARKS.index(m.mark), m.quantity is None, -m.weight, m.implementation, m.case))
 
@@ -97,7 +94,7 @@ def _worst(rows: Side, key: tuple[str, str, str | None]) -> Row | None:
     return max(same_case, key=lambda r: _ORDER.get(r.verdict, -1), default=None)
 
 
-def _differ(one: Row, two: Row, settings_too: bool) -> bool:
+def _differ(one: Row, two: Row) -> bool:
     if one.verdict != two.verdict:
         return True
     if one.quantity is None:
@@ -107,7 +104,7 @@ def _differ(one: Row, two: Row, settings_too: bool) -> bool:
     scale = max(abs(one.value), abs(two.value), 1e-12)
     if abs(one.value - two.value) <= RELATIVE.get(one.dtype, 0.05) * scale:
         return False
-    return settings_too or any(r.headroom is None or r.headroom > USED for r in (one, two))
+    return any(r.headroom is None or r.headroom > USED for r in (one, two))
 
 
 def table(found: Sequence[Difference]) -> str:
@@ -126,11 +123,8 @@ def table(found: Sequence[Difference]) -> str:
 
 
 def _definition(m: Difference) -> str:
-    """The oracle's value; of both sides where they ran under different settings."""
-    if m.quantity is None:
-        return ""
-    exact = [amount(r.value_oracle) for r in (m.before, m.after) if r is not None]
-    return exact[0] if len(set(exact)) == 1 else " -> ".join(exact)
+    """The oracle's value."""
+    return "" if m.quantity is None else next(amount(r.value_oracle) for r in (m.before, m.after) if r is not None)
 
 
 def _cell(row: Row | None, whole: bool) -> str:

@@ -3,7 +3,10 @@
 A search that was killed is run again over the answers that are kept: it is deterministic.
 """
 
+from __future__ import annotations
+
 import functools
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 from parity.decoding import save_json, saved
 from parity.errors import UsageError
 from parity.versions.bisect import Find, Likeness, Measurement, SearchResult, bisect, reading
-from parity.versions.client import EnvironmentUnusable
+from parity.versions.client import EnvironmentUnusable, cache_folder
 from parity.versions.environment import Environment
 from parity.versions.releases import releases
 from parity.versions.resolve import PARTNERS
@@ -69,6 +72,12 @@ class Answers:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.known: dict[str, Any] = (saved(dict[str, Any], path) if path else None) or {}
+
+    @classmethod
+    def of(cls, *question: object) -> Answers:
+        """Those of one search, by all that was asked of it."""
+        name = hashlib.sha256(repr(question).encode()).hexdigest()[:12]
+        return cls(cache_folder("bisect") / f"{name}.json")
 
     def answer(self, kind: Any, question: object, ask: Callable[[], Any]) -> Any:
         """The answer to a question, asked once; what `ask` raises is nobody's answer and is asked again."""

@@ -24,24 +24,62 @@ def here(*words: str) -> Result:
     return CliRunner().invoke(main, words)
 
 
+BISECT = "bisect trl --good 1.0.0 --bad 1.1.0"
+
+
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("words", "said"),
     [
-        (("run", "--family", "nothing"), "nothing"),
-        (("run", "--implementation", "nobody"), "nobody"),
-        (("run", "--implementation", "gone.py:f"), "gone.py"),
-        (("run", "--implementation", "fixtures/kernels.py:gone"), "gone"),
-        (("run", "--profile", "huge"), "huge"),
-        (("run", "--ledger", "gone.toml"), "gone.toml"),
-        (("run", "--require", "nobody:cpu"), "nobody"),
-        (("report", "gone.ndjson"), "gone.ndjson"),
+        ("run --family nothing", "nothing"),
+        ("run --family polcy", "did you mean policy?"),
+        ("run --family policy,logprob", "did you mean logprobs?"),
+        ("run --implementation nobody", "nobody"),
+        ("run --implementation trl.selective_log_softmx", "did you mean trl.selective_log_softmax?"),
+        ("run --implementation gone.py:f", "gone.py"),
+        ("run --implementation fixtures/kernels.py:gone", "gone"),
+        ("run --profile huge", "huge"),
+        ("run --profile nigthly", "did you mean nightly?"),
+        ("run --dtype fp32,fp8", "dtype 'fp8' is unknown"),
+        ("run --ledger gone.toml", "gone.toml"),
+        ("run --require nobody:cpu", "nobody"),
+        ("run --max-time six", "time 'six' cannot be read"),
+        ("report gone.ndjson", "gone.ndjson"),
+        ("list --family polcy", "did you mean policy?"),
+        ("list --settings divergenc", "did you mean divergence?"),
+        ("list --checks dpo-trainr", "did you mean dpo-trainer?"),
+        ("list --checks policy", "trainer 'policy' is unknown"),
+        ("list --checks dpo-trainer --profiles", "use one of"),
+        ("audit --family nothing", "nothing"),
+        ("audit --setting nothing", "setting 'nothing' is not audited"),
+        ("audit --device tpu", "tpu"),
+        ("audit --implementation nobody", "nobody"),
+        ("history --record nope", "record 'nope' is unknown"),
+        ("bisect trl --good 0.29.1 --bad 0.28.0 --case is-ratio", "swap them"),
+        ("bisect trl --good 0.28.0 --bad 0.28.0 --case is-ratio", "name two releases"),
+        ("bisect trl --good 0.28.0 --bad 0.28.0", "name two releases"),
+        ("bisect trl --good new --bad 0.28.0", "'new' is not a version of trl"),
+        (f"{BISECT} --case none.json", "no such case file"),
+        (f"{BISECT} --quantity loss", "--quantity needs --case"),
+        ("bisect torch --good 1.0.0 --bad 1.1.0 --case is-ratio", "is about trl, not torch"),
+        ("compare trl==1.0.0 trl==1.0.0", "name two"),
+        ("compare trl trl==1.0.0", "neither a version nor a path"),
+        ("compare trl==1.0.0 trl==1.1.0 --profile nothing", "profile 'nothing' is unknown"),
+        ("compare trl==1.0.0 trl==1.1.0 --family no", "'no'"),
+        ("matrix trl 1.0.0..", "`parity matrix` was removed: compare two releases"),
+        ("rollouts replay name", "`parity rollouts replay` was removed"),
     ],
 )
-def test_what_does_not_exist_is_one_line_and_exit_2(words, named):
-    done = here(*words)
+def test_wrong_usage_is_one_line_and_exit_2(words, said):
+    done = here(*words.split())
     assert done.exit_code == 2, done.output
-    assert named in done.stderr
+    assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("count", ["0", "-3"])
+def test_a_number_of_workers_is_at_least_one(count):
+    done = here("run", "--workers", count)
+    assert done.exit_code == 2 and f"{count} is not in the range" in done.output
 
 
 def test_the_command_line_ends_with_the_code_and_one_line():

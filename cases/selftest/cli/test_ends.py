@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import parity
-from parity.cli import commands, group
+from parity.cli import commands
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.protocol.call import execute
@@ -147,11 +147,3 @@ def test_a_folder_trl_where_the_user_stands_is_not_the_installed_one(tmp_path):
     done = run("replay", "policy-empty-row", "--implementation", "trl.GRPOTrainer", cwd=tmp_path, env=env)
     assert "the folder, not the package" not in done.stdout + done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_removed_command_names_its_successor(monkeypatch):
-    monkeypatch.setitem(group.REMOVED, "old", "use `parity run`")
-    result = CliRunner().invoke(commands.main, ["old", "--option"])
-    assert result.exit_code == 2 and "`parity old` was removed: use `parity run`" in result.output
-    result = CliRunner().invoke(commands.main, ["rollouts", "replay", "name"])
-    assert result.exit_code == 2 and "`parity rollouts replay` was removed" in result.output

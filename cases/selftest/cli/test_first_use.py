@@ -50,25 +50,6 @@ def test_patterns_choose_implementations():
         select(["liger.x*"])
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--profile", "nigthly"], "did you mean nightly?"),
-        (["--family", "polcy"], "did you mean policy?"),
-        (["--implementation", "trl.selective_log_softmx"], "did you mean trl.selective_log_softmax?"),
-        (["--dtype", "fp32,fp8"], "dtype 'fp8' is unknown"),
-        (["--family", "policy,logprob"], "did you mean logprobs?"),
-        (["--workers", "-3"], "-3 is not in the range"),
-        (["--workers", "0"], "0 is not in the range"),
-    ],
-)
-def test_a_slip_of_the_pen_is_named(words, says, tmp_path):
-    done = CliRunner().invoke(commands.main, ["run", *words, "--reports", str(tmp_path)])
-    assert done.exit_code == 2
-    assert says in done.output
-    assert "Traceback" not in done.output
-
-
 @pytest.mark.parametrize(("narrowed", "kept"), [([], 1), (["--family", "logprobs"], 0), (["--dtype", "fp32"], 0)])
 def test_a_whole_run_is_kept_for_later_ones(tmp_path, monkeypatch, narrowed, kept):
     row = {"case": "c", "family": "logprobs", "implementation": "a.b", "dtype": "fp32", "device": "cpu"}

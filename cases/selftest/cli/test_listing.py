@@ -36,21 +36,6 @@ def test_each_section_is_a_table(words, says):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--family", "polcy"], "did you mean policy?"),
-        (["--settings", "divergenc"], "did you mean divergence?"),
-        (["--checks", "dpo-trainr"], "did you mean dpo-trainer?"),
-        (["--checks", "policy"], "trainer 'policy' is unknown"),
-        (["--checks", "dpo-trainer", "--profiles"], "use one of"),
-    ],
-)
-def test_a_slip_of_the_pen_is_named(words, says):
-    done = printed("list", *words)
-    assert done.exit_code == 2 and says in done.output
-
-
-@pytest.mark.parametrize(
     ("words", "word", "offers"),
     [
         (["run", "--family"], "logprobs,po", ["logprobs,policy"]),

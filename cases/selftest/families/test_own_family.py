@@ -101,7 +101,7 @@ def test_two_environments_are_compared_on_it(name, tmp_path):
     made = environment(tmp_path / "env")
     file = shutil.copy(FILE, tmp_path / "own.py")
     wanted = [f"{file}:right"]
-    frozen = compare.of_own([RIGHT])
+    frozen = compare.cases([RIGHT])
     assert {case.family for _, case in frozen} == {name} and len(frozen) == 6
     looks = [look.look(made, [case for _, case in frozen], wanted).rows]
     Path(file).write_text(Path(file).read_text().replace("(-1, keepdim=True) + eps) * w", "(-1, keepdim=True)) * w"))

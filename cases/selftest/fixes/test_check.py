@@ -5,8 +5,10 @@ import sys
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from parity import data
+from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.fixes import check
 from parity.results.ledger import Ledger
@@ -95,12 +97,12 @@ def test_three_answers():
     [
         ("x.yaml", "a: [1", "x.yaml: not a readable"),
         ("x.yaml", "3", "x.yaml: expected a table"),
-        ("x.yaml", "services: {web: 1}", "x.yaml: it has no setting of a trainer"),
+        ("x.yaml", "services: {web: 1}", "x.yaml: its settings are none of a trainer"),
         ("x.yaml", "learning_rate: 1.0e-6", "x.yaml: its settings fit .*, GRPOTrainer.*say which runs it"),
         ("x.json", "{", "x.json: not a readable"),
         ("x.py", "import trl", "x.py: expected settings in a .yaml or .json file"),
         ("training_args.bin", "", "training_args.bin: expected settings in a .yaml or .json file"),
-        ("", "", "no such file"),
+        ("", "", "cannot be read: No such file"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path, name, text, told):
@@ -140,9 +142,14 @@ def test_the_arguments_that_a_trainer_saves(tmp_path, trainer):
 
 def test_the_command(tmp_path):
     def run(*arguments):
-        command = [sys.executable, "-m", "parity.fixes", "check", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return CliRunner().invoke(main, ["findings", "--config", *map(str, arguments)])
 
     done = run(config(tmp_path, "model_name_or_path: google/recurrentgemma-2b\n"), "--trainer", "SFTTrainer")
-    assert (done.returncode, "[high] softcap-names" in done.stdout) == (1, True)
-    assert run(tmp_path / "missing.yaml").returncode == 2
+    assert (done.exit_code, "[high] softcap-names" in done.output) == (1, True)
+    fine = "model_name_or_path: Qwen/Qwen2.5-0.5B\ngradient_checkpointing: false\n"
+    assert run(config(tmp_path, fine), "--trainer", "SFTTrainer").exit_code == 0
+    assert run(tmp_path / "missing.yaml").exit_code == 2
+    done = subprocess.run(
+        [sys.executable, "-m", "parity.fixes", "check", "x"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "parity findings --config FILE" in done.stderr

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from cases.selftest.nightly.nights import yesterday
 from parity.cli.commands import main
-from parity.cli.nightly import duration
+from parity.cli.options import seconds as seconds_of
 from parity.errors import UsageError
 from parity.nightly import night, proof, steps
 from parity.results import memory
@@ -45,13 +45,13 @@ def test_the_gravest_part_decides(codes, expected):
 
 @pytest.mark.parametrize("text, seconds", [("6h", 21600), ("90m", 5400), ("1h30m", 5400), ("45s", 45)])
 def test_times(text, seconds):
-    assert duration(text).total_seconds() == seconds
+    assert seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "h", "6", "six hours", "-1h", "1h2h"])
 def test_a_time_that_cannot_be_read(text):
     with pytest.raises(UsageError, match="cannot be read"):
-        duration(text)
+        seconds_of(text)
 
 
 def test_a_whole_short_night_and_the_next_one(tmp_path, warm_workers):

@@ -1,12 +1,10 @@
 """The verdict about an upgrade: the gravest of its parts, or that about the team's own settings."""
 
 import dataclasses
-import os
 import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 from msgspec.structs import replace
 
 from cases.selftest.results.test_memory import row
@@ -14,7 +12,6 @@ from parity.errors import UsageError
 from parity.nightly import upgrade
 from parity.nightly.upgrade import CHANGED, NOT_SAFE, SAFE, UNKNOWN, Part
 from parity.results.memory import CommandOutcome
-from parity.versions import team
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.compare import Compared
 from parity.versions.environment import Environment
@@ -61,8 +58,8 @@ def test_the_verdict_is_about_the_own_settings_where_there_are_some(own, others,
 
 
 HERE = Environment(None, {}, {}, None, "index", {})
-SAME = Compared((HERE, HERE), 9, (100, 100), (), [])
 RIGHT, WRONG = row(), row(verdict="disagree", headroom=3.0)
+SAME = Compared((HERE, HERE), 9, ([RIGHT] * 100, [RIGHT] * 100), (), [])
 NOT_THERE, NOR_THIS = (row(verdict="unsupported", quantity=None, message=f"{n} blocks | too many") for n in (137, 1100))
 DEFAULT = "GRPOConfig, defaults changed: pad_to_multiple_of 'auto' -> None"
 
@@ -78,7 +75,7 @@ def pair(before, after):
         (
             {"moved": [pair(RIGHT, WRONG), pair(WRONG, RIGHT)], "notes": [DEFAULT]},
             NOT_SAFE,
-            "1 worse; 1 better; GRPO",
+            "1 quantities are wrong; 1 worse; 1 better; GRPO",
         ),
         ({"moved": [pair(WRONG, RIGHT)]}, CHANGED, "1 better"),
         (
@@ -88,7 +85,7 @@ def pair(before, after):
         ),
         ({"notes": [DEFAULT]}, CHANGED, DEFAULT),
         (
-            {"judged": (100, 79), "moved": [pair(RIGHT, NOT_THERE)]},
+            {"rows": ([RIGHT] * 100, [RIGHT] * 79), "moved": [pair(RIGHT, NOT_THERE)]},
             UNKNOWN,
             "79 of 100 quantities could be judged there; 1",
         ),
@@ -120,11 +117,12 @@ def test_the_own_settings_have_a_limit_on_the_clock_and_the_rest_goes_on(tmp_pat
     (root / "bin" / "python").write_text("#!/bin/sh\nsleep 60\n")
     (root / "bin" / "python").chmod(0o755)
     made = Environment(root, {}, {}, None, "index", {})
-    monkeypatch.setattr(upgrade.Environment, "of", lambda specs: made)
+    monkeypatch.setattr(upgrade.compare.Environment, "of", lambda specs: made)
     config = tmp_path / "grpo.yaml"
     config.write_text("beta: 0.04")
     monkeypatch.setattr(upgrade.steps, "run", lambda name, *_: CommandOutcome(name, "", 0, 1.0, ""))
-    monkeypatch.setattr(upgrade.compare, "compare", lambda *_, **more: SAME)
+    whole = upgrade.compare.compare
+    monkeypatch.setattr(upgrade.compare, "compare", lambda *_, **more: whole(*_, **more) if more["asked"] else SAME)
     begun = time.monotonic()
     found, parts = upgrade.check("trl==1.15.0", config, tmp_path, lambda line: None, limit=1.0)
     assert time.monotonic() - begun < 30 and found == UNKNOWN
@@ -158,60 +156,39 @@ def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeyp
         (
             lambda case: NOT_THERE if case.settings["beta"] != 0.04 else RIGHT,
             CHANGED,
-            "right; 2 judged before and not there",
+            "2 judged before and not there",
         ),
     ],
     ids=["the same", "wrong in bf16", "bf16 not judged", "neighbours not judged"],
 )
 def test_settings_that_are_not_judged_there_are_not_called_right(tmp_path, monkeypatch, there, found, said):
     """1.15.0's kernels in bf16 are judged on a GPU alone: the check said "right, 3 quantities moved inside their gates"."""
-    monkeypatch.setattr(upgrade.Environment, "of", lambda specs: HERE)
+    monkeypatch.setattr(upgrade.compare.Environment, "of", lambda specs: HERE)
 
     def both(made, asked, *_, **__):
         def rows(what):
-            return [replace(what(case), case=case.id, dtype=case.dtype) for _, case in asked[0]]
+            return [replace(what(case), case=case.id, dtype=case.dtype) for _, case in asked]
 
-        return [SimpleNamespace(rows=rows(one)) for one in (lambda case: RIGHT, there)]
+        return [SimpleNamespace(rows=rows(one), config={}) for one in (lambda case: RIGHT, there)]
 
     monkeypatch.setattr(upgrade.compare, "both", both)
     config = tmp_path / "grpo.yaml"
     config.write_text("beta: 0.04")
-    part = upgrade.own_settings("trl==1.16.0", "trl==1.15.0", team.read(config), "cpu")
+    part = upgrade.own_settings("trl==1.16.0", "trl==1.15.0", config, "cpu")
     assert (part.verdict, part.summary[: len(said)]) == (found, said)
 
 
-class Hostile:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def test_a_config_is_read_from_yaml_json_and_what_a_trainer_saved(tmp_path):
-    from trl import GRPOConfig
-
+def test_a_teams_settings_are_cases_and_so_are_their_neighbours(tmp_path):
     wanted = {"beta": 0.04, "loss_type": "dapo", "epsilon_high": 0.28}
-    made = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **wanted)
-    (tmp_path / "grpo.yaml").write_text("beta: 0.04\nloss_type: dapo\nepsilon_high: 0.28\n")
-    (tmp_path / "grpo.json").write_text(made.to_json_string())
-    torch.save(made, tmp_path / "training_args.bin")
-    found = {path.suffix: team.read(path) for path in tmp_path.glob("*.*")}
-    assert dict(found[".yaml"].settings) == wanted
-    assert {name: found[".json"].settings[name] for name in wanted} == wanted
-    assert found[".bin"].settings == found[".json"].settings and "learning_rate" in found[".bin"].others
-    assert [c.settings["beta"] for label, c in team.cases(found[".bin"]) if label == upgrade.OWN] == [0.04] * 6
-
-
-def test_nothing_in_a_saved_config_is_called(tmp_path):
-    path = tmp_path / "training_args.bin"
-    torch.save({"beta": Hostile(tmp_path / "made")}, path)
-    with pytest.raises(UsageError, match="no config that a trainer saved"):
-        team.read(path)
-    torch.save(Hostile(tmp_path / "made"), path)
-    with pytest.raises(UsageError):
-        team.read(path)
-    assert not (tmp_path / "made").exists()
+    found = list(upgrade.own_cases(wanted))
+    mine = [case for label, case in found if label == upgrade.OWN]
+    assert [{n: case.settings[n] for n in wanted} for case in mine] == [wanted] * 6
+    moved = {label: case.settings for label, case in found if label != upgrade.OWN}
+    assert moved["beta=0.08"]["beta"] == 0.08 and moved["loss_type=bnpo"]["epsilon_high"] == 0.28
+    assert "loss_type=dapo" not in moved
+    (tmp_path / "sft.yaml").write_text("packing: true")
+    with pytest.raises(UsageError, match="sets none of .*beta"):
+        upgrade.own_settings("trl==1.16.0", "trl==1.15.0", tmp_path / "sft.yaml", "cpu")
 
 
 def test_next_is_the_newest_release(monkeypatch):

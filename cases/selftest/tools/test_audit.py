@@ -253,22 +253,6 @@ def test_the_command_on_a_users_own_function(tmp_path, monkeypatch):
     assert (case.settings["delta"], implementation) == (1.8, "own.py:loss")
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (("--family", "nothing"), "nothing"),
-        (("--setting", "nothing"), "nothing"),
-        (("--device", "tpu"), "tpu"),
-        (("--implementation", "nobody"), "nobody"),
-    ],
-)
-def test_what_does_not_exist_is_one_line_and_exit_2(words, named):
-    done = CliRunner().invoke(main, ["audit", *words])
-    assert done.exit_code == 2
-    assert named in done.output
-    assert len(done.output.strip().splitlines()) == 1
-
-
 def test_a_control_that_the_audit_never_faults():
     for label in ("temperature", "ratio=token", "loss_type=dapo", "mode"):
         assert asked(control("control.policy.reordered"), label).answer == "honoured"

@@ -1,13 +1,16 @@
 """Batches of real steps as cases: captured, read with their hash, judged, minimised; refused where they contradict themselves."""
 
+import inspect
 import json
 import shutil
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import parity
 from parity.case.case import Case
+from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.implementations.user import from_function
 from parity.judging.assess import CaseOracle
@@ -147,6 +150,19 @@ def test_the_smallest_part_keeps_all_that_failed(captured, tmp_path):
     }
     with pytest.raises(UsageError, match="agrees, so there is nothing to minimise"):
         minimise(Case.load(captured), implementation(policy_loss), tmp_path / "none.json")
+
+
+def test_replay_minimises_and_says_how_far(captured, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("\n\n".join(["import torch", *map(inspect.getsource, (policy_loss, five_percent_in_the_last_row))]))
+    words = ["replay", str(captured), "--minimise", str(tmp_path / "small.json"), "--implementation"]
+    done = CliRunner().invoke(main, [*words, f"{own}:five_percent_in_the_last_row"])
+    assert done.exit_code == 1 and "B=1 T=1 V=2 H=1 of B=3 T=5 V=11 H=8" in " ".join(done.output.split()), done.output
+    assert f"parity replay {tmp_path / 'small.json'}" in "".join(done.output.split("\n"))
+    done = CliRunner().invoke(main, [*words, f"{own}:policy_loss"])
+    assert done.exit_code == 125 and "agrees, so there is nothing to minimise" in done.output
+    done = CliRunner().invoke(main, ["replay", "one-token", "--minimise", "x.json", "--implementation", "trl.*"])
+    assert done.exit_code == 125 and "--minimise needs one --implementation" in done.output
 
 
 def edited(path, **fields):

@@ -251,24 +251,19 @@ def test_what_a_script_lacks_is_named_with_the_command_that_installs_it():
 
 
 def test_a_script_is_made_whole_from_its_setup(tmp_path):
+    """Each setup once, in the place of the first import of it: what it sets before it imports something stays before that."""
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "setup_a.py").write_text(
-        "import json\n\nUSED, IDLE = 1, 2\nLOST = 3\n\n\ndef idle():\n    pass\n"
-    )
-    (tmp_path / "scripts" / "one.py").write_text(
-        "# lib 1: x\n# why\nimport math\nfrom setup_a import USED\n\nprint(math.pi, USED)\n"
-    )
+    for name, text in {
+        "setup_a": "import os\n\nos.environ['A'] = '1'\nUSED = 1\n",
+        "setup_b": "from setup_a import USED\n\nTWO = 2 * USED\n",
+        "one": "# lib 1: x\n# why\nfrom setup_b import TWO\nfrom setup_a import USED\n\nprint(TWO, USED)\n",
+    }.items():
+        (tmp_path / "scripts" / f"{name}.py").write_text(text)
     code = written.script(tmp_path, "one")
-    assert code.splitlines() == [
-        "# lib 1: x",
-        "# why",
-        "import math",
-        "",
-        "USED, IDLE = 1, 2",
-        "",
-        "",
-        "print(math.pi, USED)",
-    ]
+    assert (
+        code
+        == "# lib 1: x\n# why\nimport os\n\nos.environ['A'] = '1'\nUSED = 1\n\nTWO = 2 * USED\n\nprint(TWO, USED)\n"
+    )
     assert written.script(tmp_path, "two") is None
 
 

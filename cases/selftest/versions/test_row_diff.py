@@ -1,14 +1,13 @@
 """What moved between two sets of rows; without an environment."""
 
 import pytest
-from msgspec.structs import replace
 
 from parity.case.case import Case
 from parity.cli.show import text
 from parity.decoding import save_json, saved
 from parity.results.row import Row
 from parity.running.find import find
-from parity.versions import compare, history, row_diff
+from parity.versions import compare, row_diff
 from parity.versions.look import Look
 
 CASE = Case("policy", 1, "fp32", {})
@@ -21,9 +20,9 @@ def row(**changed):
     return Row(**WHERE | base | numbers | changed)
 
 
-def differences(before, after, **options):
+def differences(before, after):
     names = [("named", CASE)]
-    return row_diff.differences(row_diff.side(before, names), row_diff.side(after, names), **options)
+    return row_diff.differences(row_diff.side(before, names), row_diff.side(after, names))
 
 
 WRONG = {"verdict": "disagree", "headroom": 9.0, "value": 2.0, "dist": 1.0}
@@ -57,18 +56,12 @@ def test_what_did_not_move_is_left_out():
     assert differences([row(**WHOLE, verdict="refused")], [row(**WHOLE, verdict="refused")]) == []
 
 
-def test_under_settings_of_their_own_a_value_inside_its_gate_counts():
-    found = differences([row(headroom=0.1)], [row(headroom=0.1, value=2.0, value_oracle=2.0)], settings_too=True)
-    assert [m.mark for m in found] == ["~"]
-    assert "1 -> 2" in row_diff.table(found)
-
-
 def test_the_clearest_comes_first_and_is_what_a_search_follows(monkeypatch):
     quantities = {"loss": 9.0, "grad_weight": 900.0, "grad_hidden": 2.0}
     before = [row(quantity=q) for q in quantities]
     after = [row(quantity=q, **WRONG | {"headroom": h}) for q, h in quantities.items()]
     monkeypatch.setattr(compare, "Environment", type("E", (), {"of": staticmethod(lambda specs, hold: specs)}))
-    monkeypatch.setattr(compare, "cases", lambda: [("named", CASE)])
+    monkeypatch.setattr(compare, "cases", lambda *_: [("named", CASE)])
     monkeypatch.setattr(compare, "both", lambda *_: [Look(before, {}), Look(after, {})])
     check = compare.first_difference("trl", "1.0.0", "1.1.0", (), (), "broken", "cpu")
     assert (check.name, check.quantities, check.failure) == ("named", ("grad_weight",), "disagree")
@@ -91,49 +84,34 @@ def test_the_first_difference_survives_being_killed(tmp_path):
     assert saved(compare.CaseCheck, tmp_path / "never") is None
 
 
-def test_all_defaults_are_the_releases_own():
-    policy = [(name, case) for name, case in compare.cases() if case.family == "policy"]
-    one = compare._with_defaults(policy, {"loss_type": "bnpo", "beta": 0.04, "top_k": 50})
-    settings = [case.settings for _, case in one]
-    assert all((s["loss_type"], s["beta"]) == ("bnpo", 0.04) for s in settings)
-    assert not any("delta" in s or "entropy_quantile" in s for s in settings), "what nobody set is at its default"
-    assert len({case.id for _, case in one}) == len(one) < len(policy)
-
-
 def test_compare_runs_every_trainer_once_and_a_named_implementation_only_its_own_cases():
-    twins = dict(compare.twins())
-    assert {case.family for case in twins.values()} >= {"grpo-trainer", "sft-trainer", "dpo-trainer", "kto-trainer"}
-    assert all(case.settings["check"] == "twins" for case in twins.values())
-    name, case = next(iter(twins.items()))
-    assert find(name) == (case, f"{case.family}.released"), "what the table names can be replayed"
     wanted = compare.implementations(())
     assert "grpo-trainer.released" in wanted and not any(one.endswith("-trainer.fixed") for one in wanted)
-    assert compare.of(list(twins.items()), ["trl.GRPOTrainer"]) == []
-    assert compare.of(list(twins.items()), wanted) == list(twins.items())
+    twins = {name: case for name, case in compare.cases(wanted) if case.settings.get("check") == "twins"}
+    assert {case.family for case in twins.values()} >= {"grpo-trainer", "sft-trainer", "dpo-trainer", "kto-trainer"}
+    name, case = next(iter(twins.items()))
+    assert find(name) == (case, f"{case.family}.released"), "what the table names can be replayed"
+    assert {case.family for _, case in compare.cases(["trl.GRPOTrainer"])} == {"policy"}
 
 
-def test_a_trainers_loss_is_not_taken_for_its_gradient():
-    case = next(iter(dict(compare.twins()).values()))
-    check = compare.CaseCheck("r", case, f"{case.family}.released")
-    one = history.Record("r", "what", "trl", ((("trl==1"),),), (), check)
-    wrong = row(case=case.id, implementation=check.implementation, **WRONG)
-    found = history._judged(one, ("trl==1",), True, [wrong])
-    assert found.as_recorded and "loss 2 (definition 1)" in found.sentence and found.factor is None
-    told = history._judged(one, ("trl==1",), True, [wrong, replace(wrong, quantity="grad_weight")])
-    assert told.factor == 2.0
+def test_compare_can_be_asked_for_some_families_and_for_more_cases_than_the_frozen_ones():
+    wanted = compare.implementations(())
+    frozen = compare.cases(wanted, ["divergence"])
+    more = compare.cases(wanted, ["divergence"], "quick")
+    assert frozen and {case.family for _, case in more} == {"divergence"}
+    drawn = list(compare.drawn("divergence", "quick"))
+    assert len(drawn) >= 10 and more == [*frozen, *((case.id, case) for case in drawn)]
 
 
-def test_a_comparison_under_each_sides_defaults_shows_what_moved_inside_the_gates(monkeypatch):
+def test_a_comparison_shows_what_moved_and_which_defaults_did(monkeypatch):
     looks = [Look([row(headroom=0.1, value=v)], {"beta": 0.0, "top_k": k}) for v, k in ((1.0, None), (2.0, 0))]
     stub = type("E", (), {"partners": "torch", "versions": {"trl": "1"}, "of": classmethod(lambda cls, specs: cls)})
     monkeypatch.setattr(compare, "Environment", stub)
-    monkeypatch.setattr(compare, "cases", lambda: [("named", CASE)])
+    monkeypatch.setattr(compare, "cases", lambda *_: [("named", CASE)])
     monkeypatch.setattr(compare, "both", lambda *_, **__: looks)
     plain = compare.compare((["trl==1"], ["trl==2"])).text()
     assert "0 worse (+), 0 better (-), 0 otherwise moved (~)" in plain
     assert "GRPOConfig, defaults changed: top_k None -> 0" in plain
-    own = compare.compare((["trl==1"], ["trl==2"]), all_defaults=True)
-    assert "1 otherwise moved (~)" in own.text() and own.exit_code == 0
     looks[1] = Look([row(**WRONG)], {})
     worse = compare.compare((["trl==1"], ["trl==2"])).json()
     assert worse["exit_code"] == 1 and worse["judged"] == (1, 1)

@@ -26,12 +26,6 @@ ROOT = Path(__file__).resolve().parents[3]
 PRODUCT = (
     "import torch; torch.set_num_threads(1); x = torch.ones(1024, 1024, dtype=torch.float64)\nfor _ in range(8): x @ x"
 )
-COMMAND = """import importlib.util, runpy
-if importlib.util.find_spec("parity.__main__"):
-    runpy.run_module("parity", run_name="__main__")
-else:  # before revision 9d94a0d
-    __import__("parity.cli").cli.main()
-"""
 YARDSTICKS = {"import of torch": "import torch", "8 products of 1,024 x 1,024 matrices in float64": PRODUCT}
 
 
@@ -78,7 +72,7 @@ def rate(root: Path, family: str, profile: str, run: Callable[[list[str], Path],
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.ndjson"
         words = ["run", "--profile", profile, "--family", family, *"--workers 1 --device cpu --reports".split(), folder]
-        seconds = run([sys.executable, "-c", COMMAND, *words, "--results", str(results)], root)
+        seconds = run([sys.executable, "-m", "parity", *words, "--results", str(results)], root)
         if not results.exists():
             sys.exit(f"{root}: parity {' '.join(words)} wrote no results")
         with results.open() as lines:

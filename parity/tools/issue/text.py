@@ -95,35 +95,18 @@ def _short(value: Any) -> str:
 
 
 def effect(failing: Sequence[Row]) -> str:
-    """What goes wrong, in a few words: the exception, what is not finite or missing, a factor, or a relative error."""
+    """What goes wrong, in a few words: a relative error, else the message."""
     if not failing:
         return "differs from its definition"
-    first = failing[0]
-    if first.quantity is None:
-        return f"{first.verdict}: {first.message}"[:90]
-    if odd := [r for r in failing if r.value is None and r.value_oracle is not None]:
-        return f"{_cell(odd[0])} in {', '.join(str(r.quantity) for r in odd)}"
-    value, truth = first.value, first.value_oracle
-    if value is not None and truth and first.quantity == "loss" and not 0.99 < value / truth < 1.01:
-        return f"loss is {value / truth:.3g} times what it should be"
-    errors = [(r.dist / abs(r.value_oracle), str(r.quantity)) for r in failing if r.dist and r.value_oracle]
-    if errors:
+    if errors := [(r.dist / abs(r.value_oracle), str(r.quantity)) for r in failing if r.dist and r.value_oracle]:
         error, quantity = max(errors)
         return f"{quantity} off by {100 * error:.2g} %"
-    return f"{first.quantity}: {first.message}"[:90]
+    return f"{failing[0].subject}: {failing[0].message}"[:90]
 
 
 def _setting(case: Case) -> str:
     settings = ", ".join(f"{n}={v!r}" for n, v in case.settings.items() if n not in ("grad", "cotangent", "check"))
     return f"With {DTYPES.get(case.dtype, case.dtype)} and {settings or 'every setting at its default'}."
-
-
-def _cell(row: Row) -> str:
-    """What stands for a value that is not finite or not there."""
-    message = row.message or ""
-    if message.startswith(("no gradient", "missing")):
-        return "none"
-    return "nan" if "NaN" in message and not message.startswith("0 NaN") else "inf"
 
 
 def numbers(output: str) -> str:

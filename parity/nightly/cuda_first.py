@@ -4,17 +4,17 @@ Each step is worth something alone and ends within ten minutes; one that fails o
 """
 
 import collections
-import dataclasses
 import datetime
 import re
-import subprocess
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from parity.nightly.steps import run
+from parity.results.memory import CommandOutcome
 from parity.results.report import measured
+from parity.results.report.rows import read
 from parity.results.row import Row
 from parity.running import gpu
 from parity.running.provenance import header
@@ -27,65 +27,25 @@ PLAIN = ("-o", "addopts=--import-mode=importlib -ra -p no:cacheprovider")
 FROZEN = ("one-token", "policy-window", "divergence-window")
 
 
-@dataclasses.dataclass(frozen=True)
-class FirstHourCommand:
-    """A command of the first hour and what it is for; `results` names the folder of its rows, if it writes any."""
-
-    name: str
-    command: tuple[str, ...]
-    results: Path | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Done:
-    """A step, how it ended (None: it ran past its limit), how long it took, and the end of what it said."""
-
-    step: FirstHourCommand
-    code: int | None
-    seconds: float
-    said: str
-
-
-def steps() -> tuple[FirstHourCommand, ...]:
+def steps() -> dict[str, tuple[str, ...]]:
     """The hour in order: what is there, three frozen cases, each family and a trainer, what only CUDA has, benchmarks."""
-    parity = (sys.executable, "-m", "parity")
-    out = [FirstHourCommand("doctor", (*parity, "doctor"))]
-    out += [FirstHourCommand(f"replay {case}", (*parity, "replay", case, "--device", "cuda")) for case in FROZEN]
+    out: dict[str, tuple[str, ...]] = {"doctor": ("doctor",)}
+    out |= {f"replay {case}": ("replay", case, "--device", "cuda") for case in FROZEN}
     for name in ("logprobs", "policy", "divergence", "grpo-trainer"):
-        folder = REPORTS / name
-        run = (*parity, "run", "--profile", "quick", "--device", "cuda", "--family", name, "--reports", str(folder))
-        out.append(FirstHourCommand(f"quick {name}", run, folder / "results.ndjson"))
-    pytest = (sys.executable, "-m", "pytest", "-q", *PLAIN)
-    out += [
-        FirstHourCommand(
-            " ".join(words), (*pytest, f"cases/cuda/test_{words[0]}.py", *(("-k", words[1]) if words[1:] else ()))
-        )
-        for words in (
-            ["faults"],
-            ["soak"],
-            ["large", "vocabularies"],
-            ["large", "beyond"],
-            ["large", "lock"],
-            ["contexts"],
-        )
-    ]
-    for name in ("replicas", "losses", "step"):
-        words = (f"cases/bench/test_{name}.py", "--benchmark-only")
-        out.append(FirstHourCommand(f"bench {name}", (*pytest, *words)))
-    return tuple(out)
-
-
-def run(step: FirstHourCommand, limit: float = LIMIT) -> Done:
-    """Run a step; what it raises or exceeds is its result."""
-    begun = time.monotonic()
-    try:
-        done = subprocess.run(step.command, capture_output=True, text=True, timeout=limit, errors="replace")
-        code, said = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired as error:
-        code, said = None, f"no end in {limit:.0f} s\n{(error.stdout or b'')[-2000:]!r}"
-    except OSError as error:
-        code, said = None, str(error)
-    return Done(step, code, time.monotonic() - begun, "\n".join(said.splitlines()[-30:]))
+        words = ("run", "--profile", "quick", "--device", "cuda", "--family", name)
+        out[f"quick {name}"] = (*words, "--reports", str(REPORTS / name))
+    pytest = ("pytest", "-q", *PLAIN)
+    for file, *part in (
+        ["faults"],
+        ["soak"],
+        *(["large", word] for word in ("vocabularies", "beyond", "lock")),
+        ["contexts"],
+    ):
+        out[" ".join([file, *part])] = (*pytest, f"cases/cuda/test_{file}.py", *(("-k", *part) if part else ()))
+    out |= {
+        f"bench {n}": (*pytest, f"cases/bench/test_{n}.py", "--benchmark-only") for n in ("replicas", "losses", "step")
+    }
+    return out
 
 
 def quantiles(rows: Iterable[Row]) -> list[str]:
@@ -102,7 +62,7 @@ def quantiles(rows: Iterable[Row]) -> list[str]:
     return measured.table(["implementation", "gate", "rows", "median", "99 %", "worst"], out)
 
 
-def page(about: dict[str, object], done: Sequence[Done], rows: Sequence[Row]) -> str:
+def page(about: dict[str, object], done: Sequence[CommandOutcome], rows: Sequence[Row]) -> str:
     """What a reader must know of the hour: where it ran, what was compared there, what is new, each step's end."""
     on_gpu = {(r.implementation, r.case) for r in rows if r.device == "cuda" and r.judged}
     on_cpu = {(r.implementation, r.case) for r in rows if r.device == "cpu" and r.judged}
@@ -113,9 +73,9 @@ def page(about: dict[str, object], done: Sequence[Done], rows: Sequence[Row]) ->
     lines += [f"- {count} × {' · '.join(map(str, what))}" for what, count in new.most_common(40)] or ["Nothing."]
     lines += ["", "## Headroom", "", *quantiles(rows), "", "## Steps", ""]
     for one in done:
-        end = "ran past its limit" if one.code is None else f"exit code {one.code}"
-        lines += [f"### {one.step.name}: {end}, {one.seconds:.0f} s", "", f"`{' '.join(one.step.command[1:])}`", ""]
-        lines += ["```", one.said.replace("```", "'''"), "```", ""]
+        end = "ran past its limit" if one.exit_code is None else f"exit code {one.exit_code}"
+        lines += [f"### {one.name}: {end}, {one.seconds:.0f} s", "", f"`{one.command}`", ""]
+        lines += ["```", one.tail.replace("```", "'''"), "```", ""]
     return "\n".join(lines)
 
 
@@ -135,19 +95,18 @@ def main(folder: Path = Path("docs/results")) -> int:
     if not torch.cuda.is_available():
         print(gpu.unusable() or "no CUDA device here: nothing of the first hour can be run", file=sys.stderr)
         return NOTHING
-    from parity.results.report.rows import read
-
     about = described()
-    done: list[Done] = []
+    done: list[CommandOutcome] = []
     rows: list[Row] = []
     today = datetime.datetime.now(datetime.UTC).date()
     path = folder / f"{re.sub('[^a-z0-9]+', '-', str(about['device_name']).lower())}-{today}.md"
     folder.mkdir(parents=True, exist_ok=True)
-    for step in steps():
-        done.append(run(step))
-        print(f"{step.name}: {done[-1].code}, {done[-1].seconds:.0f} s", flush=True)
-        if step.results is not None and step.results.exists():
-            rows += read(step.results)[1]
+    for name, words in steps().items():
+        done.append(run(name, words, REPORTS / f"{name}.log", LIMIT))
+        print(f"{name}: {done[-1].exit_code}, {done[-1].seconds:.0f} s", flush=True)
+        results = Path(words[-1]) / "results.ndjson"
+        if words[0] == "run" and results.exists():
+            rows += read(results)[1]
         path.write_text(page(about, done, rows), encoding="utf-8")
     print(f"written: {path}")
     return 0
