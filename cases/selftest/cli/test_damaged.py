@@ -102,13 +102,17 @@ def originals() -> dict[str, tuple[str, list[str]]]:
     """Reader -> the suffix of its files and texts that it reads."""
     cases = [p.read_text() for p in data.frozen_cases()[::7]]
     records = [p.read_text() for p in sorted((data.cases_dir() / "history").glob("*.toml"))[::6]]
-    rows = "\n".join(json.dumps(r) for r in (HEADER, ROW, ROW | {"quantity": "grad_hidden"})) + "\n"
+    older = "\n".join(json.dumps(r) for r in (HEADER, ROW, ROW | {"quantity": "grad_hidden"})) + "\n"
+    case = {name: ROW[name] for name in ("case", "family", "dtype", "device", "settings")}
+    quantities = [{name: ROW[name] for name in ("quantity", "verdict", "headroom", "gates", "worst", "class")}]
+    comparison = {"case": ROW["case"], "implementation": "a.b", "role": "reference", "quantities": 2 * quantities}
+    rows = "\n".join(json.dumps(r) for r in (HEADER | {"schema": 2}, case, comparison)) + "\n"
     entry = data.ledger_file().read_text().split("[[finding]]")[1:5]
     entries = ["[[finding]]" + e for e in entry]
     return {
         "case": (".json", cases),
         "ledger": (".toml", entries),
-        "report": (".ndjson", [rows]),
+        "report": (".ndjson", [rows, older]),
         "record": (".toml", records),
     }
 

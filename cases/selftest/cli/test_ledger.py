@@ -9,8 +9,9 @@ from click.testing import CliRunner
 from parity import data
 from parity.case.case import Frozen
 from parity.cli.commands import main
+from parity.results.header import Last
 from parity.results.ledger import Ledger
-from parity.results.report.rows import read
+from parity.results.report.rows import read, rewrite, writer
 
 KERNEL = """
 import torch
@@ -118,8 +119,10 @@ def test_a_case_that_is_no_finding(red):
 
 def test_a_run_without_new_findings_has_nothing_to_accept(red, tmp_path):
     results, mine = tmp_path / "results.ndjson", tmp_path / "mine.toml"
-    lines = (red / "reports/results.ndjson").read_text().splitlines(keepends=True)
-    results.write_text("".join(line for line in lines if '"verdict": "disagree"' not in line))
+    header, rows = read(red / "reports/results.ndjson")
+    rewrite(results, header, [row for row in rows if row.verdict != "disagree"])
+    with writer(results, append=True) as write:
+        write(Last(end=header.end, run=header.run))
     shutil.copy(data.ledger_file(), mine)
     done = CliRunner().invoke(main, ["ledger", "add", "--all", "--run", str(results), "--ledger", str(mine)])
     assert done.exit_code == 0 and "no new findings" in done.output

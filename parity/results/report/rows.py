@@ -140,8 +140,10 @@ def _rounded(row: Row) -> Row:
     sizes = {name: finite(getattr(row, name)) for name in ("headroom", "max_abs", "dist", "atol", "rtol", "slope")}
     values = {name: finite(getattr(row, name), VALUE) for name in ("value", "value_oracle", "value_reference")}
     gates = {name: finite(size) for name, size in row.gates.items()}
-    entry = {"value": VALUE, "oracle": VALUE, "error": SIZE}
-    worst = [{n: finite(x, entry[n]) if n in entry else x for n, x in one.items()} for one in row.worst]
+    digits = {"value": VALUE, "oracle": VALUE, "error": SIZE}
+    worst = [
+        {n: finite(x, digits.get(n, 17)) if isinstance(x, float) else x for n, x in one.items()} for one in row.worst
+    ]
     return replace(row, gates=gates, worst=worst, **sizes, **values)
 
 
