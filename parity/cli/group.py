@@ -79,7 +79,8 @@ class Group(Commands):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The command line itself; calls from Python go through `main` and stay in their process."""
         words = sys.argv[1:]
-        if words[:1] and words[0] in IN_PROCESS and not {"-h", "--help"} & set(words):
+        other = any(word == "--with" or word.startswith("--with=") for word in words)  # watched in its environment
+        if words[:1] and words[0] in IN_PROCESS and not other and not {"-h", "--help"} & set(words):
             sys.exit(_watched(words))
         return super().__call__(*args, **kwargs)
 

@@ -140,12 +140,13 @@ RAY = click.option(
 
 
 def with_versions(command: Callable[..., None]) -> Callable[..., None]:
-    """`--with`: the command, as it was called, inside an environment of other versions."""
+    """`--with`: the process becomes the command, as it was called, inside an environment of other versions."""
 
     @functools.wraps(command)
     def here_or_inside(specs: tuple[str, ...], **given: Any) -> None:
         if not specs:
-            return command(**given)
+            command(**given)
+            return
         if given.get("ray"):
             raise UsageError(
                 "--ray and --with cannot be used together: other releases are installed on this machine only"
@@ -155,7 +156,7 @@ def with_versions(command: Callable[..., None]) -> Callable[..., None]:
         words = sys.argv[1:]
         values = {n + 1 for n, word in enumerate(words) if word == "--with"}
         kept = [w for n, w in enumerate(words) if n not in values and w != "--with" and not w.startswith("--with=")]
-        sys.exit(run_inside(specs, kept))
+        run_inside(specs, kept)
 
     said = "use this version, installed in a separate environment"
     return click.option("--with", "specs", multiple=True, metavar="PKG==VER", help=said)(here_or_inside)

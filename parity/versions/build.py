@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 from packaging.utils import canonicalize_name
 
@@ -55,10 +56,11 @@ def site_packages(root: Path) -> Path:
 
 
 @contextlib.contextmanager
-def claim(root: Path, *, shared: bool = False, wait: bool = True) -> Iterator[bool]:
-    """Holds the environment at `root`: shared while it is used, alone while it is built or removed.
+def claim(root: Path, *, shared: bool = False, wait: bool = True) -> Iterator[IO[str] | None]:
+    """Holds the environment at `root`, as long as the file that it yields is open: shared while it is used, alone while it is
+    built or removed.
 
-    Yields False, only with wait=False, when somebody else holds it.
+    Yields None, only with wait=False, when somebody else holds it.
     """
     root.parent.mkdir(parents=True, exist_ok=True)
     with open(root.parent / f".{root.name}.claim", "a") as file:
@@ -66,9 +68,9 @@ def claim(root: Path, *, shared: bool = False, wait: bool = True) -> Iterator[bo
         try:
             fcntl.flock(file, mode if wait else mode | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield False
+            yield None
             return
-        yield True
+        yield file
 
 
 def build(root: Path, lock: Lock, settings: Mapping[str, str], manifest: Path) -> None:

@@ -13,11 +13,11 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NoReturn
 
 import parity
 from parity.running.cpu_limit import run as run_within
@@ -99,21 +99,31 @@ class Environment:
         Nothing is checked: the caller reads `returncode`. `cpu_limit`: seconds of CPU time, of it and its children
         together; LimitExceeded beyond them, or after `clock` seconds, by default `cpu_limit.BACKSTOP` times as many.
         """
-        variables = build.clean(os.environ)
-        path = os.pathsep.join([str(self.root / "bin"), variables.get("PATH", os.defpath)])
-        fixed = {"PATH": path, "VIRTUAL_ENV": str(self.root), "PYTHONPATH": str(_harness())}
-        with build.claim(self.root, shared=True):
-            if not self.python.exists():
-                raise EnvironmentUnusable(f"environment {self.name} was removed meanwhile; ask for it again")
-            how: dict[str, Any] = {
-                "env": {**variables, **_settings(self.versions), **fixed, **(settings or {})},
-                "cwd": cwd,
-                "errors": "replace",
-            }
+        how: dict[str, Any] = {"env": self._variables(settings), "cwd": cwd, "errors": "replace"}
+        with self._claimed():
             if cpu_limit is None:
                 return subprocess.run(list(argv), capture_output=capture, input=stdin, text=True, check=False, **how)
             pipe = subprocess.PIPE if capture else None
             return run_within(argv, cpu=cpu_limit, clock=clock, stdin=stdin, stdout=pipe, stderr=pipe, **how)
+
+    def become(self, argv: Sequence[str], settings: Mapping[str, str]) -> NoReturn:
+        """This process becomes the command, as `run` would run it; the environment is in use until that ends."""
+        with self._claimed() as file:
+            os.set_inheritable(file.fileno(), True)
+            os.execvpe(argv[0], list(argv), self._variables(settings))
+
+    @contextlib.contextmanager
+    def _claimed(self) -> Iterator[IO[str]]:
+        with build.claim(self.root, shared=True) as file:
+            if file is None or not self.python.exists():
+                raise EnvironmentUnusable(f"environment {self.name} was removed meanwhile; ask for it again")
+            yield file
+
+    def _variables(self, settings: Mapping[str, str] | None) -> dict[str, str]:
+        variables = build.clean(os.environ)
+        path = os.pathsep.join([str(self.root / "bin"), variables.get("PATH", os.defpath)])
+        fixed = {"PATH": path, "VIRTUAL_ENV": str(self.root), "PYTHONPATH": str(_harness())}
+        return {**variables, **_settings(self.versions), **fixed, **(settings or {})}
 
 
 def environments_root() -> Path:

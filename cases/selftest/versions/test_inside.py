@@ -1,12 +1,8 @@
 """`--with`: the same command inside an environment, with its own exit code; what cannot be made is one line."""
 
-import io
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -60,32 +56,32 @@ def test_an_environment_that_cannot_be_made_is_one_line_and_no_judgement(monkeyp
     assert (done.exit_code, done.output) == (code, "parity: trl==99.9: no such version\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_the_command_inside_which_ends_in_order(monkeypatch, tmp_path, number):
-    """The child writes its rows and ends with its own code; before, the parent died and the child went on unseen."""
+PYTHON = """#!{python}
+import fcntl, os, sys
+with open({claim!r}, "a") as file:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        print("in use", os.getpid(), *sys.argv[1:], os.environ["EXTRA"])
+sys.exit(7)
+"""
+
+
+def test_the_process_becomes_the_command_and_the_environment_is_in_use(tmp_path):
+    """A signal, a kill and an exit code are the command's own; nobody removes what it runs in."""
+    python = tmp_path / "made" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON.format(python=sys.executable, claim=str(tmp_path / ".made.claim")))
+    python.chmod(0o755)
     program = (
-        "import pathlib, signal, sys, time\n"
-        "def ended(*_):\n    pathlib.Path('rows').write_text('whole'); sys.exit(143)\n"
-        "signal.signal(signal.SIGTERM, ended); signal.signal(signal.SIGINT, ended)\n"
-        "pathlib.Path('ready').touch(); time.sleep(60)\n"
+        "import pathlib, sys; from parity.versions.environment import Environment\n"
+        "made = Environment(pathlib.Path(sys.argv[1]), {}, {}, None, 'index', {})\n"
+        "made.become(['python', 'a', 'b c'], {'EXTRA': 'x'})"
     )
-
-    class Made:
-        partners, checkouts, imports = "nothing", {}, {}
-
-        @staticmethod
-        def run(argv, settings):
-            return subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdin=subprocess.DEVNULL, check=False)
-
-    def send():
-        while not (tmp_path / "ready").exists():
-            time.sleep(0.02)
-        os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(inside, "Environment", type("E", (), {"of": staticmethod(lambda specs: Made)}))
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    handler = signal.getsignal(number)
-    threading.Thread(target=send, daemon=True).start()
-    assert inside.run_inside(["trl==1.0"], ["run"]) == 143
-    assert (tmp_path / "rows").read_text() == "whole"
-    assert signal.getsignal(number) is handler
+    variables = {**os.environ, "PYTHONPATH": str(Path(inside.__file__).parents[2])}
+    command = [sys.executable, "-c", program, str(tmp_path / "made")]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
+    out, _ = started.communicate(timeout=120)
+    assert (started.returncode, out) == (7, f"in use {started.pid} a b c x\n")
+    python.unlink()
+    assert subprocess.run(command, capture_output=True, text=True, env=variables).stderr.endswith("ask for it again\n")
