@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import parity
+from parity.errors import UsageError
 from parity.running.cpu_limit import run as run_within
 from parity.versions import build
 from parity.versions.client import EnvironmentUnusable, cache_root
 from parity.versions.resolve import PARTNERS, RECIPES, Lock, lock
-from parity.versions.spec import Spec, SpecError, parse_all
+from parity.versions.spec import Spec, parse_all
 
 _MANIFEST = Path("parity-environment.json")
 _NAMED = ("unsloth-zoo", "trl", "liger-kernel", "transformers")
@@ -50,11 +51,11 @@ class Environment:
     def of(cls, specs: Sequence[str | Spec], hold: Sequence[str | Spec] = ()) -> Environment:
         """The environment of `specs` with partners of their era, `hold` pinned outside it; made if it is not there.
 
-        SpecError for a spec that cannot be read, EnvironmentUnusable for one that cannot be resolved, made or imported.
+        UsageError for a spec that cannot be read, EnvironmentUnusable for one that cannot be resolved, made or imported.
         """
         asked, held = parse_all(specs), parse_all(hold)
         if clash := {spec.name for spec in asked} & {spec.name for spec in held}:
-            raise SpecError(f"{', '.join(sorted(clash))} is both asked for and held; keep one")
+            raise UsageError(f"{', '.join(sorted(clash))} is both asked for and held; keep one")
         try:
             made = _find_or_make(lock(asked, held))
         except OSError as error:

@@ -15,7 +15,7 @@ from parity.versions.spec import Spec
 def run_inside(specs: Sequence[str | Spec], argv: Sequence[str]) -> NoReturn:
     """This process becomes `parity ARGV` in the environment of `specs`, made if it is not there.
 
-    EnvironmentUnusable for one that cannot be made or imported, SpecError for a spec that cannot be read.
+    EnvironmentUnusable for one that cannot be made or imported, UsageError for a spec that cannot be read.
     """
     made = Environment.of(specs)
     click.echo(described(made), err=True)

@@ -41,10 +41,6 @@ SAYS = {
 """Of a package alone."""
 
 
-class SearchError(UsageError):
-    """A search that cannot be begun as asked; the message is one line."""
-
-
 @dataclass(frozen=True)
 class Report:
     """How a search ended.
@@ -112,7 +108,7 @@ def search(
 
     find="broken": `good` is the older end; "fixed": `bad` is. `about` names the check in the report. `reproduce` is the line
     that ends the report ({low}, {high}: specs). `confirm`: how often the final pair is measured again. Partners that moved
-    with it are tried alone. SearchError for ends in the wrong order; EnvironmentUnusable for an end that does not exist. An
+    with it are tried alone. UsageError for ends in the wrong order; EnvironmentUnusable for an end that does not exist. An
     environment that cannot be made or imported inside the range is passed over.
     """
     older, newer = (good, bad) if find == "broken" else (bad, good)
@@ -189,33 +185,27 @@ def check_ends(package: str, good: str, bad: str, find: Find) -> None:
     """Refuses ends between which there is nothing to search, before anything is measured.
 
     Raises:
-        SearchError: an end is no version, both are the same, or they are in the wrong order for `find`.
+        UsageError: an end is no version, both are the same, or they are in the wrong order for `find`.
     """
     ends = []
     for label, text in (("good", good), ("bad", bad)):
         try:
             ends.append(Version(text))
         except InvalidVersion:
-            raise SearchError(f"--{label} {text!r} is not a version of {package}; write one such as 0.27.2") from None
+            raise UsageError(f"--{label} {text!r} is not a version of {package}; write one such as 0.27.2") from None
     if ends[0] == ends[1]:
-        raise SearchError(f"--good and --bad are both {package} {good}; name two releases")
+        raise UsageError(f"--good and --bad are both {package} {good}; name two releases")
     if (ends[0] < ends[1]) != (find == "broken"):
         hint = (
             "for when it became right add --find fixed" if find == "broken" else "for when it broke drop --find fixed"
         )
         order = "older" if find == "broken" else "newer"
-        raise SearchError(f"--good {good} is not the {order} end (--bad {bad}): swap them, or {hint}")
+        raise UsageError(f"--good {good} is not the {order} end (--bad {bad}): swap them, or {hint}")
 
 
 def _told(made: Measurement) -> str:
     headroom = "" if made.headroom is None else f", headroom {made.headroom:.3g}"
     return f"{made.verdict}{headroom}" + (f": {made.message}" if made.message else "")
-
-
-def _level(made: Measurement) -> str:
-    if made.verdict not in ("agree", "disagree"):
-        return "none"
-    return "not finite" if made.headroom is None else f"{made.headroom:.3g}"
 
 
 def _text(
@@ -230,33 +220,32 @@ def _text(
     held: Sequence[Spec],
 ) -> str:
     low, high = answers[found.low], answers[found.high]
-    ends = f"{package} {found.low}: {_told(low)}; {package} {found.high}: {_told(high)}"
-    if found.outcome == "unstable":
-        again = [f"{at} {made.verdict}" for at, made in found.measured if at in (found.low, found.high)]
-        ends = f"{ends}; in order: {', '.join(again)}"
     if found.outcome != "found":
+        ends = f"{package} {found.low}: {_told(low)}; {package} {found.high}: {_told(high)}"
+        if found.outcome == "unstable":
+            again = [f"{at} {made.verdict}" for at, made in found.measured if at in (found.low, found.high)]
+            ends = f"{ends}; in order: {', '.join(again)}"
         return f"{about}: {ENDED[found.outcome]}. {ends}"
     change = {"broken": "broke in", "fixed": "became right in"}[find] if found.by == "verdict" else "changed in"
     named = (package, "torch", "triton", *PARTNERS)
     rows = [("", found.low, found.high), ("verdict", low.verdict, high.verdict)]
-    rows += [("headroom", _level(low), _level(high))]
+    none = {"agree": "not finite", "disagree": "not finite"}  # of another verdict there is none
+    size, then = (none.get(m.verdict, "none") if m.headroom is None else f"{m.headroom:.3g}" for m in (low, high))
+    rows += [("headroom", size, then)]
     rows += [(name, *pair) for name, pair in moved.items() if name in named]
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
-    others = [name for name, answer, _ in trials if answer is Likeness.YES and name != package]
-    by = "".join(f", with {name} {moved[name][1]}" for name in others)
+    alone = [name for name, answer, _ in trials if answer is Likeness.YES]
+    by = "".join(f", with {name} {moved[name][1]}" for name in alone if name != package)
     lines = [f"{about} {change} {package} {found.high}{by}", ""]
-    lines += [f"  {row[0]:{wide[0]}}  {row[1]:{wide[1]}}  {row[2]}" for row in rows] + [""]
+    lines += [*(f"  {row[0]:{wide[0]}}  {row[1]:{wide[1]}}  {row[2]}" for row in rows), ""]
     if beside := [name for name in moved if name not in named]:
         lines.append(f"moved too: {', '.join(beside)}")
-    for version in found.between:
-        lines.append(f"not judged: {package} {version}: {_told(answers[version])}")
+    lines += [f"not judged: {package} {version}: {_told(answers[version])}" for version in found.between]
     times = sum(version == found.low for version, _ in found.measured)
     lines.append(f"measured: {len(answers)} releases, decided by {found.by}, the pair {times} times")
     for name, answer, made in trials:
-        before, after = moved[name]
-        lines.append(f"alone: {name} {before} -> {after} {SAYS[answer]} ({_told(made)})")
-    if trials and not any(answer is Likeness.YES for _, answer, _ in trials):
+        lines.append(f"alone: {name} {' -> '.join(moved[name])} {SAYS[answer]} ({_told(made)})")
+    if trials and not alone:
         lines.append("no single package shows the change alone: it takes them together")
-    spec = {"low": f"{package}=={found.low}", "high": f"{package}=={found.high}"}
-    lines.append(f"reproduce: {reproduce.format(**spec)}" + "".join(f" --hold {one}" for one in held))
-    return "\n".join(lines)
+    said = reproduce.format(low=f"{package}=={found.low}", high=f"{package}=={found.high}")
+    return "\n".join([*lines, f"reproduce: {said}" + "".join(f" --hold {one}" for one in held)])

@@ -17,10 +17,6 @@ _RELEASE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*?)\s*==\s*([^\s=].*)")
 _CHECKOUT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*?)\s*@\s*(\S.*)")
 
 
-class SpecError(UsageError):
-    """A spec that cannot be read; the message is one line naming the value and what is accepted."""
-
-
 @dataclass(frozen=True)
 class Spec:
     """One package, at a released version or as a source checkout: exactly one of `version` and `path` is set.
@@ -42,7 +38,7 @@ class Spec:
 
 
 def parse(text: str | Spec) -> Spec:
-    """Reads a spec; SpecError when it has neither form, the version is not one, or the path is not a project."""
+    """Reads a spec; UsageError when it has neither form, the version is not one, or the path is not a project."""
     if isinstance(text, Spec):
         return text
     stripped = text.strip()
@@ -53,25 +49,25 @@ def parse(text: str | Spec) -> Spec:
             # asked (the resolver knows they are equal), refuse only what is no version at all (==0.*, ==latest).
             Version(version)
         except InvalidVersion:
-            raise SpecError(f"spec {text!r}: {version!r} is not a version; {FORMS}") from None
+            raise UsageError(f"spec {text!r}: {version!r} is not a version; {FORMS}") from None
         return Spec(canonicalize_name(name), version=version)
     if match := _CHECKOUT.fullmatch(stripped):
         path = Path(match[2]).expanduser()
         if not path.is_dir():
-            raise SpecError(f"spec {text!r}: there is no folder {match[2]!r}; {FORMS}")
+            raise UsageError(f"spec {text!r}: there is no folder {match[2]!r}; {FORMS}")
         if not any((path / file).is_file() for file in ("pyproject.toml", "setup.py")):
-            raise SpecError(f"spec {text!r}: {match[2]!r} has no pyproject.toml or setup.py; name the checkout's root")
+            raise UsageError(f"spec {text!r}: {match[2]!r} has no pyproject.toml or setup.py; name the checkout's root")
         return Spec(canonicalize_name(match[1]), path=path.resolve())
-    raise SpecError(f"spec {text!r} is neither a version nor a path; {FORMS}")
+    raise UsageError(f"spec {text!r} is neither a version nor a path; {FORMS}")
 
 
 def parse_all(texts: Iterable[str | Spec]) -> tuple[Spec, ...]:
-    """Reads several specs; SpecError when two name the same package differently."""
+    """Reads several specs; UsageError when two name the same package differently."""
     specs: dict[str, Spec] = {}
     for text in texts:
         spec = parse(text)
         if specs.setdefault(spec.name, spec) != spec:
-            raise SpecError(f"specs {str(specs[spec.name])!r} and {str(spec)!r} both name {spec.name}; keep one")
+            raise UsageError(f"specs {str(specs[spec.name])!r} and {str(spec)!r} both name {spec.name}; keep one")
     return tuple(specs.values())
 
 

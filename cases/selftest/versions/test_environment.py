@@ -12,11 +12,11 @@ import uuid
 import pytest
 
 import parity
+from parity.errors import UsageError
 from parity.versions import build, client, environment, resolve
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
 from parity.versions.releases import release, releases
-from parity.versions.spec import SpecError
 
 ASKED = "trl==0.27.2"
 PROBES = dict(build.PROBES)
@@ -179,7 +179,7 @@ def test_the_leading_package_sets_the_era_and_what_is_held_has_no_say(cache):
 
 
 def test_asked_and_held_is_a_usage_error(cache):
-    with pytest.raises(SpecError, match="trl is both asked for and held"):
+    with pytest.raises(UsageError, match="trl is both asked for and held"):
         Environment.of(["trl==1.0.0"], ["trl==1.1.0"])
 
 

@@ -173,6 +173,6 @@ def test_what_could_not_be_run_is_asked_again(world, tmp_path):
     ],
 )
 def test_ends_in_the_wrong_order_are_refused_before_anything_is_measured(world, options, says):
-    with pytest.raises(shell.SearchError) as refusal:
+    with pytest.raises(shell.UsageError) as refusal:
         search(world, lambda trl, liger: trl >= 6, **options)
     assert says in str(refusal.value) and not world.asked

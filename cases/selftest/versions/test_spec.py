@@ -9,9 +9,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import parity
+from parity.errors import UsageError
 from parity.versions import resolve
 from parity.versions.client import one_line
-from parity.versions.spec import Spec, SpecError, checkout, parse, parse_all
+from parity.versions.spec import Spec, checkout, parse, parse_all
 
 
 @pytest.mark.parametrize(
@@ -45,14 +46,14 @@ def test_a_release(text, spec):
     ],
 )
 def test_what_is_neither_is_refused_in_one_line(text, says):
-    with pytest.raises(SpecError) as refusal:
+    with pytest.raises(UsageError) as refusal:
         parse(text)
     message = str(refusal.value)
     assert says in message and repr(text) in message and "\n" not in message
 
 
 def test_a_checkout(tmp_path):
-    with pytest.raises(SpecError, match="no pyproject.toml or setup.py"):
+    with pytest.raises(UsageError, match="no pyproject.toml or setup.py"):
         parse(f"trl @ {tmp_path}")
     folder = tmp_path / "with space"
     folder.mkdir()
@@ -77,7 +78,7 @@ def test_the_state_of_a_checkout(tmp_path):
 
 def test_several_name_a_package_once():
     assert parse_all(["trl==1.0.0", "liger-kernel==0.7.0", "trl==1.0.0"])[0] == Spec("trl", "1.0.0")
-    with pytest.raises(SpecError, match="both name trl; keep one"):
+    with pytest.raises(UsageError, match="both name trl; keep one"):
         parse_all(["trl==1.0.0", "TRL==1.1.0"])
 
 
