@@ -56,7 +56,7 @@ def run_command(detail: Detail, **options: Any) -> None:
     from parity.running.run import Options, execute
 
     with Shown() as progress:
-        result = execute(Options(**options), progress, progress.say)
+        result = execute(Options(**options), progress, (lambda line: None) if detail.quiet else progress.say)
     done = result.options
     whole = not (done.families or done.implementations or done.dtypes or done.share or options["max_time"])
     report(result.header, result.rows, done.file, done.reports, result.reasons, result.exit_code, detail, keep=whole)

@@ -1,13 +1,14 @@
 """New findings of a run: looked at again in a fresh process where the seed is, and minimised, as far as there is time."""
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from parity.case.profiles import Profile
 from parity.decoding import save_json
 from parity.results.header import Part
+from parity.results.report import wording
 from parity.results.row import Row
 from parity.running.find import case_of
 from parity.running.plan import Shard, Sought, signature_of
@@ -36,6 +37,7 @@ class Findings:
         self.seconds = profile.minimise_seconds * workers
         self.reserve = 0.0 if max_time is None else min(profile.minimise_seconds, max_time / 10)
         self._lost: set[int] = set()
+        self._told: set[tuple[str, str]] = set()
         self._dealt, self._begun = 0, set[str]()
 
     def deadline(self, settings: dict[str, Any]) -> float | None:
@@ -48,6 +50,13 @@ class Findings:
     def lost(self, row: Row) -> None:
         """This row's implementation took its process down: it is not asked again."""
         self._lost.add(id(row))
+
+    def news(self, rows: Iterable[Row]) -> Iterator[str]:
+        """A line for the first new finding of an implementation in a family."""
+        for row in rows:
+            if row.new and (row.implementation, row.family) not in self._told:
+                self._told.add((row.implementation, row.family))
+                yield f"NEW {row.implementation}: {wording.cls(row)} in {wording.size(row)} · {row.replay}"
 
     def freeze(self, row: Row) -> None:
         """The case of a minimised row as a file: the worker that found it may have another disk."""
@@ -116,17 +125,21 @@ class Findings:
         verb = "minimising" if shard.sought and shard.sought.seconds else "confirming"
         return f"{verb} {len(self._begun)} of {self._dealt}"
 
-    def confirmed(self, shard: Shard, shown: Sequence[tuple[str, str | None]]) -> None:
-        """A fresh process has looked at a finding again, and seen this of it."""
+    def confirmed(self, shard: Shard, shown: Sequence[tuple[str, str | None]]) -> list[Row]:
+        """A fresh process has looked at a finding again, and seen this of it: the rows that stay."""
         assert shard.sought is not None
         note = f"a fresh process does not show it in {len(shard.sought.cases)} of its cases"
-        gone = [subject for subject in shard.sought.subjects if subject not in shown]
-        who = shard.sought.implementation
+        who, stay = shard.sought.implementation, []
         for row in self.rows:
             signature = signature_of(row) if (row.implementation, row.family) == (who, shard.family) else None
-            if signature and signature[1:] in gone:
-                row.verdict, row.cls = "nondeterministic", None
-                row.message = "; ".join(filter(None, [note, row.message]))
+            if signature is None or signature[1:] not in shard.sought.subjects:
+                continue
+            if signature[1:] in shown:
+                stay.append(row)
+                continue
+            row.verdict, row.cls = "nondeterministic", None
+            row.message = "; ".join(filter(None, [note, row.message]))
+        return stay
 
 
 def _cases(found: Sequence[tuple[int, Shard, Row]]) -> Iterator[tuple[int, int, dict[str, Any]]]:

@@ -217,16 +217,19 @@ def planned(options: Options, device: str, seed: int) -> Plan:
     shards: list[Shard] = []
     for name in (*families, *checked):
         total = sum(case["family"] == name for _, case, _ in frozen)
-        shards += slices(total, FROZEN, family=name, kind="frozen", seed=seed)
+        shards += [Shard(family=name, kind="frozen", seed=seed, start=s, count=n) for s, n in slices(total, FROZEN)]
     for name in families if not options.only else ():
         for index, of in enumerate(streams(loss_family(name).drawing.counts.get(options.profile, 0), device)):
-            shards += slices(of, SHARD, family=name, kind="drawn", seed=seed, index=index, of=of)
+            cut = [*slices(min(FIRST, of), FIRST), *slices(max(0, of - FIRST), SHARD, FIRST)]
+            shards += [
+                Shard(family=name, kind="drawn", seed=seed, index=index, of=of, start=s, count=n) for s, n in cut
+            ]
     for one in chosen if not options.only else ():
         if one.family in families:
             shards += [Shard(family=one.family, kind="besides", seed=seed, count=1, implementation=one.id)]
     for name in checked if not options.only else ():
         total = len(catalogue.cases(name, options.profile, seed))
-        shards += slices(total, CHECKS, family=name, kind="checks", seed=seed)
+        shards += [Shard(family=name, kind="checks", seed=seed, start=s, count=n) for s, n in slices(total, CHECKS)]
     count, why = workers(options.workers, len(shards))
     gpus = gpu.visible() if device == "cuda" else []
     settings: dict[str, Any] = {
@@ -249,16 +252,18 @@ def planned(options: Options, device: str, seed: int) -> Plan:
     return Plan(settings=settings, shards=shards, extra=extra, announcement=why)
 
 
+FIRST = 8
+"""Drawn cases in the first shard of a stream, which is run early (`shard_queue.by_yield`)."""
 FROZEN, CHECKS = 3, 4
 """Frozen cases, and checks of trainers, in a shard: one takes as long as ten drawn ones, some as long as a hundred."""
 
 
-def slices(total: int, size: int, **shard: Any) -> Iterator[Shard]:
-    """`total` cases in shards of about `size`."""
+def slices(total: int, size: int, begin: int = 0) -> Iterator[tuple[int, int]]:
+    """(start, count) of `total` cases from number `begin` on, about `size` at a time."""
     parts = math.ceil(total / size)
     for part in range(parts):
         start, end = part * total // parts, (part + 1) * total // parts
-        yield Shard(start=start, count=end - start, **shard)
+        yield begin + start, end - start
 
 
 def workers(wanted: int | None, shards: int) -> tuple[int, str]:

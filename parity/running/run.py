@@ -5,7 +5,7 @@ import dataclasses
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def execute(
                             if nodes
                             else supervisor.run(workers, queue, *limits)
                         )
-                        _follow(state, events, found, write, tell)
+                        _follow(state, events, found, write, tell, say)
             except KeyboardInterrupt as error:
                 state.exit_code = outcome.TERMINATED if isinstance(error, Terminated) else outcome.INTERRUPTED
         state.rewrite(path)  # rows were marked since they were written, and whatever a loss did to the file is undone
@@ -120,6 +120,7 @@ def _follow(
     found: Findings,
     write: Callable[[Any], None],
     progress: Callable[[str, str], None],
+    say: Callable[[str], None],
 ) -> None:
     """The events of a run, into its state and its file."""
     run = state.header.run
@@ -128,6 +129,7 @@ def _follow(
     now = ""
     for shard, event in events:
         part = underway.setdefault(shard.name, Part(name=shard.name, cases=0))
+        news: Iterable[str] = ()
         match event:
             case Judged():
                 role = roles.get(event.row.implementation, event.row.role)
@@ -135,6 +137,7 @@ def _follow(
                 if shard.kind in ("drawn", "besides"):  # whose cases only this run's rows have
                     state.rows[-1].replay += state.options.place
                 write(state.rows[-1])
+                news = () if found.fresh else found.news(state.rows[-1:])
                 if event.row.minimised is True:
                     found.freeze(state.rows[-1])
                 if event.lost:
@@ -143,7 +146,7 @@ def _follow(
                 part.checked[event.entry] = event.stale
             case Confirmed():
                 part.shown = event.shown
-                found.confirmed(shard, event.shown)
+                news = found.news(found.confirmed(shard, event.shown))
             case Lost():
                 state.lost.append(event.message)
             case Started():
@@ -156,6 +159,8 @@ def _follow(
                 if event.cases == shard.count:
                     state.parts[part.name] = part
                     write(Parted(part=part, run=run))
+        for line in news:
+            say(line)
         progress(now, found.stage(shard) if shard.kind == "finding" else "")
 
 

@@ -1,14 +1,15 @@
-"""Which shard a free worker gets next: the longest, or where the time is limited, of the family that has had the least of it."""
+"""Which shard a free worker gets next: what shows a mistake soonest, or where the time is limited, of the family that has had the
+least of it."""
 
 import collections
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
 from parity.running.plan import Shard
 
-SECONDS = {"frozen": 1.5, "checks": 4.0, "drawn": 0.15, "besides": 10.0, "finding": 20.0}
-SECONDS |= {"drawn policy": 0.4, "drawn divergence": 0.2}
-"""CPU seconds of a case by kind, or by kind and family, as they were measured."""
+SECONDS = {"frozen": 0.6, "frozen logprobs": 2.2, "checks": 0.7, "drawn": 0.2, "besides": 6.0, "finding": 20.0}
+"""CPU seconds of a case by kind, or by kind and family, as they were measured (profile pr, 25 November 2026)."""
 
 
 def expected(shard: Shard) -> float:
@@ -16,11 +17,26 @@ def expected(shard: Shard) -> float:
     return shard.count * SECONDS.get(f"{shard.kind} {shard.family}", SECONDS[shard.kind])
 
 
+def by_yield(shards: Sequence[Shard]) -> list[Shard]:
+    """Frozen cases, those that take least first, and between them the first drawn cases of every family: most mutants die in five
+    to eight (docs/measured/mutants.md). Then the first checks of every trainer, drawn cases by their number, what implementations
+    get besides, and the other checks, which are short: no worker is left with a long shard at the end.
+    """
+    first = [s for s in shards if s.kind == "drawn" and not s.start]
+    frozen = sorted((s for s in shards if s.kind == "frozen"), key=lambda s: expected(s) / s.count)
+    rest = [s for s in shards if s.kind != "frozen" and s not in first]
+    late = {"drawn": 1, "besides": 2, "checks": 3, "finding": 4}
+    rest.sort(key=lambda s: (late[s.kind] if s.kind != "checks" or s.start else 0, s.start))
+    both = itertools.zip_longest(frozen, first)
+    return [shard for pair in both for shard in pair if shard is not None] + rest
+
+
 class ShardQueue:
     """Shards that nobody has yet.
 
-    Frozen cases come first: the ledger rests on them. With a `deadline` every family gets as much time as another, its shards
-    keep their order, and after it only frozen cases are dealt. When all is done, `more` is asked once.
+    They are dealt `by_yield`. With a `deadline` frozen cases come first, for the ledger rests on them, then every family gets as
+    much time as another, its shards keep their order, and after it only frozen cases are dealt. When all is done, `more` is asked
+    once.
     """
 
     def __init__(
@@ -29,8 +45,7 @@ class ShardQueue:
         self.out: dict[str, Shard] = {}
         self.deadline, self._more = deadline, more
         self._spent = collections.defaultdict[str, float](float)
-        limited = deadline is not None
-        self.left = sorted(shards, key=lambda s: (s.kind != "frozen", 0.0 if limited else -expected(s)))
+        self.left = by_yield(shards) if deadline is None else sorted(shards, key=lambda s: s.kind != "frozen")
 
     def take(self, has: Sequence[tuple[str, int]] = ()) -> Shard | None:
         """The next shard, or None: nothing is left, or not before others are done.

@@ -3,14 +3,24 @@
 import pytest
 
 from parity.errors import UsageError
-from parity.running.plan import demanded, slices, workers
+from parity.running.plan import Options, demanded, planned, slices, workers
 
 
 def test_shards_are_all_cases_once():
     for total in (0, 1, 49, 50, 51, 350):
-        found = list(slices(total, 50, family="policy", kind="drawn", seed=1))
-        assert [n for s in found for n in range(s.start, s.start + s.count)] == list(range(total))
-        assert all(s.count <= 50 for s in found)
+        for begin in (0, 8):
+            found = list(slices(total, 50, begin))
+            assert [n for start, count in found for n in range(start, start + count)] == [*range(begin, begin + total)]
+            assert all(count <= 50 for _, count in found)
+
+
+def test_the_first_draws_of_a_stream_are_a_shard_of_their_own_and_none_is_lost():
+    shards = planned(Options(profile="quick", families=("logprobs",)), "cpu", 3).shards
+    drawn = [s for s in shards if s.kind == "drawn"]
+    assert [s.count for s in drawn if not s.start] == [8, 8]
+    for index in (0, 1):
+        of = [n for s in drawn if s.index == index for n in range(s.start, s.start + s.count)]
+        assert sorted(of) == [*range(drawn[0].of)]
 
 
 def test_workers(monkeypatch):

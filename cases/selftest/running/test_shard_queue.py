@@ -1,9 +1,10 @@
-"""Who gets which shard when: the longest first, time shared out where it is limited, findings when all else is done."""
+"""Who gets which shard when: what shows a mistake soonest, time shared out where it is limited, findings at the end."""
 
+import random
 import time
 
 from parity.running.plan import Shard
-from parity.running.shard_queue import ShardQueue, expected
+from parity.running.shard_queue import ShardQueue
 
 
 def shard(family, start, count=50, kind="drawn", **fields):
@@ -18,10 +19,25 @@ def emptied(queue, seconds=lambda shard: None):
     return out
 
 
-def test_the_longest_is_first():
-    a, b, c, pairs = shard("policy", 0), shard("policy", 50), shard("logprobs", 0), shard("logprobs", 0, 1, "besides")
-    assert emptied(ShardQueue([c, a, pairs, b])) == [("policy", 0), ("policy", 50), ("logprobs", 0), ("logprobs", 0)]
-    assert expected(a) == 20.0 and expected(c) == 7.5 and expected(pairs) == 10.0
+def test_what_shows_a_mistake_soonest_is_first():
+    """Cheap frozen cases, between them the first draws; checks of every trainer, draws, what comes besides, further checks."""
+    order = [
+        shard("policy", 0, 3, "frozen"),
+        shard("policy", 0, 8),
+        shard("logprobs", 0, 3, "frozen"),
+        shard("logprobs", 0, 8),
+        shard("dpo", 0, 4, "checks"),
+        shard("policy", 8),
+        shard("logprobs", 8),
+        shard("policy", 58),
+        shard("policy", 0, 1, "besides", implementation="a"),
+        shard("dpo", 4, 4, "checks"),
+    ]
+    for seed in range(20):
+        dealt = ShardQueue(random.Random(seed).sample(order, len(order))).left
+        assert [s.kind for s in dealt] == [s.kind for s in order]
+        assert [s.start for s in dealt] == [s.start for s in order]
+        assert [s.family for s in dealt if s.kind == "frozen"] == ["policy", "logprobs"]
 
 
 def test_frozen_cases_come_first_and_findings_when_all_is_done():
@@ -44,7 +60,6 @@ def test_limited_time_is_shared_out_and_nothing_starves():
 def test_where_time_is_limited_a_family_keeps_the_order_that_it_was_given():
     shards = [shard("dpo", start, count, "checks") for start, count in ((0, 1), (4, 2), (8, 4))]
     assert [start for _, start in emptied(ShardQueue(shards, time.time() + 60))] == [0, 4, 8]
-    assert [start for _, start in emptied(ShardQueue(shards))] == [8, 4, 0]
 
 
 def test_after_the_deadline_only_frozen_cases_and_findings():
@@ -56,6 +71,6 @@ def test_after_the_deadline_only_frozen_cases_and_findings():
 def test_a_worker_goes_on_with_what_it_has_drawn():
     shards = [shard("policy", start, index=index) for index in (0, 1) for start in (0, 50)]
     queue = ShardQueue(shards)
-    assert [queue.take().index for _ in range(2)] == [0, 0]
+    assert [queue.take().index for _ in range(2)] == [0, 1]
     queue = ShardQueue(shards)
-    assert queue.take([("policy", 1)]).index == 1
+    assert [queue.take([("policy", 1)]).index for _ in range(2)] == [1, 1]

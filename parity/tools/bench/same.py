@@ -19,8 +19,8 @@ from parity.results.row import Row
 
 TOLERANCE = 1e-6
 SHOWN = 10
-OF_A_RUN = ("run", "replay", "imported_from")
-"""Fields that another run or another folder changes."""
+OF_A_RUN = ("run", "shard", "replay", "imported_from")
+"""Fields that another run, another cut of it or another folder changes."""
 
 
 def main() -> int:
