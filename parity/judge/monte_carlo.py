@@ -61,8 +61,6 @@ class MonteCarlo(TorchDispatchMode):
     Results that no rounding touches are left unchanged. An exponential beyond the range of the elementwise dtype is infinite.
     """
 
-    stages = True
-    """Whether `stored` stores; not in a whole model's step, whose recipe is float32."""
     vectorised = True
     """Whether `torch.vmap` may run many replicas at once: where nothing is remembered from one operation to a later one."""
 

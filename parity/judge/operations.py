@@ -45,7 +45,8 @@ EXACT = frozenset(
     masked_select cummax cummin max min median kthvalue mode sgn relu threshold_backward hardtanh hardtanh_backward
     fmax fmin copysign trunc diag_embed view_copy split_copy _reshape_alias lift new_full empty_strided
     new_empty_strided argmax argmin broadcast_in_dim collapse_view view_of replication_pad1d reflection_pad1d
-    _unsafe_index upsample_nearest2d""".split()
+    _unsafe_index upsample_nearest2d fake_quantize_per_tensor_affine_cachemask
+    _fake_quantize_per_tensor_affine_cachemask_tensor_qparams""".split()
 )
 """Operations that move, choose or compare, beside those that `MonteCarlo` knows."""
 INDEXED = frozenset("scatter_add index_add embedding_dense_backward index_put _unsafe_index_put".split())

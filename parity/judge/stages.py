@@ -38,7 +38,7 @@ def stored(
     Raises:
         ValueError: for a stage that is none of these.
     """
-    if not RUNNING or not RUNNING[-1].stages:
+    if not RUNNING:
         return x
     mode = RUNNING[-1]
     if stage in ("entropy", "divergence"):

@@ -33,7 +33,6 @@ MODULES = (
     "twin_windows",
     "twin_processes",
     "distillation",
-    "distillation_control",
 )
 
 

@@ -20,8 +20,11 @@ class TrainerSpec:
         given: the model that it is handed besides the policy.
         beta: of its config, where that is not a setting of the twin.
         options: of its config, for a twin.
+        loss: loss type of its twins, where that is not a setting of them.
+        clips: which ratios it clips, and logs the share of: of tokens, of sequences, or their logarithms.
         twins: settings that its twins are accumulated with, the first one also cut and padded; empty: no twins.
         own: settings of a twin, or values of one, that not every trainer has.
+        has: fields of its config that not every trainer has, of those that a check is about.
         accumulates: whether other settings are looked at in accumulated micro-batches; what goes wrong there hides them.
         fused_fix: whether the path "fixed" is its fused one; else a fix of ours patches the plain one.
     """
@@ -35,8 +38,11 @@ class TrainerSpec:
     given: Literal["", "ref_model", "teacher_model"] = ""
     beta: float | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    loss: str = "sigmoid"
+    clips: Literal["tokens", "sequences", "logarithms"] = "tokens"
     twins: tuple[Mapping[str, Any], ...] = ()
     own: tuple[str, ...] = ()
+    has: tuple[str, ...] = ()
     accumulates: bool = True
     fused_fix: bool = True
 
@@ -64,24 +70,52 @@ SPECS = {
         scored=True,
         twins=({"loss": "dapo", "beta": 0.04}, {"loss": "grpo"}),
         own=("loss", "beta", "tools"),
+        has=("sync_ref_model", "mask_truncated_completions", "router_aux_loss_coef"),
     ),
     "rloo-trainer": TrainerSpec(
-        "RLOOTrainer", generates="method", grouped=True, scored=True, twins=({"beta": 0.04}, {}), own=("beta",)
+        "RLOOTrainer",
+        generates="method",
+        grouped=True,
+        scored=True,
+        clips="sequences",
+        twins=({"beta": 0.04}, {}),
+        own=("beta",),
+        has=("sync_ref_model", "mask_truncated_completions", "router_aux_loss_coef"),
     ),
     "async-grpo-trainer": TrainerSpec("AsyncGRPOTrainer", scored=True),
     "online-dpo-trainer": TrainerSpec(
         "OnlineDPOTrainer", generates="model", given="ref_model", beta=0.3, twins=({},), accumulates=False
     ),
-    "dpo-trainer": TrainerSpec("DPOTrainer", "pairs", given="ref_model", beta=0.3, options=WHOLE, twins=({},)),
+    "dpo-trainer": TrainerSpec(
+        "DPOTrainer",
+        "pairs",
+        given="ref_model",
+        beta=0.3,
+        options=WHOLE,
+        twins=({},),
+        has=(
+            *("sync_ref_model", "precompute_ref_log_probs", "router_aux_loss_coef"),
+            *("max_length", "truncation_mode"),
+        ),
+    ),
     "kto-trainer": TrainerSpec(
         "KTOTrainer",
         "labels",
         given="ref_model",
         beta=0.3,
         options=WHOLE | {"loss_type": "apo_zero_unpaired"},
+        loss="apo_zero_unpaired",
         twins=({},),
+        has=("sync_ref_model", "precompute_ref_log_probs", "router_aux_loss_coef", "max_length"),
     ),
-    "sft-trainer": TrainerSpec("SFTTrainer", "completions", twins=({},), own=("packed",)),
+    "sft-trainer": TrainerSpec(
+        "SFTTrainer",
+        "completions",
+        loss="nll",
+        twins=({},),
+        own=("packed",),
+        has=("router_aux_loss_coef", "max_length", "truncation_mode"),
+    ),
     "distillation-trainer": TrainerSpec(
         "DistillationTrainer",
         generates="method",
@@ -99,6 +133,7 @@ SPECS = {
         "GMPOTrainer",
         generates="method",
         grouped=True,
+        clips="logarithms",
         twins=({"beta": 0.04},),
         own=("beta", "tools"),
         fused_fix=False,
@@ -112,6 +147,11 @@ JUDGED = tuple(family for family, spec in SPECS.items() if spec.twins)
 """Families of the trainers that have twins."""
 TWINS = tuple(family for family in JUDGED if SPECS[family].fused_fix)
 """Without the one that has a loss of its own in GRPO's trainer, whose adapters and processes it shares."""
+
+
+def having(field: str) -> tuple[str, ...]:
+    """Families of the trainers whose config has a field."""
+    return tuple(family for family, spec in SPECS.items() if field in spec.has)
 
 
 def spec_of(upstream: str) -> TrainerSpec:

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,11 +28,12 @@ from parity.results.report.render import text_of
 from parity.tools import replay
 from parity.tools.audit import Pairs, answer
 from parity.trainers.catalogue import is_trainer
-from parity.trainers.definitions import windows
 from parity.trainers.definitions.gradients import Parameters, gradients
+from parity.trainers.definitions.losses import Loss
 from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.execute import judge as judge_quantity
 from parity.trainers.rig import stored_window
+from parity.trainers.rig.stored_window import Window
 
 BEYOND = {"cce.torch_compile"}
 """torch.compile sees through the pretended device."""
@@ -182,8 +184,8 @@ def test_replay(monkeypatch, capsys):
 
 def test_gradients_of_a_trainer():
     """What a trainer on a GPU leaves in `.grad` against the definition's on the CPU."""
-    window = stored_window.sequences(stored_window.rows())
-    step = exact_step(stored_window.policy("llama", torch.float64), lambda model: windows.sft(window, model))
+    loss = Loss(Window.of("sft-trainer"), SimpleNamespace(model="llama", loss="nll"))
+    step = exact_step(stored_window.policy("llama", torch.float64), loss)
     with pretended():
         right = {n: g.float().cuda() for n, g in Parameters(step).exact.items()}
         wrong = {n: g * (2.0 if "q_proj" in n else 1.0) for n, g in right.items()}

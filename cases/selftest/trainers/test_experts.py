@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from parity.trainers.checks import experts
-from parity.trainers.definitions.balance import balance
-from parity.trainers.rig import stored_window, twin_runs
+from parity.trainers.checks.experts import balance
+from parity.trainers.rig import stored_window
+from parity.trainers.rig.stored_window import Window
 
-WINDOW = [tokens for tokens, _ in stored_window.sequences(stored_window.rows())]
+WINDOW = [tokens for tokens, _ in Window.of("sft-trainer").sequences]
 
 
 class Routed:
@@ -48,6 +49,6 @@ def test_balance_is_the_models_own():
 
 
 def test_some_generated_completions_end():
-    ends = {tokens[-1] == 1 for tokens, _ in twin_runs.sequences("grpo-trainer", twin_runs.rows("grpo-trainer"))}
+    ends = {tokens[-1] == 1 for tokens, _ in Window.of("grpo-trainer").sequences}
     assert ends == {True, False}
     assert {tokens[-1] for tokens in WINDOW} == {1}  # a dataset's all do

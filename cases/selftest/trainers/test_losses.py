@@ -13,24 +13,28 @@ from parity.errors import Unsupported
 from parity.registry import family, run_case, select
 from parity.trainers import check
 from parity.trainers.checks import losses
-from parity.trainers.definitions import preference, windows
-from parity.trainers.definitions.preference import DPO, Pairs
+from parity.trainers.definitions import losses as definitions
+from parity.trainers.definitions import training_step
+from parity.trainers.definitions.losses import CPO, DPO, MIXED, Loss, Pairs, unpaired
 from parity.trainers.rig import drive
+from parity.trainers.rig.stored_window import Window
 
 PLAIN = {"beta": 0.5, "smoothing": 0.0, "divergence": "reverse_kl", "alpha": 0.5, "ld_alpha": 1.0, "tau": 0.05}
 
 
+class Side:
+    """A side of given log-probs, in nats, each of a token of its own; by the model, or by the reference."""
+
+    def __init__(self, logps, base=(), length=1):
+        self.tokens = [torch.tensor([lp / length] * length, dtype=torch.float64) for lp in logps]
+        self.lengths = torch.tensor([float(length)] * len(logps), dtype=torch.float64)
+        self.base = Side(base, length=length) if base else None
+
+
 def pairs(chosen, rejected, ref_chosen=(0.0,), ref_rejected=(0.0,), lengths=(2, 4), **settings):
-    """Pairs of given log-probs, in nats."""
-    out = Pairs.__new__(Pairs)
-    out.s = SimpleNamespace(**{**PLAIN, **settings})
-    out.logps = [torch.tensor(side, dtype=torch.float64) for side in (chosen, rejected)]
-    out.ref = [torch.tensor(side, dtype=torch.float64) for side in (ref_chosen, ref_rejected)]
-    out.ratios = [a - b for a, b in zip(out.logps, out.ref, strict=True)]
-    out.scores = [preference._score(r, out.s.divergence, out.s.alpha) for r in out.ratios]
-    out.lengths = [torch.tensor([float(n)] * len(chosen), dtype=torch.float64) for n in lengths]
-    out.tokens = [torch.tensor([lp / 2, lp / 2], dtype=torch.float64) for lp in chosen]
-    return out
+    """Pairs of given log-probs."""
+    sides = Side(chosen, ref_chosen, lengths[0]), Side(rejected, ref_rejected, lengths[1])
+    return Pairs(sides, SimpleNamespace(**{**PLAIN, **settings}))
 
 
 def sigmoid(x):
@@ -94,45 +98,41 @@ def test_the_sorted_losses_compare_order_statistics():
 
 def test_what_lies_behind_the_shorter_completion_is_weighted():
     sides = [[torch.tensor([-1.0, -2.0, -4.0])], [torch.tensor([-8.0])]]
-    assert [s.item() for s in preference._summed(sides, 0.5)] == [-1.0 - 3.0, -8.0]
+    assert [s.item() for s in definitions._summed(sides, 0.5)] == [-1.0 - 3.0, -8.0]
 
 
 def test_prompts_take_the_completion_of_the_sequence_before():
     window = [([1, 2, 10], 2), ([3, 20, 21], 1), ([4, 5, 6, 30], 3)]
-    assert preference.mismatched(window) == [([1, 2, 30], 2), ([3, 10], 1), ([4, 5, 6, 20, 21], 3)]
+    assert definitions.mismatched(window) == [([1, 2, 30], 2), ([3, 10], 1), ([4, 5, 6, 20, 21], 3)]
 
 
-def test_kto_by_hand(monkeypatch):
-    ratios = {
-        "own": torch.tensor([1.0, -2.0], dtype=torch.float64),
-        "others": torch.tensor([3.0, -1.0], dtype=torch.float64),
-    }
-    monkeypatch.setattr(windows, "log_ratios", lambda model, architecture, window: ratios[window])
+def test_kto_by_hand():
+    ratios, labels = torch.tensor([1.0, -2.0], dtype=torch.float64), torch.tensor([True, False])
     s = SimpleNamespace(beta=0.5, desirable=0.7, undesirable=1.3)
-    # z = (3 - 1) / 2 = 1: desirable 0.7·(1 - σ(0)), undesirable 1.3·(1 - σ(1.5))
-    found = preference.kto("own", "others", [True, False], "llama", s, None)
-    assert found.item() == pytest.approx((0.7 * 0.5 + 1.3 * (1 - sigmoid(1.5))) / 2)
-    ratios["others"] = -ratios["others"]
-    found = preference.kto("own", "others", [True, False], "llama", s, None)  # z = 0
-    assert found.item() == pytest.approx((0.7 * (1 - sigmoid(0.5)) + 1.3 * (1 - sigmoid(1.0))) / 2)
-    found = preference.apo_zero_unpaired("own", [True, False], "llama", s.beta, None, (s.desirable, s.undesirable))
-    assert found.item() == pytest.approx((0.7 * (1 - sigmoid(0.5)) + 1.3 * sigmoid(-1.0)) / 2)
+    # desirable 0.7·(1 - σ(0)), undesirable 1.3·(1 - σ(1.5))
+    found = unpaired(ratios, labels, s, torch.tensor(1.0)).tolist()
+    assert found == pytest.approx([0.7 * 0.5, 1.3 * (1 - sigmoid(1.5))])
+    found = unpaired(ratios, labels, s, None).tolist()
+    assert found == pytest.approx([0.7 * (1 - sigmoid(0.5)), 1.3 * sigmoid(-1.0)])
+
+
+@pytest.mark.parametrize(("ratios", "expected"), [([3.0, -1.0], 1.0), ([-3.0, 1.0], 0.0)])
+def test_the_kl_of_other_prompts_is_a_mean_and_not_negative(monkeypatch, ratios, expected):
+    loss = Loss(Window.of("kto-trainer"), SimpleNamespace(model="llama"))
+    asked = []
+    given = SimpleNamespace(ratios=torch.tensor(ratios, dtype=torch.float64))
+    monkeypatch.setattr(loss, "scored", lambda model, window: asked.append(window) or given)
+    assert float(definitions.kl_of_others(loss, None)) == expected
+    assert asked == [definitions.mismatched(loss.window.sequences)]
 
 
 def test_every_loss_type_of_the_installed_trainers_has_a_definition():
     source = inspect.getsource(drive.trl_class("DPOTrainer")._compute_loss)
     named = set(re.findall(r'loss_type == "(\w+)"', source))
     assert named == set(DPO)
-    assert {name for mixed in preference.MIXED.values() for name in mixed} <= named
+    assert {name for mixed in MIXED.values() for name in mixed} <= named
     source = inspect.getsource(drive.trl_class("CPOTrainer").cpo_loss)
-    assert {*re.findall(r'loss_type == "(\w+)"', source), "alphapo"} == set(preference.CPO)
-
-
-@pytest.mark.parametrize(("trainer", "settings"), losses.PR)
-def test_a_real_trainer_follows_it(trainer, settings):
-    case = family(trainer).case(0, "fp32", {"check": "losses", **settings})
-    rows = list(run_case(case, [i for i in select(()) if i.id == f"{trainer}.released"]))
-    assert {r.verdict for r in rows} == {"agree"} and {r.quantity for r in rows} >= {"loss", "gradient"}
+    assert {*re.findall(r'loss_type == "(\w+)"', source), "alphapo"} == set(CPO)
 
 
 @pytest.mark.parametrize(
@@ -189,14 +189,12 @@ def test_cells_of_nightly_name_every_loss_of_every_trainer():
         )
 
 
-def test_hinge_is_judged_and_its_replicas_keep_the_pairs_that_are_off(monkeypatch):
-    """A replica rounds the 0 of a pair beyond the margin to either side; relu's backward would let it back in."""
+def test_an_oracle_that_cannot_be_judged_with_is_a_fault_and_no_skipped_case(monkeypatch):
+    """Hinge too: a pair beyond the margin stays off in every replica."""
     case = family("dpo-trainer").case(0, "fp32", {"check": "losses", "loss": "hinge"})
     chosen = [i for i in select(()) if i.id == "dpo-trainer.released"]
     rows = list(run_case(case, chosen))
     assert {r.verdict for r in rows} == {"agree"} and {r.quantity for r in rows} >= {"loss", "gradient"}
-    monkeypatch.setattr(preference, "_positive", torch.relu)
+    monkeypatch.setattr(training_step, "FARTHEST", 0.0)
     monkeypatch.setattr(check, "_SHARED", {})
-    assert [(r.verdict, r.blame) for r in run_case(case, chosen) if r.quantity is None] == [("crashed", "harness")], (
-        "an oracle that cannot be judged with is a fault, not a skipped case"
-    )
+    assert [(r.verdict, r.blame) for r in run_case(case, chosen) if r.quantity is None] == [("crashed", "harness")]

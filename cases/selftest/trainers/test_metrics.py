@@ -10,9 +10,10 @@ from parity.fixes.padding import mask_padded_log_probs
 from parity.registry import select
 from parity.trainers import catalogue
 from parity.trainers.check import Entry
-from parity.trainers.checks import metrics
-from parity.trainers.checks.twins import plain_twin
-from parity.trainers.definitions import training_step
+from parity.trainers.checks.twins import twin
+from parity.trainers.definitions import losses
+from parity.trainers.definitions.scored import Scored, logits
+from parity.trainers.definitions.training_step import measured
 from parity.trainers.execute import rows
 from parity.trainers.rig import drive, models, stored_window, twin_runs
 
@@ -90,12 +91,12 @@ def test_logged_logits_divided_by_the_wrong_count_are_seen(trainer, seen):
 
 def test_the_entropy_of_the_prompt_is_seen(monkeypatch):
     """SFT up to 1.2 took it over the prompt too."""
-    seen = metrics.Batch
+    seen = losses.Scored
 
-    def whole(window, *args):
-        return seen([(tokens, 1) for tokens, _ in window], *args)
+    def whole(model, window, *args):
+        return seen(model, [(tokens, 1) for tokens, _ in window], *args)
 
-    monkeypatch.setattr(metrics, "Batch", whole)
+    monkeypatch.setattr(losses, "Scored", whole)
     assert disagreeing(verdicts("sft-trainer")) == {"entropy"}
 
 
@@ -103,24 +104,23 @@ def test_a_batch_by_hand():
     """Two tokens of one completion: log-probs, KL and entropy from the model's own logits."""
     model = stored_window.policy("llama", torch.float64)
     tokens, start = [5, 9, 11, 4], 2
-    found = metrics.Batch([(tokens, start)], "llama", model)
+    found = Scored(model, [(tokens, start)], "llama")
     with torch.no_grad():
         own, base = (
             torch.log_softmax(m(torch.tensor([tokens])).logits[0, 1:3], -1)
             for m in (model, stored_window.reference("llama"))
         )
-    assert found.logps.item() == pytest.approx(float(own[0, 11] + own[1, 4]))
-    assert found.ref.item() == pytest.approx(float(base[0, 11] + base[1, 4]))
+    assert found.sums.item() == pytest.approx(float(own[0, 11] + own[1, 4]))
+    assert found.base.sums.item() == pytest.approx(float(base[0, 11] + base[1, 4]))
     assert found.entropy.item() == pytest.approx(float(-(own.exp() * own).sum(-1).mean()))
     assert found.lengths.tolist() == [2.0]
     with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0, 1:3]
-    assert found.averages[0].tolist() == pytest.approx(logits.mean(-1).tolist())
+        assert torch.equal(found.logits[0], model(torch.tensor([tokens])).logits[0, 1:3])
 
 
 def test_scalars_are_judged_by_replicas():
     model = models.model("llama", torch.float64).eval()
-    scalars = training_step.measured(model, lambda m: {"x": training_step.logits(m, [[3, 4, 5]])[0].sum()})
+    scalars = measured(model, lambda m: {"x": logits(m, [[3, 4, 5]])[0].sum()})
     value = float(scalars.exact["x"])
     assert Entry(scalars, "x").judge(value * (1 + 1e-7)).agrees
     assert not Entry(scalars, "x").judge(value * (1 + 1e-3)).agrees
@@ -129,7 +129,7 @@ def test_scalars_are_judged_by_replicas():
 
 def test_the_patch_looks_before_it_wraps():
     for trainer, changed in (("online-dpo-trainer", True), ("sft-trainer", False)):
-        run = twin_runs.build(trainer, plain_twin(split="8x1"))
+        run = twin_runs.build(trainer, twin(trainer))
         patch = mask_padded_log_probs(run)
         assert bool(patch) is changed
         if changed:

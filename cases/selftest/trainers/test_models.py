@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 
 from parity.errors import Unsupported
-from parity.trainers.definitions.step_rounding import Double
+from parity.judge.operations import Double
 from parity.trainers.rig import checkpointing, models
 from parity.trainers.rig.architectures import SOFTCAP
 

@@ -1,19 +1,23 @@
 """Many replicas of a model's step at once: as far apart as one at a time, each with its own errors."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from parity.judge.operations import AnyOperation
 from parity.judge.recipe import IEEE_FP32
-from parity.trainers.definitions import windows
-from parity.trainers.definitions.step_rounding import StepRounding
+from parity.trainers.definitions.losses import Loss
+from parity.trainers.definitions.scored import sums
 from parity.trainers.definitions.training_step import exact_step, measured
 from parity.trainers.rig import models, stored_window
+from parity.trainers.rig.stored_window import Window
 
-WINDOW = stored_window.sequences(stored_window.rows())
+WINDOW = Window.of("sft-trainer").sequences
 COUNT = 16
 
 
-class OneAtATime(StepRounding):
+class OneAtATime(AnyOperation):
     vectorised = False
 
 
@@ -21,18 +25,14 @@ def spread(found, exact):
     return float((found - exact).square().mean().sqrt())
 
 
-def grpo(model):
-    return windows.grpo(WINDOW, "llama", {"beta": 0.1, "loss_type": "grpo"}, None, None, model)
+GRPO = Loss(Window.of("grpo-trainer"), SimpleNamespace(model="llama", loss="grpo", beta=0.1))
+SFT = Loss(Window.of("sft-trainer"), SimpleNamespace(model="llama", loss="nll"))
 
 
-def sft(model):
-    return windows.sft(WINDOW, model)
-
-
-@pytest.mark.parametrize("loss", [grpo, sft])
+@pytest.mark.parametrize("loss", [GRPO, SFT], ids=["grpo", "sft"])
 def test_as_far_from_exact_as_one_at_a_time(loss, monkeypatch):
     model = stored_window.policy("llama", torch.float64)
-    stacked, alone = (exact_step(model, loss, kind) for kind in (StepRounding, OneAtATime))
+    stacked, alone = (exact_step(model, loss, kind) for kind in (AnyOperation, OneAtATime))
     widths = []
     monkeypatch.setattr(torch, "vmap", lambda f, vmap=torch.vmap, **options: widths.append(f) or vmap(f, **options))
     many, each = (step.replicas(IEEE_FP32, COUNT) for step in (stacked, alone))
@@ -50,7 +50,7 @@ def test_each_replica_rounds_what_constants_make():
 
     def define(model):
         with torch.no_grad():
-            return {"constants": (c / c.sum()).prod(), "reference": windows.sums(reference, WINDOW).sum()}
+            return {"constants": (c / c.sum()).prod(), "reference": sums(reference, WINDOW).sum()}
 
     found = measured(stored_window.policy("llama", torch.float64), define)
     for name, exact in found.exact.items():
@@ -60,7 +60,7 @@ def test_each_replica_rounds_what_constants_make():
 
 
 def test_a_model_that_routes_tokens_takes_one_at_a_time():
-    found = measured(models.model("qwen3_moe", torch.float64), lambda model: {"loss": windows.sft(WINDOW, model)})
+    found = measured(models.model("qwen3_moe", torch.float64), lambda model: {"loss": SFT(model)})
     assert len(found.replicas(IEEE_FP32, 2)["loss"].unique()) == 2
     assert len(found.replicas(IEEE_FP32, 61)["loss"]) == 60  # no more: they take minutes
 
@@ -69,7 +69,7 @@ def test_an_error_of_the_definition_is_not_taken_for_one_of_vmap():
     def define(model):
         if torch._C._len_torch_dispatch_stack():
             raise RuntimeError("this definition is wrong")
-        return {"loss": windows.sft(WINDOW, model)}
+        return {"loss": SFT(model)}
 
     with pytest.raises(RuntimeError, match="this definition is wrong"):
         measured(models.model("llama", torch.float64), define).replicas(IEEE_FP32, 2)

@@ -32,11 +32,6 @@ def altered(monkeypatch, change):
     monkeypatch.setattr(scoring, "_built", built)
 
 
-@pytest.mark.parametrize("settings", [{"batch": "1"}, {"dtype": "bf16", "batch": "3", "cast_lm_head_to_fp32": True}])
-def test_as_released(settings):
-    assert set(outcome(**settings).values()) == {"agree"}
-
-
 def test_a_batch_size_that_is_ignored(monkeypatch):
     def change(score):
         return lambda *args, batch_size=None, compute_entropy=False: score(*args, compute_entropy=compute_entropy)

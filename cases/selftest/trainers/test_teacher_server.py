@@ -124,7 +124,7 @@ def test_shifted_offsets_are_red(monkeypatch):
     assert got["teacher log-probs"].verdict == "agree"  # one sequence a batch: nothing to exchange
     from parity.trainers.checks import distillation
 
-    with serving(scorer(distillation._teacher_model())) as teacher:
+    with serving(scorer(distillation._teacher())) as teacher:
         trainer = teacher_client.trainer(teacher, "llama", "2x1", beta=1.0)
         batch = next(iter(trainer.get_train_dataloader()))
         trainer.model.train()

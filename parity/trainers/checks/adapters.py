@@ -1,7 +1,6 @@
 """Training a LoRA: the policy is base and adapter; the reference is the base, or the adapter before training."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +9,12 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, shared
-from parity.trainers.checks.twins import plain_twin
-from parity.trainers.definitions import preference, twin_losses
-from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import exact_step
-from parity.trainers.rig import drive, models, stored_window, twin_runs
-from parity.trainers.specs import SPECS, TWINS
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check
+from parity.trainers.checks.twins import judged, twin
+from parity.trainers.definitions.losses import Loss
+from parity.trainers.rig import drive, models, stored_window
+from parity.trainers.rig.twin_runs import Run
+from parity.trainers.specs import SPECS, TWINS, having
 from parity.upstream import trl
 
 KINDS = {
@@ -69,8 +67,6 @@ def _saved(kind: str) -> dict[str, Any]:
     return {"modules_to_save": ["lm_head"]} if kind == "saved-head" else {}
 
 
-PRECOMPUTED = ("dpo-trainer", "kto-trainer")
-"""Trainers with precompute_ref_log_probs."""
 FUSED = ("grpo-trainer", "dpo-trainer", "kto-trainer")
 """Trainers whose Liger path is handed the heads of policy and reference."""
 PR: list[CheckCase] = [
@@ -89,7 +85,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
     for trainer in TWINS:
         for kind in KINDS if trainer in REFERRED else ("new", "saved-head"):
             yield trainer, {"adapter": kind}
-            if trainer in PRECOMPUTED:
+            if trainer in having("precompute_ref_log_probs"):
                 yield trainer, {"adapter": kind, "precomputed": True}
             if SPECS[trainer].data == "labels":
                 yield trainer, {"adapter": kind, "kl": True}
@@ -104,26 +100,13 @@ def adapters(call: CheckCall) -> Iterator[Quantity]:
     trainer, s = call.case.family, call.settings
     if s.adapter == "existing" and trainer not in REFERRED:
         raise Unsupported(f"{trainer} has no reference: an existing adapter is a new one to it")
-    adapter = Adapter(s.adapter)
-    twin = plain_twin(model=s.model, split="8x1", beta=0.04, checkpointing=s.checkpointing)
+    if s.kl and call.spec.data != "labels":
+        raise Unsupported(f"{trainer} estimates no KL")
     more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
     more |= {"loss_type": "kto"} if s.kl else {}
     drive.needs(call.trainer, *more)
-    steps = twin_runs.train(twin_runs.build(trainer, twin, call.path, adapter=adapter, **more), call.path)
-    yield twin_runs.all_there(trainer, steps)
-    by = SimpleNamespace(**vars(twin) | {"model": adapter.reference(s.model)})
-    loss = _with_kl(trainer, by.model) if s.kl else twin_losses.definition(trainer, by)
-    step = shared(call, "step", lambda: exact_step(adapter.policy(s.model), loss))
-    yield from first_step(step, steps)
-
-
-def _with_kl(trainer: str, reference: str) -> twin_losses.Definition:
-    if SPECS[trainer].data != "labels":
-        raise Unsupported(f"{trainer} estimates no KL")
-    chosen = twin_runs.rows(trainer)
-    window = twin_runs.sequences(trainer, chosen)
-    weights, others = (
-        SimpleNamespace(desirable=1.0, undesirable=1.0, beta=SPECS[trainer].beta),
-        preference.mismatched(window),
-    )
-    return functools.partial(preference.kto, window, others, twin_runs.labels(chosen), reference, weights)
+    adapter = Adapter(s.adapter)
+    settings = twin(trainer, model=s.model, beta=0.04, checkpointing=s.checkpointing)
+    run = Run(trainer, settings, call.path, adapter=adapter, **more)
+    told = SimpleNamespace(**vars(settings) | ({"loss": "kto"} if s.kl else {}))
+    yield from judged(call, run, Loss(run.window, told, adapter.reference(s.model)), adapter.policy(s.model))

@@ -18,8 +18,9 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, shared
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import LOSS, completion_logps, exact_step, measured
-from parity.trainers.rig import drive, models, quantised_heads
+from parity.trainers.definitions.scored import completion_logps
+from parity.trainers.definitions.training_step import LOSS, exact_step, measured
+from parity.trainers.rig import drive, models, quantised_heads, stored_window
 from parity.upstream import trl
 
 HEADS = {
@@ -75,25 +76,19 @@ def config_values(call: CheckCall) -> Iterator[Quantity]:
     batch = Batch(call)
     truth = shared(call, "model", lambda: altered(models.model(call.settings.model, torch.float64), call).eval())
     step = shared(call, "step", lambda: exact_step(truth, batch.definition))
-    value, model, handed = batch.ask(call)
+    value, model, handed = ASK[call.case.family](batch, call)
     value.backward()
-    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    found = {n: None if p.grad is None else p.grad.cpu() for n, p in named.items()}
     if handed is not None:
-        yield _log_probs(handed.detach().cpu(), truth, batch)
+        oracle, found = measured(truth, lambda model: {LOGPS: batch.logps(model)}), handed.detach().cpu()
+        exact = oracle.exact[LOGPS]
+        b, t = divmod(int((found.double() - exact).abs().argmax()), exact.shape[1])
+        worst = f"worst at sequence {b}, token {t}: {float(found[b, t]):.5g}, {float(exact[b, t]):.5g}"
+        yield Quantity(LOGPS, found, Entry(oracle, LOGPS), f"{worst} by the model's own logits")
     else:
         loss, exact = float(value.detach()), float(step.exact[LOSS])
         yield Quantity("loss", loss, Entry(step, LOSS), f"{loss:.6g} instead of {exact:.6g}")
-    yield gradients(step, found)
-
-
-def _log_probs(handed: Tensor, truth: Any, batch: Batch) -> Quantity:
-    oracle = measured(truth, lambda model: {LOGPS: batch.logps(model)})
-    exact = oracle.exact[LOGPS]
-    e = (handed.double() - exact).abs()
-    b, t = divmod(int(e.argmax()), e.shape[1])
-    message = f"worst at sequence {b}, token {t}: {float(handed[b, t]):.5g}, {float(exact[b, t]):.5g} by the model's own logits"
-    return Quantity(LOGPS, handed, Entry(oracle, LOGPS), message)
+    named = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    yield gradients(step, {n: None if g is None else g.cpu() for n, g in named.items()})
 
 
 class Batch:
@@ -126,10 +121,6 @@ class Batch:
             return -torch.nn.functional.logsigmoid(BETA * (chosen - rejected))
         return (logps * self.cotangent.to(logps)).sum()
 
-    def ask(self, call: CheckCall) -> tuple[Tensor, Any, Tensor | None]:
-        """The same scalar by the trainer's own path, the model whose gradients it has, and the log-probs, if returned."""
-        return ASK[call.trainer](self, call)
-
     def inputs(self) -> dict[str, Tensor]:
         """What a collator makes of the sequences."""
         ones = torch.ones_like(self.ids)
@@ -140,17 +131,19 @@ class Batch:
 
 
 BETA = 0.5
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"targets": (*models.PROJECTIONS, "lm_head")},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+}
+"""Head -> the LoRA that makes it."""
 
 
 def _built(call: CheckCall, **wanted: Any) -> Any:
-    peft = None
-    if call.settings.head == "lora":
-        peft = trl.lora((*models.PROJECTIONS, "lm_head"))
-    elif call.settings.head == "modules_to_save":
-        peft = trl.lora(modules_to_save=["lm_head"])
+    head = call.settings.head
+    adapter = trl.lora(**ADAPTERS[head]) if head in ADAPTERS else None
     wanted = {"gradient_checkpointing": False, **wanted}
-    trainer = drive.build(call.trainer, _model(call), wanted, (), call.device, peft)
-    _fill(trainer.model, call.settings.head)
+    trainer = drive.build(call.trainer, _model(call), wanted, (), call.device, adapter)
+    _fill(trainer.model, head)
     trainer.model.train()
     return trainer
 
@@ -171,29 +164,19 @@ def _model(call: CheckCall) -> Any:
 
 def altered(model: Any, call: CheckCall) -> Any:
     """The definition's model with the same head, adapters and hooks as the trainer's."""
-    import peft
-
     head = call.settings.head
-    if head == "lora":
-        model = peft.get_peft_model(model, trl.lora((*models.PROJECTIONS, "lm_head")), autocast_adapter_dtype=False)
-    elif head == "modules_to_save":
-        model = peft.get_peft_model(model, trl.lora(modules_to_save=["lm_head"]), autocast_adapter_dtype=False)
+    if head in ADAPTERS:
+        model = stored_window.with_adapter(model, **ADAPTERS[head])
     elif head == "quantised":
         quantised_heads.dequantised(model, models.model(call.settings.model))
-    elif head == "fake-quantised":
+    else:
         quantised_heads.quantise(model, head)
     _fill(model, head)
     return model.double()
 
 
 def _fill(model: Any, head: str) -> None:
-    """Adapters by parameter name, B not zero, so that they show; a saved copy away from its original; the hook."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(0.2 * normal(2, name, parameter.shape).to(parameter))
-            elif "modules_to_save" in name:
-                parameter.mul_(1.0 + 0.2 * normal(2, name, parameter.shape).to(parameter))
+    stored_window.fill_adapter(model, 2, size=0.2, nudge=0.2)
     if head == "hook":
         model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 0.5 * output)
 
@@ -203,8 +186,7 @@ def _ask_scores(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | No
     score = getattr(trainer, drive.scorer(trainer))
     with drive.fixed(call.path, trainer):
         ids = batch.ids.to(trainer.model.device)
-        out = score(trainer.model, ids, torch.ones_like(ids), LENGTH - PROMPT)
-    logps = out[0] if isinstance(out, tuple) else out
+        logps, _ = drive.scores(score(trainer.model, ids, torch.ones_like(ids), LENGTH - PROMPT))
     return (logps * batch.cotangent.to(logps)).sum(), trainer.model, logps
 
 
@@ -212,7 +194,7 @@ def _ask_patched(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | N
     """AsyncGRPOTrainer needs a vLLM server to exist; what it does to the model it does with one function of TRL's."""
     import trl.trainer.utils as utils
 
-    if call.settings.head in ("lora", "modules_to_save"):
+    if call.settings.head in ADAPTERS:
         raise Unsupported("the trainer itself builds adapters, and it needs a vLLM server")
     model = _model(call).train().to(call.device)
     _fill(model, call.settings.head)
@@ -248,9 +230,10 @@ def _ask_loss(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | None
 
 
 ASK: dict[str, Callable[[Batch, CheckCall], tuple[Tensor, Any, Tensor | None]]] = {
-    "GRPOTrainer": _ask_scores,
-    "RLOOTrainer": _ask_scores,
-    "AsyncGRPOTrainer": _ask_patched,
-    "DPOTrainer": _ask_loss,
-    "SFTTrainer": _ask_loss,
+    "grpo-trainer": _ask_scores,
+    "rloo-trainer": _ask_scores,
+    "async-grpo-trainer": _ask_patched,
+    "dpo-trainer": _ask_loss,
+    "sft-trainer": _ask_loss,
 }
+"""The scalar of the definition by the trainer's own path, the model whose gradients it has, and the log-probs, if returned."""

@@ -7,7 +7,7 @@ trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the fir
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,15 +19,17 @@ from parity.families.divergence import completed, divergence
 from parity.fixes import patches
 from parity.judge.oracle import gradient_name
 from parity.judge.problem import Problem
-from parity.trainers.check import CheckCall, Entry, Quantity, check, holds
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, holds
 from parity.trainers.definitions.gradients import first_step
+from parity.trainers.definitions.losses import jsd
+from parity.trainers.definitions.scored import Scored
 from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import batches, drive, models, recorder, stored_window, teacher_client
-from parity.trainers.rig.stored_window import Sequences
+from parity.trainers.rig.batches import Sequences
 from parity.trainers.rig.teacher_server import Teacher, scorer, serving
 
 BETAS, SPLITS = (0.0, 0.5, 1.0), ("1x2", "2x1")
-ARCHITECTURE = "llama"
+ARCHITECTURE, TEACHER = "llama", "qwen2"
 IGNORED = -100
 """The label of a token that is not in the loss."""
 
@@ -36,17 +38,28 @@ BETA = Setting(1.0, "teacher's weight in the divergence: 0 forward KL, 1 reverse
 SPLIT = Setting("2x1", "batch x accumulation", SPLITS)
 
 
-def cases(trainer: str, profile: str, seed: int) -> Iterable[tuple[str, Mapping[str, Any]]]:
-    """Every beta with every split; in the short profiles beta 0, and 1 accumulated, where the padding leaked."""
-    for beta in BETAS:
-        for split in SPLITS:
-            if profile in ("nightly", "soak") or (beta, split) in ((0.0, "2x1"), (1.0, "1x2")):
-                yield trainer, {"beta": beta, "split": split}
+LEAKED = {"beta": 1.0, "split": "1x2"}
+"""Where the padding leaked: accumulated."""
+SHORT: list[CheckCase] = [("server-distillation-trainer", s) for s in ({"beta": 0.0}, LEAKED)]
+SHORT_CONTROL: list[CheckCase] = [("gkd-trainer", {**LEAKED, "prompts": "ragged"})]
+
+
+@by_profile(SHORT, SHORT)
+def cases(seed: int) -> Iterator[CheckCase]:
+    """Every beta with every split."""
+    yield from (("server-distillation-trainer", {"beta": b, "split": s}) for b in BETAS for s in SPLITS)
+
+
+@by_profile(SHORT_CONTROL, SHORT_CONTROL)
+def control_cases(seed: int) -> Iterator[CheckCase]:
+    """The same, and with every kind of prompts."""
+    for _, settings in cases("nightly", seed):
+        yield from (("gkd-trainer", {**settings, "prompts": prompts}) for prompts in teacher_client.SAMPLES)
 
 
 @functools.cache
-def _teacher_model() -> Any:
-    return models.model("qwen2").eval()
+def _teacher() -> Any:
+    return models.model(TEACHER).eval()
 
 
 @check(
@@ -58,13 +71,13 @@ def _teacher_model() -> Any:
         "temperature": Setting(1.0, "of student and teacher", (1.0, 0.7)),
         "top_k": Setting(1, "tokens that the teacher returns; above 1 only at beta 0", (1, 4)),
     },
-    functools.partial(cases, "server-distillation-trainer"),
+    cases,
 )
 def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     """Distillation from a real HTTP teacher on ragged completions: finite, by the definition, exactly 0 at padding."""
     s = call.settings
     fix = patches.mask_teacher_padding if call.path == "fixed" else contextlib.nullcontext
-    with serving(scorer(_teacher_model())) as teacher, fix():
+    with serving(scorer(_teacher())) as teacher, fix():
         trainer = teacher_client.trainer(
             teacher, ARCHITECTURE, s.split, beta=s.beta, temperature=s.temperature, loss_top_k=s.top_k
         )
@@ -91,9 +104,8 @@ def _loss(window: list[Sequences], teacher: Teacher, s: Any, model: Any) -> Tens
     total = torch.zeros((), dtype=torch.float64)
     for batch in window:
         terms = []
-        for logps, (tokens, start) in zip(
-            teacher_client.student_logps(model, batch, s.temperature), batch, strict=True
-        ):
+        tables = Scored(model, batch, temperature=s.temperature).tables
+        for logps, (tokens, start) in zip(tables, batch, strict=True):
             answer = teacher.answers[tuple(tokens)][start:].double()
             terms.append(_sparse(logps, answer, torch.tensor(tokens[start:]), s).sum(-1))
         total = total + torch.cat(terms).mean() / len(window)
@@ -167,7 +179,7 @@ def _at_padding(recorded: list[dict[str, Any]], seen: list[Tensor]) -> Quantity:
 )
 def sentinel(call: CheckCall) -> Iterator[Quantity]:
     """A log-prob that the teacher does not have where the loss needs it: the trainer must refuse, not train on it."""
-    whole = scorer(_teacher_model())
+    whole = scorer(_teacher())
     gone = {tuple(stored_window.ids(sample.prompt)) for sample in teacher_client.samples()[:1]}
 
     def partial(tokens: list[int]) -> Tensor:
@@ -229,3 +241,36 @@ def _rows(peak: float) -> tuple[Tensor, Tensor, Tensor]:
     lp, lq = (torch.log_softmax(normal(0, name, (6, 8)) * peak, -1)[:, :1] for name in ("student", "teacher"))
     padded = torch.tensor([False, False, True, False, True, False]).unsqueeze(-1)
     return lp.float(), lq.float().masked_fill(padded, -torch.inf), padded
+
+
+@check(
+    "ragged-control",
+    ("gkd-trainer",),
+    {
+        "beta": BETA,
+        "split": SPLIT,
+        "prompts": Setting("equal", "lengths of the prompts", ("equal", "ragged")),
+    },
+    control_cases,
+    paths=("released",),
+    moves=True,
+)
+def ragged_control(call: CheckCall) -> Iterator[Quantity]:
+    """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
+    s = call.settings
+    wanted = recorder.plain(s.split) | {"lmbda": 0.0, "beta": s.beta, "temperature": 1.0, "max_length": 32}
+    data = stored_window.dataset(teacher_client.samples(s.prompts), "turns")
+    given = {"teacher_model": models.model(TEACHER), "train_dataset": data}
+    trainer = drive.build(call.trainer, models.model(ARCHITECTURE), wanted, device=call.device, **given)
+    steps = recorder.train(trainer)
+    window = [batches.sequences_of([b]) for b in steps.batches]
+    local = all(n is None for n in steps.items)
+    definition = functools.partial(_dense, window, s.beta, local)
+    step = exact_step(models.model(ARCHITECTURE, torch.float64).train(), definition)
+    yield from first_step(step, steps)
+
+
+def _dense(window: list[Sequences], beta: float, local: bool, model: Any) -> Tensor:
+    """Mean over the completion tokens of the window; `local`: of each micro-batch, then over those (before 1.10)."""
+    parts = [torch.cat(jsd(Scored(model, batch, TEACHER), beta)) for batch in window]
+    return torch.stack([p.mean() for p in parts]).mean() if local else torch.cat(parts).mean()

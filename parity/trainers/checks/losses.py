@@ -2,9 +2,8 @@
 
 import dataclasses
 import enum
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,22 +11,20 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds, shared
-from parity.trainers.checks.twins import plain_twin
-from parity.trainers.definitions import preference, windows
-from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import exact_step
-from parity.trainers.definitions.twin_losses import Definition
-from parity.trainers.rig import drive, stored_window, twin_runs
-from parity.trainers.rig.stored_window import Sample
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds
+from parity.trainers.checks.twins import judged, twin
+from parity.trainers.definitions.losses import CPO, DPO, MIXED, ONLINE, Loss, kl_of_others
+from parity.trainers.rig import drive, stored_window
+from parity.trainers.rig.stored_window import Sample, Window
+from parity.trainers.rig.twin_runs import Run
 from parity.upstream import trl
 
 OWN = {
-    "dpo-trainer": (*preference.DPO, *preference.MIXED),
+    "dpo-trainer": (*DPO, *MIXED),
     "kto-trainer": ("kto", "apo_zero_unpaired"),
     "sft-trainer": ("nll", "dft"),
-    "online-dpo-trainer": ("sigmoid", "ipo"),
-    "cpo-trainer": preference.CPO,
+    "online-dpo-trainer": tuple(ONLINE),
+    "cpo-trainer": CPO,
     "orpo-trainer": ("orpo",),
 }
 """Trainer -> its loss types."""
@@ -111,7 +108,7 @@ HONOURED: dict[str, tuple[Moved, ...]] = {
         _with("sigmoid", "ipo", precomputed=True, ld_alpha=0.4),
         _with(beta=0.05, model="qwen2"),
         _with(weighting=True),
-        _with(*(loss for loss in preference.DPO if loss != "sft"), ld_alpha=0.4),
+        _with(*(loss for loss in DPO if loss != "sft"), ld_alpha=0.4),
         _with("robust", "aot", "aot_unpaired", smoothing=0.1),
         _with("discopop", tau=0.5),
         *(_with(*SCORED, divergence=name) for name in ("forward_kl", "js_divergence", "alpha_divergence")),
@@ -154,31 +151,14 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
         raise Unsupported(f"{trainer} has no loss type {s.loss}: {', '.join(OWN[trainer])}")
     if s.even and not any("even" in settings for _, settings in HONOURED[trainer]):
         raise Unsupported("only CPO's and ORPO's likelihood is a mean over the tokens of a micro-batch")
-    known = trl.fields(drive.config(call.trainer))
-    missing = [
-        f for name, f in _fields(trainer).items() if getattr(s, name) != SETTINGS[name].default and f not in known
-    ]
-    if s.loss != OWN[trainer][0] and "loss_type" not in known:  # a field that a config lacks is left out of it
-        missing.append("loss_type")
-    if s.loss in preference.MIXED and "loss_weights" not in known:
-        missing.append("loss_weights")
-    if missing:
-        raise Unsupported(f"{call.trainer} of the installed version has no {', '.join(missing)}")
-    options = _options(trainer, s)
-    if "f_divergence_type" in known:
-        options["f_divergence_type"] = offered(call.trainer, "f_divergence_type", s.divergence)
-    part, twin = _rows(trainer, s), plain_twin(model=s.model, split=s.split)
-    run = twin_runs.build(trainer, twin, twin_runs.unfixed(call.path), part, **options)
-    steps = twin_runs.train(run, call.path)
-    if not s.whole:  # else its sequences count from their first token on
-        yield twin_runs.all_there(trainer, steps, part)
-    exact = functools.partial(stored_window.policy, s.model, torch.float64)
-    step = shared(call, "step", lambda: exact_step(exact(), DEFINED[trainer](part, s)))
+    run = Run(
+        trainer, twin(trainer, model=s.model, split=s.split), call.path, _rows(trainer, s), plain=True, **_options(call)
+    )
+    loss = Loss(run.window, s)
+    yield from judged(call, run, loss, there=not s.whole)  # else its sequences count from their first token on
     if s.loss == "kto":
-        others = preference.mismatched(twin_runs.sequences(trainer, part))
-        z = float(preference.shift(others, s.model, exact()))
+        z = float(kl_of_others(loss, stored_window.policy(s.model, torch.float64)))
         yield holds("estimate", (z > 0) is (s.model == "llama"), f"{z:.3g}: the case tests nothing", "exact", value=z)
-    yield from first_step(step, steps)
 
 
 def offered(trainer: str, name: str, value: str) -> Any:
@@ -198,27 +178,35 @@ def offered(trainer: str, name: str, value: str) -> Any:
     return choices[value]
 
 
-def _fields(trainer: str) -> dict[str, str]:
-    """`NEEDED`, with the name that SFT inherits from transformers."""
-    return NEEDED | ({"smoothing": "label_smoothing_factor"} if trainer == "sft-trainer" else {})
+def _options(call: CheckCall) -> dict[str, Any]:
+    """The config's fields; of settings at their default only those that the installed version has.
 
-
-def _options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
-    out: dict[str, Any] = {"loss_type": s.loss}
-    if s.loss in preference.MIXED:
-        mixed = preference.MIXED[s.loss]
-        out = {"loss_type": list(mixed), "loss_weights": list(mixed.values())}
-    fields = _fields(trainer)
-    given = {field: getattr(s, name) for name, field in fields.items() if name not in ("divergence", "whole")}
-    given |= {"completion_only_loss": False} if s.whole else {}
-    given |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}
-    given |= {"missing_eos_penalty": s.penalty or None}
-    return out | given | {"beta": s.beta}
+    Raises:
+        Unsupported: where it lacks one that is away from its default.
+    """
+    s, known = call.settings, trl.fields(drive.config(call.trainer))
+    fields = NEEDED | ({"smoothing": "label_smoothing_factor"} if call.spec.data == "completions" else {})
+    drive.needs(
+        call.trainer,
+        *(field for name, field in fields.items() if getattr(s, name) != SETTINGS[name].default),
+        *(["loss_type"] if s.loss != OWN[call.case.family][0] else []),  # a field that a config lacks is left out of it
+        *(["loss_weights"] if s.loss in MIXED else []),
+    )
+    mixed = MIXED.get(s.loss)
+    out = {"beta": s.beta, "loss_type": list(mixed) if mixed else s.loss}
+    out |= {"loss_weights": list(mixed.values())} if mixed else {}
+    out |= {field: getattr(s, name) for name, field in fields.items() if name not in ("divergence", "whole")}
+    out |= {"completion_only_loss": False} if s.whole else {}
+    out |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}
+    out |= {"missing_eos_penalty": s.penalty or None}
+    if "f_divergence_type" in known:
+        out["f_divergence_type"] = offered(call.trainer, "f_divergence_type", s.divergence)
+    return out
 
 
 def _rows(trainer: str, s: SimpleNamespace) -> list[Sample]:
     """The rows; with a penalty on a missing end the longest completions lose theirs."""
-    rows = twin_runs.rows(trainer)
+    rows = Window.of(trainer).rows
     if s.even:
         rows = [dataclasses.replace(r, prompt=rows[0].prompt, completion=_as_long(r, rows[0])) for r in rows]
     limit = 6 if s.penalty else None
@@ -229,38 +217,3 @@ def _as_long(row: Sample, other: Sample) -> str:
     """The row's completion, cut or repeated to as many words as the other's has."""
     words = itertools.cycle(row.completion.split())
     return " ".join(itertools.islice(words, len(other.completion.split())))
-
-
-def _kto(rows: Sequence[Sample], s: SimpleNamespace) -> Definition:
-    window, labels = twin_runs.sequences("kto-trainer", rows), twin_runs.labels(rows)
-    if s.loss == "kto":
-        return functools.partial(preference.kto, window, preference.mismatched(window), labels, s.model, s)
-    weights = (s.desirable, s.undesirable)
-    return functools.partial(preference.apo_zero_unpaired, window, labels, s.model, s.beta, weights=weights)
-
-
-def _sft(rows: Sequence[Sample], s: SimpleNamespace) -> Definition:
-    window = twin_runs.sequences("sft-trainer", rows)
-    if s.whole:
-        window = [(tokens, 1) for tokens, _ in window]
-    if s.loss == "dft":
-        return functools.partial(preference.dft, window)
-    if s.smoothing:
-        return functools.partial(preference.smoothed, window, s.smoothing)
-    return functools.partial(windows.sft, window)
-
-
-def _online(rows: Sequence[Sample], s: SimpleNamespace) -> Definition:
-    define = preference.online_ipo if s.loss == "ipo" else windows.dpo
-    return functools.partial(define, twin_runs.pair("online-dpo-trainer", rows, s.penalty), s.model, s.beta)
-
-
-DEFINED: dict[str, Callable[[Sequence[Sample], SimpleNamespace], Definition]] = {
-    "dpo-trainer": lambda rows, s: functools.partial(preference.dpo, twin_runs.pair("dpo-trainer", rows), s.model, s),
-    "kto-trainer": _kto,
-    "sft-trainer": _sft,
-    "online-dpo-trainer": _online,
-    "cpo-trainer": lambda rows, s: functools.partial(preference.cpo, twin_runs.pair("cpo-trainer", rows), s),
-    "orpo-trainer": lambda rows, s: functools.partial(preference.orpo, twin_runs.pair("orpo-trainer", rows), s.beta),
-}
-"""Trainer -> the loss of its rows by the settings."""

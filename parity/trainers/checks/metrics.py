@@ -1,7 +1,7 @@
 """Metrics that a trainer logs for one batch, compared with what their names and TRL's documentation say."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +10,17 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.families.policy import divergence
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, shared
+from parity.families.policy import divergence as k3
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, shared
 from parity.trainers.checks.losses import offered
-from parity.trainers.checks.twins import plain_twin
-from parity.trainers.definitions import preference, training_step
-from parity.trainers.rig import drive, stored_window, twin_runs
-from parity.trainers.rig.stored_window import Sequences
+from parity.trainers.checks.twins import twin
+from parity.trainers.definitions.gradients import logged
+from parity.trainers.definitions.losses import Loss, kl_of_others, log_odds
+from parity.trainers.definitions.scored import Scored, completion_logps
+from parity.trainers.definitions.training_step import measured
+from parity.trainers.rig import drive, recorder, stored_window
+from parity.trainers.rig.stored_window import Window
+from parity.trainers.rig.twin_runs import Run
 from parity.upstream import trl
 
 MODELS = ("llama", "qwen2", "gemma2")
@@ -28,169 +32,117 @@ SETTINGS = {
     ),
 }
 PR: tuple[tuple[str, Mapping[str, Any]], ...] = (("online-dpo-trainer", {}), ("grpo-trainer", {"beta": 0.04}))
-LOGGED = {"logging_strategy": "steps", "logging_steps": 1}
 COUNTED = ("rewards/accuracies", "completions/mean_length", "reward", "objective/scores")
 """Metrics that are a count, or made of what is exact in float32."""
 
 Values = dict[str, Tensor]
 
 
-class Batch:
-    """One batch of stored sequences by a model: log-probs, distributions, and log-ratios to the reference.
+class Logged:
+    """What a trainer logs of a window, by definition; a function of the model. `s`: model and beta."""
 
-    Attributes:
-        lengths: tokens of each completion, (N,).
-        logps: log π(completion), (N,); ref: log π_ref(completion), (N,).
-        tokens: log π of every token of every completion, one after the other; ref_tokens likewise.
-        entropy: mean over them of -Σ π log π.
-        averages: means over the vocabulary of the logits of every completion token, a tensor (tokens,) for each completion.
-    """
+    def __init__(self, window: Window, s: SimpleNamespace):
+        self.window, self.s, self.loss = window, s, Loss(window, s)
 
-    def __init__(self, window: Sequences, architecture: str, model: Any):
-        own, dists, self.averages = [], [], []
-        for z, tokens in training_step.completion_logits(model, window):
-            self.averages.append(z.mean(-1))
-            dists.append(torch.log_softmax(z, -1))
-            own.append(training_step.taken(dists[-1], tokens))
-        base = training_step.completion_logps(stored_window.reference(architecture), window)
-        self.logps, self.ref = (torch.stack([t.sum() for t in side]) for side in (own, base))
-        self.tokens, self.ref_tokens, table = torch.cat(own), torch.cat(base), torch.cat(dists)
-        self.entropy = -(table.exp() * table).sum(-1).mean()
-        self.lengths = torch.tensor([len(t) - start for t, start in window], dtype=torch.float64)
+    def __call__(self, model: Any) -> Values:
+        return DEFINED[self.window.trainer](self, model)
+
+    def pairs(self, model: Any) -> tuple[Scored, Tensor]:
+        """The chosen, which come first, and the rejected in the same order; which are chosen, (2N,)."""
+        sides = self.window.pair()
+        return self.loss.scored(model, [*sides[0], *sides[1]]), torch.arange(2 * len(sides[0])) < len(sides[0])
 
 
-def _dpo(window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> Values:
+def _dpo(a: Logged, model: Any) -> Values:
     """DPO's own: rewards are β(log π - log π_ref) of a whole completion, means over the pairs."""
-    batch = Batch([*window[0], *window[1]], s.model, model)
-    chosen = torch.arange(len(batch.logps)) < len(window[0])
-    return _pairs(batch, s.beta) | _mean_logits(batch, chosen) | {"entropy": batch.entropy}
+    batch, chosen = a.pairs(model)
+    return _preferences(batch, chosen, a.s.beta) | _accuracy(batch, chosen) | _of_logits(batch, chosen)
 
 
-def _pairs(batch: Batch, beta: float) -> Values:
-    """Of the chosen, which come first, and the rejected in the same order."""
-    count = len(batch.logps) // 2
-    delta = batch.logps - batch.ref
-    accuracy = (delta[:count] > delta[count:]).double().mean()
-    return _preferences(batch, torch.arange(2 * count) < count, beta) | {"rewards/accuracies": accuracy}
+def _accuracy(batch: Scored, chosen: Tensor) -> Values:
+    return {"rewards/accuracies": (batch.ratios[chosen] > batch.ratios[~chosen]).double().mean()}
 
 
-def _mean_logits(batch: Batch, chosen: Tensor) -> Values:
-    """Mean over the vocabulary, then over the tokens of all completions of a side (`mean_logits` of TRL's fused LM head)."""
+def _of_logits(batch: Scored, chosen: Tensor) -> Values:
+    """Entropy; logits as TRL's `mean_logits`: the mean over the vocabulary, then over the tokens of all completions of a side."""
     sides = {"chosen": chosen, "rejected": ~chosen}
-    return {
-        f"logits/{name}": torch.cat([z for z, kept in zip(batch.averages, side, strict=True) if kept]).mean()
+    return {"entropy": batch.entropy} | {
+        f"logits/{name}": torch.cat([z.mean(-1) for z, kept in zip(batch.logits, side, strict=True) if kept]).mean()
         for name, side in sides.items()
     }
 
 
-def _preferences(batch: Batch, chosen: Tensor, beta: float) -> Values:
+def _preferences(batch: Scored, chosen: Tensor, beta: float) -> Values:
     """Rewards and log-probs of those that `chosen` (N,) is true for, and of the others."""
     out = {}
     for name, side in (("chosen", chosen), ("rejected", ~chosen)):
-        out[f"rewards/{name}"] = beta * (batch.logps - batch.ref)[side].mean()
-        out[f"logps/{name}"] = batch.logps[side].mean()
+        out[f"rewards/{name}"] = beta * batch.ratios[side].mean()
+        out[f"logps/{name}"] = batch.sums[side].mean()
     return out | {"rewards/margins": out["rewards/chosen"] - out["rewards/rejected"]}
 
 
-def _online(window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> Values:
+def _online(a: Logged, model: Any) -> Values:
     """Online DPO's: `objective/` of all completions, KL and -log π summed over the tokens of each, then their mean."""
-    both = [*window[0], *window[1]]
-    batch, scores = Batch(both, s.model, model), _scores(both)
-    kl = batch.logps - batch.ref
-    return _pairs(batch, s.beta) | {
+    batch, chosen = a.pairs(model)
+    scores, kl, beta = stored_window.rewards(batch.window).flatten(), batch.ratios, a.s.beta
+    return (_preferences(batch, chosen, beta) | _accuracy(batch, chosen)) | {
         "objective/kl": kl.mean(),
-        "objective/non_score_reward": -s.beta * kl.mean(),
-        "objective/rlhf_reward": (scores - s.beta * kl).mean(),
-        "objective/entropy": -batch.logps.mean(),
+        "objective/non_score_reward": -beta * kl.mean(),
+        "objective/rlhf_reward": (scores - beta * kl).mean(),
+        "objective/entropy": -batch.sums.mean(),
         "objective/scores": scores.mean(),
     }
 
 
-def _scores(window: Sequences) -> Tensor:
-    return stored_window.rewards(window).flatten()
-
-
-def _unpaired(window: Sequences, labels: Sequence[bool], s: SimpleNamespace, model: Any) -> Values:
+def _unpaired(a: Logged, model: Any) -> Values:
     """KTO's: as DPO's, over the desirable and over the undesirable completions; KL on completions of other prompts."""
-    batch = Batch(window, s.model, model)
-    chosen = torch.tensor(labels)
-    return _preferences(batch, chosen, s.beta) | {
-        **_mean_logits(batch, chosen),
-        "kl": preference.shift(preference.mismatched(window), s.model, model),
-        "entropy": batch.entropy,
-    }
+    batch, chosen = a.loss.scored(model), torch.tensor(a.window.labels)
+    return (_preferences(batch, chosen, a.s.beta) | _of_logits(batch, chosen)) | {"kl": kl_of_others(a.loss, model)}
 
 
-def _sft(window: Sequences, s: SimpleNamespace, model: Any) -> Values:
-    """SFT's: the mean over the completion tokens."""
-    return {"entropy": Batch(window, s.model, model).entropy}
-
-
-def _k3(d: Tensor) -> Tensor:
-    """r - 1 - log r with r = π_ref/π, as in the losses of GRPO and GMPO."""
-    return divergence(d, None).mean()
-
-
-def _log_ratio(d: Tensor) -> Tensor:
-    """RLOO's: log π - log π_ref."""
-    return -d.mean()
-
-
-def _sampled(kl: Callable[[Tensor], Tensor], window: Sequences, s: SimpleNamespace, model: Any) -> Values:
+def _sampled(kl: Callable[[Tensor], Tensor], a: Logged, model: Any) -> Values:
     """GRPO's, GMPO's and RLOO's: entropy and KL are means over the completion tokens."""
-    batch = Batch(window, s.model, model)
+    batch = a.loss.scored(model)
     return {
-        "kl": kl(batch.ref_tokens - batch.tokens),
+        "kl": kl(torch.cat(batch.base.tokens) - torch.cat(batch.tokens)),
         "entropy": batch.entropy,
-        "reward": _scores(window).mean(),
+        "reward": stored_window.rewards(batch.window).mean(),
         "completions/mean_length": batch.lengths.mean(),
     }
 
 
-def _without_reference(averaged: bool, window: tuple[Sequences, Sequences], s: SimpleNamespace, model: Any) -> Values:
+def _without_reference(averaged: bool, a: Logged, model: Any) -> Values:
     """CPO's and ORPO's: rewards are β log π of a completion, `averaged` (ORPO) its mean over the tokens.
 
     Not judged: `logits/chosen` and `logits/rejected`. TRL averages the logits of every position of the padded batch, so
     that prompts and padding count; DPO's of the same name are of the completions. Nothing installed says which is meant.
     """
-    tokens = [training_step.completion_logps(model, side) for side in window]
-    chosen, rejected = (torch.stack([t.mean() if averaged else t.sum() for t in side]) for side in tokens)
+    sides = a.loss.sides(model)
+    chosen, rejected = (side.means if averaged else side.sums for side in sides)
     out = {"logps/chosen": chosen.mean(), "logps/rejected": rejected.mean()}
-    out |= {f"rewards/{side}": s.beta * out[f"logps/{side}"] for side in ("chosen", "rejected")}
+    out |= {f"rewards/{side}": a.s.beta * out[f"logps/{side}"] for side in ("chosen", "rejected")}
     out |= {"rewards/margins": out["rewards/chosen"] - out["rewards/rejected"]}
     out |= {"rewards/accuracies": (chosen > rejected).double().mean()}
     if not averaged:
-        return out | {"nll_loss": -torch.cat(tokens[0]).mean()}
-    odds = preference.log_odds(tokens[0]) - preference.log_odds(tokens[1])
-    whole = training_step.completion_logps(model, [(t, 1) for t, _ in window[0]])
+        return out | {"nll_loss": -torch.cat(sides[0].tokens).mean()}
+    odds = log_odds(sides[0]) - log_odds(sides[1])
+    whole = completion_logps(model, [(t, 1) for t, _ in sides[0].window])
     out |= {"log_odds_chosen": odds.mean(), "log_odds_ratio": torch.nn.functional.logsigmoid(odds).mean()}
     return out | {"nll_loss": -torch.cat(whole).mean()}
 
 
-def _of_pair(define: Callable[..., Values], trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
-    return functools.partial(define, twin_runs.pair(trainer, twin_runs.rows(trainer)), s)
-
-
-def _of_sampled(kl: Callable[[Tensor], Tensor], trainer: str, s: SimpleNamespace) -> Callable[[Any], Values]:
-    return functools.partial(_sampled, kl, _window(trainer), s)
-
-
-def _window(trainer: str) -> Sequences:
-    return twin_runs.sequences(trainer, twin_runs.rows(trainer))
-
-
-DEFINED: dict[str, Callable[[str, SimpleNamespace], Callable[[Any], Values]]] = {
-    "dpo-trainer": functools.partial(_of_pair, _dpo),
-    "kto-trainer": lambda t, s: functools.partial(_unpaired, _window(t), twin_runs.labels(twin_runs.rows(t)), s),
-    "sft-trainer": lambda t, s: functools.partial(_sft, _window(t), s),
-    "online-dpo-trainer": functools.partial(_of_pair, _online),
-    "grpo-trainer": functools.partial(_of_sampled, _k3),
-    "rloo-trainer": functools.partial(_of_sampled, _log_ratio),
-    "gmpo-trainer": functools.partial(_of_sampled, _k3),
-    "cpo-trainer": functools.partial(_of_pair, functools.partial(_without_reference, False)),
-    "orpo-trainer": functools.partial(_of_pair, functools.partial(_without_reference, True)),
+DEFINED: dict[str, Callable[[Logged, Any], Values]] = {
+    "dpo-trainer": _dpo,
+    "kto-trainer": _unpaired,
+    "sft-trainer": lambda a, model: {"entropy": a.loss.scored(model).entropy},
+    "online-dpo-trainer": _online,
+    "grpo-trainer": functools.partial(_sampled, lambda d: k3(d, None).mean()),
+    "rloo-trainer": functools.partial(_sampled, lambda d: -d.mean()),  # log π - log π_ref
+    "gmpo-trainer": functools.partial(_sampled, lambda d: k3(d, None).mean()),
+    "cpo-trainer": functools.partial(_without_reference, False),
+    "orpo-trainer": functools.partial(_without_reference, True),
 }
-"""Trainer and settings -> what it logs of its window, by definition."""
+"""Trainer -> what it logs of its window by the model; entropies are means over the completion tokens."""
 
 
 @by_profile(pr=PR, covered=lambda case: "model" not in case[1] or case[0] in ("kto-trainer", "grpo-trainer"))
@@ -207,21 +159,17 @@ def cases(seed: int) -> Iterator[CheckCase]:
 def metrics(call: CheckCall) -> Iterator[Quantity]:
     """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
     trainer, s = call.case.family, call.settings
-    more = {**LOGGED, "beta": s.beta, **({"loss_type": "kto"} if call.spec.data == "labels" else {})}
+    more = {**recorder.LOGGED, "beta": s.beta, **({"loss_type": "kto"} if call.spec.data == "labels" else {})}
     if s.divergence != SETTINGS["divergence"].default:
         drive.needs(call.trainer, "f_divergence_type")
         more["f_divergence_type"] = offered(call.trainer, "f_divergence_type", s.divergence)
-    run = twin_runs.build(
-        trainer, plain_twin(model=s.model, split="8x1", beta=s.beta), twin_runs.unfixed(call.path), **more
-    )
-    yield twin_runs.all_there(trainer, twin_runs.train(run, call.path))
-    logged = drive.logged(run)
-    exact = functools.partial(stored_window.policy, s.model, torch.float64)
-    truth = shared(call, "logged", lambda: training_step.measured(exact(), DEFINED[trainer](trainer, s), COUNTED))
-    names = [name for name in truth.exact if name in logged]
+    settings = twin(trainer, model=s.model, beta=s.beta)
+    run = Run(trainer, settings, call.path, plain=True, **more)
+    yield run.all_there()
+    log, define = drive.logged(run.built), Logged(run.window, s)
+    truth = shared(call, "logged", lambda: measured(stored_window.policy(s.model, torch.float64), define, COUNTED))
     if not trl.mentions("mean_logits", trl.class_named(call.trainer)):  # other releases say nowhere which mean is meant
-        names = [name for name in names if not name.startswith("logits/")]
-    if not names:
+        log = {name: value for name, value in log.items() if not name.startswith("logits/")}
+    if not truth.exact.keys() & log.keys():
         raise Unsupported(f"{call.trainer} of the installed version logs none of {', '.join(truth.exact)}")
-    for name in names:
-        yield Quantity(name, float(logged[name]), Entry(truth, name))
+    yield from logged(truth, log)

@@ -12,12 +12,15 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, shared
-from parity.trainers.checks.twins import plain_twin
-from parity.trainers.definitions import training_step, windows
-from parity.trainers.definitions.gradients import first_step
-from parity.trainers.rig import drive, stored_window, twin_runs
-from parity.trainers.rig.stored_window import Sequences
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, shared
+from parity.trainers.checks.twins import judged, twin
+from parity.trainers.definitions.gradients import logged
+from parity.trainers.definitions.losses import Loss, padded
+from parity.trainers.definitions.scored import Scored
+from parity.trainers.definitions.training_step import measured
+from parity.trainers.rig import drive, recorder, stored_window, twin_runs
+from parity.trainers.rig.batches import Sequences
+from parity.trainers.rig.twin_runs import Run
 from parity.upstream import trl
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -59,32 +62,23 @@ def cases(seed: int) -> Iterator[CheckCase]:
 @check("sampler", ("grpo-trainer",), SETTINGS, cases, paths=("released", "fused", "fixed"))
 def sampler(call: CheckCall) -> Iterator[Quantity]:
     """Loss, every gradient and the logged ratio by exp(log π - log π_sampler), truncated or masked as the mode says."""
-    s = call.settings
-    twin = plain_twin(loss=s.loss, beta=s.beta, split=s.split)
-    run = twin_runs.build("grpo-trainer", twin, call.path, **_options(call), logging_strategy="steps", logging_steps=1)
-    window = twin_runs.sequences("grpo-trainer", twin_runs.rows("grpo-trainer"))
-    counted = twin_runs.external if s.tools else None
-    given = log_probs(window, s.missing, counted)
-    _report(run, window, given)
-    if counted is not None:
-        twin_runs.generate_tools(run)
-    run.use_vllm = True
-    steps = twin_runs.train(run, call.path)
-    yield twin_runs.all_there("grpo-trainer", steps)
-    settings = {"loss_type": s.loss, "beta": s.beta, "max_completion_length": drive.COMPLETION}
-    weigh = functools.partial(ratio, s, windows.padded(given)) if s.correction else None
-    define = functools.partial(windows.grpo, window, twin.model, settings, counted, None, ratio=weigh)
-    exact = functools.partial(stored_window.policy, twin.model, torch.float64)
-    step = shared(call, "step", lambda: training_step.exact_step(exact(), define))
-    yield from first_step(step, steps)
-    logged = drive.logged(run)
+    s, trainer = call.settings, call.case.family
+    run = Run(
+        trainer, twin(trainer, loss=s.loss, beta=s.beta, split=s.split), call.path, **_options(call), **recorder.LOGGED
+    )
+    given = log_probs(run.window.sequences, s.missing, s.tools)
+    _report(run.built, run.window.sequences, given)
+    if s.tools:
+        twin_runs.generate_tools(run.built)
+    run.built.use_vllm = True
+    weigh = functools.partial(ratio, s, padded(given)) if s.correction else None
+    loss = Loss(run.window, SimpleNamespace(**vars(run.s) | {"tools": s.tools}), ratio=weigh)
+    yield from judged(call, run, loss)
     if not s.correction or s.split != "8x1":
         return  # over several micro-batches the log has a mean of their values
-    measured = functools.partial(_measured, s, window, windows.padded(given), counted)
-    truth = shared(call, "logged", lambda: training_step.measured(exact(), measured))
-    for name in truth.exact:
-        if name in logged:
-            yield Quantity(name, float(logged[name]), Entry(truth, name))
+    define = functools.partial(_measured, s, loss, padded(given))
+    truth = shared(call, "logged", lambda: measured(stored_window.policy(run.s.model, torch.float64), define))
+    yield from logged(truth, drive.logged(run.built))
 
 
 def _options(call: CheckCall) -> dict[str, Any]:
@@ -112,15 +106,16 @@ def _options(call: CheckCall) -> dict[str, Any]:
     return {k: v for k, v in wanted.items() if k in known}
 
 
-def log_probs(window: Sequences, missing: bool, counted: Any) -> list[Tensor]:
+def log_probs(window: Sequences, missing: bool, tools: bool) -> list[Tensor]:
     """What the sampler reports of each completion, (T_i,) float32: NaN where it has none, 0 for a tool's token."""
     out = []
     with torch.no_grad():
-        exactly = training_step.completion_logps(stored_window.policy("llama", torch.float64), window)
-    for i, (logps, (tokens, start)) in enumerate(zip(exactly, window, strict=True)):
+        scored = Scored(stored_window.policy("llama", torch.float64), window)
+        pairs = list(zip(scored.tokens, scored.completions, strict=True))
+    for i, (logps, tokens) in enumerate(pairs):
         reported = (logps + APART * normal(21, f"sampler {i}", logps.shape).double()).float()
-        if counted is not None:
-            reported = reported * counted(torch.tensor(tokens[start:])).float()
+        if tools:
+            reported = reported * stored_window.external(tokens).float()
         if missing:
             reported[len(reported) // 2] = math.nan
         out.append(reported)
@@ -129,21 +124,19 @@ def log_probs(window: Sequences, missing: bool, counted: Any) -> list[Tensor]:
 
 def _report(trainer: Any, window: Sequences, given: list[Tensor]) -> None:
     """The sampler's log-probs beside the stored completions, in the lists in which a server's arrive."""
-    generate = trainer._generate_single_turn
-    names = twin_runs.handed_names(generate.original)
+    names = twin_runs.handed_names(trainer._generate_single_turn.original)
     if "logprobs" not in names:
         raise Unsupported(f"_generate_single_turn of the installed version returns {', '.join(names)}: no logprobs")
     known = {(tuple(t[:n]), tuple(t[n:])): lp for (t, n), lp in zip(window, given, strict=True)}
 
-    def generate_and_score(prompts: Any, *args: Any, **kwargs: Any) -> Any:
-        out = list(generate(prompts, *args, **kwargs))
-        ids = [stored_window.ids(p) if isinstance(p, str) else list(p) for p in prompts]
-        completions = out[names.index("completion_ids")]
-        reported = [known[tuple(p), tuple(c)].tolist() for p, c in zip(ids, completions, strict=True)]
-        out[names.index("logprobs")] = [[None if math.isnan(x) else x for x in lp] for lp in reported]
-        return tuple(out)
+    def reporting(args: tuple[Any, ...], out: Any) -> Any:
+        found = dict(zip(names, out, strict=True))
+        ids = [stored_window.ids(p) if isinstance(p, str) else list(p) for p in args[0]]
+        reported = [known[tuple(p), tuple(c)].tolist() for p, c in zip(ids, found["completion_ids"], strict=True)]
+        found["logprobs"] = [[None if math.isnan(x) else x for x in lp] for lp in reported]
+        return tuple(found.values())
 
-    trainer._generate_single_turn = generate_and_score
+    drive.changed(trainer, "_generate_single_turn", reporting)
 
 
 def ratio(s: SimpleNamespace, reported: Tensor, logps: Tensor, mask: Tensor) -> Tensor:
@@ -159,13 +152,10 @@ def ratio(s: SimpleNamespace, reported: Tensor, logps: Tensor, mask: Tensor) -> 
     return torch.where((found < low) | (found > s.high), 0.0, found)
 
 
-def _measured(s: SimpleNamespace, window: Sequences, reported: Tensor, counted: Any, model: Any) -> dict[str, Tensor]:
+def _measured(s: SimpleNamespace, loss: Loss, reported: Tensor, model: Any) -> dict[str, Tensor]:
     """What is logged: |log π - log π_sampler| of the tokens that count, and the ratios."""
-    logps = windows.padded(training_step.completion_logps(model, window))
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(t[n:]) for t, n in window], batch_first=True)
-    mask = windows.padded([torch.ones(len(t) - n, dtype=torch.bool) for t, n in window])
-    if counted is not None:
-        mask = mask & counted(ids).bool()
+    scored = loss.scored(model)
+    logps, mask = padded(scored.tokens), padded([loss.counted(tokens) for tokens in scored.completions])
     apart = (logps - reported.double()).abs()[mask & ~reported.isnan()]
     found = ratio(s, reported, logps, mask)
     found = found.flatten() if s.mode.startswith("sequence") else found[mask]

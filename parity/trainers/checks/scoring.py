@@ -23,11 +23,13 @@ from parity.judge.oracle import Oracle
 from parity.judge.recipe import DTYPES, Recipe
 from parity.judging.assess import CaseOracle
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, holds
-from parity.trainers.definitions import windows
 from parity.trainers.definitions.bf16_model import BackboneRounding
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.training_step import completion_logits, exact_step, taken
+from parity.trainers.definitions.losses import padded
+from parity.trainers.definitions.scored import Scored, taken
+from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import drive, models, stored_window
+from parity.trainers.rig.stored_window import Window
 from parity.upstream import trl
 
 MODEL, TEMPERATURE = "llama", 0.7
@@ -84,10 +86,10 @@ class Batch:
     """
 
     def __init__(self) -> None:
-        self.window = stored_window.sequences(stored_window.rows(), generated=True)
+        self.window = Window("grpo-trainer", stored_window.rows()).sequences
         left = max(start for _, start in self.window)
         rows = [torch.tensor([*[models.PAD] * (left - start), *ids]) for ids, start in self.window]
-        self.ids = windows.padded(rows)  # the padding token is 0
+        self.ids = padded(rows)  # the padding token is 0
         self.mask = (self.ids != models.PAD).long()
         self.scored = self.mask[:, left:].bool()
         self.cotangent = normal(5, "scoring", self.scored.shape).float() * self.scored
@@ -115,10 +117,7 @@ def _asked(trainer: Any, batch: Batch, size: int) -> tuple[Tensor, Tensor | None
         raise Unsupported("the installed version scores all sequences at once: no batch_size")
     ids, mask = batch.ids.to(trainer.model.device), batch.mask.to(trainer.model.device)
     options = {"compute_entropy": True} if "compute_entropy" in known else {}
-    out = score(trainer.model, ids, mask, batch.scored.shape[1], batch_size=size, **options)
-    if isinstance(out, dict):
-        return out["logps"], out.get("entropies")
-    return out[:2] if isinstance(out, tuple) else (out, None)
+    return drive.scores(score(trainer.model, ids, mask, batch.scored.shape[1], batch_size=size, **options))
 
 
 def _head(
@@ -178,7 +177,8 @@ def _by_definition(dtype: str) -> Oracle:
     slopes = [g[seen].double() for g, seen in zip(batch.cotangent, batch.scored, strict=True)]
 
     def weighted(model: Any) -> Tensor:
-        pairs = completion_logits(model, batch.window)
+        scored = Scored(model, batch.window)
+        pairs = zip(scored.logits, scored.completions, strict=True)
         found = [taken(torch.log_softmax(z.float() / TEMPERATURE, -1), tokens) for z, tokens in pairs]
         return torch.stack([(g * logps).sum() for g, logps in zip(slopes, found, strict=True)]).sum()
 

@@ -19,7 +19,8 @@ from parity.families.policy import divergence
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, holds, pairwise
-from parity.trainers.definitions.training_step import completion_logps, measured
+from parity.trainers.definitions.scored import completion_logps
+from parity.trainers.definitions.training_step import measured
 from parity.trainers.rig import checkpointing, drive, models
 from parity.trainers.rig.first_step import FirstStep, run
 from parity.upstream import trl

@@ -9,10 +9,11 @@ import torch
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds
-from parity.trainers.checks.twins import by_definition, plain_twin
+from parity.trainers.checks.twins import by_definition, twin
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.rig import ranks, twin_runs
+from parity.trainers.rig import ranks
 from parity.trainers.rig.ranks import Rank
+from parity.trainers.rig.stored_window import Window
 from parity.trainers.specs import SPECS, TWINS
 
 RANKS = 2
@@ -48,7 +49,7 @@ def processes(call: CheckCall) -> Iterator[Quantity]:
         return
     if s.sharding != "none":
         yield holds("sharded", bool(found[0].sharded), "no parameter is sharded", gate="exact")
-    wanted, got = sorted(twin_runs.expected(trainer)), sorted(s for rank in found for s in rank.sequences)
+    wanted, got = sorted(Window.of(trainer).expected), sorted(s for rank in found for s in rank.sequences)
     yield holds("sequences", wanted == got, f"{len(got)} of {len(wanted)} sequences reached a rank", gate="exact")
     tokens = [sum(len(ids) - start for ids, start in rank.sequences) for rank in found]
     message = f"the ranks have {tokens} scored tokens: nothing is tested"
@@ -66,4 +67,4 @@ def _launched(sharding: str, model: str) -> dict[str, list[Rank]]:
 
 def settings(trainer: str, model: str = "llama") -> SimpleNamespace:
     """A window of eight in two processes, accumulated where accumulating is not itself a finding."""
-    return plain_twin(model=model, loss=LOSS, split="2x2" if SPECS[trainer].accumulates else "4x1")
+    return twin(trainer, model=model, loss=LOSS, split="2x2" if SPECS[trainer].accumulates else "4x1")

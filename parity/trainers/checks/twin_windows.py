@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,22 +16,19 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, holds, shared, summed
-from parity.trainers.checks.metrics import Batch
-from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, plain_twin
-from parity.trainers.definitions import twin_losses, windows
-from parity.trainers.definitions.gradients import Parameters, first_step, gradients, window_loss
-from parity.trainers.definitions.training_step import completion_logps, exact_step, measured
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds, shared, summed
+from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, twin
+from parity.trainers.definitions.gradients import Parameters, first_step, gradients, logged, window_loss
+from parity.trainers.definitions.losses import Generation, Loss, beyond
+from parity.trainers.definitions.scored import Scored
+from parity.trainers.definitions.training_step import exact_step, measured
 from parity.trainers.rig import batches, drive, models, recorder, stored_window, twin_runs
-from parity.trainers.rig.stored_window import Sample
-from parity.trainers.specs import JUDGED, SPECS
+from parity.trainers.rig.stored_window import Window
+from parity.trainers.rig.twin_runs import Run
+from parity.trainers.specs import JUDGED, SPECS, having
 from parity.upstream import trl
 
 STORED = tuple(t for t in JUDGED if SPECS[t].generates != "method")
-SYNCED = ("dpo-trainer", "kto-trainer", "grpo-trainer", "rloo-trainer")
-"""Trainers with sync_ref_model."""
-TRUNCATING = ("grpo-trainer", "rloo-trainer")
-"""Trainers with mask_truncated_completions, GRPO's subclass GMPO left out."""
 GROUPED = tuple(t for t in JUDGED if SPECS[t].grouped)
 MIXED = 0.6
 """ref_model_mixup_alpha of the runs."""
@@ -46,75 +43,55 @@ TWO_STEPS = {"max_steps": 2, "learning_rate": 0.05}
 EPOCH = {"max_steps": -1, "num_train_epochs": 1, "dataloader_drop_last": False}
 
 
-class Run:
-    """A run of a trainer that is set up for a kind of window, made when it is asked for.
+class WindowRun(Run):
+    """A run that is set up for a kind of window; `every` has its rows before some of them are truncated."""
 
-    Attributes:
-        trainer: family; s: settings of the twin.
-        every: the rows of the run; rows: the same, of which some are truncated.
-    """
-
-    def __init__(self, call: CheckCall, window: "Window"):
-        self.call, self.trainer, self.window = call, call.case.family, window
-        self.s = plain_twin(loss=call.settings.loss, split=window.split, beta=window.beta)
-        rows = twin_runs.rows(self.trainer)[: window.count]
-        self.every = [dataclasses.replace(r, end=END) if i in window.ended else r for i, r in enumerate(rows)]
-        self.rows = stored_window.without(self.every, window.truncated)
+    def __init__(self, call: CheckCall, kind: "Kind"):
+        self.call, self.kind = call, kind
+        s = twin(call.case.family, loss=call.settings.loss, split=kind.split, beta=kind.beta)
+        rows = Window.of(call.case.family).rows[: kind.count]
+        self.every = [dataclasses.replace(r, end=END) if i in kind.ended else r for i, r in enumerate(rows)]
+        rows, ends = stored_window.without(self.every, kind.truncated), (models.EOS, END) if kind.ended else ()
+        super().__init__(call.case.family, s, call.path, rows, plain=True, ends=ends, **kind.config)
 
     def build(self, **more: Any) -> Any:
-        """The trainer; `more` goes to its config."""
-        drive.needs(self.call.trainer, *self.window.needs)
-        ends = (models.EOS, END) if self.window.ended else ()
-        return twin_runs.build(self.trainer, self.s, part=self.rows, ends=ends, **self.window.config, **more)
+        drive.needs(self.call.trainer, *self.kind.needs)
+        return super().build(**more)
 
-    @functools.cached_property
-    def built(self) -> Any:
-        """The one trainer of most windows."""
-        return self.build()
+    def there(self, number: int) -> Window:
+        """What the window of an optimizer step held."""
+        return self.window.found_in(self.steps.window(number))
 
-    @functools.cached_property
-    def steps(self) -> recorder.Steps:
-        """What it did."""
-        return twin_runs.train(self.built, self.call.path)
+    def policy(self, number: int) -> Any:
+        """The policy that an optimizer step was taken at."""
+        return stored_window.policy_at(self.s.model, self.steps.parameters[number])
 
-    def gradient(
-        self, quantity: str, number: int, steps: recorder.Steps | None = None, count: int | None = None, **asked: Any
-    ) -> Quantity:
+    def gradient(self, quantity: str, number: int, count: int | None = None, **asked: Any) -> Quantity:
         """The gradient of a window by the definition of its rows, at the parameters that it was taken at.
 
-        `asked` goes to `twin_losses.definition`.
+        `asked` goes to `Loss`.
 
         Raises:
             Unsupported: where `count` rows are expected there, and others are found.
         """
-        steps = steps or self.steps
-        rows = found_rows(self.trainer, self.rows, steps.window(number))
-        if count not in (None, len(rows)):
-            raise Unsupported(f"the window holds {len(rows)} known sequences instead of {count}")
+        window = self.there(number)
+        if count not in (None, len(window.rows)):
+            raise Unsupported(f"the window holds {len(window.rows)} known sequences instead of {count}")
 
         def step() -> Oracle:
-            model = stored_window.policy_at(self.s.model, steps.parameters[number])
-            return exact_step(model, twin_losses.definition(self.trainer, self.s, rows, **asked))
+            return exact_step(self.policy(number), Loss(window, self.s, **asked))
 
-        still = "learning_rate" not in self.window.config  # then every path takes it at the same parameters
-        exact = shared(self.call, f"{quantity}: {rows}", step) if still else step()
-        return gradients(exact, steps.gradients[number], quantity)
+        still = "learning_rate" not in self.kind.config  # then every path takes it at the same parameters
+        exact = shared(self.call, f"{quantity}: {window.rows}", step) if still else step()
+        return gradients(exact, self.steps.gradients[number], quantity)
 
     def sizes(self, *expected: int) -> Quantity:
         """How many sequences each window holds."""
-        numbers = range(len(self.steps.gradients))
-        sizes = tuple(len(found_rows(self.trainer, self.rows, self.steps.window(i))) for i in numbers)
+        sizes = tuple(len(self.there(i).rows) for i in range(len(self.steps.gradients)))
         return holds("windows", sizes == expected, f"windows of {sizes} sequences instead of {expected}", gate="exact")
 
 
-def found_rows(trainer: str, part: Sequence[Sample], micro_batches: list[dict[str, Any]]) -> list[Sample]:
-    """The rows whose completion is among the sequences of these micro-batches."""
-    seen = [tokens for tokens, _ in batches.sequences_of(micro_batches)]
-    sequences = twin_runs.sequences(trainer, part)
-    return [row for row, (tokens, _) in zip(part, sequences, strict=True) if tokens in seen]
-
-
-def _evaluation(run: Run) -> Iterator[Quantity]:
+def _evaluation(run: WindowRun) -> Iterator[Quantity]:
     """The loss that evaluation reports on the window is the loss that training takes its gradient of."""
     if "answer_input_ids" in getattr(run.built.eval_dataset, "column_names", ()):
         raise Unsupported(
@@ -125,38 +102,38 @@ def _evaluation(run: Run) -> Iterator[Quantity]:
     yield window_loss(by_definition(run.trainer, run.s), found, "evaluation loss")
 
 
-def _last(run: Run, *sizes: int) -> Iterator[Quantity]:
+def _last(run: WindowRun, *sizes: int) -> Iterator[Quantity]:
     """The last step is the gradient of the sequences that are left."""
     yield run.sizes(*sizes)
     last = len(run.steps.gradients) - 1
     yield run.gradient(f"gradient of window {last + 1}", last)
 
 
-def _second(run: Run) -> Iterator[Quantity]:
+def _second(run: WindowRun) -> Iterator[Quantity]:
     """The second gradient is that of the definition at the parameters it was taken at."""
     yield run.gradient("gradient of step 2", 1, count=4)
 
 
-def _resumed(run: Run) -> Iterator[Quantity]:
+def _resumed(run: WindowRun) -> Iterator[Quantity]:
     """The same from a checkpoint after the first step: same parameters, same sequences, gradient of the definition."""
-    path = run.call.path
+    again = WindowRun(run.call, run.kind)
     with tempfile.TemporaryDirectory(prefix="parity-resumed-", ignore_cleanup_errors=True) as folder:
-        whole = twin_runs.train(run.build(save_strategy="steps", save_steps=1, output_dir=folder), path)
-        again = run.build(output_dir=folder)
-        resumed = twin_runs.train(again, path, resume_from_checkpoint=f"{folder}/checkpoint-1")
+        run.built = run.build(save_strategy="steps", save_steps=1, output_dir=folder)
+        whole, end = run.steps, f"{folder}/checkpoint-1"
+        again.steps = twin_runs.train(again.build(output_dir=folder), run.path, resume_from_checkpoint=end)
+    resumed = again.steps
     if len(resumed.gradients) != 1:
         yield holds("steps", False, f"{len(resumed.gradients)} steps after resuming at 1 of 2")
         return
     moved = [n for n, p in whole.parameters[1].items() if not torch.equal(p, resumed.parameters[0][n])]
-    yield holds(
-        "parameters", not moved, f"{len(moved)} parameters differ after resuming, first {moved[:1]}", gate="exact"
-    )
+    message = f"{len(moved)} parameters differ after resuming, first {moved[:1]}"
+    yield holds("parameters", not moved, message, gate="exact")
     same = batches.sequences_of(whole.window(1)) == batches.sequences_of(resumed.window(0))
     yield holds("sequences", same, "the resumed run goes on with other sequences", gate="exact")
-    yield run.gradient("gradient of step 2", 0, resumed, count=4)
+    yield again.gradient("gradient of step 2", 0, count=4)
 
 
-def _synced(run: Run) -> Iterator[Quantity]:
+def _synced(run: WindowRun) -> Iterator[Quantity]:
     """sync_ref_model after each of two steps: the reference is (1 - a)·reference + a·policy (TR-DPO, arXiv 2404.09656).
 
     The second step's gradient is that of the definition with this reference.
@@ -184,49 +161,39 @@ def _mixed_twice(saved: dict[str, Tensor], first: dict[str, Tensor], second: dic
     return {name: _mix(_mix(p, first[name]), second[name]) for name, p in saved.items()}
 
 
-def _truncated(run: Run) -> Iterator[Quantity]:
+def _truncated(run: WindowRun) -> Iterator[Quantity]:
     """mask_truncated_completions: three of eight completions have no <eos>, earn their rewards, and are not trained on."""
-    if run.window.ended and not hasattr(run.built, "eos_token_ids"):
+    if run.kind.ended and not hasattr(run.built, "eos_token_ids"):
         raise Unsupported(f"{run.call.trainer} of the installed version knows the tokenizer's <eos> alone")
-    steps = run.steps
-    earned = stored_window.rewards(twin_runs.sequences(run.trainer, run.every))
-    step = exact_step(
-        stored_window.policy(run.s.model, torch.float64),
-        twin_losses.definition(run.trainer, run.s, run.rows, earned=earned),
-    )
-    yield window_loss(step, sum(steps.losses))
-    yield gradients(step, steps.gradients[0])
+    earned = stored_window.rewards(Window(run.trainer, run.every).sequences)
+    step = exact_step(stored_window.policy(run.s.model, torch.float64), Loss(run.window, run.s, earned=earned))
+    yield window_loss(step, sum(run.steps.losses))
+    yield gradients(step, run.steps.gradients[0])
 
 
-def _adaptive(run: Run, applied: float) -> Iterator[Quantity]:
+def _adaptive(run: WindowRun, applied: float) -> Iterator[Quantity]:
     """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): below the target the bonus grows by a step and is applied.
 
     Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it. Above its
     target the coefficient shrinks, and is not applied.
     """
-    steps, s = run.steps, run.s
-    rows = found_rows(run.trainer, run.rows, steps.window(1))
-    model = stored_window.policy_at(s.model, steps.parameters[1])
-    settings = {"loss_type": s.loss, "beta": 0.0, "max_completion_length": drive.COMPLETION, "entropy_coef": applied}
-    window = twin_runs.sequences(run.trainer, rows)
-    step = exact_step(model, functools.partial(windows.grpo, window, s.model, settings, None, None))
+    step = exact_step(run.policy(1), Loss(run.there(1), run.s, policy={"entropy_coef": applied}))
     moves = (0.05, 0.05) if applied else (-0.05, -0.05)
     yield summed("coefficient", float(run.built.entropy_coef), (0.1, *moves), "0.1, twice moved by 0.05")
-    yield gradients(step, steps.gradients[1], "gradient of step 2")
+    yield gradients(step, run.steps.gradients[1], "gradient of step 2")
 
 
-def _controlled(run: Run) -> Iterator[Quantity]:
+def _controlled(run: WindowRun) -> Iterator[Quantity]:
     """use_adaptive_entropy: the coefficient moves by the mean over a window's tokens, each window by its own.
 
     Two windows of two micro-batches, parameters as they are; the targets lie between that mean and the last micro-batch's,
     between the second's and both windows'. Evaluation moves nothing.
     """
-    seen = twin_runs.train(run.build(max_steps=2, entropy_target=100.0), run.call.path)
+    seen = twin_runs.train(run.build(max_steps=2, entropy_target=100.0), run.path)
     model = stored_window.policy(run.s.model, torch.float64)
 
     def entropy(micro_batches: list[dict[str, Any]]) -> float:
-        rows = found_rows(run.trainer, run.rows, micro_batches)
-        return float(Batch(twin_runs.sequences(run.trainer, rows), run.s.model, model).entropy)
+        return float(Scored(model, run.window.found_in(micro_batches).sequences).entropy)
 
     own = [entropy(seen.window(0)), entropy(seen.window(1))]
     others = {"of its last micro-batch": entropy(seen.window(0)[-1:]), "of both windows": entropy(seen.batches)}
@@ -234,7 +201,7 @@ def _controlled(run: Run) -> Iterator[Quantity]:
         yield holds(f"apart {name}", abs(own[steps - 1] - other) > FAR_APART, "the case tests nothing", gate="exact")
         target = (own[steps - 1] + other) / 2
         built = run.build(max_steps=steps, entropy_target=target)
-        twin_runs.train(built, run.call.path)
+        twin_runs.train(built, run.path)
         terms = (0.1, *(0.05 if x <= target else -0.05 for x in own[:steps]))
         message = f"or else it moves by the mean {name}"
         yield summed(f"coefficient after step {steps}", float(built.entropy_coef), terms, message)
@@ -245,49 +212,42 @@ def _controlled(run: Run) -> Iterator[Quantity]:
     yield holds("coefficient after evaluation", after == before, "evaluation moves it", "exact", after, before)
 
 
-def _generation(run: Run) -> Iterator[Quantity]:
+def _generation(run: WindowRun) -> Iterator[Quantity]:
     """Two steps on one generation: the second one's ratios are to the policy that generated, not to the last one."""
-    whole = twin_runs.sequences(run.trainer, run.rows)
-    generation = windows.Generation(whole, stored_window.policy(run.s.model, torch.float64), steps=2)
+    old = stored_window.policy(run.s.model, torch.float64)
     for number in range(len(run.steps.gradients)):
+        generation = Generation(run.window.sequences, old, steps=2)
         yield run.gradient(f"gradient of step {number + 1}", number, generation=generation)
 
 
-def _clipped(run: Run) -> Iterator[Quantity]:
+def _clipped(run: WindowRun) -> Iterator[Quantity]:
     """One step with the log-probs of an older policy: ratios within and beyond both bounds; their logged shares."""
-    trainer = run.trainer
-    window = twin_runs.sequences(trainer, run.rows)
+    window = run.window.sequences
     older = stored_window.policy(run.s.model, torch.float64, stored_window.OLDER)
-    generation = windows.Generation(window, older, steps=1)
-    with torch.no_grad():
-        old = completion_logps(generation.old, window)
-    twin_runs.hand_old(run.built, {tuple(t): lp for (t, _), lp in zip(window, old, strict=True)})
-    yield twin_runs.all_there(trainer, run.steps)
+    bounds = {name: run.kind.config[name] for name in ("epsilon", "epsilon_high")}
+    loss = Loss(run.window, run.s, generation=Generation(window, older, steps=1), policy=bounds)
+    twin_runs.hand_old(run.built, {tuple(t): lp for (t, _), lp in zip(window, loss.old([]), strict=True)})
+    yield run.all_there()
     model = stored_window.policy(run.s.model, torch.float64)
-    shares = functools.partial(windows.beyond, trainer, window, generation, CLIP)
-    counts = measured(model, shares, shares(model))
+    counts = measured(model, functools.partial(beyond, loss), beyond(loss, model))
     share = {side: float(counts.exact[f"clip_ratio/{side}_mean"]) for side in ("low", "high")}
     yield holds("beyond", all(0 < x < 0.5 for x in share.values()), f"{share}: the case tests nothing", gate="exact")
-    define = twin_losses.definition(trainer, run.s, generation=generation, clip=CLIP)
-    yield from first_step(exact_step(model, define), run.steps)
-    logged = drive.logged(run.built)
-    for name in [n for n in counts.exact if n in logged]:
-        yield Quantity(name, float(logged[name]), Entry(counts, name), "the share of what is beyond the bound")
+    yield from first_step(exact_step(model, loss), run.steps)
+    yield from logged(counts, drive.logged(run.built), "the share of what is beyond the bound")
 
 
-def _misaligned(run: Run) -> Iterator[Quantity]:
+def _misaligned(run: WindowRun) -> Iterator[Quantity]:
     """Generations of two micro-batches, windows of three, and a last one of the fourth: from before the first step.
 
     Its ratios are to the policy that generated it, its tokens are estimated as half of the generation's.
     """
     yield run.sizes(6, 2)
-    whole = twin_runs.sequences(run.trainer, found_rows(run.trainer, run.rows, run.steps.batches[2:]))
-    old = stored_window.policy_at(run.s.model, run.steps.parameters[0])
-    yield run.gradient("gradient of window 2", 1, generation=windows.Generation(whole, old, steps=2))
+    whole = run.window.found_in(run.steps.batches[2:]).sequences
+    yield run.gradient("gradient of window 2", 1, generation=Generation(whole, run.policy(0), steps=2))
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
+class Kind:
     """A kind of window: the setup of its run, and what is judged.
 
     Attributes:
@@ -299,7 +259,7 @@ class Window:
         losses: GRPO's loss types that it is looked at with; empty: the default.
     """
 
-    judge: Callable[[Run], Iterator[Quantity]]
+    judge: Callable[[WindowRun], Iterator[Quantity]]
     trainers: tuple[str, ...]
     split: str = "8x1"
     beta: float = SETTINGS["beta"].default
@@ -311,11 +271,11 @@ class Window:
     losses: tuple[str, ...] = ()
 
 
-def _entropy(target: float, applied: float) -> Window:
+def _entropy(target: float, applied: float) -> Kind:
     """The coefficient that is applied in the second step with this target."""
     judge = functools.partial(_adaptive, applied=applied)
     config = TWO_STEPS | ADAPTIVE | {"entropy_target": target}
-    return Window(judge, ("grpo-trainer",), "4x1", config=config, needs=("use_adaptive_entropy",))
+    return Kind(judge, ("grpo-trainer",), "4x1", config=config, needs=("use_adaptive_entropy",))
 
 
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.05}
@@ -323,28 +283,28 @@ ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_del
 
 
 WINDOWS = {
-    "evaluation": Window(
+    "evaluation": Kind(
         _evaluation,
         JUDGED,
         config={"per_device_eval_batch_size": 8, "num_generations_eval": stored_window.GENERATIONS},
     ),
-    "incomplete": Window(lambda run: _last(run, 4, 1), STORED, "1x4", config=EPOCH, count=5),
-    "uneven": Window(lambda run: _last(run, 4, 3), STORED, "2x2", config=EPOCH, count=7),
-    "second": Window(_second, STORED, "2x2", config=TWO_STEPS),
-    "resumed": Window(_resumed, STORED, "2x2", config=TWO_STEPS),
-    "synced": Window(
+    "incomplete": Kind(lambda run: _last(run, 4, 1), STORED, "1x4", config=EPOCH, count=5),
+    "uneven": Kind(lambda run: _last(run, 4, 3), STORED, "2x2", config=EPOCH, count=7),
+    "second": Kind(_second, STORED, "2x2", config=TWO_STEPS),
+    "resumed": Kind(_resumed, STORED, "2x2", config=TWO_STEPS),
+    "synced": Kind(
         _synced,
-        SYNCED,
+        having("sync_ref_model"),
         "2x2",
         beta=0.04,
         config=TWO_STEPS | {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": MIXED},
         needs=("sync_ref_model",),
     ),
-    "truncated": Window(_truncated, TRUNCATING, truncated=(1, 4, 5), losses=LOSSES),
-    "ends": Window(_truncated, TRUNCATING, truncated=(1, 4, 5), ended=(0, 6)),
+    "truncated": Kind(_truncated, having("mask_truncated_completions"), truncated=(1, 4, 5), losses=LOSSES),
+    "ends": Kind(_truncated, having("mask_truncated_completions"), truncated=(1, 4, 5), ended=(0, 6)),
     "adaptive": _entropy(target=100.0, applied=0.15),
     "satisfied": _entropy(target=0.0, applied=0.0),
-    "controlled": Window(
+    "controlled": Kind(
         _controlled,
         ("grpo-trainer",),
         "2x2",
@@ -352,7 +312,7 @@ WINDOWS = {
         | {"learning_rate": 0.0, "per_device_eval_batch_size": 8, "num_generations_eval": stored_window.GENERATIONS},
         needs=("use_adaptive_entropy",),
     ),
-    "generation": Window(
+    "generation": Kind(
         _generation,
         GROUPED,
         "2x2",
@@ -360,14 +320,14 @@ WINDOWS = {
         needs=("steps_per_generation",),
         losses=LOSSES,
     ),
-    "clipped": Window(
+    "clipped": Kind(
         _clipped,
         GROUPED,
-        config={"epsilon": CLIP[0], "epsilon_high": CLIP[1], "logging_strategy": "steps", "logging_steps": 1},
+        config={"epsilon": CLIP[0], "epsilon_high": CLIP[1]} | recorder.LOGGED,
         needs=("epsilon", "epsilon_high"),
         losses=("dapo",),
     ),
-    "misaligned": Window(
+    "misaligned": Kind(
         _misaligned,
         GROUPED,
         "2x3",
@@ -406,4 +366,4 @@ def beyond_one_window(call: CheckCall) -> Iterator[Quantity]:
     window = WINDOWS[call.settings.kind]
     if call.case.family not in window.trainers:
         raise Unsupported(f"{call.case.family} has no windows of this kind")
-    yield from window.judge(Run(call, window))
+    yield from window.judge(WindowRun(call, window))

@@ -6,20 +6,25 @@ eight sequences of unequal lengths that go in through a dataset and come out of 
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from parity.case.inputs import Setting, defaults
+from parity.judge.operations import AnyOperation
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds
-from parity.trainers.definitions import first_divergence, twin_losses
-from parity.trainers.definitions.gradients import finite, gradients, window_loss
-from parity.trainers.definitions.step_rounding import AutocastRounding, StepRounding
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds, shared
+from parity.trainers.definitions import first_divergence
+from parity.trainers.definitions.bf16_model import AutocastRounding
+from parity.trainers.definitions.gradients import first_step
+from parity.trainers.definitions.losses import Loss
 from parity.trainers.definitions.training_step import exact_step
-from parity.trainers.rig import drive, stored_window, twin_runs
+from parity.trainers.rig import drive, stored_window
+from parity.trainers.rig.stored_window import Window
+from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import JUDGED, SPECS
 
 SPLITS = ("8x1", "4x2", "2x4", "1x8")
@@ -43,9 +48,12 @@ SETTINGS = {
 }
 
 
-def plain_twin(**given: Any) -> SimpleNamespace:
-    """The settings of a twin that differs in nothing but what is given."""
-    return SimpleNamespace(**defaults(SETTINGS) | given)
+def twin(trainer: str, **given: Any) -> SimpleNamespace:
+    """The settings of a twin that differs in nothing but what is given; loss and beta are the trainer's own where it has such."""
+    s, spec = SimpleNamespace(**defaults(SETTINGS) | given), SPECS[trainer]
+    s.loss = s.loss if "loss" in spec.own else spec.loss
+    s.beta = s.beta if spec.beta is None else spec.beta
+    return s
 
 
 OWN = frozenset(name for spec in SPECS.values() for name in spec.own)
@@ -85,51 +93,59 @@ def cases(seed: int) -> Iterator[CheckCase]:
 @check("twins", JUDGED, SETTINGS, cases, paths=("released", "fused", "fixed"))
 def twins(call: CheckCall) -> Iterator[Quantity]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
-    s, trainer = call.settings, call.case.family
-    path = call.path if call.spec.fused_fix else twin_runs.unfixed(call.path)
-    steps = twin_runs.train(twin_runs.build(trainer, s, path), call.path, weigh=s.checkpointing != drive.OFF)
-    yield twin_runs.all_there(trainer, steps)
-    step = by_definition(trainer, s)
-    yield window_loss(step, sum(steps.losses))
-    yield finite(steps.gradients[0])
-    yield gradients(step, steps.gradients[0], message=functools.partial(_first_divergence, call))
+    s = twin(call.case.family, **vars(call.settings))
+    run = Run(call.case.family, s, call.path, weigh=s.checkpointing != drive.OFF)
+    yield run.all_there()
+    yield from first_step(by_definition(run.trainer, s), run.steps, functools.partial(_first_divergence, run))
     if s.checkpointing != drive.OFF:
-        yield _saved(call, steps.activations)
+        yield _saved(run)
 
 
 PLAIN = ("padding", "pad", "checkpointing", "precision")
 """What the run that a twin is compared with has at its default; it is cut into the same micro-batches."""
 
 
-def _first_divergence(call: CheckCall) -> str:
+def _first_divergence(run: Run) -> str:
     """Where the forward passes of the twin and of the plain run first differ, or that they do not: both are wrong."""
-    plain = SimpleNamespace(**vars(call.settings) | {name: SETTINGS[name].default for name in PLAIN})
-    if plain == call.settings and call.path == "released":
+    plain = SimpleNamespace(**vars(run.s) | {name: SETTINGS[name].default for name in PLAIN})
+    if plain == run.s and run.path == "released":
         return "this is the plain run"
-    first, second = (
-        first_divergence.outputs(twin_runs.build(call.case.family, s, path))
-        for s, path in ((plain, "released"), (call.settings, call.path))
-    )
-    return first_divergence.description(first, second)
+    runs = Run(run.trainer, plain), Run(run.trainer, run.s, run.path)
+    return first_divergence.description(*(first_divergence.outputs(one.build()) for one in runs))
 
 
-def _saved(call: CheckCall, checkpointed: int) -> Quantity:
+def _saved(run: Run) -> Quantity:
     """Checkpointing that keeps as many activations as none does nothing, whatever the config says."""
-    s = SimpleNamespace(**{**vars(call.settings), "checkpointing": drive.OFF})
-    plain = twin_runs.train(twin_runs.build(call.case.family, s, call.path), call.path, weigh=True).activations
-    message = f"{checkpointed} bytes of activations are kept, {plain} without checkpointing: it does nothing"
-    return holds("saved activations", checkpointed < plain, message, "bytes", float(checkpointed), float(plain))
+    s = SimpleNamespace(**vars(run.s) | {"checkpointing": drive.OFF})
+    kept, plain = (one.steps.activations for one in (run, Run(run.trainer, s, run.path, weigh=True)))
+    message = f"{kept} bytes of activations are kept, {plain} without checkpointing: it does nothing"
+    return holds("saved activations", kept < plain, message, "bytes", float(kept), float(plain))
+
+
+TOLD = ("model", "loss", "beta", "tools", "teacher", "precision")
+"""Settings of a twin that change its loss, or how it is rounded."""
 
 
 def by_definition(trainer: str, s: SimpleNamespace) -> Oracle:
     """The step of the definition, shared by all twins of one loss."""
-    return _by_definition(trainer, s.model, s.loss, s.beta, s.tools, s.teacher, s.precision)
+    return _by_definition(trainer, tuple(getattr(s, name) for name in TOLD))
 
 
 @functools.lru_cache(maxsize=4)
-def _by_definition(
-    trainer: str, model: str, loss: str, beta: float, tools: bool, teacher: str, precision: str
-) -> Oracle:
-    s = SimpleNamespace(model=model, loss=loss, beta=beta, tools=tools, teacher=teacher)
-    rounding = AutocastRounding if precision == "autocast" else StepRounding
-    return exact_step(stored_window.policy(model, torch.float64), twin_losses.definition(trainer, s), rounding)
+def _by_definition(trainer: str, told: tuple[Any, ...]) -> Oracle:
+    s = SimpleNamespace(**dict(zip(TOLD, told, strict=True)))
+    rounding = AutocastRounding if s.precision == "autocast" else AnyOperation
+    return exact_step(stored_window.policy(s.model, torch.float64), Loss(Window.of(trainer), s), rounding)
+
+
+def judged(
+    call: CheckCall, run: Run, loss: Callable[[Any], Tensor], model: Any = None, there: bool = True
+) -> Iterator[Quantity]:
+    """Every sequence is `there`; loss and gradients of the run's step are those of `loss` of its policy, or of `model`."""
+    if there:
+        yield run.all_there()
+
+    def step() -> Oracle:
+        return exact_step(stored_window.policy(run.s.model, torch.float64) if model is None else model, loss)
+
+    yield from first_step(shared(call, "step", step), run.steps)

@@ -1,4 +1,4 @@
-"""Replicas of a model that is loaded in bfloat16: which operations it computes in float32, and where it rounds again.
+"""Replicas of a model in bfloat16, under autocast or loaded so: which operations it computes in float32, and where it rounds.
 
 Everything that such a model stores is rounded to bfloat16; its norms, its softmax and its rotary angles are computed in
 float32 by explicit casts. The casts are what tells the two apart, forward; backward each marks its region again.
@@ -9,21 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.judge.monte_carlo import MonteCarlo
-from parity.judge.operations import Double
+from parity.judge.monte_carlo import MonteCarlo, name_of
+from parity.judge.operations import PARTS, AnyOperation, Double
 from parity.judge.recipe import LARGEST, Recipe
-from parity.trainers.definitions.step_rounding import StepRounding
-
-aten = torch.ops.aten
-
-INSIDE = (aten._softmax_backward_data.default, aten.silu_backward.default, aten.gelu_backward.default)
-"""Kernels that compute in float32 whatever they read, and round what they return."""
 
 
-class BackboneRounding(StepRounding):
-    """`StepRounding` of a model in bfloat16: each operation rounds its result to it, but in `wide` regions to float32.
+class AutocastRounding(AnyOperation):
+    """`AnyOperation` under autocast to bfloat16: matrix products read and write it, everything else is float32."""
 
-    Products and sums accumulate in float32. The gradient of an embedding is accumulated in bfloat16.
+    def product(self, out: Tensor, a: Tensor, b: Tensor, beside: Tensor | None = None) -> Tensor:
+        return self.store(super().product(out, self.store(a, "bf16"), self.store(b, "bf16"), beside), "bf16")
+
+
+class BackboneRounding(AnyOperation):
+    """`AnyOperation` for a model in bfloat16: each operation rounds its result to it, but in `wide` regions to float32.
+
+    Products and sums accumulate in float32; a composite operation is one kernel, which computes in float32. The gradient of an
+    embedding is accumulated in bfloat16.
     """
 
     vectorised = False
@@ -50,13 +52,17 @@ class BackboneRounding(StepRounding):
         return torch.where(beyond, x, super()._grid(torch.where(beyond, 0.0, x), dtype, stretch))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
         if self.quiet or self.wide:
-            return out
-        if func is aten.embedding_dense_backward.default:
-            terms = func(args[0].square(), *args[1:]).sqrt_()
-            return self.rounded(self.scattered(out, terms.mul_(2.0**-8)))
-        return self.rounded(out) if func in INSIDE else out
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        name = name_of(func)
+        self.wide = name in PARTS
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.wide = False
+        if name == "embedding_dense_backward":
+            out = self.scattered(out, func(args[0].square(), *args[1:]).sqrt_().mul_(2.0**-8))
+        return self.rounded(out) if name in (*PARTS, "embedding_dense_backward") else out
 
 
 class Wide(Double):

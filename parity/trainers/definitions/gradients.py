@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +20,21 @@ SHOWN = 5
 Given = Mapping[str, Tensor | None]
 
 
-def first_step(step: Oracle, steps: Steps) -> Iterator[Quantity]:
+def first_step(step: Oracle, steps: Steps, message: str | Callable[[], str] = "") -> Iterator[Quantity]:
     """Loss and gradients of the one optimizer step of a run: finite, and the definition's."""
     yield window_loss(step, sum(steps.losses))
     yield finite(steps.gradients[0])
-    yield gradients(step, steps.gradients[0])
+    yield gradients(step, steps.gradients[0], message=message)
 
 
 def window_loss(step: Oracle, value: float, quantity: str = "loss") -> Quantity:
     """The loss of a window through the scalar gate."""
     return Quantity(quantity, value, Entry(step, LOSS))
+
+
+def logged(oracle: Oracle, log: Mapping[str, Any], message: str = "") -> Iterator[Quantity]:
+    """The numbers of an oracle that a trainer logged."""
+    yield from (Quantity(name, float(log[name]), Entry(oracle, name), message) for name in oracle.exact if name in log)
 
 
 def gradients(
@@ -114,7 +120,7 @@ def _message(
         "no gradient" if found.get(first) is None else "not finite" if error is None else f"relative error {error:.3g}"
     )
     ratio = _ratio(found.get(worst[0]), exact[worst[0]])
-    scale = "" if ratio is None else f"; {worst[0]} is {ratio:.6g} times the definition's"
+    scale = "" if ratio is None else f"; {worst[0]} is {ratio:.5g} times the definition's"
     return f"{len(errors)} of {len(exact)} parameters disagree, first {first} ({size}){scale}"
 
 

@@ -6,7 +6,7 @@ angles), `Double` keeps float64.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,10 @@ from torch import Tensor
 
 from parity.errors import OracleError
 from parity.judge.escalation import CONFIRMATION
+from parity.judge.operations import AnyOperation
 from parity.judge.oracle import Oracle, gradient_name
 from parity.judge.problem import Problem
 from parity.judge.recipe import Recipe
-from parity.trainers.definitions.step_rounding import StepRounding
-from parity.trainers.rig.architectures import PAD
 
 FARTHEST = 0.05
 """Share of the norm of all gradients by which a replica in float32 may differ from them."""
@@ -26,37 +25,6 @@ LOSS = "loss"
 
 Loss = Callable[[Any], Tensor]
 """Model -> loss of one optimizer window, 0-dim, differentiable."""
-
-
-def rows(sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask`, (N, T), of sequences padded on the right."""
-    width = max(len(ids) for ids in sequences)
-    return {
-        "input_ids": torch.tensor([[*ids, *[PAD] * (width - len(ids))] for ids in sequences]),
-        "attention_mask": torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences]),
-    }
-
-
-def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Logits (T_i, V) of each sequence, one call: padded on the right, where a causal model cannot see it."""
-    found = model(**rows(sequences), use_cache=False).logits
-    return [found[i, : len(ids)] for i, ids in enumerate(sequences)]
-
-
-def completion_logits(model: Any, window: Sequence[tuple[list[int], int]]) -> list[tuple[Tensor, Tensor]]:
-    """Of each sequence the logits (T_i, V) that predict the tokens of its completion, and these tokens."""
-    found = logits(model, [tokens for tokens, _ in window])
-    return [(z[start - 1 : -1], torch.tensor(tokens[start:])) for z, (tokens, start) in zip(found, window, strict=True)]
-
-
-def taken(logps: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probs of the tokens (…, T) out of those of the whole vocabulary (…, T, V)."""
-    return logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-
-
-def completion_logps(model: Any, window: Sequence[tuple[list[int], int]], temperature: float = 1.0) -> list[Tensor]:
-    """Log-probs (T_i,) of the tokens of each completion."""
-    return [taken(torch.log_softmax(z / temperature, -1), tokens) for z, tokens in completion_logits(model, window)]
 
 
 class _Defined(torch.nn.Module):
@@ -74,7 +42,7 @@ def _problem(
     model: Any,
     define: Callable[[Any], Mapping[str, Tensor]],
     leaves: Collection[str] = (),
-    rounding: type[StepRounding] = StepRounding,
+    rounding: type[AnyOperation] = AnyOperation,
 ) -> Oracle:
     """What a definition says of a model; where that takes one replica at a time, at most `CONFIRMATION`: minutes else."""
     defined = _Defined(model, define)
@@ -86,7 +54,10 @@ def _problem(
     problem = Problem(definition, {}, state, tuple(leaves), given={LOSS: torch.ones(())}, rounding=rounding)
 
     def draw(recipe: Recipe, count: int, *more: Any) -> Mapping[str, Tensor]:
-        return problem.oracle.draw(recipe, count if problem.at_once else min(count, CONFIRMATION), *more)
+        try:
+            return problem.oracle.draw(recipe, count if problem.at_once else min(count, CONFIRMATION), *more)
+        except NotImplementedError as error:  # else it would read as a trainer that the version has not
+            raise OracleError(str(error)) from error
 
     return dataclasses.replace(problem.oracle, draw=draw)
 
@@ -105,7 +76,7 @@ def measured(model: Any, define: Callable[[Any], Mapping[str, Tensor]], counted:
     return dataclasses.replace(oracle, kind=kind)
 
 
-def exact_step(model: Any, loss: Loss, rounding: type[StepRounding] = StepRounding) -> Oracle:
+def exact_step(model: Any, loss: Loss, rounding: type[AnyOperation] = AnyOperation) -> Oracle:
     """One optimizer window by its definition: `LOSS`, and the gradient of each parameter (0 where the loss does not reach it).
 
     `model` is in float64, with written-out attention and no patches (`models.model(name, torch.float64)`). Drawing replicas
@@ -122,7 +93,7 @@ def exact_step(model: Any, loss: Loss, rounding: type[StepRounding] = StepRoundi
         lost = [n for n, e in slopes.items() if bool((e.isfinite() & ~found[n].isfinite()).any())]
         if lost:
             raise OracleError(f"the replica's {lost[0]} is not finite where the exact one is")
-        if rounding is StepRounding:
+        if rounding is AnyOperation:
             squares = sum((found[n] - e).square().flatten(1).sum(1) for n, e in slopes.items())
             apart = float(torch.as_tensor(squares).max().sqrt()) / _total(slopes)
             if apart > FARTHEST:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from parity.errors import Unsupported
-from parity.trainers.rig.stored_window import Sequences
 
+Sequences = list[tuple[list[int], int]]
+"""Token ids of prompt and completion, and the length of the prompt."""
 SIDES = ("chosen", "rejected")
 
 

@@ -200,14 +200,29 @@ def scorer(trainer: Any) -> str:
     raise Unsupported("the installed version scores inside its loss: there is no method to ask")
 
 
-def spied(holder: Any, name: str, seen: Callable[[tuple[Any, ...], Any], None]) -> None:
-    """Let `seen(args, result)` watch every call of a method of one object."""
+def scores(returned: Any) -> tuple[Any, Any]:
+    """The log-probs and, where the release hands them out, the entropies, of what a `scorer` returned."""
+    if isinstance(returned, dict):
+        return returned["logps"], returned.get("entropies")
+    return returned[:2] if isinstance(returned, tuple) else (returned, None)
+
+
+def changed(holder: Any, name: str, change: Callable[[tuple[Any, ...], Any], Any]) -> None:
+    """Let every call of a method of one object return `change(args, result)`."""
     original = getattr(holder, name)
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        out = original(*args, **kwargs)
+        return change(args, original(*args, **kwargs))
+
+    setattr(holder, name, watched)
+
+
+def spied(holder: Any, name: str, seen: Callable[[tuple[Any, ...], Any], Any]) -> None:
+    """Let `seen(args, result)` watch every call of a method of one object."""
+
+    def unchanged(args: tuple[Any, ...], out: Any) -> Any:
         seen(args, out)
         return out
 
-    setattr(holder, name, watched)
+    changed(holder, name, unchanged)

@@ -47,7 +47,7 @@ def run(call: CheckCall) -> FirstStep:
     """
     s = call.settings
     wanted: dict[str, Any] = {"beta": s.beta, "temperature": s.temperature, **drive.checkpointing(s.checkpointing)}
-    if call.trainer == "GRPOTrainer":
+    if "loss" in call.spec.own:
         wanted["loss_type"] = "grpo"
     if s.padding_free:
         wanted["padding_free"] = True
@@ -65,7 +65,7 @@ def run(call: CheckCall) -> FirstStep:
         if getattr(trainer, "ref_model", None) is not None:
             checkpointing.install(trainer.ref_model, checkpoint=False)
     with drive.fixed(call.path, trainer):
-        step = WATCH[call.trainer](trainer)
+        step = WATCH[call.case.family](trainer)
     if wrapper is not None:
         step.lost = checkpointing.wrapped(trainer.model, wrapper)
     return step
@@ -76,7 +76,7 @@ def _watch_scores(trainer: Any) -> FirstStep:
     seen: dict[str, Any] = {}
 
     def scored(args: tuple[Any, ...], out: Any) -> None:
-        logps = (out[0] if isinstance(out, tuple) else out).detach()
+        logps = drive.scores(out)[0].detach()
         if torch.is_grad_enabled():
             seen.setdefault("policy", logps)
         elif args[0] is not trainer.model or trainer.ref_model is None:
@@ -125,8 +125,8 @@ def _watched(
 
 
 WATCH = {
-    "GRPOTrainer": _watch_scores,
-    "RLOOTrainer": _watch_scores,
-    "OnlineDPOTrainer": _watch_online,
-    "DPOTrainer": _watch_pairs,
+    "grpo-trainer": _watch_scores,
+    "rloo-trainer": _watch_scores,
+    "online-dpo-trainer": _watch_online,
+    "dpo-trainer": _watch_pairs,
 }

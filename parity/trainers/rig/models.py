@@ -6,15 +6,18 @@ until logits pass the softcap. TRL loads a reference model from the policy's pat
 loaded from there.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from parity.case.case import hashes, normal
 from parity.errors import Unsupported
-from parity.trainers.definitions.step_rounding import outside
 from parity.trainers.rig.architectures import ARCHITECTURES, BOS, EOS, LOGITS, PAD, VOCABULARY
 from parity.upstream import trl
 
@@ -71,6 +74,16 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     if hasattr(out, "set_experts_implementation"):  # the grouped product of transformers 5 knows no float64
         out.set_experts_implementation("eager")
     return out
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Without the modes in force: what is built once must not remember in which of them it was asked for first."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(_disable_current_modes())
+        yield
 
 
 def fill(model: Any) -> None:

@@ -50,6 +50,16 @@ PLAIN = trl.QUIET | {
 """Arguments of a step that changes nothing and clips nothing: the gradients are what is looked at."""
 
 
+def plain(split: str) -> dict[str, Any]:
+    """`PLAIN`, and a window cut as "batch x accumulation"."""
+    batch, accumulation = map(int, split.split("x"))
+    return PLAIN | {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+
+
+LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+"""Arguments with which each step is logged all the same."""
+
+
 def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
     """Runs `trainer.train(**options)` and records it; the gradients are copies, taken before the optimizer's step.
 

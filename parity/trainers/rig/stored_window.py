@@ -6,14 +6,16 @@ that a reference model, read from disk, is not equal to it and log-ratios are no
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from parity.case.case import hashes, normal
-from parity.trainers.rig import models
+from parity.trainers.rig import batches, models
+from parity.trainers.rig.batches import Sequences
+from parity.trainers.specs import SPECS, TrainerSpec
 from parity.upstream import trl
 
 PROMPT_LENGTHS = (2, 6, 3, 5, 2, 4, 7, 3)
@@ -25,8 +27,6 @@ NUDGE, MOVED, OLDER = 0.05, 5, 6
 ADAPTED, HANDED_OVER, ADAPTER_SIZE = "+adapter", 3, 0.1
 """Suffix of an architecture with the adapter that a trainer is handed, seed of that adapter, size of its weights."""
 GENERATIONS = 2
-Sequences = list[tuple[list[int], int]]
-"""Token ids of prompt and completion, and the length of the prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +97,11 @@ def reward(completions: Any, **kwargs: Any) -> list[float]:
     return [float(hashes(3, str(c), (1,))[0] >> 40) / 2**24 for c in completions]
 
 
+def external(tokens: Tensor) -> Tensor:
+    """1 where a token counts as the model's own, 0 where it is part of a tool's answer: every fifth word."""
+    return (tokens % 5 != 0).long()
+
+
 def without(chosen: Sequence[Sample], bare: Collection[int]) -> list[Sample]:
     """The rows; where some of them, by number, are not to be counted, they are the ones without an end: truncated."""
     if not bare:
@@ -110,19 +115,78 @@ def ids(text: str) -> list[int]:
     return found
 
 
-def sequences(chosen: Sequence[Sample], name: str = "completion", generated: bool = False) -> Sequences:
-    """Prompt and completion of each row as token ids; `generated`: by a model, which ends some of them.
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The rows of a trainer's window as it gets them."""
 
-    Of a row that is not counted every token stands before the completion: none is scored.
-    """
-    out = []
-    for row in chosen:
-        prompt, completion = (
-            ids(row.prompt),
-            (ids(getattr(row, name)) + ([row.end] if row.ended or not generated else []))[: row.limit],
+    trainer: str
+    rows: Sequence[Sample]
+
+    @classmethod
+    def of(cls, trainer: str, rows_: Sequence[Sample] | None = None) -> "Window":
+        """The rows, or all: in groups of one prompt where advantages are relative to a group."""
+        return cls(trainer, rows(4 if SPECS[trainer].grouped else 8) if rows_ is None else rows_)
+
+    @property
+    def spec(self) -> TrainerSpec:
+        """The trainer."""
+        return SPECS[self.trainer]
+
+    @property
+    def labels(self) -> list[bool]:
+        """Whether each row is desirable."""
+        return [row.label for row in self.rows]
+
+    @functools.cached_property
+    def sequences(self) -> Sequences:
+        """Prompt and completion of each row."""
+        return self._of("completion")
+
+    @property
+    def expected(self) -> Sequences:
+        """What must reach the loss, each sequence once."""
+        return self.sequences + self._of("other") if self.spec.paired else self.sequences
+
+    def pair(self, penalty: float = 0.0) -> tuple[Sequences, Sequences]:
+        """The chosen and the rejected sequences: the dataset's, or those of the higher and the lower reward.
+
+        `penalty`: what a generated completion without an end loses.
+        """
+        sides = self.sequences, self._of("other")
+        if not self.spec.generates:
+            return sides
+        earned = [
+            [x - penalty * (ids[-1] != models.EOS) for x, (ids, _) in zip(reward(_texts(side)), side, strict=True)]
+            for side in sides
+        ]
+        keep = [a >= b for a, b in zip(*earned, strict=True)]
+        turned = [(a, b) if k else (b, a) for a, b, k in zip(*sides, keep, strict=True)]
+        return [better for better, _ in turned], [worse for _, worse in turned]
+
+    def _of(self, name: str) -> Sequences:
+        """A model that generates ends some; of a row that is not counted every token stands before the completion."""
+        out = []
+        for row in self.rows:
+            end = [row.end] if row.ended or self.spec.generates != "method" else []
+            prompt, completion = ids(row.prompt), (ids(getattr(row, name)) + end)[: row.limit]
+            start = len(prompt) + (0 if row.counted else len(completion))
+            first = [models.BOS] if self.spec.begun else []
+            out.append((first + prompt + completion, len(first) + start))
+        return out
+
+    def found_in(self, micro_batches: Iterable[Mapping[str, Any]]) -> "Window":
+        """The rows whose completion is among the sequences of these micro-batches."""
+        seen = [tokens for tokens, _ in batches.sequences_of(micro_batches)]
+        return Window(
+            self.trainer, [row for row, (ids, _) in zip(self.rows, self.sequences, strict=True) if ids in seen]
         )
-        out.append((prompt + completion, len(prompt) + (0 if row.counted else len(completion))))
-    return out
+
+    def dataset(self) -> Any:
+        """The window as the dataset that the trainer takes."""
+        rows, spec = list(self.rows), self.spec
+        if spec.grouped:
+            rows = list({row.prompt: row for row in rows}.values())
+        return dataset(rows, "prompts" if spec.generates else spec.data)
 
 
 def policy(architecture: str, dtype: torch.dtype = torch.float32, seed: int = MOVED) -> Any:
@@ -130,9 +194,14 @@ def policy(architecture: str, dtype: torch.dtype = torch.float32, seed: int = MO
     out = models.model(architecture, dtype).train()
     with torch.no_grad():
         for name, parameter in out.named_parameters():
-            share = 1 + NUDGE * normal(seed, name, parameter.shape)
-            parameter.copy_((parameter.float() * share.float()).to(parameter.dtype))
+            _move(parameter, seed, name, NUDGE)
     return out
+
+
+def _move(parameter: Tensor, seed: int, name: str, nudge: float) -> None:
+    """By a share of itself, the same bits in every dtype."""
+    share = 1 + nudge * normal(seed, name, parameter.shape)
+    parameter.copy_((parameter.float() * share.float()).to(parameter.dtype))
 
 
 def policy_at(architecture: str, parameters: Mapping[str, Tensor]) -> Any:
@@ -162,46 +231,37 @@ def saved_reference(architecture: str) -> Any:
 
 
 def adapted(base: Any, seed: int, **options: Any) -> Any:
-    """`base` with a LoRA whose weights are drawn from `seed`, in the dtype of the base."""
-    import peft
-
-    with trl.quiet():
-        out = peft.get_peft_model(base, trl.lora(**options), autocast_adapter_dtype=False)
+    """`base` with a LoRA whose weights are drawn from `seed`."""
+    out = with_adapter(base, **options)
     fill_adapter(out, seed)
     return out
 
 
-def fill_adapter(model: Any, seed: int) -> None:
+def with_adapter(base: Any, **options: Any) -> Any:
+    """`base` with a LoRA, `trl.lora(**options)`, in the dtype of the base."""
+    import peft
+
+    with trl.quiet():
+        return peft.get_peft_model(base, trl.lora(**options), autocast_adapter_dtype=False)
+
+
+def fill_adapter(model: Any, seed: int, size: float = ADAPTER_SIZE, nudge: float = NUDGE) -> None:
     """Weights of the adapter that is trained, by parameter name, none of them zero; a saved copy away from its original."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".ref." in name:
                 continue
             if "lora_" in name:
-                parameter.copy_(ADAPTER_SIZE * normal(seed, name, parameter.shape).to(parameter))
+                parameter.copy_(size * normal(seed, name, parameter.shape).to(parameter))
             elif "modules_to_save" in name:
-                share = 1 + NUDGE * normal(seed, name, parameter.shape)
-                parameter.copy_((parameter.float() * share.float()).to(parameter))
+                _move(parameter, seed, name, nudge)
 
 
 def rewards(window: Sequences) -> Tensor:
     """The rewards of the stored completions, in groups: (prompts, generations), float64."""
-    texts = models.tokenizer().batch_decode([t[start:] for t, start in window], skip_special_tokens=True)
-    return torch.tensor(reward(completions=texts), dtype=torch.float64).view(-1, GENERATIONS)
+    return torch.tensor(reward(completions=_texts(window)), dtype=torch.float64).view(-1, GENERATIONS)
 
 
-def preferred(chosen: Sequence[Sample], penalty: float = 0.0) -> tuple[Sequences, Sequences]:
-    """Of each row the completion with the higher reward, and the other one: what online DPO calls chosen and rejected.
-
-    `penalty`: what a completion without an end loses.
-    """
-    first, second = (sequences(chosen, name) for name in ("completion", "other"))
-    texts = [[" ".join(getattr(r, name).split()[: r.limit]) for r in chosen] for name in ("completion", "other")]
-    scores = [
-        [x - penalty * (t[-1] != models.EOS) for x, (t, _) in zip(reward(completions=text), side, strict=True)]
-        for text, side in zip(texts, (first, second), strict=True)
-    ]
-    keep = [a >= b for a, b in zip(*scores, strict=True)]
-    better = [a if k else b for a, b, k in zip(first, second, keep, strict=True)]
-    worse = [b if k else a for a, b, k in zip(first, second, keep, strict=True)]
-    return better, worse
+def _texts(window: Sequences) -> list[str]:
+    found: list[str] = models.tokenizer().batch_decode([t[start:] for t, start in window], skip_special_tokens=True)
+    return found

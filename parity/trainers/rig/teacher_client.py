@@ -7,13 +7,9 @@ itself, the stored ones are returned in place of the student's generation.
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from parity.errors import Unsupported
-from parity.trainers.definitions import training_step
 from parity.trainers.rig import drive, models, recorder, stored_window, twin_runs
-from parity.trainers.rig.stored_window import Sample, Sequences
+from parity.trainers.rig.stored_window import Sample
 from parity.trainers.rig.teacher_server import Teacher
 
 SAMPLES = {"ragged": ((2, 5), (4, 2)), "equal": ((3, 5), (3, 2))}
@@ -46,10 +42,7 @@ def samples(prompts: str = "ragged") -> list[Sample]:
 def trainer(teacher: Teacher, architecture: str, split: str, **settings: Any) -> Any:
     """A trainer over a tiny student; `split` is "batch x accumulation", `settings` go to its config."""
     name = upstream()
-    batch, accumulation = map(int, split.split("x"))
-    wanted = recorder.PLAIN | {
-        "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": accumulation,
+    wanted = recorder.plain(split) | {
         "num_generations": 1,
         "teacher_model_server_url": teacher.url,
         "use_teacher_server": True,
@@ -66,8 +59,3 @@ def trainer(teacher: Teacher, architecture: str, split: str, **settings: Any) ->
     elif not hasattr(made.args, "lmbda"):  # 1.9, which always samples
         twin_runs.generate_in_model(made, {prompt: [completion] for prompt, completion in stored.items()})
     return made
-
-
-def student_logps(model: Any, batch: Sequences, temperature: float) -> list[Tensor]:
-    """Log-probs (T_i, V) at the positions that predict a completion token."""
-    return [torch.log_softmax(z / temperature, -1) for z, _ in training_step.completion_logits(model, batch)]

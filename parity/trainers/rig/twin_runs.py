@@ -1,5 +1,6 @@
 """Run a real trainer on one stored window, with one variation that must not change its gradients."""
 
+import functools
 import inspect
 import itertools
 import re
@@ -13,133 +14,82 @@ from torch import Tensor
 from parity.errors import Unsupported
 from parity.trainers.check import Quantity, holds
 from parity.trainers.rig import batches, drive, models, recorder, stored_window
-from parity.trainers.rig.stored_window import Sample, Sequences
+from parity.trainers.rig.stored_window import Sample, Window
 from parity.trainers.specs import SPECS
 from parity.upstream import trl
 
 PACKED = 48
 """Tokens of a row of packed sequences: the window fills two, no sequence is cut."""
-
-
-def rows(trainer: str) -> list[Sample]:
-    """The window of a trainer: groups of one prompt where advantages are relative to a group."""
-    return stored_window.rows(4 if SPECS[trainer].grouped else 8)
-
-
-def expected(trainer: str, part: Sequence[Sample] | None = None) -> Sequences:
-    """The token sequences that must reach the loss, each once."""
-    chosen = rows(trainer) if part is None else part
-    scored = sequences(trainer, chosen)
-    return scored + _of(trainer, chosen, "other") if SPECS[trainer].paired else scored
-
-
-def sequences(trainer: str, chosen: Sequence[Sample]) -> Sequences:
-    return _of(trainer, chosen, "completion")
-
-
-def pair(trainer: str, chosen: Sequence[Sample], penalty: float = 0.0) -> tuple[Sequences, Sequences]:
-    """The chosen and the rejected sequences of the rows: the dataset's, or those of the higher and the lower reward.
-
-    `penalty`: what a generated completion without an end loses.
-    """
-    if SPECS[trainer].generates:
-        return stored_window.preferred(chosen, penalty)
-    return sequences(trainer, chosen), _of(trainer, chosen, "other")
-
-
-def labels(chosen: Sequence[Sample]) -> list[bool]:
-    """Whether each row is desirable."""
-    return [row.label for row in chosen]
-
-
-def _of(trainer: str, chosen: Sequence[Sample], name: str) -> Sequences:
-    spec = SPECS[trainer]
-    found = stored_window.sequences(chosen, name, generated=spec.generates == "method")
-    return [([models.BOS, *tokens], start + 1) for tokens, start in found] if spec.begun else found
-
-
-def dataset(trainer: str, chosen: Sequence[Sample]) -> Any:
-    """The window as the dataset that the trainer takes."""
-    spec = SPECS[trainer]
-    if spec.given == "teacher_model" and not hasattr(drive.trl_class(spec.upstream), "_generate_single_turn"):
-        return stored_window.dataset(chosen, "messages")
-    if spec.grouped:
-        chosen = list({sample.prompt: sample for sample in chosen}.values())
-    return stored_window.dataset(chosen, "prompts" if spec.generates else spec.data)
-
-
-def beta(trainer: str, s: SimpleNamespace) -> float:
-    """The weight of the reference or the teacher: the trainer's own, or the twin's."""
-    own = SPECS[trainer].beta
-    return float(s.beta) if own is None else own
+PADDINGS: Mapping[str, Mapping[str, Any]] = {
+    "extra": {"pad_to_multiple_of": 16},
+    "none": {"padding_free": True, "max_length": None},
+    "packed": {"packing": True, "max_length": PACKED},
+}
+"""A twin's padding -> fields of the config, without the first of which it would be the same run twice."""
 
 
 def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     """Arguments of the trainer's config for a twin."""
     spec = SPECS[trainer]
-    batch, accumulation = map(int, s.split.split("x"))
-    out: dict[str, Any] = recorder.PLAIN | {
-        "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": accumulation,
-        "beta": beta(trainer, s),
+    out: dict[str, Any] = recorder.plain(s.split) | {
+        "beta": s.beta,
         "temperature": 1.0,
         "num_generations": stored_window.GENERATIONS,
-        "max_length": None if s.padding == "none" else 64,
+        "max_length": 64,
         "use_bias_correction_kl": False,
         **drive.checkpointing(s.checkpointing),
         **spec.options,
+        **PADDINGS.get(s.padding, {}),
     }
     out |= {"loss_type": s.loss} if "loss" in spec.own else {}
-    out |= {"pad_to_multiple_of": 16} if s.padding == "extra" else {}
-    out |= {"padding_free": True} if s.padding == "none" else {}
-    out |= {"packing": True, "max_length": PACKED} if s.padding == "packed" else {}
-    out |= {"bf16": True} if s.precision == "autocast" else {}
-    return out
-
-
-def needed(s: SimpleNamespace) -> tuple[str, ...]:
-    """Config fields without which the twin would be the same run twice."""
-    return {"extra": ("pad_to_multiple_of",), "none": ("padding_free",), "packed": ("packing",)}.get(s.padding, ())
+    return out | ({"bf16": True} if s.precision == "autocast" else {})
 
 
 def build(
     trainer: str,
     s: SimpleNamespace,
     path: str = "released",
-    part: Sequence[Sample] | None = None,
+    rows: Sequence[Sample] | None = None,
     adapter: Any = None,
     ends: Sequence[int] = (),
     **more: Any,
 ) -> Any:
-    """The trainer over the window or a part of it, on a path of `check.PATHS`; `more` goes to its config.
+    """The trainer over the window or some rows, on a path of `check.PATHS`; `more` goes to its config.
 
     With an `adapters.Adapter` it trains that one instead of the whole model; `ends`: the tokens that end a completion.
 
-    "fused" and "fixed" take the version's fused path; "fixed" goes without where there is none.
+    "fused" and "fixed" take the version's fused path; "fixed" goes without where there is none, or where no fix of ours
+    replaces it.
 
     Raises:
         Unsupported: when the installed version lacks the trainer or what the twin needs of its config.
     """
-    spec, name = SPECS[trainer], SPECS[trainer].upstream
-    chosen = rows(trainer) if part is None else part
-    switches = {} if path == "released" else _fused(drive.config(name), required=path == "fused")
-    masked = {} if all(r.counted for r in chosen) else {"mask_truncated_completions": True}
-    data = dataset(trainer, chosen)
-    given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
+    spec, window = SPECS[trainer], Window.of(trainer, rows)
+    switches: Mapping[str, Any] = {}
+    if path == "fused" or (path == "fixed" and spec.fused_fix):
+        try:
+            switches = trl.liger(drive.config(spec.upstream))
+        except Unsupported:
+            if path == "fused":
+                raise
+    masked = {} if all(r.counted for r in window.rows) else {"mask_truncated_completions": True}
     policy = stored_window.policy(s.model) if adapter is None else adapter.model(s.model)
     if ends:
         policy.generation_config.eos_token_id = list(ends)
+    conversing = spec.given == "teacher_model" and not hasattr(drive.trl_class(spec.upstream), "_generate_single_turn")
+    data = stored_window.dataset(window.rows, "messages") if conversing else window.dataset()
+    given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
     if adapter is not None:
         given["peft_config"] = adapter.config()
     elif spec.given == "ref_model":
         given["ref_model"] = models.model(s.model)
     if spec.given == "teacher_model":
         given["teacher_model"] = models.model(s.teacher)
-    wanted = {**options(trainer, s), **switches, **masked, **more}
     given["processing_class"] = tokenizer = models.tokenizer(s.pad)
+    needed = (*itertools.islice(PADDINGS.get(s.padding, ()), 1), *masked)
     side, tokenizer.padding_side = tokenizer.padding_side, "right" if s.padding == "right" else "left"
     try:
-        out = drive.build(name, policy, wanted, (*needed(s), *masked), **given)
+        out = drive.build(spec.upstream, policy, {**options(trainer, s), **switches, **masked, **more}, needed, **given)
     finally:
         tokenizer.padding_side = side
     if adapter is not None:
@@ -147,26 +97,12 @@ def build(
     if s.padding == "none" and not getattr(out, "padding_free", True):
         raise Unsupported("padding_free=True: the installed version falls back to padding")
     if spec.generates == "method":
-        _hand_out(out, chosen)
+        _hand_out(out, window.rows)
     if spec.generates == "model":
-        _generate_stored(out, chosen)
+        _generate_stored(out, window.rows)
     if s.tools:
         (_with_tools if spec.rewarded else generate_tools)(out)
     return out
-
-
-def unfixed(path: str) -> str:
-    """The path to build a run on for trainers whose fused loss no fix of ours replaces: "fixed" patches their plain path."""
-    return "fused" if path == "fused" else "released"
-
-
-def _fused(config: type, required: bool) -> dict[str, Any]:
-    try:
-        return trl.liger(config)
-    except Unsupported:
-        if required:
-            raise
-        return {}
 
 
 def train(trainer: Any, path: str, **options: Any) -> recorder.Steps:
@@ -175,13 +111,58 @@ def train(trainer: Any, path: str, **options: Any) -> recorder.Steps:
         return recorder.train(trainer, **options)
 
 
-def _hand_out(trainer: Any, chosen: Sequence[Sample]) -> None:
+class Run:
+    """A run of a trainer over a window, built and trained when that is asked for.
+
+    Attributes:
+        window: its rows. trainer: family. s: settings of the twin. path: of `check.PATHS`.
+        options: more of what `build` takes. weigh: whether activations are weighed.
+        plain: whether "fixed" patches the plain path of the trainer, also where there is a fused one.
+    """
+
+    def __init__(
+        self,
+        trainer: str,
+        s: SimpleNamespace,
+        path: str = "released",
+        rows: Sequence[Sample] | None = None,
+        weigh: bool = False,
+        plain: bool = False,
+        **options: Any,
+    ):
+        self.trainer, self.s, self.path, self.options = trainer, s, path, options
+        self.window, self.weigh = Window.of(trainer, rows), weigh
+        self.built_on = "released" if plain and path == "fixed" else path
+
+    def build(self, **more: Any) -> Any:
+        """The trainer; `more` goes to its config."""
+        return build(self.trainer, self.s, self.built_on, self.window.rows, **{**self.options, **more})
+
+    @functools.cached_property
+    def built(self) -> Any:
+        """The one that is trained."""
+        return self.build()
+
+    @functools.cached_property
+    def steps(self) -> recorder.Steps:
+        """What it did."""
+        return train(self.built, self.path, weigh=self.weigh)
+
+    def all_there(self) -> Quantity:
+        """Every sequence of the window, each once, prompt and completion as they were given."""
+        wanted, got = sorted(self.window.expected), sorted(batches.sequences_of(self.steps.batches))
+        missing, other = [w for w in wanted if w not in got], [g for g in got if g not in wanted]
+        message = f"{len(got)} of {len(wanted)} sequences; missing {missing[:1]}, got {other[:1]}"
+        return holds("sequences", wanted == got, message, gate="exact", value=float(len(got)))
+
+
+def _hand_out(trainer: Any, rows: Sequence[Sample]) -> None:
     """Stored completions in place of generation; everything behind it is the trainer's own."""
     original = getattr(trainer, "_generate_single_turn", None)
     if original is None and not hasattr(trainer, "_generate_with_model"):
         raise Unsupported("the installed version does not generate in a method of its own")
     stored: dict[tuple[int, ...], list[list[int]]] = {}
-    for row in chosen:
+    for row in rows:
         completion = stored_window.ids(row.completion) + ([row.end] if row.ended else [])
         stored.setdefault(tuple(stored_window.ids(row.prompt)), []).append(completion)
 
@@ -236,59 +217,49 @@ def handed_names(generate: Any) -> list[str]:
     return str(handed[0]).split(", ")
 
 
-def _generate_stored(trainer: Any, chosen: Sequence[Sample]) -> None:
+def _generate_stored(trainer: Any, rows: Sequence[Sample]) -> None:
     """The stored pairs in place of `model.generate`: the first of a prompt, then the other; tokenising, masks are theirs."""
     stored = {
         tuple(stored_window.ids(r.prompt)): [
             [*stored_window.ids(text), models.EOS][: r.limit] for text in (r.completion, r.other)
         ]
-        for r in chosen
+        for r in rows
     }
     generate_in_model(trainer, stored, lambda sequences: sequences)
 
 
-def external(tokens: Tensor) -> Tensor:
-    """1 where a token counts as the model's own, 0 where it is part of a tool's answer: every fifth word."""
-    return (tokens % 5 != 0).long()
-
-
 def _with_tools(trainer: Any) -> None:
     """A tool mask beside what the trainer's own scoring hands to its own batching, as a tool-calling run has it."""
-    score = trainer._generate_and_score_completions
 
-    def scored(inputs: Any) -> Any:
-        out = score(inputs)
-        out["tool_mask"] = torch.where(out["completion_mask"].bool(), external(out["completion_ids"]), 1)
+    def scored(args: Any, out: Any) -> Any:
+        out["tool_mask"] = torch.where(out["completion_mask"].bool(), stored_window.external(out["completion_ids"]), 1)
         if trl.mentions("self.tools"):  # the losses of 0.26 and 0.27 look at the mask for trainers with tools only
-            trainer.tools = [external]
+            trainer.tools = [stored_window.external]
         return out
 
     if not trl.mentions("tool_mask"):
         raise Unsupported("the installed version reads no tool_mask")
-    trainer._generate_and_score_completions = scored
+    drive.changed(trainer, "_generate_and_score_completions", scored)
 
 
 def generate_tools(trainer: Any) -> None:
     """A tool mask beside the completions that the trainer's own generation hands on."""
-    original: Any = getattr(trainer, "_generate", None)
-    names = handed_names(original) if original else []
+    names = handed_names(trainer._generate) if hasattr(trainer, "_generate") else []
     if "tool_mask" not in names:
         raise Unsupported("the installed version generates no tool_mask")
 
-    def generate(*args: Any, **options: Any) -> Any:
-        out = dict(zip(names, original(*args, **options), strict=True))
-        out["tool_mask"] = [external(torch.tensor(ids)).tolist() for ids in out["completion_ids"]]
-        return tuple(out.values())
+    def generated(args: Any, out: Any) -> Any:
+        found = dict(zip(names, out, strict=True))
+        found["tool_mask"] = [stored_window.external(torch.tensor(ids)).tolist() for ids in found["completion_ids"]]
+        return tuple(found.values())
 
-    trainer._generate = generate
+    drive.changed(trainer, "_generate", generated)
 
 
 def hand_old(trainer: Any, logps: Mapping[tuple[int, ...], Tensor]) -> None:
     """Log-probs of an older policy, those of each sequence's completion, in place of the policy's own at generation."""
-    score = trainer._generate_and_score_completions
 
-    def scored(inputs: Any) -> Any:
-        out = score(inputs)
+    def scored(args: Any, out: Any) -> Any:
         old = [logps[tuple(tokens)] for tokens, _ in batches.sequences_of([out])]
         if "old_logps" in out:  # RLOO
             out["old_logps"] = torch.stack([lp.sum() for lp in old]).float()
@@ -296,14 +267,4 @@ def hand_old(trainer: Any, logps: Mapping[tuple[int, ...], Tensor]) -> None:
             out["old_per_token_logps"] = torch.nn.utils.rnn.pad_sequence(old, batch_first=True).float()
         return out
 
-    trainer._generate_and_score_completions = scored
-
-
-def all_there(trainer: str, steps: recorder.Steps, part: Sequence[Sample] | None = None) -> Quantity:
-    """Every sequence of the window, each once, prompt and completion as they were given."""
-    wanted, got = sorted(expected(trainer, part)), sorted(batches.sequences_of(steps.batches))
-    missing = [w for w in wanted if w not in got]
-    message = (
-        f"{len(got)} of {len(wanted)} sequences; missing {missing[:1]}, got {[g for g in got if g not in wanted][:1]}"
-    )
-    return holds("sequences", wanted == got, message, gate="exact", value=float(len(got)))
+    drive.changed(trainer, "_generate_and_score_completions", scored)

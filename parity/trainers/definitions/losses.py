@@ -1,0 +1,491 @@
+"""The loss of every trainer on a stored window, by its definition: a formula a line, its paper beside it, in float64.
+
+Each is a mean over the window, however a trainer cuts it into micro-batches. Δ_w and Δ_l are log π - log π_ref of the chosen
+and the rejected completion, summed over its tokens; d = Δ_w - Δ_l.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
+
+from parity.case.case import Case
+from parity.case.inputs import Inputs, defaults
+from parity.families.divergence import divergence
+from parity.families.policy import FAMILY as POLICY
+from parity.families.policy import divergence as k3
+from parity.trainers.definitions.scored import Scored, completion_logps, rows, sums
+from parity.trainers.rig import drive, stored_window
+from parity.trainers.rig.stored_window import Reference, Sequences, Window
+
+PLAIN = {
+    "beta": 0.0,
+    "smoothing": 0.0,
+    "penalty": 0.0,
+    "divergence": "reverse_kl",
+    "alpha": 0.5,
+    "ld_alpha": 1.0,
+    "weighting": False,
+    "tau": 0.05,
+    "nll": 1.0,
+    "gamma": 0.5,
+    "power": 0.0,
+    "desirable": 1.0,
+    "undesirable": 1.0,
+    "whole": False,
+    "tools": False,
+}
+"""Settings of a loss that are not told."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What a window is a part of: all sequences generated together, by which policy, for how many optimizer steps."""
+
+    whole: Sequences
+    old: Any
+    steps: int
+
+    def of(self, window: Sequences, values: Tensor) -> Tensor:
+        """The values of the window's sequences out of those of the whole generation."""
+        return values[[self.whole.index(sequence) for sequence in window]]
+
+
+class Loss:
+    """The loss of a window, a function of the float64 model.
+
+    Attributes:
+        window: what it is a mean over.
+        s: `loss` type, `beta`, `model`, and what else of `PLAIN` is away from it; distillation's `teacher`.
+        reference: where it is not the saved model of `s`.
+        generation: what the window is a part of, where ratios are to another policy than the model.
+        earned: rewards, where they are not the window's.
+        policy: more settings of family `policy`; `epsilon` and `epsilon_high` of every clipped ratio.
+        ratio: log-probs (N, T) and mask -> the sampler's importance ratio.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        s: SimpleNamespace,
+        reference: Reference | None = None,
+        generation: Generation | None = None,
+        earned: Tensor | None = None,
+        policy: Mapping[str, Any] | None = None,
+        ratio: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ):
+        self.window, self.generation, self.earned, self.ratio = window, generation, earned, ratio
+        self.s = SimpleNamespace(**PLAIN | vars(s))
+        self.reference: Reference = s.model if reference is None else reference
+        self.policy = dict(policy or {})
+
+    def __call__(self, model: Any) -> Tensor:
+        return LOSSES[self.window.trainer](self, model)
+
+    def scored(self, model: Any, window: Sequences | None = None) -> Scored:
+        """The window, or another one, by the model and the reference."""
+        return Scored(model, self.window.sequences if window is None else window, self.reference)
+
+    def sides(self, model: Any) -> list[Scored]:
+        """The chosen and the rejected completions."""
+        return [self.scored(model, side) for side in self.window.pair(self.s.penalty)]
+
+    def clip(self, default: float) -> tuple[float, float]:
+        """ε and ε_high."""
+        return self.policy.get("epsilon", default), self.policy.get("epsilon_high", default)
+
+    def counted(self, tokens: Tensor) -> Tensor:
+        """Where a token is the policy's own, and not a tool's."""
+        return stored_window.external(tokens).bool() if self.s.tools else torch.ones_like(tokens, dtype=torch.bool)
+
+    @property
+    def whole(self) -> Sequences:
+        """All that was generated together."""
+        return self.window.sequences if self.generation is None else self.generation.whole
+
+    def of_window(self, values: Tensor) -> Tensor:
+        """The values of the window's sequences out of those of all that was generated together."""
+        return values if self.generation is None else self.generation.of(self.window.sequences, values)
+
+    def old(self, tokens: list[Tensor]) -> list[Tensor]:
+        """Log-probs by the policy that generated: the model itself, whose are `tokens`, or an older one."""
+        if self.generation is None:
+            return [t.detach() for t in tokens]
+        with torch.no_grad():
+            return completion_logps(self.generation.old, self.window.sequences)
+
+
+def sft(a: Loss, model: Any) -> Tensor:
+    """-Σ log p / N over the N completion tokens, `whole`: of all tokens but the first.
+
+    dft: -Σ p·log p / N, p without gradient (arXiv 2508.05629). Smoothed: -(1 - ε) log p(token) - ε·mean over the vocabulary of
+    log p (arXiv 1512.00567).
+    """
+    window = [(tokens, 1) for tokens, _ in a.window.sequences] if a.s.whole else a.window.sequences
+    scored, e = Scored(model, window), a.s.smoothing
+    if e:
+        pairs = zip(scored.tokens, scored.tables, strict=True)
+        return -torch.cat([(1 - e) * own + e * table.mean(-1) for own, table in pairs]).mean()
+    logps = torch.cat(scored.tokens)
+    return -((logps.exp().detach() if a.s.loss == "dft" else 1.0) * logps).sum() / logps.numel()
+
+
+class Pairs:
+    """What the losses of a batch of pairs are made of.
+
+    Attributes:
+        s: beta, smoothing, divergence, alpha, ld_alpha and tau.
+        logps, ref: log-probs (N,) of chosen and rejected, weighted by ld_alpha behind the shorter one's length (LD-DPO,
+            arXiv 2409.06411).
+        scores: f'(π/π_ref) of chosen and rejected, (N,) (f-DPO, arXiv 2309.16240), 0 where they are equal.
+        lengths: tokens of chosen and rejected, (N,).
+        tokens: log-probs (T_i,) of the chosen.
+    """
+
+    def __init__(self, sides: Sequence[Scored], s: SimpleNamespace):
+        self.s, self.tokens, self.lengths = s, sides[0].tokens, [side.lengths for side in sides]
+        self.logps = _summed([side.tokens for side in sides], s.ld_alpha)
+        self.ref = _summed([side.base.tokens for side in sides], s.ld_alpha)
+        self.ratios = [a - b for a, b in zip(self.logps, self.ref, strict=True)]
+        self.scores = [_score(r, s.divergence, s.alpha) for r in self.ratios]
+
+    @property
+    def d(self) -> Tensor:
+        """Difference of the scores."""
+        return self.scores[0] - self.scores[1]
+
+    @property
+    def averaged(self) -> Tensor:
+        """Difference of the scores per token."""
+        return self.scores[0] / self.lengths[0] - self.scores[1] / self.lengths[1]
+
+    def sorted_difference(self, policy: Tensor, reference: Tensor) -> Tensor:
+        """Order statistics against order statistics."""
+        return policy.sort().values - reference.sort().values
+
+    def smoothed(self, d: Tensor) -> Tensor:
+        """-(1 - ε) log σ(βd) - ε log σ(-βd)."""
+        e, b = self.s.smoothing, self.s.beta
+        return -(1 - e) * logsigmoid(b * d) - e * logsigmoid(-b * d)
+
+
+def _summed(sides: Sequence[Sequence[Tensor]], ld_alpha: float) -> list[Tensor]:
+    if ld_alpha == 1.0:
+        return [torch.stack([t.sum() for t in side]) for side in sides]
+    shared = [min(len(a), len(b)) for a, b in zip(*sides, strict=True)]
+    return [
+        torch.stack([t[:n].sum() + ld_alpha * t[n:].sum() for t, n in zip(side, shared, strict=True)]) for side in sides
+    ]
+
+
+def _score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
+    """f'(u), u = exp(ratio), as f-DPO's table 1: log u, 1 - 1/u, log(2u/(1 + u)), (1 - u^-α)/α.
+
+    The paper's constant cancels between chosen and rejected; here f'(1) = 0, which losses per token need.
+    """
+    if divergence == "forward_kl":
+        return 1 - torch.exp(-ratio)
+    if divergence == "js_divergence":
+        return math.log(2) + logsigmoid(ratio)
+    if divergence == "alpha_divergence":
+        return (1 - torch.exp(-alpha * ratio)) / alpha
+    return ratio
+
+
+def _exo(p: Pairs) -> Tensor:
+    e, z = p.s.smoothing, p.s.beta * p.d
+    chosen = torch.sigmoid(z) * (logsigmoid(z) - math.log1p(-e))
+    return chosen + torch.sigmoid(-z) * (logsigmoid(-z) - math.log(e))
+
+
+def _robust(p: Pairs) -> Tensor:
+    e, z = p.s.smoothing, p.s.beta * p.d
+    return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
+
+
+def _nca(p: Pairs) -> Tensor:
+    w, loser = (p.s.beta * r for r in p.ratios)
+    return -logsigmoid(w) - 0.5 * logsigmoid(-w) - 0.5 * logsigmoid(-loser)
+
+
+def _discopop(p: Pairs) -> Tensor:
+    z = p.s.beta * p.d
+    share = torch.sigmoid(z / p.s.tau)
+    return -logsigmoid(z) * (1 - share) + torch.exp(-z) * share
+
+
+DPO: Mapping[str, Callable[[Pairs], Tensor]] = {
+    "sigmoid": lambda p: -logsigmoid(p.s.beta * p.d),  # DPO, arXiv 2305.18290
+    "hinge": lambda p: torch.relu(1 - p.s.beta * p.d),  # SLiC-HF, arXiv 2305.10425
+    "ipo": lambda p: (p.averaged - 1 / (2 * p.s.beta)) ** 2,  # arXiv 2310.12036, per token as its authors confirmed
+    "exo_pair": _exo,  # arXiv 2402.00856, equation 16
+    "nca_pair": _nca,  # arXiv 2402.05369
+    "robust": _robust,  # arXiv 2403.00409
+    "bco_pair": lambda p: -logsigmoid(p.s.beta * p.ratios[0]) - logsigmoid(-p.s.beta * p.ratios[1]),  # shift 0
+    "sppo_hard": lambda p: (p.ratios[0] - 0.5 / p.s.beta) ** 2 + (p.ratios[1] + 0.5 / p.s.beta) ** 2,  # 2405.00675
+    "aot": lambda p: p.smoothed(p.sorted_difference(p.logps[0] - p.logps[1], p.ref[0] - p.ref[1])),  # 2406.05882
+    "aot_unpaired": lambda p: p.smoothed(p.sorted_difference(*p.ratios)),
+    "apo_zero": lambda p: 1 - torch.sigmoid(p.s.beta * p.ratios[0]) + torch.sigmoid(p.s.beta * p.ratios[1]),
+    "apo_down": lambda p: torch.sigmoid(p.s.beta * p.ratios[0]) + 1 - torch.sigmoid(p.s.beta * p.d),  # 2408.06266
+    "discopop": _discopop,  # arXiv 2406.08414, equation 5
+    "sft": lambda p: -torch.cat(list(p.tokens)).mean().expand(len(p.tokens)),
+    "sigmoid_norm": lambda p: -logsigmoid(p.s.beta * p.averaged),  # per token, as SimPO's margin
+}
+"""Loss type of DPOTrainer -> loss of each pair, (N,)."""
+ONLINE = {"sigmoid": DPO["sigmoid"], "ipo": lambda p: (p.d - 1 / (2 * p.s.beta)) ** 2}
+"""Loss type of OnlineDPOTrainer -> loss of each pair; ipo of whole completions."""
+MIXED = {"mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}}
+"""Name of ours -> loss types of DPOTrainer and their weights; MPO (arXiv 2411.10442, equation 2)."""
+
+
+def dpo(a: Loss, model: Any) -> Tensor:
+    """The mean over the pairs, each times its WPO weight where that is on (arXiv 2406.11827, equation 2)."""
+    sides = a.sides(model)
+    pairs = Pairs(sides, a.s)
+    loss = torch.stack([w * DPO[name](pairs) for name, w in MIXED.get(a.s.loss, {a.s.loss: 1.0}).items()]).sum(0)
+    return (loss * _alignment(sides[0]) * _alignment(sides[1]) if a.s.weighting else loss).mean()
+
+
+def _alignment(side: Scored) -> Tensor:
+    """exp of the mean over a completion's tokens of log p(token) - log Σ p², without gradient, (N,)."""
+    pairs = zip(side.tokens, side.tables, strict=True)
+    return torch.stack([(own - torch.logsumexp(2 * table, -1)).mean().exp() for own, table in pairs]).detach()
+
+
+CPO = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
+"""Loss types of CPOTrainer."""
+
+
+def cpo(a: Loss, model: Any) -> Tensor:
+    """mean of f(r_w - r_l) plus nll·(-Σ log p / N) over the N tokens of the chosen completions (arXiv 2401.08417, 3).
+
+    r is log π of a completion, per token for ipo and simpo; (1 - exp(-a·r))/a with AlphaPO's exponent a (arXiv
+    2501.03884). f as DPO's; simpo: sigmoid of β(r_w - r_l) - γ (arXiv 2405.14734); alphapo: simpo with nll = 0.
+    """
+    s, sides = a.s, a.sides(model)
+    r = [side.means if s.loss in ("ipo", "simpo", "alphapo") else side.sums for side in sides]
+    if s.power:
+        r = [(1 - torch.exp(-s.power * x)) / s.power for x in r]
+    z = s.beta * (r[0] - r[1]) - (s.gamma if s.loss in ("simpo", "alphapo") else 0.0)
+    if s.loss == "hinge":
+        preferred = torch.relu(1 - z)
+    elif s.loss == "ipo":
+        preferred = (r[0] - r[1] - 1 / (2 * s.beta)) ** 2
+    else:
+        preferred = -(1 - s.smoothing) * logsigmoid(z) - s.smoothing * logsigmoid(-z)
+    weight = 0.0 if s.loss == "alphapo" else s.nll
+    return preferred.mean() - weight * torch.cat(sides[0].tokens).mean()
+
+
+def log_odds(side: Scored) -> Tensor:
+    """log p - log(1 - p) of each completion, log p the mean of its tokens' log-probs, (N,)."""
+    return side.means - torch.log(-torch.expm1(side.means))
+
+
+def orpo(a: Loss, model: Any) -> Tensor:
+    """-Σ log p / N over the N tokens of chosen prompts and completions, less β·mean of log σ(log odds_w - log odds_l).
+
+    odds = p/(1 - p), log p the mean over a completion's tokens (arXiv 2403.07691, equations 3 to 7; its authors' code
+    takes the likelihood of the prompt too).
+    """
+    sides = a.sides(model)
+    whole = torch.cat(completion_logps(model, [(tokens, 1) for tokens, _ in sides[0].window]))
+    return -whole.mean() - a.s.beta * logsigmoid(log_odds(sides[0]) - log_odds(sides[1])).mean()
+
+
+def kto(a: Loss, model: Any) -> Tensor:
+    """mean of λ_D (1 - σ(β(Δ - z))) of desirable and λ_U (1 - σ(β(z - Δ))) of undesirable ones (arXiv 2402.01306)."""
+    ratios = a.scored(model).ratios
+    z = kl_of_others(a, model) if a.s.loss == "kto" else None
+    return unpaired(ratios, torch.tensor(a.window.labels), a.s, z).mean()
+
+
+def unpaired(ratios: Tensor, labels: Tensor, s: SimpleNamespace, z: Tensor | None) -> Tensor:
+    """Loss of each completion, (N,), by its log-ratio and label; `z` None: apo_zero_unpaired, λ_D (1 - σ(βΔ)) and λ_U σ(βΔ).
+
+    KTO's own z is a KL estimated on the micro-batch, so that the loss is not a sum over micro-batches; that one is (arXiv
+    2408.06266, equation 7, unpaired).
+    """
+    if z is None:
+        p = torch.sigmoid(s.beta * ratios)
+        return torch.where(labels, s.desirable * (1 - p), s.undesirable * p)
+    good, bad = (1 - torch.sigmoid(s.beta * x) for x in (ratios - z, z - ratios))
+    return torch.where(labels, s.desirable * good, s.undesirable * bad)
+
+
+def kl_of_others(a: Loss, model: Any) -> Tensor:
+    """KTO's z: max(0, mean of log π - log π_ref over completions beside another prompt), without gradient."""
+    with torch.no_grad():
+        return a.scored(model, mismatched(a.window.sequences)).ratios.mean().clamp(min=0)
+
+
+def mismatched(window: Sequences) -> Sequences:
+    """Each prompt with the completion of the sequence before it, the first with that of the last."""
+    completions = [tokens[start:] for tokens, start in window]
+    shifted = completions[-1:] + completions[:-1]
+    return [(tokens[:start] + c, start) for (tokens, start), c in zip(window, shifted, strict=True)]
+
+
+def rloo(a: Loss, model: Any) -> Tensor:
+    """-mean of min(ρA, clip(ρ)A), ρ = π/π_old, A the reward minus the mean of the group's others (arXiv 2402.14740).
+
+    The reward is less β(log π_old - log π_ref) of the whole completion.
+    """
+    logps = sums(model, a.window.sequences)
+    r = stored_window.rewards(a.whole) if a.earned is None else a.earned
+    with torch.no_grad():
+        old = logps.detach() if a.generation is None else sums(a.generation.old, a.window.sequences)
+        if a.s.beta != 0.0:
+            then = old if a.generation is None else sums(a.generation.old, a.whole)
+            r = r - a.s.beta * (then - sums(stored_window.reference(a.reference), a.whole)).view(r.shape)
+    advantages = a.of_window((r - (r.sum(1, keepdim=True) - r) / (stored_window.GENERATIONS - 1)).flatten())
+    ratio, (low, high) = (logps - old).exp(), a.clip(0.2)
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages).mean()
+
+
+def gmpo(a: Loss, model: Any) -> Tensor:
+    """-mean of A·exp(mean over the tokens of d), d = log π/π_old, at most ε_high for A > 0, at least -ε for the others.
+
+    arXiv 2507.20673, equation 4; plus β times GRPO's KL, its mean over each completion. One all of whose tokens are a
+    tool's has ratio 1.
+    """
+    scored, (low, high) = a.scored(model), a.clip(0.4)
+    old = a.old(scored.tokens)
+    base = scored.base.tokens if a.s.beta else old
+    terms = []
+    every = zip(scored.tokens, old, base, a.of_window(advantages(a.whole)).tolist(), scored.completions, strict=True)
+    for t, o, ref, sign, ids in every:
+        kept = a.counted(ids).to(t)
+        count = kept.sum().clamp(min=1.0)
+        d = (t - o).clamp(max=high) if sign > 0 else (t - o).clamp(min=-low)
+        kl = k3(ref - t, None)
+        terms.append(-sign * ((d * kept).sum() / count).exp() + a.s.beta * (kl * kept).sum() / count)
+    return torch.stack(terms).mean()
+
+
+def beyond(a: Loss, model: Any) -> dict[str, Tensor]:
+    """Shares of the tokens (RLOO: sequences) with ρ < 1 - ε and A < 0, and with ρ > 1 + ε_high and A > 0, as they are logged.
+
+    Means over the window, the least and the largest of a sequence. GMPO's bounds are those of log ρ.
+    """
+    with torch.no_grad():
+        new = completion_logps(model, a.window.sequences)
+        d = [n - o for n, o in zip(new, a.old(new), strict=True)]
+    spec, (under, over) = a.window.spec, a.clip(math.nan)
+    d = [x.sum(0, keepdim=True) for x in d] if spec.clips == "sequences" else d
+    sizes = d if spec.clips == "logarithms" else [x.expm1() for x in d]
+    signs = a.of_window(advantages(a.whole))
+    low = [((x < -under) & (s < 0)).double() for x, s in zip(sizes, signs, strict=True)]
+    high = [((x > over) & (s > 0)).double() for x, s in zip(sizes, signs, strict=True)]
+    share = {"low": torch.cat(low).mean(), "high": torch.cat(high).mean()}
+    share["region"] = share["low"] + share["high"]
+    return {f"clip_ratio/{side}_mean": x for side, x in share.items()} | {
+        "clip_ratio/low_min": torch.stack([x.mean() for x in low]).min(),
+        "clip_ratio/high_max": torch.stack([x.mean() for x in high]).max(),
+    }
+
+
+def advantages(window: Sequences, earned: Tensor | None = None) -> Tensor:
+    """GRPO's: the reward less its group's mean, over the group's standard deviation + 1e-4, (N,)."""
+    r = stored_window.rewards(window) if earned is None else earned
+    return ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)).flatten()
+
+
+def grpo(a: Loss, model: Any) -> Tensor:
+    """Family `policy` on the model's hidden states and head, the window as one batch."""
+    own = {"loss_type": a.s.loss, "beta": a.s.beta, "max_completion_length": drive.COMPLETION}
+    s = SimpleNamespace(**{**defaults(POLICY.settings), **head_settings(model), **own, **a.policy})
+    window = a.window.sequences
+    tensors = policy_tensors(window, model) | {"advantages": a.of_window(advantages(a.whole, a.earned))}
+    if s.beta != 0.0:
+        tensors["ref_logps"] = padded(a.scored(model).base.tokens)
+    if a.generation is not None:
+        s.steps_per_generation = a.generation.steps
+        tensors["num_items_in_batch"] = torch.tensor(float(sum(len(t) - n for t, n in a.whole)))
+        tensors["old_logps"] = padded(a.old([]))
+    if a.s.tools:
+        kept = tensors["mask"].bool() & a.counted(tensors["ids"])
+        tensors |= {"mask": kept.double(), "num_items_in_batch": torch.tensor(float(kept.sum()))}
+    if a.ratio is not None:
+        with torch.no_grad():
+            found = padded(completion_logps(model, window))
+            tensors["importance_sampling_ratio"] = a.ratio(found, tensors["mask"])
+    return POLICY.oracle(Inputs(Case("policy", 0, "fp64"), s, tensors, (), {}))["loss"]
+
+
+def head_settings(model: Any) -> dict[str, Any]:
+    """What lies between the head's product and the logits, as settings of a loss family."""
+    config = model.config.get_text_config()
+    return {
+        "softcap": getattr(config, "final_logit_softcapping", None),
+        "logit_scale": getattr(config, "logit_scale", None) or 1.0,
+    }
+
+
+def policy_tensors(window: Sequences, model: Any) -> dict[str, Any]:
+    """A window as the inputs of family `policy`: hidden states and head of the model; no other policy, no advantages."""
+    backbone = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+    hidden = backbone(**rows([t for t, _ in window]), use_cache=False).last_hidden_state
+    pieces = [hidden[i, start - 1 : len(t) - 1] for i, (t, start) in enumerate(window)]
+    counts = [len(t) - start for t, start in window]
+    mask = padded([torch.ones(n, dtype=torch.int64) for n in counts]).double()
+    head = model.get_output_embeddings()
+    absent = (
+        *("old_logps", "ref_logps", "sampling_logps", "importance_sampling_ratio", "top_entropy_quantile"),
+        *("tool_mask", "lora_a", "lora_b"),
+    )
+    return {
+        "hidden": padded(pieces),
+        "weight": head.weight,
+        "bias": head.bias,
+        "ids": padded([torch.tensor(t[start:]) for t, start in window]),
+        "mask": mask,
+        "completion_mask": mask,
+        "num_items_in_batch": torch.tensor(float(sum(counts))),
+        **dict.fromkeys(absent),
+    }
+
+
+def padded(pieces: list[Tensor]) -> Tensor:
+    """Pieces of unequal lengths as the rows of one tensor, zeros at their ends."""
+    width = max(len(x) for x in pieces)
+    return torch.stack([pad(x, (*(0, 0) * (x.dim() - 1), 0, width - len(x))) for x in pieces])
+
+
+def distillation(a: Loss, model: Any) -> Tensor:
+    """Mean over the completion tokens of the window of the generalised JSD to the teacher; a tool's are left out."""
+    student = Scored(model, a.window.sequences, a.s.teacher)
+    pairs = zip(jsd(student, a.s.beta), student.completions, strict=True)
+    return torch.cat([terms[a.counted(tokens)] for terms, tokens in pairs]).mean()
+
+
+def jsd(student: Scored, beta: float) -> list[Tensor]:
+    """The generalised JSD to the teacher, which is the student's reference, at each token of each completion, (T_i,)."""
+    out = []
+    for lp, lq in zip(student.tables, student.base.tables, strict=True):
+        gone = torch.zeros_like(lp, dtype=torch.bool)
+        out.append(divergence(lp, lq, gone, gone, beta).sum(-1))
+    return out
+
+
+def _online(a: Loss, model: Any) -> Tensor:
+    return ONLINE[a.s.loss](Pairs(a.sides(model), a.s)).mean()
+
+
+LOSSES: Mapping[str, Callable[[Loss, Any], Tensor]] = {
+    "sft-trainer": sft,
+    "dpo-trainer": dpo,
+    "online-dpo-trainer": _online,
+    "cpo-trainer": cpo,
+    "orpo-trainer": orpo,
+    "kto-trainer": kto,
+    "rloo-trainer": rloo,
+    "gmpo-trainer": gmpo,
+    "grpo-trainer": grpo,
+    "distillation-trainer": distillation,
+}
