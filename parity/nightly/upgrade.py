@@ -157,7 +157,8 @@ def compared(
     worse, better, other = (sum(m.mark == mark for m in found.moved) for mark in MARKS)
     lost, why = _lost(found.moved)
     told = {"worse": worse, "better": better, "otherwise moved": other - lost}
-    moved = [*(f"{n} {text}" for text, n in told.items() if n > 0), *([why] if lost else []), *found.notes]
+    moved = [*(f"{n} {text}" for text, n in told.items() if n > 0), *([why] if lost else [])]
+    moved += [] if exactly else found.notes  # a default of what a team does not set is told under `compare`
     summary, verdict = "; ".join(moved) or "nothing moved", CHANGED if moved else SAFE
     if wrong:
         summary, verdict = f"{wrong} quantities are wrong{which}; {summary}", NOT_SAFE

@@ -169,7 +169,8 @@ def test_settings_that_are_not_judged_there_are_not_called_right(tmp_path, monke
         def rows(what):
             return [replace(what(case), case=case.id, dtype=case.dtype) for _, case in asked]
 
-        return [SimpleNamespace(rows=rows(one), config={}) for one in (lambda case: RIGHT, there)]
+        both = ((lambda case: RIGHT), {"top_k": 0}), (there, {"top_k": 50})
+        return [SimpleNamespace(rows=rows(one), config=config) for one, config in both]
 
     monkeypatch.setattr(upgrade.compare, "both", both)
     config = tmp_path / "grpo.yaml"

@@ -16,6 +16,7 @@ from parity.case.inputs import Inputs
 from parity.case.probe import Probe
 from parity.cli.commands import main
 from parity.families.probes import PROBES
+from parity.fixes import FusedLinearGRPOLoss
 from parity.implementations.implementation import Implementation, Outputs
 from parity.implementations.user import from_function
 from parity.registry import NAMES, family, loss_family
@@ -84,29 +85,40 @@ def without_delta(x: Inputs, call) -> Outputs:
     return call(dataclasses.replace(x, settings=settings))
 
 
-def test_an_ignored_setting_with_a_warning_is_not_silent():
-    def edit(x: Inputs, call) -> Outputs:
-        if x.settings.delta is not None:
-            warnings.warn("delta is not supported and has no effect", stacklevel=1)
-        return without_delta(x, call)
+def warns(x: Inputs, call) -> Outputs:
+    if x.settings.delta is not None:
+        warnings.warn("delta is not supported and has no effect", stacklevel=1)
+    return without_delta(x, call)
 
+
+def refuses(x: Inputs, call) -> Outputs:
+    if x.settings.delta is not None:
+        raise ValueError(f"delta={x.settings.delta} is not supported")
+    return call(x)
+
+
+def a_fix_of_ours_refuses(x: Inputs, call) -> Outputs:
+    if x.settings.delta is not None:
+        FusedLinearGRPOLoss(loss_type="nothing")
+    return call(x)
+
+
+def crashes(x: Inputs, call) -> Outputs:
+    return call(x) if x.settings.delta is None else {"loss": torch.zeros(2) @ torch.zeros(3)}
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected", "new", "silent", "reason"),
+    [
+        (warns, "ignored", True, False, ""),
+        (refuses, "refused", False, None, "delta=1.8 is not supported"),
+        (a_fix_of_ours_refuses, "refused", False, None, "nothing"),
+        (crashes, "crashed", True, False, ""),
+    ],
+)
+def test_warnings_clear_errors_and_unclear_ones_are_told_apart(edit, expected, new, silent, reason):
     found = asked(edited(edit), "delta")
-    assert (found.answer, found.silent) == ("ignored", False)
-
-
-def test_a_clear_error_is_refused_and_an_unclear_one_crashed():
-    def refuse(x: Inputs, call) -> Outputs:
-        if x.settings.delta is not None:
-            raise ValueError(f"delta={x.settings.delta} is not supported")
-        return call(x)
-
-    def crash(x: Inputs, call) -> Outputs:
-        return call(x) if x.settings.delta is None else {"loss": torch.zeros(2) @ torch.zeros(3)}
-
-    refused, crashed = asked(edited(refuse), "delta"), asked(edited(crash), "delta")
-    assert (refused.answer, refused.new) == ("refused", False)
-    assert "delta=1.8 is not supported" in refused.reason
-    assert (crashed.answer, crashed.new) == ("crashed", True)
+    assert (found.answer, found.new, found.silent) == (expected, new, silent) and reason in found.reason
 
 
 def test_a_setting_honoured_on_some_cases_alone_is_wrong():
@@ -146,10 +158,8 @@ def test_what_the_ledger_covers_is_known_and_no_new_finding():
 
 def test_effects_are_ratios_to_the_definition():
     found = asked(mutant("policy", "accumulation-twice"), "accumulation=4 (dapo)")
-    assert found.loss == pytest.approx(0.25, rel=1e-5)
-    assert found.gradient == pytest.approx(0.25, rel=1e-5)
-    honest = asked(HONEST["policy"], "accumulation=4")
-    assert honest.loss == pytest.approx(1.0, rel=1e-4)
+    assert (found.loss, found.gradient) == (pytest.approx(0.25, rel=1e-5), pytest.approx(0.25, rel=1e-5))
+    assert asked(HONEST["policy"], "accumulation=4").loss == pytest.approx(1.0, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -202,18 +212,6 @@ def test_damage_by_one_implementation_does_not_reach_the_next():
     damaging = mutant("policy", "hidden-damaged")
     first, second = (answer(i, pairs, 1, nothing_known) for i in (damaging, HONEST["policy"]))
     assert (first.answer, second.answer) == ("honoured", "honoured")
-
-
-def test_a_fix_of_ours_that_says_no_refuses():
-    from parity.fixes import FusedLinearGRPOLoss
-
-    def edit(x: Inputs, call) -> Outputs:
-        if x.settings.delta is not None:
-            FusedLinearGRPOLoss(loss_type="nothing")
-        return call(x)
-
-    found = asked(edited(edit), "delta")
-    assert (found.answer, found.new) == ("refused", False)
 
 
 def test_tables_and_exit_codes():
