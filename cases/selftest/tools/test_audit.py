@@ -131,6 +131,13 @@ def test_a_setting_honoured_on_some_cases_alone_is_wrong():
     assert {one.case.settings.get("B") for one in pairs.moving(0, "fp32")} == {3, None}
 
 
+def test_a_pair_on_which_nothing_moves_is_no_answer(monkeypatch):
+    monkeypatch.setattr("parity.tools.audit.MOVES", 0.0)
+    pairs = Pairs("policy", dataclasses.replace(probe("policy", "delta"), value=1e9), "cpu")
+    found = answer(HONEST["policy"], pairs, 1, nothing_known)
+    assert (found.answer, found.reason) == ("not run", "no case on which the definition moves")
+
+
 def plain_loss(hidden, weight, ids, mask, advantages, old_logps=None):
     logps = torch.log_softmax(hidden @ weight.T, -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     ratio = (logps - (logps.detach() if old_logps is None else old_logps)).exp()
