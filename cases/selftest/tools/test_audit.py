@@ -133,7 +133,7 @@ def test_a_setting_honoured_on_some_cases_alone_is_wrong():
 
 def test_a_pair_on_which_nothing_moves_is_no_answer(monkeypatch):
     monkeypatch.setattr("parity.tools.audit.MOVES", 0.0)
-    pairs = Pairs("policy", dataclasses.replace(probe("policy", "delta"), value=1e9), "cpu")
+    pairs = Pairs("policy", dataclasses.replace(probe("policy", "temperature"), value=1.0), "cpu")
     found = answer(HONEST["policy"], pairs, 1, nothing_known)
     assert (found.answer, found.reason) == ("not run", "no case on which the definition moves")
 
