@@ -71,10 +71,9 @@ def run_command(detail: Detail, **options: Any) -> None:
 @click.option(
     "--checks", metavar="TRAINER", help="the checks of this trainer", shell_complete=options.values("trainers")
 )
-@click.option("--profiles", is_flag=True, help="the profiles, with how many cases each draws")
 @click.option("--coverage", metavar="RESULTS", help="settings, config fields and metrics that a results file judged")
 def list_command(families: tuple[str, ...], **sections: Any) -> None:
-    """Show implementations; or settings, checks, profiles.
+    """Show implementations; or settings, checks, coverage.
 
     Each implementation is shown with its version, or with the reason why it cannot run here.
     """
@@ -82,11 +81,11 @@ def list_command(families: tuple[str, ...], **sections: Any) -> None:
 
     chosen = [(name, value) for name, value in sections.items() if value]
     if len(chosen) + bool(families) > 1:
-        raise UsageError("list: use one of --family, --settings, --checks, --profiles, --coverage")
+        raise UsageError("list: use one of --family, --settings, --checks, --coverage")
     if not chosen:
         listing.implementations(families, console())
     for name, value in chosen:
-        getattr(listing, name)(*([] if value is True else [value]), console())
+        getattr(listing, name)(value, console())
 
 
 @main.command("doctor", epilog="Example: parity doctor")

@@ -1,4 +1,4 @@
-"""`parity list`: implementations, settings, checks, profiles and what a run covered, as tables."""
+"""`parity list`: implementations, settings, checks and what a run covered, as tables."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parity.errors import UsageError
-from parity.registry import family, load, loss_families, loss_family, meant, resolved
+from parity.registry import family, load, loss_families, meant, resolved
 from parity.results.report.stack import Stack, effect, fix, meaning, releases, where
 from parity.trainers import catalogue
 
@@ -67,15 +67,6 @@ def checks(name: str, console: Console) -> None:
         for one in catalogue.family(name).checks.values()
     ]
     _show(f"checks of {name}", ("name", *profiles, "meaning"), rows, console)
-
-
-def profiles(console: Console) -> None:
-    """How many cases each profile draws of each loss family, and whether its seed is fixed."""
-    from parity.case.profiles import PROFILES
-
-    names = loss_families()
-    rows = [(k, p.derandomised, *(loss_family(f).drawing.counts.get(k, 0) for f in names)) for k, p in PROFILES.items()]
-    _show("profiles", ("name", "fixed seed", *names), rows, console)
 
 
 def coverage(results: str, console: Console) -> None:

@@ -28,7 +28,6 @@ def rollouts() -> None:
 @options.count("--max-tokens", None, 32)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--name", default=None, help="name of the files; default: the model's")
-@click.option("--score/--no-score", "scored", default=True, help="store the trainer's log-probs too")
 @options.path("--out", default="reports/rollouts")
 def record_command(**given: Any) -> None:
     """Sample with an engine, store ids and log-probs.

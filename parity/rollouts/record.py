@@ -39,7 +39,6 @@ class RecordingOptions:
     max_tokens: int = 32
     seed: int = 0
     name: str | None = None
-    scored: bool = True
 
     def command(self) -> str:
         """The command line that makes this again."""
@@ -116,11 +115,8 @@ def _recording(options: RecordingOptions, folder: Path, request: Request, found:
     rows = list(zip(request.prompts, found.completions, strict=True))
     sampling = (request.temperature, request.top_p, request.top_k)
     completion_ids = padded(found.completions, torch.int32, request.max_tokens)
-    trainer = kept = None
-    if options.scored:
-        scores = Trainer(folder, DTYPES[options.dtype]).score(rows, request.max_tokens, sampling)
-        trainer = scores.full.float()
-        kept = scores.kept.float() if request.top_p < 1 or request.top_k > 0 else None
+    scores = Trainer(folder, DTYPES[options.dtype]).score(rows, request.max_tokens, sampling)
+    kept = scores.kept.float() if request.top_p < 1 or request.top_k > 0 else None
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     facts = {
         **found.facts,
@@ -146,7 +142,7 @@ def _recording(options: RecordingOptions, folder: Path, request: Request, found:
         torch.tensor([len(c) for c in found.completions], dtype=torch.int32),
         padded(_numbers(found.logps), torch.float32, request.max_tokens),
         None if found.raw is None else padded(_numbers(found.raw), torch.float32, request.max_tokens),
-        trainer,
+        scores.full.float(),
         kept,
     )
 

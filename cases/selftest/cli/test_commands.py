@@ -48,7 +48,7 @@ BISECT = "bisect trl --good 1.0.0 --bad 1.1.0"
         ("list --settings divergenc", "did you mean divergence?"),
         ("list --checks dpo-trainr", "did you mean dpo-trainer?"),
         ("list --checks policy", "trainer 'policy' is unknown"),
-        ("list --checks dpo-trainer --profiles", "use one of"),
+        ("list --checks dpo-trainer --settings policy", "use one of"),
         ("audit --family nothing", "nothing"),
         ("audit --setting nothing", "setting 'nothing' is not audited"),
         ("audit --device tpu", "tpu"),

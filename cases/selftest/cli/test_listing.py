@@ -27,7 +27,6 @@ def test_ids_are_whole_and_lines_fit():
         (["--settings", "policy"], "grpo, bnpo"),
         (["--settings", "dpo-trainer"], "alpha_divergence"),
         (["--checks", "gkd-trainer"], "run as: released"),
-        (["--profiles"], "nightly"),
     ],
 )
 def test_each_section_is_a_table(words, says):
