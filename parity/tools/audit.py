@@ -183,7 +183,7 @@ def _one(implementation: Implementation, pair: Pair, blank: Answer, known: Known
     still, said_still = _judged(implementation, pair.still)
     verdict, message = moved[0].verdict, moved[0].message
     if verdict == "unsupported":
-        never = still[0].verdict == verdict
+        never = message.startswith("Triton's interpreter") or still[0].verdict == verdict
         return dataclasses.replace(blank if never else out, answer="not run" if never else "absent", reason=message)
     if verdict == "refused":
         return dataclasses.replace(out, answer="refused", reason=message)
@@ -310,14 +310,19 @@ def markdown(answers: Sequence[Answer], versions: str) -> str:
         rows: list[Answer] = []
         rest: dict[str, list[str]] = {}
         for one in (a for a in answers if (a.family, a.implementation) == (family, name)):
-            if (one.answer == "honoured" and not one.metrics) or one.answer == "not run":
-                rest.setdefault(f"{one.answer}{one.reason and ': '}{one.reason}", []).append(one.probe.label)
+            if one.answer == references.get((family, one.probe.label), one).answer == "absent":
+                rest.setdefault("Not in this release", []).append(one.probe.label)
+            elif (one.answer == "honoured" and not one.metrics) or one.answer == "not run":
+                why = f"Not run: {one.reason}" if one.answer == "not run" else "Honoured"
+                rest.setdefault(why, []).append(one.probe.label)
             else:
                 rows.append(one)
         rows.sort(key=lambda a: (not a.new, ANSWERS.index(a.answer)))
         cells = (map(escape, _cells(one, references.get((family, one.probe.label)))) for one in rows)
         out += [f"## {code(f'{family}: {name}')}", "", *(measured.table(HEADINGS, cells) if rows else ()), ""]
-        out += [escape(f"{why.capitalize()}: {', '.join(labels)}.") + "\n" for why, labels in rest.items()]
+        for why, labels in rest.items():
+            told = ", ".join(labels) if len(labels) <= 6 or why == "Honoured" else f"{len(labels)} settings"
+            out += [f"{escape(f'{why}: {told}')}.", ""]
     return "\n".join(out)
 
 

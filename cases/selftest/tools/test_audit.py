@@ -17,7 +17,7 @@ from parity.case.probe import Probe
 from parity.cli.commands import main
 from parity.families.probes import PROBES
 from parity.fixes import FusedLinearGRPOLoss
-from parity.implementations.implementation import Implementation, Outputs
+from parity.implementations.implementation import Implementation, Outputs, require
 from parity.implementations.user import from_function
 from parity.registry import NAMES, family, loss_family
 from parity.running.find import find
@@ -119,6 +119,14 @@ def crashes(x: Inputs, call) -> Outputs:
 def test_warnings_clear_errors_and_unclear_ones_are_told_apart(edit, expected, new, silent, reason):
     found = asked(edited(edit), "delta")
     assert (found.answer, found.new, found.silent) == (expected, new, silent) and reason in found.reason
+
+
+def test_what_the_interpreter_cannot_run_is_not_absent():
+    def edit(x: Inputs, call) -> Outputs:
+        require(x.settings.delta is None, "Triton's interpreter: no such thing")
+        return call(x)
+
+    assert asked(edited(edit), "delta").answer == "not run"
 
 
 def test_a_setting_honoured_on_some_cases_alone_is_wrong():
@@ -228,7 +236,13 @@ def test_tables_and_exit_codes():
     assert exit_code([found, fine]) == NEW
     assert exit_code([fine]) == 0
     assert exit_code([nothing]) == NOTHING
-    text = markdown([found, fine], "torch 2")
+    many = [dataclasses.replace(nothing, probe=dataclasses.replace(nothing.probe, value=n)) for n in range(7)]
+    text = markdown([found, fine, *many], "torch 2")
+    assert "Not run: not installed: 7 settings." in text
+    crashed = dataclasses.replace(nothing, reason="a ValueError")
+    assert "Not run: a ValueError: delta=1.8." in markdown([crashed], "torch 2")
+    absent = [dataclasses.replace(fine, answer="absent", role=role, implementation=role) for role in ("reference", "b")]
+    assert "Not in this release: delta=1.8." in markdown(absent, "").partition("b")[2]
     assert "| delta=1.8 |" in text
     assert "ignored" in text and "new" in text
     assert "Honoured: delta=1.8." in text
