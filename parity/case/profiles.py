@@ -19,8 +19,9 @@ class Profile:
         findings: new findings that a run looks at again and minimises; further ones are reported as drawn.
         minimise_seconds: time for all of them together, on each worker: on a release that is wrong in many ways a run
             would otherwise spend most of its time on it.
-        frozen_trainers: whether the frozen cases of whole trainers run, seconds each; without them the ledger entries
-            that rest on them are not evaluated.
+        frozen_whole: whether frozen cases get the repeated calls and exact relations at once, not only where nothing else
+            shows what the ledger knows, and those of whole trainers run; without them the ledger entries that rest on
+            them are not evaluated.
     """
 
     derandomised: bool = True
@@ -30,17 +31,17 @@ class Profile:
     shrink_seconds: float = 20.0
     findings: int = 12
     minimise_seconds: float = 60.0
-    frozen_trainers: bool = True
+    frozen_whole: bool = True
 
 
 PROFILES = {
     "quick": Profile(
-        cost=4,
-        least=8,
+        cost=16,
+        least=2,
         shrink_seconds=8.0,
         findings=6,
         minimise_seconds=16.0,
-        frozen_trainers=False,
+        frozen_whole=False,
     ),
     "pr": Profile(),
     "nightly": Profile(

@@ -199,7 +199,7 @@ FAMILY: Family = Family(
     name="logprobs",
     settings=SETTINGS,
     drawing=Drawing(
-        draw, canonical, counts={"quick": 80, "pr": 700, "nightly": 6000, "soak": 60000}, example=head.example
+        draw, canonical, counts={"quick": 40, "pr": 700, "nightly": 6000, "soak": 60000}, example=head.example
     ),
     build=build,
     oracle=oracle,

@@ -348,7 +348,7 @@ FAMILY: Family = Family(
     drawing=Drawing(
         settings_of.draw,
         settings_of.canonical,
-        counts={"quick": 60, "pr": 700, "nightly": 6000, "soak": 60000},
+        counts={"quick": 40, "pr": 700, "nightly": 6000, "soak": 60000},
         example=_example,
     ),
     build=_build,

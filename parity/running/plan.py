@@ -210,7 +210,7 @@ def planned(options: Options, device: str, seed: int) -> Plan:
     known = loss_families()
     families = [f for f in wanted or known if f in known and f in have]
     checked = catalogue.chosen(wanted, have)
-    frozen = [f for f in frozen_cases(ledger_path) if profile.frozen_trainers or f[1]["family"] in known]
+    frozen = [f for f in frozen_cases(ledger_path) if profile.frozen_whole or f[1]["family"] in known]
     frozen = [f for f in frozen if not options.dtypes or f[1]["dtype"] in options.dtypes]
     if options.only:
         frozen = [(name, case, remarks | {"recorded": []}) for name, case, remarks in frozen if name in options.only]

@@ -102,7 +102,7 @@ class Session:
         chosen = [i for i in self._of(case) if only is None or i.id in only or i.is_function]
         thorough = not extra.get("fast", False)
         rows = []
-        for row in self._run(case, chosen, shard, thorough):
+        for row in self._run(case, chosen, shard, thorough and self.profile.frozen_whole):
             rows.append(row)
             self.emit(Judged(replace(row, frozen=name)))
         for entry, frozen in self.ledger.frozen():

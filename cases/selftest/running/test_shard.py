@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from parity import data
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
-from parity.case.profiles import PROFILES, Profile
+from parity.case.profiles import Profile
 from parity.compare import stale_cache
 from parity.implementations.implementation import Implementation, require
 from parity.registry import NAMES, from_file, load, loss_family, select
@@ -24,9 +24,7 @@ from parity.running.events import At, Checked, Confirmed, Judged, Started
 from parity.running.findings import Findings
 from parity.running.outcome import judge_run
 from parity.running.plan import DTYPES, Options, Shard, planned
-from parity.running.run import FIXED_SEED
 from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, second_pass, selected
-from parity.versions import recall
 
 KERNELS = "fixtures/kernels.py"
 FIRST = ["logprobs-a3d28913ce", "logprobs-19b1040bec", "logprobs-39f9af24f4"]
@@ -171,20 +169,6 @@ def test_the_cases_of_a_stream_do_not_depend_on_its_shards():
     cut = {shard.start: [c.id for c in session("right", Path("/nonexistent"))[0]._cases(shard)] for shard in parts}
     assert whole == cut[0] + cut[40] + cut[80] and len(set(whole)) == 120
     assert whole[:3] == FIRST
-
-
-def test_a_worker_gives_what_recall_takes_it_to(tmp_path, monkeypatch):
-    """Both look at the first draws of the family, and move the same of them to what the kernel takes."""
-    own, _ = session("right", tmp_path)
-    (kernel,) = select(["liger.fused_linear_kl_div"])
-    own.implementations, own.profile_name, own.profile, own.dtypes = [kernel], "pr", PROFILES["pr"], DTYPES
-    recall._besides.cache_clear()
-    expected = recall._besides(kernel.id, "pr", "cpu")
-    ran = []
-    monkeypatch.setattr(own, "_run", lambda case, chosen, shard, thorough: iter([ran.append((case, chosen))][:0]))
-    own.run(Shard(family="divergence", kind="besides", seed=FIXED_SEED, count=1, implementation=kernel.id))
-    assert {chosen[0].id for _, chosen in ran} == {kernel.id} and len(ran) > 40
-    assert {case.id for case in expected.values()} <= {case.id for case, _ in ran}
 
 
 def test_a_case_that_no_candidate_takes_is_not_run(tmp_path, monkeypatch):
@@ -386,3 +370,28 @@ def test_a_share_of_a_share_is_drawn_from_all_of_it() -> None:
         assert (
             len(often) / 16 < sum(not stale_cache.number(case) % stale_cache.ONE_IN for case in often) < len(often) / 4
         ), name
+
+
+@pytest.mark.parametrize(("whole", "drifts"), [(True, True), (False, True), (False, False)])
+def test_a_short_run_repeats_calls_of_a_frozen_case_where_nothing_else_shows_what_is_known(tmp_path, whole, drifts):
+    own, events = session("right", tmp_path)
+    (right,) = own.implementations
+    case, calls = Case("logprobs", 1, "fp32", {}), []
+
+    def call(x):
+        calls.append(1)
+        return {"logps": right.call(x)["logps"] * (1.5 if drifts and len(calls) > 1 else 1.0)}
+
+    own.implementations = [dataclasses.replace(right, call=call)]
+    (tmp_path / "mine.json").write_text(json.dumps(case.to_json()))
+    fields = {"id": "one", "family": "logprobs", "implementations": [right.id], "quantities": ["*"]}
+    fields |= {"verdicts": ["disagree", "nondeterministic"], "date": "2026-11-25", "link": "here", "reason": "so"}
+    fields |= {"case": "mine.json"}
+    path = tmp_path / "ledger.toml"
+    path.write_text(toml(fields))
+    own.ledger, own.frozen = Ledger.load(path), [("mine.json", case, {})]
+    own.profile = dataclasses.replace(PROFILE, frozen_whole=whole)
+    own.run(Shard(family="logprobs", kind="frozen", count=1, seed=1))
+    assert [e.stale for e in events if isinstance(e, Checked)] == [not drifts]
+    assert {row.known for row in rows(events) if row.failing} == ({"one"} if whole else set())
+    assert any(row.subject.startswith("relation") for row in rows(events)) == whole
