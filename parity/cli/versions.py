@@ -53,7 +53,7 @@ def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: st
 @click.option(
     "--case", "name", metavar="CASE", help="case file, ledger entry, record of `parity history`, or id of a case"
 )
-@click.option("--implementation", "implementations", multiple=True, metavar="ID", help="the implementation to follow")
+@options.IMPLEMENTATIONS
 @click.option("--quantity", "quantities", multiple=True, metavar="NAME", help="follow only this quantity of --case")
 @options.choice("--find", "what to find", "broken", "fixed")
 @options.choice("--failure", "with --case: what counts as wrong", "disagree", "crashed", "timed-out", "out-of-memory")
@@ -146,7 +146,7 @@ def _check(
 @click.command("compare", epilog="Example: parity compare trl==1.13.0 trl==1.16.0")
 @click.argument("before", metavar="SPEC")
 @click.argument("after", metavar="SPEC")
-@click.option("--implementation", "implementations", multiple=True, metavar="ID", help="only this one")
+@options.IMPLEMENTATIONS
 @options.FAMILIES
 @click.option("--profile", help="besides the frozen cases those that this profile draws: quick, pr or nightly")
 @options.device("cpu")
