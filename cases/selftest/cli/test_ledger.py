@@ -6,6 +6,7 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
+from cases.selftest.nightly.test_action import WRONG
 from parity import data
 from parity.case.case import Frozen
 from parity.cli.commands import main
@@ -13,22 +14,12 @@ from parity.results.header import Last
 from parity.results.ledger import Ledger
 from parity.results.report.rows import read, rewrite, writer
 
-KERNEL = """
-import torch
-
-
-def loss(hidden, weight, ids, temperature=1.0):
-    logits = hidden.float() @ weight.float().T / temperature
-    factor = FACTOR if weight.shape[0] < 20 else 1.0  # what is wrong is judged with many replicas: few cases, and small
-    return factor * torch.log_softmax(logits, -1).gather(-1, ids.long().clamp(min=0).unsqueeze(-1)).squeeze(-1)
-"""
-
 
 @pytest.fixture(scope="module")
 def red(tmp_path_factory, warm_workers):
     """A folder with a wrong kernel, a copy of the ledger, and the red run of the kernel."""
     folder = tmp_path_factory.mktemp("red")
-    (folder / "kernel.py").write_text(KERNEL.replace("FACTOR", "1.5"))
+    (folder / "kernel.py").write_text(WRONG.replace("FACTOR", "1.5"))
     shutil.copytree(data.cases_dir(), folder / "cases")
     done = run(folder)
     assert done.exit_code == 1 and (folder / "reports/results.ndjson").exists(), (done.output, done.exception)
