@@ -79,11 +79,11 @@ def live_command(no_sync: bool) -> None:
     Three steps, the engine in the trainer's process. Exit code 1 if a step disagrees.
     """
     from parity.process import prepare
-    from parity.rollouts import live
+    from parity.rollouts import colocated
 
     prepare("cpu", 1)
     agrees = True
-    for number, (step, line) in enumerate(live.run(not no_sync), 1):
+    for number, (step, line) in enumerate(colocated.run(not no_sync), 1):
         click.echo(f"step {number}: {line}")
         agrees = agrees and step
     raise SystemExit(0 if agrees else 1)

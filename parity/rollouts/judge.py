@@ -19,8 +19,8 @@ from torch import Tensor
 from parity.errors import UsageError
 from parity.judge.recipe import DTYPES, NAMES
 from parity.recording import Recording
-from parity.rollouts import models
-from parity.rollouts.scoring import Sampling, Trainer
+from parity.rollouts import engine_models
+from parity.rollouts.trainer_scores import Sampling, Trainer
 
 FACTOR = 2 * math.sqrt(2)
 POSITION = 1.5
@@ -181,8 +181,8 @@ def judged(recording: Recording, model: str | None, adapter: Path | None, suppor
     Raises:
         UsageError: where there is no such model, or where it is not the recording's own and has other weights.
     """
-    folder = models.folder_of(model or str(recording.facts["model"]))
-    if model is None and models.weights_hash(folder) != recording.facts["weights"]:
+    folder = engine_models.folder_of(model or str(recording.facts["model"]))
+    if model is None and engine_models.weights_hash(folder) != recording.facts["weights"]:
         raise UsageError(
             f"{recording.name}: {folder} has other weights than were recorded; name the trainer's with --model"
         )
@@ -240,7 +240,7 @@ def explanations(recording: Recording, trainer: Trainer, sampling: Sampling, min
     candidates["each belongs to the token before it"] = torch.cat([nothing, mine[:, :-1]], 1)
     after = torch.where(mask, mine, math.nan)
     candidates["each belongs to the token after it"] = torch.cat([after[:, 1:], nothing], 1)
-    if models.softcap(trainer.folder) is not None:
+    if engine_models.softcap(trainer.folder) is not None:
         uncapped = dataclasses.replace(trainer, change=lambda model: without_softcap(trainer.change(model)))
         candidates["a softcap of the logits is missing"] = uncapped.score(rows, width, sampling).truncated
     sampler = recording.sampler_logps.double()

@@ -16,9 +16,9 @@ from parity.case.case import hashes
 from parity.errors import UsageError
 from parity.judge.recipe import DTYPES
 from parity.recording import Recording
-from parity.rollouts import models, server, transformers_engine, vllm_engine
+from parity.rollouts import engine_models, server, transformers_engine, vllm_engine
 from parity.rollouts.request import Request, Sampled
-from parity.rollouts.scoring import Trainer
+from parity.rollouts.trainer_scores import Trainer
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
@@ -51,7 +51,7 @@ class RecordingOptions:
 
 def record(options: RecordingOptions) -> Iterator[Path]:
     """The manifests of the recordings, one after the other as they are written."""
-    folder = models.folder_of(options.model)
+    folder = engine_models.folder_of(options.model)
     prompts = read_prompts(options, folder)
     longest = max(map(len, prompts)) + options.max_tokens + 1
     sample = engine(options, folder, longest)
@@ -82,7 +82,7 @@ def read_prompts(options: RecordingOptions, folder: Path) -> list[list[int]]:
         UsageError: for a file that cannot be read or has no prompts, and where there is none and the model is not tiny.
     """
     if options.prompts is None:
-        if not options.model.startswith(models.PREFIX):
+        if not options.model.startswith(engine_models.PREFIX):
             raise UsageError("--prompts FILE is needed: a prompt a line, as text or as a JSON list of token ids")
         lengths = hashes(options.seed, "prompt length", (options.rows,)) % 9 + 4
         return [
@@ -120,8 +120,8 @@ def _recording(options: RecordingOptions, folder: Path, request: Request, found:
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     facts = {
         **found.facts,
-        "model": options.model if options.model.startswith(models.PREFIX) else folder.name,
-        "weights": models.weights_hash(folder),
+        "model": options.model if options.model.startswith(engine_models.PREFIX) else folder.name,
+        "weights": engine_models.weights_hash(folder),
         "dtype": options.dtype,
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -131,7 +131,7 @@ def _recording(options: RecordingOptions, folder: Path, request: Request, found:
         "processor": torch.backends.cpu.get_cpu_capability(),
         "command": options.command(),
     }
-    stem = options.name or Path(options.model).name.removeprefix(models.PREFIX)
+    stem = options.name or Path(options.model).name.removeprefix(engine_models.PREFIX)
     name = f"{stem}-{options.dtype}-t{request.temperature:g}-p{request.top_p:g}"
     return Recording(
         name + (f"-k{request.top_k}" if request.top_k else ""),

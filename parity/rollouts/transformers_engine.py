@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from parity.judge.recipe import DTYPES
-from parity.rollouts import models
+from parity.rollouts import engine_models
 from parity.rollouts.request import Request, Sampled
 
 
@@ -15,7 +15,7 @@ def opened(model: str, dtype: str, max_length: int) -> Callable[[Request], Sampl
     import transformers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = models.loaded(Path(model), DTYPES[dtype]).to(device)
+    loaded = engine_models.loaded(Path(model), DTYPES[dtype]).to(device)
 
     def sample(request: Request) -> Sampled:
         completions, logps, raw = [], [], []

@@ -8,7 +8,7 @@ import torch
 from parity.case.case import normal
 from parity.recording import Recording
 from parity.rollouts.judge import without_softcap
-from parity.rollouts.scoring import Trainer
+from parity.rollouts.trainer_scores import Trainer
 
 Made = tuple[Recording, Trainer, str]
 """Recording, trainer and definition with the fault."""

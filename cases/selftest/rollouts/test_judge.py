@@ -12,13 +12,13 @@ from parity.case.case import normal
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.judge.recipe import DTYPES
-from parity.rollouts import models
+from parity.rollouts import engine_models
 from parity.rollouts.judge import judge, statistics
-from parity.rollouts.scoring import Scores, Trainer, kept_mass, score
+from parity.rollouts.trainer_scores import Scores, Trainer, kept_mass, score
 
 
 def trainer_of(found):
-    return Trainer(models.folder_of(found.facts["model"]), DTYPES[found.facts["dtype"]])
+    return Trainer(engine_models.folder_of(found.facts["model"]), DTYPES[found.facts["dtype"]])
 
 
 def test_the_shipped_recordings():
@@ -29,7 +29,7 @@ def test_the_shipped_recordings():
     assert all(r.facts["engine"].startswith("vllm") for r in found)
     assert sum(f.stat().st_size for f in data.rollouts_dir().rglob("*")) < 2e6
     for r in found:
-        assert models.weights_hash(models.folder_of(r.facts["model"])) == r.facts["weights"]
+        assert engine_models.weights_hash(engine_models.folder_of(r.facts["model"])) == r.facts["weights"]
 
 
 @pytest.mark.parametrize("name", ["gemma2-fp32-t0.7-p1", "qwen2-bf16-t1-p1", "llama-fp32-t0.7-p0.8"])
@@ -64,8 +64,8 @@ def test_small_updates_are_seen_in_float32():
 def test_the_ratio_to_the_whole_vocabulary_is_the_kept_mass():
     """full - truncated = log K at every token: the mean ratio of truncated sampling is the kept mass, not 1."""
     found = recording.named("llama-fp32-t0.7-p0.8")
-    folder, f = models.folder_of(found.facts["model"]), found.facts
-    model = models.loaded(folder, torch.float32)
+    folder, f = engine_models.folder_of(found.facts["model"]), found.facts
+    model = engine_models.loaded(folder, torch.float32)
     scores = score(model, found.rows(), 32, (f["temperature"], f["top_p"], 0))
     mask = found.mask & (scores.kept > 0)
     ratio = (scores.full - found.sampler_logps.double()).exp()
@@ -112,7 +112,7 @@ def test_the_command():
 def test_an_engine_of_a_coarser_dtype_is_named():
     """What vLLM's dtype "auto" makes of float32 weights."""
     found = recording.named("gemma2-bf16-t0.7-p1")
-    verdict = judge(found, Trainer(models.folder_of(found.facts["model"]), torch.float32))
+    verdict = judge(found, Trainer(engine_models.folder_of(found.facts["model"]), torch.float32))
     assert not verdict.agrees and verdict.explanation == "as far apart as the arithmetic of bf16"
 
 

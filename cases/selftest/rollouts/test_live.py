@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from parity.rollouts import models
+from parity.rollouts import engine_models
 from parity.rollouts.vllm_engine import distribution
 
 pytestmark = [
@@ -40,7 +40,7 @@ def test_a_sync_switched_off_is_caught_at_step_two():
 
 
 def test_a_softcap_that_the_engine_lost(tmp_path):
-    model = shutil.copytree(models.folder_of("tiny-gemma2"), tmp_path / "uncapped")
+    model = shutil.copytree(engine_models.folder_of("tiny-gemma2"), tmp_path / "uncapped")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": None}))
     prompts = tmp_path / "prompts.txt"

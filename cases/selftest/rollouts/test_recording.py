@@ -15,7 +15,7 @@ from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.families import policy_inputs
 from parity.registry import loss_family
-from parity.rollouts import models, transformers_engine
+from parity.rollouts import engine_models, transformers_engine
 from parity.rollouts.record import RecordingOptions, record
 from parity.rollouts.request import Request
 from parity.trainers.rig import models as rig
@@ -145,7 +145,7 @@ class Server(BaseHTTPRequestHandler):
 def test_a_server_over_loopback(ids_as, made, tmp_path, monkeypatch):
     monkeypatch.setattr(Server, "ids_as", ids_as)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    server.sample = transformers_engine.opened(str(models.folder_of("tiny-gemma2")), "fp32", 64)
+    server.sample = transformers_engine.opened(str(engine_models.folder_of("tiny-gemma2")), "fp32", 64)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}"
@@ -199,7 +199,7 @@ HEAD = 32
 """Size of an attention head; vLLM's attention on a CPU has 32, 64, 80, 96, 112 and 128."""
 
 
-@pytest.mark.parametrize("name", models.TINY)
+@pytest.mark.parametrize("name", engine_models.TINY)
 def test_the_shipped_models_are_made_again_up_to_the_scale_of_the_head(name, tmp_path):
     """Those of the trainer checks, twice as wide. The scale is measured by a forward pass, whose last bits change with the
     version of transformers, and a recording is of one set of weights: so they are shipped."""
@@ -210,6 +210,6 @@ def test_the_shipped_models_are_made_again_up_to_the_scale_of_the_head(name, tmp
     if hasattr(config, "query_pre_attn_scalar"):
         config.query_pre_attn_scalar = HEAD
     rig.write(config, tmp_path)
-    shipped = models.loaded(models.folder_of(f"tiny-{name}"), torch.float32).state_dict()
-    for key, value in models.loaded(tmp_path, torch.float32).state_dict().items():
+    shipped = engine_models.loaded(engine_models.folder_of(f"tiny-{name}"), torch.float32).state_dict()
+    for key, value in engine_models.loaded(tmp_path, torch.float32).state_dict().items():
         assert torch.allclose(value, shipped[key], rtol=1e-3, atol=1e-3), key

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import UsageError
-from parity.rollouts import models
+from parity.rollouts import engine_models
 
 Rows = Sequence[tuple[list[int], list[int]]]
 Sampling = tuple[float, float, int]
@@ -101,7 +101,7 @@ class Trainer:
 
     def score(self, rows: Rows, width: int, sampling: Sampling) -> Scores:
         """`score` of the model."""
-        return score(self.change(models.loaded(self.folder, self.dtype)), rows, width, sampling)
+        return score(self.change(engine_models.loaded(self.folder, self.dtype)), rows, width, sampling)
 
     def exact(self, rows: Rows, width: int, sampling: Sampling) -> Scores:
         """`score` of the same rounded weights in float64 arithmetic.
@@ -109,5 +109,5 @@ class Trainer:
         A row stands alone: transformers masks padding with the lowest float64 and takes the softmax in float32, where a
         position that sees only padding is NaN, and so is whatever reads it.
         """
-        model = self.change(models.loaded(self.folder, self.dtype).double())
+        model = self.change(engine_models.loaded(self.folder, self.dtype).double())
         return score(model, rows, width, sampling, batch=1)

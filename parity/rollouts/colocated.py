@@ -14,10 +14,10 @@ import torch
 
 from parity.case.case import hashes
 from parity.recording import Recording
-from parity.rollouts import models, vllm_engine
+from parity.rollouts import engine_models, vllm_engine
 from parity.rollouts.judge import Verdict, judge
 from parity.rollouts.record import padded
-from parity.rollouts.scoring import Trainer
+from parity.rollouts.trainer_scores import Trainer
 from parity.trainers.rig import drive, recorder
 
 MODEL = "tiny-llama"
@@ -32,7 +32,7 @@ def run(synced: bool) -> Iterator[tuple[bool, str]]:
     Without `synced` the weights are no longer sent to the engine after the first step.
     """
     vllm_engine.prepare()
-    folder = models.folder_of(MODEL)
+    folder = engine_models.folder_of(MODEL)
     with _runnable():
         trainer = _built(folder)
         if not synced:
@@ -88,7 +88,7 @@ def _built(folder: Path) -> Any:
         {"prompt": " ".join(f"w{3 + int(h % 50)}" for h in hashes(5, f"live {i}", (4 + i % 5,)))}
         for i in range(PROMPTS * STEPS)
     ]
-    policy = models.loaded(folder, torch.float32)
+    policy = engine_models.loaded(folder, torch.float32)
     return drive.build("GRPOTrainer", policy, wanted, needed, train_dataset=datasets.Dataset.from_list(rows))
 
 
