@@ -23,7 +23,8 @@ from parity.case.inputs import Setting
 from parity.errors import UsageError
 from parity.judge.gates import Judgement
 from parity.judge.oracle import Oracle
-from parity.judge.recipe import IEEE_FP32, UNIT_ROUNDOFF, Recipe
+from parity.judge.problem import Problem
+from parity.judge.recipe import IEEE_FP32, Recipe
 from parity.trainers.specs import SPECS, TRAINERS, TrainerSpec
 
 Made = TypeVar("Made")
@@ -81,21 +82,6 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class Within:
-    """|value - exact| ≤ allowed, `allowed` a derived bound; a NaN disagrees."""
-
-    exact: Any
-    allowed: Any
-
-    def judge(self, value: float | Tensor) -> Judgement:
-        value, exact, allowed = (torch.as_tensor(x, dtype=torch.float64) for x in (value, self.exact, self.allowed))
-        error = (value - exact).abs()
-        return Judgement(
-            {"bound": float((error / allowed).masked_fill(error == 0, 0.0).max())}, max_abs=float(error.max())
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class YesNo:
     """What holds, or does not; `exact` is shown."""
 
@@ -108,9 +94,9 @@ class YesNo:
 
 
 def summed(quantity: str, value: float, terms: Sequence[float], message: str = "") -> Quantity:
-    """A sum of Python's: n additions in float64, each off by 2⁻⁵³ of at most Σ|terms|."""
-    allowed = len(terms) * UNIT_ROUNDOFF["fp64"] * sum(map(abs, terms))
-    return Quantity(quantity, value, Within(math.fsum(terms), allowed), message)
+    """A sum of numbers."""
+    oracle = Problem(lambda terms: {quantity: terms.sum()}, {"terms": torch.tensor(terms)}, {}, ()).oracle
+    return Quantity(quantity, value, Entry(oracle, quantity), message)
 
 
 def holds(

@@ -28,8 +28,8 @@ from parity.results.report.render import text_of
 from parity.tools import replay
 from parity.tools.audit import Pairs, answer
 from parity.trainers.catalogue import is_trainer
+from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.gradients import Parameters, gradients
-from parity.trainers.definitions.losses import Loss
 from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.execute import judge as judge_quantity
 from parity.trainers.rig import stored_window

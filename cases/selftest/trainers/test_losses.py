@@ -13,9 +13,8 @@ from parity.errors import Unsupported
 from parity.registry import family, run_case, select
 from parity.trainers import check
 from parity.trainers.checks import losses
-from parity.trainers.definitions import losses as definitions
-from parity.trainers.definitions import training_step
-from parity.trainers.definitions.losses import CPO, DPO, MIXED, Loss, Pairs, unpaired
+from parity.trainers.definitions import formulas, training_step
+from parity.trainers.definitions.formulas import CPO, DPO, MIXED, Loss, Pairs, unpaired
 from parity.trainers.rig import drive
 from parity.trainers.rig.stored_window import Window
 
@@ -98,12 +97,12 @@ def test_the_sorted_losses_compare_order_statistics():
 
 def test_what_lies_behind_the_shorter_completion_is_weighted():
     sides = [[torch.tensor([-1.0, -2.0, -4.0])], [torch.tensor([-8.0])]]
-    assert [s.item() for s in definitions._summed(sides, 0.5)] == [-1.0 - 3.0, -8.0]
+    assert [s.item() for s in formulas._summed(sides, 0.5)] == [-1.0 - 3.0, -8.0]
 
 
 def test_prompts_take_the_completion_of_the_sequence_before():
     window = [([1, 2, 10], 2), ([3, 20, 21], 1), ([4, 5, 6, 30], 3)]
-    assert definitions.mismatched(window) == [([1, 2, 30], 2), ([3, 10], 1), ([4, 5, 6, 20, 21], 3)]
+    assert formulas.mismatched(window) == [([1, 2, 30], 2), ([3, 10], 1), ([4, 5, 6, 20, 21], 3)]
 
 
 def test_kto_by_hand():
@@ -122,8 +121,8 @@ def test_the_kl_of_other_prompts_is_a_mean_and_not_negative(monkeypatch, ratios,
     asked = []
     given = SimpleNamespace(ratios=torch.tensor(ratios, dtype=torch.float64))
     monkeypatch.setattr(loss, "scored", lambda model, window: asked.append(window) or given)
-    assert float(definitions.kl_of_others(loss, None)) == expected
-    assert asked == [definitions.mismatched(loss.window.sequences)]
+    assert float(formulas.kl_of_others(loss, None)) == expected
+    assert asked == [formulas.mismatched(loss.window.sequences)]
 
 
 def test_every_loss_type_of_the_installed_trainers_has_a_definition():

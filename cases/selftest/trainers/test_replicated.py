@@ -7,7 +7,7 @@ import torch
 
 from parity.judge.operations import AnyOperation
 from parity.judge.recipe import IEEE_FP32
-from parity.trainers.definitions.losses import Loss
+from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.scored import sums
 from parity.trainers.definitions.training_step import exact_step, measured
 from parity.trainers.rig import models, stored_window

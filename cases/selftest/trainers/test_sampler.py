@@ -10,7 +10,7 @@ from cases.selftest.mutants.trainers import EDITS, mutated
 from parity.registry import select
 from parity.trainers import catalogue
 from parity.trainers.checks import sampler
-from parity.trainers.definitions.losses import padded
+from parity.trainers.definitions.formulas import padded
 from parity.trainers.definitions.scored import Scored
 from parity.trainers.execute import rows
 from parity.trainers.rig import drive, stored_window

@@ -13,8 +13,8 @@ from parity.judge.operations import AnyOperation, Double
 from parity.judge.oracle import gradient_name
 from parity.judge.recipe import IEEE_FP32
 from parity.trainers.definitions.bf16_model import AutocastRounding, BackboneRounding
+from parity.trainers.definitions.formulas import Generation, Loss
 from parity.trainers.definitions.gradients import Parameters, forward_order, gradients
-from parity.trainers.definitions.losses import Generation, Loss
 from parity.trainers.definitions.scored import logits, sums
 from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.execute import judge

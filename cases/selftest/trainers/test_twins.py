@@ -10,12 +10,13 @@ from parity.errors import Unsupported
 from parity.fixes.accumulation import divide_by_accumulation
 from parity.trainers import catalogue
 from parity.trainers.checks import twin_processes, twin_windows, twins
+from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.gradients import Parameters
-from parity.trainers.definitions.losses import Loss
 from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.execute import rows
-from parity.trainers.rig import batches, drive, ranks, recorder, stored_window, twin_runs
+from parity.trainers.rig import batches, drive, ranks, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Window
+from parity.trainers.rig.twin_runs import Run
 
 
 def outcome(trainer, check="twins", path="released", **settings):
@@ -111,7 +112,7 @@ def test_the_uneven_window_of_online_dpo_by_hand():
     s.split, rows = "2x2", Window.of(trainer).rows[:7]
     epoch = {"max_steps": -1, "num_train_epochs": 1, "dataloader_drop_last": False}
     for path, factor in (("fixed", 0.5), ("released", 1.0)):
-        run = twin_runs.Run(trainer, s, path, rows, plain=True, **epoch)
+        run = Run(trainer, s, path, rows, plain=True, **epoch)
         parts = [run.window.found_in([batch]) for batch in run.steps.window(1)]
         assert [len(part.rows) for part in parts] == [2, 1]
         exact = stored_window.policy(s.model, torch.float64)
@@ -119,6 +120,27 @@ def test_the_uneven_window_of_online_dpo_by_hand():
         for name, found in run.steps.gradients[1].items():
             expected = factor * (first[name] + second[name])
             assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """What two ranks would do of the window of SFT, told by one process whose window is twice as large."""
+
+    def launched(model="llama", prepare=lambda run: None, **rank):
+        run = Run("sft-trainer", twins.twin("sft-trainer", model=model, split="4x2"))
+        prepare(run.built)
+        own = batches.sequences_of(run.steps.batches)
+        taken = [{n: g.clone() for n, g in run.steps.gradients[0].items()} for _ in range(2)]
+        found = [ranks.Rank(taken[i], list(half), **rank) for i, half in enumerate((own[:4], own[4:]))]
+        monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
+        return found
+
+    return launched
+
+
+def disagreeing(**settings):
+    found = outcome("sft-trainer", check="processes", **settings)
+    return {q: row for q, row in found.items() if row.verdict == "disagree"}
 
 
 @pytest.mark.parametrize(
@@ -131,32 +153,20 @@ def test_the_uneven_window_of_online_dpo_by_hand():
     ],
     ids=["summed", "not reduced", "dropped", "equal"],
 )
-def test_what_two_ranks_may_do_wrong(monkeypatch, quantities, damage):
-    plain = twin_processes.settings("sft-trainer")
-    plain.split = "4x2"  # in one process the window is twice as large
-    steps = recorder.train(twin_runs.build("sft-trainer", plain))
-    sequences = batches.sequences_of(steps.batches)
-    halves = (sequences[:4], sequences[4:])
-    found = [ranks.Rank({n: g.clone() for n, g in steps.gradients[0].items()}, list(half)) for half in halves]
-    damage(found)
-    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
-    got = verdicts(outcome("sft-trainer", check="processes"))
-    assert {q for q, verdict in got.items() if verdict == "disagree"} == quantities
+def test_what_two_ranks_may_do_wrong(two_ranks, quantities, damage):
+    damage(two_ranks())
+    assert disagreeing().keys() == quantities
 
 
-def test_a_tied_matrix_that_is_sharded_as_two(monkeypatch):
+def test_a_tied_matrix_that_is_sharded_as_two(two_ranks):
     """A wrapper that copies the head instead of sharing the embeddings: each gets its own part of the gradient."""
-    plain = twin_processes.settings("sft-trainer", "qwen2")
-    plain.split = "4x2"  # in one process the window is twice as large
-    run = twin_runs.build("sft-trainer", plain)
-    run.model.lm_head.weight = torch.nn.Parameter(run.model.lm_head.weight.detach().clone())
-    steps = recorder.train(run)
-    sequences = batches.sequences_of(steps.batches)
-    found = [ranks.Rank(dict(steps.gradients[0]), list(half), sharded=1) for half in (sequences[:4], sequences[4:])]
-    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
-    got = outcome("sft-trainer", check="processes", sharding="fsdp2", model="qwen2")
-    assert {q for q, row in got.items() if row.verdict == "disagree"} == {"gradient"}
-    assert "first model.embed_tokens.weight" in got["gradient"].message
+
+    def copied(run):
+        run.model.lm_head.weight = torch.nn.Parameter(run.model.lm_head.weight.detach().clone())
+
+    two_ranks("qwen2", copied, sharded=1)
+    found = disagreeing(sharding="fsdp2", model="qwen2")
+    assert found.keys() == {"gradient"} and "first model.embed_tokens.weight" in found["gradient"].message
 
 
 def test_a_rank_that_fails_says_why(monkeypatch):
@@ -167,20 +177,11 @@ def test_a_rank_that_fails_says_why(monkeypatch):
 
 @pytest.mark.parametrize(
     ("sharding", "rank", "quantities"),
-    [
-        ("fsdp2", {}, {"sharded"}),
-        ("none", {"failure": "RuntimeError: hangs"}, {"trained"}),
-    ],
+    [("fsdp2", {}, {"sharded"}), ("none", {"failure": "RuntimeError: hangs"}, {"trained"})],
 )
-def test_ranks_that_do_not_do_as_told(monkeypatch, sharding, rank, quantities):
-    plain = twin_processes.settings("sft-trainer")
-    plain.split = "4x2"
-    steps = recorder.train(twin_runs.build("sft-trainer", plain))
-    own = batches.sequences_of(steps.batches)
-    found = [ranks.Rank(steps.gradients[0], half, **rank) for half in (own[:4], own[4:])]
-    monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
-    got = verdicts(outcome("sft-trainer", check="processes", sharding=sharding))
-    assert {q for q, verdict in got.items() if verdict == "disagree"} == quantities
+def test_ranks_that_do_not_do_as_told(two_ranks, sharding, rank, quantities):
+    two_ranks(**rank)
+    assert disagreeing(sharding=sharding).keys() == quantities
 
 
 def test_the_module_at_which_runs_part(monkeypatch):

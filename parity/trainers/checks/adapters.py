@@ -11,7 +11,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check
 from parity.trainers.checks.twins import judged, twin
-from parity.trainers.definitions.losses import Loss
+from parity.trainers.definitions.formulas import Loss
 from parity.trainers.rig import drive, models, stored_window
 from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import SPECS, TWINS, having

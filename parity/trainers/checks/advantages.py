@@ -78,7 +78,7 @@ def definition(trainer: str, s: SimpleNamespace, rewards: Tensor, weights: list[
 
     0 for a completion without a reward, and for one alone in its group.
     """
-    scored = Scored(~rewards.isnan(), weights, 1 if s.rewards == "group-of-one" else GROUP)
+    scored = Rewarded(~rewards.isnan(), weights, 1 if s.rewards == "group-of-one" else GROUP)
 
     def define(rewards: Tensor) -> dict[str, Tensor]:
         found = DEFINITION[trainer](scored, rewards, s)
@@ -88,7 +88,7 @@ def definition(trainer: str, s: SimpleNamespace, rewards: Tensor, weights: list[
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
+class Rewarded:
     """Which completion is scored by which function, (completions, functions), the functions' weights, the size of a group."""
 
     by: Tensor
@@ -167,7 +167,7 @@ def _spread(x: Tensor, seen: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     return (_mean((x - _mean(x, seen, dim)) ** 2, seen, dim) * correction).sqrt() + EPSILON
 
 
-def _grpo(scored: Scored, rewards: Tensor, s: SimpleNamespace) -> Tensor:
+def _grpo(scored: Rewarded, rewards: Tensor, s: SimpleNamespace) -> Tensor:
     """normalize_then_sum is GDPO: each function normalised in its group, then the weighted sum over the batch."""
     seen = scored.seen
     if s.aggregation == "normalize_then_sum":
@@ -179,7 +179,7 @@ def _grpo(scored: Scored, rewards: Tensor, s: SimpleNamespace) -> Tensor:
     return away if s.scale_rewards == "none" else away / _spread(x, seen, 1 if s.scale_rewards == "group" else (0, 1))
 
 
-def _rloo(scored: Scored, rewards: Tensor, s: SimpleNamespace) -> Tensor:
+def _rloo(scored: Rewarded, rewards: Tensor, s: SimpleNamespace) -> Tensor:
     """The reward less the mean of the group's others; 0 where there are none."""
     x = scored.weighed(rewards)
     x = torch.where(scored.seen, x.clamp(*CLIP) if s.clipped else x, 0.0)

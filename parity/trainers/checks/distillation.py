@@ -20,8 +20,8 @@ from parity.fixes import patches
 from parity.judge.oracle import gradient_name
 from parity.judge.problem import Problem
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, holds
+from parity.trainers.definitions.formulas import jsd
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.losses import jsd
 from parity.trainers.definitions.scored import Scored
 from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import batches, drive, models, recorder, stored_window, teacher_client

@@ -9,7 +9,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check
 from parity.trainers.checks.twins import judged, twin
-from parity.trainers.definitions.losses import Loss
+from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.scored import rows
 from parity.trainers.rig import batches, drive
 from parity.trainers.rig.twin_runs import Run

@@ -13,7 +13,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds
 from parity.trainers.checks.twins import judged, twin
-from parity.trainers.definitions.losses import CPO, DPO, MIXED, ONLINE, Loss, kl_of_others
+from parity.trainers.definitions.formulas import CPO, DPO, MIXED, ONLINE, Loss, kl_of_others
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Sample, Window
 from parity.trainers.rig.twin_runs import Run
@@ -29,10 +29,9 @@ OWN = {
 }
 """Trainer -> its loss types."""
 
-LOSSES = tuple(dict.fromkeys(name for names in OWN.values() for name in names))
-
+TYPES = tuple(dict.fromkeys(name for names in OWN.values() for name in names))
 SETTINGS = {
-    "loss": Setting("sigmoid", "loss_type of the trainer's config", LOSSES),
+    "loss": Setting("sigmoid", "loss_type of the trainer's config", TYPES),
     "beta": Setting(0.3, "beta of the config", (0.3, 0.05)),
     "smoothing": Setting(0.0, "label_smoothing; SFT's label_smoothing_factor", (0.0, 0.1)),
     "penalty": Setting(0.0, "missing_eos_penalty: completions are cut off after six tokens", (0.0, 2.0)),

@@ -14,8 +14,8 @@ from parity.families.policy import divergence as k3
 from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, shared
 from parity.trainers.checks.losses import offered
 from parity.trainers.checks.twins import twin
+from parity.trainers.definitions.formulas import Loss, kl_of_others, log_odds
 from parity.trainers.definitions.gradients import logged
-from parity.trainers.definitions.losses import Loss, kl_of_others, log_odds
 from parity.trainers.definitions.scored import Scored, completion_logps
 from parity.trainers.definitions.training_step import measured
 from parity.trainers.rig import drive, recorder, stored_window

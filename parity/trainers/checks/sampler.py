@@ -14,8 +14,8 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, shared
 from parity.trainers.checks.twins import judged, twin
+from parity.trainers.definitions.formulas import Loss, padded
 from parity.trainers.definitions.gradients import logged
-from parity.trainers.definitions.losses import Loss, padded
 from parity.trainers.definitions.scored import Scored
 from parity.trainers.definitions.training_step import measured
 from parity.trainers.rig import drive, recorder, stored_window, twin_runs

@@ -24,8 +24,8 @@ from parity.judge.recipe import DTYPES, Recipe
 from parity.judging.assess import CaseOracle
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, holds
 from parity.trainers.definitions.bf16_model import BackboneRounding
+from parity.trainers.definitions.formulas import padded
 from parity.trainers.definitions.gradients import gradients
-from parity.trainers.definitions.losses import padded
 from parity.trainers.definitions.scored import Scored, taken
 from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import drive, models, stored_window

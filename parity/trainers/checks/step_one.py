@@ -73,7 +73,7 @@ def step_one(call: CheckCall) -> Iterator[Quantity]:
     yield holds("grad_norm", finite, f"grad_norm is {norm}", value=None if norm is None else float(norm))
 
 
-Scored = SimpleNamespace
+Policies = SimpleNamespace
 """Log-probs (B, T) by the `policy`, the `reference` and the `old` policy, which generated; what is `counted`, (B, T), 1 or 0."""
 
 
@@ -92,7 +92,7 @@ def definition(call: CheckCall, step: FirstStep) -> Oracle:
 
     def define(model: Any) -> Mapping[str, Tensor]:
         policy, reference, old = torch.stack(completion_logps(model, window * 3, temperature)).chunk(3)
-        by = Scored(policy=policy, reference=reference, old=old, counted=counted)
+        by = Policies(policy=policy, reference=reference, old=old, counted=counted)
         apart = {"logps": policy, "ref_logps": reference, "log_ratio": policy - reference}
         return {name: x[seen] for name, x in apart.items()} | LOGGED[call.case.family](call, step, by)
 
@@ -131,7 +131,7 @@ def _mean(x: Tensor, counted: Tensor) -> Tensor:
     return (x * counted).sum() / counted.sum()
 
 
-def _grpo(call: CheckCall, step: FirstStep, by: Scored) -> dict[str, Tensor]:
+def _grpo(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:
     """KL: the mean over completion tokens of k3. Loss: the mean of -A + β·k3."""
     assert step.advantages is not None
     k3 = divergence(by.reference - by.policy, None)
@@ -163,7 +163,7 @@ def _recomputed(step: FirstStep) -> Quantity:
     return Quantity("kl by its own log-probs", kl, Entry(oracle, "kl"), message)
 
 
-def _rloo(call: CheckCall, step: FirstStep, by: Scored) -> dict[str, Tensor]:
+def _rloo(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:
     """KL: the mean log-ratio of a token. Loss: -mean of A·ratio of the sequence."""
     assert step.advantages is not None
     policy, old = ((x * by.counted).sum(1) for x in (by.policy, by.old))
@@ -171,7 +171,7 @@ def _rloo(call: CheckCall, step: FirstStep, by: Scored) -> dict[str, Tensor]:
     return {"kl": _mean(by.old - by.reference, by.counted), "loss": loss}
 
 
-def _dpo(call: CheckCall, step: FirstStep, by: Scored) -> dict[str, Tensor]:
+def _dpo(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:
     policy, reference = ((x * by.counted).sum(1).chunk(2) for x in (by.policy, by.reference))
     delta = [p - r for p, r in zip(policy, reference, strict=True)]
     out = {"loss": -torch.nn.functional.logsigmoid(call.settings.beta * (delta[0] - delta[1])).mean()}
@@ -180,12 +180,12 @@ def _dpo(call: CheckCall, step: FirstStep, by: Scored) -> dict[str, Tensor]:
     return out
 
 
-def _online(call: CheckCall, step: FirstStep, by: Scored) -> dict[str, Tensor]:
+def _online(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:
     """DPO's loss, whichever of two is chosen; the KL sums over padding too."""
     return {"loss": _dpo(call, step, by)["loss"], "kl": (by.policy - by.reference).sum(1).mean()}
 
 
-LOGGED: dict[str, Callable[[CheckCall, FirstStep, Scored], dict[str, Tensor]]] = {
+LOGGED: dict[str, Callable[[CheckCall, FirstStep, Policies], dict[str, Tensor]]] = {
     "grpo-trainer": _grpo,
     "rloo-trainer": _rloo,
     "dpo-trainer": _dpo,

@@ -10,8 +10,8 @@ import torch
 from parity.case.inputs import Setting
 from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds, shared
 from parity.trainers.checks.twins import twin
+from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.losses import Loss
 from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import batches, drive, stored_window
 from parity.trainers.rig.batches import Sequences

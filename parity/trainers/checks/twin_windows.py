@@ -17,9 +17,9 @@ from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
 from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds, shared, summed
-from parity.trainers.checks.twins import LOSSES, SETTINGS, by_definition, twin
+from parity.trainers.checks.twins import GRPO_TYPES, SETTINGS, by_definition, twin
+from parity.trainers.definitions.formulas import Generation, Loss, beyond
 from parity.trainers.definitions.gradients import Parameters, first_step, gradients, logged, window_loss
-from parity.trainers.definitions.losses import Generation, Loss, beyond
 from parity.trainers.definitions.scored import Scored
 from parity.trainers.definitions.training_step import exact_step, measured
 from parity.trainers.rig import batches, drive, models, recorder, stored_window, twin_runs
@@ -29,17 +29,22 @@ from parity.trainers.specs import JUDGED, SPECS, having
 from parity.upstream import trl
 
 STORED = tuple(t for t in JUDGED if SPECS[t].generates != "method")
+GRPO = ("grpo-trainer",)
 GROUPED = tuple(t for t in JUDGED if SPECS[t].grouped)
 MIXED = 0.6
 """ref_model_mixup_alpha of the runs."""
 END = models.VOCABULARY - 1
 """Another token that ends a completion, in none of them."""
-CLIP = (0.2, 0.28)
-"""ε and ε_high of the runs whose ratios are beyond them."""
+SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": MIXED}
+CLIPPED = {"epsilon": 0.2, "epsilon_high": 0.28}
+"""Bounds that some ratios are beyond."""
+ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.05}
+"""An entropy coefficient that begins at 0.1 and moves by 0.05 a step: up below the target, down above it."""
 FAR_APART = 1e-4
 """Between two mean entropies: a hundred times what float32 makes of one of 1.5."""
 TWO_STEPS = {"max_steps": 2, "learning_rate": 0.05}
 """The second step must differ from the first."""
+EVALUATED = {"per_device_eval_batch_size": 8, "num_generations_eval": stored_window.GENERATIONS}
 EPOCH = {"max_steps": -1, "num_train_epochs": 1, "dataloader_drop_last": False}
 
 
@@ -52,10 +57,10 @@ class WindowRun(Run):
         rows = Window.of(call.case.family).rows[: kind.count]
         self.every = [dataclasses.replace(r, end=END) if i in kind.ended else r for i, r in enumerate(rows)]
         rows, ends = stored_window.without(self.every, kind.truncated), (models.EOS, END) if kind.ended else ()
-        super().__init__(call.case.family, s, call.path, rows, plain=True, ends=ends, **kind.config)
+        super().__init__(call.case.family, s, call.path, rows, plain=True, ends=ends, **kind.config, **kind.own)
 
     def build(self, **more: Any) -> Any:
-        drive.needs(self.call.trainer, *self.kind.needs)
+        drive.needs(self.call.trainer, *self.kind.own)
         return super().build(**more)
 
     def there(self, number: int) -> Window:
@@ -171,14 +176,16 @@ def _truncated(run: WindowRun) -> Iterator[Quantity]:
     yield gradients(step, run.steps.gradients[0])
 
 
-def _adaptive(run: WindowRun, applied: float) -> Iterator[Quantity]:
+def _adaptive(run: WindowRun) -> Iterator[Quantity]:
     """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): below the target the bonus grows by a step and is applied.
 
     Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it. Above its
     target the coefficient shrinks, and is not applied.
     """
-    step = exact_step(run.policy(1), Loss(run.there(1), run.s, policy={"entropy_coef": applied}))
-    moves = (0.05, 0.05) if applied else (-0.05, -0.05)
+    below = run.kind.own["entropy_target"] > 0.0
+    applied = {"entropy_coef": 0.15 if below else 0.0}
+    step = exact_step(run.policy(1), Loss(run.there(1), run.s, policy=applied))
+    moves = (0.05, 0.05) if below else (-0.05, -0.05)
     yield summed("coefficient", float(run.built.entropy_coef), (0.1, *moves), "0.1, twice moved by 0.05")
     yield gradients(step, run.steps.gradients[1], "gradient of step 2")
 
@@ -224,8 +231,7 @@ def _clipped(run: WindowRun) -> Iterator[Quantity]:
     """One step with the log-probs of an older policy: ratios within and beyond both bounds; their logged shares."""
     window = run.window.sequences
     older = stored_window.policy(run.s.model, torch.float64, stored_window.OLDER)
-    bounds = {name: run.kind.config[name] for name in ("epsilon", "epsilon_high")}
-    loss = Loss(run.window, run.s, generation=Generation(window, older, steps=1), policy=bounds)
+    loss = Loss(run.window, run.s, generation=Generation(window, older, steps=1), policy=run.kind.own)
     twin_runs.hand_old(run.built, {tuple(t): lp for (t, _), lp in zip(window, loss.old([]), strict=True)})
     yield run.all_there()
     model = stored_window.policy(run.s.model, torch.float64)
@@ -254,7 +260,7 @@ class Kind:
         judge: what is judged of the run.
         trainers: those that have it.
         split: batch x accumulation; beta: weight of the KL; config: more of the trainer's config.
-        needs: fields of the config without which there is nothing to judge.
+        own: of its config too, fields without which there is nothing to judge.
         count: rows that the run has; ended: those that end with `END`; truncated: those without an end.
         losses: GRPO's loss types that it is looked at with; empty: the default.
     """
@@ -264,76 +270,31 @@ class Kind:
     split: str = "8x1"
     beta: float = SETTINGS["beta"].default
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    needs: tuple[str, ...] = ()
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     count: int | None = None
     ended: tuple[int, ...] = ()
     truncated: tuple[int, ...] = ()
     losses: tuple[str, ...] = ()
 
 
-def _entropy(target: float, applied: float) -> Kind:
-    """The coefficient that is applied in the second step with this target."""
-    judge = functools.partial(_adaptive, applied=applied)
-    config = TWO_STEPS | ADAPTIVE | {"entropy_target": target}
-    return Kind(judge, ("grpo-trainer",), "4x1", config=config, needs=("use_adaptive_entropy",))
-
-
-ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.05}
-"""An entropy coefficient that begins at 0.1 and moves by 0.05 a step: up below the target, down above it."""
-
-
 WINDOWS = {
-    "evaluation": Kind(
-        _evaluation,
-        JUDGED,
-        config={"per_device_eval_batch_size": 8, "num_generations_eval": stored_window.GENERATIONS},
-    ),
+    "evaluation": Kind(_evaluation, JUDGED, config=EVALUATED),
     "incomplete": Kind(lambda run: _last(run, 4, 1), STORED, "1x4", config=EPOCH, count=5),
     "uneven": Kind(lambda run: _last(run, 4, 3), STORED, "2x2", config=EPOCH, count=7),
     "second": Kind(_second, STORED, "2x2", config=TWO_STEPS),
     "resumed": Kind(_resumed, STORED, "2x2", config=TWO_STEPS),
-    "synced": Kind(
-        _synced,
-        having("sync_ref_model"),
-        "2x2",
-        beta=0.04,
-        config=TWO_STEPS | {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": MIXED},
-        needs=("sync_ref_model",),
-    ),
-    "truncated": Kind(_truncated, having("mask_truncated_completions"), truncated=(1, 4, 5), losses=LOSSES),
+    "synced": Kind(_synced, having("sync_ref_model"), "2x2", beta=0.04, config=TWO_STEPS, own=SYNCED),
+    "truncated": Kind(_truncated, having("mask_truncated_completions"), truncated=(1, 4, 5), losses=GRPO_TYPES),
     "ends": Kind(_truncated, having("mask_truncated_completions"), truncated=(1, 4, 5), ended=(0, 6)),
-    "adaptive": _entropy(target=100.0, applied=0.15),
-    "satisfied": _entropy(target=0.0, applied=0.0),
-    "controlled": Kind(
-        _controlled,
-        ("grpo-trainer",),
-        "2x2",
-        config=ADAPTIVE
-        | {"learning_rate": 0.0, "per_device_eval_batch_size": 8, "num_generations_eval": stored_window.GENERATIONS},
-        needs=("use_adaptive_entropy",),
-    ),
+    "adaptive": Kind(_adaptive, GRPO, "4x1", config=TWO_STEPS, own=ADAPTIVE | {"entropy_target": 100.0}),
+    "satisfied": Kind(_adaptive, GRPO, "4x1", config=TWO_STEPS, own=ADAPTIVE | {"entropy_target": 0.0}),
+    "controlled": Kind(_controlled, GRPO, "2x2", config=EVALUATED, own=ADAPTIVE),
     "generation": Kind(
-        _generation,
-        GROUPED,
-        "2x2",
-        config=TWO_STEPS | {"steps_per_generation": 4},
-        needs=("steps_per_generation",),
-        losses=LOSSES,
+        _generation, GROUPED, "2x2", config=TWO_STEPS, own={"steps_per_generation": 4}, losses=GRPO_TYPES
     ),
-    "clipped": Kind(
-        _clipped,
-        GROUPED,
-        config={"epsilon": CLIP[0], "epsilon_high": CLIP[1]} | recorder.LOGGED,
-        needs=("epsilon", "epsilon_high"),
-        losses=("dapo",),
-    ),
+    "clipped": Kind(_clipped, GROUPED, config=recorder.LOGGED, own=CLIPPED, losses=("dapo",)),
     "misaligned": Kind(
-        _misaligned,
-        GROUPED,
-        "2x3",
-        config=TWO_STEPS | {"max_steps": -1, "num_train_epochs": 1, "steps_per_generation": 2},
-        needs=("steps_per_generation",),
-        losses=LOSSES,
+        _misaligned, GROUPED, "2x3", config=TWO_STEPS | EPOCH, own={"steps_per_generation": 2}, losses=GRPO_TYPES
     ),
 }
 """Kind -> window. Incomplete: five sequences in windows of four. Uneven: seven, two by two: the last micro-batch holds one."""

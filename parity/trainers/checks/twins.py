@@ -19,8 +19,8 @@ from parity.judge.oracle import Oracle
 from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds, shared
 from parity.trainers.definitions import first_divergence
 from parity.trainers.definitions.bf16_model import AutocastRounding
+from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.losses import Loss
 from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Window
@@ -28,11 +28,13 @@ from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import JUDGED, SPECS
 
 SPLITS = ("8x1", "4x2", "2x4", "1x8")
-LOSSES = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+GRPO_TYPES = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 SETTINGS = {
     "model": Setting("llama", "tiny model", ("llama", "qwen2", "gemma2", "cohere", "qwen3_moe")),
-    "loss": Setting("grpo", "loss type of GRPO; bnpo is left out: a mean over the micro-batch by definition", LOSSES),
+    "loss": Setting(
+        "grpo", "loss type of GRPO; bnpo is left out: a mean over the micro-batch by definition", GRPO_TYPES
+    ),
     "beta": Setting(0.0, "weight of the KL in GRPO, RLOO and GMPO", (0.0, 0.04)),
     "split": Setting("8x1", "batch x accumulation", SPLITS),
     "padding": Setting(

@@ -123,9 +123,9 @@ class Window:
     rows: Sequence[Sample]
 
     @classmethod
-    def of(cls, trainer: str, rows_: Sequence[Sample] | None = None) -> "Window":
-        """The rows, or all: in groups of one prompt where advantages are relative to a group."""
-        return cls(trainer, rows(4 if SPECS[trainer].grouped else 8) if rows_ is None else rows_)
+    def of(cls, trainer: str, given: Sequence[Sample] | None = None) -> "Window":
+        """Some rows, or all: in groups of one prompt where advantages are relative to a group."""
+        return cls(trainer, rows(4 if SPECS[trainer].grouped else 8) if given is None else given)
 
     @property
     def spec(self) -> TrainerSpec:
