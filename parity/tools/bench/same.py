@@ -57,7 +57,7 @@ def _keyed(rows: Sequence[Row]) -> dict[tuple[Any, ...], dict[str, Any]]:
     out = {}
     for row in rows:
         key = row.case, row.implementation, row.quantity, row.frozen, row.minimised
-        out[*key, seen[key]] = msgspec.to_builtins(row)
+        out[*key, seen[key]] = msgspec.structs.asdict(row)
         seen[key] += 1
     return out
 
