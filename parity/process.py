@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import functools
-import importlib.metadata
 import json
 import logging
 import os
@@ -16,6 +15,8 @@ from typing import Any
 
 WATCHED = "PARITY_WATCHED"
 """Environment variable by which a child is told where to report to: "DESCRIPTOR:NONCE:PID OF THE PARENT"."""
+SCRATCH = "PARITY_SCRATCH"
+"""Environment variable of a worker: the folder of its run for what it leaves on disk."""
 WITH = "PARITY_WITH"
 """Environment variable with the options `--with` of a command that was started in an environment of other versions."""
 PACKAGES = ("site-packages", "dist-packages")
@@ -34,10 +35,19 @@ def packaged(file: str) -> str | None:
 @functools.cache
 def installed(distribution: str) -> str | None:
     """The installed version of a distribution, or None."""
+    from importlib import metadata
+
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
         return None
+
+
+def scratch_folder(name: str) -> str:
+    """A new folder for this process, in that of its run, which goes when the run ends however this process does."""
+    import tempfile
+
+    return tempfile.mkdtemp(prefix=f"parity-{name}-", dir=os.environ.get(SCRATCH))
 
 
 def elsewhere() -> str:

@@ -5,14 +5,16 @@ import io
 import os
 import sys
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from parity.errors import UsageError
 from parity.process import Terminated, tell, under_watch
 from parity.versions.client import EnvironmentUnusable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 USAGE, NOTHING, FAULT, NO_JUDGEMENT, INTERRUPTED, TERMINATED = 2, 3, 70, 125, 130, 143
 """Exit codes beside those of a command itself. `replay` answers NO_JUDGEMENT for USAGE, NOTHING and FAULT: it is what
@@ -39,17 +41,16 @@ NARROWEST = 20
 """Columns below which COLUMNS says nothing: some terminals give 0."""
 
 
-class Quiet(Console):
-    """A console whose reader may go away: the rest is not printed, and nothing else changes."""
+def console() -> "Console":
+    """The terminal, or a page of 110 columns (COLUMNS) where the output is no terminal; if its reader goes away, the rest is not
+    printed, and nothing else changes."""
+    from rich.console import Console
 
-    def on_broken_pipe(self) -> None:
-        """Print no more."""
-        self.quiet = True
-        silence()
+    class Quiet(Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+            silence()
 
-
-def console() -> Console:
-    """The terminal, or a page of 110 columns (COLUMNS) where the output is no terminal."""
     asked = os.environ.get("COLUMNS", "")
     width = None if sys.stdout.isatty() else int(asked) if asked.isdecimal() and int(asked) >= NARROWEST else 110
     return Quiet(width=width, soft_wrap=False, highlight=False)

@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
-from parity.results.row import Row
+    from parity.results.row import Row
 
 EVERY = 30.0
 """Seconds between two lines where there is no terminal."""
@@ -25,6 +27,8 @@ class Shown:
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.console import Console
+
         self.console = console or Console(stderr=True, highlight=False)
         self.clock = clock
         self.begun = clock()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from packaging.utils import canonicalize_name
 
 from parity.cli import options
 from parity.cli.group import Commands
@@ -76,6 +75,8 @@ def bisect_command(
 
     Without --case it compares the frozen cases in both releases and follows the clearest difference.
     """
+    from packaging.utils import canonicalize_name
+
     from parity.versions.case_check import CaseCheck
     from parity.versions.compare import first_difference
     from parity.versions.search import Answers, check_ends, search

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from parity.decoding import decode
 from parity.errors import UsageError
-from parity.process import interpreter
+from parity.process import SCRATCH, interpreter
 from parity.protocol import faults
 from parity.results.row import IN_ITS, NO_REFERENCE, STOPPED, UNKNOWN, Row, Verdict
 from parity.running import cpu_limit, gpu
@@ -50,11 +50,11 @@ Told: TypeAlias = tuple[Shard, Event]
 class Worker:
     """A worker process with the shard it has.
 
-    `last`: when it said something last; `computed`: its CPU time and how long it had waited for a core when it had been
-    silent since, None before that. `rows`: of the case that runs, passed on when it is done, so that none is there twice
-    when a fresh process runs the case again; `kept`: those that a fresh process does not repeat. `retried`: pairs that had a
-    second chance -> what was started, and what a lost CUDA context said; `retired`: the pair after which the process
-    asked for a successor. `streams`: what the process has drawn from. `errors`, `place`: its stderr, and which part of an
+    `last`: when it said something last; `computed`: its CPU time and how long it had waited for a core when it had been silent
+    since, None before that. `rows`: of the case that runs, passed on when it is done, so that none is there twice when a fresh
+    process runs the case again; `kept`: those that a fresh process does not repeat. `retried`: pairs that had a second chance
+    -> what was started, and what a lost CUDA context said; `retired`: the pair after which the process asked for a successor.
+    `streams`: what the process has drawn from; `scratch`: the run's folder. `errors`, `place`: its stderr, and which part of an
     implementation it runs, in files without a name, so that nothing that runs in it can remove them.
     """
 
@@ -71,13 +71,14 @@ class Worker:
     retried: dict[Pair | None, tuple[Started | None, str]] = dataclasses.field(default_factory=dict)
     retired: Retired | None = None
     streams: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    scratch: str = ""
     errors: BinaryIO = dataclasses.field(default_factory=tempfile.TemporaryFile)
     place: BinaryIO = dataclasses.field(default_factory=tempfile.TemporaryFile)
 
     def begin(self, blocking: bool = False) -> Child:
         """A new process; `blocking`: one that waits for each CUDA kernel."""
         env = dict(gpu.child(self.plan["device"], self.plan["threads"], self.plan.get("gpu")))
-        env |= {faults.BLOCKING: "1"} if blocking else {}
+        env |= {SCRATCH: self.scratch} | ({faults.BLOCKING: "1"} if blocking else {})
         self.streams, self.blocking, self.started = [], blocking, None
         for file, content in ((self.errors, b""), (self.place, json.dumps(self.plan).encode())):
             file.seek(0)
@@ -166,13 +167,17 @@ class Watch:
         self.heard: queue.Queue[tuple[Worker, Child, Event | str | None]] = queue.Queue()
         self.excluded: list[str] = []
         self.losses = collections.Counter[str]()
+        self.scratch = tempfile.TemporaryDirectory(prefix="parity-run-", ignore_cleanup_errors=True)
+        for worker in workers:
+            worker.scratch = self.scratch.name
 
     def end(self) -> None:
-        """End all processes."""
+        """End all processes, and remove what they left in the run's folder."""
         for worker in self.workers:
             worker.end()
             worker.errors.close()
             worker.place.close()
+        self.scratch.cleanup()
 
     def follow(self, timeout: float, first_timeout: float) -> Iterator[Told]:
         """The events of the workers until no shard is left; their processes wait for more."""

@@ -19,7 +19,6 @@ import pkgutil
 import random
 import re
 import shutil
-import tempfile
 import typing
 import warnings
 from collections.abc import Iterator, Mapping
@@ -31,6 +30,7 @@ import torch
 from packaging.version import Version
 
 from parity.errors import Unsupported
+from parity.process import scratch_folder
 
 QUIET: dict[str, Any] = {
     "report_to": [],
@@ -200,7 +200,7 @@ def mentions(text: str, kind: Any = None) -> bool:
 @functools.cache
 def output_dir() -> str:
     """The folder of this process that every config names."""
-    folder = tempfile.mkdtemp(prefix="parity-trainer-")
+    folder = scratch_folder("trainer")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 

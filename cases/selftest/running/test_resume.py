@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -55,6 +56,7 @@ def killed(options, seconds):
 
 
 def test_a_run_that_is_killed_at_any_moment_goes_on_without_losing_a_row(options, tmp_path):
+    execute(options)  # imports
     begun = time.monotonic()
     execute(options)
     whole, took = options.reports / "results.ndjson", time.monotonic() - begun
@@ -77,8 +79,11 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_without_losing_a_row(options
     assert kills, "it was never killed"
 
 
-def test_rows_depend_on_no_worker(options, tmp_path, monkeypatch):
-    found = []
+def test_rows_depend_on_no_worker_and_none_leaves_a_folder(options, tmp_path, monkeypatch):
+    found, own = [], tmp_path / "temporary"
+    own.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
+    monkeypatch.setenv("TMPDIR", str(own))
     for workers, dies in ((1, False), (2, False), (3, False), (2, True)):
         if dies:
             monkeypatch.setenv("PLAYED_DIES", str(tmp_path))
@@ -87,6 +92,7 @@ def test_rows_depend_on_no_worker(options, tmp_path, monkeypatch):
         assert not done.lost and done.header.end.complete
         found.append(rows_of(reports / "results.ndjson")[1])
     assert list(tmp_path.glob("died-*")), "no worker died"
+    assert not list(own.glob("parity-*"))
     assert found[0] == found[1] == found[2] == found[3]
 
 
