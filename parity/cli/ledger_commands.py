@@ -4,7 +4,7 @@ import datetime
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,8 +13,10 @@ from parity.cli import options
 from parity.cli.group import NOTHING, Commands
 from parity.cli.progress import Shown
 from parity.errors import UsageError
-from parity.results.header import Header
-from parity.results.row import Row
+
+if TYPE_CHECKING:
+    from parity.results.header import Header
+    from parity.results.row import Row
 
 MONTH = 30 * 24 * 3600.0
 """Seconds."""
@@ -123,8 +125,8 @@ def measure_command(names: tuple[str, ...], implementations: tuple[str, ...], de
 
 def _write(
     findings: list[Any],
-    header: Header,
-    rows: list[Row],
+    header: "Header",
+    rows: "list[Row]",
     results: Path,
     ledger: Path | None,
     reason: str,

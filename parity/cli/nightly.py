@@ -10,7 +10,6 @@ import click
 from parity.cli import options
 from parity.cli.progress import Shown
 from parity.cli.show import report
-from parity.decoding import write
 from parity.errors import UsageError
 
 
@@ -102,6 +101,8 @@ def upgrade_check_command(spec: str, config: Path | None, max_time: float, devic
 
     folder, spec = reports / "upgrade", upgrade.resolved(spec)
     found, parts = upgrade.check(spec, config, folder, options.say, device, max_time)
+    from parity.decoding import write
+
     write(folder / "upgrade.md", upgrade.page(spec, parts))
     for part in parts:
         click.echo(f"{part.name}: {part.verdict}: {part.summary}")

@@ -3,15 +3,16 @@
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from parity.cli.group import console
 from parity.errors import UsageError
-from parity.results.header import Header
-from parity.results.row import Row
+
+if TYPE_CHECKING:
+    from parity.results.header import Header
+    from parity.results.row import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,8 @@ def detail(command: Any) -> Any:
 
 
 def report(
-    header: Header,
-    rows: list[Row],
+    header: "Header",
+    rows: "list[Row]",
     results: Path,
     folder: Path,
     reasons: list[str],
@@ -84,4 +85,6 @@ def report(
 
 def text(value: Any) -> str:
     """The JSON of a structure or of a list of them, indented."""
+    import msgspec
+
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()

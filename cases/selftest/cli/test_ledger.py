@@ -70,18 +70,18 @@ def test_what_is_accepted_is_known_in_the_next_run(red):
 
 
 def test_measured_anew_what_grew_is_known_again(red):
-    """After the baseline: the kernel is four times as wrong."""
+    """After the baseline: the kernel is 2.5 times as wrong, within what the entry allows."""
     entry = next(e for e in Ledger.load(red / "cases" / "ledger.toml").entries if "Unexplained" in e.reason)
     path = red / "cases" / entry.case
     own, kernel = f"{red}/kernel.py:loss", (red / "kernel.py").read_text()
-    (red / "kernel.py").write_text(kernel.replace("1.5", "3.0"))
+    (red / "kernel.py").write_text(kernel.replace("1.5", "2.25"))
     before = path.read_text()
     at = ["--ledger", f"{red}/cases/ledger.toml", "--device", "cpu"]
     done = CliRunner().invoke(main, ["ledger", "measure", entry.id, "--implementation", own, *at])
     (red / "kernel.py").write_text(kernel)
     assert done.exit_code == 0 and f"{path.name}: written" in done.output, done.output
     sizes = [json.loads(text)["recorded"][0]["failing"][own]["logps"][1] for text in (before, path.read_text())]
-    assert 3.9 < sizes[1] / sizes[0] < 4.1
+    assert 2.4 < sizes[1] / sizes[0] < 2.6
     path.write_text(before)
 
 
