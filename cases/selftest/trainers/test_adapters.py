@@ -6,21 +6,18 @@ import sys
 import pytest
 import torch
 
-from parity.registry import select
+from cases.selftest.trainers import asked
 from parity.trainers import catalogue
 from parity.trainers.checks import adapters
-from parity.trainers.execute import rows
 from parity.trainers.rig import stored_window
 
 QUANTITIES = {"sequences", "loss", "finite gradient", "gradient"}
 
 
 def disagreeing(trainer, **settings):
-    case = catalogue.family(trainer).case(0, "fp32", {"check": "adapters", **settings})
-    chosen = [i for i in select(()) if i.id == f"{trainer}.released"]
-    found = {r.quantity: r.verdict for r in rows(case, chosen)}
+    found = asked.verdicts(trainer, "adapters", **settings)
     assert found.keys() == QUANTITIES
-    return {name for name, verdict in found.items() if verdict != "agree"}
+    return asked.disagreeing(found)
 
 
 @contextlib.contextmanager

@@ -4,13 +4,7 @@ import pytest
 
 pytest.importorskip("trl")
 
-from parity.registry import run_case, select
-from parity.trainers.catalogue import family
-
-
-def verdicts(trainer, settings, path="released"):
-    case = family(trainer).case(0, "fp32", {"check": "config-values", **settings})
-    return {r.quantity: r for r in run_case(case, select([f"{trainer}.{path}"]))}
+from cases.selftest.trainers.asked import rows
 
 
 def test_a_value_that_the_trainer_misses_is_red_and_names_the_token(monkeypatch):
@@ -19,7 +13,7 @@ def test_a_value_that_the_trainer_misses_is_red_and_names_the_token(monkeypatch)
     if not hasattr(utils, "add_fused_lm_head"):
         pytest.skip("this TRL scores the model's own logits")
     monkeypatch.setattr(utils._ChunkedLogProbFunction, "apply", _without_softcap(utils._ChunkedLogProbFunction.apply))
-    found = verdicts("grpo-trainer", {"model": "gemma2"})
+    found = rows("grpo-trainer", "config-values", model="gemma2")
     assert found["logps"].verdict == found["gradient"].verdict == "disagree"
     assert "by the model's own logits" in found["logps"].message
     assert "first model.embed_tokens.weight" in found["gradient"].message
@@ -33,7 +27,7 @@ def _without_softcap(apply):
 
 
 def test_a_head_that_cannot_be_honoured_is_refused_not_ignored():
-    found = verdicts("grpo-trainer", {"head": "lora"})
+    found = rows("grpo-trainer", "config-values", head="lora")
     assert [r.verdict for r in found.values()] == ["refused"]
 
 
@@ -41,10 +35,10 @@ def test_a_head_that_this_machine_cannot_make_is_unsupported_with_the_remedy(mon
     from parity.trainers.rig import quantised_heads
 
     monkeypatch.setattr(quantised_heads, "_installed", lambda name: False)
-    found = verdicts("grpo-trainer", {"head": "quantised"})
+    found = rows("grpo-trainer", "config-values", head="quantised")
     assert "pip install" in found[None].message and found[None].verdict == "unsupported"
 
 
 def test_a_trainer_that_ignores_the_quantisation_of_its_head_is_red():
-    found = verdicts("grpo-trainer", {"head": "fake-quantised"})
+    found = rows("grpo-trainer", "config-values", head="fake-quantised")
     assert {q: r.verdict for q, r in found.items()} == {"logps": "disagree", "gradient": "disagree"}

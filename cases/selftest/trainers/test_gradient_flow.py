@@ -4,13 +4,7 @@ import pytest
 
 pytest.importorskip("trl")
 
-from parity.registry import run_case, select
-from parity.trainers.catalogue import family
-
-
-def verdicts(trainer, settings, path):
-    case = family(trainer).case(0, "fp32", settings)
-    return {r.quantity: r for r in run_case(case, select([f"{trainer}.{path}"]))}
+from cases.selftest.trainers.asked import rows
 
 
 @pytest.mark.parametrize("trained", ["frozen-embeddings", "lora"])
@@ -19,10 +13,9 @@ def test_dead_parameters_are_listed_and_our_fix_revives_them(monkeypatch, traine
 
     # What TRL before 0.16 and transformers of its day left out: the hook on the input embeddings.
     monkeypatch.setattr(PreTrainedModel, "enable_input_require_grads", lambda self: None)
-    settings = {"check": "gradient-flow", "trained": trained}
-    released = verdicts("grpo-trainer", settings, "released")
+    released = rows("grpo-trainer", "gradient-flow", trained=trained)
     assert released["gradients"].verdict == "disagree"
     assert "layers.0.self_attn.q_proj" in released["gradients"].message
     assert released["learning rate has an effect"].verdict == "disagree"
-    fixed = verdicts("grpo-trainer", settings, "fixed")
+    fixed = rows("grpo-trainer", "gradient-flow", "fixed", trained=trained)
     assert all(r.verdict == "agree" for r in fixed.values())

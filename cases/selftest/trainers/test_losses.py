@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from cases.selftest.mutants.trainers import EDITS, mutated
-from parity.errors import Unsupported
-from parity.registry import family, run_case, select
+from cases.selftest.trainers.asked import disagreeing, rows, verdicts
 from parity.trainers import check
 from parity.trainers.checks import losses
 from parity.trainers.definitions import formulas, training_step
@@ -144,56 +143,41 @@ def test_every_loss_type_of_the_installed_trainers_has_a_definition():
     ],
 )
 def test_a_mistake_in_it_is_seen(trainer, settings, mutant):
-    case = family(trainer).case(0, "fp32", {"check": "losses", **settings})
-    chosen = [i for i in select(()) if i.id == f"{trainer}.released"]
-    assert {r.verdict for r in run_case(case, chosen)} == {"agree"}
+    assert disagreeing(verdicts(trainer, "losses", **settings)) == set()
     with drive.using(mutated(trainer, next(e for e in EDITS[trainer] if e.name == mutant))):
-        assert {r.quantity for r in run_case(case, chosen) if r.verdict == "disagree"} >= {"loss"}
+        assert "loss" in disagreeing(verdicts(trainer, "losses", **settings))
 
 
 @pytest.mark.parametrize(("trainer", "loss"), [("cpo-trainer", "sigmoid"), ("orpo-trainer", "orpo")])
 def test_with_chosen_sequences_of_one_length_only_the_division_by_the_window_can_be_wrong(trainer, loss):
     """Beside a mean over the tokens of each micro-batch, which the ledger knows, a window that nobody divides would hide."""
-    case = family(trainer).case(0, "fp32", {"check": "losses", "loss": loss, "split": "2x4", "even": True})
-    chosen = [i for i in select(()) if i.id == f"{trainer}.released"]
-    assert {r.verdict for r in run_case(case, chosen)} == {"agree"}
+    asked = {"check": "losses", "loss": loss, "split": "2x4", "even": True}
+    assert disagreeing(verdicts(trainer, **asked)) == set()
 
     class Undivided(drive.trl_class(check.TRAINERS[trainer])):
         def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs) * self.args.gradient_accumulation_steps
 
     with drive.using(Undivided):
-        assert {r.quantity for r in run_case(case, chosen) if r.verdict == "disagree"} == {"loss", "gradient"}
+        assert disagreeing(verdicts(trainer, **asked)) == {"loss", "gradient"}
 
 
 def test_a_loss_of_another_trainer_is_not_run():
-    case = family("kto-trainer").case(0, "fp32", {"check": "losses", "loss": "hinge"})
-    rows = list(run_case(case, [i for i in select(()) if i.id == "kto-trainer.released"]))
-    assert [(r.verdict, r.message) for r in rows] == [
-        ("unsupported", "kto-trainer has no loss type hinge: kto, apo_zero_unpaired")
-    ]
+    (row,) = rows("kto-trainer", "losses", loss="hinge").values()
+    message = "kto-trainer has no loss type hinge: kto, apo_zero_unpaired"
+    assert (row.verdict, row.message) == ("unsupported", message)
 
 
 def test_cells_of_nightly_name_every_loss_of_every_trainer():
     seen = {(t, c.get("loss", losses.SETTINGS["loss"].default)) for t, c in losses.cases("nightly", 0)}
     assert seen == {(t, name) for t, names in losses.OWN.items() for name in names}
-    with pytest.raises(Unsupported):
-        next(
-            losses.losses(
-                SimpleNamespace(
-                    case=family("sft-trainer").case(0, "fp32", {"check": "losses"}),
-                    settings=SimpleNamespace(loss="kto"),
-                )
-            )
-        )
 
 
 def test_an_oracle_that_cannot_be_judged_with_is_a_fault_and_no_skipped_case(monkeypatch):
     """Hinge too: a pair beyond the margin stays off in every replica."""
-    case = family("dpo-trainer").case(0, "fp32", {"check": "losses", "loss": "hinge"})
-    chosen = [i for i in select(()) if i.id == "dpo-trainer.released"]
-    rows = list(run_case(case, chosen))
-    assert {r.verdict for r in rows} == {"agree"} and {r.quantity for r in rows} >= {"loss", "gradient"}
+    found = rows("dpo-trainer", "losses", loss="hinge")
+    assert {r.verdict for r in found.values()} == {"agree"} and found.keys() >= {"loss", "gradient"}
     monkeypatch.setattr(training_step, "FARTHEST", 0.0)
     monkeypatch.setattr(check, "_SHARED", {})
-    assert [(r.verdict, r.blame) for r in run_case(case, chosen) if r.quantity is None] == [("crashed", "harness")]
+    crashed = rows("dpo-trainer", "losses", loss="hinge")[None]
+    assert (crashed.verdict, crashed.blame) == ("crashed", "harness")

@@ -6,33 +6,21 @@ import pytest
 import torch
 
 from cases.selftest.mutants.trainers import EDITS, mutated
+from cases.selftest.trainers.asked import disagreeing, verdicts
 from parity.fixes.padding import mask_padded_log_probs
-from parity.registry import select
-from parity.trainers import catalogue
 from parity.trainers.check import Entry
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions import formulas
 from parity.trainers.definitions.scored import Scored, logits
 from parity.trainers.definitions.training_step import measured
-from parity.trainers.execute import rows
 from parity.trainers.rig import drive, models, stored_window, twin_runs
 
 PADDED = {"objective/kl", "objective/non_score_reward", "objective/rlhf_reward", "objective/entropy"}
 
 
-def verdicts(trainer, path="released", **settings):
-    case = catalogue.family(trainer).case(0, "fp32", {"check": "metrics", **settings})
-    chosen = [i for i in select(()) if i.id == f"{trainer}.{path}"]
-    return {r.quantity: r.verdict for r in rows(case, chosen)}
-
-
-def disagreeing(found):
-    return {name for name, verdict in found.items() if verdict != "agree"}
-
-
 def test_online_dpo_counts_padding_and_the_fix_does_not():
-    assert disagreeing(verdicts("online-dpo-trainer")) == PADDED
-    fixed = verdicts("online-dpo-trainer", "fixed")
+    assert disagreeing(verdicts("online-dpo-trainer", "metrics")) == PADDED
+    fixed = verdicts("online-dpo-trainer", "metrics", "fixed")
     assert disagreeing(fixed) == set()
     assert fixed.keys() > PADDED
 
@@ -51,7 +39,7 @@ REWARDS = "logits/chosen logits/rejected rewards/chosen rewards/rejected rewards
     ],
 )
 def test_what_the_installed_trainers_log_is_judged_and_right(trainer, logged):
-    found = verdicts(trainer)
+    found = verdicts(trainer, "metrics")
     assert disagreeing(found) == set()
     assert found.keys() >= set(logged.split())
 
@@ -59,14 +47,14 @@ def test_what_the_installed_trainers_log_is_judged_and_right(trainer, logged):
 def test_a_reward_without_beta_is_seen():
     edit = next(e for e in EDITS["dpo-trainer"] if e.name == "reward")
     with drive.using(mutated("dpo-trainer", edit)):
-        assert disagreeing(verdicts("dpo-trainer")) >= {"rewards/chosen", "rewards/margins"}
+        assert disagreeing(verdicts("dpo-trainer", "metrics")) >= {"rewards/chosen", "rewards/margins"}
 
 
 @pytest.mark.parametrize(("trainer", "seen"), [("dpo-trainer", "logits/chosen"), ("kto-trainer", "logits/rejected")])
 def test_logged_logits_divided_by_the_wrong_count_are_seen(trainer, seen):
     edit = next(e for e in EDITS[trainer] if e.name == "logits-count")
     with drive.using(mutated(trainer, edit)):
-        assert disagreeing(verdicts(trainer)) == {seen}
+        assert disagreeing(verdicts(trainer, "metrics")) == {seen}
 
 
 def test_the_entropy_of_the_prompt_is_seen(monkeypatch):
@@ -77,7 +65,7 @@ def test_the_entropy_of_the_prompt_is_seen(monkeypatch):
         return seen(model, [(tokens, 1) for tokens, _ in window], *args)
 
     monkeypatch.setattr(formulas, "Scored", whole)
-    assert disagreeing(verdicts("sft-trainer")) == {"entropy"}
+    assert disagreeing(verdicts("sft-trainer", "metrics")) == {"entropy"}
 
 
 def test_a_batch_by_hand():

@@ -7,22 +7,14 @@ import pytest
 import torch
 
 from cases.selftest.mutants.trainers import EDITS, mutated
-from parity.registry import select
-from parity.trainers import catalogue
+from cases.selftest.trainers.asked import verdicts
 from parity.trainers.checks import sampler
 from parity.trainers.definitions.formulas import padded
 from parity.trainers.definitions.scored import Scored
-from parity.trainers.execute import rows
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Window
 
 WRONG = [edit for edit in EDITS["grpo-trainer"] if edit.name.startswith("sampler-")]
-
-
-def verdicts(**settings):
-    case = catalogue.family("grpo-trainer").case(0, "fp32", {"check": "sampler", **settings})
-    chosen = [i for i in select(()) if i.id == "grpo-trainer.released"]
-    return {r.quantity: r.verdict for r in rows(case, chosen)}
 
 
 @pytest.mark.parametrize(
@@ -66,5 +58,5 @@ def test_no_ratio_is_near_a_bound_and_the_bounds_bite(mode, tools):
 @pytest.mark.parametrize("edit", WRONG, ids=lambda edit: edit.name)
 def test_a_ratio_that_is_wrong_is_seen(edit):
     with drive.using(mutated("grpo-trainer", edit)):
-        found = verdicts(tools=True)
+        found = verdicts("grpo-trainer", "sampler", tools=True)
     assert found["gradient"] == "disagree" and "sampling/importance_sampling_ratio/mean" in found

@@ -5,18 +5,12 @@ import torch
 
 pytest.importorskip("trl")
 
-from parity.registry import run_case, select
-from parity.trainers.catalogue import family
+from cases.selftest.trainers.asked import disagreeing, verdicts
 from parity.trainers.checks import scoring
 
 
 def outcome(**settings):
-    case = family("grpo-trainer").case(0, "fp32", {"check": "scoring", **settings})
-    return {r.quantity: r.verdict for r in run_case(case, select(["grpo-trainer.released"]))}
-
-
-def disagreeing(found):
-    return {quantity for quantity, verdict in found.items() if verdict == "disagree"}
+    return verdicts("grpo-trainer", "scoring", **settings)
 
 
 def altered(monkeypatch, change):

@@ -9,9 +9,9 @@ from packaging.version import Version
 
 pytest.importorskip("trl")
 
+from cases.selftest.trainers.asked import rows
 from parity.case.case import Case
 from parity.judge.recipe import IEEE_FP32
-from parity.registry import run_case, select
 from parity.trainers.catalogue import family
 from parity.trainers.check import CheckCall
 from parity.trainers.checks import step_one
@@ -25,16 +25,8 @@ def call(trainer, settings, path="released"):
     return CheckCall(case, fam.full_settings(case), path, "cpu")
 
 
-def verdicts(trainer, settings, path):
-    case = family(trainer).case(0, "fp32", settings)
-    return {r.quantity: r for r in run_case(case, select([f"{trainer}.{path}"]))}
-
-
-CUSTOM = {"check": "step-one", "checkpointing": "custom"}
-
-
 def test_a_wrapper_of_its_own_is_lost_as_released_and_kept_with_our_fix():
-    released = verdicts("grpo-trainer", CUSTOM, "released")
+    released = rows("grpo-trainer", "step-one", checkpointing="custom")
     assert {q for q, r in released.items() if r.verdict == "disagree"} >= {
         "kl",
         "log_ratio",
@@ -45,7 +37,7 @@ def test_a_wrapper_of_its_own_is_lost_as_released_and_kept_with_our_fix():
     assert released["ref_logps"].verdict == "agree"
     assert released["kl by its own log-probs"].verdict == "agree"  # the metric is right: the model is not
     assert "model.layers.0 lost" in released["checkpointing"].message
-    fixed = verdicts("grpo-trainer", CUSTOM, "fixed")
+    fixed = rows("grpo-trainer", "step-one", "fixed", checkpointing="custom")
     assert all(r.verdict == "agree" for r in fixed.values())
     assert fixed["kl"].value == 0.0
 

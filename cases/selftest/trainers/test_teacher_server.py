@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from parity.trainers import catalogue
-from parity.trainers.execute import judge, rows
+from cases.selftest.trainers.asked import rows
+from parity.trainers.execute import judge
 from parity.trainers.rig import drive, models, teacher_client
 from parity.trainers.rig.teacher_server import scorer, serving
 
@@ -78,11 +78,7 @@ def test_unknown_route_is_404(score):
 
 
 def outcome(path="released", **settings):
-    """Verdict of every quantity of the teacher-server check."""
-    family = catalogue.family("server-distillation-trainer")
-    case = family.case(0, "fp32", {"check": "teacher-server", **settings})
-    chosen = [i for i in catalogue.implementations().values() if i.id == f"{family.name}.{path}"]
-    return {row.quantity: row for row in rows(case, chosen)}
+    return rows("server-distillation-trainer", "teacher-server", path, **settings)
 
 
 @pytest.fixture

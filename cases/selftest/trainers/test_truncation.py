@@ -2,16 +2,9 @@
 
 import pytest
 
-from parity.registry import select
-from parity.trainers import catalogue
+from cases.selftest.trainers.asked import disagreeing, verdicts
 from parity.trainers.checks import truncation
-from parity.trainers.execute import rows
 from parity.trainers.rig.stored_window import Window
-
-
-def verdicts(trainer, **settings):
-    case = catalogue.family(trainer).case(0, "fp32", {"check": "truncation", **settings})
-    return {r.quantity: r.verdict for r in rows(case, [i for i in select(()) if i.id == f"{trainer}.released"])}
 
 
 def test_the_cut_by_hand():
@@ -32,5 +25,4 @@ def test_some_of_the_window_is_cut_and_all_of_it_can_be_scored(mode, side):
 def test_a_cut_at_the_other_end_is_seen(monkeypatch):
     cut = truncation.cut
     monkeypatch.setattr(truncation, "cut", lambda window, mode: cut(window, "keep_end"))
-    found = verdicts("dpo-trainer")
-    assert {q for q, verdict in found.items() if verdict == "disagree"} == {"sequences", "loss", "gradient"}
+    assert disagreeing(verdicts("dpo-trainer", "truncation")) == {"sequences", "loss", "gradient"}

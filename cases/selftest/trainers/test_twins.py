@@ -6,24 +6,20 @@ import pytest
 import torch
 
 from cases.selftest.mutants.trainers import EDITS, mutated
+from cases.selftest.trainers.asked import rows
 from parity.errors import Unsupported
 from parity.fixes.accumulation import divide_by_accumulation
-from parity.trainers import catalogue
 from parity.trainers.checks import twin_processes, twin_windows, twins
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.gradients import Parameters
 from parity.trainers.definitions.training_step import exact_step
-from parity.trainers.execute import rows
 from parity.trainers.rig import batches, drive, ranks, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run
 
 
-def outcome(trainer, check="twins", path="released", **settings):
-    family = catalogue.family(trainer)
-    case = family.case(0, "fp32", {"check": check, **settings})
-    chosen = [i for i in catalogue.implementations().values() if i.id == f"{trainer}.{path}"]
-    return {row.quantity: row for row in rows(case, chosen)}
+def outcome(trainer, check="twins", **settings):
+    return rows(trainer, check, **settings)
 
 
 def verdicts(found):
