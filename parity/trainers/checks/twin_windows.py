@@ -56,7 +56,10 @@ class WindowRun(Run):
         s = twin(call.case.family, loss=call.settings.loss, split=kind.split, beta=kind.beta)
         rows = Window.of(call.case.family).rows[: kind.count]
         self.every = [dataclasses.replace(r, end=END) if i in kind.ended else r for i, r in enumerate(rows)]
-        rows, ends = stored_window.without(self.every, kind.truncated), (models.EOS, END) if kind.ended else ()
+        rows, ends = self.every, (models.EOS, END) if kind.ended else ()
+        if kind.truncated:  # no end, not in the loss; all others end
+            whole = [i not in kind.truncated for i in range(len(rows))]
+            rows = [dataclasses.replace(r, counted=w, ended=w) for r, w in zip(rows, whole, strict=True)]
         super().__init__(call.case.family, s, call.path, rows, plain=True, ends=ends, **kind.config, **kind.own)
 
     def build(self, **more: Any) -> Any:

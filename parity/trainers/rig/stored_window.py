@@ -6,7 +6,7 @@ that a reference model, read from disk, is not equal to it and log-ratios are no
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -100,13 +100,6 @@ def reward(completions: Any, **kwargs: Any) -> list[float]:
 def external(tokens: Tensor) -> Tensor:
     """1 where a token counts as the model's own, 0 where it is part of a tool's answer: every fifth word."""
     return (tokens % 5 != 0).long()
-
-
-def without(chosen: Sequence[Sample], bare: Collection[int]) -> list[Sample]:
-    """The rows; where some of them, by number, are not to be counted, they are the ones without an end: truncated."""
-    if not bare:
-        return list(chosen)
-    return [dataclasses.replace(r, counted=i not in bare, ended=i not in bare) for i, r in enumerate(chosen)]
 
 
 def ids(text: str) -> list[int]:
