@@ -133,6 +133,7 @@ def on_node(
     watch.shards.left = [shard]
     events = [event for _, event in watch.follow(*timeouts)]
     if watch.workers[0].finished:
+        watch.end()
         _watching.cache_clear()
     for event in events:
         if isinstance(event, Lost) and event.refused:
