@@ -47,7 +47,7 @@ def _loss(x: Inputs, measure: Any, zero_padded: bool = False) -> dict[str, torch
     z = head.logits(x)
     if zero_padded:
         z = torch.cat([z, torch.zeros_like(z[..., :1]).expand(*z.shape[:-1], s.extra_vocabulary)], -1)
-    logps = stored(torch.log_softmax(z, -1), "log-probs")
+    logps = stored(torch.log_softmax(z, -1) if zero_padded else head.log_softmax(x, z), "log-probs")
     if s.sparse != "none":
         rows = (~ignored).nonzero().squeeze(-1)
         lp, lq, gone = sparse(x, logps[..., rows, :], rows)

@@ -93,23 +93,25 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
 
     out = head.draw_head(draw, st, dtype, profile=profile, contexts=contexts)
     out["cotangent"] = pick("ones", "ones", "ones", "random", "fine", "zero", "scaled", "small")
+    width = draw(st.one_of(st.integers(1, 16), st.integers(1, 16), st.sampled_from([31, 64, 100]), st.just(0)))
+    width = width or head.size(draw, st, 65, head.HIDDEN)
     out |= {
         "beta": pick(0.5, 0.0, 1.0, 0.0, 1.0, 0.1, 0.75, 0.9),
         "teacher": pick("head", "head", "logits"),
-        "teacher_H": draw(st.one_of(st.integers(1, 16), st.sampled_from([31, 64, 100]))),
+        "teacher_H": min(width, max(1, 4 * head.ENTRIES // out["V"])),
         "gap": pick("apart", "apart", "near", "near", "equal"),
         "teacher_peak": pick(1.0, 0.05, 4.0, 12.0),
-        "teacher_softcap": pick(None, None, 30.0, 3.0),
-        "teacher_logit_scale": pick(1.0, 1.0, 0.3, 2.5),
+        "teacher_softcap": draw(st.one_of(st.none(), st.none(), head.number(st, 0.5, 500.0, 30.0, 3.0))),
+        "teacher_logit_scale": draw(st.one_of(*[st.just(1.0)] * 3, head.number(st, 0.01, 16.0, 0.3, 2.5))),
         "teacher_bias": pick("none", "none", "none", "random", "random", "banned"),
-        "extra_vocabulary": pick(0, 0, 0, 0, 0, 0, 1, 9),
+        "extra_vocabulary": pick(0, 0, 0, 0, 0, 0, 1, 9, 128),
         "sparse": pick("none", "none", "none", "none", "topk", "mixed"),
-        "k": draw(st.sampled_from([1, 2, 3, 8])),
+        "k": draw(st.sampled_from([1, 2, 3, 8, 20, 100])),
         "ragged": pick(False, True),
         "tail": pick(True, True, False),
         "ignored": pick("none", "none", "none", "some", "some", "row", "all"),
         "num_items": pick("none", "given"),
-        "other_tokens": pick(0, 7, 100),
+        "other_tokens": pick(0, 7, 100, 20000),
         "chunk_size": pick(None, 1, 3),
     }
     if pick(True, True, False):  # an excluded token makes every released loss NaN, which hides what else a case shows
@@ -127,6 +129,11 @@ def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     if out["sparse"] != "none":
         out |= {"extra_vocabulary": 0, "teacher": "head", "num_items": "none"}
         out["sparse"] = "topk" if out["beta"] == 0.0 else out["sparse"]
+    silent = {"other_tokens"} if out["num_items"] == "none" else set()
+    silent |= {"k", "ragged"} if out["sparse"] != "topk" else set()
+    silent |= {"tail"} if out["sparse"] == "none" else set()
+    silent |= {"teacher_H", "teacher_peak"} if out["gap"] != "apart" else set()
+    out |= {n: SETTINGS[n].default for n in silent}
     return head.canonical(dtype, out)
 
 

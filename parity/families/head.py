@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from parity.case import layouts
 from parity.case.case import Case, integers, normal, uniform
 from parity.case.inputs import Inputs, Setting
 from parity.errors import UsageError
+from parity.judge import stages
 from parity.judge.recipe import DTYPES, LARGEST
 from parity.judge.stages import scaled, stored
 
@@ -168,18 +170,45 @@ def logits(x: Inputs, of_teacher: bool = False) -> torch.Tensor:
     return z / s.temperature
 
 
+def log_softmax(x: Inputs, z: torch.Tensor) -> torch.Tensor:
+    """log p of the logits z of `logits`, (…, B·T, V); a replica's backward may make them again by another product."""
+    s = x.settings
+
+    def size() -> torch.Tensor:
+        hidden = x.hidden[(0,) * (x.hidden.dim() - 3)].detach().flatten(0, 1).abs()
+        weight = x.weight[(0,) * (x.weight.dim() - 2)].detach()
+        if s.__dict__.get("head") == "tied":
+            hidden = hidden + weight[x.previous_ids.flatten()].abs()
+        sums = hidden @ weight.abs().mT
+        if s.__dict__.get("head") == "lora":
+            a, b = (t[(0,) * (t.dim() - 2)].detach().abs() for t in (x.lora_a, x.lora_b))
+            sums = sums + hidden @ a.mT @ b.mT
+        if x.bias is not None:
+            bias = x.bias[(0,) * (x.bias.dim() - 1)].detach().abs()
+            sums = sums + bias.masked_fill(bias.isinf(), 0.0)
+        return sums * (2 * _walk(hidden.shape[-1]) * abs(s.logit_scale) / s.temperature)
+
+    return stages.log_softmax(z, size)
+
+
 def selected(x: Inputs, all_logps: torch.Tensor) -> torch.Tensor:
     """all_logps[…, i, ids[i]] reshaped to (…, B, T)."""
     ids = x.ids.long().clamp(min=0)
     index = ids.reshape(-1, 1).expand(*all_logps.shape[:-1], 1)
     logps = all_logps.gather(-1, index).squeeze(-1).unflatten(-1, ids.shape)
 
-    def size() -> torch.Tensor:
+    def products() -> torch.Tensor:
         hidden = x.hidden[(0,) * (x.hidden.dim() - 3)].detach()
         weight = x.weight[(0,) * (x.weight.dim() - 2)].detach()
-        return (hidden * weight[ids]).norm(dim=-1) * abs(x.settings.logit_scale) / x.settings.temperature
+        return hidden * weight[ids] * (abs(x.settings.logit_scale) / x.settings.temperature)
 
-    return stored(logps, "selected", size)
+    logps = stored(logps, "selected", lambda: products().norm(dim=-1))
+    return stored(logps, "target", lambda: products().abs().sum(-1) * _walk(x.hidden.shape[-1]))
+
+
+def _walk(terms: int) -> float:
+    """By how many u·Σ|x| a float32 sum of so many terms is off, halved: as `monte_carlo` has a product."""
+    return max(1.0, terms**0.5 / 4)
 
 
 def entropy(x: Inputs, z: torch.Tensor, all_logps: torch.Tensor) -> torch.Tensor:
@@ -206,51 +235,85 @@ def log_partition(z: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
     return (z.gather(-1, top) - logps.gather(-1, top)).squeeze(-1)
 
 
-LARGE = 16
-"""One case in so many has a vocabulary beyond a block or chunk of a kernel."""
-MANY = 25
-"""One of the others in so many has more tokens than a tile, or than a narrow dtype counts."""
+SHAPES = ("usual",) * 82 + ("vocabulary",) * 6 + ("tokens",) * 7 + ("hidden",) * 3 + ("sequences",) * 2
+"""Which size of a case is one that real models and batches have; all others are small then."""
+VOCABULARY = {"quick": 1 << 15, "pr": 1 << 18}
+"""Profile -> largest vocabulary that is drawn; in the others twice that of `pr`."""
+TOKENS, HIDDEN, SEQUENCES = 1 << 12, 1 << 13, 1 << 9
+"""Largest length of a sequence, hidden size and number of sequences."""
+ENTRIES = 1 << 18
+"""Entries of the logits, and a quarter of those of the head, of a case that has such a size, about."""
+
+
+def size(draw: Any, st: Any, least: int, most: int) -> int:
+    """A size, mostly a multiple of a power of two, or one beside it, else log-uniform in [least, most]."""
+    steps = 4 * max(1, math.ceil(math.log2(most / least)))
+    value = least * (most / least) ** (draw(st.integers(0, steps)) / steps)
+    beside = draw(st.sampled_from([0, 0, 1, 1, -1, None]))
+    if beside is not None:
+        unit = 1 << draw(st.integers(3, max(3, int(math.log2(value)))))
+        value = max(1, round(value / unit)) * unit + beside
+    return min(max(round(value), least), most)
+
+
+def number(st: Any, low: float, high: float, *usual: Any) -> Any:
+    """A usual value, twice as often as a log-uniform one of [low, high]."""
+    steps = st.integers(0, 64).map(lambda k: float(f"{high * (low / high) ** (k / 64):.3g}"))
+    return st.one_of(st.sampled_from(usual), st.sampled_from(usual), steps)
+
+
+def _sizes(draw: Any, st: Any, shape: str, profile: str) -> dict[str, int]:
+    """B, T, V and H of a case whose `shape` names the size that is a real one."""
+    few = st.integers(1, 3)
+    if shape == "vocabulary":
+        vocabulary = size(draw, st, 1 << 12, VOCABULARY.get(profile, 2 * VOCABULARY["pr"]))
+        rest = max(1, ENTRIES // vocabulary)
+        sequences, tokens = (1, min(2, rest)) if rest < 9 else (draw(few), draw(few))
+        return {
+            "B": sequences,
+            "T": tokens,
+            "V": vocabulary,
+            "H": draw(st.sampled_from([h for h in (1, 2, 7, 16, 33, 64, 130) if h <= 4 * rest])),
+        }
+    small = {
+        "B": draw(few),
+        "T": draw(few),
+        "V": draw(st.integers(1, 40)),
+        "H": draw(st.sampled_from([1, 2, 7, 16, 33])),
+    }
+    if shape == "tokens":
+        return small | {"T": size(draw, st, 65, TOKENS // small["B"])}
+    if shape == "sequences":
+        return small | {"B": size(draw, st, 9, SEQUENCES)}
+    if shape == "hidden":
+        return small | {"H": size(draw, st, 257, HIDDEN)}
+    vocabulary = st.one_of(st.integers(1, 40), st.integers(1, 40), st.integers(1, 300), st.just(None))
+    odd = st.sampled_from([2, 3, 4, 7, 8, 13, 16, 31, 33, 64, 100, 130, 257, 300])
+    v = draw(vocabulary)
+    return {
+        "B": draw(st.integers(1, 5)),
+        "T": draw(st.integers(1, 12)),
+        "V": size(draw, st, 64, 2048) if v is None else v,
+        "H": draw(st.one_of(st.integers(1, 16), odd)),
+    }
 
 
 def draw_head(draw: Any, st: Any, dtype: str, *, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
     """Draw the shared settings; `st` is hypothesis.strategies. Every dimension is drawn independently of the others.
 
-    A vocabulary beyond 32,768 costs half a minute of replicas, so the short profiles have frozen cases of those sizes and
-    the long ones draw them. Settings that move seldom do so often beside many tokens or a large vocabulary, or they would
-    meet neither.
+    Settings that move seldom do so often beside a size of real models, or they would not meet it.
     """
-    large = draw(st.integers(0, LARGE - 1)) == LARGE - 1
-    many = not large and draw(st.integers(0, MANY - 1)) == MANY - 1
-    usual, most = (4, 1) if large or many else (14, 3)
-    vocabulary = draw(
-        st.one_of(
-            st.integers(1, 40), st.integers(1, 40), st.integers(1, 300), st.sampled_from([128, 255, 256, 257, 1025])
-        )
-        if not large
-        else st.sampled_from(
-            [4095, 4096, 4097, 4097, 4160, 8193, 8200, 16385]
-            + ([32769, 131073] if profile in ("nightly", "soak") else [])
-        )
-    )
-    small = large and vocabulary > 9000
-    odd = st.sampled_from([2, 3, 4, 7, 8, 13, 16, 31, 33, 64, 100, 130, 257, 300])
-    width = [1, 2, 7] if small else [4, 7, 16, 33, 130] if vocabulary < 5000 else [4, 7, 16, 33]
-    out = {
-        "B": draw(st.just(1) if small else st.integers(1, 3 if large else 5)),
-        "T": draw(st.just(2) if small else st.integers(1, 3 if large else 12)),
-        "V": vocabulary,
-        "H": draw(st.sampled_from(width) if large else st.one_of(st.integers(1, 16), odd)),
+    shape = draw(st.sampled_from(SHAPES))
+    large = shape == "vocabulary"
+    usual, most = (12, 3) if shape == "usual" else (4, 1)
+    out: dict[str, Any] = _sizes(draw, st, shape, profile) | {
         "peak": draw(st.sampled_from((1.0, 0.05, 4.0, 12.0, 50.0))),
         "level": draw(st.sampled_from([0.0] * usual + [-150.0, 150.0])),
         "padded_rows": draw(st.sampled_from(["none"] * usual + ["zero", "equal"])),
         "targets": draw(st.sampled_from(["random", "random", "likely", "edge"])),
         "temperature": draw(temperatures(st)),
-        "softcap": draw(
-            st.one_of(
-                st.none(), st.none(), st.sampled_from([30.0, 1.0, 3.0, 50.0]), st.integers(2, 99).map(lambda k: k / 2)
-            )
-        ),
-        "logit_scale": draw(st.sampled_from([1.0] * most + [0.0625, 0.3, 2.5])),
+        "softcap": draw(st.one_of(st.none(), st.none(), number(st, 0.5, 500.0, 30.0, 1.0, 3.0, 50.0))),
+        "logit_scale": draw(st.one_of(*[st.just(1.0)] * most, number(st, 0.01, 16.0, 0.0625, 0.3, 2.5))),
         "bias": draw(st.sampled_from(["none"] * most + ["random"] * 2 + ["banned"] * (3 if large else 1))),
         "head_dtype": draw(st.sampled_from(["same"] * most + ["fp32"])) if dtype != "fp32" else "same",
         "ids_dtype": draw(st.sampled_from(["int64", "int64", "int64", "int32"])),
@@ -263,9 +326,6 @@ def draw_head(draw: Any, st: Any, dtype: str, *, profile: str, contexts: tuple[s
         ),
         "context": draw(st.sampled_from(contexts)),
     }
-    if many:
-        out["B"], out["T"] = draw(st.sampled_from([(1, 129), (2, 256), (1, 1025), (3, 400)]))
-        out |= {"V": min(vocabulary, 40), "H": draw(st.sampled_from([1, 2, 7, 33, 130]))}
     if out["softcap"] is not None and draw(st.integers(0, 3)):  # it holds every logit at its bound
         out["level"] = 0.0
     return canonical(dtype, out)
@@ -283,11 +343,11 @@ def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
 
 
 def temperatures(st: Any) -> Any:
-    """1, a usual one, or log-uniform from 1e-3 to 2."""
+    """1, a usual one, or log-uniform from 1e-3 to 8."""
     return st.one_of(
         st.just(1.0),
-        st.sampled_from([0.7, 0.9, 0.5, 2.0]),
-        st.integers(0, 64).map(lambda k: float(f"{2 * 0.0005 ** (k / 64):.4g}")),
+        st.sampled_from([0.7, 0.9, 0.5, 2.0, 1.2]),
+        st.integers(0, 64).map(lambda k: float(f"{8 * 0.000125 ** (k / 64):.4g}")),
     )
 
 

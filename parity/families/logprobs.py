@@ -137,7 +137,7 @@ def derived(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
 def oracle(x: Inputs) -> dict[str, torch.Tensor]:
     """logps and entropy, (…, B, T)."""
     z = head.logits(x)
-    all_logps = torch.log_softmax(z, -1)
+    all_logps = head.log_softmax(x, z)
     ignored = x.ids == IGNORE_INDEX
     out = {"logps": head.selected(x, all_logps).masked_fill(ignored, 0.0)}
     if x.settings.entropy != "none":

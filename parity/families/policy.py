@@ -21,10 +21,9 @@ from parity.case.layouts import like
 from parity.families import head, policy_stored
 from parity.families import policy_inputs as inputs_of
 from parity.families import policy_settings as settings_of
+from parity.families.policy_settings import CLIPPED, WINDOW_NORMALISED
 from parity.judge.stages import log_softmax_again
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-WINDOW_NORMALISED = ("dapo", "cispo", "vespo")
 KL_CAP, KL_LOG_RATIO_CAP = 10.0, 20.0
 """Of the variant "capped KL", nats a token: the KL term and |lp_ref - lp|."""
 
@@ -37,7 +36,7 @@ def oracle(x: Inputs) -> dict[str, torch.Tensor]:
 def _losses(x: Inputs, measure: Any) -> dict[str, torch.Tensor]:
     s = x.settings
     z = head.logits(x)
-    all_logps = torch.log_softmax(z, -1)
+    all_logps = head.log_softmax(x, z)
     lp = head.selected(x, all_logps)
     entropy = head.entropy(x, z, all_logps if s.entropy_coef == 0.0 else log_softmax_again(z, all_logps))
     mask = x.mask.to(torch.float64)

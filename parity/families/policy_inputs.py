@@ -41,8 +41,9 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     tensors["lora_a"] = tensors["lora_b"] = None
     if s.head == "lora":
         assert tensors["hidden"] is not None and tensors["weight"] is not None
-        tensors["lora_a"] = (normal(case.seed, "lora_a", (2, s.H)) / s.H**0.5).to(tensors["weight"].dtype)
-        tensors["lora_b"] = (normal(case.seed, "lora_b", (s.V, 2)) * s.peak / 2).to(tensors["weight"].dtype)
+        dtype, rank = tensors["weight"].dtype, s.lora_rank
+        tensors["lora_a"] = (normal(case.seed, "lora_a", (rank, s.H)) / s.H**0.5).to(dtype)
+        tensors["lora_b"] = (normal(case.seed, "lora_b", (s.V, rank)) * s.peak / (2 * rank) ** 0.5).to(dtype)
     tensors["advantages"] = _advantages(case, s)
     leaves = head.leaves(s)
     if s.head == "lora":
@@ -60,7 +61,7 @@ def check(case: Case, s: SimpleNamespace) -> None:
     head.check(s, case)
     if s.recording != "none":
         recording.named(s.recording)
-    for name in ("accumulation", "steps_per_generation", "max_completion_length", "chunk_size"):
+    for name in ("accumulation", "steps_per_generation", "max_completion_length", "chunk_size", "lora_rank"):
         if getattr(s, name) < 1:
             raise UsageError(f"case {case.id}: {name}={getattr(s, name)} must be at least 1")
     for name in ("epsilon_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"):
@@ -117,8 +118,8 @@ def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
         target, undecided = target_log_ratios(case, s, mask, margin)
         tensors["old_logps"] = rounded(lp - target)
     mask = mask & ~undecided
-    if s.beta != 0.0:
-        shift = {"near": 0.0, "apart": 0.5, "far": 4.0}[s.ref] * normal(case.seed, "ref", lp.shape)
+    if s.beta != 0.0 or s.ref == "unused":
+        shift = {"near": 0.0, "apart": 0.5, "far": 4.0, "unused": 0.0}[s.ref] * normal(case.seed, "ref", lp.shape)
         tensors["ref_logps"] = rounded(lp + shift)
     wanted = s.off_policy_mask_threshold is not None or s.sampler in ("given", "nan")
     if wanted and not (s.sampler == "old" and _decided(s, lp, tensors["old_logps"], mask, margin)):

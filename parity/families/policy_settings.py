@@ -25,7 +25,11 @@ SETTINGS = head.SETTINGS | {
     "delta": Setting(None, "cap of the unclipped ratio, or none"),
     "beta": Setting(0.0, "weight of the KL term"),
     "use_bias_correction_kl": Setting(False, "KL times importance weight", (False, True)),
-    "ref": Setting("near", "reference log-probs beside the policy's", ("near", "apart", "far")),
+    "ref": Setting(
+        "near",
+        "reference log-probs beside the policy's; 'unused': given at beta 0 too",
+        ("near", "apart", "far", "unused"),
+    ),
     "old": Setting("mixed", "regions of the ratio to the old policy", ("absent", "inside", "mixed", "extreme")),
     "ratio": Setting("none", "sampler's importance ratio", ("none", "token", "sequence")),
     "ratio_range": Setting("unit", "its size: about 1, 1e-3 to 1e2, or with zeros", ("unit", "wide", "zeros")),
@@ -57,6 +61,7 @@ SETTINGS = head.SETTINGS | {
     "head": Setting(
         "plain", "LM head: plain, tied to the embeddings, or carrying a LoRA adapter", ("plain", "tied", "lora")
     ),
+    "lora_rank": Setting(2, "rank of the LoRA adapter, at least 1"),
     "chunk_size": Setting(1, "sequences a chunk, for implementations that chunk"),
 }
 
@@ -70,10 +75,11 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     *(
         (name,)
         for name in (
-            "temperature softcap logit_scale bias head_dtype head context lengths holes importance_sampling_level old "
+            "temperature softcap logit_scale bias head_dtype context lengths holes importance_sampling_level old "
             "entropy_quantile entropy_coef advantages mode chunk_size"
         ).split()
     ),
+    ("head", "lora_rank"),
     ("level", "padded_rows"),
     ("layout", "layouts", "ids_dtype", "mask_dtype"),
     ("epsilon", "epsilon_high", "delta"),
@@ -86,8 +92,96 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 release refuses, or computes wrongly, elsewhere then hides no failure of theirs."""
 
 
-SELDOM = (("context",), ("level", "padded_rows"))
+SELDOM = (("context",), ("level", "padded_rows"), ("head_dtype",), ("head", "lora_rank"))
 """Groups that few cases move: chosen more often where one does."""
+
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+WINDOW_NORMALISED = ("dapo", "cispo", "vespo")
+"""Losses whose ratio is clipped on both sides; losses that are divided by the tokens of the optimizer step."""
+
+FOCUSES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "entropy mask": {  # entropies that rounding cannot exchange
+        "entropy_quantile": (True,),
+        "entropy_coef": (0.0, 0.0, 0.3),
+        "peak": (1.0, 2.0),
+        "temperature": (1.0, 2.0),
+        "logit_scale": (1.0,),
+        "B": (2, 1),
+        "T": (4, 3, 6),
+        "H": (2, 1, 4),
+    },
+    "off-policy mask": {
+        "off_policy_mask_threshold": (0.1, 1.0, 0.0),
+        "sampler": ("given", "nan", "old"),
+        "old": ("mixed", "inside", "absent"),
+    },
+    "token advantages": {"advantages": ("token",)},
+    "evaluation": {"mode": ("eval",), "accumulation": (2, 5), "steps_per_generation": (2, 4, 10)},
+    "sapo": {"loss_type": ("sapo",), "sapo_temperature_pos": (0.6, 2.0, 0.25), "sapo_temperature_neg": (2.0, 0.5)},
+    "vespo": {
+        "loss_type": ("vespo",),
+        "vespo_k_pos": (1.0, 2.5),
+        "vespo_lambda_pos": (1.5, 0.5),
+        "vespo_k_neg": (1.5, 0.5),
+        "vespo_lambda_neg": (1.0, 0.25),
+    },
+    "dr_grpo": {"loss_type": ("dr_grpo",), "max_completion_length": (512, 1000, 4096)},
+    "window": {
+        "loss_type": WINDOW_NORMALISED,
+        "accumulation": (1, 4, 16),
+        "steps_per_generation": (1, 2, 8, 32),
+        "other_tokens": (7, 1000),
+    },
+    "clip": {
+        "loss_type": CLIPPED,
+        "epsilon": (0.05, 0.3, 0.003),
+        "epsilon_high": (None, 0.28, 0.5),
+        "delta": (None, 1.8, 4.0),
+        "old": ("mixed", "mixed", "extreme"),
+    },
+    "sequences": {
+        "importance_sampling_level": ("sequence",),
+        "loss_type": CLIPPED,
+        "beta": (0.0, 0.0, 0.04),
+        "entropy_coef": (0.0,),
+        "old": ("mixed", "extreme"),
+    },
+    "kl": {"beta": (0.04, 0.5), "use_bias_correction_kl": (False, True), "ref": ("near", "apart"), "old": ("mixed",)},
+}
+"""Settings that change the loss in few draws: what they need to do so. Half of the cases have two or three of them."""
+SELDOM_SEEN = ("entropy mask", "entropy mask", "off-policy mask", "clip", "sequences")
+"""Those that even then often do not: chosen more often."""
+READABLE: dict[str, tuple[Any, ...]] = {
+    "peak": (1.0, 4.0),
+    "level": (0.0, 0.0, 0.0, 0.0, 0.0, 150.0),
+    "temperature": (1.0, 0.7, 2.0),
+    "logit_scale": (1.0, 1.0, 2.5, 0.3),
+    "padded_rows": ("none", "none", "none", "zero", "equal"),
+    "cotangent": ("ones", "ones", "fine", "scaled"),
+    "bias": ("none", "none", "random"),
+}
+"""Of such a case: rounding moves no token over a threshold, and no gradient is 0 whatever the loss is."""
+
+
+def _focused(draw: Any, st: Any, out: dict[str, Any]) -> set[str]:
+    """Move the settings of some of `FOCUSES`; their names."""
+
+    def pick(values: tuple[Any, ...]) -> Any:
+        return draw(st.sampled_from(values))
+
+    chosen = draw(st.lists(st.sampled_from([*FOCUSES, *SELDOM_SEEN]), min_size=2, max_size=3, unique=True))
+    options: dict[str, tuple[Any, ...]] = {}
+    for name, values in ((n, v) for focus in chosen for n, v in FOCUSES[focus].items()):
+        options[name] = tuple(v for v in options.get(name, values) if v in values) or values
+    wanted = {n: pick(v) for n, v in options.items()}
+    out |= {n: pick(v) for n, v in READABLE.items()} | wanted
+    out["T"], out["V"] = max(out["T"], 2), max(out["V"], 3)
+    if out["advantages"] in ("zero", "equal", "positive"):
+        out["advantages"] = pick(("mixed", "fine", "negative"))
+    if out["lengths"] is not None:
+        out["lengths"] = [min(max(1, n), out["T"]) for n in (out["lengths"] * out["B"])[: out["B"]]]
+    return {*wanted, *READABLE, "advantages", "lengths"}
 
 
 def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
@@ -96,92 +190,102 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     def pick(*values: Any) -> Any:
         return draw(st.sampled_from(values))
 
+    def number(low: float, high: float, *usual: Any) -> Any:
+        return draw(head.number(st, low, high, *usual))
+
     out = head.draw_head(draw, st, dtype, profile=profile, contexts=contexts)
     if out["context"] == "checkpoint" and draw(st.booleans()):  # few losses of whole trainers can be called so
         out["context"] = "plain"
     out["cotangent"] = pick("ones", "ones", "ones", "random", "fine", "zero", "scaled", "small")
     rows, width = out["B"], out["T"]
-    lengths = draw(st.one_of(st.none(), st.lists(st.integers(0, width), min_size=rows, max_size=rows)))
+    few = min(rows, 16)
+    lengths = draw(st.one_of(st.none(), st.lists(st.integers(0, width), min_size=few, max_size=few)))
     out |= {
-        "lengths": lengths,
+        "lengths": None if lengths is None else (lengths * -(-rows // few))[:rows],
         "holes": pick(False, False, True),
-        "mask_dtype": pick("int64", "int64", "bool", "fp32", "int32", "uint8"),
+        # a count of tokens wraps at 256 in the narrowest of them
+        "mask_dtype": pick(*["uint8" if width > 128 else "int64"] * 2, "bool", "fp32", "int32", "uint8"),
         "loss_type": pick(*LOSS_TYPES),
         "importance_sampling_level": pick("token", "token", "sequence"),
-        "epsilon": pick(0.2, 0.2, 0.05, 0.3),
-        "epsilon_high": pick(None, None, 0.28, 0.5),
-        "delta": pick(None, None, 1.8, 4.0),
-        "beta": pick(0.0, 0.0, 0.04, 0.5),
+        "epsilon": number(1e-4, 0.9, 0.2, 0.2, 0.05, 0.3),
+        "epsilon_high": number(1e-4, 10.0, None, None, 0.28, 0.5),
+        "delta": number(1.01, 20.0, None, None, 1.8, 4.0),
+        "beta": number(1e-4, 10.0, 0.0, 0.0, 0.04, 0.5),
         "use_bias_correction_kl": pick(False, True),
-        "ref": pick("near", "apart", "far"),
+        "ref": pick("near", "apart", "far", "unused"),
         "old": pick("mixed", "mixed", "inside", "absent", "extreme"),
         "ratio": pick("none", "none", "token", "sequence"),
         "ratio_range": pick("unit", "wide", "zeros"),
         "off_policy_mask_threshold": pick(None, None, None, 0.1, 1.0, 0.0),
         "sampler": pick("none", "given", "nan", "old"),
         "entropy_quantile": pick(False, False, False, True),
-        "entropy_coef": pick(0.0, 0.0, 0.0, 0.01, 0.3),
+        "entropy_coef": draw(st.one_of(*[st.just(0.0)] * 9, head.number(st, 1e-4, 1.0, 0.01, 0.3))),
         "advantages": pick("fine", "mixed", "positive", "negative", "zero", "equal", "token", "repeated"),
-        "accumulation": pick(1, 1, 2, 5),
-        "other_tokens": draw(st.sampled_from([0, 0, 7, 100])),
-        "max_completion_length": pick(16, width, 512),
-        "sapo_temperature_pos": pick(1.0, 0.6),
-        "sapo_temperature_neg": pick(1.05, 2.0),
-        "vespo_k_pos": pick(2.0, 1.0),
-        "vespo_lambda_pos": pick(3.0, 1.5),
-        "vespo_k_neg": pick(3.0, 1.5),
-        "vespo_lambda_neg": pick(2.0, 1.0),
+        "accumulation": pick(1, 1, 2, 5, 32),
+        "other_tokens": draw(st.sampled_from([0, 0, 7, 100, 20000])),
+        "max_completion_length": pick(16, width, 512, 8192),
+        "sapo_temperature_pos": number(0.1, 10.0, 1.0, 0.6),
+        "sapo_temperature_neg": number(0.1, 10.0, 1.05, 2.0),
+        "vespo_k_pos": number(0.1, 4.0, 2.0, 1.0),
+        "vespo_lambda_pos": number(0.1, 4.0, 3.0, 1.5),
+        "vespo_k_neg": number(0.1, 4.0, 3.0, 1.5),
+        "vespo_lambda_neg": number(0.1, 4.0, 2.0, 1.0),
         "mode": pick("train", "train", "train", "eval"),
         "head": pick("plain", "plain", "plain", "plain", "tied", "lora"),
+        "lora_rank": pick(2, 1, 8, 16, 64),
         "chunk_size": pick(1, 2, rows),
     }
-    out["steps_per_generation"] = out["accumulation"] * pick(1, 1, 2)
+    out["steps_per_generation"] = pick(*[out["accumulation"]] * 3, 2 * out["accumulation"], 1, 3)
     if out["advantages"] == "token" and draw(st.booleans()):
         out["advantages"] = "mixed"
-    apart = draw(st.integers(0, 2)) == 2
-    if not apart and draw(
-        st.booleans()
-    ):  # half of the others leave what only a trainer honours at its default, so that fused losses meet the rest
-        for name in WIRING:
-            out[name] = SETTINGS[name].default
+    kind = draw(st.integers(0, 5))  # 1 to 3: focused; 3 to 5: apart
+    kept: set[str] = set()
+    if kind == 0:  # leave what only a trainer honours at its default, so that fused losses meet the rest
+        out |= {name: SETTINGS[name].default for name in WIRING}
+    if kind in (1, 2, 3):
+        kept |= _focused(draw, st, out)
     if out["loss_type"] == "cispo":
-        out["epsilon_high"] = pick(5.0, 2.0, 1.3, 1.0)
+        out["epsilon_high"] = number(1.001, 10.0, 5.0, 2.0, 1.3, 1.0)
+    high = out["epsilon"] if out["epsilon_high"] is None else out["epsilon_high"]
+    if (
+        out["delta"] is not None and out["delta"] <= 1 + high
+    ):  # TRL recommends more: else the clip share has two readings
+        out["delta"] = float(f"{out['delta'] + high:.4g}")
     if out["off_policy_mask_threshold"] == 0.0 and draw(st.booleans()):  # every drift is 0
         out["old"], out["sampler"] = "absent", "old"
     if out["old"] == "absent":  # every ratio is 1, which is then a bound
         out["epsilon"] = pick(out["epsilon"], out["epsilon"], 0.0)
-    if out["loss_type"] in ("cispo", "sapo", "vespo") or (out["delta"] is not None and out["epsilon_high"] == 0.5):
-        out["delta"] = None if out["loss_type"] in ("cispo", "sapo", "vespo") else out["delta"]
-    if out["ratio"] == "none":
-        out["ratio_range"] = "unit"
     if out["ratio"] != "none":
         out["recording"] = pick(*["none"] * 3 * len(recording.shipped()), *recording.shipped())
-    if apart:
+    out = canonical(dtype, out)
+    large = rows * out["T"] > 128 or out["V"] > 4096
+    if kind > 2 and not (large and draw(st.booleans())):  # a third of the focused ones too
         moved = [g for g in GROUPS if any(out.get(n, SETTINGS[n].default) != SETTINGS[n].default for n in g)]
         moved += 3 * [g for g in moved if g in SELDOM]
-        kept = (
-            {n for g in draw(st.lists(st.sampled_from(moved), min_size=1, max_size=2)) for n in g} if moved else set()
-        )
-        kept |= {"epsilon_high"} if out["loss_type"] == "cispo" else set()
+        few_groups = draw(st.lists(st.sampled_from(moved), min_size=1, max_size=2)) if moved else []
+        kept |= {n for g in few_groups for n in g} | ({"epsilon_high"} if out["loss_type"] == "cispo" else set())
         out |= {n: SETTINGS[n].default for g in GROUPS for n in g if n not in kept}
-        if out["bias"] == "none" and out["grad"] == "bias":
-            out["grad"] = "weight"
     if draw(st.integers(0, 19)) == 19:  # a batch without a loss token, whatever else moves
-        out["lengths"] = [0] * rows
+        out["lengths"] = [0] * out["B"]
     return canonical(dtype, out)
 
 
 def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     """Settings of a case, with those at their defaults that say nothing beside the others."""
-    if out["loss_type"] in ("cispo", "sapo", "vespo"):
-        out["delta"] = None
-    if out["ratio"] == "none":
-        out |= {"ratio_range": "unit", "recording": "none"}
-    if out["head"] != "plain":  # the adapter and the embeddings have the dtype of the model
-        out["head_dtype"] = "same"
-    if out["head"] == "tied":  # its square would be added
-        out["level"] = 0.0
-    return head.canonical(dtype, out)
+    silent: set[str] = set()
+    if out["loss_type"] not in CLIPPED:
+        silent |= {"delta", "epsilon"} | ({"epsilon_high"} if out["loss_type"] != "cispo" else set())
+    silent |= {n for n in SETTINGS if n.startswith(("sapo_", "vespo_")) and not n.startswith(out["loss_type"])}
+    silent |= {"max_completion_length"} if out["loss_type"] != "dr_grpo" else set()
+    silent |= {"other_tokens", "steps_per_generation"} if out["loss_type"] not in WINDOW_NORMALISED else set()
+    silent |= {"use_bias_correction_kl"} if out["beta"] == 0.0 else set()
+    silent |= {"ref"} if (out["beta"] == 0.0) != (out["ref"] == "unused") else set()
+    silent |= {"ratio_range", "recording"} if out["ratio"] == "none" else set()
+    silent |= {"sampler"} if out["off_policy_mask_threshold"] is None and out["sampler"] == "old" else set()
+    silent |= {"lora_rank"} if out["head"] != "lora" else set()
+    silent |= {"head_dtype"} if out["head"] != "plain" else set()  # adapter and embeddings have the dtype of the model
+    silent |= {"level"} if out["head"] == "tied" else set()  # its square would be added
+    return head.canonical(dtype, out | {n: SETTINGS[n].default for n in silent})
 
 
 CONFIG_FIELDS = tuple(

@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 
 from parity.case.inputs import Inputs
-from parity.families.policy import WINDOW_NORMALISED
 from parity.families.policy_settings import SETTINGS as DEFAULTS
+from parity.families.policy_settings import WINDOW_NORMALISED
 from parity.implementations import plain
 from parity.implementations.implementation import Implementation, Limit, Outputs, implementation, only, says
 from parity.implementations.trl import tiles
@@ -146,7 +146,7 @@ def trainer(x: Inputs, liger: bool = False, kind: Any = None, shared: bool = Fal
     s = x.settings
     extra: dict[str, Any] = {}
     if s.head == "lora":
-        extra["peft_config"] = trl.lora(["lm_head"], lora_alpha=2)
+        extra["peft_config"] = trl.lora(["lm_head"], r=s.lora_rank, lora_alpha=s.lora_rank)
     with trl.quiet(), trl.environment_kept(), trl.generators_kept(), _without_reference_model():
         built = model(x, shared and made.__module__.startswith("trl."))
         args = arguments(x, liger, kind)

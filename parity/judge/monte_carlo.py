@@ -382,6 +382,20 @@ class MonteCarlo(TorchDispatchMode):
         finally:
             self.quiet = False
 
+    def made_again(self, logps: torch.Tensor, z: torch.Tensor, size: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The log-softmax of z, whose gradient sees p·(1 + δ) for p in half of the replicas; `stages.log_softmax` has δ."""
+        before, self.quiet = self.quiet, True
+        try:
+            given, z, logs = z, z.detach(), logps.detach()
+            top = logs.argmax(-1, keepdim=True)
+            partition = z.gather(-1, top) - logs.gather(-1, top)
+            off = self.scattered(z, size().detach() * self.u_sum) - z
+            off = off + (self.scattered(partition, 2 * 2**0.5 * self.u_sum * partition.abs()) - partition)
+            off = logs.exp() * off.nan_to_num_(0.0, 0.0, 0.0)
+            return _MadeAgain.apply(logps, given, torch.where(self.noise.each(off) > 0, off, 0.0))
+        finally:
+            self.quiet = before
+
     def store(self, x: torch.Tensor, dtype: str | None, factor: float = 1.0) -> torch.Tensor:
         """x perturbed by the unit roundoff of `dtype`, infinite beyond its range; `factor` as in `stored`."""
         if dtype in (None, "fp32", "fp64"):
@@ -438,6 +452,20 @@ class _Held(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return torch.where(grad.abs() > ctx.mode.range_partial(), torch.inf, grad), None
+
+
+class _MadeAgain(torch.autograd.Function):
+    """Log-probs as they are; the gradient of their logits gets -off·Σg more."""
+
+    @staticmethod
+    def forward(ctx: Any, logps: torch.Tensor, z: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(off)
+        return logps.view_as(logps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (off,) = ctx.saved_tensors
+        return grad, -off * grad.sum(-1, keepdim=True), None
 
 
 class _Stored(torch.autograd.Function):

@@ -30,7 +30,8 @@ def stored(
       replicas do before they store anything (one `addmm`, or a product and a sum); "biased": that sum, with `size()` what
       is to be added where a kernel's running sum begins with the bias; "teacher", "unbiased teacher": a teacher's;
     - "log-probs": log-probs that a kernel takes, whose gradient it may store; "selected": the selected ones, with `size()`
-      the root of the sum of squares of the products that make the selected logit;
+      the root of the sum of squares of the products that make the selected logit; "target": the same where half of the
+      replicas make that logit by a float32 product of its own, which is off by 2u·`size()`;
     - "entropy": an entropy, with `size()` the terms of logsumexp(z) - E[z], as which it may be computed, and `along()` a
       function of the logits along whose gradient the rounding of E[z] enters the entropy's gradient; "divergence" makes of
       0 such a rounding of the student's divergence.
@@ -45,6 +46,8 @@ def stored(
         return x if size is None else mode.spread(x, size, "fp32", along)
     if stage == "selected":
         return x if mode.recipe.selected == "fp32" or size is None else mode.spread(x, size, mode.recipe.selected)
+    if stage == "target":
+        return x if size is None else torch.where(mode.noise.each(x) > 0, mode.spread(x, size, "fp32"), x)
     forward, backward = _dtypes(mode, stage)
     x = x if size is None else mode.spread(x, size, "fp32")
     x = mode.held(x) if stage == "bias" else x
@@ -103,8 +106,24 @@ def _dtypes(mode: MonteCarlo, stage: str) -> tuple[str | None, str | None]:
         "log-probs": (None, recipe.log_probs),
     } | {name: (name, name) for name in DTYPES}
     if stage not in table:
-        raise ValueError(f"stored(x, {stage!r}): the stages are {', '.join(table)}, selected, entropy, divergence")
+        raise ValueError(
+            f"stored(x, {stage!r}): the stages are {', '.join(table)}, selected, target, entropy, divergence"
+        )
     return table[stage]
+
+
+def log_softmax(z: torch.Tensor, size: Sized) -> torch.Tensor:
+    """log-softmax of logits z, (…, V), whose backward may make the probabilities again: p = exp(z - L) with L the stored
+    log-sum-exp, and z another product of the same states and head (in a fused kernel: transposed, split, strided).
+
+    In half of the replicas p is off by the factor 1 + δ: by what two float32 products differ in, `size()` the sum of the
+    absolute values of what is added up to a logit, (…, V), and in common to a row by the rounding of L, u·2√2·|L|. The rows
+    of p then sum to 1 no longer, where a log-softmax and its own gradient do to the last bit.
+    """
+    logps = torch.log_softmax(z, -1)
+    if not RUNNING or not z.requires_grad:
+        return logps
+    return RUNNING[-1].made_again(logps, z, size)
 
 
 def log_softmax_again(z: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,9 @@ def replicas(
 
     The first `own_grids` of them round to the numbers that a dtype has, the others to a grid stretched at random.
     """
-    size = math.prod(family.sizes(inputs.settings))
+    held = family.tensors.replicated
+    own = [t.numel() for n, t in inputs.tensors.items() if t is not None and (held is None or n in held)]
+    size = max(math.prod(family.sizes(inputs.settings)), *own, 1)
     stack = max(1, min(count, STACK_LIMIT // size))
     parts: list[Mapping[str, torch.Tensor]] = []
     done = 0

@@ -18,6 +18,29 @@ from parity.registry import family
 
 FLOOR = 0.03
 """Share of the cases in which each dimension is away from its default; the rarest, a policy's context, has 0.06."""
+OF_ONE_LOSS = {
+    "sapo": ("sapo_temperature_neg", "sapo_temperature_pos"),
+    "vespo": ("vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"),
+    "dr_grpo": ("max_completion_length",),
+    "clipped": ("delta", "epsilon"),
+    "clipped or cispo": ("epsilon_high",),
+    "of a window": ("other_tokens", "steps_per_generation"),
+}
+"""Policy losses -> the settings that they alone have."""
+OVERLAP = {
+    ("dr_grpo", "clipped"),
+    ("clipped", "clipped or cispo"),
+    ("dr_grpo", "clipped or cispo"),
+    ("vespo", "of a window"),
+}
+OVERLAP |= {("clipped", "of a window"), ("clipped or cispo", "of a window")}
+APART = {
+    tuple(sorted(pair)): f"settings of {a} and of {b} losses"
+    for a, b in itertools.combinations(OF_ONE_LOSS, 2)
+    if (a, b) not in OVERLAP
+    for pair in itertools.product(OF_ONE_LOSS[a], OF_ONE_LOSS[b])
+}
+SPARSE, DENSE = ("k", "ragged", "tail"), ("extra_vocabulary", "num_items", "other_tokens", "teacher")
 EXCLUDED = {
     "logprobs": {
         ("level", "rare"): "a rare block is one of a plain head",
@@ -29,12 +52,18 @@ EXCLUDED = {
     },
     "policy": {
         ("head", "head_dtype"): "a tied head and a LoRA adapter have the dtype of the model",
-    },
+        ("head_dtype", "lora_rank"): "a tied head and a LoRA adapter have the dtype of the model",
+    }
+    | APART,
     "divergence": {
         ("extra_vocabulary", "sparse"): "a sparse teacher names tokens of the student's vocabulary",
         ("num_items", "sparse"): "TRL's server losses divide by their own label positions",
+        ("other_tokens", "sparse"): "TRL's server losses divide by their own label positions",
         ("sparse", "teacher"): "a sparse teacher hands out no logits",
-    },
+        ("gap", "teacher_H"): "a teacher like the student has its hidden size",
+        ("gap", "teacher_peak"): "a teacher like the student has its logits",
+    }
+    | {tuple(sorted(pair)): "of a sparse teacher, and of a dense one" for pair in itertools.product(SPARSE, DENSE)},
 }
 """Family -> pairs of dimensions that exclude each other by definition, with the reason."""
 TF32 = {("context", "tf32"): "CPUs have none: on CUDA a share of the float32 cases runs a second time with it"}
@@ -181,8 +210,15 @@ def test_every_loss_type_meets_every_dimension() -> None:
     names = _dimensions("policy") - {"loss_type", "dtype"}
     seen = {(case.settings.get("loss_type", "grpo"), name) for case in found for name in case.settings}
     losses = family("policy").settings["loss_type"].choices or ()
-    without_delta = {(loss, "delta") for loss in ("cispo", "sapo", "vespo")}  # their papers have no two-sided clip
-    assert sorted(set(itertools.product(losses, names)) - seen - without_delta) == []
+    clipped = {"grpo", "bnpo", "dr_grpo", "dapo", "luspo"}
+    who = {"clipped": clipped, "clipped or cispo": {*clipped, "cispo"}, "of a window": {"dapo", "cispo", "vespo"}}
+    absent = {
+        (loss, name)
+        for kind, settings in OF_ONE_LOSS.items()
+        for loss, name in itertools.product({*losses} - who.get(kind, {kind}), settings)
+    }
+    assert sorted(set(itertools.product(losses, names)) - seen - absent) == []
+    assert not seen & absent
 
 
 def test_every_group_of_policy_settings_moves_nearly_alone() -> None:

@@ -287,6 +287,47 @@ def permuted(x: Inputs) -> Pair:
     return kept(x, logps), kept(x, entropy)
 
 
+def _wide(x: Inputs) -> tuple[Inputs, torch.Tensor]:
+    """The inputs with float32 parameters, each cast once, and the hidden states."""
+    hidden = plain.states(x).float()
+    parameters = {n: t.float() for n, t in x.tensors.items() if n in x.parameters and t is not None}
+    return x.replace(**parameters), hidden
+
+
+@torch.autocast("cpu", enabled=False)
+def again(x: Inputs) -> Pair:
+    """z[id] - L, whose backward makes its probabilities exp(z' - L) from L as stored and from z' of a product by halves."""
+    half = x.weight.shape[-1] // 2
+    x, hidden = _wide(x)
+    z = finish(x, product(x, hidden))
+    if _has_adapter(x) or not half:
+        other = z
+    else:
+        first, second = x.replace(bias=None, weight=x.weight[:, :half]), x.replace(weight=x.weight[:, half:])
+        other = finish(x, product(first, hidden[..., :half]) + product(second, hidden[..., half:]))
+    lse = torch.logsumexp(z, -1).detach()
+    p = (other - lse.unsqueeze(-1)).exp().detach()
+    along = (p * z.masked_fill(p == 0, 0.0)).sum(-1)
+    chosen = z.gather(-1, targets(x).unsqueeze(-1)).squeeze(-1)
+    logps = chosen - lse - (along - along.detach())
+    return kept(x, logps), kept(x, pair(x, z)[1])
+
+
+@torch.autocast("cpu", enabled=False)
+def apart(x: Inputs) -> Pair:
+    """The target's logit as a sum of products of its own, beside the log-sum-exp of a matrix product."""
+    x, hidden = _wide(x)
+    z = product(x, hidden)
+    index = targets(x)
+    if not _has_adapter(x):
+        own = (hidden * x.weight[index]).sum(-1)
+        own = own if x.bias is None else own + x.bias[index]
+    else:
+        own = z.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    logps = finish(x, own) - torch.logsumexp(finish(x, z), -1)
+    return kept(x, logps), kept(x, pair(x, finish(x, z))[1])
+
+
 def _in_range(x: Inputs, z: torch.Tensor) -> torch.Tensor:
     fits = x.weight.dtype != torch.float16 or len(x.weight) < 65504
     require(fits, "torch sums the exponentials of a float16 softmax in float16 on the CPU")
@@ -304,6 +345,8 @@ HEADS = {
     "chunked": Head(chunked, split),
     "tiles": Head(tiles, tiled),
     "permuted": Head(permuted, ieee),
+    "again": Head(again, ieee),
+    "apart": Head(apart, ieee),
     "along rows": Head(Steps(pair=along_rows).head, ieee),
     "narrow": Head(dataclasses.replace(ALL_NARROW, pair=by_softmax).head, narrow),
     "gathered": Head(dataclasses.replace(ALL_NARROW, pair=by_log_sum_exp).head, gathered),

@@ -1,0 +1,95 @@
+"""A setting that is drawn must change the value: moved in a case whose loss it does not touch, it shows nothing."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cases.selftest.case.test_drawing import EXCLUDED
+from cases.selftest.mutants.matrix import drawn
+from parity.case.case import Case
+from parity.case.family import Family
+from parity.case.inputs import Inputs
+from parity.families.probes import probes_of
+from parity.registry import loss_family
+
+FLOOR, PAIRS, RARE = 30, 2, 0.02
+"""Cases of profile pr in which every setting changes the value, and in which all but a share `RARE` of the pairs of settings
+do so beside each other; the rest in one."""
+MEASURED = 1 << 17
+"""Entries of the logits from which on a case is not measured: they cost the most, and are few."""
+SAME_VALUE = {"chunk_size", "lengths", "holes", "extra_vocabulary", "entropy", "beta"}
+"""Probes that an audit moves for another reason: the value stays, or the default is a definition of its own (divergence)."""
+OF_OTHER_LOSSES = {frozenset(pair): why for pair, why in EXCLUDED["policy"].items()}
+NEVER_TOGETHER = OF_OTHER_LOSSES | {
+    frozenset(pair): why
+    for why, pairs in {
+        "evaluation has one micro-batch": [("accumulation", "mode"), ("mode", "steps_per_generation")],
+        "a sparse teacher comes without a window's tokens": [("num_items", "tail")],
+        "a sparse teacher's log-probs are given": [
+            ("tail", n) for n in ("teacher_bias", "teacher_softcap", "teacher_logit_scale")
+        ],
+        "the loss of vespo has no ratio of a sequence": [
+            ("importance_sampling_level", n)
+            for n in ("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg")
+        ],
+    }.items()
+    for pair in pairs
+}
+
+
+def value(family: Family, x: Inputs) -> list[torch.Tensor]:
+    """The first output of the definition and its gradients, in float64, under an upstream gradient that is not 0."""
+    tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in x.tensors.items()}
+    leaves = {n: tensors[n].clone().requires_grad_() for n in x.leaves}
+    out = family.oracle(x.replace(**tensors | leaves))[family.first]
+    above = x.cotangents[family.first].double()
+    above = torch.where((above == 0).all(), 1.0, above)
+    given = torch.autograd.grad(out, list(leaves.values()), above, allow_unused=True) if out.requires_grad else ()
+    return [out.detach(), *(g for g in given if g is not None)]
+
+
+def differs(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    if [t.shape for t in one] != [t.shape for t in other]:
+        return True
+    close = (torch.allclose(a, b, rtol=1e-9, atol=1e-30, equal_nan=True) for a, b in zip(one, other, strict=True))
+    return not all(close)
+
+
+def effects(family: Family, case: Case) -> set[str]:
+    """The moved settings without which the value of a case is another."""
+    x = family.build(case)
+    with_all, out = value(family, x), set()
+    off = {probe.setting: probe.off for probe in probes_of(family)}
+    for name in off.keys() & case.settings.keys() - SAME_VALUE:
+        if name == "advantages" and x.advantages.dim() == 1:  # other values, not other settings
+            continue
+        settings = SimpleNamespace(**{**vars(x.settings), name: family.settings[name].default})
+        tensors = off[name](x)
+        leaves = tuple(n for n in x.leaves if tensors.get(n, 0) is not None)
+        without = dataclasses.replace(x.replace(**tensors), settings=settings, leaves=leaves)
+        if differs(with_all, value(family, without)):
+            out.add(name)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["logprobs", "policy", "divergence"])
+def test_every_setting_and_every_pair_has_an_effect(name: str) -> None:
+    family, alone, pairs = loss_family(name), collections.Counter(), collections.Counter()
+    for case in drawn(name, 0):
+        rows, length = family.sizes(family.full_settings(case))
+        if rows * length < MEASURED:
+            found = sorted(effects(family, case))
+            alone.update(found)
+            pairs.update(itertools.combinations(found, 2))
+    moved = {probe.setting for probe in probes_of(family)} - SAME_VALUE
+    assert {n: alone[n] for n in sorted(moved) if alone[n] < FLOOR} == {}
+    together = [pair for pair in itertools.combinations(sorted(moved), 2) if frozenset(pair) not in NEVER_TOGETHER]
+    seldom = {pair: pairs[pair] for pair in together if pairs[pair] < PAIRS}
+    assert len(seldom) <= RARE * len(together) and all(seldom.values()), seldom
