@@ -382,6 +382,15 @@ class MonteCarlo(TorchDispatchMode):
         finally:
             self.quiet = False
 
+    def shifted(self, x: torch.Tensor, size: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """x + 2·u·size·ξ in half of the replicas, one ξ a replica: what is equal stays so."""
+        before, self.quiet = self.quiet, True
+        try:
+            error = (2 * self.u_sum * size().detach() * self.noise.each(x).clamp(min=0)).nan_to_num(0.0, 0.0, 0.0)
+            return x + error * (1 - 2 * (self.noise.each(x) > 0))
+        finally:
+            self.quiet = before
+
     def made_again(self, logps: torch.Tensor, z: torch.Tensor, size: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The log-softmax of z, whose gradient sees p·(1 + δ) for p in half of the replicas; `stages.log_softmax` has δ."""
         before, self.quiet = self.quiet, True

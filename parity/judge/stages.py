@@ -47,7 +47,7 @@ def stored(
     if stage == "selected":
         return x if mode.recipe.selected == "fp32" or size is None else mode.spread(x, size, mode.recipe.selected)
     if stage == "target":
-        return x if size is None else torch.where(mode.noise.each(x) > 0, mode.spread(x, size, "fp32"), x)
+        return x if size is None else mode.shifted(x, size)
     forward, backward = _dtypes(mode, stage)
     x = x if size is None else mode.spread(x, size, "fp32")
     x = mode.held(x) if stage == "bias" else x
