@@ -32,7 +32,8 @@ def test_a_check_hands_the_device_on_or_says_that_it_does_not():
     load()
     catalogue.implementations()
     for name, one in CHECKS.items():
-        source = inspect.getsource(sys.modules[one.run.__module__])
+        alone = [c.run.__module__ for c in CHECKS.values()].count(one.run.__module__) == 1
+        source = inspect.getsource(sys.modules[one.run.__module__] if alone else one.run)
         if name == "step-one":
             source += inspect.getsource(first_step)
         hands_on = "call.device" in source.replace("on {call.device} trains", "")

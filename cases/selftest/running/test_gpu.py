@@ -78,7 +78,7 @@ def test_the_environment_of_a_worker(monkeypatch):
     assert {**other, "CUDA_VISIBLE_DEVICES": "2"} == on_gpu
 
     def begun(command, env, **_):
-        assert {name: value for name, value in env.items() if name != process.WATCHED} == on_gpu
+        assert {name: value for name, value in env.items() if name not in (process.WATCHED, process.SCRATCH)} == on_gpu
         raise InterruptedError
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", begun)

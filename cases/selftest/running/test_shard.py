@@ -27,7 +27,7 @@ from parity.running.plan import DTYPES, Options, Shard, planned
 from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, second_pass, selected
 
 KERNELS = "fixtures/kernels.py"
-FIRST = ["logprobs-a3d28913ce", "logprobs-19b1040bec", "logprobs-39f9af24f4"]
+FIRST = ["logprobs-a3d28913ce", "logprobs-bc0ceaa0e2", "logprobs-8631b982f2"]
 PROFILE = Profile(shrink_seconds=60.0, findings=2)
 
 
@@ -78,7 +78,7 @@ def test_a_right_kernel_has_no_findings(tmp_path):
 def wrong(tmp_path_factory):
     """A session that has run a kernel that is wrong beyond a vocabulary of eight."""
     own, events = session("wrong_beyond_eight", tmp_path_factory.mktemp("wrong"))
-    shard = drawn_shard(60, 6)
+    shard = drawn_shard(60, 10)
     own.run(shard)
     return own, tuple(events), shard
 
@@ -360,7 +360,7 @@ def test_a_costly_implementation_gets_every_case_that_tests_what_it_alone_does()
 def test_a_share_of_a_share_is_drawn_from_all_of_it() -> None:
     """Costly implementations get some cases, some of these with repeated calls, and some of those a second case behind them:
     by hashes of the same id, no one of which decides another."""
-    found = list(draws(cases(loss_family("logprobs"), DTYPES, "pr"), "shares", 600))
+    found = list(draws(cases(loss_family("logprobs"), DTYPES, "pr"), "shares a", 600))
     for name in ("liger.cross_entropy", "fixes.selective_log_probs.kept", "trl.logprob_entropy_kernel", "mine"):
         one = dataclasses.replace(load()["liger.cross_entropy"], id=name, every=4, interpreted=False)
         theirs = [case for case in found if selected(one, case, 1, "cpu")]
