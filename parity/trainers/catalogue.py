@@ -21,7 +21,6 @@ MODULES = (
     "step_one",
     "gradient_flow",
     "config_values",
-    "scoring",
     "advantages",
     "twins",
     "losses",

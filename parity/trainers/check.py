@@ -55,13 +55,13 @@ class Quantity:
         name: "kl", "loss", "gradient", …
         value: what the trainer gave: a number, a tensor, or tensors by name.
         definition: what it should be.
-        message: what differs, first parameter, layer or module first; asked for where it disagrees.
+        message: what differs, first parameter or layer first.
     """
 
     name: str
     value: Any
     definition: Definition
-    message: str | Callable[[], str] = ""
+    message: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,8 +105,7 @@ def judge(quantity: Quantity) -> Judgement:
     j = quantity.definition.judge(quantity.value)
     if j.agrees:
         return j
-    more = quantity.message() if callable(quantity.message) else quantity.message
-    return dataclasses.replace(j, message="; ".join(filter(None, [j.message, more])))
+    return dataclasses.replace(j, message="; ".join(filter(None, [j.message, quantity.message])))
 
 
 def _row(base: Row, quantity: Quantity, j: Judgement, unsteady: bool) -> Row:

@@ -70,7 +70,7 @@ SPECS = {
         scored=True,
         twins=({"loss": "dapo", "beta": 0.04}, {"loss": "grpo"}),
         own=("loss", "beta", "tools"),
-        has=("sync_ref_model", "mask_truncated_completions", "router_aux_loss_coef"),
+        has=("mask_truncated_completions", "router_aux_loss_coef"),
     ),
     "rloo-trainer": TrainerSpec(
         "RLOOTrainer",
@@ -80,7 +80,7 @@ SPECS = {
         clips="sequences",
         twins=({"beta": 0.04}, {}),
         own=("beta",),
-        has=("sync_ref_model", "mask_truncated_completions", "router_aux_loss_coef"),
+        has=("mask_truncated_completions", "router_aux_loss_coef"),
     ),
     "async-grpo-trainer": TrainerSpec("AsyncGRPOTrainer", scored=True),
     "online-dpo-trainer": TrainerSpec(
@@ -93,10 +93,7 @@ SPECS = {
         beta=0.3,
         options=WHOLE,
         twins=({},),
-        has=(
-            *("sync_ref_model", "precompute_ref_log_probs", "router_aux_loss_coef"),
-            *("max_length", "truncation_mode"),
-        ),
+        has=("precompute_ref_log_probs", "router_aux_loss_coef", "max_length", "truncation_mode"),
     ),
     "kto-trainer": TrainerSpec(
         "KTOTrainer",
@@ -106,7 +103,7 @@ SPECS = {
         options=WHOLE | {"loss_type": "apo_zero_unpaired"},
         loss="apo_zero_unpaired",
         twins=({},),
-        has=("sync_ref_model", "precompute_ref_log_probs", "router_aux_loss_coef", "max_length"),
+        has=("precompute_ref_log_probs", "router_aux_loss_coef", "max_length"),
     ),
     "sft-trainer": TrainerSpec(
         "SFTTrainer",

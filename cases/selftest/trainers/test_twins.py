@@ -86,21 +86,6 @@ def test_a_lost_tool_mask(monkeypatch):
     assert outcome("grpo-trainer", tools=True)["gradient"].verdict == "disagree"
 
 
-def test_checkpointing_that_does_nothing(monkeypatch):
-    monkeypatch.setattr(drive, "checkpointing", lambda kind: {"gradient_checkpointing": False})
-    found = outcome("sft-trainer", checkpointing=drive.NON_REENTRANT)
-    assert found["gradient"].verdict == "agree"
-    assert found["saved activations"].verdict == "disagree"
-
-
-def test_a_resumed_run_that_starts_elsewhere(monkeypatch):
-    from transformers import Trainer
-
-    monkeypatch.setattr(Trainer, "_load_from_checkpoint", lambda self, folder, model=None: None)
-    found = outcome("sft-trainer", check="windows", kind="resumed")
-    assert found["parameters"].verdict == "disagree"
-
-
 @pytest.mark.filterwarnings("ignore:compare_heads")  # the policy is moved away from its reference on purpose
 def test_the_uneven_window_of_online_dpo_by_hand():
     """With our fix (g₁ + g₂)/2 of a micro-batch of two prompts and one of one; as released g₁ + g₂; right is (2g₁ + g₂)/3."""
@@ -180,32 +165,10 @@ def test_ranks_that_do_not_do_as_told(two_ranks, sharding, rank, quantities):
     assert disagreeing(sharding=sharding).keys() == quantities
 
 
-def test_the_module_at_which_runs_part(monkeypatch):
-    build = twin_runs.build
-
-    def damaged(trainer, s, *args, **kwargs):
-        out = build(trainer, s, *args, **kwargs)
-        if s.checkpointing != drive.OFF:
-            out.model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: 1.01 * output)
-        return out
-
-    monkeypatch.setattr(twin_runs, "build", damaged)
-    message = outcome("sft-trainer", checkpointing=drive.NON_REENTRANT)["gradient"].message
-    assert "the runs part at model.layers.1.mlp (relative difference 0.01)" in message
-
-
 def test_packed_rows_are_packed():
     run = twin_runs.build("sft-trainer", twins.twin("sft-trainer", padding="packed", split="1x8"))
     steps = twin_runs.train(run, "released")
     assert len(steps.batches) == 2, "eight sequences in two rows"
-
-
-@pytest.mark.parametrize(("alpha", "seen"), [(0.5, {"reference", "gradient of step 2"}), (0.6, set())])
-def test_a_reference_that_follows_it_otherwise_is_seen(monkeypatch, alpha, seen):
-    """The trainer mixes 0.6, the definition something else."""
-    monkeypatch.setattr(twin_windows, "MIXED", alpha)
-    found = verdicts(outcome("dpo-trainer", "windows", kind="synced"))
-    assert {q for q, verdict in found.items() if verdict == "disagree"} == seen
 
 
 def test_truncated_completions_that_are_trained_on_are_seen():
@@ -215,14 +178,6 @@ def test_truncated_completions_that_are_trained_on_are_seen():
     assert {q for q, verdict in found.items() if verdict == "disagree"} == {"loss", "gradient"}
 
 
-def test_the_entropy_bonus_follows_the_entropy(monkeypatch):
-    assert set(verdicts(outcome("grpo-trainer", "windows", kind="adaptive")).values()) == {"agree"}
-    build = twin_runs.build
-    monkeypatch.setattr(twin_runs, "build", lambda *a, **k: build(*a, **{**k, "entropy_target": 0.01}))
-    found = verdicts(outcome("grpo-trainer", "windows", kind="adaptive"))
-    assert set(found.values()) == {"disagree"}, "above the target it shrinks and is not applied"
-
-
 @pytest.mark.parametrize(
     ("trainer", "settings", "mutant"),
     [
@@ -230,7 +185,7 @@ def test_the_entropy_bonus_follows_the_entropy(monkeypatch):
         ("gmpo-trainer", {"kind": "clipped"}, "clip-side"),
         ("grpo-trainer", {"kind": "misaligned", "loss": "dapo"}, "short-window"),
         ("grpo-trainer", {"kind": "misaligned"}, "ratio-remainder"),
-        ("grpo-trainer", {"kind": "satisfied"}, "target"),
+        ("grpo-trainer", {"kind": "controlled"}, "target"),
         ("grpo-trainer", {"kind": "ends"}, "one-end"),
     ],
 )
@@ -238,7 +193,7 @@ def test_what_no_full_window_on_its_own_policy_shows(trainer, settings, mutant):
     assert set(verdicts(outcome(trainer, "windows", **settings)).values()) == {"agree"}
     with drive.using(mutated(trainer, next(e for e in EDITS[trainer] if e.name == mutant))):
         found = verdicts(outcome(trainer, "windows", **settings))
-    assert {"loss", "gradient of window 2", "gradient of step 2"} & {q for q, v in found.items() if v == "disagree"}
+    assert {q for q, v in found.items() if v == "disagree" and ("gradient" in q or q == "loss")}
 
 
 def test_generated_completions_are_filled_up_with_the_padding_token_of_the_tokenizer():

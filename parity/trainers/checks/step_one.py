@@ -23,6 +23,7 @@ from parity.trainers.definitions.scored import completion_logps
 from parity.trainers.definitions.training_step import measured
 from parity.trainers.rig import checkpointing, drive, models
 from parity.trainers.rig.first_step import FirstStep, run
+from parity.trainers.specs import SPECS
 from parity.upstream import trl
 
 SETTINGS = {
@@ -33,11 +34,8 @@ SETTINGS = {
         drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT, drive.CUSTOM)
     ),
     "temperature": Setting(1.0, "of sampling and of the log-probs", (1.0, 0.7)),
-    "padding_free": Setting(False, "packed without padding, where the trainer can", (False, True)),
 }
 TRAINERS = ("grpo-trainer", "rloo-trainer", "online-dpo-trainer", "dpo-trainer")
-ABSENT = dict.fromkeys(TRAINERS, ("padding_free",)) | {"dpo-trainer": ("padding_free", "temperature")}
-"""What a trainer has no option for: one case asks whether that still holds, the others do without it."""
 A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("grpo-trainer", {"model": "gemma4"}),
     ("grpo-trainer", {"model": "llama", "adapter": "lora", "checkpointing": drive.CUSTOM, "beta": 1.0}),
@@ -54,9 +52,8 @@ def cases(seed: int) -> Iterator[CheckCase]:
     """Every pair of values, per trainer."""
     yield from A_FEW
     for number, trainer in enumerate(TRAINERS):
-        yield trainer, {"padding_free": True}
-        for case in pairwise({k: v for k, v in SETTINGS.items() if k not in ABSENT[trainer]}, seed + number):
-            yield trainer, case
+        has = {n: setting for n, setting in SETTINGS.items() if n != "temperature" or SPECS[trainer].generates}
+        yield from ((trainer, case) for case in pairwise(has, seed + number))
 
 
 @check("step-one", TRAINERS, SETTINGS, cases, paths=("released", "fused", "fixed"), moves=True)

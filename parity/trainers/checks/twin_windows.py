@@ -1,28 +1,25 @@
-"""Beyond one full window: evaluation, the incomplete last window, a second step, a resumed run.
+"""Beyond one full window: evaluation, the incomplete last window, a second step, two steps on one generation.
 
 `WINDOWS` is the table of them: each has a setup, the trainers that have it, and a function that says what is judged.
 """
 
 import dataclasses
 import functools
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
-from parity.judge.problem import Problem
 from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds, shared, summed
 from parity.trainers.checks.twins import GRPO_TYPES, SETTINGS, by_definition, twin
 from parity.trainers.definitions.formulas import Generation, Loss, beyond
-from parity.trainers.definitions.gradients import Parameters, first_step, gradients, logged, window_loss
+from parity.trainers.definitions.gradients import first_step, gradients, logged, window_loss
 from parity.trainers.definitions.scored import Scored
 from parity.trainers.definitions.training_step import exact_step, measured
-from parity.trainers.rig import batches, drive, models, recorder, stored_window, twin_runs
+from parity.trainers.rig import drive, models, recorder, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import JUDGED, SPECS, having
@@ -31,17 +28,12 @@ from parity.upstream import trl
 STORED = tuple(t for t in JUDGED if SPECS[t].generates != "method")
 GRPO = ("grpo-trainer",)
 GROUPED = tuple(t for t in JUDGED if SPECS[t].grouped)
-MIXED = 0.6
-"""ref_model_mixup_alpha of the runs."""
 END = models.VOCABULARY - 1
 """Another token that ends a completion, in none of them."""
-SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": MIXED}
 CLIPPED = {"epsilon": 0.2, "epsilon_high": 0.28}
 """Bounds that some ratios are beyond."""
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.05}
 """An entropy coefficient that begins at 0.1 and moves by 0.05 a step: up below the target, down above it."""
-FAR_APART = 1e-4
-"""Between two mean entropies: a hundred times what float32 makes of one of 1.5."""
 TWO_STEPS = {"max_steps": 2, "learning_rate": 0.05}
 """The second step must differ from the first."""
 EVALUATED = {"per_device_eval_batch_size": 8, "num_generations_eval": stored_window.GENERATIONS}
@@ -90,7 +82,7 @@ class WindowRun(Run):
             return exact_step(self.policy(number), Loss(window, self.s, **asked))
 
         still = "learning_rate" not in self.kind.config  # then every path takes it at the same parameters
-        exact = shared(self.call, f"{quantity}: {window.rows}", step) if still else step()
+        exact = shared(self.call, f"{window.rows} {asked}", step) if still else step()
         return gradients(exact, self.steps.gradients[number], quantity)
 
     def sizes(self, *expected: int) -> Quantity:
@@ -122,53 +114,6 @@ def _second(run: WindowRun) -> Iterator[Quantity]:
     yield run.gradient("gradient of step 2", 1, count=4)
 
 
-def _resumed(run: WindowRun) -> Iterator[Quantity]:
-    """The same from a checkpoint after the first step: same parameters, same sequences, gradient of the definition."""
-    again = WindowRun(run.call, run.kind)
-    with tempfile.TemporaryDirectory(prefix="parity-resumed-", ignore_cleanup_errors=True) as folder:
-        run.built = run.build(save_strategy="steps", save_steps=1, output_dir=folder)
-        whole, end = run.steps, f"{folder}/checkpoint-1"
-        again.steps = twin_runs.train(again.build(output_dir=folder), run.path, resume_from_checkpoint=end)
-    resumed = again.steps
-    if len(resumed.gradients) != 1:
-        yield holds("steps", False, f"{len(resumed.gradients)} steps after resuming at 1 of 2")
-        return
-    moved = [n for n, p in whole.parameters[1].items() if not torch.equal(p, resumed.parameters[0][n])]
-    message = f"{len(moved)} parameters differ after resuming, first {moved[:1]}"
-    yield holds("parameters", not moved, message, gate="exact")
-    same = batches.sequences_of(whole.window(1)) == batches.sequences_of(resumed.window(0))
-    yield holds("sequences", same, "the resumed run goes on with other sequences", gate="exact")
-    yield again.gradient("gradient of step 2", 0, count=4)
-
-
-def _synced(run: WindowRun) -> Iterator[Quantity]:
-    """sync_ref_model after each of two steps: the reference is (1 - a)·reference + a·policy (TR-DPO, arXiv 2404.09656).
-
-    The second step's gradient is that of the definition with this reference.
-    """
-    built, steps, name = run.built, run.steps, run.s.model
-    saved, policy, reference = (
-        {n: p.detach().clone() for n, p in model.named_parameters()}
-        for model in (models.model(name), *map(built.accelerator.unwrap_model, (built.model, built.ref_model)))
-    )
-    inputs = {"saved": saved, "first": dict(steps.parameters[1]), "second": policy}
-    synced = Problem(_mixed_twice, inputs, {}, ()).oracle
-    yield Quantity("reference", {n: reference[n] for n in synced.exact}, Parameters(synced, prefix=""))
-    first = models.model(name, torch.float64)
-    with torch.no_grad():
-        for n, p in first.named_parameters():
-            p.copy_(_mix(p, steps.parameters[1][n].double()))
-    yield run.gradient("gradient of step 2", 1, count=4, reference=first.eval().requires_grad_(False))
-
-
-def _mix(reference: Tensor, policy: Tensor) -> Tensor:
-    return reference.mul(1 - MIXED).add(policy, alpha=MIXED)
-
-
-def _mixed_twice(saved: dict[str, Tensor], first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: _mix(_mix(p, first[name]), second[name]) for name, p in saved.items()}
-
-
 def _truncated(run: WindowRun) -> Iterator[Quantity]:
     """mask_truncated_completions: three of eight completions have no <eos>, earn their rewards, and are not trained on."""
     if run.kind.ended and not hasattr(run.built, "eos_token_ids"):
@@ -179,25 +124,12 @@ def _truncated(run: WindowRun) -> Iterator[Quantity]:
     yield gradients(step, run.steps.gradients[0])
 
 
-def _adaptive(run: WindowRun) -> Iterator[Quantity]:
-    """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): below the target the bonus grows by a step and is applied.
-
-    Two steps of four sequences in one micro-batch each; the second gradient has the grown coefficient in it. Above its
-    target the coefficient shrinks, and is not applied.
-    """
-    below = run.kind.own["entropy_target"] > 0.0
-    applied = {"entropy_coef": 0.15 if below else 0.0}
-    step = exact_step(run.policy(1), Loss(run.there(1), run.s, policy=applied))
-    moves = (0.05, 0.05) if below else (-0.05, -0.05)
-    yield summed("coefficient", float(run.built.entropy_coef), (0.1, *moves), "0.1, twice moved by 0.05")
-    yield gradients(step, run.steps.gradients[1], "gradient of step 2")
-
-
 def _controlled(run: WindowRun) -> Iterator[Quantity]:
-    """use_adaptive_entropy: the coefficient moves by the mean over a window's tokens, each window by its own.
+    """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): the coefficient grows by 0.05 behind a window whose mean entropy of a
+    token is at most the target, else it shrinks; the bonus is applied where the window before was at most there.
 
-    Two windows of two micro-batches, parameters as they are; the targets lie between that mean and the last micro-batch's,
-    between the second's and both windows'. Evaluation moves nothing.
+    Two windows of two micro-batches, parameters as they are. Targets: below all, between the first window's mean and its last
+    micro-batch's, between the second's and both windows'. Evaluation moves nothing.
     """
     seen = twin_runs.train(run.build(max_steps=2, entropy_target=100.0), run.path)
     model = stored_window.policy(run.s.model, torch.float64)
@@ -206,20 +138,21 @@ def _controlled(run: WindowRun) -> Iterator[Quantity]:
         return float(Scored(model, run.window.found_in(micro_batches).sequences).entropy)
 
     own = [entropy(seen.window(0)), entropy(seen.window(1))]
-    others = {"of its last micro-batch": entropy(seen.window(0)[-1:]), "of both windows": entropy(seen.batches)}
-    for steps, (name, other) in enumerate(others.items(), 1):
-        yield holds(f"apart {name}", abs(own[steps - 1] - other) > FAR_APART, "the case tests nothing", gate="exact")
-        target = (own[steps - 1] + other) / 2
-        built = run.build(max_steps=steps, entropy_target=target)
-        twin_runs.train(built, run.path)
-        terms = (0.1, *(0.05 if x <= target else -0.05 for x in own[:steps]))
-        message = f"or else it moves by the mean {name}"
-        yield summed(f"coefficient after step {steps}", float(built.entropy_coef), terms, message)
-    before = float(built.entropy_coef)
+    targets = 0.0, (own[0] + entropy(seen.window(0)[-1:])) / 2, (own[1] + entropy(seen.batches)) / 2
+    for number, target in enumerate(targets, 1):
+        run.built = run.build(max_steps=2, entropy_target=target)
+        run.steps = twin_runs.train(run.built, run.path)
+        moves = [0.05 if x <= target else -0.05 for x in own]
+        coefficient = float(run.built.entropy_coef)
+        yield summed(f"coefficient at target {number}", coefficient, (0.1, *moves), f"means of {own}, target {target}")
+        applied = {"entropy_coef": 0.1 + moves[0] if own[0] <= target else 0.0}
+        yield run.gradient(f"gradient of step 2 at target {number}", 1, policy=applied)
     with trl.quiet():
-        built.evaluate()
-    after = float(built.entropy_coef)
-    yield holds("coefficient after evaluation", after == before, "evaluation moves it", "exact", after, before)
+        run.built.evaluate()
+    after = float(run.built.entropy_coef)
+    yield holds(
+        "coefficient after evaluation", after == coefficient, "evaluation moves it", "exact", after, coefficient
+    )
 
 
 def _generation(run: WindowRun) -> Iterator[Quantity]:
@@ -285,12 +218,8 @@ WINDOWS = {
     "incomplete": Kind(lambda run: _last(run, 4, 1), STORED, "1x4", config=EPOCH, count=5),
     "uneven": Kind(lambda run: _last(run, 4, 3), STORED, "2x2", config=EPOCH, count=7),
     "second": Kind(_second, STORED, "2x2", config=TWO_STEPS),
-    "resumed": Kind(_resumed, STORED, "2x2", config=TWO_STEPS),
-    "synced": Kind(_synced, having("sync_ref_model"), "2x2", beta=0.04, config=TWO_STEPS, own=SYNCED),
     "truncated": Kind(_truncated, having("mask_truncated_completions"), truncated=(1, 4, 5), losses=GRPO_TYPES),
     "ends": Kind(_truncated, having("mask_truncated_completions"), truncated=(1, 4, 5), ended=(0, 6)),
-    "adaptive": Kind(_adaptive, GRPO, "4x1", config=TWO_STEPS, own=ADAPTIVE | {"entropy_target": 100.0}),
-    "satisfied": Kind(_adaptive, GRPO, "4x1", config=TWO_STEPS, own=ADAPTIVE | {"entropy_target": 0.0}),
     "controlled": Kind(_controlled, GRPO, "2x2", config=EVALUATED, own=ADAPTIVE),
     "generation": Kind(
         _generation, GROUPED, "2x2", config=TWO_STEPS, own={"steps_per_generation": 4}, losses=GRPO_TYPES
@@ -326,7 +255,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
     paths=("released", "fixed"),
 )
 def beyond_one_window(call: CheckCall) -> Iterator[Quantity]:
-    """Evaluation, incomplete windows, second steps and resumed runs follow the same definition."""
+    """Evaluation, incomplete windows and second steps follow the same definition."""
     window = WINDOWS[call.settings.kind]
     if call.case.family not in window.trainers:
         raise Unsupported(f"{call.case.family} has no windows of this kind")

@@ -16,12 +16,10 @@ from torch import Tensor
 from parity.case.inputs import Setting, defaults
 from parity.judge.operations import AnyOperation
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds, shared
-from parity.trainers.definitions import first_divergence
-from parity.trainers.definitions.bf16_model import AutocastRounding
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, shared
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import exact_step
+from parity.trainers.definitions.training_step import AutocastRounding, exact_step
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run
@@ -96,32 +94,9 @@ def cases(seed: int) -> Iterator[CheckCase]:
 def twins(call: CheckCall) -> Iterator[Quantity]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s = twin(call.case.family, **vars(call.settings))
-    run = Run(call.case.family, s, call.path, weigh=s.checkpointing != drive.OFF)
+    run = Run(call.case.family, s, call.path)
     yield run.all_there()
-    yield from first_step(by_definition(run.trainer, s), run.steps, functools.partial(_first_divergence, run))
-    if s.checkpointing != drive.OFF:
-        yield _saved(run)
-
-
-PLAIN = ("padding", "pad", "checkpointing", "precision")
-"""What the run that a twin is compared with has at its default; it is cut into the same micro-batches."""
-
-
-def _first_divergence(run: Run) -> str:
-    """Where the forward passes of the twin and of the plain run first differ, or that they do not: both are wrong."""
-    plain = SimpleNamespace(**vars(run.s) | {name: SETTINGS[name].default for name in PLAIN})
-    if plain == run.s and run.path == "released":
-        return "this is the plain run"
-    runs = Run(run.trainer, plain), Run(run.trainer, run.s, run.path)
-    return first_divergence.description(*(first_divergence.outputs(one.build()) for one in runs))
-
-
-def _saved(run: Run) -> Quantity:
-    """Checkpointing that keeps as many activations as none does nothing, whatever the config says."""
-    s = SimpleNamespace(**vars(run.s) | {"checkpointing": drive.OFF})
-    kept, plain = (one.steps.activations for one in (run, Run(run.trainer, s, run.path, weigh=True)))
-    message = f"{kept} bytes of activations are kept, {plain} without checkpointing: it does nothing"
-    return holds("saved activations", kept < plain, message, "bytes", float(kept), float(plain))
+    yield from first_step(by_definition(run.trainer, s), run.steps)
 
 
 TOLD = ("model", "loss", "beta", "tools", "teacher", "precision")

@@ -21,7 +21,7 @@ from parity.families.policy import FAMILY as POLICY
 from parity.families.policy import divergence as k3
 from parity.trainers.definitions.scored import Scored, completion_logps, rows, sums
 from parity.trainers.rig import drive, stored_window
-from parity.trainers.rig.stored_window import Reference, Sequences, Window
+from parity.trainers.rig.stored_window import Sequences, Window
 
 PLAIN = {
     "beta": 0.0,
@@ -73,7 +73,7 @@ class Loss:
         self,
         window: Window,
         s: SimpleNamespace,
-        reference: Reference | None = None,
+        reference: str = "",
         generation: Generation | None = None,
         earned: Tensor | None = None,
         policy: Mapping[str, Any] | None = None,
@@ -81,7 +81,7 @@ class Loss:
     ):
         self.window, self.generation, self.earned, self.ratio = window, generation, earned, ratio
         self.s = SimpleNamespace(**PLAIN | vars(s))
-        self.reference: Reference = s.model if reference is None else reference
+        self.reference = reference or s.model
         self.policy = dict(policy or {})
 
     def __call__(self, model: Any) -> Tensor:

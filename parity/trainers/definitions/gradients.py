@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,15 @@ from parity.trainers.definitions.training_step import LOSS
 from parity.trainers.rig.recorder import Steps
 
 SHOWN = 5
+PREFIX = gradient_name("")
 Given = Mapping[str, Tensor | None]
 
 
-def first_step(step: Oracle, steps: Steps, message: str | Callable[[], str] = "") -> Iterator[Quantity]:
+def first_step(step: Oracle, steps: Steps) -> Iterator[Quantity]:
     """Loss and gradients of the one optimizer step of a run: finite, and the definition's."""
     yield window_loss(step, sum(steps.losses))
     yield finite(steps.gradients[0])
-    yield gradients(step, steps.gradients[0], message=message)
+    yield gradients(step, steps.gradients[0])
 
 
 def window_loss(step: Oracle, value: float, quantity: str = "loss") -> Quantity:
@@ -37,11 +38,9 @@ def logged(oracle: Oracle, log: Mapping[str, Any], message: str = "") -> Iterato
     yield from (Quantity(name, float(log[name]), Entry(oracle, name), message) for name in oracle.exact if name in log)
 
 
-def gradients(
-    step: Oracle, found: Given, quantity: str = "gradient", message: str | Callable[[], str] = ""
-) -> Quantity:
+def gradients(step: Oracle, found: Given, quantity: str = "gradient") -> Quantity:
     """Every parameter's gradient, in one row."""
-    return Quantity(quantity, found, Parameters(step), message)
+    return Quantity(quantity, found, Parameters(step))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,20 +48,18 @@ class Parameters:
     """The gradient of every parameter of a step; each gate's headroom is that of its worst parameter.
 
     The message names the first parameter, in the order of the forward pass, that disagrees: where the two part.
-    `prefix`: what a quantity's name has before the parameter's; "" for the parameters themselves.
     """
 
     step: Oracle
-    prefix: str = gradient_name("")
 
     @property
     def exact(self) -> Mapping[str, Tensor]:
-        return {n.removeprefix(self.prefix): e for n, e in self.step.exact.items() if n.startswith(self.prefix)}
+        return {n.removeprefix(PREFIX): e for n, e in self.step.exact.items() if n.startswith(PREFIX)}
 
     def judge(self, value: Given) -> Judgement:
         exact = self.exact
-        found = {self.prefix + n: _given(value.get(n), e) for n, e in exact.items()}
-        judgements = {n.removeprefix(self.prefix): j for n, j in self.step.judge(found, IEEE_FP32).items()}
+        found = {PREFIX + n: _given(value.get(n), e) for n, e in exact.items()}
+        judgements = {n.removeprefix(PREFIX): j for n, j in self.step.judge(found, IEEE_FP32).items()}
         gates: dict[str, float] = {}
         for j in judgements.values():
             for gate, headroom in j.gates.items():

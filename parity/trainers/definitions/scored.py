@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parity.trainers.rig import stored_window
 from parity.trainers.rig.architectures import PAD
-from parity.trainers.rig.stored_window import Reference, Sequences
+from parity.trainers.rig.stored_window import Sequences
 
 
 def rows(sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -35,10 +35,10 @@ def taken(logps: Tensor, tokens: Tensor) -> Tensor:
 class Scored:
     """What is asked of it is computed once, of N sequences with T_i tokens in their completions; vocabulary V.
 
-    `reference`: the model that log-ratios are to.
+    `reference`: the saved model that log-ratios are to.
     """
 
-    def __init__(self, model: Any, window: Sequences, reference: Reference | None = None, temperature: float = 1.0):
+    def __init__(self, model: Any, window: Sequences, reference: str = "", temperature: float = 1.0):
         self.model, self.window, self.reference, self.temperature = model, window, reference, temperature
         self.completions = [torch.tensor(tokens[start:]) for tokens, start in window]
         self.lengths = torch.tensor([len(c) for c in self.completions], dtype=torch.float64)
@@ -72,7 +72,6 @@ class Scored:
     @functools.cached_property
     def base(self) -> "Scored":
         """The same by the reference, which has no gradients."""
-        assert self.reference is not None
         return Scored(stored_window.reference(self.reference), self.window, temperature=self.temperature)
 
     @functools.cached_property

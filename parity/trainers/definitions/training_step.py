@@ -27,6 +27,13 @@ Loss = Callable[[Any], Tensor]
 """Model -> loss of one optimizer window, 0-dim, differentiable."""
 
 
+class AutocastRounding(AnyOperation):
+    """`AnyOperation` under autocast to bfloat16: matrix products read and write it, everything else is float32."""
+
+    def product(self, out: Tensor, a: Tensor, b: Tensor, beside: Tensor | None = None) -> Tensor:
+        return self.store(super().product(out, self.store(a, "bf16"), self.store(b, "bf16"), beside), "bf16")
+
+
 class _Defined(torch.nn.Module):
     """A definition of a model as the forward pass of a module that holds the model."""
 

@@ -49,16 +49,12 @@ def run(call: CheckCall) -> FirstStep:
     wanted: dict[str, Any] = {"beta": s.beta, "temperature": s.temperature, **drive.checkpointing(s.checkpointing)}
     if "loss" in call.spec.own:
         wanted["loss_type"] = "grpo"
-    if s.padding_free:
-        wanted["padding_free"] = True
     if call.path == "fused":
         wanted |= trl.liger(drive.config(call.trainer))
-    needed = ["beta", *(["temperature"] if s.temperature != 1.0 else []), *(["padding_free"] if s.padding_free else [])]
+    needed = ["beta", *(["temperature"] if s.temperature != 1.0 else [])]
     model = models.model(s.model)
     peft = trl.lora(models.targets(s.model)) if s.adapter == "lora" else None
     trainer = drive.build(call.trainer, model, wanted, needed, call.device, peft)
-    if s.padding_free and not getattr(trainer, "padding_free", True):
-        raise Unsupported("padding_free=True: the installed version falls back to padding, with a warning")
     wrapper = None
     if s.checkpointing == drive.CUSTOM:
         wrapper = checkpointing.install(trainer.model)

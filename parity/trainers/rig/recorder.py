@@ -1,8 +1,6 @@
 """Record the training steps of a real trainer: what its batching passed to the loss, and the gradients."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -23,7 +21,6 @@ class Steps:
         gradients: for each optimizer step, name -> gradient before the optimizer saw it (absent: None).
         parameters: for each optimizer step, name -> value of the parameter that the gradient was taken at.
         windows: for each optimizer step, the number of micro-batches up to its end.
-        activations: bytes that the first micro-batch's loss kept for its backward pass, parameters left out.
         sharded: the number of parameters of which each process holds a part.
     """
 
@@ -33,7 +30,6 @@ class Steps:
     gradients: list[dict[str, Tensor | None]] = dataclasses.field(default_factory=list)
     parameters: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
     windows: list[int] = dataclasses.field(default_factory=list)
-    activations: int = 0
     sharded: int = 0
 
     def window(self, step: int) -> list[dict[str, Any]]:
@@ -60,38 +56,26 @@ LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 """Arguments with which each step is logged all the same."""
 
 
-def train(trainer: Any, weigh: bool = False, **options: Any) -> Steps:
-    """Runs `trainer.train(**options)` and records it; the gradients are copies, taken before the optimizer's step.
-
-    `weigh` counts the saved activations, with hooks that losses made of torch.func (Liger's) do not run under.
-    """
+def train(trainer: Any, **options: Any) -> Steps:
+    """Runs `trainer.train(**options)` and records it; the gradients are copies, taken before the optimizer's step."""
     from transformers import TrainerCallback
 
     steps = Steps()
     compute_loss, training_step = trainer.compute_loss, trainer.training_step
     scored = _scores_in_forward(trainer)
 
-    def weighed(model: Any, run: Callable[[], Any]) -> Any:
-        if not weigh or len(steps.batches) > 1:
-            return run()
-        with _kept_bytes(model) as count:
-            out = run()
-        steps.activations = count()
-        return out
-
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return scored(model, *args, **kwargs)
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        steps.batches.append({name: _kept(value) for name, value in zip(names, args, strict=False)})
-        steps.items.append(None)
-        return weighed(model, lambda: scored(model, *args, **kwargs))
+        if torch.is_grad_enabled():
+            names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+            steps.batches.append({name: _kept(value) for name, value in zip(names, args, strict=False)})
+            steps.items.append(None)
+        return scored(model, *args, **kwargs)
 
     def recording(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         steps.batches.append({k: _kept(v) for k, v in inputs.items()})
         items = kwargs.get("num_items_in_batch")
         steps.items.append(None if items is None else float(items))
-        return weighed(model, lambda: compute_loss(model, inputs, *args, **kwargs))
+        return compute_loss(model, inputs, *args, **kwargs)
 
     def stepping(*args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = training_step(*args, **kwargs)
@@ -122,22 +106,6 @@ def _scores_in_forward(trainer: Any) -> Any:
     """The method in which online DPO scores completions, inside a training step that calls no `compute_loss`; else None."""
     online = any(base.__name__ == "OnlineDPOTrainer" for base in type(trainer).__mro__)
     return getattr(trainer, "_forward", None) if online else None
-
-
-@contextlib.contextmanager
-def _kept_bytes(model: Any) -> Iterator[Callable[[], int]]:
-    """Counts what autograd saves within the block, each storage once, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield lambda: sum(found.values())
 
 
 def _whole(tensor: Any) -> Tensor:

@@ -7,7 +7,7 @@ that a reference model, read from disk, is not equal to it and log-ratios are no
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -204,17 +204,8 @@ def policy_at(architecture: str, parameters: Mapping[str, Tensor]) -> Any:
     return out
 
 
-Reference: TypeAlias = str | torch.nn.Module
-"""The name of a saved model, "llama+adapter" with the adapter that a trainer is handed; or a model in float64 itself."""
-
-
-def reference(of: Reference) -> Any:
-    """A reference model in float64, without gradients."""
-    return of if isinstance(of, torch.nn.Module) else saved_reference(of)
-
-
 @functools.cache
-def saved_reference(architecture: str) -> Any:
+def reference(architecture: str) -> Any:
     """The saved model in float64, without gradients; of "llama+adapter" with the adapter that a trainer is handed."""
     name = architecture.removesuffix(ADAPTED)
     out = models.model(name, torch.float64)

@@ -39,8 +39,8 @@ def samples(prompts: str = "ragged") -> list[Sample]:
     ]
 
 
-def trainer(teacher: Teacher, architecture: str, split: str, **settings: Any) -> Any:
-    """A trainer over a tiny student; `split` is "batch x accumulation", `settings` go to its config."""
+def trainer(teacher: Teacher, architecture: str, split: str, beta: float) -> Any:
+    """A trainer over a tiny student; `split` is "batch x accumulation"."""
     name = upstream()
     wanted = recorder.plain(split) | {
         "num_generations": 1,
@@ -48,7 +48,9 @@ def trainer(teacher: Teacher, architecture: str, split: str, **settings: Any) ->
         "use_teacher_server": True,
         "lmbda": 0.0,
         "max_length": 32,
-        **settings,
+        "temperature": 1.0,
+        "loss_top_k": 1,
+        "beta": beta,
     }
     generates = hasattr(drive.trl_class(name), "_generate_single_turn")
     data = stored_window.dataset(samples(), "prompts" if generates else "turns")

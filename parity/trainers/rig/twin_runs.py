@@ -116,7 +116,7 @@ class Run:
 
     Attributes:
         window: its rows. trainer: family. s: settings of the twin. path: of `check.PATHS`.
-        options: more of what `build` takes. weigh: whether activations are weighed.
+        options: more of what `build` takes.
         plain: whether "fixed" patches the plain path of the trainer, also where there is a fused one.
     """
 
@@ -126,12 +126,11 @@ class Run:
         s: SimpleNamespace,
         path: str = "released",
         rows: Sequence[Sample] | None = None,
-        weigh: bool = False,
         plain: bool = False,
         **options: Any,
     ):
         self.trainer, self.s, self.path, self.options = trainer, s, path, options
-        self.window, self.weigh = Window.of(trainer, rows), weigh
+        self.window = Window.of(trainer, rows)
         self.built_on = "released" if plain and path == "fixed" else path
 
     def build(self, **more: Any) -> Any:
@@ -146,7 +145,7 @@ class Run:
     @functools.cached_property
     def steps(self) -> recorder.Steps:
         """What it did."""
-        return train(self.built, self.path, weigh=self.weigh)
+        return train(self.built, self.path)
 
     def all_there(self) -> Quantity:
         """Every sequence of the window, each once, prompt and completion as they were given."""
