@@ -1,79 +1,9 @@
-"""The HTTP teacher against TRL's own client, and the distillation checks against trainers that are wrong on purpose."""
+"""The check of a teacher on a server against trainers that are wrong on purpose."""
 
-import base64
-import json
-import math
-import urllib.error
-import urllib.request
-
-import numpy as np
 import pytest
-import torch
 
 from cases.selftest.trainers.asked import rows
-from parity.trainers.rig import drive, models, teacher_client
-from parity.trainers.rig.teacher_server import scorer, serving
-
-SEQUENCES, PROMPTS = [[5, 9, 12, 3, 44], [7, 8, 3]], [2, 1]
-
-
-@pytest.fixture(scope="module")
-def score():
-    return scorer(models.model("llama").eval())
-
-
-def expected(score, temperature=1.0):
-    return [
-        torch.log_softmax(score(ids)[start - 1 : -1].double() / temperature, -1).float()
-        for ids, start in zip(SEQUENCES, PROMPTS, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("k", [1, 4])
-def test_client_reads_what_the_model_says(score, k):
-    from trl.generation.vllm_client import VLLMClient
-
-    with serving(score) as teacher:
-        client = VLLMClient(base_url=teacher.url, connection_timeout=5.0)
-        got = client.get_sequence_logprobs(SEQUENCES, PROMPTS, top_logprobs=k, temperature=0.7)
-    for i, truth in enumerate(expected(score, 0.7)):
-        top = truth.topk(k, -1)
-        actual = truth.gather(-1, torch.tensor(SEQUENCES[i][PROMPTS[i] :]).unsqueeze(-1))
-        assert torch.equal(torch.tensor(got["logprobs"][i]), top.values)
-        assert got["logprob_token_ids"][i] == top.indices.tolist()
-        assert torch.equal(torch.tensor(got["actual_logprobs"][i]), actual)
-
-
-def test_client_turns_a_missing_log_prob_into_minus_infinity(score):
-    from trl.generation.vllm_client import VLLMClient
-
-    def partial(ids):
-        return score(ids).index_fill_(0, torch.tensor([2]), torch.nan)
-
-    with serving(partial) as teacher:
-        client = VLLMClient(base_url=teacher.url, connection_timeout=5.0)
-        got = client.get_sequence_logprobs(SEQUENCES[:1], PROMPTS[:1], top_logprobs=1)
-    assert [math.isfinite(row[0]) for row in got["actual_logprobs"][0]] == [True, False, True]
-
-
-def test_older_protocol(score):
-    request = {"sequences": SEQUENCES, "prompt_lengths": PROMPTS, "top_logprobs": 2, "temperature": 1.0}
-    with serving(score) as teacher:
-        body = json.dumps(request).encode()
-        sent = urllib.request.Request(f"{teacher.url}/get_sequence_logprobs/", body)
-        answer = json.loads(urllib.request.urlopen(sent).read())
-        assert [path for path, _ in teacher.requests] == ["/get_sequence_logprobs"]
-    truth = expected(score)
-    array = np.frombuffer(base64.b64decode(answer["actual_logprobs_b64"]), np.float32).reshape(2, 3, 1)
-    actual = truth[1].gather(-1, torch.tensor(SEQUENCES[1][1:]).unsqueeze(-1))
-    assert answer["completion_lengths"] == [3, 2]
-    assert np.array_equal(array[1, :2], actual.numpy())
-    assert np.isneginf(array[1, 2])
-
-
-def test_unknown_route_is_404(score):
-    with serving(score) as teacher, pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"{teacher.url}/generate")
+from parity.trainers.rig import drive, teacher_client
 
 
 def outcome(path="released", **settings):

@@ -1,4 +1,4 @@
-"""Checks of distillation: a teacher behind HTTP, and GKD with a local teacher as the control.
+"""Checks of distillation: a teacher on a server, and GKD with a local teacher as the control.
 
 A server returns log-probs of few tokens; TRL pads ragged completions with -inf and must keep that out of the loss. In
 trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the first step (reverse KL, beta 1).
@@ -6,7 +6,7 @@ trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the fir
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from parity.trainers.definitions.scored import Scored
 from parity.trainers.definitions.training_step import exact_step
 from parity.trainers.rig import batches, drive, models, recorder, stored_window, teacher_client
 from parity.trainers.rig.batches import Sequences
-from parity.trainers.rig.teacher_server import Teacher, scorer, serving
+from parity.trainers.rig.teacher_client import Teacher
 
 BETAS, SPLITS = (0.0, 0.5, 1.0), ("1x2", "2x1")
 ARCHITECTURE, TEACHER = "llama", "qwen2"
@@ -51,39 +51,35 @@ def control_cases(seed: int) -> Iterator[CheckCase]:
         yield from (("gkd-trainer", {**settings, "prompts": prompts}) for prompts in teacher_client.SAMPLES)
 
 
-@functools.cache
-def _teacher() -> Any:
-    return models.model(TEACHER).eval()
-
-
 @check("teacher-server", ("server-distillation-trainer",), {"beta": BETA, "split": SPLIT}, cases)
 def teacher_server(call: CheckCall) -> Iterator[Quantity]:
-    """Distillation from a real HTTP teacher on ragged completions: finite, and by the definition."""
+    """Distillation from a teacher on a server on ragged completions: finite, and by the definition."""
     s = call.settings
-    fix = patches.mask_teacher_padding if call.path == "fixed" else contextlib.nullcontext
-    with serving(scorer(_teacher())) as teacher, fix():
+    teacher = Teacher(models.model(TEACHER).eval())
+    with patches.mask_teacher_padding() if call.path == "fixed" else contextlib.nullcontext():
         steps = recorder.train(teacher_client.trainer(teacher, ARCHITECTURE, s.split, s.beta))
     window = [batches.sequences_of([batch]) for batch in steps.batches]
     yield holds("sequences", sorted(len(t) for b in window for t, _ in b) == [6, 7], f"the window holds {window}")
-    definition = functools.partial(_loss, window, teacher, s.beta)
+
+    def terms(model: Any, batch: Sequences) -> list[Tensor]:
+        pairs = zip(Scored(model, batch).tables, batch, strict=True)
+        return [_sparse(logps, teacher.answers[tuple(ids)], torch.tensor(ids[n:]), s.beta) for logps, (ids, n) in pairs]
+
+    definition = functools.partial(_averaged, window, True, terms)  # the server path's own normaliser
     step = exact_step(models.model(ARCHITECTURE, torch.float64).train(), definition)
     yield from first_step(step, steps)
 
 
-def _loss(window: list[Sequences], teacher: Teacher, beta: float, model: Any) -> Tensor:
-    """Mean over the micro-batches of each one's mean over its completion tokens: the server path's own normaliser."""
-    total = torch.zeros((), dtype=torch.float64)
-    for batch in window:
-        terms = []
-        for logps, (tokens, start) in zip(Scored(model, batch).tables, batch, strict=True):
-            answer = teacher.answers[tuple(tokens)][start:].double()
-            terms.append(_sparse(logps, answer, torch.tensor(tokens[start:]), beta).sum(-1))
-        total = total + torch.cat(terms).mean() / len(window)
-    return total
+def _averaged(
+    window: list[Sequences], local: bool, terms: Callable[[Any, Sequences], list[Tensor]], model: Any
+) -> Tensor:
+    """Mean of `terms` over the completion tokens of the window; `local`: of each micro-batch, then over those."""
+    parts = [torch.cat(terms(model, batch)) for batch in window]
+    return torch.stack([p.mean() for p in parts]).mean() if local else torch.cat(parts).mean()
 
 
 def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float) -> Tensor:
-    """Divergence terms on the support that a server gives, completed by a tail bucket: (T, K + 1).
+    """The divergence at each token on the support that a server gives, completed by a tail bucket, (T,).
 
     beta 0: the teacher's likeliest token; 1: the token that is there; between: both, once where they are the same.
     """
@@ -93,9 +89,9 @@ def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float) -> Tenso
     gone = torch.zeros_like(support, dtype=torch.bool)
     if support.shape[-1] == 2:
         gone[:, 1] = support[:, 0] == support[:, 1]
-    p, q = (completed(x.gather(-1, support), gone, tail=True) for x in (logps, answer))
+    p, q = (completed(x.gather(-1, support), gone, tail=True) for x in (logps, answer.double()))
     gone = torch.cat([gone, torch.zeros_like(gone[:, :1])], -1)
-    return divergence(p, q, gone, gone, beta)
+    return divergence(p, q, gone, gone, beta).sum(-1)
 
 
 @check(
@@ -119,13 +115,7 @@ def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     trainer = drive.build(call.trainer, models.model(ARCHITECTURE), wanted, device=call.device, **given)
     steps = recorder.train(trainer)
     window = [batches.sequences_of([b]) for b in steps.batches]
-    local = all(n is None for n in steps.items)
-    definition = functools.partial(_dense, window, s.beta, local)
+    local = all(n is None for n in steps.items)  # before 1.10
+    definition = functools.partial(_averaged, window, local, lambda model, b: jsd(Scored(model, b, TEACHER), s.beta))
     step = exact_step(models.model(ARCHITECTURE, torch.float64).train(), definition)
     yield from first_step(step, steps)
-
-
-def _dense(window: list[Sequences], beta: float, local: bool, model: Any) -> Tensor:
-    """Mean over the completion tokens of the window; `local`: of each micro-batch, then over those (before 1.10)."""
-    parts = [torch.cat(jsd(Scored(model, batch, TEACHER), beta)) for batch in window]
-    return torch.stack([p.mean() for p in parts]).mean() if local else torch.cat(parts).mean()
