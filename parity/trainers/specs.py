@@ -14,7 +14,7 @@ class TrainerSpec:
         data: what its dataset has: prompts alone, with completions, with completions and labels, or with pairs of them.
         generates: how it generates: in a method of its own, or by the model's `generate`, after which completions end with
             <eos>; empty where it trains on stored ones.
-        grouped: its advantages are relative to a group of completions of one prompt.
+        baseline: of its advantages: the mean of a group of completions of one prompt, or of the group's others.
         begun: it puts <bos> before each prompt.
         scored: it hands out log-probs, of logits over its temperature.
         given: the model that it is handed besides the policy.
@@ -32,7 +32,7 @@ class TrainerSpec:
     upstream: str
     data: Literal["prompts", "completions", "labels", "pairs"] = "prompts"
     generates: Literal["", "method", "model"] = ""
-    grouped: bool = False
+    baseline: Literal["", "group", "others"] = ""
     begun: bool = False
     scored: bool = False
     given: Literal["", "ref_model", "teacher_model"] = ""
@@ -52,6 +52,11 @@ class TrainerSpec:
         return self.data == "pairs" or self.generates == "model"
 
     @property
+    def grouped(self) -> bool:
+        """Whether its prompts come with a group of completions each."""
+        return self.baseline != ""
+
+    @property
     def rewarded(self) -> bool:
         """Whether it takes reward functions."""
         return self.grouped or self.generates == "model"
@@ -66,7 +71,7 @@ SPECS = {
     "grpo-trainer": TrainerSpec(
         "GRPOTrainer",
         generates="method",
-        grouped=True,
+        baseline="group",
         scored=True,
         twins=({"loss": "dapo", "beta": 0.04}, {"loss": "grpo"}),
         own=("loss", "beta", "tools"),
@@ -75,7 +80,7 @@ SPECS = {
     "rloo-trainer": TrainerSpec(
         "RLOOTrainer",
         generates="method",
-        grouped=True,
+        baseline="others",
         scored=True,
         clips="sequences",
         twins=({"beta": 0.04}, {}),
@@ -129,7 +134,7 @@ SPECS = {
     "gmpo-trainer": TrainerSpec(
         "GMPOTrainer",
         generates="method",
-        grouped=True,
+        baseline="group",
         clips="logarithms",
         twins=({"beta": 0.04},),
         own=("beta", "tools"),

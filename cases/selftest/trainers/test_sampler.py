@@ -59,4 +59,4 @@ def test_no_ratio_is_near_a_bound_and_the_bounds_bite(mode, tools):
 def test_a_ratio_that_is_wrong_is_seen(edit):
     with drive.using(mutated("grpo-trainer", edit)):
         found = verdicts("grpo-trainer", "sampler", tools=True)
-    assert found["gradient"] == "disagree" and "sampling/importance_sampling_ratio/mean" in found
+    assert found["gradient"] == "disagree"

@@ -35,7 +35,6 @@ def test_a_wrapper_of_its_own_is_lost_as_released_and_kept_with_our_fix():
     }
     assert released["kl"].value > 1.0 and "at step 1" in released["kl"].message
     assert released["ref_logps"].verdict == "agree"
-    assert released["kl by its own log-probs"].verdict == "agree"  # the metric is right: the model is not
     assert "model.layers.0 lost" in released["checkpointing"].message
     fixed = rows("grpo-trainer", "step-one", "fixed", checkpointing="custom")
     assert all(r.verdict == "agree" for r in fixed.values())
@@ -71,7 +70,7 @@ def test_one_reference_token_that_is_off_is_named(honest):
 def test_a_kl_that_is_not_zero_disagrees(honest, kl):
     asked, step, truth = honest
     found = results(asked, dataclasses.replace(step, log={**step.log, "kl": kl}), truth)
-    assert not found["kl"].agrees and not found["kl by its own log-probs"].agrees
+    assert not found["kl"].agrees
 
 
 def test_a_loss_with_another_temperature_disagrees(honest):

@@ -4,10 +4,8 @@ The trainer generates for real; the reward functions return a table by position,
 algebra of the trainers' code: the mean of squares times n/(n - 1), then its root.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,25 +38,16 @@ REWARDS: dict[str, str] = {
 SETTINGS = {
     "rewards": Setting("spread", "; ".join(f"{k}: {v}" for k, v in REWARDS.items()), tuple(REWARDS)),
     "scale_rewards": Setting("group", "GRPO: by what spread rewards are divided", ("group", "batch", "none")),
-    "aggregation": Setting(
-        "sum_then_normalize", "GRPO: of several functions", ("sum_then_normalize", "normalize_then_sum")
-    ),
     "normalize": Setting(False, "RLOO: normalize_advantages", (False, True)),
-    "clipped": Setting(False, "RLOO: reward_clip_range of 0.5 to 1.25, of the weighted sum", (False, True)),
 }
-CLIP = (0.5, 1.25)
 
 
 @by_profile(pr=[("grpo-trainer", {"rewards": "weighted"})], covered=lambda case: True)
 def cases(seed: int) -> Iterator[CheckCase]:
-    yield "grpo-trainer", {"rewards": "weighted"}
+    """Every table with every scale."""
     for rewards in REWARDS:
-        for scale in ("group", "batch", "none"):
-            yield "grpo-trainer", {"rewards": rewards, "scale_rewards": scale}
-        yield "grpo-trainer", {"rewards": rewards, "aggregation": "normalize_then_sum"}
-        for normalize in (False, True):
-            yield "rloo-trainer", {"rewards": rewards, "normalize": normalize}
-        yield "rloo-trainer", {"rewards": rewards, "clipped": True}
+        yield from (("grpo-trainer", {"rewards": rewards, "scale_rewards": s}) for s in ("group", "batch", "none"))
+        yield from (("rloo-trainer", {"rewards": rewards, "normalize": normalize}) for normalize in (False, True))
 
 
 @check("advantages", ("grpo-trainer", "rloo-trainer"), SETTINGS, cases, paths=("released",), moves=True)
@@ -66,43 +55,31 @@ def advantages(call: CheckCall) -> Iterator[Quantity]:
     """Advantages of a generation batch, by their definition: (r - mean) / (std + 1e-4) in a group, or leave-one-out."""
     rewards, weights = table(call.settings.rewards)
     found = _asked(call, rewards, weights)
-    oracle = definition(call.case.family, call.settings, rewards, weights)
+    oracle = definition(call, rewards, weights)
     exact = oracle.exact["advantages"]
     i = int((found.double() - exact).abs().nan_to_num(math.inf).argmax())
     message = f"completion {i % GROUP} of group {i // GROUP}: {float(found[i]):.6g} instead of {float(exact[i]):.6g}"
     yield Quantity("advantages", found, Entry(oracle, "advantages"), message)
 
 
-def definition(trainer: str, s: SimpleNamespace, rewards: Tensor, weights: list[float]) -> Oracle:
+def definition(call: CheckCall, rewards: Tensor, weights: list[float]) -> Oracle:
     """The advantages (completions,) of rewards (completions, functions), NaN where a function does not score.
 
-    0 for a completion without a reward, and for one alone in its group.
+    The reward less the mean of its group, over a standard deviation + 1e-4; or less the mean of the group's others. 0 for a
+    completion without a reward, and for one alone in its group.
     """
-    scored = Rewarded(~rewards.isnan(), weights, 1 if s.rewards == "group-of-one" else GROUP)
+    s, by = call.settings, ~rewards.isnan()
+    seen = by.any(1).view(-1, 1 if s.rewards == "group-of-one" else GROUP)
+    seen = seen & (seen.shape[1] > 1)
 
     def define(rewards: Tensor) -> dict[str, Tensor]:
-        found = DEFINITION[trainer](scored, rewards, s)
-        return {"advantages": torch.where(scored.seen, found, 0.0).flatten()}
+        x = torch.where(by, rewards * torch.tensor(weights), 0.0).sum(1).view(seen.shape)
+        found = (
+            _of_group(x, seen, s.scale_rewards) if call.spec.baseline == "group" else _of_others(x, seen, s.normalize)
+        )
+        return {"advantages": torch.where(seen, found, 0.0).flatten()}
 
     return Problem(define, {"rewards": rewards.nan_to_num(0.0).float()}, {}, ()).oracle
-
-
-@dataclasses.dataclass(frozen=True)
-class Rewarded:
-    """Which completion is scored by which function, (completions, functions), the functions' weights, the size of a group."""
-
-    by: Tensor
-    weights: list[float]
-    size: int
-
-    @property
-    def seen(self) -> Tensor:
-        """Whether a completion is scored, and not the only one of its group, (groups, size)."""
-        return self.by.any(1).view(-1, self.size) & (self.size > 1)
-
-    def weighed(self, rewards: Tensor) -> Tensor:
-        """The weighted sum over the functions that scored a completion, (groups, size)."""
-        return torch.where(self.by, rewards * torch.tensor(self.weights), 0.0).sum(1).view(-1, self.size)
 
 
 def table(name: str) -> tuple[Tensor, list[float]]:
@@ -135,8 +112,6 @@ def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> Tensor:
     wanted |= {"scale_rewards": s.scale_rewards == "group" if switched else s.scale_rewards}
     wanted |= {"normalize_advantages": s.normalize}
     needed: dict[str, Any] = {"num_generations_eval": 1} if alone else {}
-    needed |= {"reward_clip_range": CLIP} if s.clipped else {}
-    needed |= {"multi_objective_aggregation": s.aggregation} if s.aggregation != "sum_then_normalize" else {}
     functions = [_returning(column, "nan" if s.rewards == "nan" else None) for column in rewards.T.tolist()]
     model = models.model("llama")
     trainer = drive.build(call.trainer, model, wanted | needed, needed, call.device, reward_funcs=functions)
@@ -167,28 +142,18 @@ def _spread(x: Tensor, seen: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     return (_mean((x - _mean(x, seen, dim)) ** 2, seen, dim) * correction).sqrt() + EPSILON
 
 
-def _grpo(scored: Rewarded, rewards: Tensor, s: SimpleNamespace) -> Tensor:
-    """normalize_then_sum is GDPO: each function normalised in its group, then the weighted sum over the batch."""
-    seen = scored.seen
-    if s.aggregation == "normalize_then_sum":
-        grouped, each = (x.view(*seen.shape, -1) for x in (rewards, scored.by))
-        x = scored.weighed(((grouped - _mean(grouped, each, 1)) / _spread(grouped, each, 1)).flatten(0, 1))
-        return (x - _mean(x, seen, (0, 1))) / _spread(x, seen, (0, 1))
-    x = scored.weighed(rewards)
+def _of_group(x: Tensor, seen: Tensor, scale: str) -> Tensor:
+    """The reward less the mean of the group, by the standard deviation of the group, of the batch, or of none."""
     away = x - _mean(x, seen, 1)
-    return away if s.scale_rewards == "none" else away / _spread(x, seen, 1 if s.scale_rewards == "group" else (0, 1))
+    return away if scale == "none" else away / _spread(x, seen, 1 if scale == "group" else (0, 1))
 
 
-def _rloo(scored: Rewarded, rewards: Tensor, s: SimpleNamespace) -> Tensor:
+def _of_others(x: Tensor, seen: Tensor, normalize: bool) -> Tensor:
     """The reward less the mean of the group's others; 0 where there are none."""
-    x = scored.weighed(rewards)
-    x = torch.where(scored.seen, x.clamp(*CLIP) if s.clipped else x, 0.0)
-    others = scored.seen.sum(1, keepdim=True) - 1
+    x = torch.where(seen, x, 0.0)
+    others = seen.sum(1, keepdim=True) - 1
     away = x - (x.sum(1, keepdim=True) - x) / others.clamp(min=1)
-    counted = scored.seen & (others > 0)
-    if s.normalize:
+    counted = seen & (others > 0)
+    if normalize:
         away = (away - _mean(away, counted, (0, 1))) / _spread(away, counted, (0, 1))
     return torch.where(counted, away, 0.0)
-
-
-DEFINITION = {"grpo-trainer": _grpo, "rloo-trainer": _rloo}

@@ -13,7 +13,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds
 from parity.trainers.checks.twins import judged, twin
-from parity.trainers.definitions.formulas import CPO, DPO, MIXED, ONLINE, Loss, kl_of_others
+from parity.trainers.definitions.formulas import CPO, DPO, MIXED, ONLINE, OPTIONS, Loss, kl_of_others
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Sample, Window
 from parity.trainers.rig.twin_runs import Run
@@ -33,24 +33,7 @@ TYPES = tuple(dict.fromkeys(name for names in OWN.values() for name in names))
 SETTINGS = {
     "loss": Setting("sigmoid", "loss_type of the trainer's config", TYPES),
     "beta": Setting(0.3, "beta of the config", (0.3, 0.05)),
-    "smoothing": Setting(0.0, "label_smoothing; SFT's label_smoothing_factor", (0.0, 0.1)),
-    "penalty": Setting(0.0, "missing_eos_penalty: completions are cut off after six tokens", (0.0, 2.0)),
-    "divergence": Setting(
-        "reverse_kl",
-        "f_divergence_type",
-        ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
-    ),
-    "alpha": Setting(0.5, "f_alpha_divergence_coef", (0.5, 0.3)),
-    "ld_alpha": Setting(1.0, "ld_alpha: weight of the tokens behind the shorter one's length", (1.0, 0.4)),
-    "weighting": Setting(False, "use_weighting", (False, True)),
-    "tau": Setting(0.05, "discopop_tau", (0.05, 0.5)),
-    "nll": Setting(1.0, "cpo_alpha: weight of the chosen completions' negative log-likelihood", (1.0, 0.4, 0.0)),
-    "gamma": Setting(0.5, "simpo_gamma: margin of SimPO", (0.5, 1.2)),
-    "power": Setting(0.0, "alpha of CPO: exponent of AlphaPO's rewards", (0.0, 0.3)),
-    "desirable": Setting(1.0, "desirable_weight", (1.0, 0.7)),
-    "undesirable": Setting(1.0, "undesirable_weight", (1.0, 1.3)),
-    "whole": Setting(False, "SFT: completion_only_loss=False, prompts are trained on", (False, True)),
-    "precomputed": Setting(False, "precompute_ref_log_probs", (False, True)),
+    **{name: setting for name, (_, setting) in OPTIONS.items()},
     "split": Setting("8x1", "batch x accumulation; without it where `twins` has the trainer", ("8x1", "2x4")),
     "even": Setting(
         False, "chosen sequences of one length: a mean in each micro-batch is the mean of all", (False, True)
@@ -59,24 +42,6 @@ SETTINGS = {
         "llama", "tiny model; KTO's estimate of the KL is positive for llama, negative for qwen2", ("llama", "qwen2")
     ),
 }
-
-NEEDED = {
-    "smoothing": "label_smoothing",
-    "penalty": "missing_eos_penalty",
-    "divergence": "f_divergence_type",
-    "alpha": "f_alpha_divergence_coef",
-    "ld_alpha": "ld_alpha",
-    "weighting": "use_weighting",
-    "tau": "discopop_tau",
-    "nll": "cpo_alpha",
-    "gamma": "simpo_gamma",
-    "power": "alpha",
-    "desirable": "desirable_weight",
-    "undesirable": "undesirable_weight",
-    "precomputed": "precompute_ref_log_probs",
-    "whole": "completion_only_loss",
-}
-"""Setting -> the field of the config that it is."""
 
 SCORED = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
 """DPO's losses that f-divergences are defined for."""
@@ -184,7 +149,8 @@ def _options(call: CheckCall) -> dict[str, Any]:
         Unsupported: where it lacks one that is away from its default.
     """
     s, known = call.settings, trl.fields(drive.config(call.trainer))
-    fields = NEEDED | ({"smoothing": "label_smoothing_factor"} if call.spec.data == "completions" else {})
+    fields = {name: field for name, (field, _) in OPTIONS.items()}
+    fields |= {"smoothing": "label_smoothing_factor"} if call.spec.data == "completions" else {}
     drive.needs(
         call.trainer,
         *(field for name, field in fields.items() if getattr(s, name) != SETTINGS[name].default),

@@ -12,13 +12,11 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, shared
+from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import Loss, padded
-from parity.trainers.definitions.gradients import logged
 from parity.trainers.definitions.scored import Scored
-from parity.trainers.definitions.training_step import measured
-from parity.trainers.rig import drive, recorder, stored_window, twin_runs
+from parity.trainers.rig import drive, stored_window, twin_runs
 from parity.trainers.rig.batches import Sequences
 from parity.trainers.rig.twin_runs import Run
 from parity.upstream import trl
@@ -61,11 +59,9 @@ def cases(seed: int) -> Iterator[CheckCase]:
 
 @check("sampler", ("grpo-trainer",), SETTINGS, cases, paths=("released", "fused", "fixed"))
 def sampler(call: CheckCall) -> Iterator[Quantity]:
-    """Loss, every gradient and the logged ratio by exp(log π - log π_sampler), truncated or masked as the mode says."""
+    """Loss and every gradient by exp(log π - log π_sampler), truncated or masked as the mode says."""
     s, trainer = call.settings, call.case.family
-    run = Run(
-        trainer, twin(trainer, loss=s.loss, beta=s.beta, split=s.split), call.path, **_options(call), **recorder.LOGGED
-    )
+    run = Run(trainer, twin(trainer, loss=s.loss, beta=s.beta, split=s.split), call.path, **_options(call))
     given = log_probs(run.window.sequences, s.missing, s.tools)
     _report(run.built, run.window.sequences, given)
     if s.tools:
@@ -74,11 +70,6 @@ def sampler(call: CheckCall) -> Iterator[Quantity]:
     weigh = functools.partial(ratio, s, padded(given)) if s.correction else None
     loss = Loss(run.window, SimpleNamespace(**vars(run.s) | {"tools": s.tools}), ratio=weigh)
     yield from judged(call, run, loss)
-    if not s.correction or s.split != "8x1":
-        return  # over several micro-batches the log has a mean of their values
-    define = functools.partial(_measured, s, loss, padded(given))
-    truth = shared(call, "logged", lambda: measured(stored_window.policy(run.s.model, torch.float64), define))
-    yield from logged(truth, drive.logged(run.built))
 
 
 def _options(call: CheckCall) -> dict[str, Any]:
@@ -150,19 +141,3 @@ def ratio(s: SimpleNamespace, reported: Tensor, logps: Tensor, mask: Tensor) -> 
     if s.mode.endswith("truncate"):
         return found.clamp(low, s.high)
     return torch.where((found < low) | (found > s.high), 0.0, found)
-
-
-def _measured(s: SimpleNamespace, loss: Loss, reported: Tensor, model: Any) -> dict[str, Tensor]:
-    """What is logged: |log π - log π_sampler| of the tokens that count, and the ratios."""
-    scored = loss.scored(model)
-    logps, mask = padded(scored.tokens), padded([loss.counted(tokens) for tokens in scored.completions])
-    apart = (logps - reported.double()).abs()[mask & ~reported.isnan()]
-    found = ratio(s, reported, logps, mask)
-    found = found.flatten() if s.mode.startswith("sequence") else found[mask]
-    return {
-        "sampling/sampling_logp_difference/mean": apart.mean(),
-        "sampling/sampling_logp_difference/max": apart.max(),
-        "sampling/importance_sampling_ratio/min": found.min(),
-        "sampling/importance_sampling_ratio/mean": found.mean(),
-        "sampling/importance_sampling_ratio/max": found.max(),
-    }

@@ -17,7 +17,6 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.policy import divergence
 from parity.judge.oracle import Oracle
-from parity.judge.problem import Problem
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, holds, pairwise
 from parity.trainers.definitions.scored import completion_logps
 from parity.trainers.definitions.training_step import measured
@@ -114,8 +113,6 @@ def quantities(call: CheckCall, step: FirstStep, oracle: Oracle) -> Iterator[Qua
         key = "objective/kl" if name == "kl" and call.spec.paired else name
         value, exact = step.loss if name == "loss" else _metric(step, key), float(oracle.exact[name])
         yield Quantity(name, value, Entry(oracle, name), f"{name} {value:.5g} at step 1 instead of {exact:.5g}")
-    if both and LOGGED[call.case.family] is _grpo:  # a fused loss hands out no log-probs
-        yield _recomputed(step)
 
 
 def _metric(step: FirstStep, key: str) -> float:
@@ -144,20 +141,6 @@ def _of_sequences(call: CheckCall) -> bool:
 def averaged(terms: Tensor, counted: Tensor, of_sequences: bool) -> Tensor:
     """The mean over sequences of each one's mean over its tokens, or the mean over all tokens."""
     return ((terms * counted).sum(1) / counted.sum(1)).mean() if of_sequences else _mean(terms, counted)
-
-
-def _recomputed(step: FirstStep) -> Quantity:
-    """The trainer's metric by its own log-probs: the mean over completion tokens."""
-    assert step.policy is not None and step.reference is not None
-    seen = step.completion[:, -step.policy.shape[1] :].bool()
-    inputs = {name: x.detach()[seen].cpu() for name, x in (("policy", step.policy), ("reference", step.reference))}
-
-    def mean(policy: Tensor, reference: Tensor) -> Mapping[str, Tensor]:
-        return {"kl": divergence(reference - policy, None).mean()}
-
-    oracle, kl = Problem(mean, inputs, {}, ()).oracle, _metric(step, "kl")
-    message = f"the metric says {kl:.5g}, its own log-probs {float(oracle.exact['kl']):.5g}"
-    return Quantity("kl by its own log-probs", kl, Entry(oracle, "kl"), message)
 
 
 def _rloo(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:

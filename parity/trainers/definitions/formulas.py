@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from parity.case.case import Case
-from parity.case.inputs import Inputs, defaults
+from parity.case.inputs import Inputs, Setting, defaults
 from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
 from parity.families.policy import divergence as k3
@@ -23,23 +23,25 @@ from parity.trainers.definitions.scored import Scored, completion_logps, rows, s
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Sequences, Window
 
-PLAIN = {
-    "beta": 0.0,
-    "smoothing": 0.0,
-    "penalty": 0.0,
-    "divergence": "reverse_kl",
-    "alpha": 0.5,
-    "ld_alpha": 1.0,
-    "weighting": False,
-    "tau": 0.05,
-    "nll": 1.0,
-    "gamma": 0.5,
-    "power": 0.0,
-    "desirable": 1.0,
-    "undesirable": 1.0,
-    "whole": False,
-    "tools": False,
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+OPTIONS = {
+    "smoothing": ("label_smoothing", Setting(0.0, "SFT: label_smoothing_factor", (0.0, 0.1))),
+    "penalty": ("missing_eos_penalty", Setting(0.0, "completions are cut off after six tokens", (0.0, 2.0))),
+    "divergence": ("f_divergence_type", Setting("reverse_kl", "f-DPO", DIVERGENCES)),
+    "alpha": ("f_alpha_divergence_coef", Setting(0.5, "of alpha_divergence", (0.5, 0.3))),
+    "ld_alpha": ("ld_alpha", Setting(1.0, "weight of the tokens behind the shorter one's length", (1.0, 0.4))),
+    "weighting": ("use_weighting", Setting(False, "WPO", (False, True))),
+    "tau": ("discopop_tau", Setting(0.05, "temperature of discopop", (0.05, 0.5))),
+    "nll": ("cpo_alpha", Setting(1.0, "weight of the chosen completions' negative log-likelihood", (1.0, 0.4, 0.0))),
+    "gamma": ("simpo_gamma", Setting(0.5, "margin of SimPO", (0.5, 1.2))),
+    "power": ("alpha", Setting(0.0, "CPO: exponent of AlphaPO's rewards", (0.0, 0.3))),
+    "desirable": ("desirable_weight", Setting(1.0, "KTO", (1.0, 0.7))),
+    "undesirable": ("undesirable_weight", Setting(1.0, "KTO", (1.0, 1.3))),
+    "whole": ("completion_only_loss", Setting(False, "SFT: off, prompts are trained on", (False, True))),
+    "precomputed": ("precompute_ref_log_probs", Setting(False, "before training", (False, True))),
 }
+"""Setting of a loss -> the field of the trainer's config, and its values."""
+PLAIN = {"beta": 0.0, "tools": False} | {name: setting.default for name, (_, setting) in OPTIONS.items()}
 """Settings of a loss that are not told."""
 
 
