@@ -71,9 +71,8 @@ def run_command(detail: Detail, **options: Any) -> None:
 @click.option(
     "--checks", metavar="TRAINER", help="the checks of this trainer", shell_complete=options.values("trainers")
 )
-@click.option("--coverage", metavar="RESULTS", help="settings, config fields and metrics that a results file judged")
 def list_command(families: tuple[str, ...], **sections: Any) -> None:
-    """Show implementations; or settings, checks, coverage.
+    """Show implementations; or settings, checks.
 
     Each implementation is shown with its version, or with the reason why it cannot run here.
     """
@@ -81,7 +80,7 @@ def list_command(families: tuple[str, ...], **sections: Any) -> None:
 
     chosen = [(name, value) for name, value in sections.items() if value]
     if len(chosen) + bool(families) > 1:
-        raise UsageError("list: use one of --family, --settings, --checks, --coverage")
+        raise UsageError("list: use one of --family, --settings, --checks")
     if not chosen:
         listing.implementations(families, console())
     for name, value in chosen:

@@ -1,4 +1,4 @@
-"""`parity list`: implementations, settings, checks and what a run covered, as tables."""
+"""`parity list`: implementations, settings and checks, as tables."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -67,21 +67,6 @@ def checks(name: str, console: Console) -> None:
         for one in catalogue.family(name).checks.values()
     ]
     _show(f"checks of {name}", ("name", *profiles, "meaning"), rows, console)
-
-
-def coverage(results: str, console: Console) -> None:
-    """What a run judged; first, and in red, what it never judged without an excuse."""
-    from parity.tools.covered import of_file
-
-    found = of_file(results)
-    table = _table(f"coverage of {results}", ("of", "kind", "name", "judged", "declined", "why"))
-    table.columns[2].no_wrap = True  # a narrow page wraps the reasons
-    for one in found:
-        values = (one.of, one.kind, one.name, f"{one.judged:,}", f"{one.declined:,}", one.why)
-        table.add_row(*(Text(v) for v in values), style="red" if one.missing else "dim" if not one.judged else "")
-    console.print(table)
-    never = sum(not one.judged for one in found)
-    console.print(f"{len(found):,} judged or to be judged, {never:,} never", markup=False)
 
 
 def findings(stack: Stack, console: Console) -> None:

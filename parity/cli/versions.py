@@ -50,98 +50,62 @@ def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: st
 @click.option("--good", required=True, metavar="VER", help="a release that is right")
 @click.option("--bad", required=True, metavar="VER", help="a release that is wrong")
 @click.option(
-    "--case", "name", metavar="CASE", help="case file, ledger entry, record of `parity history`, or id of a case"
+    "--case",
+    "name",
+    required=True,
+    metavar="CASE",
+    help="case file, ledger entry, record of `parity history`, or id of a case",
 )
 @options.IMPLEMENTATIONS
-@click.option("--quantity", "quantities", multiple=True, metavar="NAME", help="follow only this quantity of --case")
+@click.option("--quantity", "quantities", multiple=True, metavar="NAME", help="follow only this quantity")
 @options.choice("--find", "what to find", "broken", "fixed")
-@options.choice("--failure", "with --case: what counts as wrong", "disagree", "crashed", "timed-out", "out-of-memory")
+@options.choice("--failure", "what counts as wrong", "disagree", "crashed", "timed-out", "out-of-memory")
 @click.option("--hold", multiple=True, metavar="PKG==VER", help="keep another package at this version")
 @options.path("--reports", "where the id of --case is looked for", "reports")
 @options.device("cpu")
 @options.JSON
 def bisect_command(
     package: str,
-    good: str,
-    bad: str,
-    find: Any,
-    hold: tuple[str, ...],
+    name: str,
     implementations: tuple[str, ...],
-    device: str,
-    as_json: bool,
-    **chosen: Any,
-) -> None:
-    """Find the release of PKG that changed a result.
-
-    Without --case it compares the frozen cases in both releases and follows the clearest difference.
-    """
-    from packaging.utils import canonicalize_name
-
-    from parity.versions.case_check import CaseCheck
-    from parity.versions.compare import first_difference
-    from parity.versions.search import Answers, check_ends, search
-
-    package = str(canonicalize_name(package))
-    check_ends(package, good, bad, find)
-    named = _check(package, implementations, **chosen)
-    kept = Answers.of(package, good, bad, find, hold, device, named[0].case.id if named else implementations, chosen)
-
-    def compared() -> CaseCheck:
-        older, newer = (good, bad) if find == "broken" else (bad, good)
-        options.say(f"the frozen cases in {package} {older} and {newer}")
-        return first_difference(package, older, newer, hold, implementations, find, device)
-
-    if named is None:
-        check = kept.answer(CaseCheck, "differs most clearly", compared)
-        options.say(f"differs most clearly: {check.about}")
-        named = check, f"{check.name} --implementation {check.implementation}"
-    check = dataclasses.replace(named[0], device=device)
-    done = search(
-        package,
-        good=good,
-        bad=bad,
-        check=check.measure,
-        about=check.about,
-        find=find,
-        hold=hold,
-        kept=kept,
-        reproduce=f"parity replay {named[1]} --device {device} --with {{high}}",
-        say=options.say,
-    )
-    kept.end()
-    code = {"found": FOUND, "swapped": USAGE, "unjudged": UNUSABLE}.get(done.found.outcome, NOT_FOUND)
-    click.echo(text(done.json(code)) if as_json else done.text)
-    sys.exit(code)
-
-
-def _check(
-    package: str,
-    implementations: tuple[str, ...],
-    name: str | None,
     quantities: tuple[str, ...],
     failure: str,
     reports: Path,
-) -> tuple[Any, str] | None:
-    """The check that was named, and the arguments of `parity replay` for it; None where none was."""
+    device: str,
+    as_json: bool,
+    **asked: Any,
+) -> None:
+    """Find the release of PKG that changed a result.
+
+    `parity compare` names the cases that differ between two releases.
+    """
+    from packaging.utils import canonicalize_name
+
     from parity.registry import select
     from parity.running.find import find as find_case
     from parity.versions import history
     from parity.versions.case_check import CaseCheck, only_implementation
+    from parity.versions.search import check_ends, search
 
-    if name is None:
-        if quantities:
-            raise UsageError("--quantity needs --case")
-        return None
+    package = str(canonicalize_name(package))
+    check_ends(package, asked["good"], asked["bad"], asked["find"])
     if (history.folder() / f"{name}.toml").exists():
-        found = history.load([name])[0]
-        if found.package != package:
-            raise UsageError(f"record {name!r} is about {found.package}, not {package}")
-        shown = found.file.relative_to(Path.cwd()) if found.file.is_relative_to(Path.cwd()) else found.file
-        return found.check, f"{shown} --implementation {found.check.implementation}"
-    case, found_with = find_case(name, reports)
-    chosen = only_implementation(case, implementations, found_with)
-    select([chosen])
-    return CaseCheck(name, case, chosen, quantities or ("*",), failure), f"{name} --implementation {chosen}"
+        record = history.load([name])[0]
+        if record.package != package:
+            raise UsageError(f"record {name!r} is about {record.package}, not {package}")
+        check, file = record.check, record.file
+        name = str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
+    else:
+        case, found_with = find_case(name, reports)
+        chosen = only_implementation(case, implementations, found_with)
+        select([chosen])
+        check = CaseCheck(name, case, chosen, quantities or ("*",), failure)
+    check = dataclasses.replace(check, device=device)
+    replay = f"parity replay {name} --implementation {check.implementation} --device {device} --with {{high}}"
+    done = search(package, check=check.measure, about=check.about, reproduce=replay, say=options.say, **asked)
+    code = {"found": FOUND, "swapped": USAGE, "unjudged": UNUSABLE}.get(done.found.outcome, NOT_FOUND)
+    click.echo(text(done.json(code)) if as_json else done.text)
+    sys.exit(code)
 
 
 @click.command("compare", epilog="Example: parity compare trl==1.13.0 trl==1.16.0")

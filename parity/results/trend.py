@@ -1,6 +1,5 @@
 """A run beside those before it: what is new, still there or gone, headroom that grew, comparisons that are missing."""
 
-import contextlib
 import dataclasses
 import datetime
 import math
@@ -8,9 +7,8 @@ import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from packaging.version import InvalidVersion, Version
-
 from parity.results.memory import Run, Seen
+from parity.results.report.wording import bisection
 from parity.results.row import STOPPED
 
 STILL_FAILS = "not seen; its implementation still fails"
@@ -100,13 +98,8 @@ class Change:
         finding = min(found, key=lambda f: ".py:" in f.implementation)  # a release hardly explains a user's own
         name = min(moved, key=lambda name: not finding.implementation.startswith(name.partition("-")[0]))
         good, bad = self.moved[name]
-        words = ["parity", "bisect", name, "--good", good, "--bad", bad]
-        with contextlib.suppress(InvalidVersion):
-            words += ["--find", "fixed"] if Version(bad) < Version(good) else []  # a release was taken back
-        words += ["--failure", finding.verdict] if finding.verdict in STOPPED else []
-        return shlex.join(
-            [*words, "--case", shlex.split(finding.replay)[2], "--implementation", finding.implementation]
-        )
+        case = shlex.split(finding.replay)[2]
+        return bisection(name, good, bad, case, finding.implementation, finding.verdict)
 
 
 def of(id: str, past: Sequence[Run]) -> Change | None:

@@ -16,15 +16,15 @@ from parity.case.drawing import draws
 from parity.case.profiles import PROFILES, streams
 from parity.errors import UsageError
 from parity.registry import NAMES, loss_families, loss_family, meant, resolved, select
+from parity.results.report.wording import bisection
 from parity.results.row import DECIDED, Row
 from parity.running.plan import DTYPES
 from parity.running.run import FIXED_SEED
 from parity.trainers import catalogue
-from parity.versions.case_check import CaseCheck
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
 from parity.versions.history import folder
-from parity.versions.look import Look, look
+from parity.versions.look import look
 from parity.versions.resolve import PARTNERS
 from parity.versions.row_diff import MARKS, Difference, differences, side, table
 from parity.versions.spec import parse_all
@@ -86,8 +86,9 @@ def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """Two environments: how many cases, the rows of each, what moved, and what else changed, a line each."""
+    """Two environments of a package: how many cases, the rows of each, what moved, and what else changed, a line each."""
 
+    package: str
     sides: tuple[Environment, Environment]
     cases: int
     rows: tuple[Sequence[Row], Sequence[Row]]
@@ -116,7 +117,19 @@ class Compared:
             f"{self.cases} cases, {self.judged[0]} and {self.judged[1]} judged quantities: "
             f"{counts['+']} worse (+), {counts['-']} better (-), {counts['~']} otherwise moved (~); ! outside its gate"
         )
-        return "\n".join([*lines, f"packages: {', '.join(packages) or 'the same'}", *self.notes])
+        lines += [f"packages: {', '.join(packages) or 'the same'}", *self.notes]
+        return "\n".join([*lines, *([f"which release: {self.search}"] if self.search else [])])
+
+    @property
+    def search(self) -> str:
+        """The command that finds the release which made the clearest difference for the worse; nothing where none did."""
+        first = next((m for m in self.moved if m.mark == "+"), None)
+        good, bad = (side.versions.get(self.package) for side in self.sides)
+        if first is None or not good or not bad or good == bad:
+            return ""
+        failure = str(first.after.verdict) if first.after else ""
+        line = bisection(self.package, good, bad, first.case, first.implementation, failure)
+        return f"{line} --quantity {first.quantity}" if first.quantity else line
 
     def json(self) -> dict[str, Any]:
         """The same as `parity compare --json` prints it; `before` and `after` of what moved are rows of a results file."""
@@ -146,24 +159,17 @@ def compare(
     wanted = implementations(named, (spec.name for one in parsed for spec in one))
     asked = cases(wanted, families, profile) if asked is None else asked
     before, after = (Environment.of(one) for one in specs)
-    one, two = both((before, after), asked, wanted, device, clock=clock)
+    given = [case for _, case in asked]
+    shown = functools.partial(look, cases=given, implementations=wanted, config=True, clock=clock, device=device)
+    with ThreadPoolExecutor(2) as pool:  # the two environments are processes
+        one, two = pool.map(shown, (before, after))
     moved = differences(side(one.rows, asked), side(two.rows, asked))
     notes = _settings_moved(one.config, two.config)
-    found = Compared((before, after), len(asked), (one.rows, two.rows), moved, notes)
+    found = Compared(parsed[0][0].name, (before, after), len(asked), (one.rows, two.rows), moved, notes)
     if not all(found.judged):
         said = " and ".join(map(str, found.judged))
         raise EnvironmentUnusable(f"compare: {said} judged quantities, nothing to compare")
     return found
-
-
-def both(
-    made: Sequence[Environment], asked: Cases, wanted: Sequence[str], device: str, *, clock: float | None = None
-) -> list[Look]:
-    """What each environment shows of the cases, the environments at the same time, each in `clock` seconds."""
-    given = [case for _, case in asked]
-    shown = functools.partial(look, cases=given, implementations=wanted, config=True, clock=clock, device=device)
-    with ThreadPoolExecutor(len(made)) as pool:
-        return list(pool.map(shown, made))
 
 
 def _settings_moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -172,31 +178,3 @@ def _settings_moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
     gone, new = [n for n in before if n not in after], [f"{n}={v!r}" for n, v in after.items() if n not in before]
     kinds = (("defaults changed", changed), ("settings gone", gone), ("settings new", new))
     return [f"GRPOConfig, {kind}: {', '.join(names)}" for kind, names in kinds if names]
-
-
-def first_difference(
-    package: str, older: str, newer: str, hold: Sequence[str], named: Sequence[str], find: str, device: str
-) -> CaseCheck:
-    """The frozen case, implementation and quantity that differ most clearly between two releases of a package.
-
-    Raises:
-        UsageError: when nothing differs in the direction asked for; it says what does in the other.
-    """
-    wanted = implementations(named, [package])
-    asked = cases(wanted)
-    made = [Environment.of([f"{package}=={version}"], hold) for version in (older, newer)]
-    different = differences(*(side(one.rows, asked) for one in both(made, asked, wanted, device)))
-    marks, said = "+-", ["broke", "became right"]
-    if find != "broken":
-        marks, said = marks[::-1], said[::-1]
-    one = next((m for m in different if m.mark == marks[0]), None)
-    if one is None:
-        other = sum(m.mark == marks[1] for m in different)
-        hint = f", but {other} quantities {said[1]} (change --find and swap the ends)" if other else ""
-        where = f"between {package} {older} and {newer} in {len(asked)} frozen cases"
-        raise UsageError(f"nothing {said[0]} {where}{hint}; name one with --case")
-    case = dict(asked)[one.case]
-    if one.quantity is not None:
-        return CaseCheck(one.case, case, one.implementation, (one.quantity,), device=device)
-    crashed = "crashed" in [r.verdict for r in (one.before, one.after) if r is not None]
-    return CaseCheck(one.case, case, one.implementation, failure="crashed" if crashed else "disagree", device=device)

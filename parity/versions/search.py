@@ -1,25 +1,16 @@
-"""Bisect the releases of a package: the search, with a real index, environments and a check.
-
-A search that was killed is run again over the answers that are kept: it is deterministic.
-"""
+"""Bisect the releases of a package: the search, with a real index, environments and a check."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import msgspec
 from packaging.version import InvalidVersion, Version
 
-from parity.decoding import save_json, saved
 from parity.errors import UsageError
 from parity.versions.bisect import Find, Likeness, Measurement, SearchResult, bisect, reading
-from parity.versions.client import EnvironmentUnusable, cache_folder
+from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
 from parity.versions.releases import releases
 from parity.versions.resolve import PARTNERS
@@ -62,34 +53,6 @@ class Report:
         return asdict(self.found) | more | {"measured": measured}
 
 
-class Answers:
-    """Answers, each on disk before the next question: a search that was killed goes on where it stopped."""
-
-    def __init__(self, path: Path | None = None) -> None:
-        self.path = path
-        self.known: dict[str, Any] = (saved(dict[str, Any], path) if path else None) or {}
-
-    @classmethod
-    def of(cls, *question: object) -> Answers:
-        """Those of one search, by all that was asked of it."""
-        name = hashlib.sha256(repr(question).encode()).hexdigest()[:12]
-        return cls(cache_folder("bisect") / f"{name}.json")
-
-    def answer(self, kind: Any, question: object, ask: Callable[[], Any]) -> Any:
-        """The answer to a question, asked once; what `ask` raises is nobody's answer and is asked again."""
-        key = json.dumps(question, default=str)
-        if key not in self.known:
-            self.known[key] = msgspec.to_builtins(ask())
-            if self.path is not None:
-                save_json(self.path, self.known)
-        return msgspec.convert(self.known[key], kind)
-
-    def end(self) -> None:
-        """Forget all of it: the search came to its end."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-
 def search(
     package: str,
     *,
@@ -99,7 +62,6 @@ def search(
     about: str,
     find: Find = "broken",
     hold: Sequence[str | Spec] = (),
-    kept: Answers | None = None,
     reproduce: str = "parity compare {low} {high}",
     confirm: int = 2,
     say: Callable[[str], None] = print,
@@ -113,30 +75,21 @@ def search(
     """
     older, newer = (good, bad) if find == "broken" else (bad, good)
     check_ends(package, good, bad, find)
-    held, kept = parse_all(hold), kept or Answers()
-    listed = functools.partial(releases, package, older, newer)
-    candidates = kept.answer(list[str], "candidates", lambda: [one.version for one in listed()])
+    held = parse_all(hold)
+    candidates = [one.version for one in releases(package, older, newer)]
 
-    def measured(version: str, hold: Sequence[str | Spec], repeat: int = 0) -> Measurement:
-        specs = (f"{package}=={version}",)
-
-        def ask() -> Measurement:
-            environment = Environment.of(specs, hold)
-            made = check(environment)
-            return replace(made, versions=made.versions or environment.versions)
-
+    def measured(version: str, hold: Sequence[str | Spec]) -> Measurement:
         try:
-            made: Measurement = kept.answer(Measurement, [specs, hold, repeat], ask)
+            environment = Environment.of((f"{package}=={version}",), hold)
+            return replace(check(environment), versions=environment.versions)
         except EnvironmentUnusable as error:
-            # Not kept: the index or the disk may be to blame, and a resumed search should see for itself.
             return Measurement("unsupported", message=str(error))
-        return made
 
     def tell(version: str, left: int) -> None:
         say(f"{package} {version}: measuring ({left} step{'' if left == 1 else 's'} left after it)")
 
     def measure(version: str, repeat: int) -> Measurement:
-        made = measured(version, held, repeat)
+        made = measured(version, held)
         say(f"{package} {version}: {_told(made)}{' (again)' if repeat else ''}")
         return made
 

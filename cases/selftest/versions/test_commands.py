@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from parity import data, decoding
-from parity.cli import versions
 from parity.cli.commands import main
 from parity.results.row import Row
 from parity.versions import build, environment
@@ -86,8 +85,8 @@ def test_a_disk_that_fills_up_is_one_line(cache, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device", "state.json")
 
-    monkeypatch.setattr(versions, "_check", full)
-    done = parity("bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0")
+    monkeypatch.setattr("parity.versions.search.search", full)
+    done = parity("bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--case", "is-ratio")
     assert (done.exit_code, done.output) == (3, "parity: state.json: No space left on device\n")
 
 

@@ -1,6 +1,5 @@
-"""The bisect around the search: resuming, naming partners, and what it says; without an index or an environment."""
+"""The bisect around the search: naming partners, and what it says; without an index or an environment."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -120,47 +119,6 @@ def test_an_end_that_cannot_be_made_ends_the_search(world):
 def test_ends_without_a_search_between_them(world, broken, outcome):
     report, _ = search(world, broken)
     assert report.found.outcome == outcome and world.checked == 2 and "\n" not in report.text
-
-
-@pytest.mark.parametrize("after", range(1, 13))
-def test_a_killed_search_goes_on_where_it_stopped(world, tmp_path, after):
-    state = tmp_path / "state.json"
-    whole, _ = search(world, lambda trl, liger: liger >= 2)
-    needed, world.checked = world.checked, 0
-
-    def killed(trl, liger):
-        if world.checked > after:
-            raise KeyboardInterrupt
-        return liger >= 2
-
-    try:
-        search(world, killed, kept=shell.Answers(state))
-    except KeyboardInterrupt:
-        world.checked -= 1
-        json.loads(state.read_text())
-    kept = shell.Answers(state)
-    resumed, _ = search(world, lambda trl, liger: liger >= 2, kept=kept)
-    assert resumed == whole
-    assert world.checked == needed, "nothing is measured twice"
-    assert list(tmp_path.iterdir()) == [state], "nothing half-written is left"
-    kept.end()
-    assert not state.exists()
-
-
-@pytest.mark.parametrize("content", ["", "[]", "null", "1"])
-def test_a_damaged_journal_begins_anew(world, tmp_path, content):
-    state = tmp_path / "state.json"
-    state.write_text(content)
-    report, _ = search(world, lambda trl, liger: trl >= 6, kept=shell.Answers(state))
-    assert report.found.low == "1.5.0"
-
-
-def test_what_could_not_be_run_is_asked_again(world, tmp_path):
-    world.unusable = {"1.5.0"}
-    for _ in range(2):
-        before = len(world.asked)
-        search(world, lambda trl, liger: trl >= 6, kept=shell.Answers(tmp_path / "state.json"))
-    assert [pins["trl"] for pins in world.asked[before:]] == ["1.5.0"]
 
 
 @pytest.mark.parametrize(

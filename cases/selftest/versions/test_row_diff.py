@@ -1,10 +1,11 @@
 """What moved between two sets of rows; without an environment."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from parity.case.case import Case
 from parity.cli.show import text
-from parity.decoding import save_json, saved
 from parity.results.row import Row
 from parity.running.find import find
 from parity.versions import compare, row_diff
@@ -56,34 +57,6 @@ def test_what_did_not_move_is_left_out():
     assert differences([row(**WHOLE, verdict="refused")], [row(**WHOLE, verdict="refused")]) == []
 
 
-def test_the_clearest_comes_first_and_is_what_a_search_follows(monkeypatch):
-    quantities = {"loss": 9.0, "grad_weight": 900.0, "grad_hidden": 2.0}
-    before = [row(quantity=q) for q in quantities]
-    after = [row(quantity=q, **WRONG | {"headroom": h}) for q, h in quantities.items()]
-    monkeypatch.setattr(compare, "Environment", type("E", (), {"of": staticmethod(lambda specs, hold: specs)}))
-    monkeypatch.setattr(compare, "cases", lambda *_: [("named", CASE)])
-    monkeypatch.setattr(compare, "both", lambda *_: [Look(before, {}), Look(after, {})])
-    check = compare.first_difference("trl", "1.0.0", "1.1.0", (), (), "broken", "cpu")
-    assert (check.name, check.quantities, check.failure) == ("named", ("grad_weight",), "disagree")
-    with pytest.raises(compare.UsageError, match="nothing became right .* but 3 quantities broke"):
-        compare.first_difference("trl", "1.0.0", "1.1.0", (), (), "fixed", "cpu")
-    crashed = [row(**WHOLE, verdict="crashed")]
-    monkeypatch.setattr(compare, "both", lambda *_: [Look(before, {}), Look(crashed, {})])
-    check = compare.first_difference("trl", "1.0.0", "1.1.0", (), (), "broken", "cpu")
-    assert (check.quantities, check.failure) == (("*",), "crashed"), (
-        "a crash is then the failure, not a release to skip"
-    )
-
-
-def test_the_first_difference_survives_being_killed(tmp_path):
-    check = compare.CaseCheck("named", CASE, "i", ("loss",), "crashed")
-    save_json(tmp_path / "kept", check)
-    assert saved(compare.CaseCheck, tmp_path / "kept") == check
-    (tmp_path / "kept").write_text('{"name": "named"')
-    assert saved(compare.CaseCheck, tmp_path / "kept") is None
-    assert saved(compare.CaseCheck, tmp_path / "never") is None
-
-
 def test_compare_runs_every_trainer_once_and_a_named_implementation_only_its_own_cases():
     wanted = compare.implementations(())
     assert "grpo-trainer.released" in wanted and not any(one.endswith("-trainer.fixed") for one in wanted)
@@ -105,15 +78,19 @@ def test_compare_can_be_asked_for_some_families_and_for_more_cases_than_the_froz
 
 def test_a_comparison_shows_what_moved_and_which_defaults_did(monkeypatch):
     looks = [Look([row(headroom=0.1, value=v)], {"beta": 0.0, "top_k": k}) for v, k in ((1.0, None), (2.0, 0))]
-    stub = type("E", (), {"partners": "torch", "versions": {"trl": "1"}, "of": classmethod(lambda cls, specs: cls)})
-    monkeypatch.setattr(compare, "Environment", stub)
+    sides = [SimpleNamespace(partners="torch", versions={"trl": version}) for version in "12"]
+    monkeypatch.setattr(compare, "Environment", SimpleNamespace(of=lambda specs: sides[specs == ["trl==2"]]))
     monkeypatch.setattr(compare, "cases", lambda *_: [("named", CASE)])
-    monkeypatch.setattr(compare, "both", lambda *_, **__: looks)
+    monkeypatch.setattr(compare, "look", lambda made, **_: looks[made is not sides[0]])
     plain = compare.compare((["trl==1"], ["trl==2"])).text()
     assert "0 worse (+), 0 better (-), 0 otherwise moved (~)" in plain
     assert "GRPOConfig, defaults changed: top_k None -> 0" in plain
+    assert "which release" not in plain
     looks[1] = Look([row(**WRONG)], {})
-    worse = compare.compare((["trl==1"], ["trl==2"])).json()
+    found = compare.compare((["trl==1"], ["trl==2"]))
+    line = "which release: parity bisect trl --good 1 --bad 2 --case named --implementation i --quantity loss"
+    assert found.text().splitlines()[-1] == line
+    worse = found.json()
     assert worse["exit_code"] == 1 and worse["judged"] == (1, 1)
     moved = [(m["case"], m["mark"], m["before"].verdict, m["after"].verdict) for m in worse["moved"]]
     assert moved == [("named", "+", "agree", "disagree")]

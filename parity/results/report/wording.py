@@ -1,12 +1,15 @@
 """The words that every renderer shares, so that terminal, Markdown, JUnit and HTML say the same thing."""
 
+import contextlib
 import json
 import math
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import UNSET
+from packaging.version import InvalidVersion, Version
 
 from parity.results.report.findings import Finding, headroom
 from parity.results.report.summary import Counts, Line, Reason, Summary
@@ -224,6 +227,15 @@ def reason(r: Reason) -> str:
     names = r.implementations
     whose = ", ".join(names) if len(names) <= 3 else f"{len(names)} implementations"
     return f"{r.verdict}, {count(r.count, 'case')}: {r.message} ({whose})"
+
+
+def bisection(package: str, good: str, bad: str, case: str, implementation: str, verdict: str = "") -> str:
+    """The command that finds the release which made a case of an implementation wrong; a newer `good` one repaired it."""
+    words = ["parity", "bisect", package, "--good", good, "--bad", bad]
+    with contextlib.suppress(InvalidVersion):
+        words += ["--find", "fixed"] if Version(bad) < Version(good) else []
+    words += ["--failure", verdict] if verdict in STOPPED else []
+    return shlex.join([*words, "--case", case, "--implementation", implementation])
 
 
 def hints(rows: Sequence[Row], lead: Row) -> list[str]:
