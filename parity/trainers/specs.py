@@ -20,7 +20,7 @@ class TrainerSpec:
         given: the model that it is handed besides the policy.
         beta: of its config, where that is not a setting of the twin.
         options: of its config, for a twin.
-        loss: loss type of its twins, where that is not a setting of them.
+        loss: its loss type, where that is not a setting of its twins.
         clips: which ratios it clips, and logs the share of: of tokens, of sequences, or their logarithms.
         twins: settings that its twins are accumulated with, the first one also cut and padded; empty: no twins.
         own: settings of a twin, or values of one, that not every trainer has.
@@ -130,7 +130,7 @@ SPECS = {
     "server-distillation-trainer": TrainerSpec("ServerDistillationTrainer"),
     "gkd-trainer": TrainerSpec("GKDTrainer"),
     "cpo-trainer": TrainerSpec("CPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT),
-    "orpo-trainer": TrainerSpec("ORPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT),
+    "orpo-trainer": TrainerSpec("ORPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT, loss="orpo"),
     "gmpo-trainer": TrainerSpec(
         "GMPOTrainer",
         generates="method",

@@ -82,7 +82,7 @@ def test_a_lost_sequence(monkeypatch):
 
 
 def test_a_lost_tool_mask(monkeypatch):
-    monkeypatch.setattr(twin_runs, "_with_tools", lambda trainer: None)
+    monkeypatch.setattr(twin_runs, "generate_tools", lambda trainer: None)
     assert outcome("grpo-trainer", tools=True)["gradient"].verdict == "disagree"
 
 

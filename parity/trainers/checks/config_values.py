@@ -6,7 +6,7 @@ applies them; a trainer that multiplies hidden states by `lm_head.weight` itself
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -76,7 +76,9 @@ def config_values(call: CheckCall) -> Iterator[Quantity]:
     batch = Batch(call)
     truth = shared(call, "model", lambda: altered(models.model(call.settings.model, torch.float64), call).eval())
     step = shared(call, "step", lambda: exact_step(truth, batch.definition))
-    value, model, handed = ASK[call.case.family](batch, call)
+    patched = call.spec.scored and not call.spec.generates
+    ask = _ask_patched if patched else _ask_scores if call.spec.scored else _ask_loss
+    value, model, handed = ask(batch, call)  # handed: the log-probs, where the trainer hands them out
     value.backward()
     if handed is not None:
         oracle, found = measured(truth, lambda model: {LOGPS: batch.logps(model)}), handed.detach().cpu()
@@ -182,6 +184,7 @@ def _fill(model: Any, head: str) -> None:
 
 
 def _ask_scores(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | None]:
+    """The scalar of the definition by the trainer's own path, the model whose gradients it has, and the log-probs."""
     trainer = _built(call, temperature=batch.temperature, beta=0.0)
     score = getattr(trainer, drive.scorer(trainer))
     with drive.fixed(call.path, trainer):
@@ -227,13 +230,3 @@ def _ask_loss(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | None
     with trl.quiet(), drive.fixed(call.path, trainer):
         inputs = {k: v.to(trainer.model.device) for k, v in batch.inputs().items()}
         return trainer.compute_loss(trainer.model, inputs), trainer.model, None
-
-
-ASK: dict[str, Callable[[Batch, CheckCall], tuple[Tensor, Any, Tensor | None]]] = {
-    "grpo-trainer": _ask_scores,
-    "rloo-trainer": _ask_scores,
-    "async-grpo-trainer": _ask_patched,
-    "dpo-trainer": _ask_loss,
-    "sft-trainer": _ask_loss,
-}
-"""The scalar of the definition by the trainer's own path, the model whose gradients it has, and the log-probs, if returned."""

@@ -61,15 +61,13 @@ def cases(seed: int) -> Iterator[CheckCase]:
 def sampler(call: CheckCall) -> Iterator[Quantity]:
     """Loss and every gradient by exp(log π - log π_sampler), truncated or masked as the mode says."""
     s, trainer = call.settings, call.case.family
-    run = Run(trainer, twin(trainer, loss=s.loss, beta=s.beta, split=s.split), call.path, **_options(call))
+    settings = twin(trainer, loss=s.loss, beta=s.beta, split=s.split, tools=s.tools)
+    run = Run(trainer, settings, call.path, **_options(call))
     given = log_probs(run.window.sequences, s.missing, s.tools)
     _report(run.built, run.window.sequences, given)
-    if s.tools:
-        twin_runs.generate_tools(run.built)
     run.built.use_vllm = True
     weigh = functools.partial(ratio, s, padded(given)) if s.correction else None
-    loss = Loss(run.window, SimpleNamespace(**vars(run.s) | {"tools": s.tools}), ratio=weigh)
-    yield from judged(call, run, loss)
+    yield from judged(call, run, Loss(run.window, run.s, ratio=weigh))
 
 
 def _options(call: CheckCall) -> dict[str, Any]:
@@ -85,8 +83,6 @@ def _options(call: CheckCall) -> dict[str, Any]:
         raise Unsupported(f"the installed version has no {FIELDS['mode']}: it truncates the ratios of tokens")
     if s.low is not None and FIELDS["low"] not in known:
         raise Unsupported(f"the installed version has no {FIELDS['low']}")
-    if s.tools and not trl.mentions("tool_mask"):
-        raise Unsupported("the installed version reads no tool_mask")
     newer = "vllm_importance_sampling_clip_max" in known
     wanted = {
         "vllm_importance_sampling_correction": s.correction,

@@ -6,7 +6,7 @@ exp(d) - d - 1 is off by u near d = 0, expm1(d) - d by next to nothing.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,7 +90,8 @@ def definition(call: CheckCall, step: FirstStep) -> Oracle:
         policy, reference, old = torch.stack(completion_logps(model, window * 3, temperature)).chunk(3)
         by = Policies(policy=policy, reference=reference, old=old, counted=counted)
         apart = {"logps": policy, "ref_logps": reference, "log_ratio": policy - reference}
-        return {name: x[seen] for name, x in apart.items()} | LOGGED[call.case.family](call, step, by)
+        shown = _pairs if call.spec.paired else _grpo if call.spec.baseline == "group" else _rloo
+        return {name: x[seen] for name, x in apart.items()} | shown(call, step, by)
 
     return measured(model, define)
 
@@ -151,23 +152,13 @@ def _rloo(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:
     return {"kl": _mean(by.old - by.reference, by.counted), "loss": loss}
 
 
-def _dpo(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:
+def _pairs(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:
+    """DPO's loss, whichever of two is chosen. Online DPO's KL sums over padding too."""
     policy, reference = ((x * by.counted).sum(1).chunk(2) for x in (by.policy, by.reference))
     delta = [p - r for p, r in zip(policy, reference, strict=True)]
     out = {"loss": -torch.nn.functional.logsigmoid(call.settings.beta * (delta[0] - delta[1])).mean()}
+    if call.spec.generates:
+        return out | {"kl": (by.policy - by.reference).sum(1).mean()}
     for i, side in enumerate(("chosen", "rejected")):
         out |= {f"rewards/{side}": call.settings.beta * delta[i].mean(), f"logps/{side}": policy[i].mean()}
     return out
-
-
-def _online(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:
-    """DPO's loss, whichever of two is chosen; the KL sums over padding too."""
-    return {"loss": _dpo(call, step, by)["loss"], "kl": (by.policy - by.reference).sum(1).mean()}
-
-
-LOGGED: dict[str, Callable[[CheckCall, FirstStep, Policies], dict[str, Tensor]]] = {
-    "grpo-trainer": _grpo,
-    "rloo-trainer": _rloo,
-    "dpo-trainer": _dpo,
-    "online-dpo-trainer": _online,
-}

@@ -61,7 +61,8 @@ def run(call: CheckCall) -> FirstStep:
         if getattr(trainer, "ref_model", None) is not None:
             checkpointing.install(trainer.ref_model, checkpoint=False)
     with drive.fixed(call.path, trainer):
-        step = WATCH[call.case.family](trainer)
+        watch = _watch_scores if call.spec.scored else _watch_online if call.spec.generates else _watch_pairs
+        step = watch(trainer)
     if wrapper is not None:
         step.lost = checkpointing.wrapped(trainer.model, wrapper)
     return step
@@ -118,11 +119,3 @@ def _watched(
         steps = recorder.train(trainer)
     batch = steps.batches[0]
     return FirstStep(*batches.parts(batch)[0], loss=steps.losses[0], log=drive.logged(trainer)), batch
-
-
-WATCH = {
-    "grpo-trainer": _watch_scores,
-    "rloo-trainer": _watch_scores,
-    "online-dpo-trainer": _watch_online,
-    "dpo-trainer": _watch_pairs,
-}

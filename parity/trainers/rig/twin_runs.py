@@ -1,9 +1,10 @@
 """Run a real trainer on one stored window, with one variation that must not change its gradients."""
 
+import ast
 import functools
 import inspect
 import itertools
-import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -101,7 +102,7 @@ def build(
     if spec.generates == "model":
         _generate_stored(out, window.rows)
     if s.tools:
-        (_with_tools if spec.rewarded else generate_tools)(out)
+        generate_tools(out)
     return out
 
 
@@ -210,10 +211,13 @@ def handed_names(generate: Any) -> list[str]:
     Raises:
         Unsupported: where it does not return completion_ids by that name.
     """
-    handed = re.findall(r"return ((?:\w+, )*completion_ids(?:, \w+)*)\n", inspect.getsource(generate))
-    if not handed:
-        raise Unsupported(f"{generate.__name__} of the installed version does not return completion_ids by that name")
-    return str(handed[0]).split(", ")
+    source = ast.parse(textwrap.dedent(inspect.getsource(generate)))
+    for returned in (node.value for node in ast.walk(source) if isinstance(node, ast.Return)):
+        parts = returned.elts if isinstance(returned, ast.Tuple) else [returned]
+        names = [part.id if isinstance(part, ast.Name) else "" for part in parts]
+        if "completion_ids" in names:
+            return names
+    raise Unsupported(f"{generate.__name__} of the installed version does not return completion_ids by that name")
 
 
 def _generate_stored(trainer: Any, rows: Sequence[Sample]) -> None:
@@ -227,25 +231,11 @@ def _generate_stored(trainer: Any, rows: Sequence[Sample]) -> None:
     generate_in_model(trainer, stored, lambda sequences: sequences)
 
 
-def _with_tools(trainer: Any) -> None:
-    """A tool mask beside what the trainer's own scoring hands to its own batching, as a tool-calling run has it."""
-
-    def scored(args: Any, out: Any) -> Any:
-        out["tool_mask"] = torch.where(out["completion_mask"].bool(), stored_window.external(out["completion_ids"]), 1)
-        if trl.mentions("self.tools"):  # the losses of 0.26 and 0.27 look at the mask for trainers with tools only
-            trainer.tools = [stored_window.external]
-        return out
-
-    if not trl.mentions("tool_mask"):
-        raise Unsupported("the installed version reads no tool_mask")
-    drive.changed(trainer, "_generate_and_score_completions", scored)
-
-
 def generate_tools(trainer: Any) -> None:
     """A tool mask beside the completions that the trainer's own generation hands on."""
     names = handed_names(trainer._generate) if hasattr(trainer, "_generate") else []
-    if "tool_mask" not in names:
-        raise Unsupported("the installed version generates no tool_mask")
+    if "tool_mask" not in names or trl.mentions("self.tools"):  # losses of 0.26 and 0.27 look at it beside tools alone
+        raise Unsupported("the installed version generates no tool_mask that its loss looks at")
 
     def generated(args: Any, out: Any) -> Any:
         found = dict(zip(names, out, strict=True))
