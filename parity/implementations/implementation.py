@@ -96,7 +96,7 @@ class Implementation:
 
     @property
     def is_trainer(self) -> bool:
-        """Whether checks drive it, and its adapter is never called."""
+        """Whether checks drive it: its call takes a case of one."""
         return self.family.endswith("-trainer")
 
     def recipe_for(self, inputs: Inputs) -> Recipe:

@@ -4,9 +4,11 @@ A check is one function under the decorator `parity.trainers.check.check`, in a 
 `MODULES` names. TRL, transformers and PEFT are imported inside functions, so that this module loads without them.
 """
 
+import contextlib
 import dataclasses
+import functools
 import importlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -14,7 +16,7 @@ from parity.case.case import Case
 from parity.case.inputs import Setting, filled
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
-from parity.trainers.check import CHECKS, PATHS, Check
+from parity.trainers.check import CHECKS, PATHS, Check, CheckCall, Quantity
 from parity.trainers.specs import TRAINERS
 
 MODULES = (
@@ -154,12 +156,16 @@ def of_user(kind: type, id: str) -> Implementation:
 
 
 def _implementation(id: str, trainer: str, role: Literal["reference", "candidate"], **more: Any) -> Implementation:
-    return Implementation(id, trainer, role, _not_an_adapter, library="trl", dtypes=frozenset({"fp32"}), **more)
+    call: Any = functools.partial(measured, more.get("user_class"))
+    return Implementation(id, trainer, role, call, library="trl", dtypes=frozenset({"fp32"}), **more)
 
 
-def _not_an_adapter(inputs: Any) -> Any:
-    """The adapter of an implementation that only checks run: it is never called."""
-    raise TypeError("a trainer check is run by parity.trainers.execute, not as an adapter")
+def measured(user_class: type | None, call: CheckCall) -> Iterator[Quantity]:
+    """The call of a trainer's implementation: what the case's check measures of it, `user_class` in the place of TRL's."""
+    from parity.trainers.rig import drive
+
+    with drive.using(user_class) if user_class else contextlib.nullcontext():
+        yield from family(call.case.family).check(call.case).run(call)
 
 
 def cases(name: str, profile: str, seed: int) -> list[Case]:
@@ -167,7 +173,7 @@ def cases(name: str, profile: str, seed: int) -> list[Case]:
     fam = family(name)
     out: dict[str, Case] = {}
     for one in fam.checks.values():
-        for trainer, settings in one.cases(profile, seed):
+        for trainer, settings in one.listed(profile, seed):
             if trainer == name:
                 case = fam.case(0, "fp32", {"check": one.name, **settings})
                 fam.full_settings(case)

@@ -7,7 +7,6 @@ path is an implementation in rows, such as "grpo-trainer.released".
 """
 
 import dataclasses
-import functools
 import math
 import random
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ PATHS = {
     "fused": "the installed version's Liger path (use_liger_loss, use_liger_kernel), model layers unchanged",
     "fixed": "the same after parity.fixes.apply(trainer)",
 }
+EVERY_PATH = tuple(PATHS)
 
 
 class Definition(Protocol):
@@ -113,16 +113,12 @@ def holds(
 
 @dataclasses.dataclass(frozen=True)
 class CheckCall:
-    """A case of a check on one path: what a check function is given.
-
-    `user_class`: a user's trainer, driven instead of the TRL class that it extends.
-    """
+    """A case of a check on one path: what a check function is given."""
 
     case: Case
     settings: SimpleNamespace
     path: str
     device: str
-    user_class: type | None = None
 
     @property
     def trainer(self) -> str:
@@ -151,29 +147,6 @@ def shared(call: CheckCall, name: str, make: Callable[[], Made]) -> Made:
 CheckCase = tuple[str, Mapping[str, Any]]
 """A case of a check as it is listed: the trainer, and the settings away from their default."""
 
-CheckCases = Callable[[str, int], Iterable[CheckCase]]
-"""Profile and seed -> the cases of a check in that profile."""
-
-
-def by_profile(
-    quick: Sequence[CheckCase] = (), pr: Sequence[CheckCase] = (), covered: Callable[[CheckCase], bool] | None = None
-) -> Callable[[Callable[[int], Iterable[CheckCase]]], CheckCases]:
-    """Make `CheckCases` of a function of the seed, which is asked in nightly and soak; the short profiles have a few fixed ones.
-
-    `covered`: pr has `every_value` too, of those for which it is true.
-    """
-
-    def decorate(longer: Callable[[int], Iterable[CheckCase]]) -> CheckCases:
-        @functools.wraps(longer)
-        def cases(profile: str, seed: int) -> Iterable[CheckCase]:
-            if profile == "pr":
-                return [*pr, *(every_value(filter(covered, longer(seed)), pr) if covered else ())]
-            return quick if profile == "quick" else longer(seed)
-
-        return cases
-
-    return decorate
-
 
 def every_value(cases: Iterable[CheckCase], listed: Sequence[CheckCase] = ()) -> Iterator[CheckCase]:
     """A part of the cases with which, beside the listed ones, each trainer has every value of every setting, and each value
@@ -196,6 +169,11 @@ def every_value(cases: Iterable[CheckCase], listed: Sequence[CheckCase] = ()) ->
         yield from ((trainer, settings) for settings in covering(every, shown, met))
 
 
+def always(case: CheckCase) -> bool:
+    """Every case, as `Check.covered`."""
+    return True
+
+
 @dataclasses.dataclass(frozen=True)
 class Check:
     """A registered check.
@@ -204,11 +182,12 @@ class Check:
         name: as in the setting `check`.
         trainers: families of `TRAINERS` it is about.
         settings: its dimensions with their defaults.
-        cases: (profile, seed) -> (trainer, settings away from default) of that profile.
+        cases: seed -> all its cases, those of nightly and soak.
         run: a call of the check -> what was measured. Raises `parity.errors.Unsupported` with the reason where nothing is to be
             judged; any other exception is a verdict (refused, crashed).
+        quick, pr: its cases in these profiles.
+        covered: pr has `every_value` of `cases` too, of those for which it is true.
         paths: the paths of `PATHS` on which it is run.
-        doc: first line of the function's docstring, for listings.
         drives: whether it drives the trainer's class in this process, so that a user's own can take its place; else it
             looks at functions beside the class, or starts processes of its own.
         moves: whether it hands the device of its call to what it runs; the others run on the CPU whatever the run's device is.
@@ -217,12 +196,25 @@ class Check:
     name: str
     trainers: tuple[str, ...]
     settings: Mapping[str, Setting]
-    cases: CheckCases
+    cases: Callable[[int], Iterable[CheckCase]]
     run: Callable[[CheckCall], Iterator[Quantity]]
+    quick: Sequence[CheckCase] = ()
+    pr: Sequence[CheckCase] = ()
+    covered: Callable[[CheckCase], bool] = lambda case: False
     paths: tuple[str, ...] = ("released", "fixed")
-    doc: str = ""
     drives: bool = True
     moves: bool = False
+
+    @property
+    def doc(self) -> str:
+        """First line of the function's docstring, for listings."""
+        return (self.run.__doc__ or "").strip().partition("\n")[0]
+
+    def listed(self, profile: str, seed: int) -> Iterable[CheckCase]:
+        """Its cases in a profile."""
+        if profile == "pr":
+            return [*self.pr, *every_value(filter(self.covered, self.cases(seed)), self.pr)]
+        return self.quick if profile == "quick" else self.cases(seed)
 
 
 CHECKS: dict[str, Check] = {}
@@ -232,18 +224,16 @@ def check(
     name: str,
     trainers: Iterable[str],
     settings: Mapping[str, Setting],
-    cases: CheckCases,
-    paths: tuple[str, ...] = ("released", "fixed"),
-    drives: bool = True,
-    moves: bool = False,
+    cases: Callable[[int], Iterable[CheckCase]],
+    **more: Any,
 ) -> Callable[[Callable[[CheckCall], Iterator[Quantity]]], Callable[[CheckCall], Iterator[Quantity]]]:
-    """Register a function as `Check(name, …)`.
+    """Register a function as `Check(name, …)`; `more`: further attributes of it.
 
     Raises:
         UsageError: for a trainer or a path that does not exist, or a name that is taken by another module.
     """
     wanted = tuple(trainers)
-    for one, known in [*((t, TRAINERS) for t in wanted), *((w, PATHS) for w in paths)]:
+    for one, known in [*((t, TRAINERS) for t in wanted), *((w, PATHS) for w in more.get("paths", ()))]:
         if one not in known:
             raise UsageError(f"check {name}: {one!r} is unknown, choose from {', '.join(known)}")
 
@@ -251,8 +241,7 @@ def check(
         other = CHECKS.get(name)
         if other is not None and other.run.__module__ != run.__module__:
             raise UsageError(f"check {name!r} is registered by {other.run.__module__} and {run.__module__}")
-        doc = (run.__doc__ or "").strip().partition("\n")[0]
-        CHECKS[name] = Check(name, wanted, settings, cases, run, paths, doc, drives, moves)
+        CHECKS[name] = Check(name, wanted, settings, cases, run, **more)
         return run
 
     return register

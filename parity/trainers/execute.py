@@ -1,6 +1,5 @@
 """A case of a trainer check as result rows. An exception is a verdict; a disagreement runs twice."""
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,7 +41,7 @@ def rows(
             return
         announce(implementation)
         used = device if found.moves else "cpu"  # the row tells the device that was used
-        call = CheckCall(case, settings, path_of(implementation), used, implementation.user_class)
+        call = CheckCall(case, settings, path_of(implementation), used)
         with within("implementation", implementation.id):
             found_rows = list(_rows(found, call, implementation))
         yield from map(blame.decide, found_rows)
@@ -51,7 +50,7 @@ def rows(
 def _rows(found: Check, call: CheckCall, implementation: Implementation) -> Iterator[Row]:
     base = _base(call, implementation)
     missing = implementation.missing()
-    if call.user_class and not found.drives:
+    if implementation.user_class and not found.drives:
         missing = (
             f"check {found.name} does not drive the trainer's class in this process: it cannot drive yours instead"
         )
@@ -59,13 +58,13 @@ def _rows(found: Check, call: CheckCall, implementation: Implementation) -> Iter
         yield replace(base, message=missing)
         return
     with drive.noting() as noted:
-        outcome, results = attempt(found, call, implementation)
+        outcome, results = attempt(call, implementation)
     features = noted.features()
     if outcome.verdict != "ran":
         yield replace(stopped_row(call, implementation, outcome), features=features)
         return
     failing = [q.name for q, j in results if not j.agrees]
-    unsteady = flaky(failing, lambda: {q.name: j.agrees for q, j in attempt(found, call, implementation)[1]})
+    unsteady = flaky(failing, lambda: {q.name: j.agrees for q, j in attempt(call, implementation)[1]})
     for number, (q, j) in enumerate(results):  # once a case is enough: results files are long
         yield _row(base if number else replace(base, features=features), q, j, q.name in unsteady)
 
@@ -87,14 +86,13 @@ def stopped_row(call: CheckCall, implementation: Implementation, outcome: Outcom
 
 
 @within("stage", "trainer check")
-def attempt(found: Check, call: CheckCall, implementation: Implementation) -> tuple[Outcome, list[Judged]]:
-    """Run the check once; what it raised as an outcome. A check that measured nothing is a fault of the harness."""
+def attempt(call: CheckCall, implementation: Implementation) -> tuple[Outcome, list[Judged]]:
+    """Call the implementation once; what it raised as an outcome. A check that measured nothing is a fault of the harness."""
     results: list[Judged] = []
 
     def run() -> Outcome:
-        user_class = drive.using(call.user_class) if call.user_class else contextlib.nullcontext()
-        with user_class:
-            results.extend((quantity, judge(quantity)) for quantity in found.run(call))
+        driven: Any = implementation.call
+        results.extend((quantity, judge(quantity)) for quantity in driven(call))
         return Outcome("ran") if results else Outcome("unsupported", message="nothing was measured", blame="harness")
 
     return guarded(implementation, run), results

@@ -113,7 +113,7 @@ def fates(family: str, seed: int, budget: int, device: str = "cpu") -> list[Fate
 
 
 def _judged(call: CheckCall, implementation: Implementation, fate: Fate, ledger: Ledger) -> Fate:
-    outcome, results = attempt(catalogue.family(call.case.family).check(call.case), call, implementation)
+    outcome, results = attempt(call, implementation)
     fate = dataclasses.replace(fate, cases=fate.cases + 1, judged=fate.judged + len(results))
     return _killed_by(call, implementation, fate, ledger, outcome, results)
 

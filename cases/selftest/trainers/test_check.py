@@ -38,9 +38,7 @@ def toy(monkeypatch):
     """A check of its own on the GRPO trainer, taken out again."""
     CALLS.clear()
 
-    @check(
-        "toy", ("grpo-trainer",), SETTINGS, lambda profile, seed: [("grpo-trainer", {})], paths=("released", "fixed")
-    )
+    @check("toy", ("grpo-trainer",), SETTINGS, lambda seed: [("grpo-trainer", {})], paths=("released", "fixed"))
     def toy(call):
         CALLS.append(call)
         kind = call.settings.kind
@@ -138,7 +136,7 @@ def test_an_unknown_trainer_is_a_usage_error():
     with pytest.raises(UsageError, match="unknown"):
         family("gpro-trainer")
     with pytest.raises(UsageError, match="'odd'"):
-        check("x", ("grpo-trainer",), {}, lambda profile, seed: [], paths=("odd",))
+        check("x", ("grpo-trainer",), {}, lambda seed: [], paths=("odd",))
 
 
 def test_nan_never_agrees():

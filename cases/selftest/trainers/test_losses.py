@@ -169,7 +169,7 @@ def test_a_loss_of_another_trainer_is_not_run():
 
 
 def test_cells_of_nightly_name_every_loss_of_every_trainer():
-    seen = {(t, c.get("loss", losses.SETTINGS["loss"].default)) for t, c in losses.cases("nightly", 0)}
+    seen = {(t, c.get("loss", losses.SETTINGS["loss"].default)) for t, c in losses.cases(0)}
     assert seen == {(t, name) for t, names in losses.OWN.items() for name in names}
 
 

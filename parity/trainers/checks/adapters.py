@@ -9,7 +9,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.rig import drive, models, stored_window
@@ -79,7 +79,6 @@ PR: list[CheckCase] = [
 is trained."""
 
 
-@by_profile(pr=PR)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every trainer with every kind, and with checkpointing."""
     for trainer in TWINS:
@@ -94,7 +93,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
             yield trainer, {"checkpointing": checkpointing}
 
 
-@check("adapters", TWINS, SETTINGS, cases, paths=("released", "fused", "fixed"))
+@check("adapters", TWINS, SETTINGS, cases, pr=PR, paths=EVERY_PATH)
 def adapters(call: CheckCall) -> Iterator[Quantity]:
     """One batch with a LoRA: loss and every gradient of the adapter, by the reference that its kind implies."""
     trainer, s = call.case.family, call.settings

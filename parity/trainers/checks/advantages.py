@@ -16,7 +16,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, always, check
 from parity.trainers.rig import drive, models, stored_window
 from parity.upstream import trl
 
@@ -42,7 +42,6 @@ SETTINGS = {
 }
 
 
-@by_profile(pr=[("grpo-trainer", {"rewards": "weighted"})], covered=lambda case: True)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every table with every scale."""
     for rewards in REWARDS:
@@ -50,7 +49,16 @@ def cases(seed: int) -> Iterator[CheckCase]:
         yield from (("rloo-trainer", {"rewards": rewards, "normalize": normalize}) for normalize in (False, True))
 
 
-@check("advantages", ("grpo-trainer", "rloo-trainer"), SETTINGS, cases, paths=("released",), moves=True)
+@check(
+    "advantages",
+    ("grpo-trainer", "rloo-trainer"),
+    SETTINGS,
+    cases,
+    pr=[("grpo-trainer", {"rewards": "weighted"})],
+    covered=always,
+    paths=("released",),
+    moves=True,
+)
 def advantages(call: CheckCall) -> Iterator[Quantity]:
     """Advantages of a generation batch, by their definition: (r - mean) / (std + 1e-4) in a group, or leave-one-out."""
     rewards, weights = table(call.settings.rewards)

@@ -16,7 +16,7 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, shared
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, shared
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.scored import completion_logps
 from parity.trainers.definitions.training_step import LOSS, exact_step, measured
@@ -58,7 +58,6 @@ def _in_pr(case: CheckCase) -> bool:
     return wanted and len(settings) == 1
 
 
-@by_profile(quick=PR[:1], pr=PR, covered=_in_pr)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every model and every head."""
     yield from PR
@@ -70,7 +69,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
             yield trainer, {"model": "gemma2", "head": head}
 
 
-@check("config-values", TRAINERS, SETTINGS, cases, moves=True)
+@check("config-values", TRAINERS, SETTINGS, cases, quick=PR[:1], pr=PR, covered=_in_pr, moves=True)
 def config_values(call: CheckCall) -> Iterator[Quantity]:
     """Log-probs (or the loss made of them) and every gradient equal those of the model's own logits."""
     batch = Batch(call)

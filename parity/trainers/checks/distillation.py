@@ -15,7 +15,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.families.divergence import completed, divergence
 from parity.fixes import patches
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds
 from parity.trainers.definitions.formulas import jsd
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.scored import Scored
@@ -38,20 +38,18 @@ SHORT: list[CheckCase] = [("server-distillation-trainer", s) for s in ({"beta": 
 SHORT_CONTROL: list[CheckCase] = [("gkd-trainer", {**LEAKED, "prompts": "ragged"})]
 
 
-@by_profile(SHORT, SHORT)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every beta with every split."""
     yield from (("server-distillation-trainer", {"beta": b, "split": s}) for b in BETAS for s in SPLITS)
 
 
-@by_profile(SHORT_CONTROL, SHORT_CONTROL)
 def control_cases(seed: int) -> Iterator[CheckCase]:
     """The same, and with every kind of prompts."""
-    for _, settings in cases("nightly", seed):
+    for _, settings in cases(seed):
         yield from (("gkd-trainer", {**settings, "prompts": prompts}) for prompts in teacher_client.SAMPLES)
 
 
-@check("teacher-server", ("server-distillation-trainer",), {"beta": BETA, "split": SPLIT}, cases)
+@check("teacher-server", ("server-distillation-trainer",), {"beta": BETA, "split": SPLIT}, cases, quick=SHORT, pr=SHORT)
 def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     """Distillation from a teacher on a server on ragged completions: finite, and by the definition."""
     s = call.settings
@@ -103,6 +101,8 @@ def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float) -> Tenso
         "prompts": Setting("equal", "lengths of the prompts", ("equal", "ragged")),
     },
     control_cases,
+    quick=SHORT_CONTROL,
+    pr=SHORT_CONTROL,
     paths=("released",),
     moves=True,
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parity.case.inputs import Setting
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.scored import rows
@@ -24,7 +24,6 @@ SETTINGS = {
 TRAINERS = having(FIELD)
 
 
-@by_profile(pr=[(trainer, {"split": "4x2"}) for trainer in TRAINERS])
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every trainer with and without accumulation, and with the loss turned off."""
     for trainer in TRAINERS:
@@ -33,7 +32,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
         yield trainer, {"coefficient": 0.0}
 
 
-@check("experts", TRAINERS, SETTINGS, cases)
+@check("experts", TRAINERS, SETTINGS, cases, pr=[(trainer, {"split": "4x2"}) for trainer in TRAINERS])
 def experts(call: CheckCall) -> Iterator[Quantity]:
     """Loss and gradients are those of the trainer's loss plus coefficient times the mean over micro-batches of the balance."""
     s = call.settings

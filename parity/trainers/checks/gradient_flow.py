@@ -12,7 +12,7 @@ import torch
 
 from parity.case.case import normal
 from parity.case.inputs import Setting
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds
 from parity.trainers.rig import drive, models, recorder
 from parity.upstream import trl
 
@@ -32,7 +32,6 @@ PR: tuple[CheckCase, ...] = (("grpo-trainer", {"trained": "frozen-embeddings"}),
 """The two that failed."""
 
 
-@by_profile(pr=PR)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Everything."""
     for trainer in TRAINERS:
@@ -40,7 +39,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
             yield from ((trainer, {"checkpointing": checkpointing, "trained": trained}) for trained in TRAINED)
 
 
-@check("gradient-flow", TRAINERS, SETTINGS, cases, moves=True)
+@check("gradient-flow", TRAINERS, SETTINGS, cases, pr=PR, moves=True)
 def gradient_flow(call: CheckCall) -> Iterator[Quantity]:
     """One step gives every trainable parameter a finite gradient that is not zero, and moves it."""
     trainer = build(call)

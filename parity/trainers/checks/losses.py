@@ -11,7 +11,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check, holds
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import CPO, DPO, MIXED, ONLINE, OPTIONS, Loss, kl_of_others
 from parity.trainers.rig import drive, stored_window
@@ -95,7 +95,6 @@ HONOURED: dict[str, tuple[Moved, ...]] = {
 """Trainer -> the losses, none for all, and the settings that they are looked at with."""
 
 
-@by_profile(pr=PR, covered=lambda case: True)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every loss of every trainer, and with each of the settings that it honours."""
     plain: dict[str, Any]
@@ -107,7 +106,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
             yield from ((trainer, {**plain, **more}) for only, more in HONOURED[trainer] if loss in (only or names))
 
 
-@check("losses", tuple(OWN), SETTINGS, cases, paths=("released", "fused", "fixed"))
+@check("losses", tuple(OWN), SETTINGS, cases, pr=PR, covered=always, paths=EVERY_PATH)
 def losses(call: CheckCall) -> Iterator[Quantity]:
     """One batch of eight: loss and every gradient as the definition of its loss type has them."""
     trainer, s = call.case.family, call.settings

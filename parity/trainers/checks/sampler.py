@@ -12,7 +12,7 @@ from torch import Tensor
 from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import Loss, padded
 from parity.trainers.definitions.scored import Scored
@@ -44,7 +44,6 @@ PR: tuple[CheckCase, ...] = (
 )
 
 
-@by_profile(pr=PR, covered=lambda case: True)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every mode with every bound, and each other setting with a mode of tokens and of sequences."""
     for mode in MODES:
@@ -57,7 +56,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
                 yield "grpo-trainer", {"mode": mode, name: value}
 
 
-@check("sampler", ("grpo-trainer",), SETTINGS, cases, paths=("released", "fused", "fixed"))
+@check("sampler", ("grpo-trainer",), SETTINGS, cases, pr=PR, covered=always, paths=EVERY_PATH)
 def sampler(call: CheckCall) -> Iterator[Quantity]:
     """Loss and every gradient by exp(log π - log π_sampler), truncated or masked as the mode says."""
     s, trainer = call.settings, call.case.family

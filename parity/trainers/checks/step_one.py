@@ -17,7 +17,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.policy import divergence
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, by_profile, check, holds, pairwise
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, check, holds, pairwise
 from parity.trainers.definitions.scored import completion_logps
 from parity.trainers.definitions.training_step import measured
 from parity.trainers.rig import checkpointing, drive, models
@@ -46,7 +46,6 @@ A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
 )
 
 
-@by_profile(quick=A_FEW[:2], pr=A_FEW)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every pair of values, per trainer."""
     yield from A_FEW
@@ -55,7 +54,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
         yield from ((trainer, case) for case in pairwise(has, seed + number))
 
 
-@check("step-one", TRAINERS, SETTINGS, cases, paths=("released", "fused", "fixed"), moves=True)
+@check("step-one", TRAINERS, SETTINGS, cases, quick=A_FEW[:2], pr=A_FEW, paths=EVERY_PATH, moves=True)
 def step_one(call: CheckCall) -> Iterator[Quantity]:
     """With the policy equal to the reference the first step shows no KL, no log-ratio and the loss of ratio 1."""
     step = run(call)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parity.case.inputs import Setting
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.rig import batches, drive
@@ -24,7 +24,6 @@ SETTINGS = {
 TRAINERS = having("max_length")
 
 
-@by_profile(pr=[("dpo-trainer", {})], covered=lambda case: True)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every trainer with every setting."""
     for trainer in TRAINERS:
@@ -33,7 +32,15 @@ def cases(seed: int) -> Iterator[CheckCase]:
                 yield trainer, {"mode": mode, "split": split}
 
 
-@check("truncation", TRAINERS, SETTINGS, cases, paths=("released", "fused", "fixed"))
+@check(
+    "truncation",
+    TRAINERS,
+    SETTINGS,
+    cases,
+    pr=[("dpo-trainer", {})],
+    covered=always,
+    paths=EVERY_PATH,
+)
 def truncation(call: CheckCall) -> Iterator[Quantity]:
     """The sequences that reach the loss are cut where the config says, and loss and gradients are theirs."""
     s, known = call.settings, trl.fields(drive.config(call.trainer))

@@ -8,7 +8,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds
 from parity.trainers.checks.twins import by_definition, twin
 from parity.trainers.definitions.gradients import gradients
 from parity.trainers.rig import ranks
@@ -29,7 +29,6 @@ SETTINGS = {
 }
 
 
-@by_profile()
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every trainer by DDP and FSDP2, and with one matrix that a wrapper must not take for two."""
     for settings in ({}, {"sharding": "fsdp2"}, {"sharding": "fsdp2", "model": "qwen2"}):

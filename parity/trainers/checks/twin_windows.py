@@ -13,7 +13,7 @@ import torch
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, holds, shared, summed
+from parity.trainers.check import CheckCall, CheckCase, Quantity, always, check, holds, shared, summed
 from parity.trainers.checks.twins import GRPO_TYPES, SETTINGS, by_definition, twin
 from parity.trainers.definitions.formulas import Generation, Loss, beyond
 from parity.trainers.definitions.gradients import first_step, gradients, logged, window_loss
@@ -238,7 +238,6 @@ PR: tuple[CheckCase, ...] = (
 )
 
 
-@by_profile(pr=PR, covered=lambda case: True)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every kind, those that a trainer has; evaluation for all."""
     for kind, window in WINDOWS.items():
@@ -252,6 +251,8 @@ def cases(seed: int) -> Iterator[CheckCase]:
     JUDGED,
     {"kind": Setting("evaluation", "what is looked at", tuple(WINDOWS)), "loss": SETTINGS["loss"]},
     cases,
+    pr=PR,
+    covered=always,
     paths=("released", "fixed"),
 )
 def beyond_one_window(call: CheckCall) -> Iterator[Quantity]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from parity.case.inputs import Setting, defaults
 from parity.judge.operations import AnyOperation
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, Quantity, by_profile, check, shared
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.training_step import AutocastRounding, exact_step
@@ -78,7 +78,6 @@ def _in_pr(case: CheckCase) -> bool:
     return case[0] in ("sft-trainer", "grpo-trainer") or not case[1].keys() & {"model", "checkpointing", "precision"}
 
 
-@by_profile(quick=_short("sft-trainer", "grpo-trainer"), pr=PR, covered=_in_pr)
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every value of every setting by itself, per trainer, and GRPO's losses at 2x4."""
     for trainer in JUDGED:
@@ -90,7 +89,16 @@ def cases(seed: int) -> Iterator[CheckCase]:
             yield from ((trainer, {name: v, "split": half}) for v in values)
 
 
-@check("twins", JUDGED, SETTINGS, cases, paths=("released", "fused", "fixed"))
+@check(
+    "twins",
+    JUDGED,
+    SETTINGS,
+    cases,
+    quick=_short("sft-trainer", "grpo-trainer"),
+    pr=PR,
+    covered=_in_pr,
+    paths=EVERY_PATH,
+)
 def twins(call: CheckCall) -> Iterator[Quantity]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s = twin(call.case.family, **vars(call.settings))
