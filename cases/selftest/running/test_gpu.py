@@ -184,12 +184,18 @@ def test_what_a_gpu_has_of_its_own_is_watched_and_put_back():
     assert named | {"CUDA RNG changed", "autocast changed", "float32_matmul_precision changed"} <= set(leaks)
 
 
-def test_ranks_on_the_cpu_see_no_gpu(monkeypatch, tmp_path):
+def test_ranks_on_the_cpu_see_no_gpu(monkeypatch):
     """Rank 1 would take a GPU that a box has not."""
     seen = []
+
+    def started(command, env, **_):
+        seen.append(env)
+        raise Unsupported("nothing is started")
+
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    monkeypatch.setattr(ranks.subprocess, "Popen", lambda command, env, **_: seen.append(env))
-    ranks._start(tmp_path, 1, 2, 1)
+    monkeypatch.setattr(ranks.subprocess, "Popen", started)
+    with pytest.raises(Unsupported):
+        ranks.launch({}, "none", 2)
     assert [env["CUDA_VISIBLE_DEVICES"] for env in seen] == [""]
 
 

@@ -1,6 +1,6 @@
-"""Several processes that train together: `python -m parity.trainers.rig.ranks PLAN.json`, rank and size from the environment.
+"""Several processes that train together: torchrun starts `python -m parity.trainers.rig.ranks PLAN.json` in each.
 
-The ranks talk through gloo on loopback, as torchrun would have started them. Each writes the gradients that it hands to
+The ranks talk through gloo on loopback. Each writes the gradients that it hands to
 its optimizer, after the reduction, and the sequences that it was given.
 """
 
@@ -8,11 +8,10 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
+import re
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -55,41 +54,34 @@ def launch(trainers: Mapping[str, Mapping[str, Any]], sharding: str, ranks: int)
     `trainers`: family -> settings of the twin, as `twins.SETTINGS`; `sharding`: "none" or "fsdp2".
 
     Raises:
-        Unsupported: when a process fails or takes longer than `TIMEOUT` seconds; the message is its last line.
+        Unsupported: when a process fails or takes longer than `TIMEOUT` seconds, with the last error.
     """
     with tempfile.TemporaryDirectory(prefix="parity-ranks-") as name:
-        folder, end = Path(name), time.monotonic() + TIMEOUT
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        (folder / "plan.json").write_text(json.dumps([trainers, sharding]))
-        running = [_start(folder, rank, ranks, port) for rank in range(ranks)]
-        try:
-            while None in (codes := [p.poll() for p in running]) and not any(codes) and time.monotonic() < end:
-                time.sleep(0.05)
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
-        codes = [process.returncode for process in running]
-        for rank in (rank for rank, code in enumerate(codes) if code and code > 0):
-            last = (folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2]
-            raise Unsupported(f"rank {rank} of {ranks} failed: {last}")
-        if any(codes):
-            raise Unsupported(f"{ranks} ranks did not end within {TIMEOUT:.0f} s")
-        return {trainer: [Rank(**torch.load(folder / f"{trainer}-{i}")) for i in range(ranks)] for trainer in trainers}
-
-
-def _start(folder: Path, rank: int, ranks: int, port: int) -> subprocess.Popen[bytes]:
-    joining = dict(zip(JOINING, (rank, rank, ranks, ranks, "127.0.0.1", port), strict=True))
-    settings = {name: str(value) for name, value in joining.items()} | {"ACCELERATE_USE_CPU": "true"}
-    with open(folder / f"{rank}.log", "wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "parity.trainers.rig.ranks", str(folder / "plan.json")],
-            env=os.environ | environment("cpu", 1) | {"CUDA_VISIBLE_DEVICES": ""} | settings,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        plan, written = Path(name, "plan.json"), Path(name, "log")
+        plan.write_text(json.dumps([trainers, sharding]))
+        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
+        torchrun += [
+            "--rdzv-endpoint=127.0.0.1:0",
+            "--local-addr=127.0.0.1",
+            "-m",
+            "parity.trainers.rig.ranks",
+            str(plan),
+        ]
+        env = os.environ | environment("cpu", 1) | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+        with (
+            open(written, "wb") as log,
+            subprocess.Popen([sys.executable, *torchrun], env=env, stdout=log, stderr=subprocess.STDOUT) as process,
+        ):
+            try:
+                code = process.wait(TIMEOUT)
+            except subprocess.TimeoutExpired:
+                raise Unsupported(f"{ranks} ranks did not end within {TIMEOUT:.0f} s") from None
+            finally:
+                process.terminate()  # torchrun ends its ranks
+        if code:
+            errors = re.findall(r"\w+Error: .*", written.read_text(errors="replace"))
+            raise Unsupported(f"{ranks} ranks failed: {errors[-1] if errors else f'exit code {code}'}")
+        return {t: [Rank(**torch.load(plan.parent / f"{t}-{i}")) for i in range(ranks)] for t in trainers}
 
 
 def main(argv: Sequence[str]) -> int:
