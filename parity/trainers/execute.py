@@ -19,7 +19,6 @@ from parity.protocol.exceptions import Outcome
 from parity.results.row import VALUE, Row, finite
 from parity.trainers.catalogue import family, path_of
 from parity.trainers.check import Check, CheckCall, Quantity
-from parity.trainers.rig import drive
 
 Judged = tuple[Quantity, Judgement]
 
@@ -57,16 +56,13 @@ def _rows(found: Check, call: CheckCall, implementation: Implementation) -> Iter
     if missing:
         yield replace(base, message=missing)
         return
-    with drive.noting() as noted:
-        outcome, results = attempt(call, implementation)
-    features = noted.features()
+    outcome, results = attempt(call, implementation)
     if outcome.verdict != "ran":
-        yield replace(stopped_row(call, implementation, outcome), features=features)
+        yield stopped_row(call, implementation, outcome)
         return
     failing = [q.name for q, j in results if not j.agrees]
     unsteady = flaky(failing, lambda: {q.name: j.agrees for q, j in attempt(call, implementation)[1]})
-    for number, (q, j) in enumerate(results):  # once a case is enough: results files are long
-        yield _row(base if number else replace(base, features=features), q, j, q.name in unsteady)
+    yield from (_row(base, q, j, q.name in unsteady) for q, j in results)
 
 
 def _base(call: CheckCall, implementation: Implementation) -> Row:

@@ -11,6 +11,7 @@ from cases.selftest.controls.correct import control
 from fixtures.pretended_cuda import pretended
 from parity import bootstrap, process
 from parity.case.profiles import SHARDS, SHARDS_CUDA
+from parity.errors import Unsupported
 from parity.protocol import process_state
 from parity.protocol.call import execute
 from parity.protocol.switches import matmul_precision

@@ -1,7 +1,6 @@
 """Real trainers of the installed TRL over tiny models: configured, built and run for one recorded step."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
@@ -30,32 +29,6 @@ def using(user_class: type) -> Iterator[None]:
         yield
     finally:
         _USER_CLASS.reset(token)
-
-
-@dataclasses.dataclass
-class Noted:
-    """What a check set and saw: fields of configs away from their default, and the trainers that it built."""
-
-    config: set[str] = dataclasses.field(default_factory=set)
-    trainers: list[Any] = dataclasses.field(default_factory=list)
-
-    def features(self) -> dict[str, list[str]]:
-        """`config`, and `logged`: the keys that the trainers logged; for the features of a row."""
-        logged = {key for t in self.trainers for entry in t.state.log_history for key in entry}
-        return {"config": sorted(self.config), "logged": sorted(logged)}
-
-
-_NOTED: ContextVar[Noted | None] = ContextVar("_NOTED", default=None)
-
-
-@contextlib.contextmanager
-def noting() -> Iterator[Noted]:
-    """While it lasts, configs and trainers are noted."""
-    token = _NOTED.set(Noted())
-    try:
-        yield _NOTED.get() or Noted()
-    finally:
-        _NOTED.reset(token)
 
 
 def trl_class(name: str) -> type:
@@ -140,10 +113,8 @@ def build(
         Unsupported: for a field in `needed` that the version has not, and where the release has another trainer under this
             name (RLOO before 0.21 is a PPO trainer).
     """
-    kind, of, noted = trl_class(trainer), config(trainer), _NOTED.get()
-    args, known = trl.configured(of, device, {**BASE, **wanted}, tuple(needed)), trl.fields(of)
-    if noted is not None:
-        noted.config |= {n for n, v in {**BASE, **wanted}.items() if n in known and v != known[n]}
+    kind = trl_class(trainer)
+    args = trl.configured(config(trainer), device, {**BASE, **wanted}, tuple(needed))
     if not trl.accepts(kind, "model"):
         raise Unsupported(f"the installed version's {trainer} is another one: it takes no `model`")
     given: dict[str, Any] = {"model": model, "args": args, "processing_class": models.tokenizer(), **more}
@@ -156,10 +127,7 @@ def build(
     if peft_config is not None:
         given["peft_config"] = peft_config
     with trl.quiet(), trl.environment_kept():
-        out = kind(**given)
-    if noted is not None:
-        noted.trainers.append(out)
-    return out
+        return kind(**given)
 
 
 @contextlib.contextmanager
