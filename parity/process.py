@@ -111,6 +111,7 @@ def environment(device: str, threads: int) -> dict[str, str]:
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(threads),
+        "PYTHONHASHSEED": "0",  # transformers builds parts of Gemma-4 and ModernBERT in the order of a set
         "TRL_EXPERIMENTAL_SILENCE": "1",
         "UNSLOTH_IS_PRESENT": "1",
         "UNSLOTH_ALLOW_CPU": "1",

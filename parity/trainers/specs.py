@@ -115,7 +115,7 @@ SPECS = {
         "completions",
         loss="nll",
         twins=({},),
-        own=("packed",),
+        own=("none", "packed"),
         has=("router_aux_loss_coef", "max_length", "truncation_mode"),
     ),
     "distillation-trainer": TrainerSpec(

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -198,6 +199,14 @@ def test_ranks_on_the_cpu_see_no_gpu(monkeypatch):
     with pytest.raises(Unsupported):
         ranks.launch({}, "none", 2)
     assert [env["CUDA_VISIBLE_DEVICES"] for env in seen] == [""]
+
+
+def test_workers_hash_text_alike():
+    """Else the order of a set in transformers decides the random errors of a replica."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"} | process.environment("cpu", 1)
+    command = [sys.executable, "-c", "print(hash('sliding_attention'))"]
+    told = {subprocess.run(command, env=env, capture_output=True, check=True).stdout for _ in range(2)}
+    assert len(told) == 1
 
 
 def test_containers_with_triton_under_another_name(tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.families.divergence import completed, divergence
 from parity.fixes import patches
-from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, pairwise
 from parity.trainers.definitions.formulas import jsd
 from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.scored import Scored
@@ -24,14 +24,12 @@ from parity.trainers.rig import batches, drive, models, recorder, stored_window,
 from parity.trainers.rig.batches import Sequences
 from parity.trainers.rig.teacher_client import Teacher
 
-BETAS, SPLITS = (0.0, 0.5, 1.0), ("1x2", "2x1")
 ARCHITECTURE, TEACHER = "llama", "qwen2"
-
-
-BETA = Setting(1.0, "teacher's weight in the divergence: 0 forward KL, 1 reverse KL", BETAS)
-SPLIT = Setting("2x1", "batch x accumulation", SPLITS)
-
-
+SETTINGS = {
+    "beta": Setting(1.0, "teacher's weight in the divergence: 0 forward KL, 1 reverse KL", (0.0, 0.5, 1.0)),
+    "split": Setting("2x1", "batch x accumulation", ("1x2", "2x1")),
+}
+PROMPTS = {"prompts": Setting("equal", "lengths of the prompts", tuple(teacher_client.SAMPLES))}
 LEAKED = {"beta": 1.0, "split": "1x2"}
 """Where the padding leaked: accumulated."""
 SHORT: list[CheckCase] = [("server-distillation-trainer", s) for s in ({"beta": 0.0}, LEAKED)]
@@ -40,16 +38,15 @@ SHORT_CONTROL: list[CheckCase] = [("gkd-trainer", {**LEAKED, "prompts": "ragged"
 
 def cases(seed: int) -> Iterator[CheckCase]:
     """Every beta with every split."""
-    yield from (("server-distillation-trainer", {"beta": b, "split": s}) for b in BETAS for s in SPLITS)
+    yield from (("server-distillation-trainer", settings) for settings in pairwise(SETTINGS, seed))
 
 
 def control_cases(seed: int) -> Iterator[CheckCase]:
-    """The same, and with every kind of prompts."""
-    for _, settings in cases(seed):
-        yield from (("gkd-trainer", {**settings, "prompts": prompts}) for prompts in teacher_client.SAMPLES)
+    """Every pair of values."""
+    yield from (("gkd-trainer", settings) for settings in pairwise(SETTINGS | PROMPTS, seed))
 
 
-@check("teacher-server", ("server-distillation-trainer",), {"beta": BETA, "split": SPLIT}, cases, quick=SHORT, pr=SHORT)
+@check("teacher-server", ("server-distillation-trainer",), SETTINGS, cases, quick=SHORT, pr=SHORT)
 def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     """Distillation from a teacher on a server on ragged completions: finite, and by the definition."""
     s = call.settings
@@ -95,11 +92,7 @@ def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float) -> Tenso
 @check(
     "ragged-control",
     ("gkd-trainer",),
-    {
-        "beta": BETA,
-        "split": SPLIT,
-        "prompts": Setting("equal", "lengths of the prompts", ("equal", "ragged")),
-    },
+    SETTINGS | PROMPTS,
     control_cases,
     quick=SHORT_CONTROL,
     pr=SHORT_CONTROL,

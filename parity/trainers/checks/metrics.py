@@ -12,7 +12,6 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.policy import divergence as k3
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared
-from parity.trainers.checks.losses import offered
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions.formulas import LOSSES, Loss, kl_of_others, log_odds
 from parity.trainers.definitions.gradients import logged
@@ -28,9 +27,6 @@ MODELS = ("llama", "qwen2", "gemma2")
 SETTINGS = {
     "model": Setting("llama", "tiny model; KTO's estimate of the KL is 0 for qwen2", MODELS),
     "beta": Setting(0.3, "beta of the config", (0.3, 0.04)),
-    "divergence": Setting(
-        "reverse_kl", "f_divergence_type, DPO: rewards are log-ratios all the same", ("reverse_kl", "js_divergence")
-    ),
 }
 PR: tuple[tuple[str, Mapping[str, Any]], ...] = (("online-dpo-trainer", {}), ("grpo-trainer", {"beta": 0.04}))
 COUNTED = ("rewards/accuracies", "completions/mean_length", "reward", "objective/scores")
@@ -126,7 +122,6 @@ def cases(seed: int) -> Iterator[CheckCase]:
         for model in MODELS:
             yield trainer, {"model": model}
         yield trainer, {"beta": 0.04}
-    yield "dpo-trainer", {"divergence": "js_divergence"}
 
 
 @check(
@@ -142,9 +137,6 @@ def metrics(call: CheckCall) -> Iterator[Quantity]:
     """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
     trainer, s = call.case.family, call.settings
     more = {**recorder.LOGGED, "beta": s.beta, **({"loss_type": "kto"} if call.spec.data == "labels" else {})}
-    if s.divergence != SETTINGS["divergence"].default:
-        drive.needs(call.trainer, "f_divergence_type")
-        more["f_divergence_type"] = offered(call.trainer, "f_divergence_type", s.divergence)
     settings = twin(trainer, model=s.model, beta=s.beta)
     run = Run(trainer, settings, call.path, plain=True, **more)
     yield run.all_there()
