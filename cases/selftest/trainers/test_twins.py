@@ -171,13 +171,6 @@ def test_packed_rows_are_packed():
     assert len(steps.batches) == 2, "eight sequences in two rows"
 
 
-def test_truncated_completions_that_are_trained_on_are_seen():
-    edit = next(e for e in EDITS["grpo-trainer"] if e.name == "truncated")
-    with drive.using(mutated("grpo-trainer", edit)):
-        found = verdicts(outcome("grpo-trainer", "windows", kind="truncated"))
-    assert {q for q, verdict in found.items() if verdict == "disagree"} == {"loss", "gradient"}
-
-
 @pytest.mark.parametrize(
     ("trainer", "settings", "mutant"),
     [
@@ -187,6 +180,7 @@ def test_truncated_completions_that_are_trained_on_are_seen():
         ("grpo-trainer", {"kind": "misaligned"}, "ratio-remainder"),
         ("grpo-trainer", {"kind": "controlled"}, "target"),
         ("grpo-trainer", {"kind": "ends"}, "one-end"),
+        ("grpo-trainer", {"kind": "truncated"}, "truncated"),
     ],
 )
 def test_what_no_full_window_on_its_own_policy_shows(trainer, settings, mutant):

@@ -27,11 +27,6 @@ def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     return [found[i, : len(ids)] for i, ids in enumerate(sequences)]
 
 
-def taken(logps: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probs of the tokens (…, T) out of those of the whole vocabulary (…, T, V)."""
-    return logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-
-
 class Scored:
     """What is asked of it is computed once, of N sequences with T_i tokens in their completions; vocabulary V.
 
@@ -57,7 +52,8 @@ class Scored:
     @functools.cached_property
     def tokens(self) -> list[Tensor]:
         """log π of each token, (T_i,)."""
-        return [taken(table, tokens) for table, tokens in zip(self.tables, self.completions, strict=True)]
+        pairs = zip(self.tables, self.completions, strict=True)
+        return [table.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) for table, tokens in pairs]
 
     @functools.cached_property
     def sums(self) -> Tensor:
