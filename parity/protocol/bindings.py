@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,8 +32,6 @@ _views: list[Any] = []
 """The values of each owner, as they are at any time."""
 _last: list[tuple[list[Any], Names]] = []
 """All values when they were last looked at, and the bindings then; nothing after an import."""
-_codes: dict[FunctionType, CodeType] = {}
-"""The code of every function among them, as it was when it was first seen."""
 _modules: list[int] = []
 """How many modules there were when owners were last looked for."""
 
@@ -60,9 +58,6 @@ def take() -> Names:
     found, values = owners(), [*itertools.chain.from_iterable(_views)]
     if not _unchanged(values):
         _last[:] = [(values, [(name, owner, dict(vars(owner))) for name, owner in found])]
-        for value in values:
-            if type(value) is FunctionType:
-                _codes.setdefault(value, value.__code__)
     return _last[0][1]
 
 
@@ -89,14 +84,6 @@ def changes(before: Names) -> Iterator[tuple[str, Change]]:
             for name in now.keys() - then.keys():
                 if any(name in vars(base) for base in owner.__mro__[1:]) and _matters(now[name], label, name):
                     yield f"{label}.{name}", (owner, name, MISSING, now[name])
-
-
-def exchanged() -> list[str]:
-    """Give every function its own code back; the names of those that had another."""
-    found = [function for function, code in _codes.items() if function.__code__ is not code]
-    for function in found:
-        function.__code__ = _codes[function]
-    return [f"{function.__module__}.{function.__qualname__}" for function in found]
 
 
 def _matters(value: Any, label: str, name: str) -> bool:

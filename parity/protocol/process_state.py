@@ -4,10 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,8 +71,8 @@ class Snapshot:
         """Put everything back; the names of what was changed. `whose`: the implementation that was called.
 
         What an import rebound is not named: it stays in force for calls of the same library (`its_own`), and only there.
-        Where a user's function left what cannot be put back, or a thread of its file, or an operation computes something else
-        since, the process is `broken`.
+        Where a user's function left what cannot be put back, or an operation computes something else since, the process is
+        `broken`.
         """
         users = ".py:" in whose
         if users:
@@ -88,10 +85,6 @@ class Snapshot:
             _kept.setdefault(_key(whose), ([], []))[0].extend(change for _, change in rebound)
         else:
             found += [f"rebound {name}" for name, _ in rebound[:LEFT]]
-        if users:
-            found += [f"exchanged the code of {name}" for name in bindings.exchanged()[:LEFT]]
-            if there := _goes_on(whose.rpartition(":")[0]):
-                _broken.append(f"{whose} left a thread that goes on at {there}")
         for watch, now in differing(self.states):  # one after the other: a mode that is left would see the next reading
             before = self.states[watch.name]
             found += watch.differences(before, now)
@@ -101,30 +94,6 @@ class Snapshot:
                 _broken.append(f"{whose} left a change that nothing undoes: {watch.name} changed")
         _unprobed.append(whose)
         return found
-
-
-PATIENCE = 0.2
-"""Seconds for a thread that is about to end."""
-
-
-def _goes_on(file: str) -> str:
-    """ "file:line" where another thread than this one runs code of a user's file, however it was begun."""
-    name, until = str(Path(file).resolve()), time.monotonic() + PATIENCE
-    while there := _running(name):
-        if time.monotonic() > until:
-            return there
-        time.sleep(0.01)
-    return ""
-
-
-def _running(file: str) -> str:
-    for thread, at in sys._current_frames().items():
-        frame = None if thread == threading.get_ident() else at
-        while frame is not None:
-            if frame.f_code.co_filename == file:
-                return f"{file}:{frame.f_lineno}"
-            frame = frame.f_back
-    return ""
 
 
 @within("phase", "process state")

@@ -332,33 +332,6 @@ TAKES_OVER = {
     "it stops itself": "os.kill(os.getpid(), signal.SIGSTOP) if calls > 1 else None",
 }
 
-SPINS = """
-import _thread
-def spins(tensor):
-    while True:
-        tensor.detach().zero_()
-"""
-
-
-def test_a_thread_that_goes_on_is_named_and_changes_no_row_of_another(tmp_path):
-    events = planted(tmp_path, "if calls == 2: _thread.start_new_thread(spins, (weight,))", setup=SPINS)
-    said = [r.message for r in rows_of(events, "own") if r.verdict != "agree"]
-    assert re.search(r"own\.py:own left a thread that goes on at .*own\.py:\d+", " ".join(said))
-    assert {r.verdict for r in rows_of(events, "right")} == {"agree"}
-    assert len({r.case for r in rows_of(events, "right")}) == TAKEN
-
-
-def test_the_code_of_another_librarys_function_is_put_back_and_who_exchanged_it_is_named(tmp_path):
-    act = (
-        "import trl.trainer.utils as theirs\n"
-        "    if calls > 1: theirs.selective_log_softmax.__code__ = (lambda logits, index: logits[..., 0] * 0.5).__code__"
-    )
-    events = planted(tmp_path, act, exclude=())
-    theirs = [e.row for e in events if isinstance(e, Judged) and e.row.implementation == "trl.selective_log_softmax"]
-    assert {r.verdict for r in theirs} <= {"agree", "unsupported"} and len({r.case for r in theirs}) == TAKEN
-    wrong = {r.quantity: r.message for r in rows_of(events, "own") if r.verdict == "disagree"}
-    assert "exchanged the code of trl.trainer.utils.selective_log_softmax" in wrong["protocol"]
-
 
 @pytest.mark.parametrize("act", TAKES_OVER.values(), ids=TAKES_OVER)
 def test_what_one_does_to_its_process_costs_its_neighbour_no_row(tmp_path, monkeypatch, act):
