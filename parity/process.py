@@ -32,6 +32,10 @@ def packaged(file: str) -> str | None:
     return None if at is None else "/".join(parts[at + 1 :])
 
 
+NOT_INSTALLED = " is not installed: pip install "
+"""In the message of a row of which a library is missing."""
+
+
 @functools.cache
 def installed(distribution: str) -> str | None:
     """The installed version of a distribution, or None."""

@@ -4,7 +4,6 @@ The backbone returns stored hidden states, a leaf, at the positions that predict
 Linear, tied or biased as the case says. transformers is imported on first use.
 """
 
-import copy
 import functools
 from typing import Any
 
@@ -98,58 +97,19 @@ def tokenizer() -> Any:
     )
 
 
-@functools.cache
-def _first() -> Any:
-    """The model that others are copied from: nothing is ever computed with it."""
-    configuration, model_class = classes()
-    return model_class(_configured(configuration(head_bias=True, tie_word_embeddings=False)))
-
-
-def _configured(config: Any, **wanted: Any) -> Any:
-    for name, value in {"head_bias": True, "final_logit_softcapping": None, "logit_scale": None, **wanted}.items():
-        setattr(config, name, value)
-    return config
-
-
-def _copied(module: nn.Module) -> Any:
-    """A module of its own: parameters, submodules, and everything that it keeps in a dictionary or a list."""
-    out = nn.Module.__new__(type(module))
-    vars(out).update({n: copy.copy(v) if isinstance(v, dict | list | set) else v for n, v in vars(module).items()})
-    for name, p in module._parameters.items():
-        out._parameters[name] = None if p is None else nn.Parameter(p.detach().clone(), p.requires_grad)
-    for name, child in module._modules.items():
-        out._modules[name] = None if child is None else _copied(child)
-    return out
-
-
-def _as_built(config: dict[str, Any]) -> Any:
-    """What the constructor makes of such a configuration, copied from the first: transformers takes longer than the loss."""
-    out = _copied(_first())
-    out.config = out.model.config = _configured(copy.deepcopy(_first().config), **config)
-    if hasattr(out, "generation_config"):
-        out.generation_config = copy.deepcopy(_first().generation_config)
-    out.lm_head.in_features, out.lm_head.out_features = config["hidden_size"], config["vocab_size"]
-    if not config["head_bias"]:
-        out.lm_head.bias = None
-    return out
-
-
-def model(x: Inputs, shared: bool = False) -> Any:
-    """The replay model of a case: the case's leaves are its parameters, so that the harness reads their gradients.
-
-    `shared`: copied from the first model of the process, in the place of a construction.
-    """
+def model(x: Inputs) -> Any:
+    """The replay model of a case: the case's leaves are its parameters, so that the harness reads their gradients."""
     configuration, model_class = classes()
     s = x.settings
-    config = {
-        "vocab_size": s.V,
-        "hidden_size": s.H,
-        "head_bias": x.bias is not None,
-        "final_logit_softcapping": s.softcap,
-        "logit_scale": None if s.logit_scale == 1.0 else s.logit_scale,
-        "tie_word_embeddings": False,
-    }
-    out = _as_built(config) if shared else model_class(configuration(**config))
+    config = configuration(
+        vocab_size=s.V,
+        hidden_size=s.H,
+        head_bias=x.bias is not None,
+        final_logit_softcapping=s.softcap,
+        logit_scale=None if s.logit_scale == 1.0 else s.logit_scale,
+        tie_word_embeddings=False,
+    )
+    out = model_class(config)
     out.lm_head.weight = x.weight
     if x.bias is not None:
         out.lm_head.bias = x.bias

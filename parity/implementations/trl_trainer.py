@@ -14,20 +14,17 @@ from unittest import mock
 import torch
 
 from parity.case.inputs import Inputs
+from parity.families.policy_settings import OF_LOSS, WINDOW_NORMALISED
 from parity.families.policy_settings import SETTINGS as DEFAULTS
-from parity.families.policy_settings import WINDOW_NORMALISED
 from parity.implementations import plain
 from parity.implementations.implementation import Implementation, Limit, Outputs, implementation, only, says
 from parity.implementations.trl import tiles
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.judge.recipe import Recipe
-from parity.upstream import live, trl
+from parity.judge.timings import within
+from parity.upstream import trl
 
-SETTINGS = (
-    "loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl temperature "
-    "off_policy_mask_threshold top_entropy_quantile entropy_coef sapo_temperature_pos sapo_temperature_neg vespo_k_pos "
-    "vespo_lambda_pos vespo_k_neg vespo_lambda_neg max_completion_length steps_per_generation"
-).split()
+SETTINGS = (*OF_LOSS, "epsilon", "epsilon_high", "beta", "top_entropy_quantile")
 
 
 @functools.cache
@@ -136,23 +133,19 @@ def _relevant(s: Any) -> set[str]:
     return out - (set() if s.beta else {"use_bias_correction_kl"})
 
 
-def trainer(x: Inputs, liger: bool = False, kind: Any = None, shared: bool = False) -> Any:
-    """A real GRPOTrainer over the replay model, in the mode of the case; of `kind`, a subclass of it, if given.
-
-    `shared`: it has what transformers builds for every trainer alike from the first one, see `parity.upstream.live`.
-    """
+@within("phase", "building a trainer")
+def trainer(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
+    """A real GRPOTrainer over the replay model, in the mode of the case; of `kind`, a subclass of it, if given."""
     made: Any = kind or trl.class_named("GRPOTrainer")
-    build: Any = functools.partial(live.build, made) if shared else made
     s = x.settings
     extra: dict[str, Any] = {}
     if s.head == "lora":
         extra["peft_config"] = trl.lora(["lm_head"], r=s.lora_rank, lora_alpha=s.lora_rank)
     with trl.quiet(), trl.environment_kept(), trl.generators_kept(), _without_reference_model():
-        built = model(x, shared and made.__module__.startswith("trl."))
         args = arguments(x, liger, kind)
         beta, args.beta = args.beta, 0.0  # reference log-probs are given: no reference model has to be loaded
-        out = build(
-            model=built,
+        out = made(
+            model=model(x),
             reward_funcs=_zero_reward,
             args=args,
             train_dataset=_dataset(),
@@ -215,23 +208,10 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
 
 
 def outputs(x: Inputs, liger: bool = False, kind: Any = None) -> Outputs:
-    """Loss and metrics of one micro-batch as the trainer computes and logs them.
-
-    Raises:
-        HarnessError: where a trainer built from nothing, one in `live.CHECKED`, gives something else.
-    """
-    with trl.quiet(), live.looked_up_once():
-        out = trainer(x, liger, kind, shared=True)
-        found = _computed(x, out)
-        if live.due():
-            fresh = trainer(x, liger, kind)
-            live.require_same(out, fresh, found, _computed(x, fresh))
-    return found
-
-
-def _computed(x: Inputs, out: Any) -> Outputs:
-    _install_adapter(x, out)
-    with trl.quiet():
+    """Loss and metrics of one micro-batch as the trainer computes and logs them."""
+    with trl.quiet(), trl.looked_up_once():
+        out = trainer(x, liger, kind)
+        _install_adapter(x, out)
         loss = out.compute_loss(out.model, batch(x, out))
     logged = out._metrics.get(x.settings.mode, out._metrics)  # one for both modes up to 0.15
     found = {"loss": loss}

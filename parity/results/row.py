@@ -6,6 +6,8 @@ from typing import Any, Literal, get_args
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from parity.process import NOT_INSTALLED
+
 SCHEMA = 2
 """Version of the results file that is written; the one before is read too."""
 
@@ -102,6 +104,11 @@ class Row(Written, kw_only=True, omit_defaults=True, rename={"cls": "class"}):
     def new(self) -> bool:
         """Whether it fails and no ledger entry covers it."""
         return self.verdict in FAILING and not self.known
+
+    @property
+    def absent(self) -> bool:
+        """Whether nothing ran because a library is not installed."""
+        return self.verdict == "unsupported" and NOT_INSTALLED in self.message
 
     @property
     def subject(self) -> str:

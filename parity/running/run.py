@@ -125,13 +125,17 @@ def _follow(
     """The events of a run, into its state and its file."""
     run = state.header.run
     roles = {i.id: i.role for i in (load() | catalogue.implementations()).values()}
+    absent = {row.implementation for row in state.rows if row.absent}
     underway: dict[str, Part] = {}
     now = ""
     for shard, event in events:
         part = underway.setdefault(shard.name, Part(name=shard.name, cases=0))
         news: Iterable[str] = ()
         match event:
+            case Judged() if event.row.absent and event.row.implementation in absent:
+                pass  # one row says it for the run
             case Judged():
+                absent |= {event.row.implementation} if event.row.absent else set()
                 role = roles.get(event.row.implementation, event.row.role)
                 state.rows.append(replace(event.row, run=run, role=role, shard=shard.name))
                 if shard.kind in ("drawn", "besides"):  # whose cases only this run's rows have

@@ -306,3 +306,19 @@ def _seeding_this_device() -> Iterator[None]:
         yield
     finally:
         torch.manual_seed, torch.cuda.manual_seed_all = kept
+
+
+@contextlib.contextmanager
+def looked_up_once() -> Iterator[None]:
+    """Within it a package is looked for, and its metadata parsed, once a process: accelerate asks for a dozen a trainer."""
+    original = importlib.metadata.metadata, importlib.util.find_spec
+    if original == (_metadata.__wrapped__, _find_spec.__wrapped__):  # and nobody else has put another in its place
+        importlib.metadata.metadata, importlib.util.find_spec = _metadata, _find_spec
+    try:
+        yield
+    finally:
+        importlib.metadata.metadata, importlib.util.find_spec = original
+
+
+_metadata = functools.cache(importlib.metadata.metadata)
+_find_spec = functools.cache(importlib.util.find_spec)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -21,6 +22,7 @@ from parity.results.report.summary import summarise
 from parity.results.row import Row
 from parity.running import run as running
 from parity.running.events import At, Judged
+from parity.running.plan import Shard
 
 ABOUT = About(device="cpu", profile="quick", seed=1, ends=True)
 HEADER = Header(run="aa", header=ABOUT)
@@ -151,3 +153,14 @@ def test_what_cannot_be_written_is_a_sentence(tmp_path):
     assert done.exit_code == 2 and f"parity: {tmp_path / 'index.html'}: Is a directory" in done.output
     done = CliRunner().invoke(main, ["run", "--max-time", "99999999999h"])
     assert done.exit_code == 2 and "time '99999999999h' is longer than there is" in done.output
+
+
+def test_a_library_that_is_not_installed_has_one_row():
+    gone = {"verdict": "unsupported", "quantity": None, "message": "gone is not installed: pip install gone"}
+    told = [row(case=f"logprobs-{n}", implementation=name, **gone) for n in range(3) for name in ("gone.a", "gone.b")]
+    told += [row(case="logprobs-9", verdict="unsupported", quantity=None, message="no bias parameter")] * 2
+    state, written = running.RunResult(replace(HEADER)), []
+    events = ((Shard(family="logprobs", kind="drawn", seed=1, count=9), Judged(one)) for one in told)
+    running._follow(state, events, SimpleNamespace(fresh=True), written.append, lambda *_: None, print)
+    assert [one.implementation for one in state.rows] == ["gone.a", "gone.b", *[told[-1].implementation] * 2]
+    assert len(written) == 4

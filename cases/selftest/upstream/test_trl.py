@@ -8,16 +8,18 @@ import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from packaging.version import Version
 
 from parity.compare.one_case import interpreter_limit
 from parity.errors import Unsupported
+from parity.families.policy import FAMILY
 from parity.implementations import interpreter, trl_trainer
 from parity.implementations.trl import softcap
 from parity.judging.assess import CaseOracle
-from parity.registry import loss_family
+from parity.registry import loss_family, oracle_of
 from parity.upstream import trl
 
 
@@ -156,3 +158,23 @@ def test_no_reference_model_is_copied_where_reference_log_probs_are_given(monkey
     with trl_trainer._without_reference_model():
         assert module.create_reference_model("a model") is None
     assert module.create_reference_model("a model") == "a copy"
+
+
+@pytest.mark.parametrize(("context", "elementwise"), [("plain", "fp32"), ("autocast", "bf16")])
+def test_before_1_15_logits_have_the_dtype_of_autocast(monkeypatch, context, elementwise):
+    """`logits / temperature` and the log-softmax of bf16 logits, as in trl 1.13.0's _get_per_token_logps_and_entropies."""
+    monkeypatch.setattr(trl, "since", lambda version: False)
+    x = oracle_of(FAMILY.case(1, "fp32", {"context": context})).inputs
+    assert trl_trainer._recipe(x).resolve("fp32").elementwise == elementwise
+
+
+def test_a_liger_path_takes_an_advantage_for_each_completion_alone(monkeypatch):
+    monkeypatch.setattr(trl, "mentions", lambda *_: True)
+    monkeypatch.setattr(trl, "since", lambda release: False)
+    said = {}
+    for advantages in ("mixed", "token"):
+        asked = FAMILY.full_settings(FAMILY.case(1, "fp32", {"advantages": advantages}))
+        asked = SimpleNamespace(**vars(asked), dtype="fp32", device="cpu")
+        said[advantages] = {limit(asked) for limit in trl_trainer._limits(liger=True)}
+    refused = "its Liger path takes advantages of shape (B,) only"
+    assert refused in said["token"] and refused not in said["mixed"]
